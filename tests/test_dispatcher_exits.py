@@ -13,7 +13,7 @@ from llmproxy.core.scheduler import FAULT_RETRY_S
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.lab.run.virtual_time import run
 from tests.core.make import listing, request
-from tests.dispatching import Client, dispatcher, emptied, empty, now, turns, virtual
+from tests.dispatching import Client, dispatcher, empty, now, turns, virtual
 
 # --- every way out returns the lease ----------------------------------------------------------------------------------
 
@@ -33,16 +33,6 @@ async def test_an_exception_in_the_block_returns_the_lease_and_passes() -> None:
     await Client(one).done()
 
 
-@emptied(a=1)
-async def test_a_client_that_leaves_in_mid_stream_frees_its_place(one: Dispatcher) -> None:
-    streaming, waiting = Client(one), Client(one)
-    await turns()
-    streaming.task.cancel()
-    await turns()
-    assert waiting.lease is not None
-    await waiting.done()
-
-
 @virtual
 async def test_a_block_left_without_a_word_does_not_blame_the_backend() -> None:
     one = dispatcher(a=1)
@@ -52,20 +42,6 @@ async def test_a_block_left_without_a_word_does_not_blame_the_backend() -> None:
     await turns()
     assert one.pools.views(now())["a"].available
     empty(one)
-
-
-@emptied(a=1)
-async def test_a_client_that_leaves_while_waiting_is_never_granted(one: Dispatcher) -> None:
-    holder, gone, next_one = Client(one), Client(one), Client(one)
-    await turns()
-    gone.task.cancel()
-    await turns()
-    assert one.pools.queued() == {DEFAULT: (1, 100)}
-    await holder.done()
-    await turns()
-    assert gone.lease is None
-    assert next_one.lease is not None
-    await next_one.done()
 
 
 @virtual

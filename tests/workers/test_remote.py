@@ -32,7 +32,7 @@ from llmproxy.telemetry import logs
 from llmproxy.workers.channel import FROM_WORKER, TO_WORKER, Channel
 from llmproxy.workers.protocol import LeaseGranted, PageRequest, PageResponse, ResponseStored, ShutdownState
 from tests.core.make import listing, request
-from tests.dispatching import Client, dispatcher, now, refusal_of, turns, virtual
+from tests.dispatching import dispatcher, now, refusal_of, turns, virtual
 from tests.exits import exit_of
 from tests.workers.link import ENOUGH, RecordedEvents, WorkerLink, finished, leased, linked, nothing_left, refused
 
@@ -127,16 +127,6 @@ async def test_a_refusal_is_the_same_here_and_there() -> None:
     assert (there.outcome, there.message, there.retry_after_s) == (here.outcome, here.message, here.retry_after_s)
 
 
-@linked
-async def test_a_deadline_passes_there_as_it_does_here(one: Dispatcher, line: WorkerLink) -> None:
-    holder = Client(one)
-    await turns(ENOUGH)
-    waiting = line.client(request(deadline_s=7.25))
-    await asyncio.sleep(7.25)
-    assert await refused(waiting) is Outcome.EXPIRED
-    await holder.done()
-
-
 @virtual
 async def test_the_backend_that_failed_is_excluded_across_the_line() -> None:
     one = dispatcher(a=4, b=4)
@@ -182,29 +172,6 @@ async def test_the_higher_band_goes_first_whichever_worker_has_it() -> None:
         granted.append(served.request.band)
         await served.done()
     assert granted == sorted(bands, reverse=True)
-    await nothing_left(one, *lines)
-
-
-@virtual
-async def test_flows_share_fairly_whichever_worker_they_come_by() -> None:
-    one = dispatcher(a=1)
-    lines = [WorkerLink(one), WorkerLink(one)]
-    # One flow comes by one worker and is there first; the other by another one.
-    greedy = [lines[0].client(flow="greedy") for _ in range(8)]
-    await turns(ENOUGH)
-    modest = [lines[1].client(flow="modest") for _ in range(8)]
-    order: list[str] = []
-    for _ in range(10):
-        await turns(ENOUGH)
-        [served] = [client for client in (*greedy, *modest) if client.holds() and not client.task.done()]
-        order.append(served.request.flow)
-        assert served.lease is not None
-        served.lease.usage = Usage(10, 10)
-        await served.done()
-    assert abs(order.count("greedy") - order.count("modest")) <= 2
-    for client in (*greedy, *modest):
-        client.task.cancel()
-    await turns(ENOUGH)
     await nothing_left(one, *lines)
 
 

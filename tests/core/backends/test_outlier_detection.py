@@ -246,18 +246,6 @@ def test_reading_from_before_a_freeze_excuses_nothing() -> None:
     assert pool.until("a", 10.0) <= 2.5
 
 
-@pytest.mark.parametrize("placement", ["cost", "least_request", "epp_sticky"])
-def test_recovered_backend_gets_work_however_high_its_price(placement: str) -> None:
-    pool = warm(placement=placement, per_s=4.0)
-    pool.factors["a"] = 0.0
-    while not pool.ejected("a"):
-        pool.run(0.5)
-    pool.run(1.5)
-    pool.factors["a"] = 1.0
-    pool.run(6.0)
-    assert not pool.ejected("a")
-
-
 # --- slow -------------------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,6 @@ from llmproxy.core.domain import (
     Verdict,
 )
 from llmproxy.core.pools import Pools
-from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.min_share import CREDIT_GRANTS, MinShares
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
 from tests.core.make import granted, kill, pools, refusal, request, submit, tight
@@ -291,21 +290,6 @@ def decide_and_obey(of: Pools, running: Counter[int], leases: dict[int, Grant]) 
                 of.finish(leases.pop(decision.lease), Verdict.PREEMPTED, 1.0)
                 of.submit(decision.request, 1.0, entry=Entry.PREEMPTED)
     return preempted
-
-
-@pytest.mark.parametrize("fairness", sorted(policies.names()))
-def test_fairness_acts_only_under_contention(fairness: str) -> None:
-    """With room for everybody, everybody goes in the pass in which they came, whatever they were charged before."""
-    of = pools({"a": 64, "b": 64}, Settings(fairness=fairness))
-    for step in range(5):
-        now = float(step)
-        asked = [request(flow=f"f{number % 5}", arrived_s=now, prompt_tokens=10**number) for number in range(6)]
-        asked += [request(flow="greedy", arrived_s=now, output_tokens=100_000, band=band) for band in (100, 0, -100)]
-        submit(of, *asked, now=now)
-        grants = granted(of, now)
-        assert {grant.request.id for grant in grants} == {one.id for one in asked}
-        for grant in grants[::2]:
-            of.finish(grant, Verdict.SERVED, now, Usage(10, 10))
 
 
 def test_a_grant_says_what_waited_and_what_its_flow_stood_at() -> None:
