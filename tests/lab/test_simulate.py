@@ -48,11 +48,14 @@ def result_in(out: Path) -> SimulationResult:
     return SimulationResult.model_validate_json((out / "result.json").read_bytes())
 
 
-def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place to write, without matplotlib: to draw a report takes a while."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in ("plots", "drawing"):
         monkeypatch.delitem(sys.modules, f"llmproxy.lab.results.{name}", raising=False)
         monkeypatch.delattr(f"llmproxy.lab.results.{name}", raising=False)
+    return tmp_path
 
 
 # --- what it writes ---------------------------------------------------------------------------------------------------
@@ -77,10 +80,9 @@ def test_it_prints_tables_and_writes_a_result_and_a_report(trace: str, tmp_path:
     assert "tiny.jsonl on 2xtiny" in html
 
 
-def test_it_tells_what_was_simulated(trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_matplotlib(monkeypatch)
-    simulate(trace, "--proxies", "2", "--skip", "3", "--requests", "10", "--first-seed", "5", "--out", str(tmp_path))
-    config = result_in(tmp_path).config
+def test_it_tells_what_was_simulated(trace: str, folder: Path) -> None:
+    simulate(trace, "--proxies", "2", "--skip", "3", "--requests", "10", "--first-seed", "5", "--out", str(folder))
+    config = result_in(folder).config
     facts = {"trace": "tiny.jsonl", "fleet": FLEET, "replicas": 2, "proxies": 2, "skip": 3, "requests": 10}
     assert facts.items() <= config.items()
     assert config["seeds"] == [5]
@@ -89,36 +91,31 @@ def test_it_tells_what_was_simulated(trace: str, tmp_path: Path, monkeypatch: py
     assert isinstance(policies, dict)
     assert scheduling["flow"] == "header:x-tenant"
     assert list(policies) == ["cost", "oracle"]
-    assert str(tmp_path) not in (tmp_path / "result.json").read_text()
+    assert str(folder) not in (folder / "result.json").read_text()
 
 
-def test_two_runs_write_the_same_bytes(trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_matplotlib(monkeypatch)
+def test_two_runs_write_the_same_bytes(trace: str, folder: Path) -> None:
     written = []
     for name in ("a", "b"):
-        done = simulate(trace, "--policy", "epp_sticky", "--rate-scale", "3", "--out", str(tmp_path / name))
+        done = simulate(trace, "--policy", "epp_sticky", "--rate-scale", "3", "--out", str(folder / name))
         assert done.exit_code == 0
-        written.append((tmp_path / name / "result.json").read_bytes())
+        written.append((folder / name / "result.json").read_bytes())
     assert written[0] == written[1]
-    simulate(trace, "--policy", "epp_sticky", "--rate-scale", "3", "--first-seed", "2", "--out", str(tmp_path / "a"))
-    assert (tmp_path / "a" / "result.json").read_bytes() != written[0]
+    simulate(trace, "--policy", "epp_sticky", "--rate-scale", "3", "--first-seed", "2", "--out", str(folder / "a"))
+    assert (folder / "a" / "result.json").read_bytes() != written[0]
 
 
-def test_missing_matplotlib_leaves_the_result_and_a_line(
-    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_matplotlib(monkeypatch)
-    done = simulate(trace, "--out", str(tmp_path / "out"))
+def test_missing_matplotlib_leaves_the_result_and_a_line(trace: str, folder: Path) -> None:
+    done = simulate(trace, "--out", str(folder / "out"))
     assert done.exit_code == 0
     assert "no report.html: the report needs matplotlib: pip install 'llmproxy-lb[lab]'" in done.stdout
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["result.json"]
-    assert len(result_in(tmp_path / "out").runs) == 2
+    assert [path.name for path in (folder / "out").iterdir()] == ["result.json"]
+    assert len(result_in(folder / "out").runs) == 2
 
 
-@pytest.mark.parametrize("folder", ["a[b]", "a[/b]"])
-def test_paths_are_told_to_the_letter(trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
-    without_matplotlib(monkeypatch)
-    out = tmp_path / folder
+@pytest.mark.parametrize("name", ["a[b]", "a[/b]"])
+def test_paths_are_told_to_the_letter(trace: str, folder: Path, name: str) -> None:
+    out = folder / name
     out.mkdir(parents=True)
     Path(trace).rename(out / "tiny.jsonl")
     done = simulate(str(out / "tiny.jsonl"), "--out", str(out))
@@ -146,22 +143,18 @@ def test_without_a_place_to_write_it_only_prints(trace: str, tmp_path: Path, mon
     ],
 )
 def test_the_policies_are_those_named_or_the_configuration_s_own(
-    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str, flags: list[str], policies: list[str]
+    trace: str, folder: Path, config: str, flags: list[str], policies: list[str]
 ) -> None:
-    without_matplotlib(monkeypatch)
-    (tmp_path / "llmproxy.yaml").write_text(config)
-    done = simulate(trace, *flags, "--config", str(tmp_path / "llmproxy.yaml"), "--out", str(tmp_path))
+    (folder / "llmproxy.yaml").write_text(config)
+    done = simulate(trace, *flags, "--config", str(folder / "llmproxy.yaml"), "--out", str(folder))
     assert done.exit_code == 0
-    assert [one.policy for one in result_in(tmp_path).runs] == policies
+    assert [one.policy for one in result_in(folder).runs] == policies
 
 
-def test_every_load_is_run_once_with_bounds_of_its_own(
-    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_matplotlib(monkeypatch)
+def test_every_load_is_run_once_with_bounds_of_its_own(trace: str, folder: Path) -> None:
     scales = ["--rate-scale", "2", "--rate-scale", "1", "--rate-scale", "2", "--prefill-scale", "1.9"]
-    simulate(trace, *scales, "--no-oracle", "--warmup", "0.5", "--out", str(tmp_path))
-    result = result_in(tmp_path)
+    simulate(trace, *scales, "--no-oracle", "--warmup", "0.5", "--out", str(folder))
+    result = result_in(folder)
     assert [one.key for one in result.runs] == [RunKey("cost", 1, rate, 1.9) for rate in (1.0, 2.0)]
     assert sorted(result.bounds) == [load_label(rate, 1.9) for rate in (1.0, 2.0)]
     assert all(0 < one.offered < 20 for one in result.runs)
