@@ -93,12 +93,12 @@ class Times:
 class Bench:
     """One fleet kept full with so many waiting, and the clock of its scheduler."""
 
-    def __init__(self, backends: int, waiting: int, trivial: bool, batch: int = BATCH) -> None:
+    def __init__(self, backends: int, waiting: int, trivial: bool) -> None:
         self._rng = Random(1)
         self._names = [f"backend-{number:03d}" for number in range(backends)]
         placement: Callable[[], Placement] = NoCostPlacement if trivial else partial(make, "blend", self._rng)
         settings = Settings(queue=BOUNDLESS, ceilings={SHEDDABLE: 1.0})
-        self.pools = Pools(settings, dict.fromkeys(self._names, batch), {}, placement)
+        self.pools = Pools(settings, dict.fromkeys(self._names, BATCH), {}, placement)
         self.now = 0.0
         self._serial = 0
         self.running: deque[Grant] = deque()
@@ -108,7 +108,7 @@ class Bench:
             self.pools.listed(name, Listing(0.0, (card,)))
             # The cache is larger than all prompts together, so that only the batch limits what is granted.
             self.pools.backends[name].observe(Reading(self.now, 0, 0, 0.3, 10**9))
-        for _ in range(backends * (batch + 2)):
+        for _ in range(backends * (BATCH + 2)):
             self.submit(self.request(CRITICAL))
         while self.note(self.pools.decide(self.now)):
             pass

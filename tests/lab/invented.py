@@ -15,6 +15,7 @@ from llmproxy.lab.traces.arrival import Arrival
 from tests.lab.baselines.baseline_world import NAMES
 
 DURATION_S = 600.0
+REPLICAS = 8
 TWELVE = ("blend", "late_least_request", *NAMES, "oracle")
 
 
@@ -24,13 +25,12 @@ def invented_run(
     *,
     seed: int = 1,
     skill: float = 0.5,
-    replicas: int = 8,
     tenants: int = 5,
     count: int = 400,
 ) -> tuple[RunResult, Trail]:
     """One run of `count` requests; `skill` from 0 to 1 makes it better, `rate` worse. Skill 0 completes nothing."""
     rng = Random(f"{policy} {rate} {seed}")
-    names = [f"gpu-{i:02d}" for i in range(replicas)]
+    names = [f"gpu-{i:02d}" for i in range(REPLICAS)]
     recorder = RunRecorder(DURATION_S, names)
     late = policy.startswith(("blend", "late", "oracle"))
     for i in range(count):
@@ -55,9 +55,8 @@ def _record(
     if skill == 0.0 or rng.random() < 0.1 * (stress - 0.8):
         record.outcome = rng.choice([Outcome.REJECTED_CAPACITY, Outcome.EXPIRED, Outcome.SHED])
         return record
-    record.backend = names[
-        min(int(rng.expovariate(1.0 + skill)), len(names) - 1) if rng.random() < 0.3 else at_s.__int__() % len(names)
-    ]
+    crowded = rng.random() < 0.3
+    record.backend = names[min(int(rng.expovariate(1.0 + skill)), REPLICAS - 1) if crowded else int(at_s) % REPLICAS]
     record.queue_wait_s = rng.expovariate(4.0 / stress) * (1 - band / 150) if late else 0.0
     record.ttft_s = 0.05 + record.queue_wait_s + rng.lognormvariate(-2.0 + stress, 0.8)
     record.hit_tokens = int(prompt_tokens * rng.random() * 0.5 * skill)
@@ -75,7 +74,6 @@ def invented(
     rates: Sequence[float] = (0.7, 1.0, 1.5),
     *,
     seeds: int = 1,
-    replicas: int = 8,
     tenants: int = 5,
     count: int = 400,
 ) -> tuple[SimulationResult, dict[RunKey, Trail]]:
@@ -85,9 +83,7 @@ def invented(
         for rank, policy in enumerate(policies):
             for seed in range(1, seeds + 1):
                 skill = 0.95 if policy == "oracle" else 0.9 - 0.7 * rank / len(policies)
-                run, trail = invented_run(
-                    policy, rate, seed=seed, skill=skill, replicas=replicas, tenants=tenants, count=count
-                )
+                run, trail = invented_run(policy, rate, seed=seed, skill=skill, tenants=tenants, count=count)
                 runs.append(run)
                 trails[run.key] = trail
     bounds = {
@@ -102,7 +98,7 @@ def invented(
     }
     config: dict[str, JsonValue] = {
         "trace": "conversation.jsonl",
-        "fleet": f"{replicas}xllama-8b-h100",
+        "fleet": f"{REPLICAS}xllama-8b-h100",
         "seeds": list(range(1, seeds + 1)),
         "requests": count,
         "scheduling": {"fairness": "drr", "placement": "blend", "ceilings": {"default": 1.0, "sheddable": 0.8}},

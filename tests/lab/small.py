@@ -53,14 +53,14 @@ def started(on: SimulatedFleet) -> dict[str, SimulatedServer]:
     return replicas
 
 
-def trace(arrivals: Iterable[Arrival], block_tokens: int = 64) -> Trace:
+def trace(arrivals: Iterable[Arrival]) -> Trace:
     fixed = tuple(arrivals)
-    return Trace("small", lambda: iter(fixed), block_tokens)
+    return Trace("small", lambda: iter(fixed), 64)
 
 
-def traffic(seed: int = 0, count: int = 300, rate: float = 30.0, **given: Any) -> list[Arrival]:
+def traffic(count: int = 300, rate: float = 30.0, **given: Any) -> list[Arrival]:
     """Poisson arrivals of short prompts, a third of which begin alike."""
-    rng = Random(seed)
+    rng = Random(0)
     made, at_s = [], 0.0
     for number in range(count):
         at_s += rng.expovariate(rate)

@@ -32,15 +32,15 @@ critical_ttft_p99 = in_band("critical", lambda group: group.ttft_s.p99)
 sheddable_wait = in_band("sheddable", lambda group: group.ttft_s.mean)
 
 
-def rolled(kind: FleetFaultKind, gone_s: tuple[float, ...], first_s: float = 20.0, apart_s: float = 5.0) -> Shape:
-    """One replica after the other is gone for so many seconds; each begins `apart_s` after the one before is back."""
+def rolled(kind: FleetFaultKind, gone_s: tuple[float, ...]) -> Shape:
+    """One replica after the other is gone for so many seconds; each begins 5 s after the one before is back."""
 
     def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         del duration_s
-        at_s, faults = first_s, []
+        at_s, faults = 20.0, []
         for spec, value in zip(fleet.replicas, gone_s, strict=True):
             faults.append(Fault(at_s, kind, spec.name, None, value))
-            at_s += value + apart_s
+            at_s += value + 5.0
         return replace(fleet, faults=(*fleet.faults, *faults))
 
     return shape

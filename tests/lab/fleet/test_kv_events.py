@@ -40,8 +40,8 @@ class Scene:
     def known(self, request_id: str, backend: str = "gpu-0") -> int:
         return self.events.cached_tokens(request_id).get(backend, 0)
 
-    def true(self, request_id: str, backend: str = "gpu-0") -> int:
-        return self.replicas[backend].engine.cached_tokens(self.world.sequence_of(request_id))
+    def true(self, request_id: str) -> int:
+        return self.replicas["gpu-0"].engine.cached_tokens(self.world.sequence_of(request_id))
 
 
 @virtual

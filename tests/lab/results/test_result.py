@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from random import Random
+from typing import Literal
 
 import orjson
 import pytest
@@ -28,18 +29,14 @@ from tests.lab.invented import TWELVE, invented, invented_run
 SCHEMA = ROOT / "docs" / "reference" / "simulate-result.schema.json"
 
 
-def printed(result: SimulationResult, width: int = 80, *, terminal: bool = False) -> str:
+def printed(result: SimulationResult, *, terminal: bool = False) -> str:
     out = io.StringIO()
+    color_system: Literal["standard", "auto"] = "standard" if terminal else "auto"
     # The tester's own terminal must not decide.
     environ = {"TERM": "xterm-256color"}
-    console = Console(
-        file=out,
-        width=width,
-        force_terminal=terminal,
-        color_system="standard" if terminal else "auto",
-        _environ=environ,
+    print_tables(
+        result, Console(file=out, width=80, force_terminal=terminal, color_system=color_system, _environ=environ)
     )
-    print_tables(result, console)
     return out.getvalue()
 
 

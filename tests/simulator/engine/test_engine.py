@@ -24,12 +24,12 @@ def wanted(name: str, prompt: int, output: int = 1, adapter: str | None = None, 
     return EngineRequest(name, prompt, output, hashes, adapter)
 
 
-def run_out(engine: Engine, steps_max: int = 10_000) -> list[StepResult]:
+def run_out(engine: Engine) -> list[StepResult]:
     results = []
     while engine.busy:
         results.append(engine.step())
         check_engine(engine)
-        assert len(results) < steps_max, "the engine does not come to an end"
+        assert len(results) < 10_000, "the engine does not come to an end"
     return results
 
 
