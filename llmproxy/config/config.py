@@ -369,7 +369,6 @@ def model_limit(name: str) -> str:
 
 
 def _limits(config: Config) -> dict[str, UsageLimit]:
-    """The limits of all tenants and models that have any."""
     entries = [(tenant_limit(tenant.name), tenant.limits) for tenant in config.tenants]
     entries += [(model_limit(model.name), model.limits) for model in config.models]
     return {

@@ -127,7 +127,6 @@ def _reasons(error: ValidationError, top: type[Section]) -> Iterator[tuple[Place
 
 
 def _reason_of(detail: ErrorDetails) -> str:
-    """The message for one error of pydantic."""
     if detail["type"] in MESSAGES:
         return MESSAGES[detail["type"]]
     if detail["input"] is None:
@@ -159,7 +158,6 @@ def _nearest_key(place: Place, top: type[Section]) -> str:
 
 
 def _section_at(top: type[Section], place: Place) -> type[Section]:
-    """The section at a place below the section `top`."""
     section = top
     for part in place:
         if isinstance(part, str):

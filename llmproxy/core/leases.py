@@ -159,7 +159,6 @@ class Leases:
             finished(lease, verdict, usage, now)
 
     def check(self) -> None:
-        """Raise AssertionError when two accounts of the same thing differ."""
         for backend in {id(lease.backend): lease.backend for lease in self._held.values()}.values():
             backend.check()
             mine = {number for number, lease in self._held.items() if lease.backend is backend}

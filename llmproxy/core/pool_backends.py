@@ -76,7 +76,6 @@ class PoolBackends:
         return min([time for time in times if time is not None], default=None)
 
     def check(self) -> None:
-        """Raise AssertionError when two accounts of the same thing differ."""
         self.outliers.check()
         for backend in self.by_name.values():
             backend.check()

@@ -392,7 +392,7 @@ class Scheduler:
         return Look(self.pool, now, self._settings, self._room, self._headroom, self._first_token)
 
     def check(self, now: float) -> None:
-        """Raise AssertionError when two accounts of the same thing differ."""
+        """Raise AssertionError when two accounts of the same thing differ; so does `check` of the parts."""
         assert not self.faults, "a policy raised an exception"
         self._room.check(now)
         self._backends.check()

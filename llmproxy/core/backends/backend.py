@@ -381,5 +381,4 @@ class Backend:
         )
 
     def check(self) -> None:
-        """Raise AssertionError when a running sum differs from its recomputation."""
         self._own.check()

@@ -91,7 +91,6 @@ class Bookings:
         return ((x, one) for x, one in self.by_lease.items() if not one.started and not one.request.stream)
 
     def check(self) -> None:
-        """Raise AssertionError when a running sum differs from its recomputation."""
         assert self.sequences == sum(one.request.sequences for one in self.by_lease.values())
         assert self.debit_tokens == sum(self._debits.values())
         assert self._debits.keys() <= self.by_lease.keys()

@@ -316,7 +316,6 @@ class OutlierDetection:
         return slow
 
     def check(self) -> None:
-        """Raise AssertionError when a running sum differs from its recomputation."""
         for one in self._backends.values():
             assert abs(one.unstarted_tokens - sum(stream.own_tokens for stream in one.unstarted.values())) < 1e-3
             assert one.unstarted_tokens_max == sum(stream.prompt_tokens for stream in one.unstarted.values())

@@ -93,5 +93,4 @@ class BlockedRequests:
         return self._queues[queued.blocked_by].before(queued)
 
     def check(self) -> None:
-        """Raise AssertionError when the sum differs from its recomputation."""
         assert self.size == sum(self._sizes.values()) == sum(self._by_band.values())

@@ -26,7 +26,6 @@ class Headroom:
         self.reconfigure(settings)
 
     def reconfigure(self, settings: Settings) -> None:
-        """Apply other ceilings."""
         self._settings = settings
         self._levels = sorted(settings.ceilings)
         self._own: dict[int, float] = {}

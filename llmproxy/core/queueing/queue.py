@@ -155,7 +155,6 @@ class Band:
         return [queued.request for line in self._lines.values() for queued in list(line)]
 
     def check(self, now: float) -> None:
-        """Raise AssertionError when two accounts of the same thing differ."""
         assert self.size == sum(line.size for line in self._lines.values())
         for flow, line in self._lines.items():
             queued = list(line)

@@ -190,7 +190,6 @@ class WaitingRoom:
         return self._bands[queued.request.band].before(queued)
 
     def check(self, now: float) -> None:
-        """Raise AssertionError when two accounts of the same thing differ."""
         self._occupancy.check()
         for band in self._bands.values():
             band.check(now)
