@@ -1,7 +1,7 @@
 """Pairs of bodies that differ in one thing before a long text, and how much of their prompts a real vLLM has alike.
 
 `FACTS` were taken of vLLM 0.32 with a ChatML template: tokens of the one prompt, of the other, and of their common
-start, by the render routes (`--enable-scale-out`). `tests/e2e/test_real_vllm_prompts.py` takes them again.
+start, by the render routes (`--enable-scale-out`). `tests/e2e/vllm/test_real_vllm_prompts.py` takes them again.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ import aiohttp
 import pytest
 
 from llmproxy.simulator.replica import Replica
+from tests.e2e.operators.test_reload import ADMIN, KEYED, reloadable, rewrite
+from tests.e2e.operators.test_workers import TWO
 from tests.e2e.processes import served
 from tests.e2e.proxies import FAST, Answer, ProxyUnderTest, serving, until
-from tests.e2e.test_reload import ADMIN, KEYED, reloadable, rewrite
-from tests.e2e.test_workers import TWO
 
 RESPONSES = "/v1/responses"
 ASKED: dict[str, Any] = {"model": "base", "input": "Hello there, and more", "max_output_tokens": 4}

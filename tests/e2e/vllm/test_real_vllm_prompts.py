@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from llmproxy.config import BackendConfig, SchedulingConfig
 from llmproxy.gateway.http.routes import BodyKind
-from tests.e2e.test_real_vllm import MODEL, URLS, proxy_before
+from tests.e2e.vllm.test_real_vllm import MODEL, URLS, proxy_before
 from tests.gateway.request.prompt_pairs import FACTS, PAIRS, Body, texts, user
 
 pytestmark = [

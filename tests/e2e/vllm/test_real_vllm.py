@@ -25,7 +25,7 @@ import pytest_asyncio
 
 from llmproxy.app import Proxy, running
 from llmproxy.config import BackendConfig, Config, SchedulingConfig, hash_of
-from tests.e2e.vllm_requests import CASES, ENDLESS, FRESH, INVOCATIONS, REFUSED, TRAILING_SLASH, Case
+from tests.e2e.vllm.vllm_requests import CASES, ENDLESS, FRESH, INVOCATIONS, REFUSED, TRAILING_SLASH, Case
 
 URLS = [url for url in os.environ.get("LLMPROXY_TEST_VLLM", "").split(",") if url]
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from llmproxy import __version__
 from llmproxy.gateway.http.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER
 from tests.e2e.proxies import FAST, HELLO, ProxyUnderTest, is_poll, serving, until
-from tests.e2e.vllm_requests import PATHS
+from tests.e2e.vllm.vllm_requests import PATHS
 from tests.gateway.http.test_routes import MANAGEMENT
 
 RESPONSES = {"model": "base", "input": "Hello there", "max_output_tokens": 3}

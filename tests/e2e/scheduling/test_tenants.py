@@ -12,8 +12,8 @@ import pytest
 from llmproxy.config import hash_of
 from llmproxy.gateway.http.routes import SCHEDULED, BodyKind
 from tests.e2e.proxies import FAST, HELLO, Answer, ProxyUnderTest, decisions, serving
+from tests.e2e.scheduling.test_prefix import LONG, cached_tokens, said
 from tests.e2e.scripted import answering, breaking, serving_script, whole
-from tests.e2e.test_prefix import LONG, cached_tokens, said
 
 TENANTS: list[dict[str, Any]] = [
     {"name": name, "keys": [hash_of(name)], "cache_salt": salt, "trusted": name == "boss"}
