@@ -15,9 +15,10 @@ from tests.core.make import cached, grants, listing, only_drop, pools, reading, 
 TIGHT = tight(ceilings={DEFAULT: 1.0})
 
 
-def submit(of: Pools, now: float = 0.0, **given: Any) -> Request:
-    asked = request(arrived_s=now, deadline_s=now + 60.0, **given)
-    of.submit(asked, now)
+def submit(of: Pools, now: float = 0.0, times: int = 1, **given: Any) -> Request:
+    for _ in range(times):
+        asked = request(arrived_s=now, deadline_s=now + 60.0, **given)
+        of.submit(asked, now)
     return asked
 
 
@@ -30,13 +31,11 @@ def backends(granted: Sequence[Grant]) -> list[str]:
 
 def test_a_drained_backend_gets_nothing_new_and_ends_what_it_has() -> None:
     one = pools({"a": 2, "b": 2}, TIGHT)
-    for _ in range(2):
-        submit(one)
+    submit(one, times=2)
     before = grants(one)
     assert backends(before) == ["a", "b"]
     one.backends["a"].drained = True
-    for _ in range(3):
-        submit(one)
+    submit(one, times=3)
     assert backends(grants(one)) == ["b"]
     mine = next(grant for grant in before if grant.placed.backend == "a")
     one.started(mine, 1.0)
@@ -59,8 +58,7 @@ def test_a_drained_backend_does_not_count_as_ready() -> None:
 
 def test_an_added_backend_takes_what_waits_as_soon_as_it_was_read() -> None:
     one = pools({"a": 1}, TIGHT)
-    for _ in range(2):
-        submit(one)
+    submit(one, times=2)
     assert backends(grants(one)) == ["a"]
     one.add_backend("late", 1)
     assert grants(one) == []
@@ -173,8 +171,7 @@ def reconfigure(of: Pools, settings: Settings, now: float = 0.0, aliases: dict[s
 
 def test_what_waits_survives_a_change_of_everything_that_can_change() -> None:
     one = pools({"a": 1}, TIGHT)
-    for _ in range(5):
-        submit(one)
+    submit(one, times=5)
     (running,) = grants(one)
     reconfigure(
         one,
@@ -200,8 +197,7 @@ def test_what_waits_survives_a_change_of_everything_that_can_change() -> None:
 
 def test_a_smaller_batch_limit_holds_for_the_next_request() -> None:
     one = pools({"a": 4}, TIGHT)
-    for _ in range(4):
-        submit(one)
+    submit(one, times=4)
     first = grants(one)
     assert len(first) == 4
     one.backends["a"].meant_for(2, None)
@@ -223,8 +219,7 @@ def test_a_shorter_hold_counts_for_those_that_are_held_already() -> None:
 
 def test_a_longer_hold_spares_those_that_came_when_nothing_was_held() -> None:
     one = pools({"a": 1}, replace(TIGHT, queue=QueueSettings(hold_s=0.0)))
-    submit(one)
-    submit(one)
+    submit(one, times=2)
     assert len(grants(one)) == 1
     reconfigure(one, TIGHT, 1.0)
     one.backends["a"].drained = True
@@ -247,8 +242,7 @@ def limited(**limit: Any) -> Settings:
 
 def test_what_was_used_of_a_rate_counts_under_the_new_one() -> None:
     one = pools({"a": 9}, limited(requests_per_min=2))
-    for _ in range(2):
-        submit(one, limits=("tenant:t",))
+    submit(one, times=2, limits=("tenant:t",))
     reconfigure(one, limited(requests_per_min=3))
     submit(one, limits=("tenant:t",))
     assert refusal(submit, one, limits=("tenant:t",)).outcome is Outcome.RATE_LIMITED
@@ -256,8 +250,7 @@ def test_what_was_used_of_a_rate_counts_under_the_new_one() -> None:
 
 def test_what_is_in_flight_counts_under_the_new_limit() -> None:
     one = pools({"a": 9}, limited(in_flight=3))
-    for _ in range(3):
-        submit(one, limits=("tenant:t",))
+    submit(one, times=3, limits=("tenant:t",))
     first = grants(one)
     reconfigure(one, limited(in_flight=1))
     submit(one, limits=("tenant:t",))
@@ -268,8 +261,7 @@ def test_what_is_in_flight_counts_under_the_new_limit() -> None:
 
 def test_blocked_requests_go_when_their_limit_is_lifted() -> None:
     one = pools({"a": 200}, limited(in_flight=1))
-    for _ in range(150):
-        submit(one, limits=("tenant:t",))
+    submit(one, times=150, limits=("tenant:t",))
     running = grants(one)
     assert len(running) == 1
     reconfigure(one, TIGHT)
