@@ -14,10 +14,10 @@ TIGHT = tight(ceilings={DEFAULT: 1.0})
 
 
 def full(
-    slots: int = 1, band: int = SHEDDABLE, settings: Settings = TIGHT, stream: bool = True
+    slots: int = 1, band: int = SHEDDABLE, settings: Settings = TIGHT, stream: bool = True, limit: int | None = None
 ) -> tuple[Pools, list[Grant]]:
-    """One backend, filled with requests of `band`."""
-    of = pools({"a": slots}, settings)
+    """One backend, filled with requests of `band`; `limit` is what it is believed to run."""
+    of = pools({"a": limit or slots}, settings)
     for number in range(slots):
         of.submit(request(id=f"low{number}", band=band, stream=stream, flow="low", arrived_s=number / 100), 1.0)
     return of, grants(of, 1.0)
@@ -227,13 +227,10 @@ def test_leases_that_only_help_together_are_preempted_in_one_pass() -> None:
     assert taken_back(of) == ["wide", "newest"]
 
 
-def overfilled(slots: int = 8, of_them: int = 2, stream: bool = True) -> tuple[Pools, list[Grant]]:
+def overfilled(of_them: int = 2, stream: bool = True) -> tuple[Pools, list[Grant]]:
     """One backend that is believed to run twice what it has, and at the last reading left `of_them` waiting."""
-    of = pools({"a": 2 * slots}, TIGHT)
-    for number in range(slots):
-        of.submit(request(id=f"low{number}", band=SHEDDABLE, stream=stream, flow="low", arrived_s=number / 100), 1.0)
-    held = grants(of, 1.0)
-    of.backends["a"].observe(reading(1.5, running=slots - of_them, waiting=of_them))
+    of, held = full(8, stream=stream, limit=16)
+    of.backends["a"].observe(reading(1.5, running=8 - of_them, waiting=of_them))
     return of, held
 
 
