@@ -154,11 +154,6 @@ class UsageLimits:
         requests = None if use.requests is None else use.requests.level(now)
         return requests, None if use.tokens is None else use.tokens.level(now)
 
-    @property
-    def open(self) -> int:
-        """Requests of which it is not yet known what they used."""
-        return len(self._accounts)
-
 
 def in_words(name: str) -> str:
     """The name of a limit in a sentence: `tenant:acme` is the tenant `acme`."""

@@ -333,7 +333,7 @@ def serves(row: Row, waiter: Waiter) -> bool:
 def assert_nothing_left(pools: Pools, now: float) -> None:
     assert pools.next_wakeup(now) is None
     assert set(pools.queued().values()) <= {(0, 0)}
-    assert pools._limits.open == 0
+    assert not pools._limits._accounts
     assert not any(pools._limits.in_flight().values())
     for one in pools.schedulers.values():
         room = one._room

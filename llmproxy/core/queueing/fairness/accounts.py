@@ -24,9 +24,6 @@ class Accounts(Generic[Account]):
         self._waiting: dict[str, Account] = {}
         self._idle: OrderedDict[str, Account] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._waiting) + len(self._idle)
-
     def find(self, flow: str) -> Account | None:
         return self._waiting.get(flow) or self._idle.get(flow)
 

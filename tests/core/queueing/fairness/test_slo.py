@@ -285,7 +285,7 @@ def test_a_long_run_leaves_nothing_behind() -> None:
     assert not policy._unstarted
     assert not policy._counted_late
     assert not policy._buckets
-    assert len(policy._accounts) == 0
+    assert (policy._accounts._waiting, dict(policy._accounts._idle)) == ({}, {})
 
 
 # --- max-min fairness of adherence ------------------------------------------------------------------------------------
