@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,25 +37,16 @@ class SchedulerCalls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> SchedulerCalls:
     calls = SchedulerCalls()
-    submit, observe, progress, finish = Pools.submit, Dispatcher.observe, Pools.progress, Pools.finish
     scrape = SimulatedServer.scrape
 
-    def submitted(pools: Pools, request: Request, now: float, excluded: frozenset[str], entry: Entry) -> None:
-        calls.requests.append(request)
-        calls.attempts.append((len(excluded), entry))
-        submit(pools, request, now, excluded, entry)
+    def spy(owner: type, name: str, note: Callable[..., None]) -> None:
+        original = getattr(owner, name)
 
-    def observed(dispatcher: Dispatcher, backend: str, reading: Reading) -> None:
-        calls.readings.append((backend, reading))
-        observe(dispatcher, backend, reading)
+        def called(*given: Any, **named: Any) -> Any:
+            note(*given, **named)
+            return original(*given, **named)
 
-    def progressed(pools: Pools, grant: Grant, output_tokens: int, now: float) -> None:
-        calls.progress.append(output_tokens)
-        progress(pools, grant, output_tokens, now)
-
-    def finished(pools: Pools, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
-        calls.ends.append((grant, verdict, usage))
-        finish(pools, grant, verdict, now, usage)
+        monkeypatch.setattr(owner, name, called)
 
     def scraped(replica: SimulatedServer) -> Gauges | None:
         gauges = scrape(replica)
@@ -62,14 +54,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> SchedulerCalls:
             calls.published.append((asyncio.get_running_loop().time(), replica, gauges))
         return gauges
 
-    for owner, name, spy in (
-        (Pools, "submit", submitted),
-        (Dispatcher, "observe", observed),
-        (Pools, "progress", progressed),
-        (Pools, "finish", finished),
-        (SimulatedServer, "scrape", scraped),
-    ):
-        monkeypatch.setattr(owner, name, spy)
+    monkeypatch.setattr(SimulatedServer, "scrape", scraped)
+    spy(Pools, "submit", lambda _, request, *__: calls.requests.append(request))
+    spy(Pools, "submit", lambda *given: calls.attempts.append((len(given[3]), given[4])))
+    spy(Dispatcher, "observe", lambda _, backend, reading: calls.readings.append((backend, reading)))
+    spy(Pools, "progress", lambda *given: calls.progress.append(given[2]))
+    spy(Pools, "finish", lambda _, grant, verdict, __, usage=None: calls.ends.append((grant, verdict, usage)))
     return calls
 
 
