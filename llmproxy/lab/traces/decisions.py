@@ -43,20 +43,12 @@ def arrivals(path: Path, lines: Lines) -> Iterator[Arrival]:
     more has to be held than arrived within the longest of its requests.
     """
     found = _FirstPass()
-    for logged in _logged(path, lines()):
-        found.add(logged)
+    for arrival, model in _logged(path, lines()):
+        found.add(arrival, model)
     if not found.count:
         raise TraceError(f"{path}: no requests: there is nothing below the first line")
-    counted = (found.answered(path, logged) for logged in _logged(path, lines()))
+    counted = (found.answered(path, *logged) for logged in _logged(path, lines()))
     yield from in_time_order((arrival.at_s - found.late_s, [arrival]) for arrival in counted)
-
-
-@dataclass(frozen=True, slots=True)
-class _Logged:
-    """One line: the arrival, the length of whose answer is not known where `guessed`, and its model."""
-
-    arrival: Arrival
-    model: str
 
 
 @dataclass(slots=True)
@@ -69,31 +61,31 @@ class _FirstPass:
     _newest_s: float = 0.0
     _answers: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    def add(self, logged: _Logged) -> None:
-        at_s = logged.arrival.at_s
+    def add(self, arrival: Arrival, model: str) -> None:
         self.count += 1
-        self.first_s = min(self.first_s, at_s)
-        self._newest_s = max(self._newest_s, at_s)
-        self.late_s = max(self.late_s, self._newest_s - at_s)
-        if not logged.arrival.guessed:
-            answers, tokens = self._answers.get(logged.model, (0, 0))
-            self._answers[logged.model] = (answers + 1, tokens + logged.arrival.output_tokens)
+        self.first_s = min(self.first_s, arrival.at_s)
+        self._newest_s = max(self._newest_s, arrival.at_s)
+        self.late_s = max(self.late_s, self._newest_s - arrival.at_s)
+        if not arrival.guessed:
+            answers, tokens = self._answers.get(model, (0, 0))
+            self._answers[model] = (answers + 1, tokens + arrival.output_tokens)
 
-    def answered(self, path: Path, logged: _Logged) -> Arrival:
+    def answered(self, path: Path, arrival: Arrival, model: str) -> Arrival:
         """The arrival, counted from the first, with a length for its answer: the mean of its model's, of all models'
         where that has none.
         """
-        arrival = replace(logged.arrival, at_s=logged.arrival.at_s - self.first_s)
+        arrival = replace(arrival, at_s=arrival.at_s - self.first_s)
         if not arrival.guessed:
             return arrival
         if not self._answers:
             raise TraceError(f"{path}: no request got an answer, so that the length of one is unknown")
-        own = self._answers.get(logged.model)
+        own = self._answers.get(model)
         answers, tokens = own or [sum(column) for column in zip(*self._answers.values(), strict=True)]
         return replace(arrival, output_tokens=max(1, round(tokens / answers)))
 
 
-def _logged(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[_Logged]:
+def _logged(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[tuple[Arrival, str]]:
+    """Each request, `guessed` where the length of its answer is not known, and its model."""
     start_s = newest_s = 0.0
     began: datetime | None = None
     torn: TraceError | None = None
@@ -115,9 +107,10 @@ def _logged(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[_Logged]:
             elif torn is not None:
                 raise torn
             else:
-                logged = _parsed(given, start_s)
-                newest_s = max(newest_s, logged.arrival.at_s)
-                yield logged
+                arrival = _parsed(given, start_s)
+                newest_s = max(newest_s, arrival.at_s)
+                model = given.get("model")
+                yield arrival, model if isinstance(model, str) else ""
             # A line that a start or the end of the file follows was cut off when the proxy was killed.
             torn = None
     except LineError as error:
@@ -136,7 +129,7 @@ def _wall_time(header: Mapping[str, Any]) -> datetime:
     return wall_time
 
 
-def _parsed(given: Mapping[str, Any], start_s: float) -> _Logged:
+def _parsed(given: Mapping[str, Any], start_s: float) -> Arrival:
     at_s = seconds_of("at_s", given.get("at_s")) + start_s
     prompt_tokens = count_of("prompt_tokens", given.get("prompt_tokens"))
     output_tokens = given.get("output_tokens")
@@ -146,12 +139,10 @@ def _parsed(given: Mapping[str, Any], start_s: float) -> _Logged:
     optional = optionals_of({key: given[key] for key in TAKEN if key in given})
     if "tenant" not in optional and given.get("flow"):
         optional |= optionals_of({"tenant": given["flow"]})
-    model = given.get("model")
-    arrival = Arrival(
+    return Arrival(
         at_s,
         prompt_tokens,
         1 if output_tokens is None else count_of("output_tokens", output_tokens),
         guessed=output_tokens is None,
         **optional,
     )
-    return _Logged(arrival, model if isinstance(model, str) else "")
