@@ -26,7 +26,8 @@ from rich.table import Table
 
 from llmproxy.config import Config
 from llmproxy.lab.fleet.fleet_file import fleet_named
-from llmproxy.lab.run.runs import Point, Simulation, run_one
+from llmproxy.lab.results.result import Point
+from llmproxy.lab.run.runs import Simulation, run_one
 
 TRACE = Path(__file__).resolve().parent / "traces" / "mooncake_conversation.jsonl.gz"
 FLEETS = (8, 64, 512)

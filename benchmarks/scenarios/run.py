@@ -30,7 +30,8 @@ from benchmarks.scenarios.store import Store
 from benchmarks.scenarios.tables import found_at, print_goals, print_place, print_verdicts, write_pages
 from benchmarks.scenarios.tuning import TUNING_SEEDS, Tuned, contenders, pick
 from benchmarks.scenarios.workloads import SCENARIOS
-from llmproxy.lab.run.runs import Finished, Point, Simulation, run_all
+from llmproxy.lab.results.result import Point
+from llmproxy.lab.run.runs import Finished, Simulation, run_all
 
 HERE = Path(__file__).resolve().parents[1]
 PREFILL_SCALES = (1.0, 1.9)

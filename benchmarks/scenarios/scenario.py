@@ -12,8 +12,8 @@ from llmproxy.config import BackendConfig, Config, Override, load
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.policies.bounds import all_bounds
-from llmproxy.lab.results.result import Bound, RunResult
-from llmproxy.lab.run.runs import Point, Simulation, prepared
+from llmproxy.lab.results.result import Bound, Point, RunResult
+from llmproxy.lab.run.runs import Simulation, prepared
 from llmproxy.lab.traces.mix import AS_IT_IS, Mix
 
 if TYPE_CHECKING:

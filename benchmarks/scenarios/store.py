@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -12,8 +11,8 @@ import orjson
 
 import llmproxy
 from llmproxy.lab.policies.by_name import is_own
-from llmproxy.lab.results.result import RunResult, Trail
-from llmproxy.lab.run.runs import Finished, Point, Simulation
+from llmproxy.lab.results.result import Point, RunResult, Trail
+from llmproxy.lab.run.runs import Finished, Simulation
 
 PACKAGE = Path(llmproxy.__file__).parent
 ROOMS = ("core", "config", "simulator", "lab", "dispatcher.py")
@@ -34,11 +33,11 @@ class Store:
         if not path.exists():
             return None
         kept = orjson.loads(path.read_bytes())
-        return Finished(point, RunResult.model_validate(kept["run"]), Trail.model_validate(kept["trail"]))
+        return Finished(RunResult.model_validate(kept["run"]), Trail.model_validate(kept["trail"]))
 
     def put(self, simulation: Simulation, finished: Finished) -> None:
         kept = {"run": finished.run.model_dump(), "trail": finished.trail.model_dump()}
-        path = self._path(simulation, finished.point)
+        path = self._path(simulation, finished.run.point)
         # Renamed into place, so that a set that is stopped in mid-write does not leave half a run to be believed.
         part = path.with_suffix(".part")
         part.write_bytes(orjson.dumps(kept))
@@ -51,7 +50,7 @@ class Store:
             repr((simulation.skip, simulation.requests, simulation.replicate, simulation.warmup, simulation.mix)),
             repr(simulation.fleet),
             simulation.config.model_dump_json(warnings=False),
-            repr(asdict(point)),
+            repr(point),
         )
         return self._folder / f"{hashlib.sha256('|'.join(told).encode()).hexdigest()[:32]}.json"
 

@@ -108,8 +108,8 @@ def print_goals(console: Console, found: Found) -> None:
 def versus(place: Place, ours: Sequence[Finished], theirs: Sequence[Finished]) -> Ratio | None:
     """How many times better ours is in the figure that decides; above 1 is better whichever end of it is good."""
     metric = place.scenario.decides
-    by_seed = {one.point.seed: metric.of(one.run) for one in theirs}
-    pairs = [(metric.of(one.run), by_seed.get(one.point.seed)) for one in ours]
+    by_seed = {one.run.point.seed: metric.of(one.run) for one in theirs}
+    pairs = [(metric.of(one.run), by_seed.get(one.run.point.seed)) for one in ours]
     known = [(a, b) for a, b in pairs if a is not None and b is not None]
     good, other = [a for a, _ in known], [b for _, b in known]
     return paired_ratio(good, other) if metric.higher else paired_ratio(other, good)
@@ -207,7 +207,7 @@ def write_pages(
         folder = out / scenario.key.lower() / "".join(c if c.isalnum() else "-" for c in case.name.lower())
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "result.json").write_bytes(to_bytes(result))
-        trails = {one.run.key: one.trail for one in some if one.point.seed == seeds[0]}
+        trails = {one.run.point: one.trail for one in some if one.run.point.seed == seeds[0]}
         try:
             title = f"{scenario.key} {scenario.title}: {case.name}"
             html = page(result, trails, title, OURS, _extra(judged, goals))

@@ -35,8 +35,8 @@ from benchmarks.scenarios.tuning import TUNING_SEEDS
 from benchmarks.scenarios.workloads import SCENARIOS
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.policies.by_name import plan_named
-from llmproxy.lab.results.result import Bound, Loaded, RunResult
-from llmproxy.lab.run.runs import Finished, Point
+from llmproxy.lab.results.result import Bound, Loaded, Point, RunResult
+from llmproxy.lab.run.runs import Finished
 from llmproxy.lab.traces.mix import Mix
 from tests.lab.invented import invented_run
 
@@ -45,7 +45,7 @@ NAMED = pytest.mark.parametrize(("scenario", "case"), CASES, ids=[f"{s.key} {c.n
 
 
 def made(point: Point) -> Finished:
-    return Finished(point, *invented_run(point.policy, point.rate_scale, seed=point.seed, count=30))
+    return Finished(*invented_run(point.policy, point.rate_scale, seed=point.seed, count=30))
 
 
 def place_of(scenario: Scenario, case: Case, load: float | None = None) -> Place:
@@ -224,7 +224,7 @@ def test_what_is_run_beside_is_another_part_of_the_same_arrivals() -> None:
 
     def runs(where: Place, policy: str, seeds: Sequence[int]) -> list[Finished]:
         asked.append((where.label, policy))
-        return [Finished(Point(policy, seed), *invented_run(policy, 1.0, seed=seed, count=30)) for seed in seeds]
+        return [Finished(*invented_run(policy, 1.0, seed=seed, count=30)) for seed in seeds]
 
     found = found_at(place, {place.label: ["cost"]}, runs, (1, 2))
     assert asked == [(place.label, "cost"), (other.label, "random")]

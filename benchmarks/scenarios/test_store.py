@@ -12,7 +12,8 @@ from benchmarks.scenarios.store import Store, code_digest
 from benchmarks.scenarios.test_scenarios import made
 from llmproxy.config import Config
 from llmproxy.lab.fleet.fleet_file import fleet_named
-from llmproxy.lab.run.runs import Point, Simulation
+from llmproxy.lab.results.result import Point
+from llmproxy.lab.run.runs import Simulation
 from llmproxy.lab.traces.mix import Mix
 
 GENERATED = Simulation("gen:step_bursts,rate=10", fleet_named("2xllama-8b-h100"), Config())
@@ -20,10 +21,10 @@ GENERATED = Simulation("gen:step_bursts,rate=10", fleet_named("2xllama-8b-h100")
 
 def test_a_run_is_found_again_as_it_was(tmp_path: Path) -> None:
     kept, one = Store(tmp_path / "runs"), made(Point("cost", 1))
-    assert kept.get(GENERATED, one.point) is None
+    assert kept.get(GENERATED, one.run.point) is None
     kept.put(GENERATED, one)
-    assert kept.get(GENERATED, one.point) == one
-    assert Store(tmp_path / "runs").get(GENERATED, one.point) == one
+    assert kept.get(GENERATED, one.run.point) == one
+    assert Store(tmp_path / "runs").get(GENERATED, one.run.point) == one
 
 
 def other_config(**given: object) -> Simulation:
@@ -48,7 +49,7 @@ def other_config(**given: object) -> Simulation:
 def test_a_run_of_anything_else_is_not_found(tmp_path: Path, other: Simulation) -> None:
     kept, one = Store(tmp_path), made(Point("cost", 1))
     kept.put(GENERATED, one)
-    assert kept.get(other, one.point) is None
+    assert kept.get(other, one.run.point) is None
 
 
 @pytest.mark.parametrize(
@@ -67,10 +68,10 @@ def test_a_run_of_another_file_or_another_code_is_not_found(tmp_path: Path, monk
         path.write_text(text)
     kept, one = Store(tmp_path / "runs"), made(Point("cost", 1))
     kept.put(replace(GENERATED, trace=str(files[0])), one)
-    found = [kept.get(replace(GENERATED, trace=str(path)), one.point) for path in files]
+    found = [kept.get(replace(GENERATED, trace=str(path)), one.run.point) for path in files]
     assert found == [one, one, None]
     monkeypatch.setattr(store, "code_digest", lambda rivals: f"changed {rivals}")
-    assert kept.get(replace(GENERATED, trace=str(files[0])), one.point) is None
+    assert kept.get(replace(GENERATED, trace=str(files[0])), one.run.point) is None
 
 
 def test_digest_covers_code_of_runs_and_not_presentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +114,6 @@ def test_a_run_that_was_half_written_is_not_believed(tmp_path: Path, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             kept.put(GENERATED, one)
     assert len(list(tmp_path.iterdir())) == 1
-    assert kept.get(GENERATED, one.point) is None
+    assert kept.get(GENERATED, one.run.point) is None
     kept.put(GENERATED, one)
-    assert kept.get(GENERATED, one.point) == one
+    assert kept.get(GENERATED, one.run.point) == one

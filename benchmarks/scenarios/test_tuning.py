@@ -18,7 +18,7 @@ from benchmarks.scenarios.test_scenarios import place_of
 from benchmarks.scenarios.tuning import TUNING_SEEDS, Tuned, contenders, pick
 from benchmarks.scenarios.workloads import SCENARIOS
 from llmproxy.lab.results.result import Quantiles
-from llmproxy.lab.run.runs import Finished, Point
+from llmproxy.lab.run.runs import Finished
 from tests.lab.invented import invented_run
 
 
@@ -31,11 +31,7 @@ def runs_with(
         del place
         asked.append(seeds)
         return [
-            Finished(
-                Point(policy, seed),
-                run.model_copy(update={"goodput": figure, "ttft_s": Quantiles(p99=figure)}),
-                trail,
-            )
+            Finished(run.model_copy(update={"seed": seed, "goodput": figure, "ttft_s": Quantiles(p99=figure)}), trail)
             for seed, figure in zip(seeds, figures[policy], strict=False)
         ]
 

@@ -19,9 +19,9 @@ from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies.bounds import all_bounds
 from llmproxy.lab.policies.by_name import ORACLE, PolicyPlan, is_own, own_name, plan_named
 from llmproxy.lab.results.report import ReportUnavailable, page
-from llmproxy.lab.results.result import Bound, SimulationResult, load_label, to_bytes
+from llmproxy.lab.results.result import Bound, Point, SimulationResult, load_label, to_bytes
 from llmproxy.lab.results.table import print_tables
-from llmproxy.lab.run.runs import Finished, Point, Simulation, points, prepared, run_all
+from llmproxy.lab.run.runs import Finished, Simulation, points, prepared, run_all
 from llmproxy.lab.traces import Survey
 from llmproxy.lab.traces.arrival import Trace, TraceError
 
@@ -194,7 +194,7 @@ def _write(
     try:
         (out / "result.json").write_bytes(to_bytes(result))
         console.print(f"wrote {out / 'result.json'}", soft_wrap=True, markup=False)
-        trails = {one.run.key: one.trail for one in finished}
+        trails = {one.run.point: one.trail for one in finished}
         own = [one.run.policy for one in finished if is_own(one.run.policy)]
         title = f"{Path(options.trace).name} on {Path(options.fleet).name}"
         (out / "report.html").write_text(page(result, trails, title, own), encoding="utf-8")

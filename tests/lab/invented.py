@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome
 from llmproxy.lab.results.record import Record
 from llmproxy.lab.results.recorder import RunRecorder
-from llmproxy.lab.results.result import Bound, RunKey, RunResult, SimulationResult, Trail, load_label
+from llmproxy.lab.results.result import Bound, Point, RunResult, SimulationResult, Trail, load_label
 from llmproxy.lab.traces.arrival import Arrival
 from tests.lab.baselines.baseline_world import NAMES
 
@@ -76,7 +76,7 @@ def invented(
     seeds: int = 1,
     tenants: int = 5,
     count: int = 400,
-) -> tuple[SimulationResult, dict[RunKey, Trail]]:
+) -> tuple[SimulationResult, dict[Point, Trail]]:
     """A result and its trails: `policies`, the better the earlier in the list, at all `rates`."""
     runs, trails = [], {}
     for rate in rates:
@@ -85,7 +85,7 @@ def invented(
                 skill = 0.95 if policy == "oracle" else 0.9 - 0.7 * rank / len(policies)
                 run, trail = invented_run(policy, rate, seed=seed, skill=skill, tenants=tenants, count=count)
                 runs.append(run)
-                trails[run.key] = trail
+                trails[run.point] = trail
     bounds = {
         "hit_pooled_lru": Bound(
             value=0.331,

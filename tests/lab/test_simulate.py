@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from llmproxy.cli import commands as cli
-from llmproxy.lab.results.result import RunKey, SimulationResult, load_label
+from llmproxy.lab.results.result import Point, SimulationResult, load_label
 from llmproxy.lab.run import runs
 
 FLEET = "2xtiny"
@@ -68,8 +68,8 @@ def test_it_prints_tables_and_writes_a_result_and_a_report(trace: str, tmp_path:
     for word in ("blend", "random", "oracle", f"wrote {out / 'result.json'}", f"wrote {out / 'report.html'}"):
         assert word in done.stdout
     result = result_in(out)
-    assert [one.key for one in result.runs] == [
-        RunKey(policy, seed, 1.0, 1.0) for policy in ("blend", "oracle", "random") for seed in (1, 2)
+    assert [one.point for one in result.runs] == [
+        Point(policy, seed, 1.0, 1.0) for policy in ("blend", "oracle", "random") for seed in (1, 2)
     ]
     assert {(one.offered, one.completed, one.goodput) for one in result.runs} == {(20, 20, 1.0)}
     assert {tuple(one.by_tenant) for one in result.runs} == {("t0", "t1", "t2")}
@@ -155,7 +155,7 @@ def test_every_load_is_run_once_with_bounds_of_its_own(trace: str, folder: Path)
     scales = ["--rate-scale", "2", "--rate-scale", "1", "--rate-scale", "2", "--prefill-scale", "1.9"]
     simulate(trace, *scales, "--no-oracle", "--warmup", "0.5", "--out", str(folder))
     result = result_in(folder)
-    assert [one.key for one in result.runs] == [RunKey("cost", 1, rate, 1.9) for rate in (1.0, 2.0)]
+    assert [one.point for one in result.runs] == [Point("cost", 1, rate, 1.9) for rate in (1.0, 2.0)]
     assert sorted(result.bounds) == [load_label(rate, 1.9) for rate in (1.0, 2.0)]
     assert all(0 < one.offered < 20 for one in result.runs)
 

@@ -20,7 +20,7 @@ from llmproxy.lab.results.drawing import GRID, INK, MUTED, PAGE, SERIES, add_leg
 from llmproxy.lab.results.result import (
     REFERENCES,
     LoadPoint,
-    RunKey,
+    Point,
     RunResult,
     SimulationResult,
     Trail,
@@ -69,7 +69,7 @@ class _Data:
         return Plot(title, f"{text} At {self.at.label}, seed {self.shown[0][0].seed}.{reason}", figure)
 
 
-def draw_all(result: SimulationResult, trails: Mapping[RunKey, Trail], own: Collection[str]) -> list[Plot]:
+def draw_all(result: SimulationResult, trails: Mapping[Point, Trail], own: Collection[str]) -> list[Plot]:
     """Every plot of a report, in its order; none for a result without runs. Call it within `style`."""
     if not result.runs:
         return []
@@ -94,14 +94,14 @@ def _goodput_spread(point: LoadPoint) -> float:
     return max(figures) - min(figures) if figures else 0.0
 
 
-def _shown(result: SimulationResult, trails: Mapping[RunKey, Trail], at: LoadPoint) -> list[tuple[RunResult, Trail]]:
+def _shown(result: SimulationResult, trails: Mapping[Point, Trail], at: LoadPoint) -> list[tuple[RunResult, Trail]]:
     """The runs at one load with the seed that most of them have, in the order of the point's rows."""
-    here = [run for run in result.runs if (run.rate_scale, run.prefill_scale) == at[:2] and run.key in trails]
+    here = [run for run in result.runs if (run.rate_scale, run.prefill_scale) == at[:2] and run.point in trails]
     seeds = sorted(run.seed for run in here)
     seed = max(seeds, key=seeds.count, default=None)
     order = [row.policy for row in at.rows]
     of_seed = sorted((run for run in here if run.seed == seed), key=lambda run: order.index(run.policy))
-    return [(run, trails[run.key]) for run in of_seed]
+    return [(run, trails[run.point]) for run in of_seed]
 
 
 def _looks(policies: list[str], own: Collection[str]) -> dict[str, dict[str, Any]]:

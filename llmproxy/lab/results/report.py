@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from llmproxy.lab.results.result import (
     REFERENCES,
     LoadPoint,
+    Point,
     Row,
-    RunKey,
     SimulationResult,
     Trail,
     load_points,
@@ -71,7 +71,7 @@ class ReportUnavailable(Exception):  # noqa: N818 - something is missing, nothin
 
 def page(
     result: SimulationResult,
-    trails: Mapping[RunKey, Trail],
+    trails: Mapping[Point, Trail],
     title: str,
     own: Collection[str] = (),
     extra: Extra = NOTHING_MORE,
@@ -104,7 +104,7 @@ def page(
 """
 
 
-def _figures(result: SimulationResult, trails: Mapping[RunKey, Trail], own: Collection[str], extra: Extra) -> str:
+def _figures(result: SimulationResult, trails: Mapping[Point, Trail], own: Collection[str], extra: Extra) -> str:
     try:
         from llmproxy.lab.results import drawing, plots
     except ModuleNotFoundError as error:

@@ -140,13 +140,13 @@ class PredictionResult(_Model):
     tpot_p90_coverage: float | None = None
 
 
-class RunKey(NamedTuple):
+class Point(NamedTuple):
     """Identifies a run of one simulation."""
 
     policy: str
     seed: int
-    rate_scale: float
-    prefill_scale: float
+    rate_scale: float = 1.0
+    prefill_scale: float = 1.0
 
 
 class FaultDetection(_Model):
@@ -210,8 +210,8 @@ class RunResult(_Model):
     by_backend: Annotated[dict[str, BackendResult], AfterValidator(_by_key)]
 
     @property
-    def key(self) -> RunKey:
-        return RunKey(self.policy, self.seed, self.rate_scale, self.prefill_scale)
+    def point(self) -> Point:
+        return Point(self.policy, self.seed, self.rate_scale, self.prefill_scale)
 
 
 class WaitPoint(_Model):

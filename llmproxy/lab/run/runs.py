@@ -16,7 +16,7 @@ from typing import Any
 from llmproxy.config import Config
 from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies.by_name import plan_named
-from llmproxy.lab.results.result import RunResult, Trail
+from llmproxy.lab.results.result import Point, RunResult, Trail
 from llmproxy.lab.run.replay import Setup, replay
 from llmproxy.lab.traces import PREFIX, Survey, replicated, scaled, sliced, survey, trace_named
 from llmproxy.lab.traces.arrival import Trace
@@ -44,20 +44,9 @@ class Simulation:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One run of a simulation."""
-
-    policy: str
-    seed: int
-    rate_scale: float = 1.0
-    prefill_scale: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class Finished:
     """A run, and what its plots need."""
 
-    point: Point
     run: RunResult
     trail: Trail
 
@@ -118,7 +107,7 @@ def run_one(simulation: Simulation, point: Point, progress: Callable[[int], None
     )
     recorder = replay(setup, progress)
     run = recorder.result(point.policy, point.seed, point.rate_scale, point.prefill_scale)
-    return Finished(point, run, recorder.trail())
+    return Finished(run, recorder.trail())
 
 
 def run_all(

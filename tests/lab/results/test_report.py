@@ -70,7 +70,7 @@ def test_plots_take_their_colours_from_the_page(html: str) -> None:
 def test_titles_and_names_are_text_and_not_markup(html: str) -> None:
     assert "<title>Title &lt;1&gt;</title>" in html
     run, trail = invented_run("a<b>&$x$", 1.0, count=30)
-    odd = page(SimulationResult(runs=[run]), {run.key: trail}, "t")
+    odd = page(SimulationResult(runs=[run]), {run.point: trail}, "t")
     assert "<b>" not in odd
     assert "a&lt;b&gt;&amp;$x$" in odd
     for svg in svgs(odd):
@@ -106,7 +106,7 @@ def test_equal_results_give_equal_pages() -> None:
 
 def test_run_without_completions_has_reasons_instead_of_plots() -> None:
     run, trail = invented_run("blend", 1.0, skill=0.0, count=30)
-    said = " ".join(absences(page(SimulationResult(runs=[run]), {run.key: trail}, "t")))
+    said = " ".join(absences(page(SimulationResult(runs=[run]), {run.point: trail}, "t")))
     assert said.count("no request was completed") == 3
     assert "no request waited" in said
     assert "nothing was found in any prefix cache" in said
@@ -115,7 +115,7 @@ def test_run_without_completions_has_reasons_instead_of_plots() -> None:
 def test_policies_without_a_figure_are_named_in_the_caption() -> None:
     bad, bad_trail = invented_run("session", 1.0, skill=0.0, count=30)
     good, good_trail = invented_run("random", 1.0, count=30)
-    html = page(SimulationResult(runs=[bad, good]), {bad.key: bad_trail, good.key: good_trail}, "t")
+    html = page(SimulationResult(runs=[bad, good]), {bad.point: bad_trail, good.point: good_trail}, "t")
     assert html.count("because they completed nothing: session.") == 3
 
 
@@ -137,7 +137,7 @@ def test_one_tenant_has_no_shares() -> None:
 
 def test_one_request_is_enough_for_a_report() -> None:
     run, trail = invented_run("blend", 1.0, count=1)
-    html = page(SimulationResult(runs=[run]), {run.key: trail}, "t")
+    html = page(SimulationResult(runs=[run]), {run.point: trail}, "t")
     assert len(svgs(html)) == 5
     assert "Left out: too few requests waited in a proxy for a line over time." in absences(html)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from llmproxy.config import Config
-from llmproxy.lab.results.result import SimulationResult, to_bytes
+from llmproxy.lab.results.result import Point, SimulationResult, to_bytes
 from llmproxy.lab.run import runs
-from llmproxy.lab.run.runs import Finished, Point, Simulation, points, prepared, run_all, run_one
+from llmproxy.lab.run.runs import Finished, Simulation, points, prepared, run_all, run_one
 from llmproxy.lab.traces import trace_named
 from llmproxy.lab.traces.arrival import Trace, TraceError
 from tests.lab.small import fleet
@@ -117,7 +117,7 @@ def test_two_processes_give_the_bytes_of_one(file: Path) -> None:
     alone = dict(run_all(tasks, 1, lambda counts: ended.append(list(counts))))
     shared = dict(run_all(tasks, 2, lambda counts: ended.append(list(counts))))
     assert sorted(alone) == sorted(shared) == [0, 1, 2]
-    assert [shared[i].point for i in range(3)] == [point for _, point in tasks]
+    assert [shared[i].run.point for i in range(3)] == [point for _, point in tasks]
     assert as_bytes(shared) == as_bytes(alone)
     counts = [alone[i].run.offered for i in range(3)]
     assert counts[0] * copies == counts[2]
