@@ -123,11 +123,13 @@ async def test_the_first_signal_waits_for_streams(backend: Replica, http: Client
         assert process.events("stopped")[0]["all_requests_finished"]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code", "workers"), [(signal.SIGTERM, 143, "1"), (signal.SIGINT, 130, "1"), (signal.SIGTERM, 143, "2")]
+)
 async def test_the_second_signal_ends_the_process_at_once(
-    number: signal.Signals, code: int, backend: Replica, http: ClientSession, tmp_path: Path
+    number: signal.Signals, code: int, workers: str, backend: Replica, http: ClientSession, tmp_path: Path
 ) -> None:
-    async with served(tmp_path / "log", "--port", "0", backend.url) as process:
+    async with served(tmp_path / "log", "--port", "0", "--workers", workers, backend.url) as process:
         url = await process.url()
         async with endless(http, url) as stream:
             process.process.send_signal(number)

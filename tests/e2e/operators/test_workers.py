@@ -194,19 +194,6 @@ async def test_a_drain_waits_for_the_streams_of_all_workers(backend: Replica, tm
         assert (outcomes["cancelled"], outcomes.keys() <= {"completed", "cancelled", "draining"}) == (MANY, True)
 
 
-async def test_the_second_signal_cuts_what_every_worker_has(backend: Replica, tmp_path: Path) -> None:
-    async with served(tmp_path / "log", *TWO, backend.url) as process:
-        url = await process.url()
-        async with streams(url, MANY) as opened:
-            process.process.send_signal(signal.SIGTERM)
-            await process.event("draining")
-            process.process.send_signal(signal.SIGTERM)
-            await until(lambda: all(one.broken for one in opened), START_MAX_S)
-        assert await process.ended() == 143
-        assert Counter(ended["outcome"] for ended in process.events("request")) == {"draining": MANY}
-        await until(lambda: not backend.engine.busy)
-
-
 async def test_without_a_scheduler_workers_cut_what_they_have_and_end(backend: Replica, tmp_path: Path) -> None:
     async with served(tmp_path / "log", *TWO, backend.url) as process:
         url = await process.url()

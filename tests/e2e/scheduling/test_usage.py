@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from llmproxy.core.estimates.tokens import OUTPUT_TOKENS
 from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.gateway.http.routes import SCHEDULED, Route, Work
 from llmproxy.telemetry.exit import RequestExit
-from tests.e2e.proxies import ProxyUnderTest
+from tests.e2e.proxies import ENDLESS, FAST, ProxyUnderTest, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Script, chunk, serving_script, whole
 from tests.upstream.raw_server import Peer
 
@@ -248,3 +249,12 @@ async def test_much_behind_the_usage_of_an_answer_hides_it_from_no_limit(behind:
         await proxy.chat({"model": "base", "messages": BODY["messages"]})
         await proxy.settled()
         assert accounts(proxy)[2] >= charged
+
+
+async def test_leaving_before_the_end_of_a_plain_answer_is_not_free() -> None:
+    async with serving(FAST, **LIMITED) as proxy:
+        asked = proxy.waiting(ENDLESS | {"stream": False})
+        await until(lambda: proxy.replicas[0].in_flight == 1)
+        asked.cancel()
+        await until(lambda: proxy.app.handler.open_requests == 0)
+        assert accounts(proxy)[2] > 2 * OUTPUT_TOKENS, "the estimate of the answer is charged, and the prompt"
