@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy.simulator.replica import Replica, ReplicaOptions
 from tests.e2e.processes import Served, served
-from tests.e2e.proxies import is_poll, until
+from tests.e2e.proxies import is_poll, samples, until
 
 MODEL = "sim-8b"
 OPTIONS = ReplicaOptions(model=MODEL, adapters=("lora-0",), profile="tiny", noise=False, reply_tokens=(8, 24))
@@ -76,8 +75,7 @@ class Rig:
 
     async def _metrics(self) -> int:
         async with aiohttp.ClientSession() as http, http.get(self.url + "/metrics") as page:
-            families = text_string_to_metric_families(await page.text())
-        return sum(int(s.value) for f in families for s in f.samples if s.name == "llmproxy_requests_total")
+            return sum(int(one.value) for one in samples(await page.text(), "llmproxy_requests_total"))
 
 
 @asynccontextmanager

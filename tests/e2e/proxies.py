@@ -21,6 +21,7 @@ from typing import Any
 import aiohttp
 from multidict import CIMultiDictProxy
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from llmproxy.app import Proxy, running
 from llmproxy.config import Config, WatchedFile, load
@@ -145,25 +146,26 @@ class ProxyUnderTest:
         """A request of its own task, for one that will have to wait."""
         return asyncio.create_task(self.chat(body, headers=headers))
 
+    async def enter(self, name: str, body: object = None, **headers: str) -> asyncio.Task[Answer]:
+        """A request with this id that waits."""
+        before = self.queued
+        task = self.waiting(body, **headers, **{"x-request-id": name})
+        await until(lambda: self.queued == before + 1)
+        return task
+
     @property
     def queued(self) -> int:
         return sum(requests for requests, _ in self.app.pools.queued().values())
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of the samples of one metric that have these labels."""
-        page = self.app.metrics.page().decode()
-        samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
-        chosen = [s for s in samples if s.name == name and labels.items() <= s.labels.items()]
-        return sum(sample.value for sample in chosen)
+        return sum(sample.value for sample in samples(self.app.metrics.page().decode(), name, labels))
 
     def outcomes(self) -> Counter[str]:
         """How many requests ended in which outcome."""
-        page = self.app.metrics.page().decode()
         counted: Counter[str] = Counter()
-        for family in text_string_to_metric_families(page):
-            for sample in family.samples:
-                if sample.name == "llmproxy_requests_total":
-                    counted[sample.labels["outcome"]] += int(sample.value)
+        for sample in samples(self.app.metrics.page().decode(), "llmproxy_requests_total"):
+            counted[sample.labels["outcome"]] += int(sample.value)
         return counted
 
     async def settled(self) -> None:
@@ -214,6 +216,12 @@ async def all_of(stream: aiohttp.ClientResponse) -> bytes:
         while piece := await stream.content.readany():
             pieces += piece
     return bytes(pieces)
+
+
+def samples(page: str, name: str, labels: Mapping[str, str] = MappingProxyType({})) -> list[Sample]:
+    """The samples of one metric that have these labels, on a page of metrics."""
+    found = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+    return [one for one in found if one.name == name and labels.items() <= one.labels.items()]
 
 
 def raw_post(body: object, path: str = CHAT, version: str = "1.1", extra: str = "") -> bytes:

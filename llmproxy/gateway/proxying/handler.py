@@ -125,7 +125,7 @@ class RequestHandler:
         extra: dict[str, str] = {}
         now = asyncio.get_running_loop().time()
         rules = self._rulebook.current
-        client = ResponseWriter(http, extra, self._is_shutting_down, rules.cors)
+        client = ResponseWriter(http, extra, lambda: self.shutting_down, rules.cors)
         received = ReceivedRequest(rules, route, http, now, urandom(16).hex(), HeldBody(self.bodies))
         context = RequestContext(received, client, extra)
         self.begin_request()
@@ -151,9 +151,6 @@ class RequestHandler:
             self._record(context)
         assert client.response is not None
         return client.response
-
-    def _is_shutting_down(self) -> bool:
-        return self.shutting_down
 
     # --- reading the request ------------------------------------------------------------------------------------------
 

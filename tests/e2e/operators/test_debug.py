@@ -17,7 +17,7 @@ from llmproxy.config import Config, ConfigError, hash_of
 from llmproxy.lab.results.result import SimulationResult
 from llmproxy.lab.run import runs
 from llmproxy.lab.traces import open_trace, survey
-from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, decisions, serving, until
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, decisions, serving, until
 
 QUEUE = "/debug/queue"
 EXPLAIN = "/debug/explain"
@@ -31,22 +31,15 @@ TENANTS: dict[str, Any] = {
 ONE_SEAT: dict[str, Any] = {"fixed_limit": 1, "scheduling": {"look_ahead": 0}}
 
 
-async def enter(proxy: ProxyUnderTest, name: str, body: object = None, **headers: str) -> asyncio.Task[Any]:
-    before = proxy.queued
-    task = proxy.waiting(body, **headers, **{"x-request-id": name})
-    await until(lambda: proxy.queued == before + 1)
-    return task
-
-
 async def test_the_page_shows_waiting_requests_and_free_places() -> None:
     async with serving(FAST, **ONE_SEAT) as proxy:
         async with proxy.stream() as seat:
             await seat.content.readany()
             waiting = [
-                await enter(proxy, "late", **{OBJECTIVE: "sheddable", FLOW: "blue"}),
-                await enter(proxy, "a1", HELLO | {"model": "lora-0"}),
-                await enter(proxy, "a2", HELLO | {"model": "lora-0"}),
-                await enter(proxy, "now", **{OBJECTIVE: "critical", "x-slo-ttft-ms": "60000"}),
+                await proxy.enter("late", **{OBJECTIVE: "sheddable", FLOW: "blue"}),
+                await proxy.enter("a1", HELLO | {"model": "lora-0"}),
+                await proxy.enter("a2", HELLO | {"model": "lora-0"}),
+                await proxy.enter("now", **{OBJECTIVE: "critical", "x-slo-ttft-ms": "60000"}),
             ]
             answer = await proxy.get(QUEUE)
             assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
@@ -81,7 +74,7 @@ async def test_a_request_that_waits_for_its_tenants_limit_says_so() -> None:
     async with serving(FAST, FAST, **TENANTS) as proxy:
         async with proxy.stream(**ACME) as seat:
             await seat.content.readany()
-            task = await enter(proxy, "parked", **ACME)
+            task = await proxy.enter("parked", **ACME)
             await until(lambda: proxy.app.pools.parked())
             page = (await proxy.get(QUEUE)).json
             assert page["usage_limits"] == [
@@ -177,9 +170,9 @@ async def test_a_decision_log_has_the_order_and_the_reason(tmp_path: Path) -> No
         async with proxy.stream() as seat:
             await seat.content.readany()
             waiting = [
-                await enter(proxy, "third", **{OBJECTIVE: "sheddable"}),
-                await enter(proxy, "second", **{"x-llm-d-inference-ttl": "30s"}),
-                await enter(proxy, "first", **{OBJECTIVE: "critical", "x-slo-ttft-ms": "60000"}),
+                await proxy.enter("third", **{OBJECTIVE: "sheddable"}),
+                await proxy.enter("second", **{"x-llm-d-inference-ttl": "30s"}),
+                await proxy.enter("first", **{OBJECTIVE: "critical", "x-slo-ttft-ms": "60000"}),
             ]
         await asyncio.gather(*waiting)
         assert (await proxy.chat(HELLO | {"model": "nobody"})).status == 404
@@ -230,10 +223,10 @@ async def test_a_day_in_the_log_is_replayed_against_another_policy(tmp_path: Pat
         async with proxy.stream(**key) as seat:
             await seat.content.readany()
             waiting = [
-                await enter(
-                    proxy, "acme", HELLO | {"model": "lora-0", "max_tokens": 6}, **ACME, **{OBJECTIVE: "critical"}
+                await proxy.enter(
+                    "acme", HELLO | {"model": "lora-0", "max_tokens": 6}, **ACME, **{OBJECTIVE: "critical"}
                 ),
-                await enter(proxy, "plain", HELLO | {"max_tokens": 2}, **key),
+                await proxy.enter("plain", HELLO | {"max_tokens": 2}, **key),
             ]
             refused = await proxy.chat(headers=key | {"x-request-id": "refused"})
             assert refused.status == 429

@@ -15,11 +15,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy.simulator.replica import Replica
 from tests.e2e.processes import START_MAX_S, Served, served
-from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, until
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, samples, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
 from tests.upstream.raw_server import Peer
 
@@ -38,9 +37,7 @@ def workers(process: Served) -> list[int]:
 async def metric(url: str, name: str, **labels: str) -> float:
     """The sum of the samples of one metric that have these labels."""
     async with aiohttp.ClientSession() as session, session.get(url + "/metrics") as page:
-        families = text_string_to_metric_families(await page.text())
-        samples = [one for family in families for one in family.samples]
-    return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())
+        return sum(one.value for one in samples(await page.text(), name, labels))
 
 
 async def reached(url: str, name: str, value: float, **labels: str) -> None:

@@ -25,9 +25,7 @@ class Queue:
         self._tasks: list[asyncio.Task[Answer]] = []
 
     async def enter(self, name: str, body: object = None, **headers: str) -> None:
-        before = self._proxy.queued
-        self._tasks.append(self._proxy.waiting(body, **headers, **{"x-request-id": name}))
-        await until(lambda: self._proxy.queued == before + 1)
+        self._tasks.append(await self._proxy.enter(name, body, **headers))
 
     async def served(self) -> list[str]:
         """Let the seat go, and wait for everybody's turn."""
