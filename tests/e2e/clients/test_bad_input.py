@@ -151,14 +151,6 @@ async def test_a_large_body_arrives_whole_but_for_an_alias() -> None:
             assert proxy.sent().body == body.replace(b'"gpt"', b'"lora-0"')
 
 
-async def test_a_body_in_chunks(proxy: ProxyUnderTest) -> None:
-    answer = await proxy.chat(json.dumps(HELLO).encode(), chunked=True)
-    assert answer.status == 200
-    seen = proxy.sent(answer.backend)
-    assert "transfer-encoding" not in seen.headers
-    assert int(seen.headers["content-length"]) == len(seen.body)
-
-
 async def test_a_client_that_asks_before_it_sends(proxy: ProxyUnderTest) -> None:
     head, _, body = raw_post(HELLO, extra="expect: 100-Continue\r\n").partition(b"\r\n\r\n")
     async with proxy.wire(head + b"\r\n\r\n") as (reader, writer):
