@@ -139,6 +139,12 @@ async def the_connection(proxy: ProxyUnderTest) -> Any:
     return connection
 
 
+async def test_a_head_that_is_too_large_before_its_end() -> None:
+    begun = HEAD + b"".join(b"x-%d: %b\r\n" % (number, b"b" * 400) for number in range(6))
+    async with serving(FAST, clients={"head_bytes_max": 2000}) as proxy, proxy.wire(begun) as (reader, _):
+        assert (await refusal(reader))[0] == 431
+
+
 async def test_many_fields_that_are_too_large_together() -> None:
     async with serving(FAST, clients={"head_bytes_max": 2000, "head_fields_max": 10}) as proxy:
         large = "".join(f"x-{i}: {'b' * 400}\r\n" for i in range(5))
