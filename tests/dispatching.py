@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from functools import partial, wraps
+from functools import partial, update_wrapper
+from inspect import Signature, signature
 from random import Random
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pytest
 
@@ -23,16 +24,27 @@ from tests.core.make import listing, request
 SETTINGS = Settings(capacity=CapacitySettings(look_ahead=0))
 
 
-def virtual(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def named_as(test: Callable[..., object], body: Callable[P, T], own: int = 0) -> Callable[P, T]:
+    """`body` with the name of a test, and with its parameters but the first `own` ones, which pytest does not know."""
+    update_wrapper(body, test)
+    # pytest follows __wrapped__ and would take the test for a coroutine of its own loop.
+    del body.__wrapped__  # type: ignore[attr-defined]
+    parameters = list(signature(test).parameters.values())[own:]
+    body.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return body
+
+
+def virtual(test: Callable[P, Coroutine[Any, Any, object]]) -> Callable[P, None]:
     """Run a test on a virtual clock."""
 
-    @wraps(test)
-    def sync() -> None:
-        run(test())
+    def sync(*given: P.args, **named: P.kwargs) -> None:
+        run(test(*given, **named))
 
-    # pytest follows __wrapped__ and would take the test for a coroutine of its own loop.
-    del sync.__wrapped__
-    return sync
+    return named_as(test, sync)
 
 
 class Passes:
@@ -84,19 +96,17 @@ def empty(one: Dispatcher) -> None:
 
 def emptied(
     settings: Settings = SETTINGS, **backends: int
-) -> Callable[[Callable[[Dispatcher], Awaitable[None]]], Callable[[], None]]:
+) -> Callable[[Callable[Concatenate[Dispatcher, P], Awaitable[None]]], Callable[P, None]]:
     """Run a test on a virtual clock with a dispatcher of these backends, in which nothing may stay behind."""
 
-    def decorate(test: Callable[[Dispatcher], Awaitable[None]]) -> Callable[[], None]:
-        @virtual
-        @wraps(test)
-        async def body() -> None:
+    def decorate(test: Callable[Concatenate[Dispatcher, P], Awaitable[None]]) -> Callable[P, None]:
+        async def body(*given: P.args, **named: P.kwargs) -> None:
             one = dispatcher(None, settings, **backends)
-            await test(one)
+            await test(one, *given, **named)
             await turns()
             empty(one)
 
-        return body
+        return virtual(named_as(test, body, 1))
 
     return decorate
 

@@ -11,9 +11,8 @@ import pytest
 from llmproxy.core.domain import CRITICAL, DEFAULT, Reading, Refused, Trouble, Usage, Verdict
 from llmproxy.core.scheduler import FAULT_RETRY_S
 from llmproxy.dispatcher import Dispatcher
-from llmproxy.lab.run.virtual_time import run
 from tests.core.make import listing, request
-from tests.dispatching import Client, dispatcher, empty, now, turns, virtual
+from tests.dispatching import Client, dispatcher, emptied, empty, now, turns, virtual
 
 # --- every way out returns the lease ----------------------------------------------------------------------------------
 
@@ -97,56 +96,47 @@ async def test_a_policy_that_always_raises_is_logged_once_a_second() -> None:
 
 @pytest.mark.parametrize("turn", range(6))
 @pytest.mark.parametrize("order", ["cancelled, then freed", "freed, then cancelled"])
-def test_a_client_may_leave_in_any_turn_around_its_grant(turn: int, order: str) -> None:
-    async def main() -> None:
-        one = dispatcher(a=1)
-        holder, leaving, next_one = Client(one), Client(one), Client(one)
-        await turns()
-        if order == "cancelled, then freed":
-            leaving.task.cancel()
-            await turns(turn)
-            holder.leave.set()
-        else:
-            holder.leave.set()
-            await turns(turn)
-            leaving.task.cancel()
-        await turns(10)
-        assert leaving.task.cancelled()
-        assert next_one.lease is not None, "the seat is lost"
-        assert one.leases == 1
-        await next_one.done()
-        await turns()
-        empty(one)
-
-    run(main())
+@emptied(a=1)
+async def test_a_client_may_leave_in_any_turn_around_its_grant(one: Dispatcher, turn: int, order: str) -> None:
+    holder, leaving, next_one = Client(one), Client(one), Client(one)
+    await turns()
+    if order == "cancelled, then freed":
+        leaving.task.cancel()
+        await turns(turn)
+        holder.leave.set()
+    else:
+        holder.leave.set()
+        await turns(turn)
+        leaving.task.cancel()
+    await turns(10)
+    assert leaving.task.cancelled()
+    assert next_one.lease is not None, "the seat is lost"
+    assert one.leases == 1
+    await next_one.done()
 
 
 @pytest.mark.parametrize("turn", range(6))
-def test_a_client_may_leave_in_any_turn_around_its_deadline(turn: int) -> None:
-    async def main() -> None:
-        one = dispatcher(a=1)
-        holder, waiting = Client(one), Client(one)
-        await turns()
-        timer = asyncio.get_running_loop().call_at(60.0, lambda: None)
-        await asyncio.sleep(60.0 - now())
-        await turns(turn)
-        waiting.task.cancel()
-        await turns()
-        assert waiting.lease is None
-        timer.cancel()
-        await holder.done()
-        await turns()
-        empty(one)
-
-    run(main())
+@emptied(a=1)
+async def test_a_client_may_leave_in_any_turn_around_its_deadline(one: Dispatcher, turn: int) -> None:
+    holder, waiting = Client(one), Client(one)
+    await turns()
+    timer = asyncio.get_running_loop().call_at(60.0, lambda: None)
+    await asyncio.sleep(60.0 - now())
+    await turns(turn)
+    waiting.task.cancel()
+    await turns()
+    assert waiting.lease is None
+    timer.cancel()
+    await holder.done()
 
 
 # --- all of it at once ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_crowd_of_impatient_clients_leaves_nothing_behind(seed: int) -> None:
-    async def client(one: Dispatcher, rng: Random, ends: list[str]) -> None:
+@emptied(a=3, b=1, c=6)
+async def test_a_crowd_of_impatient_clients_leaves_nothing_behind(one: Dispatcher, seed: int) -> None:
+    async def client() -> None:
         excluded: frozenset[str] = frozenset()
         asked = request(
             band=rng.choice((CRITICAL, DEFAULT)),
@@ -170,36 +160,27 @@ def test_a_crowd_of_impatient_clients_leaves_nothing_behind(seed: int) -> None:
             excluded |= {lease.backend}
         ends.append("served")
 
-    async def main() -> None:
-        rng = Random(seed)
-        one = dispatcher(a=3, b=1, c=6)
-        ends: list[str] = []
-        tasks = []
-        for _ in range(300):
-            tasks.append(asyncio.create_task(client(one, rng, ends)))
-            await asyncio.sleep(rng.expovariate(20.0))
-            if rng.random() < 0.3:
-                rng.choice(tasks).cancel()
-            if rng.random() < 0.05:
-                one.troubled("b", rng.choice(list(Trouble)), "")
-            if rng.random() < 0.1:
-                one.answered("b")
-                one.observe("c", Reading(now(), running=rng.randrange(8)))
-            one.pools.check(now())
-        await asyncio.gather(*tasks, return_exceptions=True)
-        cancelled = sum(task.cancelled() for task in tasks)
-        assert len(ends) + cancelled == len(tasks)
-        assert ends.count("served") > 50
-        assert cancelled > 20
-        await turns()
-        empty(one)
-
-    run(main())
+    rng = Random(seed)
+    ends: list[str] = []
+    tasks = []
+    for _ in range(300):
+        tasks.append(asyncio.create_task(client()))
+        await asyncio.sleep(rng.expovariate(20.0))
+        if rng.random() < 0.3:
+            rng.choice(tasks).cancel()
+        if rng.random() < 0.05:
+            one.troubled("b", rng.choice(list(Trouble)), "")
+        if rng.random() < 0.1:
+            one.answered("b")
+            one.observe("c", Reading(now(), running=rng.randrange(8)))
+        one.pools.check(now())
+    await asyncio.gather(*tasks, return_exceptions=True)
+    cancelled = sum(task.cancelled() for task in tasks)
+    assert len(ends) + cancelled == len(tasks)
+    assert ends.count("served") > 50
+    assert cancelled > 20
 
 
 def test_the_virtual_clock_says_when_nothing_can_ever_happen() -> None:
-    async def main() -> None:
-        await asyncio.get_running_loop().create_future()
-
     with pytest.raises(RuntimeError, match="nothing will ever happen"):
-        run(main())
+        virtual(asyncio.Event().wait)()

@@ -8,14 +8,14 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Concatenate
 
 import pytest
 from structlog.testing import capture_logs
 
 from llmproxy.upstream import resolver as resolver_module
 from llmproxy.upstream.resolver import ANSWER_MAX_S, LOOK_UPS_MAX, REFRESH_S, RETRY_S, Address, NameFailed, Resolver
-from tests.dispatching import now, virtual
+from tests.dispatching import P, named_as, now, virtual
 
 
 def at(*places: str) -> list[Address]:
@@ -46,18 +46,17 @@ class Server:
             self.open[host] -= 1
 
 
-def with_resolver(test: Callable[[Resolver, Server], Awaitable[None]]) -> Callable[[], None]:
+def with_resolver(test: Callable[Concatenate[Resolver, Server, P], Awaitable[None]]) -> Callable[P, None]:
     """Run a test on a virtual clock; no task may be left once the resolver is closed."""
 
-    async def body() -> None:
+    async def body(*given: P.args, **named: P.kwargs) -> None:
         server = Server()
         resolver = Resolver(server)
-        await test(resolver, server)
+        await test(resolver, server, *given, **named)
         await resolver.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    body.__name__ = test.__name__
-    return virtual(body)
+    return virtual(named_as(test, body, 2))
 
 
 async def places(resolver: Resolver, host: str = "gpu.test") -> list[str]:
@@ -115,25 +114,24 @@ async def test_a_name_beyond_ascii_is_asked_for_in_its_encoded_form(resolver: Re
 
 
 @pytest.mark.parametrize("failure", ["it does not exist", "nobody answers"])
-def test_what_was_known_last_is_kept_while_a_look_up_fails(failure: str) -> None:
-    @with_resolver
-    async def test(resolver: Resolver, server: Server) -> None:
-        server.answers["gpu.test"] = at("10.0.0.1")
-        resolver.follow(["http://gpu.test:8000"])
-        assert await places(resolver) == ["10.0.0.1"]
-        with capture_logs() as logs:
-            if failure == "nobody answers":
-                server.takes_s["gpu.test"] = 30.0
-            del server.answers["gpu.test"]
-            for _ in range(100):
-                assert await places(resolver) == ["10.0.0.1"]
-                await asyncio.sleep(1.0)
-            assert [(line["event"], line["goes_on_with"]) for line in logs] == [("name_not_resolved", ["10.0.0.1"])]
-            server.answers["gpu.test"], server.takes_s["gpu.test"] = at("10.0.0.1"), 0.0
-            await asyncio.sleep(31.0 + REFRESH_S)
-            assert [line["event"] for line in logs] == ["name_not_resolved", "name_resolved"]
-
-    test()
+@with_resolver
+async def test_what_was_known_last_is_kept_while_a_look_up_fails(
+    resolver: Resolver, server: Server, failure: str
+) -> None:
+    server.answers["gpu.test"] = at("10.0.0.1")
+    resolver.follow(["http://gpu.test:8000"])
+    assert await places(resolver) == ["10.0.0.1"]
+    with capture_logs() as logs:
+        if failure == "nobody answers":
+            server.takes_s["gpu.test"] = 30.0
+        del server.answers["gpu.test"]
+        for _ in range(100):
+            assert await places(resolver) == ["10.0.0.1"]
+            await asyncio.sleep(1.0)
+        assert [(line["event"], line["goes_on_with"]) for line in logs] == [("name_not_resolved", ["10.0.0.1"])]
+        server.answers["gpu.test"], server.takes_s["gpu.test"] = at("10.0.0.1"), 0.0
+        await asyncio.sleep(31.0 + REFRESH_S)
+        assert [line["event"] for line in logs] == ["name_not_resolved", "name_resolved"]
 
 
 @with_resolver

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any
+from typing import Any, Concatenate
 
 from llmproxy.config import Config
 from llmproxy.core.domain import Grant, Outcome, Request, Usage, Verdict
@@ -18,7 +17,7 @@ from llmproxy.workers import protocol
 from llmproxy.workers.channel import TO_WORKER, Channel
 from llmproxy.workers.remote import CallAnswer, Calls, RemoteDispatcher, RemoteEstimator, RemoteMetrics
 from llmproxy.workers.session import SchedulerContext, WorkerSession
-from tests.dispatching import Client, dispatcher, empty, turns, virtual
+from tests.dispatching import Client, P, dispatcher, empty, named_as, turns, virtual
 
 
 class Nowhere:
@@ -178,15 +177,15 @@ async def refused(client: Client) -> Outcome:
     return client.refused.outcome
 
 
-def linked(test: Callable[[Dispatcher, WorkerLink], Awaitable[None]]) -> Callable[[], None]:
+def linked(
+    test: Callable[Concatenate[Dispatcher, WorkerLink, P], Awaitable[None]],
+) -> Callable[P, None]:
     """Run a test on a virtual clock with one backend of one seat and one worker, of which nothing may stay behind."""
 
-    @virtual
-    @wraps(test)
-    async def run() -> None:
+    async def body(*given: P.args, **named: P.kwargs) -> None:
         one = dispatcher(a=1)
         line = WorkerLink(one)
-        await test(one, line)
+        await test(one, line, *given, **named)
         await nothing_left(one, line)
 
-    return run
+    return virtual(named_as(test, body, 2))

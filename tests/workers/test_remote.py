@@ -282,33 +282,29 @@ async def test_metrics_and_usage_of_workers_are_counted_once() -> None:
 
 
 @pytest.mark.parametrize("served", [True, False])
-def test_nothing_of_a_request_is_left_to_the_garbage_collector(served: bool) -> None:
+@virtual
+async def test_nothing_of_a_request_is_left_to_the_garbage_collector(served: bool) -> None:
     """Neither where it was granted something nor where it was refused; what tests leave behind themselves is less."""
     many = 50
-
-    @virtual
-    async def comes_and_goes() -> None:
-        one = dispatcher(settings=Settings(queue=QueueSettings(hold_s=0.0)), a=1)
-        line = WorkerLink(one)
-        for _ in range(0 if served else 2):
-            one.troubled("a", Trouble.REFUSED, "nobody listens")
-        await turns(ENOUGH)
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(many):
-                asked = request()
-                with suppress(Refused):
-                    async with line.remote.admit(asked) as lease:
-                        lease.verdict = Verdict.SERVED
-                        assert served
-                line.remote.ended(asked, None)
-                await turns(ENOUGH)
-            assert gc.collect() < many
-        finally:
-            gc.enable()
-
-    comes_and_goes()
+    one = dispatcher(settings=Settings(queue=QueueSettings(hold_s=0.0)), a=1)
+    line = WorkerLink(one)
+    for _ in range(0 if served else 2):
+        one.troubled("a", Trouble.REFUSED, "nobody listens")
+    await turns(ENOUGH)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(many):
+            asked = request()
+            with suppress(Refused):
+                async with line.remote.admit(asked) as lease:
+                    lease.verdict = Verdict.SERVED
+                    assert served
+            line.remote.ended(asked, None)
+            await turns(ENOUGH)
+        assert gc.collect() < many
+    finally:
+        gc.enable()
 
 
 # --- real sockets -----------------------------------------------------------------------------------------------------

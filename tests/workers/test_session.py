@@ -18,22 +18,16 @@ from tests.workers.link import ENOUGH, WorkerLink, finished, leased, linked, not
 
 
 @pytest.mark.parametrize("after", range(12))
-def test_a_client_may_leave_in_any_turn(after: int) -> None:
+@linked
+async def test_a_client_may_leave_in_any_turn(one: Dispatcher, line: WorkerLink, after: int) -> None:
     """From before its request is heard of until it holds a lease: every turn of the loop on the way is tried."""
-
-    @virtual
-    async def leaves() -> None:
-        one = dispatcher(a=1)
-        line = WorkerLink(one)
-        client = line.client()
-        await turns(after)
-        client.task.cancel()
-        with suppress(asyncio.CancelledError):
-            await client.task
-        await nothing_left(one, line)
-        assert not line.told.exits
-
-    leaves()
+    client = line.client()
+    await turns(after)
+    client.task.cancel()
+    with suppress(asyncio.CancelledError):
+        await client.task
+    await nothing_left(one, line)
+    assert not line.told.exits
 
 
 @linked
@@ -122,25 +116,21 @@ async def test_a_cut_that_comes_before_its_grant_is_known_is_not_lost(one: Dispa
 
 
 @pytest.mark.parametrize("after", range(12))
-def test_a_worker_may_die_in_any_turn(after: int) -> None:
+@virtual
+async def test_a_worker_may_die_in_any_turn(after: int) -> None:
     """Whatever its requests were about to do: all that they held is free, and they are told of."""
-
-    @virtual
-    async def dies() -> None:
-        one = dispatcher(a=1)
-        line, other = WorkerLink(one), WorkerLink(one)
-        for _ in range(2):
-            line.client()
-        await turns(after)
-        line.die()
-        await turns(ENOUGH)
-        assert line.session.gone.is_set()
-        assert len(line.told.exits) == line.session.cut
-        assert {ended.result.outcome for ended in line.told.exits} <= {Outcome.INTERNAL}
-        assert (await leased(other.client())).backend == "a"
-        await nothing_left(one, line, other)
-
-    dies()
+    one = dispatcher(a=1)
+    line, other = WorkerLink(one), WorkerLink(one)
+    for _ in range(2):
+        line.client()
+    await turns(after)
+    line.die()
+    await turns(ENOUGH)
+    assert line.session.gone.is_set()
+    assert len(line.told.exits) == line.session.cut
+    assert {ended.result.outcome for ended in line.told.exits} <= {Outcome.INTERNAL}
+    assert (await leased(other.client())).backend == "a"
+    await nothing_left(one, line, other)
 
 
 @linked
