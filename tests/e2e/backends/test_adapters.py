@@ -160,6 +160,12 @@ async def test_a_report_lists_backends_that_took_the_change() -> None:
         assert proxy.metric("llmproxy_adapter_changes_total", backend="b1", repeated="false", ok="false") == 1
 
 
+async def test_an_error_of_all_engines_is_a_bad_gateway() -> None:
+    async with serving(NO_LORA, NO_LORA, **ADMIN) as proxy:
+        answer = await load(proxy)
+        assert (answer.status, answer.json["error"]["code"], answer.json["remembered"]) == (502, 502, False)
+
+
 async def test_unloading_an_unknown_adapter_is_not_found() -> None:
     async with serving(PLAIN, **ADMIN) as proxy:
         answer = await unload(proxy)
