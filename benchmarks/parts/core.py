@@ -50,7 +50,7 @@ from llmproxy.core.domain import (
 from llmproxy.core.placement.first_fit import Found, Unmatched, first_fit
 from llmproxy.core.placement.policy import NO_CAPACITY, Placement, make
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import QueueSettings, Settings
+from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
 
 WAITING = (1_000, 100_000, 1_000_000)
 FLEETS = (8, 32, 128)
@@ -97,7 +97,9 @@ class Bench:
         self._rng = Random(1)
         self._names = [f"backend-{number:03d}" for number in range(backends)]
         placement: Callable[[], Placement] = NoCostPlacement if trivial else partial(make, "blend", self._rng)
-        settings = Settings(queue=BOUNDLESS, ceilings={SHEDDABLE: 1.0})
+        settings = Settings(
+            queue=BOUNDLESS, capacity=CapacitySettings(look_ahead=2), ceilings={SHEDDABLE: 1.0}, headroom_s=0.0
+        )
         self.pools = Pools(settings, dict.fromkeys(self._names, BATCH), {}, placement)
         self.now = 0.0
         self._serial = 0
