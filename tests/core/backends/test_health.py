@@ -4,15 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from llmproxy.core.backends.health import (
-    BUSY_PAUSE_S,
-    Ejected,
-    EjectionEvent,
-    EjectionSkipped,
-    Health,
-    Peers,
-    Unejected,
-)
+from llmproxy.core.backends.health import Ejected, EjectionEvent, EjectionSkipped, Health, Peers, Unejected
 from llmproxy.core.domain import Trouble, Verdict
 from llmproxy.core.settings import HealthSettings
 
@@ -67,7 +59,7 @@ def test_ends_without_fault_of_the_backend_never_eject(verdict: Verdict) -> None
 def test_busy_engine_pauses_and_an_idle_busy_one_fails() -> None:
     health = healthy()
     fail(health, 50, verdict=Verdict.BUSY)
-    assert (health.ejected_times, ejected_for_s(health, 0.0)) == (0, BUSY_PAUSE_S)
+    assert (health.ejected_times, ejected_for_s(health, 0.0)) == (0, 0.25)
     for _ in range(3):
         health.finished(1, Verdict.BUSY, 1.0, idle=True)
     assert (health.ejected_times, ejected_for_s(health, 1.0)) == (1, 1.0)
@@ -81,7 +73,7 @@ def test_last_backend_that_is_busy_while_idle_only_pauses() -> None:
     other.poll_failed(Trouble.UNHEALTHY)
     for _ in range(50):
         one.finished(1, Verdict.BUSY, 1.0, idle=True)
-    assert (one.ejected_times, ejected_for_s(one, 1.0)) == (0, BUSY_PAUSE_S)
+    assert (one.ejected_times, ejected_for_s(one, 1.0)) == (0, 0.25)
     other.poll_succeeded(2.0)
     for _ in range(3):
         one.finished(1, Verdict.BUSY, 3.0, idle=True)

@@ -107,3 +107,10 @@ def test_a_name_whose_backends_are_down_is_held_beside_others_up() -> None:
     assert names(granted(of, 0.0)) == ["base"]
     (drop,) = of.decide(10.0)
     assert drop.request.id == "lora"
+
+
+def test_the_limits_of_the_waiting_room_hold_while_requests_are_held() -> None:
+    of = pools({"a": 1}, Settings(queue=QueueSettings(requests_max=2)))
+    down(of, "a")
+    submit(of, request(), request())
+    assert "requests_max" in refusal(of.submit, request(), 0.0).message
