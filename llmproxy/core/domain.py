@@ -286,14 +286,16 @@ class BackendPace(Struct, frozen=True):
 class Learned(Struct, frozen=True):
     """What was learned of a pool's speed so far.
 
-    A prompt takes `prefill_base_s` and `prefill_token_s` for each token that is not cached; a token of an answer takes
-    `step_s` where its sequence is alone, and `sequence_s` more for each other one; a cold adapter takes `adapter_s`.
+    A prompt takes `prefill_base_s` and `prefill_token_s` for each token that is not cached, and the share
+    `prefill_attention` of that more for each token before it. A token of an answer takes `step_s` where its sequence is
+    alone, and `sequence_s` more for each other one. A cold adapter takes `adapter_s`.
     One case of ten exceeds what is expected of a first token `ttft_p90_factor` times, and of each further one
     `tpot_p90_factor` times.
     """
 
     prefill_base_s: float
     prefill_token_s: float
+    prefill_attention: float
     step_s: float
     sequence_s: float
     adapter_s: float

@@ -60,7 +60,7 @@ class CostBench:
     def start(self, asked: Request, on: str | View, slower: float = 1.0, more_s: float = 0.0) -> int:
         """Book it where nothing else has to begin, and let its first byte come, `more_s` later than its prompt says."""
         lease = self.book(asked, on)
-        self.now += slower * (BASE_S + self.cost._flights[lease].own_tokens * TOKEN_S) + more_s
+        self.now += slower * (BASE_S + self.cost._flights[lease].work_tokens * TOKEN_S) + more_s
         self.cost.started(lease, self.now)
         return lease
 

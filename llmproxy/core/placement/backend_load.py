@@ -24,9 +24,10 @@ OVERDUE = 2.0
 class InFlight:
     """A lease, and what was predicted when it was booked.
 
-    `own_tokens` of its prompt were to be computed. The first token was expected after `ttft_s`, each later one after
-    `tpot_s`. From `due_s` on the first byte is overdue. `crowded`: the batch was full, so the prompt had to wait for
-    another request to end. `deferred`: all adapter slots were in use, so later requests may be computed first.
+    `own_tokens` of its prompt were to be computed; `work_tokens` are the same, weighted by attention. The first token
+    was expected after `ttft_s`, each later one after `tpot_s`. From `due_s` on the first byte is overdue. `crowded`:
+    the batch was full, so the prompt had to wait for another request to end. `deferred`: all adapter slots were in use,
+    so later requests may be computed first.
     """
 
     request: Request
@@ -40,8 +41,14 @@ class InFlight:
     tpot_s: float
     deferred: bool = False
     crowded: bool = False
+    work_tokens: float = 0.0
     due_s: float = 0.0
     started_s: float | None = None
+
+    @property
+    def attended(self) -> float:
+        """How many earlier tokens its own ones attend to, in all."""
+        return self.own_tokens * (self.cached_tokens + 0.5 * self.own_tokens)
 
 
 class BackendLoad:
@@ -66,7 +73,7 @@ class BackendLoad:
         self._loading: dict[int, int] = {}
         self._spoke_s = -1.0
         self._busy_s = 0.0
-        self._step_tokens = 0.0
+        self._step_tokens = self._step_attended = 0.0
         self._step_took_s = 0.0
         self._step_loads: list[int] = []
         self._step_known = True
@@ -89,7 +96,7 @@ class BackendLoad:
         queue_s = rates.prefill.base * self.prefill.factor + self._to_prefill_tokens * token_s
         if oldest is not None:
             # A part of the oldest prompt is done by now. An overdue one says more of the backend than its history.
-            since_s, due_s, own_s = max(oldest.booked_s, self._spoke_s), oldest.due_s, oldest.own_tokens * token_s
+            since_s, due_s, own_s = max(oldest.booked_s, self._spoke_s), oldest.due_s, oldest.work_tokens * token_s
             if self._loading:
                 # One step loads the adapters of all waiting requests.
                 loads_s = sum([rates.loads.at(tier) for tier in self._loading.values()])
@@ -113,9 +120,10 @@ class BackendLoad:
                 if not flight.deferred:
                     self._loading[lease] = tier
         self._unstarted[lease] = flight
-        self._to_prefill_tokens += flight.own_tokens
+        flight.work_tokens = flight.own_tokens + rates.attention.share * flight.attended
+        self._to_prefill_tokens += flight.work_tokens
         flight.due_s = now + OVERDUE * rates.prefill.at(self._to_prefill_tokens) * self.prefill.factor
-        work_s = flight.own_tokens * rates.prefill.slope * self.prefill.factor + load_s
+        work_s = flight.work_tokens * rates.prefill.slope * self.prefill.factor + load_s
         self.busy_share.add(work_s, now)
         self.in_flight += request.sequences
         flight.crowded = self.limit is not None and self.in_flight > self.limit
@@ -153,6 +161,7 @@ class BackendLoad:
             self._step_took_s = now - max(self._spoke_s, self._busy_s)
         self._spoke_s = now
         self._step_tokens += flight.own_tokens
+        self._step_attended += flight.attended
         if flight.request.adapter is not None:
             self.adapters.started(flight.request.adapter)
         if tier is not None:
@@ -185,15 +194,17 @@ class BackendLoad:
         """Learn from the last step: prompt times, or load times where it loaded adapters."""
         if self._step_tokens and self._step_known:
             if self._step_loads:
-                rates.loaded(self.prefill, self._step_loads, self._step_tokens, self._step_took_s)
+                tokens = self._step_tokens + rates.attention.share * self._step_attended
+                rates.loaded(self.prefill, self._step_loads, tokens, self._step_took_s)
             else:
-                rates.prefilled(self.prefill, self._step_tokens, self._step_took_s)
-        self._step_tokens, self._step_known = 0.0, True
+                rates.prefilled(self.prefill, self._step_tokens, self._step_attended, self._step_took_s)
+        self._step_tokens = self._step_attended = 0.0
+        self._step_known = True
         self._step_loads.clear()
 
     def _settle(self, lease: int, flight: InFlight) -> None:
         if self._unstarted.pop(lease, None) is not None:
-            self._to_prefill_tokens -= flight.own_tokens
+            self._to_prefill_tokens -= flight.work_tokens
             self._loading.pop(lease, None)
             # It is unknown how much of the time until the next first byte goes into this prompt.
             self._mixed = True

@@ -200,6 +200,7 @@ class CostPlacement(Placement):
         matched = self._matched(request, able, backend_loads)
         rates, without = self._rates, self._without
         token_s, step_base_s, step_slope_s = rates.prefill.slope, rates.step.base, rates.step.slope
+        attention = 0.5 * rates.attention.share
         displaces = _scarce(self._hit_ratio)
         prompt_tokens, output_tokens, block_tokens = request.prompt_tokens, request.output_tokens, request.prefix_tokens
         adapter, prefix = request.adapter, request.prefix
@@ -214,11 +215,17 @@ class CostPlacement(Placement):
             backend_load.limit, slots = view.limit, backend_load.adapters
             slots.size = view.max_adapters
             load, step_factor = view.load, backend_load.step.factor
+            held_tokens = backend_load.in_use.matched(prefix) * block_tokens if backend_load.in_flight else 0.0
             cached_tokens = matched.get(view.backend, 0) * block_tokens
+            if cached_tokens < held_tokens:
+                # Prompts are computed in order: those in flight leave their blocks before this one begins.
+                cached_tokens = held_tokens
             if cached_tokens > prompt_tokens - 1.0:
                 cached_tokens = prompt_tokens - 1.0
             queue_s = backend_load.queue_s(rates, now)
-            prefill_s = (prompt_tokens - cached_tokens) * token_s * backend_load.prefill.factor
+            # Each token attends to all before it: on average, to the cached ones and half of the others.
+            work_tokens = (prompt_tokens - cached_tokens) * (1.0 + attention * (prompt_tokens + cached_tokens))
+            prefill_s = work_tokens * token_s * backend_load.prefill.factor
             tpot_s = (step_base_s + step_slope_s * load) * step_factor
             answer_s = output_tokens * tpot_s
             crowd_s = output_tokens * load * step_slope_s * step_factor
@@ -250,8 +257,7 @@ class CostPlacement(Placement):
                 range_s = ASIDE_S
                 total_s += range_s
             if view.kv_tokens:
-                taken_tokens = prompt_tokens - backend_load.in_use.matched(prefix) * block_tokens
-                memory_s = answer_s * taken_tokens / view.kv_tokens * _scarce(view.kv_used)
+                memory_s = answer_s * (prompt_tokens - held_tokens) / view.kv_tokens * _scarce(view.kv_used)
                 total_s += memory_s
             if not has_room:
                 slot_s = self._slot_s(request, view, ceiling, answer_s)
@@ -349,6 +355,7 @@ class CostPlacement(Placement):
         return Learned(
             prefill_base_s=rates.prefill.base,
             prefill_token_s=rates.prefill.slope,
+            prefill_attention=rates.attention.share,
             step_s=rates.step.at(1.0),
             sequence_s=rates.step.slope,
             adapter_s=rates.loads.coldest_s,

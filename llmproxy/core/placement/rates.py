@@ -28,6 +28,17 @@ LOAD_GUESS_S = 0.05
 """Assumed load time of an adapter before any was seen."""
 LOAD_GAIN = 0.1
 """Least weight of a newer load time."""
+ATTENTION = 2e-5
+"""Assumed attention: what one earlier token adds to the time of a token, as a share of that time. By the sizes of
+models and the speed of devices it is 1e-5 (70B) to 6e-5 (8B)."""
+ATTENTION_MAX = 1e-3
+ATTENTION_KEEP = 0.998
+"""Weight that an observation of attention keeps with each newer one: about the last five hundred decide. The model of a
+pool does not change, but one of its prompts says little."""
+ATTENTION_WEIGHT = 10.0
+"""Weight of the assumed attention, in observations of a prompt of `USUAL_TOKENS`. A prompt ten times as long says about
+seventy times as much."""
+USUAL_TOKENS = 4_000.0
 TIERS = 8
 """Tier k of an adapter: its backend has loaded fewer than 2**k others since it last used it. The last tier is for all
 others, and for adapters that the backend never had."""
@@ -68,6 +79,41 @@ class LearnedLine:
     def at(self, x: float) -> float:
         """The expected value at `x`."""
         return self.base + self.slope * x
+
+
+class Attention:
+    """`share`: what one earlier token adds to the time of a prompt token, as a share of that time.
+
+    Each token passes through the weights once and attends to all tokens before it. So n tokens after c cached ones take
+    time in proportion to n x (1 + share x (c + n / 2)). The share is fitted by least squares of relative errors over n
+    and n x (c + n / 2), with a penalty for leaving the assumed share (ridge regression).
+    """
+
+    def __init__(self, guess: float = ATTENTION) -> None:
+        self.share = self._guess = guess
+        self._sums: tuple[float, ...] = (0.0,) * 9
+
+    def learn(self, line: LearnedLine, tokens: float, attended: float, took_s: float) -> None:
+        """A step computed `tokens`, which attended to `attended` earlier ones in all, in `took_s`.
+
+        `line` is what the pool takes for weighted tokens.
+        """
+        expected_s = JITTER_S + line.at(tokens + self.share * attended)
+        weight = expected_s**-2
+        y = weight * min(took_s, OUTLIER * expected_s)
+        x, z = weight * tokens, weight * attended
+        newest = (weight, x, z, y, x * tokens, x * attended, z * attended, y * tokens, y * attended)
+        sums = tuple([ATTENTION_KEEP * old + new for old, new in zip(self._sums, newest, strict=True)])
+        self._sums = sums
+        n, x, z, y, xx, xz, zz, xy, zy = sums
+        # The base is fitted too. Without it, the normal equations are those of the sums about their means.
+        xx, xz, zz, xy, zy = xx - x * x / n, xz - x * z / n, zz - z * z / n, xy - x * y / n, zy - z * y / n
+        usual_s = JITTER_S + line.at(USUAL_TOKENS)
+        penalty = ATTENTION_WEIGHT * (0.5 * USUAL_TOKENS * USUAL_TOKENS / usual_s) ** 2
+        xx, xz, zz = xx + penalty * self._guess * self._guess, xz - penalty * self._guess, zz + penalty
+        per_token, per_attended = xy * zz - zy * xz, zy * xx - xy * xz
+        if per_token > 0.0:
+            self.share = min(ATTENTION_MAX, max(0.0, per_attended / per_token))
 
 
 class _WeightedRatio:
@@ -172,28 +218,33 @@ class LoadTimesByTier:
 class PoolRates:
     """What a whole pool takes; a backend takes that times its own `SpeedFactor`.
 
-    `prefill` is the engine's time for uncached prompt tokens, in seconds, with a base for each stretch of work that
-    begins on an idle backend. `step` is seconds per output token over the running sequences. `loads` is the extra time
-    of a cold adapter. `late_ttft` and `late_tpot` tell by how much answers exceed their predictions.
+    `prefill` is the engine's time for uncached prompt tokens, weighted by `attention`, in seconds, with a base for each
+    stretch of work that begins on an idle backend. `step` is seconds per output token over the running sequences.
+    `loads` is the extra time of a cold adapter. `late_ttft` and `late_tpot` tell by how much answers exceed their
+    predictions.
     """
 
-    def __init__(self) -> None:
-        self.prefill = LearnedLine(0.03, 1 / 15_000, 4_000.0, JITTER_S)
+    def __init__(self, attention: float = ATTENTION) -> None:
+        self.attention = Attention(attention)
+        self.prefill = LearnedLine(0.03, 1 / 15_000, USUAL_TOKENS, JITTER_S)
         self.step = LearnedLine(0.01, 1e-4, 64.0, 1e-3)
         self._usual_factor = 1.0
         self.loads = LoadTimesByTier()
         self.late_ttft = QuantileTracker()
         self.late_tpot = QuantileTracker()
 
-    def prefilled(self, speed: SpeedFactor, tokens: float, took_s: float) -> None:
-        """A backend computed `tokens` prompt tokens in `took_s`."""
+    def prefilled(self, speed: SpeedFactor, tokens: float, attended: float, took_s: float) -> None:
+        """A backend computed `tokens` prompt tokens, which attended to `attended` earlier ones in all, in `took_s`."""
         # Slow backends may get other prompt lengths than fast ones. Without the correction they would tilt the line.
         self._usual_factor = follow(self._usual_factor, speed.factor, 1.0 - KEEP)
-        self.prefill.learn(tokens, took_s * self._usual_factor / speed.factor)
+        usual_s = took_s * self._usual_factor / speed.factor
+        self.attention.learn(self.prefill, tokens, attended, usual_s)
+        tokens += self.attention.share * attended
+        self.prefill.learn(tokens, usual_s)
         speed.learn(self.prefill, tokens, took_s)
 
     def loaded(self, speed: SpeedFactor, tiers: Sequence[int], tokens: float, took_s: float) -> None:
-        """A backend computed `tokens` and loaded adapters of these tiers, one after the other, in `took_s`."""
+        """A backend computed weighted `tokens` and loaded adapters of these tiers, one by one, in `took_s`."""
         loads_s = max(0.0, took_s - self.prefill.at(tokens) * speed.factor)
         expected_s = [self.loads.at(tier) for tier in tiers]
         each = loads_s / sum(expected_s) if sum(expected_s) > 0.0 else 0.0

@@ -99,6 +99,7 @@ def _learned(learned: Learned | None) -> dict[str, Any] | None:
     token_s = learned.prefill_token_s
     return {
         "prefill_tokens_per_s": round(1.0 / token_s, 1) if token_s > 0.0 else None,
+        "prefill_attention": round(learned.prefill_attention, 8),
         "prefill_base_s": round(learned.prefill_base_s, 6),
         "step_s": round(learned.step_s, 6),
         "step_s_per_sequence": round(learned.sequence_s, 9),

@@ -14,7 +14,8 @@ from llmproxy.core.placement.rates import PoolRates
 from tests.core.make import request
 
 TOKEN_S = 1 / 15_000
-"""What a token of a prompt takes, and BASE_S what each stretch of work begins with, as assumed before any was seen."""
+"""What a token of a prompt takes, and BASE_S what each stretch of work begins with, as assumed before any was seen.
+Attention takes nothing here."""
 BASE_S = 0.03
 
 
@@ -22,7 +23,7 @@ class LoadBench:
     """A `BackendLoad`, the rates of its pool, and the time."""
 
     def __init__(self) -> None:
-        self.rates = PoolRates()
+        self.rates = PoolRates(attention=0.0)
         self.backend_load = BackendLoad()
         self.now = 100.0
         self._flights: dict[int, InFlight] = {}

@@ -11,6 +11,7 @@ from llmproxy.core.domain import NoMatch, Verdict
 from llmproxy.core.placement.backend_load import WORK_S
 from llmproxy.core.placement.cost import ASIDE_S, EXPLAINED_MAX, TIE_S
 from llmproxy.core.placement.price import TERMS
+from llmproxy.core.placement.rates import ATTENTION
 from tests.core.cost_bench import BASE_S, BLOCK_TOKENS, BOTH, NONE, STEP_S, TOKEN_S, CostBench, chain, streamed
 from tests.core.make import view
 
@@ -51,15 +52,24 @@ def test_two_copies_of_a_prefix_are_not_made_while_its_home_has_room() -> None:
             bench.finish(running.pop(0), output_tokens=100)
 
 
-def test_a_prompt_is_taken_to_be_cached_from_its_first_byte_on() -> None:
+def test_a_prompt_is_cached_for_those_behind_it_from_its_booking_on() -> None:
     bench, on = CostBench(), view("a")
     lease = bench.book(chain(0, 10), on)
-    assert bench.place(chain(0, 20), [on]).cached_tokens == 0
+    assert bench.place(chain(0, 20), [on, view("b")]).cached_tokens == 1_000
     bench.cost.started(lease, bench.now)
+    bench.finish(lease)
     assert bench.place(chain(0, 20), [on]).cached_tokens == 1_000
     assert bench.place(chain(500, 20), [on]).cached_tokens == 0
     # The last token is always computed.
     assert bench.place(chain(0, 10), [on]).cached_tokens == 999
+
+
+def test_a_token_costs_more_the_more_tokens_stand_before_it() -> None:
+    bench, on = CostBench(), view("a")
+    bench.serve(chain(0, 200), on)
+    first_s, last_s = (bench.terms(one, on)["prefill"] for one in (streamed(prompt_tokens=1_000), chain(0, 210)))
+    # Of the second, 20,000 tokens are cached and 1,000 are not.
+    assert last_s / first_s == pytest.approx((1.0 + ATTENTION * 20_500) / (1.0 + ATTENTION * 500), rel=0.01)
 
 
 def test_prompt_that_never_began_is_not_cached() -> None:
@@ -116,7 +126,7 @@ def test_shared_blocks_in_flight_take_memory_once() -> None:
     assert bench.terms(half_shared, on)["memory"] == pytest.approx(alone_s / 2.0)
     assert bench.terms(others, on)["memory"] == alone_s > 0.0
     placed = bench.place(asked, [on])
-    assert (placed.held_tokens, placed.cached_tokens) == (3_000, 0)
+    assert (placed.held_tokens, placed.cached_tokens) == (3_000, 2_999)
     assert bench.place(others, [on]).held_tokens == 0
     bench.finish(lease)
     assert bench.terms(asked, on)["memory"] == alone_s
@@ -370,7 +380,7 @@ def test_ttft_and_tpot_are_predicted_with_their_p90() -> None:
     placed = bench.place(asked, [view("a", load=1)])
     assert placed.ttft is not None
     assert placed.tpot is not None
-    assert placed.ttft.expected_s == pytest.approx(BASE_S + 4_500 * TOKEN_S)
+    assert placed.ttft.expected_s == pytest.approx(BASE_S + (4_500 + ATTENTION * (3_000**2 + 1_500**2) / 2) * TOKEN_S)
     assert placed.tpot.expected_s == pytest.approx(STEP_S, rel=0.02)
     assert placed.ttft.p90_s == pytest.approx(3.0 * placed.ttft.expected_s)
     assert placed.tpot.p90_s == pytest.approx(2.0 * placed.tpot.expected_s)

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmproxy.core.placement.rates import TIERS, LearnedLine, PoolRates, SpeedFactor
+from llmproxy.core.placement.rates import (
+    ATTENTION,
+    ATTENTION_MAX,
+    TIERS,
+    Attention,
+    LearnedLine,
+    PoolRates,
+    SpeedFactor,
+)
 
 # --- a line -----------------------------------------------------------------------------------------------------------
 
@@ -90,6 +98,62 @@ def test_a_line_never_falls_nor_expects_less_than_nothing(seen: list[tuple[float
         line.learn(x, y)
         assert line.base >= 0.0
         assert line.slope >= 0.0
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def prompts(rng: Random, times: int, longest: float) -> Iterator[tuple[float, float]]:
+    """Prompt tokens to compute, and how many they attend to in all; half of the prompts begin with cached tokens."""
+    for _ in range(times):
+        tokens, cached = rng.uniform(100.0, longest), rng.choice((0.0, rng.uniform(0.0, longest)))
+        yield tokens, tokens * (cached + 0.5 * tokens)
+
+
+def taught(share: float, token_s: float, times: int, longest: float, noise: float = 0.3) -> PoolRates:
+    """The rates of a pool whose prompts took as long as this share of attention and this time of a token say."""
+    rates, speed, rng = PoolRates(), SpeedFactor(), Random(5)
+    for tokens, attended in prompts(rng, times, longest):
+        took_s = 0.03 + token_s * (tokens + share * attended)
+        rates.prefilled(speed, tokens, attended, took_s * max(0.1, rng.gauss(1.0, noise)))
+    return rates
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-5, 6e-5, 1.2e-4])
+@pytest.mark.parametrize("token_s", [1 / 30_000, 1 / 3_000])
+def test_attention_is_found_from_long_prompts_whatever_the_speed(share: float, token_s: float) -> None:
+    rates = taught(share, token_s, 1_000, 60_000.0)
+    assert rates.attention.share == pytest.approx(share, rel=0.15, abs=4e-6)
+    assert rates.prefill.slope == pytest.approx(token_s, rel=0.15)
+
+
+def test_short_prompts_leave_attention_as_assumed() -> None:
+    assert taught(3e-4, 1 / 15_000, 200, 500.0).attention.share == pytest.approx(ATTENTION, rel=0.5)
+
+
+def test_attention_is_learned_beside_a_slow_backend() -> None:
+    rates, usual, slow, rng = PoolRates(), SpeedFactor(), SpeedFactor(), Random(3)
+    for number, (tokens, attended) in enumerate(prompts(rng, 1_000, 40_000.0)):
+        took_s = (0.03 + (tokens + 5e-5 * attended) / 15_000) * rng.gauss(1.0, 0.1)
+        if number % 2:
+            rates.prefilled(slow, tokens, attended, 3.0 * took_s)
+        else:
+            rates.prefilled(usual, tokens, attended, took_s)
+    assert rates.attention.share == pytest.approx(5e-5, rel=0.2)
+    assert slow.factor / usual.factor == pytest.approx(3.0, rel=0.15)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 1e5), st.floats(0.0, 1e5), st.floats(0.0, 1e3)), max_size=60))
+def test_attention_stays_within_its_bounds_whatever_is_seen(seen: list[tuple[float, float, float]]) -> None:
+    rates, speed = PoolRates(), SpeedFactor()
+    for tokens, cached, took_s in seen:
+        rates.prefilled(speed, tokens, tokens * (cached + 0.5 * tokens), took_s)
+        assert 0.0 <= rates.attention.share <= ATTENTION_MAX
+        assert rates.prefill.at(1_000.0) >= 0.0
+
+
+def test_attention_before_any_prompt_is_as_assumed() -> None:
+    assert Attention().share == ATTENTION
 
 
 # --- a pace -----------------------------------------------------------------------------------------------------------
@@ -196,7 +260,7 @@ def test_prompt_teaches_the_pools_line_and_its_backends_factor() -> None:
     for i in range(300):
         tokens = 200.0 * (1 + i % 20)
         for pace, slower in ((usual, 1.0), (usual, 1.0), (usual, 1.0), (slow, 2.9)):
-            rates.prefilled(pace, tokens, slower * (0.02 + tokens / 8_000))
+            rates.prefilled(pace, tokens, 0.0, slower * (0.02 + tokens / 8_000))
     assert slow.factor / usual.factor == pytest.approx(2.9, rel=0.05)
     for pace, slower in ((usual, 1.0), (slow, 2.9)):
         assert rates.prefill.at(2_000.0) * pace.factor == pytest.approx(slower * 0.27, rel=0.05)
@@ -207,7 +271,7 @@ def test_slow_backend_with_the_long_prompts_does_not_tilt_the_line() -> None:
     for _ in range(400):
         for pace, slower, most in ((usual, 1.0, 1_200), (usual, 1.0, 1_200), (slow, 3.0, 6_000)):
             tokens = float(rng.randrange(100, most))
-            rates.prefilled(pace, tokens, slower * (0.02 + tokens / 8_000))
+            rates.prefilled(pace, tokens, 0.0, slower * (0.02 + tokens / 8_000))
     assert rates.prefill.at(5_000.0) * usual.factor == pytest.approx(0.02 + 5_000 / 8_000, rel=0.1)
 
 
@@ -226,8 +290,8 @@ def test_a_cold_adapter_teaches_its_own_time_and_nothing_of_prompts() -> None:
 def test_a_slow_backend_does_not_make_adapters_slow() -> None:
     rates, pace = PoolRates(), SpeedFactor()
     for _ in range(60):
-        rates.prefilled(pace, 1_000.0, 3.0 * rates.prefill.at(1_000.0))
-        rates.prefilled(SpeedFactor(), 1_000.0, rates.prefill.at(1_000.0))
+        rates.prefilled(pace, 1_000.0, 0.0, 3.0 * rates.prefill.at(1_000.0))
+        rates.prefilled(SpeedFactor(), 1_000.0, 0.0, rates.prefill.at(1_000.0))
     for _ in range(50):
         rates.loaded(pace, [TIERS - 1], 1_000.0, rates.prefill.at(1_000.0) * pace.factor + 0.4)
     assert rates.loads.coldest_s == pytest.approx(0.4, rel=0.05)
@@ -237,7 +301,7 @@ def test_prompts_and_streams_are_learned_apart() -> None:
     rates, prefill, step = PoolRates(), SpeedFactor(), SpeedFactor()
     step_s, prefill_s = rates.step.at(10.0), rates.prefill.at(500.0)
     for i in range(30):
-        rates.prefilled(prefill, float(i % 10) * 100.0, 1.0)
+        rates.prefilled(prefill, float(i % 10) * 100.0, 0.0, 1.0)
     assert rates.step.at(10.0) == step_s
     rates = PoolRates()
     for i in range(300):
@@ -249,19 +313,19 @@ def test_prompts_and_streams_are_learned_apart() -> None:
 def test_first_backend_of_a_learning_pool_has_factor_one() -> None:
     rates, first = PoolRates(), SpeedFactor()
     for number in range(30):
-        rates.prefilled(first, 50.0 + number, 0.002 + number * 1e-5)
+        rates.prefilled(first, 50.0 + number, 0.0, 0.002 + number * 1e-5)
     assert first.factor == pytest.approx(1.0, abs=0.15), "what it takes is what the pool takes"
 
 
 def test_backend_that_seemed_slow_is_tried_again_after_much_work() -> None:
     rates, usual, slow = PoolRates(), SpeedFactor(), SpeedFactor()
     for number in range(40):
-        rates.prefilled(usual, 500.0 + number, 0.1)
-        rates.prefilled(slow, 500.0 + number, 1.0 if number > 20 else 0.1)
+        rates.prefilled(usual, 500.0 + number, 0.0, 0.1)
+        rates.prefilled(slow, 500.0 + number, 0.0, 1.0 if number > 20 else 0.1)
     assert slow.factor > 1.5
     seemed = slow.factor
     for number in range(200):
-        rates.prefilled(usual, 500.0 + number % 40, 0.1)
+        rates.prefilled(usual, 500.0 + number % 40, 0.0, 0.1)
         slow.renew(rates.prefill)
         if number == 30:
             assert slow.factor > 0.8 * seemed, "the evidence is not forgotten yet"

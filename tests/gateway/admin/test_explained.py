@@ -36,6 +36,7 @@ def learned(*pace: BackendPace, **given: float) -> Learned:
     facts: dict[str, Any] = {
         "prefill_base_s": 0.03,
         "prefill_token_s": 1 / 15_000,
+        "prefill_attention": 2e-5,
         "step_s": 0.0101,
         "sequence_s": 1e-4,
         "adapter_s": 0.05,
@@ -162,6 +163,7 @@ def test_learned_values_are_shown_as_numbers() -> None:
     (backend,) = shown["learned"].pop("backends")
     assert shown["learned"] == {
         "prefill_tokens_per_s": 15_000.0,
+        "prefill_attention": 2e-5,
         "prefill_base_s": 0.03,
         "step_s": 0.0101,
         "step_s_per_sequence": 1e-4,
