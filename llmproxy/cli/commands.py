@@ -155,7 +155,7 @@ def _summary(file: Path, config: Config) -> str:
         elsewhere = f"those in {config.discovery.file}"
     names = config.band_names()
     ceilings = ", ".join(
-        f"{value:.0%} ({names.get(band, band)})".replace("%", " %", 1)
+        f"{100 * value:.4g} % ({names.get(band, band)})"
         for band, value in sorted(config.ceilings().items(), reverse=True)
     )
     return "\n".join(

@@ -54,6 +54,15 @@ async def test_bodies_are_salted_only_where_the_engine_knows_it(path: str) -> No
         assert await sent_with(proxy, path, body | {"cache_salt": "x"}, "open") == body | {"cache_salt": "x"}
 
 
+async def test_a_large_body_is_salted_too() -> None:
+    large = {"model": "base", "stream": True, "messages": [{"role": "user", "content": "word " * 40_000}]}
+    async with serving(FAST, tenants=TENANTS) as proxy:
+        for own in ({}, {"cache_salt": "mine"}):
+            sent = await sent_with(proxy, "/v1/chat/completions", large | own, "acme")
+            assert len(sent["cache_salt"]) == 43
+            assert sent["stream_options"] == {"include_usage": True}
+
+
 @pytest.mark.parametrize("own", [{}, {"cache_salt": "guess"}])
 async def test_prompts_are_cached_and_expected_by_tenant(tmp_path: Path, own: dict[str, str]) -> None:
     path = tmp_path / "log"
