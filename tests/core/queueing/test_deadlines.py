@@ -78,6 +78,15 @@ def test_its_own_time_stands_still_while_a_request_is_held() -> None:
     assert only_drop(of, 9.6).outcome is Outcome.EXPIRED
 
 
+def test_a_grant_has_the_time_that_was_left_of_the_requests_own() -> None:
+    of = house(hold_s=30.0)
+    down(of, "a")
+    submit(of, request(deadline_s=5.0))
+    of.decide(0.0)
+    up(of, "a", 9.0)
+    assert only_grant(of, 9.0).left_s == pytest.approx(5.0), "nothing of it went by while no backend was up"
+
+
 def test_a_retry_of_the_only_backend_is_held_and_may_return_to_it() -> None:
     of = house()
     of.submit(request(id="retried"), 0.0)

@@ -101,6 +101,17 @@ def test_a_band_whose_requests_fit_nowhere_saves_up_a_few_grants_at_most() -> No
     assert grants == CREDIT_GRANTS
 
 
+def test_a_band_that_was_granted_much_owes_a_few_grants_at_most() -> None:
+    shares = MinShares({SHEDDABLE: 0.5})
+    for _ in range(100):
+        shares.granted(SHEDDABLE, 10.0, [SHEDDABLE])
+    others = 0
+    while not shares.due([SHEDDABLE]):
+        shares.granted(DEFAULT, 10.0, [DEFAULT, SHEDDABLE])
+        others += 1
+    assert others <= 2 * CREDIT_GRANTS + 1, "each grant of others pays half a grant"
+
+
 def test_a_guaranteed_grant_says_so_and_is_not_taken_back() -> None:
     settings = tight(min_shares={SHEDDABLE: 0.4}, ceilings={DEFAULT: 1.0})
     of = pools({"a": 1}, settings)

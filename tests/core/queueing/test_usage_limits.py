@@ -174,11 +174,12 @@ def test_nothing_is_shed_for_a_request_beyond_its_rate() -> None:
     assert of.decide(0.0) == []
 
 
-def test_a_client_is_told_the_longest_of_its_waits() -> None:
+@pytest.mark.parametrize("names", [("model:m", TENANT), (TENANT, "model:m")])
+def test_a_client_is_told_the_longest_of_its_waits(names: tuple[str, str]) -> None:
     limits = UsageLimits({TENANT: UsageLimit(requests_per_min=1), "model:m": UsageLimit(tokens_per_min=20)})
     limits.admit(request(limits=("model:m",)), 0.0)
     limits.admit(theirs(), 40.0)
-    refused = refusal(limits.admit, request(prompt_tokens=20, limits=("model:m", TENANT)), 50.0)
+    refused = refusal(limits.admit, request(prompt_tokens=20, limits=names), 50.0)
     assert refused.retry_after_s == pytest.approx(50.0), "50 s for a request, 10 s for the tokens"
 
 
