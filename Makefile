@@ -96,6 +96,7 @@ reference: .venv
 	$(BIN)/llmproxy config > config.example.yaml
 	$(BIN)/llmproxy config --markdown > docs/reference/configuration.md
 	$(BIN)/llmproxy config --cli > docs/reference/cli.md
+	$(BIN)/python -m llmproxy.lab.results.result > docs/reference/simulate-result.schema.json
 	$(BIN)/python -m tests.docs.reference
 
 # Resolves anew and writes the hashed locks without any index address in them: for work on it, for what is shipped, for

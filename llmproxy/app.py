@@ -323,4 +323,4 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
         for band in sorted({*names, *queued}, reverse=True)
     )
     body_bytes = (proxy.supervisor or proxy.gateway.handler.bodies).held_bytes
-    return LiveState(queues, pools.parked(), backends, body_bytes)
+    return LiveState(queues, pools.blocked(), backends, body_bytes)

@@ -188,7 +188,7 @@ class Verdict(StrEnum):
     BUSY = "busy"
     DRAINING = "draining"
     LOST = "lost"
-    PREEMPTED = "withdrawn"  # A label of `llmproxy_attempts_total`, whose values do not change.
+    PREEMPTED = "preempted"
     LOCAL_FAILURE = "local_failure"
 
 

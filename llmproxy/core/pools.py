@@ -256,13 +256,13 @@ class Pools:
         """The last placements of each pool, and why no other backend was chosen."""
         return [scheduler.choices(now) for scheduler in self.schedulers.values()]
 
-    def parked(self) -> dict[str, int]:
-        """Usage limit -> requests that wait for it, over all pools."""
-        parked: Counter[str] = Counter()
+    def blocked(self) -> dict[str, int]:
+        """Usage limit or backend -> requests that are blocked by it, over all pools."""
+        blocked: Counter[str] = Counter()
         for scheduler in self.schedulers.values():
-            for (_, limit), waiting in scheduler.parked().items():
-                parked[limit] += waiting
-        return dict(parked)
+            for (_, limit), waiting in scheduler.blocked().items():
+                blocked[limit] += waiting
+        return dict(blocked)
 
     def views(self, now: float) -> dict[str, View]:
         return {name: backend.view(now) for name, backend in self.backends.items()}

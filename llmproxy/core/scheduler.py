@@ -384,7 +384,7 @@ class Scheduler:
             self.pool, tuple(placement.explained())[::-1], placement.learned(self._backends.by_name, now)
         )
 
-    def parked(self) -> dict[tuple[int, str], int]:
+    def blocked(self) -> dict[tuple[int, str], int]:
         """(Band, usage limit or backend) -> requests that are blocked by it."""
         return self._room.blocked.counts()
 

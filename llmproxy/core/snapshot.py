@@ -74,7 +74,7 @@ class FlowSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class BandSnapshot:
-    """`waiting` counts requests in flows, `parked` those beside them, by the usage limit that they wait for.
+    """`waiting` counts requests in flows, `blocked` those beside them, by the usage limit that they wait for.
 
     `flows` is how many flows wait, `shown` the first of them in the order in which the policy would take them.
     """
@@ -83,7 +83,7 @@ class BandSnapshot:
     ceiling: float
     min_share: float
     waiting: int
-    parked: Mapping[str, int]
+    blocked: Mapping[str, int]
     flows: int
     shown: tuple[FlowSnapshot, ...]
 
@@ -147,7 +147,7 @@ class Position:
     """Where one waiting request stands.
 
     `ahead_in_bands` requests wait in higher bands of its pool, `ahead_in_flow` before it in its flow, or in its line
-    where it is `parked` for a usage limit; None where they are too many to count.
+    where it is `blocked_by` a usage limit or its backend; None where they are too many to count.
     """
 
     pool: str
@@ -159,7 +159,7 @@ class Position:
     ahead_in_flow: int | None
     waited_s: float
     left_s: float
-    parked: str | None
+    blocked_by: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +178,10 @@ class Look:
     ) -> PoolSnapshot:
         """The pool; at most `flows_max` flows are shown, the highest bands first."""
         levels = sorted({*self.room.order, *self.settings.ceilings}, reverse=True)
-        parked = self.room.blocked.counts()
+        blocked = self.room.blocked.counts()
         bands = []
         for level in levels:
-            of_band = {limit: count for (band, limit), count in parked.items() if band == level}
+            of_band = {limit: count for (band, limit), count in blocked.items() if band == level}
             bands.append(self._band(level, of_band, min(FLOWS_MAX, flows_max)))
             flows_max -= len(bands[-1].shown)
         ceilings = [
@@ -208,18 +208,18 @@ class Look:
             ahead_in_flow=self.room.before(queued),
             waited_s=self.now - request.arrived_s,
             left_s=self.room.deadlines.left_s(queued, self.now),
-            parked=queued.blocked_by,
+            blocked_by=queued.blocked_by,
         )
 
-    def _band(self, level: int, parked: Mapping[str, int], flows_max: int) -> BandSnapshot:
+    def _band(self, level: int, blocked: Mapping[str, int], flows_max: int) -> BandSnapshot:
         ceiling, min_share = self.headroom.ceiling(level, self.now), self.settings.min_shares.get(level, 0.0)
         if level not in self.room.order:
-            return BandSnapshot(level, ceiling, min_share, 0, parked, 0, ())
+            return BandSnapshot(level, ceiling, min_share, 0, blocked, 0, ())
         band = self.room.band(level)
         with closing(_offered(band, self.now)) as flows:
             names = list(islice(flows, flows_max))
         shown = tuple(self._flow(band, name) for name in names)
-        return BandSnapshot(level, ceiling, min_share, band.size, parked, band.flows, shown)
+        return BandSnapshot(level, ceiling, min_share, band.size, blocked, band.flows, shown)
 
     def _flow(self, band: Band, flow: str) -> FlowSnapshot:
         with closing(band.first(flow)) as line:

@@ -68,10 +68,10 @@ class BackendState:
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """The state that all gauges show. `parked` counts the requests that wait for a usage limit, by its name."""
+    """The state that all gauges show. `blocked` counts the blocked requests by what they wait for."""
 
     queues: tuple[QueueState, ...] = ()
-    parked: Mapping[str, int] = field(default_factory=dict)
+    blocked: Mapping[str, int] = field(default_factory=dict)
     backends: tuple[BackendState, ...] = ()
     held_body_bytes: int = 0
 
@@ -108,7 +108,9 @@ def _gauges(state: LiveState) -> Iterator[GaugeMetricFamily]:
     yield _gauge("queued_bytes", "Body bytes of waiting requests.", "band", ((q.band, q.bytes) for q in queues))
     held_text = "Body bytes that arrive, wait or were sent out."
     yield GaugeMetricFamily("llmproxy_held_body_bytes", held_text, value=state.held_body_bytes)
-    yield _gauge("parked_requests", "Requests waiting for a usage limit.", "limit", _most(state.parked))
+    yield _gauge(
+        "blocked_requests", "Requests blocked by a usage limit or their only backend.", "limit", _most(state.blocked)
+    )
     for name, text, value_of in _BACKEND_GAUGES:
         yield _gauge(name, text, "backend", ((one.backend, value_of(one)) for one in state.backends))
 
@@ -121,9 +123,9 @@ def _gauge(name: str, text: str, label: str, values: Iterable[tuple[str, float |
     return gauge
 
 
-def _most(parked: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+def _most(blocked: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     """Each limit with its count, the largest first; the ones beyond LABELS_MAX are summed up."""
-    ordered = sorted(parked.items(), key=lambda one: (-one[1], one[0]))
+    ordered = sorted(blocked.items(), key=lambda one: (-one[1], one[0]))
     named = LABELS_MAX - 1
     yield from ordered[:named]
     if len(ordered) > named:
@@ -148,7 +150,7 @@ _COUNTERS = (
     ("requests_total", "outcome band model", "Requests ended, by their one outcome."),
     ("attempts_total", "backend verdict", "Attempts ended, by what they proved of their backend."),
     ("retries_total", "", "Attempts after one that failed."),
-    ("withdrawals_total", "band", "Leases preempted for a request of a higher band."),
+    ("preemptions_total", "band", "Leases preempted for a request of a higher band."),
     ("objectives_total", "band met", "Requests that kept or missed their objective."),
     ("unknown_objectives_total", "", "Requests whose header named an unknown objective."),
     ("tenant_requests_total", "tenant outcome", "Requests of tenants ended, by their one outcome."),

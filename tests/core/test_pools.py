@@ -111,7 +111,7 @@ def test_a_limit_over_two_pools_lets_go_whoever_has_waited_longest(turned: bool)
         (grant,) = found
         served.append(grant.request.id)
         one.finish(grant, Verdict.SERVED, 8.0)
-    # In the first pass nobody was parked yet, and the pool that is asked first had it.
+    # In the first pass nobody was blocked yet, and the pool that is asked first had it.
     assert served[0] in ("0.0", "1.0")
     assert served[1:] == sorted({f"{at}.0" for at in range(8)} - {served[0]})
 

@@ -288,6 +288,6 @@ def test_nothing_is_preempted_for_a_request_at_its_usage_limit() -> None:
     assert [one.request.id for one in of.decide(1.3)] == ["low"]
     of.submit(request(id="second", band=7, limits=("t",)), 1.4)
     assert of.decide(1.4) == []
-    assert of.parked() == {"t": 1}
+    assert of.blocked() == {"t": 1}
     of.finish(first, Verdict.SERVED, 1.5)
     assert [one.request.id for one in of.decide(1.5)] == ["second"]

@@ -207,16 +207,16 @@ def test_usage_limits_are_shown_up_to_a_bound_those_in_use_first(monkeypatch: py
     assert ([one.name for one in seen.limits], seen.limits_more) == ([ACME], 1)
 
 
-def test_parked_requests_are_counted_by_band_and_limit() -> None:
+def test_blocked_requests_are_counted_by_band_and_limit() -> None:
     house = limited()
-    parked = [enter(house, band=level, limits=(ACME,)) for level in (DEFAULT, CRITICAL, DEFAULT)]
+    blocked = [enter(house, band=level, limits=(ACME,)) for level in (DEFAULT, CRITICAL, DEFAULT)]
     seat = Grant(1, request(limits=(ACME,)), None, 0.0, 0, None)  # type: ignore[arg-type]
-    _park(house)
-    assert (dict(band(house, CRITICAL).parked), dict(band(house, DEFAULT).parked)) == ({ACME: 1}, {ACME: 2})
-    assert house.parked() == {ACME: 3}
+    _block(house)
+    assert (dict(band(house, CRITICAL).blocked), dict(band(house, DEFAULT).blocked)) == ({ACME: 1}, {ACME: 2})
+    assert house.blocked() == {ACME: 3}
     assert band(house, DEFAULT).waiting == 0
-    positions = [house.position(one.id, 1.0) for one in parked]
-    assert [(one.parked, one.ahead_in_flow) for one in positions if one is not None] == [
+    positions = [house.position(one.id, 1.0) for one in blocked]
+    assert [(one.blocked_by, one.ahead_in_flow) for one in positions if one is not None] == [
         (ACME, 1),
         (ACME, 0),
         (ACME, 2),
@@ -224,10 +224,10 @@ def test_parked_requests_are_counted_by_band_and_limit() -> None:
     house.finish(seat, Verdict.SERVED, 1.0)
     grant = only_grant(house, 1.0)
     assert grant.request.band == CRITICAL
-    assert house.parked() == {ACME: 2}
+    assert house.blocked() == {ACME: 2}
 
 
-def _park(house: Pools) -> None:
+def _block(house: Pools) -> None:
     """Two more seats, one being kept, so that those who wait have their turn and are found to be limited."""
     house.backends["a"].limit.value = 3
     house.backends["a"]._view = None
@@ -252,7 +252,7 @@ def test_a_position_counts_who_goes_first() -> None:
     assert (position.pool, position.id, position.label, position.flow) == ("base", one.id, "mine", "blue")
     assert (position.band, position.ahead_in_bands, position.ahead_in_flow) == (DEFAULT, 2, 1)
     assert position.waited_s == pytest.approx(0.4)
-    assert position.parked is None
+    assert position.blocked_by is None
 
 
 def test_a_place_is_that_of_the_ordering() -> None:

@@ -94,7 +94,7 @@ def test_a_line_is_a_request_of_a_trace_and_the_decision_about_it(path: Path) ->
         "tpot_s": 0.2,
         "met": False,
         "attempts": 2,
-        "withdrawals": 1,
+        "preemptions": 1,
         "granted_at_s": 10.25,
         "ended_at_s": 13.0,
         "queued_ahead": 9,
@@ -117,7 +117,7 @@ def test_a_refused_request_says_what_it_would_have_been(path: Path) -> None:
     assert line == {
         "at_s": 0.5, "prompt_tokens": 12, "model": "chat", "criticality": 0, "ttl_s": 60.0, "request_id": "r2",
         "outcome": "rejected_capacity", "status": 429, "band": "default", "flow": "chat", "stream": False,
-        "attempts": 0, "withdrawals": 0, "ended_at_s": 0.5,
+        "attempts": 0, "preemptions": 0, "ended_at_s": 0.5,
     }  # fmt: skip
 
 

@@ -92,8 +92,8 @@ def test_a_line_names_the_tenant_and_what_became_of_its_objective() -> None:
     out = configured("json")
     log_exit(changed(SERVED, tenant="acme", preemptions=2, met=False, unknown_objective="gold"))
     (line,) = json_lines(out)
-    told = {key: line[key] for key in ("tenant", "withdrawals", "met", "unknown_objective")}
-    assert told == {"tenant": "acme", "withdrawals": 2, "met": False, "unknown_objective": "gold"}
+    told = {key: line[key] for key in ("tenant", "preemptions", "met", "unknown_objective")}
+    assert told == {"tenant": "acme", "preemptions": 2, "met": False, "unknown_objective": "gold"}
 
 
 def test_text_is_one_line_without_colours_where_there_is_no_terminal() -> None:

@@ -30,7 +30,7 @@ PREDICTED = changed(
 """0.5 s from the grant to the first byte, and 0.2 s for each token after it."""
 STATE = LiveState(
     queues=(QueueState("critical", 1, 10), QueueState("default", 2, 20)),
-    parked={"tenant:acme": 4},
+    blocked={"tenant:acme": 4},
     backends=(
         BackendState("gpu-0", 3, 32, 0.1, True, running=2, waiting=1, kv_used=0.4, reading_age_s=0.2),
         BackendState("gpu-1", 0, 32, 0.0, False, ejected=True),
@@ -83,7 +83,7 @@ def test_negative_token_counts_turn_no_counter_back(metrics: Metrics) -> None:
 def test_what_follows_a_preemption_is_no_retry(metrics: Metrics, attempts: int, preemptions: int, retries: int) -> None:
     metrics.record(changed(SERVED, attempts=attempts, preemptions=preemptions))
     assert value(metrics, "retries_total") == retries
-    assert value(metrics, "withdrawals_total", band="default") == preemptions
+    assert value(metrics, "preemptions_total", band="default") == preemptions
 
 
 def test_a_refused_request_leaves_only_its_outcome(metrics: Metrics) -> None:
@@ -137,8 +137,8 @@ def test_what_a_decision_did_to_a_request_is_counted(metrics: Metrics) -> None:
     metrics.record(changed(SERVED, band="sheddable", preemptions=2, met=True, unknown_objective="gold"))
     metrics.record(changed(SERVED, met=False))
     metrics.record(SERVED)
-    assert value(metrics, "withdrawals_total", band="sheddable") == 2
-    assert value(metrics, "withdrawals_total", band="default") is None
+    assert value(metrics, "preemptions_total", band="sheddable") == 2
+    assert value(metrics, "preemptions_total", band="default") is None
     assert value(metrics, "unknown_objectives_total") == 1
     assert value(metrics, "objectives_total", band="sheddable", met="true") == 1
     assert value(metrics, "objectives_total", band="default", met="false") == 1
@@ -228,13 +228,13 @@ def test_flows_without_end_make_no_series(metrics: Metrics) -> None:
     assert metrics.page().count(b"\n") == before
 
 
-def test_the_longest_lines_of_parked_requests_have_names() -> None:
-    few = Metrics(lambda: LiveState(parked={"tenant:a": 2, "model:m": 1}))
-    assert value(few, "parked_requests", limit="tenant:a") == 2
-    assert value(few, "parked_requests", limit="model:m") == 1
-    many = Metrics(lambda: LiveState(parked={f"tenant:{i:03}": i + 1 for i in range(LABELS_MAX + 1)}))
+def test_the_longest_lines_of_blocked_requests_have_names() -> None:
+    few = Metrics(lambda: LiveState(blocked={"tenant:a": 2, "model:m": 1}))
+    assert value(few, "blocked_requests", limit="tenant:a") == 2
+    assert value(few, "blocked_requests", limit="model:m") == 1
+    many = Metrics(lambda: LiveState(blocked={f"tenant:{i:03}": i + 1 for i in range(LABELS_MAX + 1)}))
     families = {family.name: family for family in many.registry.collect()}
-    counted = {sample.labels["limit"]: sample.value for sample in families["llmproxy_parked_requests"].samples}
+    counted = {sample.labels["limit"]: sample.value for sample in families["llmproxy_blocked_requests"].samples}
     assert len(counted) == LABELS_MAX
     assert (counted["tenant:200"], counted["other"]) == (201, 1 + 2)
 

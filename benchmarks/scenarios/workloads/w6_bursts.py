@@ -51,7 +51,7 @@ def preempted(found: Found) -> list[Goal]:
     judged = []
     for name, policy, kept in (("", "cost", KEPT), (", no ceilings", LEVEL, LEVEL_KEPT)):
         ours, others = found.runs[policy], found.runs[kept]
-        count = mean(ours, lambda run: float(run.withdrawals)) or 0.0
+        count = mean(ours, lambda run: float(run.preemptions)) or 0.0
         judged += [
             Goal(f"critical goodput, preemption on / off{name}", versus(ours, others, CRITICAL_GOODPUT.of), 1.0),
             Goal(

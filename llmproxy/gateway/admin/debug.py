@@ -172,7 +172,7 @@ class AdminPages:
             "alive": pool.alive,
             "held": pool.held,
             "in_flight": pool.leases,
-            "being_withdrawn": pool.preempting,
+            "being_preempted": pool.preempting,
             "bands": [self._band(band) for band in pool.bands],
             "backends": [self._backend(backend) for backend in pool.backends],
         }
@@ -184,7 +184,7 @@ class AdminPages:
             "ceiling": band.ceiling,
             "min_share": band.min_share,
             "waiting": band.waiting,
-            "parked": dict(band.parked),
+            "blocked": dict(band.blocked),
             "flows": [_flow(flow) for flow in band.shown],
             "more": band.flows - len(band.shown),
         }
@@ -203,7 +203,7 @@ class AdminPages:
         }
 
     def _position(self, position: Position) -> dict[str, Any]:
-        renamed = {"label": "request", "ahead_in_bands": "ahead_in_higher_bands", "parked": "parked_for"}
+        renamed = {"label": "request", "ahead_in_bands": "ahead_in_higher_bands"}
         return fields_of(position, 4, **renamed) | {"band": self._name(position.band)}
 
 

@@ -156,7 +156,7 @@ class RunRecorder:
         self._detections.append(FaultDetection(kind=fault.kind, replica=replica, at_s=fault.at_s, noticed_s=detected_s))
 
     def counted(self, replica: str, counters: Counters) -> None:
-        self._backends[replica].preemptions = counters.preemptions
+        self._backends[replica].engine_preemptions = counters.preemptions
         self._adapter_requests += counters.adapter_requests
         self._adapter_loads += counters.adapter_loads
 
@@ -184,7 +184,7 @@ class RunRecorder:
             service_difference_tokens=self.service.largest,
             duration_s=duration_s,
             attempts=self._attempts,
-            withdrawals=self._preemptions,
+            preemptions=self._preemptions,
             inversions=self._inversions,
             ejections=self._ejections,
             noticed=sorted(self._detections, key=lambda one: (one.at_s, one.replica)),

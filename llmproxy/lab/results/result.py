@@ -63,16 +63,16 @@ class GroupResult(_Model):
 class BackendResult(_Model):
     """One replica: the requests whose last attempt it had, and what it did for those that got a first token.
 
-    `prefill_tokens` are prompt tokens that it computed, `hit_tokens` those that it found cached. `preemptions` are
-    those of its engine in the whole run. The means are over samples taken all along the trace: sequences in the batch,
-    and requests waiting inside the engine.
+    `prefill_tokens` are prompt tokens that it computed, `hit_tokens` those that it found cached. `engine_preemptions`
+    are those of its engine in the whole run. The means are over samples taken all along the trace: sequences in the
+    batch, and requests waiting inside the engine.
     """
 
     requests: int
     prefill_tokens: int
     hit_tokens: int
     output_tokens: int
-    preemptions: int
+    engine_preemptions: int
     mean_running: float | None
     mean_waiting: float | None
 
@@ -171,7 +171,7 @@ class RunResult(_Model):
     the trace to the last end. `service_difference_tokens` is the most by which the weighted service (1 per prompt
     token, 2 per output token) of two tenants differed over a time in which both were backlogged, null where there were
     no two. A tenant is backlogged while a request of it waits in the proxy, or, under policies that bind at once, has
-    no first token. `withdrawals` are leases taken back for a request of a higher band, and `inversions` grants to a
+    no first token. `preemptions` are leases taken back for a request of a higher band, and `inversions` grants to a
     request while one of a higher band could have had them. `ejections` counts how often a replica was ejected, and
     `noticed` says how soon each fault was detected. `by_tenant` names the largest tenants by tokens, and all others
     together as "(other)".
@@ -196,7 +196,7 @@ class RunResult(_Model):
     service_difference_tokens: float | None
     duration_s: float
     attempts: int
-    withdrawals: int
+    preemptions: int
     inversions: int
     ejections: int = 0
     noticed: list[FaultDetection] = []

@@ -37,7 +37,7 @@ class BackendSums:
     prefill_tokens: int = 0
     hit_tokens: int = 0
     output_tokens: int = 0
-    preemptions: int = 0
+    engine_preemptions: int = 0
 
     def add(self, record: Record) -> None:
         self.requests += 1

@@ -269,7 +269,7 @@ class Books:
     def _in_order(self, waiter: Waiter, rows: Mapping[str, Row], ceiling: float) -> None:
         """Nobody of its own flow who stands before it could have gone.
 
-        Those with usage limits or a backend of their own may have been parked, and come back by band and arrival.
+        Those with usage limits or a backend of their own may have been blocked, and come back by band and arrival.
         """
         asked = waiter.request
         for other in self.looked_at(asked.pool, asked.band, rows):

@@ -78,13 +78,13 @@ def test_no_more_come_back_while_those_that_came_back_still_wait() -> None:
     submit(of, *(theirs(id=f"blocked {number}", arrived_s=0.1 + number / 100) for number in range(4)), now=0.2)
     of.submit(request(id="fills"), 0.2)
     assert names(granted(of, 0.2)) == ["fills"]
-    assert of.parked() == {TENANT: 4}
+    assert of.blocked() == {TENANT: 4}
     of.finish(runs, Verdict.SERVED, 1.0)
     of.submit(request(id="urgent", band=CRITICAL), 1.0)
     assert names(granted(of, 1.0)) == ["urgent"]
     for second in range(2, 6):
         assert granted(of, float(second)) == []
-        assert of.parked() == {TENANT: 3}, "one came back, and only one has room under the limit"
+        assert of.blocked() == {TENANT: 3}, "one came back, and only one has room under the limit"
 
 
 def test_every_blocked_request_has_its_turn_before_later_arrivals() -> None:
@@ -105,13 +105,13 @@ def test_blocked_requests_leave_expire_and_are_shed_like_others() -> None:
     of = limited({"a": 9}, QueueSettings(requests_max=3), in_flight=1)
     of.submit(theirs(id="runs"), 0.0)
     granted(of)
-    parked = [theirs(id=name, band=SHEDDABLE, arrived_s=at, deadline_s=9.0) for name, at in (("p", 0.1), ("q", 0.2))]
-    submit(of, *parked, theirs(id="r", band=SHEDDABLE, arrived_s=0.3), now=0.3)
+    blocked = [theirs(id=name, band=SHEDDABLE, arrived_s=at, deadline_s=9.0) for name, at in (("p", 0.1), ("q", 0.2))]
+    submit(of, *blocked, theirs(id="r", band=SHEDDABLE, arrived_s=0.3), now=0.3)
     assert granted(of, 0.3) == []
     of.submit(theirs(id="urgent", band=CRITICAL, arrived_s=0.4), 0.4)
     shed = only_drop(of, 0.4)
     assert (shed.request.id, shed.outcome) == ("r", Outcome.SHED)
-    of.cancel(parked[0])
+    of.cancel(blocked[0])
     of.check(0.4)
     expired = only_drop(of, 9.0)
     assert (expired.request.id, expired.outcome) == ("q", Outcome.EXPIRED)

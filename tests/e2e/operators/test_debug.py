@@ -74,18 +74,18 @@ async def test_a_request_that_waits_for_its_tenants_limit_says_so() -> None:
     async with serving(FAST, FAST, **TENANTS) as proxy:
         async with proxy.stream(**ACME) as seat:
             await seat.content.readany()
-            task = await proxy.enter("parked", **ACME)
-            await until(lambda: proxy.app.pools.parked())
+            task = await proxy.enter("blocked", **ACME)
+            await until(lambda: proxy.app.pools.blocked())
             page = (await proxy.get(QUEUE)).json
             assert page["usage_limits"] == [
                 {"limit": "tenant:acme", "in_flight": 1, "in_flight_max": 1, "requests_left": None, "tokens_left": None}
             ]
-            parked = {band["band"]: band["parked"] for band in page["pools"][0]["bands"]}
-            assert parked["default"] == {"tenant:acme": 1}
-            assert (await proxy.get(f"{QUEUE}?request=parked")).json["parked_for"] == "tenant:acme"
-            assert proxy.metric("llmproxy_parked_requests", limit="tenant:acme") == 1
+            blocked = {band["band"]: band["blocked"] for band in page["pools"][0]["bands"]}
+            assert blocked["default"] == {"tenant:acme": 1}
+            assert (await proxy.get(f"{QUEUE}?request=blocked")).json["blocked_by"] == "tenant:acme"
+            assert proxy.metric("llmproxy_blocked_requests", limit="tenant:acme") == 1
         assert (await task).status == 200
-        assert proxy.metric("llmproxy_parked_requests") == 0
+        assert proxy.metric("llmproxy_blocked_requests") == 0
         await proxy.settled()
         assert proxy.metric("llmproxy_tenant_requests_total", tenant="acme", outcome="completed") == 1
 
@@ -207,10 +207,10 @@ async def test_a_request_that_gave_its_backend_up_says_so(tmp_path: Path) -> Non
         proxy.replicas[0].faults.clear()
         await asyncio.gather(sheddable, critical)
         await proxy.settled()
-        assert proxy.metric("llmproxy_withdrawals_total", band="sheddable") == 1
+        assert proxy.metric("llmproxy_preemptions_total", band="sheddable") == 1
     lines = decisions(path)
-    assert (lines["sheddable"]["withdrawals"], lines["sheddable"]["attempts"]) == (1, 2)
-    assert lines["critical"]["withdrawals"] == 0
+    assert (lines["sheddable"]["preemptions"], lines["sheddable"]["attempts"]) == (1, 2)
+    assert lines["critical"]["preemptions"] == 0
     assert lines["critical"]["granted_at_s"] <= lines["sheddable"]["granted_at_s"]
 
 

@@ -84,7 +84,7 @@ def test_sheddable_request_is_preempted_for_a_critical_one(calls: SchedulerCalls
     assert bool(preempted) == on
     assert Counter(verdict for _, verdict, _ in calls.ends)[Verdict.PREEMPTED] == sum(one.preemptions for one in ends)
     assert {one.attempts for one in ends} == {1}
-    assert replay(what).result("blend", 1, 1.0, 1.0).withdrawals == sum(one.preemptions for one in ends)
+    assert replay(what).result("blend", 1, 1.0, 1.0).preemptions == sum(one.preemptions for one in ends)
     if on:
         # It comes back as one that was preempted, nothing is held against its backend, and its wait goes on.
         assert calls.attempts.count((0, Entry.PREEMPTED)) >= len(preempted)
