@@ -57,7 +57,7 @@ class Seen:
     backend: str | None = None
     whole: bool = False
     errors: int = 0
-    story: str = ""
+    detail: str = ""
 
 
 @dataclass(slots=True)
@@ -307,17 +307,17 @@ async def _one(seen: Seen, session: aiohttp.ClientSession, url: str) -> None:
         async with asyncio.timeout(45.0), session.post(url + "/v1/chat/completions", json=BODY) as answer:
             seen.backend = answer.headers.get("x-llmproxy-backend")
             if answer.status != 200:
-                seen.story = f"{answer.status} {(await answer.text())[:200]}"
+                seen.detail = f"{answer.status} {(await answer.text())[:200]}"
                 return
             async for piece in answer.content.iter_any():
                 seen.first_byte_s = seen.first_byte_s or loop.time()
                 data += piece
     except (aiohttp.ClientError, TimeoutError) as error:
-        seen.story = f"{type(error).__name__}: {error}"
+        seen.detail = f"{type(error).__name__}: {error}"
     seen.errors = sum(event.startswith(b'data: {"error"') for event in data.split(b"\n\n"))
-    seen.whole = data.endswith(b"data: [DONE]\n\n") and not seen.errors and not seen.story
-    if not seen.whole and not seen.story:
-        seen.story = data.strip().rpartition(b"\n\n")[2].decode(errors="replace")
+    seen.whole = data.endswith(b"data: [DONE]\n\n") and not seen.errors and not seen.detail
+    if not seen.whole and not seen.detail:
+        seen.detail = data.strip().rpartition(b"\n\n")[2].decode(errors="replace")
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -342,11 +342,11 @@ def row(scenario: Scenario, run: Run) -> str:
 
 def missed(scenario: Scenario, run: Run) -> list[str]:
     """The goals that were not reached."""
-    problems = [f"lost: {request.story}" for request in run.lost()]
+    problems = [f"lost: {request.detail}" for request in run.lost()]
     cut = run.cut()
-    problems += [f"{request.errors} error events: {request.story}" for request in cut if request.errors != 1]
+    problems += [f"{request.errors} error events: {request.detail}" for request in cut if request.errors != 1]
     if cut and not scenario.breaks_streams:
-        problems.append(f"{len(cut)} streams broke: {cut[0].story}")
+        problems.append(f"{len(cut)} streams broke: {cut[0].detail}")
     if run.attempts > ATTEMPTS_MAX:
         problems.append(f"{run.attempts:.3f} attempts for each request")
     if scenario.found_within_s is not None:

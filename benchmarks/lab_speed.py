@@ -58,8 +58,8 @@ def _peak_mb() -> float:
 def _in_child(trace: str, fleet: str, policy: str) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.lab_speed", "--child", trace, fleet, policy]
     done = subprocess.run(command, capture_output=True, check=True, timeout=CHILD_S)
-    told: dict[str, float] = json.loads(done.stdout)
-    return told
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
 
 
 def _table(title: str, what: str, rows: Sequence[tuple[str, dict[str, float]]]) -> Table:
@@ -67,16 +67,16 @@ def _table(title: str, what: str, rows: Sequence[tuple[str, dict[str, float]]]) 
     table.add_column(what)
     for name in ("requests", "virtual s", "wall s", "CPU s", "requests/s", "x real time", "peak MB"):
         table.add_column(name, justify="right")
-    for name, told in rows:
+    for name, figures in rows:
         table.add_row(
             name,
-            f"{told['requests']:,.0f}",
-            f"{told['virtual_s']:,.0f}",
-            f"{told['wall_s']:.1f}",
-            f"{told['cpu_s']:.1f}",
-            f"{told['requests'] / told['cpu_s']:,.0f}",
-            f"{told['virtual_s'] / told['cpu_s']:,.0f}",
-            f"{told['peak_mb']:.0f} (from {told['before_mb']:.0f})",
+            f"{figures['requests']:,.0f}",
+            f"{figures['virtual_s']:,.0f}",
+            f"{figures['wall_s']:.1f}",
+            f"{figures['cpu_s']:.1f}",
+            f"{figures['requests'] / figures['cpu_s']:,.0f}",
+            f"{figures['virtual_s'] / figures['cpu_s']:,.0f}",
+            f"{figures['peak_mb']:.0f} (from {figures['before_mb']:.0f})",
         )
     return table
 

@@ -176,10 +176,10 @@ async def _priority(load: Load, rate: float, seconds: float, seed: int) -> None:
     solo = next(row[5] for row in rows if row[0] == "critical alone")
     mixed = next(row[5] for row in rows if row[0] != "critical alone" and row[1] == "critical")
     print(f"\ncritical p99 TTFT: {mixed:.3f} s against {solo:.3f} s alone (x{mixed / solo:.2f})")
-    print(bound_story(load, solo))
+    print(bound_text(load, solo))
 
 
-def bound_story(load: Load, solo_p99_s: float) -> str:
+def bound_text(load: Load, solo_p99_s: float) -> str:
     """The model's bound: the solo figure, two steps of a full batch, and the wait for a slot.
 
     A replica of B sequences that take s seconds each frees a slot every s / B on average; 1 % of such exponential gaps

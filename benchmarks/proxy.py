@@ -200,7 +200,7 @@ class Child:
 
 
 def llmproxy_argv(port: int, backends: Sequence[str], config: Path) -> list[str]:
-    """llmproxy as people run it, but told how much the mocks can hold so that nothing waits for a learned limit."""
+    """llmproxy as people run it, but given what the mocks can hold so that nothing waits for a learned limit."""
     settings = {"backends": [{"url": url, "max_in_flight": IN_FLIGHT_MAX} for url in backends]}
     config.write_text(json.dumps(settings))
     serve = [sys.executable, "-m", "llmproxy", "serve", "--config", str(config)]

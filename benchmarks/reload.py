@@ -3,7 +3,7 @@
 Real processes: four simulated replicas, the proxy with a configuration file, and an open loop of streams and plain
 requests. Every second the file is written anew: a backend goes or comes back, weights, limits and retries change, now
 and then the file is one that nobody could go by, and sometimes it is written in two halves. The proxy finds out by
-itself (`--by watch`), or is told (`--by signal`). Run `python -m benchmarks.reload --seconds 300`.
+itself (`--by watch`), or gets a signal (`--by signal`). Run `python -m benchmarks.reload --seconds 300`.
 
 Exits with 1 when a request failed, a stream broke, or a reload did not do what the file asked for.
 """
@@ -110,7 +110,7 @@ async def page(session: aiohttp.ClientSession, url: str, path: str) -> str:
 
 
 async def run(options: argparse.Namespace) -> int:
-    """The whole story; prints one table and answers the exit code."""
+    """Play it all; prints one table and answers the exit code."""
     rng, ends = random.Random(options.seed), Counter[str]()
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
@@ -157,8 +157,8 @@ async def run(options: argparse.Namespace) -> int:
         metrics = await page(session, url, "/metrics")
         shown = json.loads(await page(session, url, "/admin/backends"))["backends"]
         ended = [(name, count) for name, count in ends.most_common() if name != "served"]
-        told = {ok: value_of(metrics, f'llmproxy_config_reloads_total{{ok="{ok}"}}') for ok in ("true", "false")}
-        reloads = {ok: value or 0.0 for ok, value in told.items()}
+        counts = {ok: value_of(metrics, f'llmproxy_config_reloads_total{{ok="{ok}"}}') for ok in ("true", "false")}
+        reloads = {ok: value or 0.0 for ok, value in counts.items()}
         log = proxy.log.read_text()
         left, removed = log.count('"backend_leaves"'), log.count('"backend_removed"')
     print("| requests | failed | files written | of them bad | reloads | refused | backends left | of them gone |")

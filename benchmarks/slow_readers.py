@@ -61,7 +61,7 @@ MODELS = (
 
 
 class Flood:
-    """Streams of `stream_bytes` each, sent as fast as they are taken; `/sent` tells what was taken."""
+    """Streams of `stream_bytes` each, sent as fast as they are taken; `/sent` shows what was taken."""
 
     def __init__(self, stream_bytes: int) -> None:
         self._stream_bytes = stream_bytes
@@ -185,7 +185,8 @@ async def measure(bench: Bench, served: Running, flood_url: str, options: argpar
     for slow, name in ((False, "none"), (True, str(options.readers))):
         runs = results[slow]
         cpu = statistics.mean((run.cpu_s or 0.0) / run.window_s for run in runs)
-        print(f"| {name} | {told([run.ttft for run in runs])} | {told([run.transit for run in runs])} | {cpu:.0%} "
+        ttft, transit = percentiles([run.ttft for run in runs]), percentiles([run.transit for run in runs])
+        print(f"| {name} | {ttft} | {transit} | {cpu:.0%} "
               f"| {sum(sum(run.failures.values()) for run in runs)} |")  # fmt: skip
     return max(grown) < RSS_BYTES_MAX and max(taken) < options.megabytes * 1_000_000
 
@@ -207,7 +208,7 @@ def _sent_of(flood_url: str) -> list[int]:
         return sent
 
 
-def told(spreads: Sequence[Spread | None]) -> str:
+def percentiles(spreads: Sequence[Spread | None]) -> str:
     """The median over the windows of both percentiles."""
     known = [spread for spread in spreads if spread is not None]
     p50, p99 = (statistics.median(values) / 1e3 for values in zip(*((s.p50_us, s.p99_us) for s in known), strict=True))

@@ -1,8 +1,8 @@
 """A hundred thousand requests, three in ten left by their clients: does anything stay behind?
 
 The proxy runs in this process, so that its tasks can be counted; simulated replicas and the clients are processes of
-their own. After every slice of requests, once all clients are gone, one row tells what is left of them. Run
-`python -m benchmarks.soak`; it takes about a minute and a half on two cores. `--trace` tells where memory was taken
+their own. After every slice of requests, once all clients are gone, one row says what is left of them. Run
+`python -m benchmarks.soak`; it takes about a minute and a half on two cores. `--trace` shows where memory was taken
 that was never given back, at a quarter of the speed.
 
 `python -m benchmarks.soak --minutes 60` is the other form, by time: `llmproxy serve` as a process of its own under 70 %
@@ -229,7 +229,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--minutes", type=float, help="the timed form: load at 70 %% of capacity, a fault every minute")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the timed form writes soak.json")
-    parser.add_argument("--trace", action="store_true", help="tell which lines hold memory taken since the start")
+    parser.add_argument("--trace", action="store_true", help="show which lines hold memory taken since the start")
     parser.add_argument("--clients-of", metavar="URL", help="be the clients of a proxy, as a child of this benchmark")
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -66,14 +66,14 @@ def test_what_a_client_saw_can_be_what_the_proxy_tells(view: View, outcome: str,
 
 
 def entered(*requests: tuple[str, View | None, tuple[str, int] | None]) -> Ledger:
-    """A ledger of requests: id, what the client saw, what the proxy told."""
+    """A ledger of requests: id, what the client saw, what the proxy logged."""
     ledger = Ledger()
-    for request_id, view, told in requests:
+    for request_id, view, logged in requests:
         ledger.send(request_id)
         if view is not None:
             ledger.end(request_id, view)
-        if told is not None:
-            ledger.tell(request_id, *told)
+        if logged is not None:
+            ledger.log(request_id, *logged)
     return ledger
 
 
@@ -85,10 +85,10 @@ def test_books_that_add_up_have_no_problems_whoever_speaks_first() -> None:
     assert ledger.pairs == Counter({(End.WHOLE, "completed"): 1, (End.LEFT, "cancelled"): 1})
 
 
-def test_a_request_that_the_proxy_never_tells_of_is_found() -> None:
+def test_a_request_that_the_proxy_never_logs_is_found() -> None:
     ledger = entered(("a", WHOLE, None))
     assert ledger.silent == 1
-    assert any("never told of by the proxy" in problem for problem in ledger.closed({"completed": 1}))
+    assert any("never logged by the proxy" in problem for problem in ledger.closed({"completed": 1}))
 
 
 def test_a_request_that_never_ends_for_its_client_is_found() -> None:
@@ -97,9 +97,9 @@ def test_a_request_that_never_ends_for_its_client_is_found() -> None:
 
 
 @pytest.mark.parametrize("view", [WHOLE, None])
-def test_a_request_that_is_told_of_twice_is_found(view: View | None) -> None:
+def test_a_request_that_is_logged_twice_is_found(view: View | None) -> None:
     ledger = entered(("a", view, ("completed", 200)))
-    ledger.tell("a", "completed", 200)
+    ledger.log("a", "completed", 200)
     assert any("again" in problem for problem in ledger.problems)
 
 
@@ -114,7 +114,7 @@ def test_metrics_that_count_others_than_the_log_are_found() -> None:
     assert problems[1] == "1 requests sent, 2 outcomes counted"
 
 
-def test_of_many_problems_the_first_are_told_and_the_rest_are_counted() -> None:
+def test_of_many_problems_the_first_are_listed_and_the_rest_are_counted() -> None:
     ledger = entered(*((str(number), WHOLE, ("cancelled", 499)) for number in range(50)))
     problems = ledger.closed({"cancelled": 50})
     assert len(problems) == 21

@@ -60,7 +60,7 @@ LOOK_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """What the decision log tells of a time in which more waited than there was room for.
+    """What the decision log shows of a time in which more waited than there was room for.
 
     `inversions` counts grants to a band while a higher one waited. `apart_max` is by how many requests, all alike, one
     flow was ahead of the other at most, in any stretch of time in which both waited; `shares` is how many each got.

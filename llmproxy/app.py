@@ -220,7 +220,7 @@ async def _wired(
     adapters = Adapters(pools)
     keeper = AdapterKeeper(
         adapters, pools, registry.backends, config.backend_api_key, upstream, registry.pollers, config.timeouts,
-        metrics.adapter_told,
+        metrics.adapter_changed,
     )  # fmt: skip
     stack.push_async_callback(keeper.close)
     events.observers.append(keeper)

@@ -105,7 +105,7 @@ async def _shut_down(proxy: Proxy, signals: ProcessSignals) -> bool:
     """Let requests end, as far as time and a second signal allow. True when none had to be cut."""
     config = proxy.config
     if signals.successor_pid is not None:
-        # Before the log line: a client that reads it may send a request at once, and must be told to reconnect.
+        # Before the log line: a client that reads it may send a request at once, and must be asked to reconnect.
         proxy.begin_shutdown(replaced=True)
         _log.info(
             "replaced", by_pid=signals.successor_pid, requests=proxy.open_requests, timeout_s=config.drain_timeout_s

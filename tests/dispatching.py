@@ -112,7 +112,7 @@ def emptied(
 
 
 class Client:
-    """A task that is admitted, holds its lease until told, and remembers what happened."""
+    """A task that is admitted, holds its lease until it is released, and remembers what happened."""
 
     def __init__(self, one: Leasing, asked: Request | None = None, entry: Entry = Entry.NEW, **facts: Any) -> None:
         self.request = asked or request(arrived_s=now(), deadline_s=now() + 60.0, **facts)

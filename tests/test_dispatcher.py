@@ -195,16 +195,16 @@ async def test_a_backend_that_appears_takes_what_waits() -> None:
 async def test_a_dead_backend_revokes_its_leases_and_no_others(one: Dispatcher) -> None:
     clients = [Client(one), Client(one)]
     await turns()
-    told: list[str] = []
+    cut: list[str] = []
     for client in clients:
         assert client.lease is not None
-        client.lease.on_cut = lambda backend=client.lease.backend: told.append(backend)
+        client.lease.on_cut = lambda backend=client.lease.backend: cut.append(backend)
     one.troubled("a", Trouble.REFUSED, "refused")
     await turns()
-    assert told == []
+    assert cut == []
     one.troubled("a", Trouble.REFUSED, "refused")
     await turns()
-    assert told == ["a"]
+    assert cut == ["a"]
     assert {client.lease.backend: client.lease.revoked for client in clients if client.lease} == {"a": True, "b": False}
     assert one.leases == 2, "the block still has to be left"
     for client in clients:
@@ -230,10 +230,10 @@ async def test_a_preempted_lease_is_cut_and_its_request_comes_back_first(one: Di
     other = Client(one, stream=True, band=SHEDDABLE)
     urgent = Client(one, band=CRITICAL)
     assert batch.lease is not None
-    told: list[bool] = []
-    batch.lease.on_cut = lambda: told.append(batch.lease is not None and batch.lease.preempted)
+    cut: list[bool] = []
+    batch.lease.on_cut = lambda: cut.append(batch.lease is not None and batch.lease.preempted)
     await turns()
-    assert told == [True]
+    assert cut == [True]
     assert not batch.lease.revoked
     batch.verdict = Verdict.PREEMPTED
     await batch.done()

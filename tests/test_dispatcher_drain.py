@@ -65,8 +65,8 @@ async def test_drain_in_the_turn_of_a_grant_lets_the_grant_stand(one: Dispatcher
 
 @virtual
 async def test_a_policy_that_raises_leaves_no_request_waiting() -> None:
-    told: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+    reported: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
     one = dispatcher(a=1)
     faults = iter([True, False, True])
     charge = FairShare.charge
@@ -85,7 +85,7 @@ async def test_a_policy_that_raises_leaves_no_request_waiting() -> None:
                     await asyncio.sleep(0.1)
             client.leave.set()
             await client.task
-    assert [type(error) for error in told] == [ValueError], "the second one a moment later is counted alone"
+    assert [type(error) for error in reported] == [ValueError], "the second one a moment later is counted alone"
     empty(one)
 
 

@@ -45,8 +45,8 @@ async def test_a_block_left_without_a_word_does_not_blame_the_backend() -> None:
 
 @virtual
 async def test_a_cancel_in_one_pool_survives_a_fault_in_another() -> None:
-    told: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+    reported: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
     one = dispatcher(a=1)
     one.pools.add_backend("b", 1)
     one.answered("b")
@@ -67,14 +67,14 @@ async def test_a_cancel_in_one_pool_survives_a_fault_in_another() -> None:
         clients[2].task.cancel()
         await turns()
     await asyncio.sleep(FAULT_RETRY_S)
-    assert {str(fault) for fault in told} == {"a plugin's bug"}
+    assert {str(fault) for fault in reported} == {"a plugin's bug"}
     empty(one)
 
 
 @virtual
 async def test_a_policy_that_always_raises_is_logged_once_a_second() -> None:
-    told: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     one = dispatcher(a=1)
 
     def faulty(*_: object) -> None:
@@ -86,8 +86,8 @@ async def test_a_policy_that_always_raises_is_logged_once_a_second() -> None:
             async with one.admit(request()) as lease:
                 lease.started()
             await asyncio.sleep(0.0999)
-    assert len(told) == 10
-    assert [context["message"] for context in told] == [
+    assert len(reported) == 10
+    assert [context["message"] for context in reported] == [
         "a scheduling policy failed",
         *["a scheduling policy failed, and 10 times since the last report"] * 9,
     ]

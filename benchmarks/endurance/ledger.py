@@ -12,7 +12,7 @@ Samples = Sequence[tuple[float, float]]
 """(seconds, value), in order of time."""
 HOUR_S = 3600.0
 SHOWN_MAX = 20
-"""Problems that are told one by one; further ones are counted."""
+"""Problems that are listed one by one; further ones are counted."""
 
 
 def slope_per_hour(samples: Samples) -> float:
@@ -46,15 +46,15 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a client saw of one request; `status` is None where it saw no answer, and `story` is for people."""
+    """What a client saw of one request; `status` is None where it saw no answer, and `detail` is for people."""
 
     end: End
     status: int | None = None
-    story: str = ""
+    detail: str = ""
 
 
 def agree(view: View, outcome: str, status: int) -> bool:
-    """Whether what a client saw can be what the proxy tells of the same request."""
+    """Whether what a client saw can be what the proxy logs of the same request."""
     if view.end in (End.LEFT, End.UNSENT):
         # The answer may have ended in the moment in which its client left, in whichever way.
         return outcome != "internal"
@@ -69,7 +69,7 @@ def agree(view: View, outcome: str, status: int) -> bool:
 
 @dataclass(slots=True)
 class Ledger:
-    """Each request by its id: sent once, ended once for its client, told once by the proxy, both saying the same."""
+    """Each request by its id: sent once, ended once for its client, logged once by the proxy, both saying the same."""
 
     sent: int = 0
     ends: Counter[End] = field(default_factory=Counter)
@@ -77,7 +77,7 @@ class Ledger:
     pairs: Counter[tuple[End, str]] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     _open: dict[str, View | None] = field(default_factory=dict)
-    _told: dict[str, tuple[str, int]] = field(default_factory=dict)
+    _logged: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def send(self, request_id: str) -> None:
         self.sent += 1
@@ -86,20 +86,20 @@ class Ledger:
     def end(self, request_id: str, view: View) -> None:
         """Its client knows what became of it."""
         self.ends[view.end] += 1
-        if request_id in self._told:
-            self._meet(request_id, view, *self._told.pop(request_id))
+        if request_id in self._logged:
+            self._meet(request_id, view, *self._logged.pop(request_id))
         else:
             self._open[request_id] = view
 
-    def tell(self, request_id: str, outcome: str, status: int) -> None:
+    def log(self, request_id: str, outcome: str, status: int) -> None:
         """The proxy's one line about it."""
         self.outcomes[outcome] += 1
-        if request_id not in self._open or request_id in self._told:
-            self.problems.append(f"{request_id}: told of as {outcome} again, or never sent")
+        if request_id not in self._open or request_id in self._logged:
+            self.problems.append(f"{request_id}: logged as {outcome} again, or never sent")
             return
         view = self._open[request_id]
         if view is None:
-            self._told[request_id] = outcome, status
+            self._logged[request_id] = outcome, status
         else:
             self._meet(request_id, view, outcome, status)
 
@@ -111,7 +111,7 @@ class Ledger:
 
     @property
     def silent(self) -> int:
-        """Requests that ended for their client and of which the proxy has not told yet; those never sent left out."""
+        """Requests that ended for their client and that the proxy has not logged yet; those never sent left out."""
         return sum(view is not None and view.end is not End.UNSENT for view in self._open.values())
 
     def closed(self, counted: Mapping[str, int]) -> list[str]:
@@ -121,9 +121,9 @@ class Ledger:
             if view is None:
                 problems.append(f"{request_id}: never ended for its client")
             elif view.end is not End.UNSENT:
-                problems.append(f"{request_id}: never told of by the proxy; its client saw {view}")
+                problems.append(f"{request_id}: never logged by the proxy; its client saw {view}")
         if +Counter(counted) != +self.outcomes:
-            problems.append(f"counted by metrics {dict(counted)}, told by lines {dict(self.outcomes)}")
+            problems.append(f"counted by metrics {dict(counted)}, logged in lines {dict(self.outcomes)}")
         unsent = sum(view is not None and view.end is End.UNSENT for view in self._open.values())
         if sum(counted.values()) != self.sent - unsent:
             problems.append(f"{self.sent - unsent} requests sent, {sum(counted.values())} outcomes counted")

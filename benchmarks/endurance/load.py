@@ -125,11 +125,11 @@ async def one(session: aiohttp.ClientSession, url: str, request: SoakRequest, re
             view = await _sent(session, url, request, request_id, sent)
     except TimeoutError:
         if request.leaves_after_s is None:
-            view = View(End.LOST, story=f"no end within {TIMEOUT_S:g} s")
+            view = View(End.LOST, detail=f"no end within {TIMEOUT_S:g} s")
         else:
             view = View(End.LEFT if sent else End.UNSENT)
     except aiohttp.ClientError as error:
-        view = View(End.LOST, story=f"{type(error).__name__}: {error}")
+        view = View(End.LOST, detail=f"{type(error).__name__}: {error}")
     ledger.end(request_id, view)
 
 
@@ -157,7 +157,7 @@ async def _sent(
 
 
 class Load:
-    """An open loop of Poisson arrivals, until it is told to stop; every request is one task of its own."""
+    """An open loop of Poisson arrivals, until it is asked to stop; every request is one task of its own."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, seed: int, ledger: Ledger) -> None:
         self._session = session

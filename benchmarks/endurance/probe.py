@@ -1,4 +1,4 @@
-"""What is left of requests inside a proxy, told as JSON to whoever connects to a UNIX socket.
+"""What is left of requests inside a proxy, sent as JSON to whoever connects to a UNIX socket.
 
 A plugin of the proxy under test, which is a process of its own: `plugins: [benchmarks.endurance.probe]`, with the
 socket's path in SOAK_PROBE. Tasks and timers are in no metric, and belong in none.
@@ -62,16 +62,16 @@ def _timer(thing: Any, now: float) -> str | None:
 def _answer() -> dict[str, Any]:
     """Asked on a thread of its own, found on that of the loop."""
     proxy, loop = _opened[-1]
-    told: Future[dict[str, Any]] = Future()
+    found: Future[dict[str, Any]] = Future()
 
     def look() -> None:
         try:
-            told.set_result(left(proxy))
-        except Exception as error:  # noqa: BLE001 - whoever waits is told
-            told.set_exception(error)
+            found.set_result(left(proxy))
+        except Exception as error:  # noqa: BLE001 - it goes to whoever waits
+            found.set_exception(error)
 
     loop.call_soon_threadsafe(look)
-    return told.result(10.0)
+    return found.result(10.0)
 
 
 def _serve(listening: socket.socket) -> None:

@@ -164,7 +164,7 @@ class Rig:
         aside.write_text(text)
         aside.replace(self.file)
 
-    # --- what the proxy tells -----------------------------------------------------------------------------------------
+    # --- what the proxy shows -----------------------------------------------------------------------------------------
 
     async def metrics(self) -> str:
         async with self.session.get(self.url + "/metrics", raise_for_status=True) as answer:
@@ -221,11 +221,11 @@ class Rig:
         """See `benchmarks.endurance.probe`, with what the system knows of its descriptors."""
         reader, writer = await asyncio.open_unix_connection(self.folder / "probe")
         try:
-            told: dict[str, Any] = json.loads(await reader.read())
+            probed: dict[str, Any] = json.loads(await reader.read())
         finally:
             writer.close()
-        told["descriptors"] = {"open": usage_of(self.proxy_pid).descriptors}
-        return told
+        probed["descriptors"] = {"open": usage_of(self.proxy_pid).descriptors}
+        return probed
 
 
 @asynccontextmanager

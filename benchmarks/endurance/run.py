@@ -57,7 +57,7 @@ class Figures:
 
 
 class Soak:
-    """One run. `stop` ends it early, with all that is told at the end."""
+    """One run. `stop` ends it early, with its report at the end."""
 
     def __init__(self, rig: Rig, session: aiohttp.ClientSession, stop: asyncio.Event) -> None:
         self._rig = rig
@@ -194,7 +194,7 @@ class Soak:
         for entry in self._rig.news():
             self._events[entry["event"]] += 1
             if entry["event"] == "request":
-                self.ledger.tell(entry["request_id"], entry["outcome"], entry["status"])
+                self.ledger.log(entry["request_id"], entry["outcome"], entry["status"])
             elif entry["level"] in ("error", "critical") and entry["event"] not in EXPECTED_ERRORS:
                 self.figures.problems.append(f"the log: {json.dumps(entry)[:300]}")
 
@@ -204,9 +204,9 @@ class Soak:
         """The most that there is of each kind while nobody requests for anything: polls come and go."""
         most: dict[str, Counter[str]] = {"tasks": Counter(), "timers": Counter(), "descriptors": Counter()}
         for _ in range(10):
-            told = await self._rig.probe()
+            probed = await self._rig.probe()
             for kind, counts in most.items():
-                counts |= Counter(told[kind])
+                counts |= Counter(probed[kind])
             await asyncio.sleep(0.23)
         return {kind: dict(counts) for kind, counts in most.items()}
 
@@ -228,20 +228,20 @@ class Soak:
 
     async def _left(self, before: dict[str, dict[str, int]]) -> list[str]:
         self._read_log()
-        told = await self._rig.probe()
-        found = [f"{count} {name}" for name, count in told["requests"].items() if count]
+        probed = await self._rig.probe()
+        found = [f"{count} {name}" for name, count in probed["requests"].items() if count]
         for kind, earlier in before.items():
-            found += [f"{kind}: {count} {name}" for name, count in sums.left_over(earlier, told[kind]).items()]
-        if told["check"] != "sound":
-            found.append(f"the scheduler's books are {told['check']}")
+            found += [f"{kind}: {count} {name}" for name, count in sums.left_over(earlier, probed[kind]).items()]
+        if probed["check"] != "sound":
+            found.append(f"the scheduler's books are {probed['check']}")
         if self.ledger.silent:
-            found.append(f"{self.ledger.silent} requests of which nothing is told yet")
+            found.append(f"{self.ledger.silent} requests that are not logged yet")
         return found
 
     # --- the report ---------------------------------------------------------------------------------------------------
 
     def report(self) -> str:
-        """All that is to be told, as text."""
+        """The report, as text."""
         figures, ledger = self.figures, self.ledger
         rss = figures.rss()
         all_slope = sums.slope_per_hour(sums.since(rss, WARM_UP_S))
@@ -266,7 +266,7 @@ class Soak:
         lines += [
             "",
             f"as clients saw it: {shown(ledger.ends)}",
-            f"as the proxy told it: {shown(ledger.outcomes)}",
+            f"as the proxy logged it: {shown(ledger.outcomes)}",
             f"both: {shown(pairs)}",
             f"in the log: {shown(self._events)}",
         ]

@@ -196,8 +196,8 @@ def parsers() -> Iterator[Parser]:
         yield Parser(
             f"list of models: {name}", PAGE_BYTES_MAX, text, _json(lambda page: drain(parse_listing(page, 0.0)))
         )
-    told = _filled(b"", b"[")
-    yield Parser("word on an adapter", ADAPTER_BYTES_MAX, told, lambda answer: _message(400, answer))
+    nested = _filled(b"", b"[")
+    yield Parser("word on an adapter", ADAPTER_BYTES_MAX, nested, lambda answer: _message(400, answer))
 
 
 def _scanned(prefixes: bool, body: bytes) -> None:
@@ -227,7 +227,7 @@ class Growth:
 
     @property
     def linear(self) -> bool:
-        """Whether the time grows with the length alone, as far as the clock can tell."""
+        """Whether the time grows with the length alone, as far as the clock can show."""
         return self.took_s[-1] < QUICK_S or self.exponent < EXPONENT_MAX
 
 

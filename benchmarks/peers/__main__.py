@@ -151,7 +151,7 @@ def run(options: argparse.Namespace, header: list[str], results: Results, failur
 
 def main() -> None:
     options = parse_options()
-    # A terminated run must end its children, and tell what it found, as an interrupted one does.
+    # A terminated run must end its children, and print what it found, as an interrupted one does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     header: list[str] = []
     results: Results = {case.name: [] for case in options.cases}

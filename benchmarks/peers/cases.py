@@ -26,7 +26,7 @@ class Case:
     """One load. Prompts are `shared_bytes` that are the same for all requests of a group, then what no other has.
 
     `chunks` 0 asks for one JSON answer; `rate` (requests/s) makes an open loop, in which at most `clients` are busy.
-    `saturating` asks for more than a core can give, so that throughput tells something; `fresh` gives each competitor a
+    `saturating` asks for more than a core can give, so that throughput means something; `fresh` gives each competitor a
     new process, so that its memory is that of this case alone.
     """
 

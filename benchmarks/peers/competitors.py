@@ -39,7 +39,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Competitor:
-    """One proxy under one configuration, which `about` tells; it gets as many cores as `workers`.
+    """One proxy under one configuration, which `about` describes; it gets as many cores as `workers`.
 
     A run ends where one that is `required` fails, and goes on without any other.
     """

@@ -103,17 +103,17 @@ class Window:
 
         With `realtime`, others get what the `cores` of the proxy leave idle, which disturbs nobody.
         """
-        told = json.loads(line)
+        measured = json.loads(line)
         for name in ("latency", "ttft", "transit", "gap"):
-            told[name] = None if told[name] is None else Spread(**told[name])
+            measured[name] = None if measured[name] is None else Spread(**measured[name])
         foreign_s = None if books.proxy_s is None else max(0.0, books.busy_s - books.proxy_s - books.harness_here_s)
         lost_s = books.stolen_s + (0.0 if realtime or foreign_s is None else foreign_s / cores)
         blind = realtime or books.harness_here_s > 0
         return cls(
-            **told,
+            **measured,
             harness_cpu_s=books.harness_s,
             stolen_s=books.stolen_s,
-            disturbed_share=lost_s / told["window_s"],
+            disturbed_share=lost_s / measured["window_s"],
             cpu_s=books.proxy_s,
             foreign_s=foreign_s,
             harness_foreign_s=None if blind else max(0.0, books.harness_busy_s - books.harness_s),
@@ -254,7 +254,7 @@ class Bench:
 
 
 def _line(load: subprocess.Popen[str]) -> str:
-    """The next line of the load generator, which tells on standard error why there is none."""
+    """The next line of the load generator, which says on standard error why there is none."""
     assert load.stdout is not None
     line = load.stdout.readline().strip()
     if not line:

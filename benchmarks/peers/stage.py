@@ -17,7 +17,7 @@ Results = dict[str, list[dict[str, Window]]]
 
 
 class Stage:
-    """Who serves. A peer that fails is told to `failures`, started anew, and left out when that fails too.
+    """Who serves. A peer that fails is added to `failures`, started anew, and left out when that fails too.
 
     One that is required must not fail: what it raises ends the run.
     """

@@ -19,7 +19,7 @@ Round = Mapping[str, Window]
 class Figure:
     """One column: `of` takes it out of a window, None where that has no such figure.
 
-    `added` has the figure of direct access in the same round subtracted; `ratio` is also told against other proxies.
+    `added` has the figure of direct access in the same round subtracted; `ratio` is also given against other proxies.
     """
 
     name: str
@@ -153,8 +153,10 @@ def render(case: Case, rounds: Sequence[Round], bases: Sequence[str]) -> str:
         rows = [head, ["---", *("--:" for _ in head[1:])]]
         for name in names:
             if name != DIRECT:
-                told = ("1" if name == base else cell(ratios(figure, usable, name, base)) for figure, base in against)
-                rows.append([name, *told])
+                cells_against = (
+                    "1" if name == base else cell(ratios(figure, usable, name, base)) for figure, base in against
+                )
+                rows.append([name, *cells_against])
         text += "\n\n" + _markdown(rows)
     return text
 

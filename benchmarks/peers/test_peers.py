@@ -144,7 +144,7 @@ def test_the_table_has_a_row_and_a_ratio_for_each_proxy() -> None:
     ]
 
 
-def test_others_beside_the_load_generator_are_told() -> None:
+def test_others_beside_the_load_generator_are_reported() -> None:
     books = Books(proxy_s=1.0, harness_s=0.8, harness_here_s=0.0, busy_s=1.0, harness_busy_s=1.4, stolen_s=0.0)
     seen = Window.parse(json.dumps(LINE), books, cores=1, realtime=False)
     assert seen.harness_foreign_s == pytest.approx(0.6)
@@ -154,7 +154,7 @@ def test_others_beside_the_load_generator_are_told() -> None:
     assert table.doubts(SSE, [{"a": replace(seen, harness_foreign_s=0.1)}]) == []
 
 
-def test_failed_requests_are_told() -> None:
+def test_failed_requests_are_reported() -> None:
     bad: Mapping[str, Window] = {"a": replace(window(), failures={"status": 3})}
     assert table.doubts(SSE, [bad]) == ["sse, round 1, a: 3 FAILED: status"]
 
@@ -210,13 +210,13 @@ def site(folder: Path, workers: int = 1) -> Site:
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
-def test_a_peer_is_told_its_port_and_every_backend(peer: Peer, tmp_path: Path) -> None:
+def test_a_peer_is_given_its_port_and_every_backend(peer: Peer, tmp_path: Path) -> None:
     launch = peer.launch("/bin/peer")(site(tmp_path))
-    told = " ".join([*launch.argv, *(file.read_text() for file in tmp_path.iterdir())])
+    configured = " ".join([*launch.argv, *(file.read_text() for file in tmp_path.iterdir())])
     assert launch.argv[0] == "/bin/peer"
     assert launch.cwd == tmp_path
-    assert all(f"127.0.0.1:{port}" in told for port in range(9001, 9005))
-    assert "8123" in told
+    assert all(f"127.0.0.1:{port}" in configured for port in range(9001, 9005))
+    assert "8123" in configured
 
 
 def test_llmproxy_runs_from_its_tree(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_llmproxy_runs_from_its_tree(tmp_path: Path) -> None:
     assert two.argv[-2:] == ["--workers", "2"]
 
 
-def test_two_programs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_two_programs_of_one_name_are_distinguished(tmp_path: Path) -> None:
     for name, module in (("rust", "vllm_router.launch_router"), ("python", "vllm_router.app")):
         script = tmp_path / name / "bin" / "vllm-router"
         script.parent.mkdir(parents=True)

@@ -59,8 +59,8 @@ def loaded(programs: Path, case: Case, port: int, files: Sequence[Path]) -> tupl
         argv = [str(programs / "loadgen"), *case.load_argv(port, seconds), *map(str, files)]
         done = subprocess.run(argv, capture_output=True, text=True, check=True)
         lines = done.stdout.splitlines()
-        told = json.loads(lines[2])
-        if told["requests"] or told["failures"]:
+        counted = json.loads(lines[2])
+        if counted["requests"] or counted["failures"]:
             break
     return lines, done.stderr
 

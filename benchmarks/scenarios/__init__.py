@@ -1,1 +1,1 @@
-"""The laboratory's standing comparison: `workloads`, what runs them, keeps the runs and tells them."""
+"""The laboratory's standing comparison: `workloads`, what runs them, keeps the runs and prints them."""

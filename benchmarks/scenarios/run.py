@@ -79,7 +79,7 @@ class RunSet:
 
 
 def main() -> None:
-    """Run a set and tell it."""
+    """Run a set and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="the decisive points with intervals, not the quick set")
     parser.add_argument("--only", default="", help="workloads to run, such as W1,W5; all unless given")
@@ -113,8 +113,8 @@ def main() -> None:
     # Beside other work the clock on the wall says little. The workers have ended, so that their seconds are counted.
     used = os.times()
     cpu_s = used.user + used.system + used.children_user + used.children_system
-    told_s = f"{time.monotonic() - began_s:.0f} s, {cpu_s:.0f} s of CPU time"
-    console.print(f"{len(run_set.finished)} runs in {told_s}; pages in {args.out}", soft_wrap=True)
+    took = f"{time.monotonic() - began_s:.0f} s, {cpu_s:.0f} s of CPU time"
+    console.print(f"{len(run_set.finished)} runs in {took}; pages in {args.out}", soft_wrap=True)
     if run_set.missing:
         console.print(f"{run_set.missing} runs are missing: the time was over. The same command goes on from here.")
 

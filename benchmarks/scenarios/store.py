@@ -44,7 +44,7 @@ class Store:
         part.rename(path)
 
     def _path(self, simulation: Simulation, point: Point) -> Path:
-        told = (
+        parts = (
             code_digest(rivals=not is_own(point.policy)),
             _trace_digest(simulation.trace),
             repr((simulation.skip, simulation.requests, simulation.replicate, simulation.warmup, simulation.mix)),
@@ -52,7 +52,7 @@ class Store:
             simulation.config.model_dump_json(warnings=False),
             repr(point),
         )
-        return self._folder / f"{hashlib.sha256('|'.join(told).encode()).hexdigest()[:32]}.json"
+        return self._folder / f"{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:32]}.json"
 
 
 @cache

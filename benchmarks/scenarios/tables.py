@@ -55,12 +55,12 @@ def print_place(console: Console, place: Place, runs: Mapping[str, Sequence[Fini
             policy, *_figures(place, some), str(ratio) if ratio else "", style="bold" if policy in OURS else ""
         )
     console.print(table)
-    told = [
+    bounds = [
         f"{name} {bound.value:.4g} {bound.unit}" for name in BOUNDS if (bound := place.bounds.get(name)) and bound.value
     ]
     if missing:
         console.print(f"  not run: {', '.join(missing)}", soft_wrap=True)
-    console.print(f"  bounds: {'; '.join(told)}\n", soft_wrap=True)
+    console.print(f"  bounds: {'; '.join(bounds)}\n", soft_wrap=True)
 
 
 def found_at(place: Place, policies: Mapping[str, Sequence[str]], runs: Runs, seeds: Sequence[int]) -> Found:

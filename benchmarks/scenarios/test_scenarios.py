@@ -172,7 +172,7 @@ def test_goal_is_met_at_its_value_and_never_by_a_missing_figure() -> None:
     assert not Goal("x", None, 1.0, at_least=False).met
 
 
-def test_goals_are_told_with_what_was_measured_and_what_was_wanted() -> None:
+def test_goals_are_printed_with_what_was_measured_and_what_was_wanted() -> None:
     scenario = SCENARIOS[0]
     goals = [Goal("up", 0.5, 0.9), Goal("down", 0.5, 0.9, at_least=False, about="why"), Goal("none", None, 1.0)]
     place = place_of(scenario, replace(scenario.cases[0], goals=lambda _: goals))
@@ -189,7 +189,7 @@ def test_goals_are_told_with_what_was_measured_and_what_was_wanted() -> None:
     assert goal_rows(Found(place_of(scenario, scenario.cases[0]), {"cost": [run]}, {})) == []
 
 
-def test_of_a_set_that_was_cut_short_only_what_was_run_is_told(tmp_path: Path) -> None:
+def test_of_a_set_that_was_cut_short_only_what_was_run_is_printed(tmp_path: Path) -> None:
     scenario = SCENARIOS[0]
     case = replace(scenario.cases[0], policies=("cost", "epp_blend", "oracle"))
     some, none = place_of(scenario, case, 0.7), place_of(scenario, replace(case, name="other"), 0.7)
@@ -199,12 +199,12 @@ def test_of_a_set_that_was_cut_short_only_what_was_run_is_told(tmp_path: Path) -
         ran = place is some and policy == "cost"
         return [made(Point(policy, seed)) for seed in seeds] if ran else []
 
-    told_file = StringIO()
-    console = Console(width=200, file=told_file)
+    output = StringIO()
+    console = Console(width=200, file=output)
     print_place(console, some, {policy: runs(some, policy, (1,)) for policy in case.policies})
     print_place(console, none, {policy: [] for policy in case.policies})
     print_verdicts(console, [some, none], policies, runs, (1,))
-    printed = told_file.getvalue()
+    printed = output.getvalue()
     assert "not run: epp_blend, oracle" in printed
     assert f"{none.label}: not run" in printed
     assert "Where cost stands" not in printed
@@ -231,7 +231,7 @@ def test_what_is_run_beside_is_another_part_of_the_same_arrivals() -> None:
     assert [run.seed for run in found.beside["alone"]] == [1, 2]
 
 
-def test_a_proxy_that_is_told_the_limits_knows_those_of_its_fleet() -> None:
+def test_a_proxy_that_is_given_the_limits_knows_those_of_its_fleet() -> None:
     w5 = next(scenario for scenario in SCENARIOS if scenario.key == "W5")
     case = next(case for case in w5.cases if case.known_limits)
     place = placed(w5, replace(case, requests=40), 2.0, 1.0, 1)

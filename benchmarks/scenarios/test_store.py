@@ -86,9 +86,9 @@ def test_digest_covers_code_of_runs_and_not_presentation(tmp_path: Path, monkeyp
     def digests_with(changed: str) -> tuple[str, str]:
         (package / changed).write_text("after")
         code_digest.cache_clear()
-        told = code_digest(False), code_digest(True)
+        digests = code_digest(False), code_digest(True)
         (package / changed).write_text("before")
-        return told
+        return digests
 
     try:
         before = digests_with(shown)

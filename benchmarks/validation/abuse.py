@@ -37,7 +37,7 @@ def body(tokens: int, number: int) -> dict[str, Any]:
 
 
 async def leave(http: aiohttp.ClientSession, url: str, number: int, turn: asyncio.Semaphore) -> str:
-    """ListedRequest, read for a random while, and go; tells whether anything was read by then."""
+    """ListedRequest, read for a random while, and go; answers whether anything was read by then."""
     rng = random.Random(number)
     async with turn:
         try:

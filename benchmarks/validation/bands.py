@@ -33,8 +33,8 @@ LEVELS = {100: "critical", 0: "default", -100: "sheddable"}
 
 async def measure(backends: list[str], batch: int, oversubscription: float, seconds: float, log: Path) -> None:
     """Run the load, which ends by itself; `log` has it afterwards."""
-    told = [{"url": url, "max_in_flight": batch} for url in backends]
-    async with proxied(told, decision_log=str(log)) as proxy, aiohttp.ClientSession() as http:
+    configured = [{"url": url, "max_in_flight": batch} for url in backends]
+    async with proxied(configured, decision_log=str(log)) as proxy, aiohttp.ClientSession() as http:
         ends_s = asyncio.get_running_loop().time() + seconds
         open_streams = round(oversubscription * batch * len(backends))
         bands = random.Random(1).choices(list(BANDS), list(BANDS.values()), k=open_streams)

@@ -4,8 +4,8 @@
 
 The same conversations, a shared system prompt and a few turns each, several at a time, go to the replicas three times:
 by placement `cost`, by `round_robin`, and to the first replica alone, which is what no placement can beat. Caches are
-emptied before each (the replicas need VLLM_SERVER_DEV_MODE=1 and --enable-prompt-tokens-details). Told are the hits by
-the engines' own counters, and for `cost` what the proxy expected of each prompt against the engine's `cached_tokens`.
+emptied before each (the replicas need VLLM_SERVER_DEV_MODE=1 and --enable-prompt-tokens-details). It prints the
+hits by the engines' own counters, and for `cost` what the proxy expected of each prompt against `cached_tokens`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Talk:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class CacheHits:
     """Of one pass: prompt tokens that the engines looked up and found, and the lines of the decision log."""
 
     queries: int
@@ -49,7 +49,7 @@ class Told:
     lines: list[dict[str, Any]]
 
 
-async def measure(backends: Sequence[str], placement: str, talk: Talk) -> Told:
+async def measure(backends: Sequence[str], placement: str, talk: Talk) -> CacheHits:
     """Hold all conversations through a proxy of its own over `backends`."""
     async with aiohttp.ClientSession() as http:
         replicas = [Replica(url, http) for url in backends]
@@ -70,7 +70,7 @@ async def measure(backends: Sequence[str], placement: str, talk: Talk) -> Told:
         name: sum(new[name] - old[name] for new, old in zip(after, before, strict=True))
         for name in ("prefix_queries", "prefix_hits")
     }
-    return Told(gained["prefix_queries"], gained["prefix_hits"], [line for line in lines if "outcome" in line])
+    return CacheHits(gained["prefix_queries"], gained["prefix_hits"], [line for line in lines if "outcome" in line])
 
 
 async def _converse(http: aiohttp.ClientSession, url: str, talk: Talk, number: int, turn: asyncio.Semaphore) -> None:
@@ -93,13 +93,13 @@ def _text(stream: bytes) -> str:
     return "".join(delta.get("content") or "" for delta in deltas)
 
 
-def report(name: str, told: Told) -> None:
+def report(name: str, cache: CacheHits) -> None:
     """One line on the hits, and one on what was expected."""
     print(
-        f"{name:22s} {told.hits:7,} of {told.queries:7,} prompt tokens found in the cache:"
-        f" {told.hits / told.queries:.3f}"
+        f"{name:22s} {cache.hits:7,} of {cache.queries:7,} prompt tokens found in the cache:"
+        f" {cache.hits / cache.queries:.3f}"
     )
-    known = [(line["predicted"]["cached_tokens"], line["cached_tokens"], line["prompt_tokens"]) for line in told.lines
+    known = [(line["predicted"]["cached_tokens"], line["cached_tokens"], line["prompt_tokens"]) for line in cache.lines
              if line.get("predicted") and line.get("cached_tokens") is not None]  # fmt: skip
     if known:
         expected, real, prompts = (sum(column) for column in zip(*known, strict=True))

@@ -203,8 +203,8 @@ def compare_stage(stage: Stage, prefill_scale: float, found: Measured) -> tuple[
     rate = Check(f"{name}, rate", stage.rate, found.rate, 0.05 if promised and stage.full else None)
     row = [str(stage.number), f"x{prefill_scale:g}", "closed" if stage.full else "Poisson"]
     for check, digits, scale in ((rate, 1, 1.0), (tpot, 2, 1e3), (p50, 1, 1e3), (p99, 1, 1e3)):
-        told = f"{scale * check.expected:.{digits}f} / {scale * check.found:.{digits}f} ({check.error:+.1%})"
-        row.append(told + " BROKEN" * check.broken)
+        compared = f"{scale * check.expected:.{digits}f} / {scale * check.found:.{digits}f} ({check.error:+.1%})"
+        row.append(compared + " BROKEN" * check.broken)
     row.append(f"{stage.running:.1f} / {found.running:.1f}")
     return [rate, tpot, p50, p99], row
 
@@ -354,8 +354,8 @@ def fleet_part(pool: ProcessPoolExecutor) -> list[Check]:
         stage = Check(f"b2b ramp, {policy}, last good stage", last_good, one.last_good, 0.0 if banded else None)
         tokens = Check(f"b2b ramp, {policy}, tokens/s", tokens_per_s, one.beyond.tokens_per_s, 0.1 if banded else None)
         checks += [stage, tokens]
-        told = f"{tokens_per_s:,.0f} / {one.beyond.tokens_per_s:,.0f} ({tokens.error:+.1%})"
-        rows.append([policy, f"{last_good} / {one.last_good}", stage.verdict, told, tokens.verdict])
+        compared = f"{tokens_per_s:,.0f} / {one.beyond.tokens_per_s:,.0f} ({tokens.error:+.1%})"
+        rows.append([policy, f"{last_good} / {one.last_good}", stage.verdict, compared, tokens.verdict])
     print("b2b ramp: the last good stage, and prompt tokens per second of the one after it; published / replayed")
     print_table(["policy", "last good stage, 1/s", "", "prompt tokens/s", ""], rows)
 

@@ -1,4 +1,4 @@
-"""Does a replay in virtual time tell what the same requests meet in real time, over HTTP, through the whole proxy?
+"""Does a replay in virtual time show what the same requests meet in real time, over HTTP, through the whole proxy?
 
 One list of arrivals, twice. Once through `llmproxy serve` in front of `llmproxy replica` processes, with a client that
 sends every request at its moment and reads the stream: everything a token passes in production but the GPU. And once
@@ -6,7 +6,7 @@ through the laboratory, with several seeds, whose spread says how far two equal 
 
 The replicas run at a fifth of real speed, so that some milliseconds of this machine's scheduling noise are a fifth of
 that in the world that is measured. The proxy's own times are stretched by the same factor (polls, staleness, backoff,
-patience), so that both proxies live in equal virtual seconds. Constants of the code cannot be stretched and are five
+timeouts), so that both proxies live in equal virtual seconds. Constants of the code cannot be stretched and are five
 times as short in the real run: GAUGE_LAG_S of the core (30 ms, how far gauges trail), HEALTH_INTERVAL_S of the poller
 (1 s) and the replica's own _LAG_MAX_S (50 ms). STARTED_AFTER_S is for answers without a stream, which are not sent.
 

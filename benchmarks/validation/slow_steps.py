@@ -18,7 +18,7 @@ class SlowSteps(LogitsProcessor):  # type: ignore[misc]
     """Leaves the logits as they are, after a while."""
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
-        """Needs nothing of what vLLM tells it."""
+        """Needs nothing of what vLLM reports to it."""
 
     def apply(self, logits: Any) -> Any:
         """Called once in every step that samples a token."""

@@ -1,7 +1,7 @@
 """What the validation requests of one real vLLM replica: its settings, counters and gauges, and answers by token ids;
 and a proxy over several.
 
-Needs a replica in vLLM's developer mode (VLLM_SERVER_DEV_MODE=1), the only one in which it tells its settings, empties
+Needs a replica in vLLM's developer mode (VLLM_SERVER_DEV_MODE=1), the only one in which it shows its settings, empties
 its prefix cache and can be held still while a burst queues up in a known order.
 """
 
@@ -189,7 +189,7 @@ class Replica:
                     tokens += choice["token_ids"] or ()
                 usage = event.get("usage") or usage
         if usage is None or usage["prompt_tokens_details"] is None:
-            raise UnfitError(f"{self.url} tells no cached_tokens; start it with --enable-prompt-tokens-details")
+            raise UnfitError(f"{self.url} reports no cached_tokens; start it with --enable-prompt-tokens-details")
         if len(tokens) != request.answer_tokens:
             raise UnfitError(
                 f"{self.url} answered {request.name!r} with {len(tokens)} tokens, not {request.answer_tokens}"

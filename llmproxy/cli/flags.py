@@ -135,8 +135,8 @@ def _injected(name: str, text: str) -> bool:
 def _of_variable(name: str, known: Sequence[str]) -> str:
     words = name.removeprefix(PREFIX)
     likest = nearest(words, [one.removeprefix(PREFIX).lower() for one in known])
-    told = what_to_write("--" + words.lower().replace("_", "-"))
-    return told or f'is not a known variable (nearest known variable: "{PREFIX}{likest.upper()}")'
+    advice = what_to_write("--" + words.lower().replace("_", "-"))
+    return advice or f'is not a known variable (nearest known variable: "{PREFIX}{likest.upper()}")'
 
 
 def from_flags(flags: Mapping[str, Sequence[str] | str | None], urls: Sequence[str]) -> list[Override]:
@@ -149,7 +149,7 @@ def from_flags(flags: Mapping[str, Sequence[str] | str | None], urls: Sequence[s
 def unknown_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]:
     """One line for each flag of another program, and of a key that only a file can hold."""
     names = dict.fromkeys(word.partition("=")[0] for word in takewhile(lambda word: word != "--", arguments))
-    return [f"{name}: {told}" for name in names if name not in known and (told := what_to_write(name))]
+    return [f"{name}: {advice}" for name in names if name not in known and (advice := what_to_write(name))]
 
 
 def what_to_write(flag: str) -> str | None:

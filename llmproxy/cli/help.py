@@ -61,7 +61,7 @@ def panels(command: TyperCommand | TyperGroup, ctx: Any, only: tuple[str, ...] =
     for (_, name), parameters in groupby(sorted(command.get_params(ctx), key=panel), key=panel):
         records = filter(None, (one.get_help_record(ctx) for one in parameters))
         # The library adds the type of an argument in angle brackets.
-        rows = [(names.partition(" <")[0], " ".join(told.split())) for names, told in records]
+        rows = [(names.partition(" <")[0], " ".join(meaning.split())) for names, meaning in records]
         if rows and (not only or name in only):
             found.append((name, rows))
     return found
@@ -85,10 +85,10 @@ def _print_panel(console: Console, title: str, rows: Iterable[tuple[str, str]], 
     if beside:
         body = Table.grid(padding=(0, 1))
         body.add_column(width=NAMES_COLUMNS_MAX)
-        for names, told in rows:
-            body.add_row(Text(names, "cyan"), Text(told))
+        for names, meaning in rows:
+            body.add_row(Text(names, "cyan"), Text(meaning))
     else:
         body = Group(
-            *(part for names, told in rows for part in (Text(names, "cyan"), Padding(Text(told), (0, 0, 0, 4))))
+            *(part for names, meaning in rows for part in (Text(names, "cyan"), Padding(Text(meaning), (0, 0, 0, 4))))
         )
     console.print(Panel(body, title=title, title_align="left", border_style="dim"))

@@ -38,11 +38,11 @@ def page(app: Any) -> str:
             text += f"\n## llmproxy {name}\n\n```text\n{usage}\n```\n\n{cleandoc(command.help or '')}\n"
             for title, rows in panels(command, below, command.common_panels):
                 text += f"\n### {title} of `{name}`\n\n| Name | Meaning |\n| --- | --- |\n"
-                text += "".join(f"| `{_cell(names)}` | {_cell(told)} |\n" for names, told in rows)
+                text += "".join(f"| `{_cell(names)}` | {_cell(meaning)} |\n" for names, meaning in rows)
             if name == "serve":
                 others = [flag for flag in FLAGS if flag.name not in SHOWN.values() and flag not in OLD_FLAGS]
-                keys = {flag.name: ", ".join(f"`{key}`" for key in flag.keys) for flag in others}
-                text += FLAGS_HEAD + "".join(f"| `{flag}` | {told} |\n" for flag, told in keys.items())
+                keys_of = {flag.name: ", ".join(f"`{key}`" for key in flag.keys) for flag in others}
+                text += FLAGS_HEAD + "".join(f"| `{flag}` | {keys} |\n" for flag, keys in keys_of.items())
     return text
 
 

@@ -311,8 +311,8 @@ def repeated_backends(backends: Iterable[BackendConfig]) -> list[Problem]:
     """Backends with the URL or the name of another backend."""
     urls, names = [backend.url for backend in backends], [backend.name for backend in backends]
     problems = repeated(urls, "url")
-    told = {place[0] for place, _ in problems}
-    return problems + [problem for problem in repeated(names, "name") if problem[0][0] not in told]
+    repeated_urls = {place[0] for place, _ in problems}
+    return problems + [problem for problem in repeated(names, "name") if problem[0][0] not in repeated_urls]
 
 
 def _unknown(entries: Iterable[object], key: str, info: ValidationInfo) -> list[Problem]:

@@ -29,7 +29,7 @@ variables and parameters of simulated policies; both names at once are an error.
 
 
 def advice(key: str, instead: str) -> str:
-    """What to tell somebody who used an old name of `key`, for which `instead` is to be written."""
+    """The advice for somebody who used an old name of `key`, for which `instead` is to be written."""
     since = next(renamed.since for renamed in OLD_KEYS.values() if renamed.key == key)
     return f"is the old name of {key} since {since} and works for one release; write {instead}"
 

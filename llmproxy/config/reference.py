@@ -100,11 +100,11 @@ def _lines(section: Section, indent: str, *, secrets: bool, comments: bool = Tru
                 yield from (line.removeprefix("  ") if i < first else line for i, line in enumerate(lines))
         else:
             text = as_text(values[name]) if field.repr or secrets or not value else "'***'"
-            told = f"  # {kind(field)}" if comments else ""
+            comment = f"  # {kind(field)}" if comments else ""
             if len(text) < COLUMNS or not isinstance(value, tuple):
-                yield f"{indent}{name}: {text}{told}"
+                yield f"{indent}{name}: {text}{comment}"
             else:
-                yield f"{indent}{name}:{told}"
+                yield f"{indent}{name}:{comment}"
                 yield from (f"{indent}  - {as_text(one)}" for one in values[name])
 
 
@@ -143,11 +143,11 @@ def _part(title: str, about: str, found: list[Key]) -> str:
 
 
 def _row(key: Key) -> list[str]:
-    told = [meaning(key.field)]
+    sentences = [meaning(key.field)]
     if key.field.examples:
-        told.append(f"Example: `{as_text(key.field.examples[0])}`.")
-    told += ["*file*"] * (key.name in FILE_ONLY) + ["*restart*"] * read_at_start(key.name)
-    return [f"`{key.last}`", kind(key.field), default(key), " ".join(told)]
+        sentences.append(f"Example: `{as_text(key.field.examples[0])}`.")
+    sentences += ["*file*"] * (key.name in FILE_ONLY) + ["*restart*"] * read_at_start(key.name)
+    return [f"`{key.last}`", kind(key.field), default(key), " ".join(sentences)]
 
 
 def default(key: Key) -> str:

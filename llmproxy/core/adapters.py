@@ -150,16 +150,16 @@ class Adapters:
             message = f"`replicas` is {replicas}, and {len(members)} backends are known to serve `{pool}`."
             raise Refused(Outcome.BAD_REQUEST, message)
         held = {backend for backend in members if self._holds(name, backend, path)}
-        told = {b for b, change in record.wanted.items() if change.path is not None} if record is not None else set()
+        wanting = {b for b, change in record.wanted.items() if change.path is not None} if record is not None else set()
 
         def cost(backend: str) -> tuple[bool, bool, int, str]:
-            return backend not in told | held, self._is_down(backend), self._load_of(backend), backend
+            return backend not in wanting | held, self._is_down(backend), self._load_of(backend), backend
 
         chosen = set(sorted(members, key=cost)[:replicas])
         joining = replicas is None or (record is not None and record.joining is not None)
         self._make_room(name)
         change = AdapterChange(name, pool, path, fields, in_place)
-        return self._begin(AdapterPlan(change, tuple(sorted(chosen | told)), joining))
+        return self._begin(AdapterPlan(change, tuple(sorted(chosen | wanting)), joining))
 
     def unload(self, name: str, fields: Mapping[str, Any], model: str | None, replicas: int | None) -> AdapterPlan:
         """Begin to unload an adapter from so many of the backends that have it, None for all; the fullest come first.
@@ -227,7 +227,7 @@ class Adapters:
     def is_met(self, change: AdapterChange, backend: str) -> bool:
         """Whether the last listing of the backend shows the effect of `change`.
 
-        A listing cannot tell new weights from old ones, so a change in place must have been confirmed as well.
+        A listing does not show whether weights are new, so a change in place must have been confirmed as well.
         """
         if change.path is None:
             return change.name not in self._listed(backend)
@@ -351,9 +351,9 @@ class Adapters:
 
     def _load_of(self, backend: str) -> int:
         """How many adapters a backend has, or will have after the changes under way."""
-        told = [record.wanted[backend] for record in self._records.values() if backend in record.wanted]
-        told += [plan.change for plan in self._changing.values() if backend in plan.backends]
-        names = {change.name for change in told if change.path is not None}
+        changes = [record.wanted[backend] for record in self._records.values() if backend in record.wanted]
+        changes += [plan.change for plan in self._changing.values() if backend in plan.backends]
+        names = {change.name for change in changes if change.path is not None}
         return len(names | self._listed(backend).keys())
 
     def _listed(self, backend: str) -> Mapping[str, ModelCard]:

@@ -28,35 +28,35 @@ class ChargeObserver(LeaseObserver):
         self.charge = charges.get(settings.charged)(settings)
         self._room = room
         self._min_shares = min_shares
-        self._tell = faults.tell
+        self._notify = faults.notify
         self._charged: dict[int, float] = {}
         self._credits: dict[int, Mapping[int, float]] = {}
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         request, fairness = lease.request, self._room.band(lease.request.band).fairness
         self._charged[lease.number] = 0.0
-        self._tell(fairness.dispatched, request.flow)
+        self._notify(fairness.dispatched, request.flow)
         if not request.stream:
             # Its first token cannot be seen; all that can be known is that it was granted in time.
-            self._tell(fairness.started, request, now)
-        self._tell(self._charge_by, lease, self.charge.estimate)
+            self._notify(fairness.started, request, now)
+        self._notify(self._charge_by, lease, self.charge.estimate)
         if self._min_shares.shares:
             charged, waiting = self._charged[lease.number], self._room.levels()
             self._credits[lease.number] = self._min_shares.granted(request.band, charged, waiting)
 
     def started(self, lease: LeaseRecord, now: float) -> None:
         if lease.request.stream:
-            self._tell(self._room.band(lease.request.band).fairness.started, lease.request, now)
+            self._notify(self._room.band(lease.request.band).fairness.started, lease.request, now)
 
     def progress(self, lease: LeaseRecord, output_tokens: int, now: float) -> None:
-        self._tell(self._charge_so_far, lease, output_tokens, now)
+        self._notify(self._charge_so_far, lease, output_tokens, now)
 
     def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
         if verdict is not Verdict.SERVED and (usage is None or not (usage.prompt_tokens or usage.output_tokens)):
             self._min_shares.undone(self._credits.get(lease.number, {}), self._charged[lease.number])
-            self._tell(self._charge_to, lease, 0.0)
+            self._notify(self._charge_to, lease, 0.0)
         elif usage is not None:
-            self._tell(self._charge_by, lease, self.charge.final, usage, now - lease.at_s)
+            self._notify(self._charge_by, lease, self.charge.final, usage, now - lease.at_s)
         del self._charged[lease.number]
         self._credits.pop(lease.number, None)
 
@@ -95,27 +95,27 @@ class LimitObserver(LeaseObserver):
 
 
 class PlacementObserver(LeaseObserver):
-    """Tells a placement what became of its choices. Faults that the placement raises are noted."""
+    """Notifies a placement of what became of its choices. Faults that the placement raises are noted."""
 
     def __init__(self, placement: Placement, faults: Faults) -> None:
         self._placement = placement
-        self._tell = faults.tell
+        self._notify = faults.notify
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
-        self._tell(self._placement.booked, lease.number, lease.request, lease.placed, now)
+        self._notify(self._placement.booked, lease.number, lease.request, lease.placed, now)
 
     def started(self, lease: LeaseRecord, now: float) -> None:
-        self._tell(self._placement.started, lease.number, now)
+        self._notify(self._placement.started, lease.number, now)
 
     def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        self._tell(self._placement.finished, lease.number, verdict, usage, now)
+        self._notify(self._placement.finished, lease.number, verdict, usage, now)
 
     def process_gone(self, backend: str) -> None:
-        self._tell(self._placement.lost, backend)
+        self._notify(self._placement.lost, backend)
 
 
 class OutlierObserver(LeaseObserver):
-    """Tells the outlier detection how fast streams are; a slow backend that became fast is told so."""
+    """Reports to the outlier detection how fast streams are, and to a slow backend that it became fast."""
 
     def __init__(self, detection: OutlierDetection) -> None:
         self._detection = detection

@@ -28,7 +28,7 @@ class LeaseRecord:
 
 
 class LeaseObserver:
-    """Is told of what happens to the leases of one pool. Each method is an event that an observer may ignore."""
+    """Is notified of what happens to the leases of one pool. Each method is an event that an observer may ignore."""
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         """The lease was granted."""
@@ -50,7 +50,7 @@ class LeaseObserver:
 
 
 class Leases:
-    """Every lease of one pool by its number, and the one place that tells its backend and the `observers` of it.
+    """Every lease of one pool by its number, and the one place that notifies its backend and the `observers`.
 
     `serial` numbers the leases of all pools in the order in which they are granted. Observers are called in their
     order, each only for the events that it overrides.

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 Factory = TypeVar("Factory", bound=Callable[..., object])
 FAULTS_MAX = 100
 """Faults that are kept until they are taken."""
-FAULT_TELL_S = 1.0
+FAULT_REPORT_S = 1.0
 """Between two reports of the same line of code: a policy may raise with every token."""
 
 
@@ -20,7 +20,7 @@ class Faults:
         self._noted: list[Exception] = []
         self._reported: dict[tuple[str, int], tuple[float, int]] = {}
 
-    def tell(self, hook: Callable[..., None], *event: object) -> None:
+    def notify(self, hook: Callable[..., None], *event: object) -> None:
         """Call a hook of a policy for an event that has happened; an exception is noted and not raised."""
         try:
             hook(*event)
@@ -33,21 +33,21 @@ class Faults:
             self._noted.append(fault)
 
     def take(self, now: float) -> list[tuple[Exception, int]]:
-        """The faults since the last call, at most one each FAULT_TELL_S per line of code that raised.
+        """The faults since the last call, at most one each FAULT_REPORT_S per line of code that raised.
 
         Each comes with the number of faults of that line that were left out before it.
         """
         noted, self._noted = self._noted, []
-        told: list[tuple[Exception, int]] = []
+        reported: list[tuple[Exception, int]] = []
         for fault in noted:
             place = _place(fault)
-            reported_s, untold = self._reported.get(place, (-inf, 0))
-            if now - reported_s < FAULT_TELL_S:
-                self._reported[place] = reported_s, untold + 1
+            reported_s, omitted = self._reported.get(place, (-inf, 0))
+            if now - reported_s < FAULT_REPORT_S:
+                self._reported[place] = reported_s, omitted + 1
             else:
                 self._reported[place] = now, 0
-                told.append((fault, untold))
-        return told
+                reported.append((fault, omitted))
+        return reported
 
     def __bool__(self) -> bool:
         return bool(self._noted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 ROUNDING_S = 1e-6
-"""A level that was filled in many steps is a sum of floats: a client that comes when told to must not wait again."""
+"""A level that was filled in many steps is a sum of floats: a client that comes when due must not wait again."""
 
 
 class TokenBucket:

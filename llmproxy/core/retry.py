@@ -7,7 +7,7 @@ from llmproxy.core.rate_limit import TokenBucket
 
 RETRY_RESERVE = 1024.0
 """Retries that may be made beyond the budget's share: a backend that dies takes all of its batch at once, and 1,024 is
-the largest that vLLM runs unless told otherwise."""
+the largest that vLLM runs unless configured otherwise."""
 RETRY_WAIT_MIN_S = 1.0
 """What a retry may wait at least: its time was used up by a backend that failed, and another may have room at once."""
 

@@ -170,7 +170,7 @@ class Scheduler:
         """The prompt and the answer of a lease that has ended are these blocks, which `backend` holds."""
         # A process that is gone holds nothing any more.
         if self.leases.is_of_process(lease, backend):
-            self.faults.tell(self._placement.cached, backend, hashes)
+            self.faults.notify(self._placement.cached, backend, hashes)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """The request is over. `met` says whether it kept its objective, None when it had none."""

@@ -130,7 +130,7 @@ async def _serving(session: aiohttp.ClientSession) -> None:
                         if ready.status == 200 and wanted <= {card["id"] for card in (await models.json())["data"]}:
                             return
                 except aiohttp.ClientError:
-                    pass  # It does not listen yet; its death or the end of the patience ends the waiting.
+                    pass  # It does not listen yet; its death or the timeout ends the waiting.
                 await asyncio.sleep(0.1)
     except TimeoutError:
         raise DemoError(f"the proxy is not ready after {START_TIMEOUT_S:g} s") from None

@@ -55,7 +55,7 @@ class BackendEvents(BackendObserver):
 
     def listed(self, backend: str, listing: Listing) -> None:
         if backend not in self._pools.backends:
-            # It was removed while it was asked for its models, which it had just been told to change.
+            # It was removed while it was asked for its models, which it had just been asked to change.
             return
         self._dispatcher.listed(backend, listing)
         for observer in self.observers:

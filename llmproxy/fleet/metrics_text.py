@@ -65,7 +65,7 @@ def parse_reading(text: bytes, taken_at_s: float) -> Generator[None, None, Readi
 def is_filtered(text: bytes) -> bool:
     """Whether the page holds nothing but the series asked for, that is, whether the server honoured the filter.
 
-    The beginning of the page tells: without a filter it is about the server's own process.
+    The beginning of the page shows it: without a filter it is about the server's own process.
     """
     end = len(text) if len(text) <= _JUDGED_BYTES else text.rfind(b"\n", 0, _JUDGED_BYTES) + 1
     return _FOREIGN_LINE.search(text, 0, end) is None

@@ -14,7 +14,7 @@ from contextlib import suppress
 from llmproxy.config import ClientsConfig, Config
 
 OPEN_FILES_MAX = 1 << 20
-"""The limit is not raised beyond this: the most that Linux allows a process unless told otherwise (fs.nr_open)."""
+"""The limit is not raised beyond this: the most that Linux allows a process by default (fs.nr_open)."""
 OWN_SHARE, OWN_MIN, OWN_MAX = 8, 32, 2048
 """One of so many descriptors is for all that is no request of a client: polls, pages, logs, look-ups."""
 

@@ -102,7 +102,7 @@ class Sockets:
         return list(dict.fromkeys(address for one in sockets for address in _served(one)))
 
     def serving(self) -> None:
-        """All sockets listen: close inherited ones that are not used, and tell the predecessor to shut down."""
+        """All sockets listen: close inherited ones that are not used, and ask the predecessor to shut down."""
         for sockets in self._inherited.values():
             for one in sockets:
                 one.close()

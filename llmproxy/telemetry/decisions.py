@@ -77,7 +77,7 @@ class DecisionLog(LineWriter[RequestExit]):
         try:
             return orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE)
         except TypeError:
-            # A header that is no UTF-8 named a flow. That is rare, and its other bytes still tell the flow apart.
+            # A header that is no UTF-8 named a flow. That is rare, and its other bytes still distinguish the flow.
             return json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
     def _failed(self, error: OSError) -> None:

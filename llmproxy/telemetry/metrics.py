@@ -159,7 +159,7 @@ _COUNTERS = (
     ("tokens_total", "direction model", "Tokens as the engines counted them."),
     ("prefix_tokens_total", "backend kind", "Prompt tokens expected to be cached, and found so."),
     ("poll_failures_total", "backend trouble", "Polls that failed."),
-    ("adapter_changes_total", "backend change repeated ok", "Tellings of backends to change an adapter."),
+    ("adapter_changes_total", "backend change repeated ok", "Orders to backends to change an adapter."),
     ("config_reloads_total", "ok", "Times the configuration was read again."),
     ("workers_lost_total", "", "Relay workers that died and were started again."),
     ("discovery_looks_total", "source ok", "Looks at sources of backends."),
@@ -225,7 +225,7 @@ class Metrics:
         """Count one poll that failed."""
         self._counts["poll_failures_total"][backend, trouble.value] += 1
 
-    def adapter_told(self, backend: str, change: str, repeated: bool, taken: bool) -> None:
+    def adapter_changed(self, backend: str, change: str, repeated: bool, taken: bool) -> None:
         """Count one order to a backend to `load` or `unload` an adapter; `taken` says whether it was carried out."""
         self._counts["adapter_changes_total"][backend, change, str(repeated).lower(), str(taken).lower()] += 1
 

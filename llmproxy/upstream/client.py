@@ -87,7 +87,7 @@ class HttpUpstream:
                 return await _send(kept, head, body, size_bytes)
             except ConnectionDropped:
                 # A backend whose connection breaks later has seen the request, and may have worked on it. A GET may be
-                # repeated in any case (RFC 9110, section 9.2.2); a new connection tells whether the backend is gone.
+                # repeated in any case (RFC 9110, section 9.2.2); a new connection shows whether the backend is gone.
                 if method != "GET" and asyncio.get_running_loop().time() - sent_s > IDLE_DROP_S:
                     raise
         return await _send(await self._connect(to, url, connect_timeout_s), head, body, size_bytes)

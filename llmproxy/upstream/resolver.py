@@ -123,13 +123,13 @@ class Resolver:
 
     def _found(self, name: _Name, found: Sequence[Address]) -> None:
         if name.why or (name.known and set(name.known) != set(found)):
-            _log.info("name_resolved", name=name.host, addresses=_told(found), before=_told(name.known))
+            _log.info("name_resolved", name=name.host, addresses=_hosts(found), before=_hosts(name.known))
         name.known, name.why = found, ""
         name.asked.set()
 
     def _not_found(self, name: _Name, why: str) -> None:
         if not name.why:
-            _log.warning("name_not_resolved", name=name.host, why=why, goes_on_with=_told(name.known))
+            _log.warning("name_not_resolved", name=name.host, why=why, goes_on_with=_hosts(name.known))
         name.why = why
         name.asked.set()
 
@@ -179,7 +179,7 @@ async def ask_system(host: str) -> Sequence[Address]:
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Sequence[Address]] = loop.create_future()
 
-    def tell(found: Sequence[Address], error: OSError | None) -> None:
+    def resolve(found: Sequence[Address], error: OSError | None) -> None:
         if answer.done():
             return
         if error is None:
@@ -198,7 +198,7 @@ async def ask_system(host: str) -> Sequence[Address]:
             failed = OSError(f"it is no name: {error}")
         # The loop may be gone by now.
         with suppress(RuntimeError):
-            loop.call_soon_threadsafe(tell, found, failed)
+            loop.call_soon_threadsafe(resolve, found, failed)
 
     # No thread of a pool: the process would wait for it at its end, and the few threads of the loop would all be busy.
     try:
@@ -242,5 +242,5 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _told(found: Sequence[Address]) -> list[str]:
+def _hosts(found: Sequence[Address]) -> list[str]:
     return sorted(str(place[0]) for _, place in found)

@@ -45,7 +45,7 @@ class _SchedulerLink:
 
     def __init__(self) -> None:
         self.over = asyncio.Event()
-        """The worker has to end: it was told to stop, or the scheduler is gone."""
+        """The worker has to end: it was asked to stop, or the scheduler is gone."""
         self.lost = asyncio.Event()
         self.started: asyncio.Future[tuple[protocol.WorkerStart, Config]] = asyncio.get_running_loop().create_future()
         self.channel: Channel[protocol.ToWorker] = Channel(TO_WORKER, self._take, self._lost)

@@ -136,7 +136,7 @@ class UsageLearned(Message, frozen=True, tag=14):
 
 
 class WorkerIdle(Message, frozen=True, tag=15):
-    """The worker was told to shut down, and has no request left; where it was replaced, no connection."""
+    """The worker was asked to shut down, and has no request left; where it was replaced, no connection."""
 
 
 class LogLinesLost(Message, frozen=True, tag=28):

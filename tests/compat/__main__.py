@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.compat.clients import CLIENTS, Bench, Client, Skipped, Told
+from tests.compat.clients import CLIENTS, Bench, Client, ClientReport, Skipped
 from tests.compat.commands import CommandFailed, run
 from tests.compat.environments import python_of, ready
 from tests.compat.rig import Counted, rig
@@ -56,31 +56,31 @@ async def one(client: Client) -> Row:
                 (work := folder / "work").mkdir()
                 began_s = time.monotonic()
                 try:
-                    told = await client.run(Bench(made, environment, work))
+                    report = await client.run(Bench(made, environment, work))
                 except (AssertionError, CommandFailed) as failed:
                     seconds, why = time.monotonic() - began_s, str(failed) or repr(failed)
                     return Row(client, version, await made.counted(), seconds, why)
                 seconds = time.monotonic() - began_s
                 counted = await made.counted()
-            return Row(client, version, counted, seconds, "; ".join(_wrong(client, told, counted, seconds)))
+            return Row(client, version, counted, seconds, "; ".join(_wrong(client, report, counted, seconds)))
         except Skipped as why:
             return Row(client, skipped=str(why))
         except CommandFailed as failed:
             return Row(client, wrong=str(failed))
 
 
-def _wrong(client: Client, told: Told, counted: Counted, seconds: float) -> list[str]:
+def _wrong(client: Client, report: ClientReport, counted: Counted, seconds: float) -> list[str]:
     wrong: list[str] = []
     if set(counted.statuses) != client.statuses:
         wrong.append(f"statuses should be {sorted(client.statuses)}")
     if not counted.agrees:
         wrong.append(f"/metrics counts {counted.metrics} requests")
-    if told.requests is not None and told.requests != len(counted.requests):
-        wrong.append(f"it made {told.requests} requests by its own account")
-    if counted.untold:
-        wrong.append(f"nobody told the tokens of {counted.untold} answers")
-    if told.output_tokens is not None and told.output_tokens != counted.output_tokens:
-        wrong.append(f"it was told of {told.output_tokens} output tokens")
+    if report.requests is not None and report.requests != len(counted.requests):
+        wrong.append(f"it made {report.requests} requests by its own account")
+    if counted.without_usage:
+        wrong.append(f"no usage of {counted.without_usage} answers")
+    if report.output_tokens is not None and report.output_tokens != counted.output_tokens:
+        wrong.append(f"it got {report.output_tokens} output tokens")
     if client.seconds_max is not None and seconds > client.seconds_max:
         wrong.append(f"it should take {client.seconds_max:g} s at most")
     return wrong

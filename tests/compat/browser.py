@@ -23,40 +23,40 @@ class NoBrowser(CommandFailed):
 
 async def pages(url: str, model: str, node: Path, scratch: Path) -> int:
     """Let a page ask the proxy at `url`. Returns how many requests it made; AssertionError where one failed."""
-    told = await visited(url, model, node, scratch)
-    assert told["fetch"]["status"] == 200, told
-    assert told["fetch"]["pieces"] > 1, "it came in one piece, and not as it was made"
-    assert told["fetch"]["done"], told
-    assert told["fetch"]["requestId"] == "from-a-page", "an exposed field can be read"
-    assert told["error"] == {"status": 404, "code": 404}, "an error can be read"
-    assert told["sdk"]["pieces"] > 1, told
-    assert told["sdk"]["outputTokens"] > 0, told
+    report = await visited(url, model, node, scratch)
+    assert report["fetch"]["status"] == 200, report
+    assert report["fetch"]["pieces"] > 1, "it came in one piece, and not as it was made"
+    assert report["fetch"]["done"], report
+    assert report["fetch"]["requestId"] == "from-a-page", "an exposed field can be read"
+    assert report["error"] == {"status": 404, "code": 404}, "an error can be read"
+    assert report["sdk"]["pieces"] > 1, report
+    assert report["sdk"]["outputTokens"] > 0, report
     return 3
 
 
 async def refused_pages(url: str, model: str, node: Path, scratch: Path) -> int:
     """Let a page ask a proxy that allows no origins: each preflight is refused, and nothing else is sent."""
-    told = await visited(url, model, node, scratch)
-    assert all("failed" in told[name] for name in ("fetch", "error", "sdk")), told
+    report = await visited(url, model, node, scratch)
+    assert all("failed" in report[name] for name in ("fetch", "error", "sdk")), report
     return 3
 
 
 async def visited(url: str, model: str, node: Path, scratch: Path) -> dict[str, Any]:
     """What a page says that asked the proxy at `url`; it comes from a port of its own, which is another origin."""
-    told: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+    report: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
     async def page(_: web.Request) -> web.Response:
         text = PAGE.read_text().replace("$URL", url).replace("$MODEL", model)
         return web.Response(text=text, content_type="text/html")
 
     async def result(request: web.Request) -> web.Response:
-        if not told.done():
-            told.set_result(json.loads(await request.text()))
+        if not report.done():
+            report.set_result(json.loads(await request.text()))
         return web.Response()
 
     app = web.Application()
     app.router.add_get("/", page)
-    app.router.add_post("/told", result)
+    app.router.add_post("/report", result)
     app.router.add_static("/openai", node / "node_modules" / "openai")
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
@@ -64,12 +64,12 @@ async def visited(url: str, model: str, node: Path, scratch: Path) -> dict[str, 
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         port = runner.addresses[0][1]
-        return await _browse(f"http://127.0.0.1:{port}/", told, scratch)
+        return await _browse(f"http://127.0.0.1:{port}/", report, scratch)
     finally:
         await runner.cleanup()
 
 
-async def _browse(address: str, told: asyncio.Future[dict[str, Any]], scratch: Path) -> dict[str, Any]:
+async def _browse(address: str, report: asyncio.Future[dict[str, Any]], scratch: Path) -> dict[str, Any]:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise NoBrowser(f"no browser: install one of {', '.join(BROWSERS)}")
@@ -79,7 +79,7 @@ async def _browse(address: str, told: asyncio.Future[dict[str, Any]], scratch: P
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        return await asyncio.wait_for(told, LOADED_MAX_S)
+        return await asyncio.wait_for(report, LOADED_MAX_S)
     finally:
         process.terminate()
         await process.wait()

@@ -22,8 +22,8 @@ class Skipped(Exception):  # noqa: N818 - no error
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a client said: how many requests it made, and what it was told of usage; None where it did not say."""
+class ClientReport:
+    """What a client said: how many requests it made, and what usage it got; None where it did not say."""
 
     requests: int | None = None
     output_tokens: int | None = None
@@ -60,7 +60,7 @@ class Client:
     """
 
     name: str
-    run: Callable[[Bench], Awaitable[Told]]
+    run: Callable[[Bench], Awaitable[ClientReport]]
     environment: str | None
     package: str = ""
     statuses: frozenset[int] = frozenset({200})
@@ -68,16 +68,16 @@ class Client:
     seconds_max: float | None = None
 
 
-async def openai_python(bench: Bench) -> Told:
-    return Told(**last_json(await bench.python("openai_matrix.py")))
+async def openai_python(bench: Bench) -> ClientReport:
+    return ClientReport(**last_json(await bench.python("openai_matrix.py")))
 
 
-async def openai_retries(bench: Bench) -> Told:
-    told = await bench.python("openai_retries.py")
-    return Told(output_tokens=last_json(told)["output_tokens"])
+async def openai_retries(bench: Bench) -> ClientReport:
+    output = await bench.python("openai_retries.py")
+    return ClientReport(output_tokens=last_json(output)["output_tokens"])
 
 
-async def _codex(bench: Bench, config: str) -> Told:
+async def _codex(bench: Bench, config: str) -> ClientReport:
     home = bench.scratch / "codex"
     home.mkdir()
     (home / "config.toml").write_text(f'model = "{MODEL}"\n{config}')
@@ -85,19 +85,19 @@ async def _codex(bench: Bench, config: str) -> Told:
     environ = {"CODEX_HOME": str(home), "OPENAI_API_KEY": "none", "CODEX_API_KEY": "none"}
     text = await run([codex, "exec", "--skip-git-repo-check", "say hello"], cwd=bench.scratch, environ=environ)
     assert "tokens used" in text, text[-1000:]
-    return Told(requests=1)
+    return ClientReport(requests=1)
 
 
-async def codex(bench: Bench) -> Told:
+async def codex(bench: Bench) -> ClientReport:
     return await _codex(bench, f'openai_base_url = "{bench.rig.url}/v1"\n')
 
 
-async def codex_provider(bench: Bench) -> Told:
+async def codex_provider(bench: Bench) -> ClientReport:
     provider = f'name = "p"\nbase_url = "{bench.rig.url}/v1"\nwire_api = "responses"\n'
     return await _codex(bench, f'model_provider = "p"\n[model_providers.p]\n{provider}')
 
 
-async def claude(bench: Bench) -> Told:
+async def claude(bench: Bench) -> ClientReport:
     package = bench.environment / "node_modules" / "@anthropic-ai" / "claude-code"
     await run(["node", str(package / "install.cjs")])
     environ = {
@@ -111,37 +111,37 @@ async def claude(bench: Bench) -> Told:
     command = [str(bench.environment / "node_modules" / ".bin" / "claude"), "-p", "hello", "--output-format", "json"]
     said = last_json(await run(command, cwd=bench.scratch, environ=environ))
     assert said["is_error"] is False, said
-    return Told(requests=1, output_tokens=said["usage"]["output_tokens"])
+    return ClientReport(requests=1, output_tokens=said["usage"]["output_tokens"])
 
 
-async def node(bench: Bench) -> Told:
+async def node(bench: Bench) -> ClientReport:
     # Modules are looked for beside the script.
     script = bench.environment / "sdks.mjs"
     script.write_text((SCRIPTS / "sdks.mjs").read_text())
-    return Told(**last_json(await run(["node", str(script), bench.rig.url, MODEL], cwd=bench.scratch)))
+    return ClientReport(**last_json(await run(["node", str(script), bench.rig.url, MODEL], cwd=bench.scratch)))
 
 
-async def browser(bench: Bench) -> Told:
-    return Told(requests=await pages(bench.rig.url, MODEL, bench.environment, bench.scratch))
+async def browser(bench: Bench) -> ClientReport:
+    return ClientReport(requests=await pages(bench.rig.url, MODEL, bench.environment, bench.scratch))
 
 
-async def browser_refused(bench: Bench) -> Told:
-    return Told(requests=await refused_pages(bench.rig.url, MODEL, bench.environment, bench.scratch))
+async def browser_refused(bench: Bench) -> ClientReport:
+    return ClientReport(requests=await refused_pages(bench.rig.url, MODEL, bench.environment, bench.scratch))
 
 
-async def agents(bench: Bench) -> Told:
-    told = await bench.python("agents_and_chains.py", OPENAI_AGENTS_DISABLE_TRACING="1", LANGSMITH_TRACING="false")
-    return Told(**last_json(told))
+async def agents(bench: Bench) -> ClientReport:
+    output = await bench.python("agents_and_chains.py", OPENAI_AGENTS_DISABLE_TRACING="1", LANGSMITH_TRACING="false")
+    return ClientReport(**last_json(output))
 
 
-async def litellm(bench: Bench) -> Told:
-    told = last_json(await bench.python("litellm_proxy.py", LITELLM_LOCAL_MODEL_COST_MAP="True"))
+async def litellm(bench: Bench) -> ClientReport:
+    output = last_json(await bench.python("litellm_proxy.py", LITELLM_LOCAL_MODEL_COST_MAP="True"))
     sessions = [seen.headers.get("x-session-id") for seen in bench.rig.replica.requests_seen]
     assert "one" in sessions, "it passes header fields of its clients on"
-    return Told(**told)
+    return ClientReport(**output)
 
 
-async def lm_eval(bench: Bench, backend: str = "None") -> Told:
+async def lm_eval(bench: Bench, backend: str = "None") -> ClientReport:
     task = bench.scratch / "task"
     task.mkdir()
     (task / "toy.jsonl").write_text("".join(json.dumps({"q": f"Question {i}?", "a": "yes"}) + "\n" for i in range(4)))
@@ -156,20 +156,20 @@ async def lm_eval(bench: Bench, backend: str = "None") -> Told:
     environ = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(bench.scratch / "hf"), "OPENAI_API_KEY": "none"}
     text = await run(command, cwd=bench.scratch, environ=environ, limit_s=240.0)
     assert "exact_match" in text, text[-1000:]
-    return Told(requests=4 if backend == "None" else None)
+    return ClientReport(requests=4 if backend == "None" else None)
 
 
-async def lm_eval_remote(bench: Bench) -> Told:
-    told = await lm_eval(bench, "remote")
+async def lm_eval_remote(bench: Bench) -> ClientReport:
+    output = await lm_eval(bench, "remote")
     assert "GET /tokenizer_info" in bench.rig.reached()
-    return told
+    return output
 
 
 COUNT = 20
 SLOW = ("--clients-address-requests-per-s", "2")
 
 
-async def aiperf(bench: Bench) -> Told:
+async def aiperf(bench: Bench) -> ClientReport:
     command = [str(bench.environment / "bin" / "aiperf"), "profile", "-m", MODEL, "--url", bench.rig.url]
     command += ["--endpoint-type", "chat", "--streaming", "--tokenizer", await bench.tokenizer(), "--ui", "none"]
     command += ["--request-count", str(COUNT), "--concurrency", "2", "--synthetic-input-tokens-mean", "64"]
@@ -177,10 +177,10 @@ async def aiperf(bench: Bench) -> Told:
     await run(command, cwd=bench.scratch, limit_s=240.0)
     found = next((bench.scratch / "artifacts").rglob("profile_export_aiperf.json"))
     assert json.loads(found.read_text())["request_count"]["avg"] == COUNT
-    return Told(requests=COUNT)
+    return ClientReport(requests=COUNT)
 
 
-async def guidellm(bench: Bench) -> Told:
+async def guidellm(bench: Bench) -> ClientReport:
     command = [str(bench.environment / "bin" / "guidellm"), "run", "--backend"]
     command += [f"kind=openai_http,target={bench.rig.url},model={MODEL}", "--profile", "kind=concurrent,streams=2"]
     command += ["--constraint", f"kind=max_requests,count={COUNT}", "--tokenizer"]
@@ -190,10 +190,10 @@ async def guidellm(bench: Bench) -> Told:
     await run([*command, "--disable-progress"], cwd=bench.scratch, environ=environ, limit_s=300.0)
     totals = json.loads((bench.scratch / "o.json").read_text())["benchmarks"][0]["metrics"]["request_totals"]
     assert totals["successful"] == COUNT, totals
-    return Told(requests=COUNT)
+    return ClientReport(requests=COUNT)
 
 
-async def vllm_bench(bench: Bench) -> Told:
+async def vllm_bench(bench: Bench) -> ClientReport:
     python = os.environ.get(VLLM_PYTHON)
     if not python:
         raise Skipped(f"{VLLM_PYTHON}=... names the Python of an environment that has vLLM")
@@ -206,7 +206,7 @@ async def vllm_bench(bench: Bench) -> Told:
     await run(command, cwd=bench.scratch, environ={"HF_HUB_OFFLINE": "1"}, limit_s=300.0)
     result = json.loads((bench.scratch / "r.json").read_text())
     assert result["completed"] == COUNT, result
-    return Told()
+    return ClientReport()
 
 
 CLIENTS = (

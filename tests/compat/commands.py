@@ -29,9 +29,9 @@ async def run(
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,
     )
-    told = b""
+    output = b""
     try:
-        told, _ = await asyncio.wait_for(process.communicate(), limit_s)
+        output, _ = await asyncio.wait_for(process.communicate(), limit_s)
     except TimeoutError:
         raise CommandFailed(f"{command[0]} did not end within {limit_s:g} s") from None
     finally:
@@ -39,7 +39,7 @@ async def run(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
-    text = told.decode(errors="replace")
+    text = output.decode(errors="replace")
     if process.returncode:
         raise CommandFailed(f"{command[0]} ended with {process.returncode}:\n{text[-SHOWN_CHARS:]}")
     return text

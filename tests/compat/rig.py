@@ -19,12 +19,12 @@ from tests.e2e.proxies import is_poll, samples, until
 MODEL = "sim-8b"
 OPTIONS = ReplicaOptions(model=MODEL, adapters=("lora-0",), profile="tiny", noise=False, reply_tokens=(8, 24))
 LATE_S = 10.0
-"""How long after a client has ended its last request may take to be told of."""
+"""How long after a client has ended its last request may take to be logged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What the proxy told of the requests of one client: its log lines, and what `/metrics` counts of them."""
+    """What the proxy reported of the requests of one client: its log lines, and what `/metrics` counts of them."""
 
     requests: tuple[dict[str, Any], ...]
     metrics: int
@@ -44,7 +44,7 @@ class Counted:
         return sum(one.get("output_tokens") or 0 for one in self.requests if one["outcome"] == "completed")
 
     @property
-    def untold(self) -> int:
+    def without_usage(self) -> int:
         """Generations that were completed and of which nobody knows the tokens."""
         made = [one for one in self.requests if one["outcome"] == "completed" and one["path"] in GENERATIONS]
         return sum(one.get("output_tokens") is None for one in made)

@@ -24,7 +24,7 @@ STEP_S = 0.01
 
 
 class CostBench:
-    """A placement, the index that it asks, and the leases that it was told of."""
+    """A placement, the index that it asks, and the leases that it was notified of."""
 
     def __init__(self, seed: int = 7, without: frozenset[str] = NONE) -> None:
         self.index = PrefixIndex()

@@ -1,4 +1,4 @@
-"""What is remembered of adapters, and who is told what, by listings alone."""
+"""What is remembered of adapters, and who is asked what, by listings alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLEET: dict[str, int | None] = {"a": None, "b": None, "c": None}
 
 
 class World:
-    """Three backends of one pool, unless told otherwise, that take every change but where they are in `refusing`."""
+    """Three backends of one pool, unless given otherwise, that take every change but where they are in `refusing`."""
 
     def __init__(self, fleet: Mapping[str, int | None] = FLEET, **given: Any) -> None:
         self.pools: Pools = pools(fleet, **given)
@@ -51,7 +51,7 @@ class World:
         listing = self.pools.backends[backend].listing
         return [card for card in listing.cards if card.parent is not None] if listing is not None else []
 
-    def told(self, report: Report) -> list[str]:
+    def asked(self, report: Report) -> list[str]:
         return [reply.backend for reply in report.replies]
 
     def due(self, backend: str) -> list[tuple[str, str]]:
@@ -80,12 +80,12 @@ def world() -> World:
     return World()
 
 
-# --- who is told ------------------------------------------------------------------------------------------------------
+# --- who is asked -----------------------------------------------------------------------------------------------------
 
 
-def test_all_of_the_pool_are_told_and_so_is_who_joins_it_later() -> None:
+def test_all_of_the_pool_are_asked_and_so_is_who_joins_it_later() -> None:
     world = World({**FLEET, "late": None}, listings={"late": Listing(0.0, ())})
-    assert world.told(world.load()) == ["a", "b", "c"]
+    assert world.asked(world.load()) == ["a", "b", "c"]
     assert world.due("a") == []
     world.lists("late")
     assert world.due("late") == [("load", "x")]
@@ -96,11 +96,11 @@ def test_all_of_the_pool_are_told_and_so_is_who_joins_it_later() -> None:
 def test_some_are_those_that_are_up_with_the_fewest_adapters(world: World) -> None:
     world.lists("a", one="/1", two="/2")
     world.lists("b", one="/1")
-    assert world.told(world.load("x", 1)) == ["c"]
-    assert world.told(world.load("y", 2)) == ["b", "c"]
+    assert world.asked(world.load("x", 1)) == ["c"]
+    assert world.asked(world.load("y", 2)) == ["b", "c"]
     kill(world.pools, "c")
-    assert world.told(world.load("z", 2)) == ["a", "b"]
-    assert world.told(world.load("v", 3)) == ["a", "b", "c"], "one that is down rather than too few"
+    assert world.asked(world.load("z", 2)) == ["a", "b"]
+    assert world.asked(world.load("v", 3)) == ["a", "b", "c"], "one that is down rather than too few"
     assert world.due("c") == []
     assert "`replicas` is 4, and 3 backends" in world.refusal("w", replicas=4).message
 
@@ -116,41 +116,41 @@ def test_what_is_under_way_counts_as_an_adapter_too(world: World) -> None:
 
 def test_who_has_it_already_is_chosen_first_and_more_may_be_asked_for(world: World) -> None:
     world.lists("b", one="/1", x="/x")
-    assert world.told(world.load(replicas=1)) == ["b"]
-    assert world.told(world.load(replicas=2)) == ["a", "b"]
-    assert world.told(world.load(replicas=1)) == ["a", "b"], "all that were told of it have the same"
-    assert world.told(world.load()) == ["a", "b", "c"]
+    assert world.asked(world.load(replicas=1)) == ["b"]
+    assert world.asked(world.load(replicas=2)) == ["a", "b"]
+    assert world.asked(world.load(replicas=1)) == ["a", "b"], "all that were asked have the same"
+    assert world.asked(world.load()) == ["a", "b", "c"]
 
 
 def test_a_replacement_goes_to_all_that_have_it(world: World) -> None:
     world.load(replicas=2)
     refused = world.refusal(path="/new")
     assert (refused.outcome, "from another path" in refused.message) == (Outcome.BAD_REQUEST, True)
-    assert world.told(world.load(path="/new", replicas=1, in_place=True)) == ["a", "b"]
+    assert world.asked(world.load(path="/new", replicas=1, in_place=True)) == ["a", "b"]
     assert world.remembered == {"x": "/new"}
 
 
 def test_unloading_some_takes_the_fullest(world: World) -> None:
     world.load()
     world.lists("b", x="/x", y="/y")
-    assert world.told(world.unload(replicas=1)) == ["b"]
+    assert world.asked(world.unload(replicas=1)) == ["b"]
     assert world.due("b") == []
-    assert world.told(world.unload()) == ["a", "c"]
+    assert world.asked(world.unload()) == ["a", "c"]
     assert world.remembered == {}
 
 
 def test_what_was_loaded_by_hand_can_be_unloaded(world: World) -> None:
     world.lists("b", x="/x")
-    assert world.told(world.unload()) == ["b"]
+    assert world.asked(world.unload()) == ["b"]
     caught = refusal(world.unload)
     assert "cannot be found" in caught.message
     assert caught.outcome is Outcome.UNKNOWN_MODEL
 
 
-# --- who is told again ------------------------------------------------------------------------------------------------
+# --- who is asked again -----------------------------------------------------------------------------------------------
 
 
-def test_who_comes_back_without_it_is_told_again(world: World) -> None:
+def test_who_comes_back_without_it_is_asked_again(world: World) -> None:
     world.load("x")
     world.load("y", 1)
     for backend in FLEET:
@@ -174,7 +174,7 @@ def test_a_replacement_is_due_until_it_was_taken(world: World) -> None:
     world.refusing = {"b": None}
     world.load(in_place=True)
     world.now = 1.0
-    assert (world.due("a"), world.due("b")) == ([], [("load", "x")]), "a listing cannot tell new weights from old ones"
+    assert (world.due("a"), world.due("b")) == ([], [("load", "x")]), "a listing does not show whether weights are new"
     world.answers("b", 200)
     assert world.due("b") == []
     world.lists("b")
@@ -188,7 +188,7 @@ def test_what_was_unloaded_is_not_loaded_again(world: World) -> None:
     assert world.due("a") == []
 
 
-def test_who_missed_an_unloading_is_told_when_it_is_back(world: World) -> None:
+def test_who_missed_an_unloading_is_asked_when_it_is_back(world: World) -> None:
     world.load()
     world.refusing = {"b": None, "c": None}
     assert world.unload().remembered
@@ -223,7 +223,7 @@ def test_retries_come_ever_more_slowly_and_start_anew_with_a_change(world: World
     assert world.standings == [(backend, True, 0) for backend in "abc"]
 
 
-def test_nobody_is_told_again_of_what_is_being_changed(world: World) -> None:
+def test_nobody_is_asked_again_for_what_is_being_changed(world: World) -> None:
     world.load()
     world.lists("a")
     plan = world.adapters.load("x", "/new", {}, None, None, True)
@@ -248,7 +248,7 @@ def test_a_backend_that_went_to_another_model_is_left_alone(world: World) -> Non
     world.load("x", 1)
     world.lists("a", base="other")
     assert world.due("a") == []
-    assert world.told(world.unload()) == []
+    assert world.asked(world.unload()) == []
     assert world.remembered == {}
 
 
@@ -289,7 +289,7 @@ def test_memory_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
     world.unload("y")
     assert world.remembered == {"x": "/x", "y": None, "z": "/x"}
     world.load("w")
-    assert list(world.remembered) == ["w", "x", "z"], "an unloading that is still to be told gives way"
+    assert list(world.remembered) == ["w", "x", "z"], "an unloading that is still to be done gives way"
 
 
 def test_nothing_is_said_to_be_done_on_a_backend_that_is_down(world: World) -> None:
@@ -319,13 +319,13 @@ def test_with_two_models_the_one_that_is_meant_is_named_once() -> None:
     world = two_pools()
     assert "set `model`" in world.refusal().message
     assert world.refusal(model="nope").outcome is Outcome.UNKNOWN_MODEL
-    assert world.told(world.load(model="other")) == ["b"]
-    assert world.told(world.load()) == ["b"], "the adapter is known by now"
+    assert world.asked(world.load(model="other")) == ["b"]
+    assert world.asked(world.load()) == ["b"], "the adapter is known by now"
     assert "adapter of `other` already" in world.refusal(model=BASE).message
     assert world.refusal(model="x").outcome is Outcome.UNKNOWN_MODEL, "an adapter is no base model"
     world.lists("a", y="/y")
     assert "adapter of `base` already" in world.refusal("y", model="other").message
-    assert world.told(world.unload("x")) == ["b"]
+    assert world.asked(world.unload("x")) == ["b"]
 
 
 def test_unloading_an_adapter_of_another_model_changes_nothing_here() -> None:
@@ -333,7 +333,7 @@ def test_unloading_an_adapter_of_another_model_changes_nothing_here() -> None:
     world.load(model="other")
     world.lists("a", x="/x")
     report = world.ends(world.adapters.unload("x", {}, BASE, None))
-    assert (world.told(report), report.remembered, world.remembered) == (["a"], False, {"x": "/x"})
+    assert (world.asked(report), report.remembered, world.remembered) == (["a"], False, {"x": "/x"})
     world.lists("b", base="other")
     assert world.due("b") == [("load", "x")]
 
@@ -350,7 +350,7 @@ def test_an_adapter_has_no_name_that_means_something_else() -> None:
     assert "is an alias" in world.refusal("fast", model=BASE).message
     assert "is an alias" in world.refusal("future", model=BASE).message
     assert "conflicts with a served base model" in world.refusal("other", model=BASE).message
-    assert world.told(world.load(model="fast")) == ["a"], "an alias of a base model names it as well"
+    assert world.asked(world.load(model="fast")) == ["a"], "an alias of a base model names it as well"
 
 
 def test_nothing_can_be_loaded_before_a_backend_was_read() -> None:

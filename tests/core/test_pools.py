@@ -49,7 +49,7 @@ def test_a_placement_that_raises_in_one_pool_spares_the_others(monkeypatch: pyte
     submit(one, *(request() for _ in range(2)), request(pool="other", model="other"))
     decisions = one.decide(0.0)
     assert [x.request.pool for x in decisions if isinstance(x, Grant)] == ["base", "other"], "one before the fault"
-    assert [(str(fault), untold) for fault, untold in one.faults(0.0)] == [("a plugin's bug", 0)]
+    assert [(str(fault), omitted) for fault, omitted in one.faults(0.0)] == [("a plugin's bug", 0)]
     one.check(0.0)
     assert one.decide(0.5) == [], "it rests"
     assert one.next_wakeup(0.5) == FAULT_RETRY_S

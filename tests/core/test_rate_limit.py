@@ -38,7 +38,7 @@ def test_a_resized_bucket_keeps_what_was_taken() -> None:
     assert bucket.wait_s(1.0, 10.0) == 2.0
 
 
-def test_a_client_that_comes_when_told_to_does_not_wait_again() -> None:
+def test_a_client_that_comes_when_due_does_not_wait_again() -> None:
     bucket = TokenBucket(0.1, 0.1)
     bucket.take(0.1, 0.0)
     for step in range(1, 10_000):

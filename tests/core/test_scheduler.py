@@ -238,7 +238,7 @@ def test_a_deadline_is_a_drop_at_its_instant_even_with_room() -> None:
     assert one.next_wakeup(5.0) is None
 
 
-def test_who_expires_while_every_backend_is_down_is_told_so() -> None:
+def test_who_expires_while_every_backend_is_down_learns_so() -> None:
     one = pools({"a": 1}, tight(queue=QueueSettings(hold_s=0.0)))
     submit(one, request(), request(deadline_s=5.0))
     grants(one)
@@ -310,22 +310,22 @@ def test_a_lease_that_ended_before_the_pass_is_not_revoked() -> None:
 
 
 def test_what_a_process_answered_that_is_gone_is_cached_nowhere() -> None:
-    told: list[tuple[str, tuple[int, ...]]] = []
+    notified: list[tuple[str, tuple[int, ...]]] = []
 
-    class Told(Placement):
+    class Recording(Placement):
         place = staticmethod(make("least_request", Random(0)).place)
 
         def cached(self, backend: str, hashes: Sequence[int]) -> None:
-            told.append((backend, tuple(hashes)))
+            notified.append((backend, tuple(hashes)))
 
-    one = pools({"a": 4, "b": 4}, placements=Told)
+    one = pools({"a": 4, "b": 4}, placements=Recording)
     submit(one, *(request() for _ in range(2)))
     old = {grant.placed.backend: grant for grant in grants(one)}
     for grant in old.values():
         one.finish(grant, Verdict.SERVED, 1.0)
     cached(one, old["a"], (1, 2))
     kill(one, "a")
-    # The answers were read before the process was known to be gone, and are told after it.
+    # The answers were read before the process was known to be gone, and are reported after it.
     cached(one, old["a"], (3, 4))
     cached(one, old["b"], (3, 4))
     one.backends["a"].answered(2.0)
@@ -334,7 +334,7 @@ def test_what_a_process_answered_that_is_gone_is_cached_nowhere() -> None:
     for grant in new.values():
         one.finish(grant, Verdict.SERVED, 3.0)
     cached(one, new["a"], (5, 6))
-    assert told == [("a", (1, 2)), ("b", (3, 4)), ("a", (5, 6))]
+    assert notified == [("a", (1, 2)), ("b", (3, 4)), ("a", (5, 6))]
 
 
 # --- a full waiting room ----------------------------------------------------------------------------------------------

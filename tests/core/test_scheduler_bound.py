@@ -91,11 +91,11 @@ def test_a_bound_request_is_held_while_its_backend_is_down_or_drained() -> None:
     assert (drop.request.id, drop.outcome) == ("late", Outcome.EXPIRED_NO_BACKENDS)
 
 
-def test_without_holding_it_is_told_at_once() -> None:
+def test_without_holding_it_is_answered_at_once() -> None:
     of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(hold_s=0.0)))
     of.backends["a"].drained = True
-    told = refusal(of.submit, request(backend="a"), 0.0)
-    assert (told.outcome, told.retry_after_s) == (Outcome.REJECTED_NO_BACKENDS, 2.0)
+    refused = refusal(of.submit, request(backend="a"), 0.0)
+    assert (refused.outcome, refused.retry_after_s) == (Outcome.REJECTED_NO_BACKENDS, 2.0)
 
 
 def gone(of: Pools) -> None:
@@ -137,9 +137,9 @@ def test_nobody_is_let_in_for_a_backend_that_is_gone(loses: object, entry: Entry
     of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(hold_s=10.0)))
     assert callable(loses)
     loses(of)
-    told = refusal(of.submit, request(backend="a"), 0.0, entry=entry)
-    assert "No backend of `base` keeps it" in told.message
-    assert told.outcome is Outcome.BAD_REQUEST
+    refused = refusal(of.submit, request(backend="a"), 0.0, entry=entry)
+    assert "No backend of `base` keeps it" in refused.message
+    assert refused.outcome is Outcome.BAD_REQUEST
 
 
 def test_nobody_is_let_in_for_a_backend_that_does_not_serve_the_model() -> None:

@@ -22,45 +22,45 @@ ACME = "tenant:acme"
 def full(backends: int = 1, **settings: Any) -> Pools:
     """A pool whose every backend has its one seat taken."""
     given: dict[str, Any] = {"capacity": NO_LOOK_AHEAD, "fairness": "round_robin"} | settings
-    house = pools({f"b{i}": 1 for i in range(backends)}, Settings(**given))
-    submit(house, *(request(id=f"seat-{i}") for i in range(backends)))
-    assert len(house.decide(0.0)) == backends
-    return house
+    fleet = pools({f"b{i}": 1 for i in range(backends)}, Settings(**given))
+    submit(fleet, *(request(id=f"seat-{i}") for i in range(backends)))
+    assert len(fleet.decide(0.0)) == backends
+    return fleet
 
 
-def enter(house: Pools, now: float = 0.0, **given: Any) -> Request:
+def enter(fleet: Pools, now: float = 0.0, **given: Any) -> Request:
     one = request(arrived_s=now, deadline_s=now + 60.0, **given)
-    house.submit(one, now)
+    fleet.submit(one, now)
     return one
 
 
-def only_pool(house: Pools, now: float) -> PoolSnapshot:
-    (pool,) = house.snapshot(now).pools
+def only_pool(fleet: Pools, now: float) -> PoolSnapshot:
+    (pool,) = fleet.snapshot(now).pools
     return pool
 
 
-def band(house: Pools, level: int, now: float = 0.0) -> BandSnapshot:
-    return next(one for one in only_pool(house, now).bands if one.level == level)
+def band(fleet: Pools, level: int, now: float = 0.0) -> BandSnapshot:
+    return next(one for one in only_pool(fleet, now).bands if one.level == level)
 
 
-def place(house: Pools, name: str, now: float) -> Position:
-    found = house.position(name, now)
+def place(fleet: Pools, name: str, now: float) -> Position:
+    found = fleet.position(name, now)
     assert found is not None
     return found
 
 
 def test_every_band_is_shown_with_its_ceiling_and_share() -> None:
-    house = full(min_shares={SHEDDABLE: 0.1}, headroom_s=inf)
-    enter(house, band=7)
-    shown = [(one.level, one.ceiling, one.min_share, one.waiting) for one in only_pool(house, 0.0).bands]
+    fleet = full(min_shares={SHEDDABLE: 0.1}, headroom_s=inf)
+    enter(fleet, band=7)
+    shown = [(one.level, one.ceiling, one.min_share, one.waiting) for one in only_pool(fleet, 0.0).bands]
     assert shown == [(CRITICAL, 1.0, 0.0, 0), (7, 0.95, 0.0, 1), (DEFAULT, 0.95, 0.0, 0), (SHEDDABLE, 0.85, 0.1, 0)]
 
 
 def test_a_flow_shows_its_head_and_what_the_policy_holds_of_it() -> None:
-    house = full(fairness="fair_share")
-    first = enter(house, 1.0, label="mine", prompt_tokens=70, slo=Slo(ttft_s=3.0))
-    enter(house, 2.0)
-    (flow,) = band(house, DEFAULT, 5.0).shown
+    fleet = full(fairness="fair_share")
+    first = enter(fleet, 1.0, label="mine", prompt_tokens=70, slo=Slo(ttft_s=3.0))
+    enter(fleet, 2.0)
+    (flow,) = band(fleet, DEFAULT, 5.0).shown
     assert (flow.flow, flow.waiting, flow.oldest_age_s) == ("flow", 2, 4.0)
     assert (flow.head.id, flow.head.label, flow.head.age_s, flow.head.prompt_tokens) == (first.id, "mine", 4.0, 70)
     assert flow.head.left_s == pytest.approx(56.0)
@@ -69,58 +69,58 @@ def test_a_flow_shows_its_head_and_what_the_policy_holds_of_it() -> None:
 
 
 def test_the_oldest_need_not_be_the_head() -> None:
-    house = full(ordering="shortest")
-    enter(house, 1.0, flow="blue", prompt_tokens=500)
-    enter(house, 2.0, flow="blue", prompt_tokens=5)
-    (flow,) = band(house, DEFAULT, 4.0).shown
+    fleet = full(ordering="shortest")
+    enter(fleet, 1.0, flow="blue", prompt_tokens=500)
+    enter(fleet, 2.0, flow="blue", prompt_tokens=5)
+    (flow,) = band(fleet, DEFAULT, 4.0).shown
     assert (flow.head.age_s, flow.oldest_age_s) == (2.0, 3.0)
 
 
 def test_slack_counts_how_long_service_takes() -> None:
-    house = full()
-    (grant,) = _granted(house, request(id="r", stream=True), 0.0)
-    house.started(grant, 2.0)
-    enter(house, 3.0, slo=Slo(ttft_s=5.0), flow="blue")
-    enter(house, 3.0, flow="green", slo=Slo(tpot_s=0.1))
-    slack_s = {flow.flow: flow.head.slack_s for flow in band(house, DEFAULT, 4.0).shown}
+    fleet = full()
+    (grant,) = _granted(fleet, request(id="r", stream=True), 0.0)
+    fleet.started(grant, 2.0)
+    enter(fleet, 3.0, slo=Slo(ttft_s=5.0), flow="blue")
+    enter(fleet, 3.0, flow="green", slo=Slo(tpot_s=0.1))
+    slack_s = {flow.flow: flow.head.slack_s for flow in band(fleet, DEFAULT, 4.0).shown}
     assert slack_s == {"blue": pytest.approx(2.0), "green": None}
 
 
-def _granted(house: Pools, one: Request, now: float) -> list[Grant]:
+def _granted(fleet: Pools, one: Request, now: float) -> list[Grant]:
     """Serve `one` in the seat that is taken."""
     seat = Grant(1, request(), None, 0.0, 0, None)  # type: ignore[arg-type]
-    house.finish(seat, Verdict.SERVED, now)
-    house.submit(one, now)
-    return grants(house, now)
+    fleet.finish(seat, Verdict.SERVED, now)
+    fleet.submit(one, now)
+    return grants(fleet, now)
 
 
 def test_flows_are_shown_in_the_policys_order_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "FLOWS_MAX", 3)
-    house = full()
+    fleet = full()
     for name in "abcde":
-        enter(house, flow=name)
-    one = band(house, DEFAULT)
+        enter(fleet, flow=name)
+    one = band(fleet, DEFAULT)
     assert [flow.flow for flow in one.shown] == ["a", "b", "c"]
     assert (one.flows, one.waiting) == (5, 5)
 
 
 def test_all_pools_together_show_a_bounded_number_of_flows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmproxy.core.pools.TOTAL_FLOWS_MAX", 5)
-    house = pools(
+    fleet = pools(
         {"a": 1, "b": 1}, Settings(capacity=NO_LOOK_AHEAD), listings={"a": listing(), "b": listing(base="other")}
     )
     for level in (CRITICAL, DEFAULT):
         for i in range(3):
-            enter(house, band=level, flow=f"f{i}")
-            enter(house, band=level, flow=f"f{i}", pool="other", model="other")
-    shown = {pool.pool: [len(one.shown) for one in pool.bands] for pool in house.snapshot(0.0).pools}
+            enter(fleet, band=level, flow=f"f{i}")
+            enter(fleet, band=level, flow=f"f{i}", pool="other", model="other")
+    shown = {pool.pool: [len(one.shown) for one in pool.bands] for pool in fleet.snapshot(0.0).pools}
     assert shown == {"base": [3, 2, 0], "other": [0, 0, 0]}
 
 
 def test_only_the_first_of_each_flow_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    house = full()
+    fleet = full()
     for i in range(100):
-        enter(house, float(i), flow="blue")
+        enter(fleet, float(i), flow="blue")
     looked = 0
     really = lazy_heap.LazyHeap.__iter__
 
@@ -131,23 +131,23 @@ def test_only_the_first_of_each_flow_are_looked_at(monkeypatch: pytest.MonkeyPat
             yield queued
 
     monkeypatch.setattr(lazy_heap.LazyHeap, "__iter__", counted)
-    house.snapshot(100.0)
+    fleet.snapshot(100.0)
     assert 0 < looked <= queue.FLOW_LOOK_MAX
 
 
 @pytest.mark.parametrize("fairness", ["fcfs", "round_robin", "fair_share", "slo"])
 def test_looking_changes_nothing(fairness: str) -> None:
     def order(look: bool) -> list[str]:
-        house = full(fairness=fairness)
+        fleet = full(fairness=fairness)
         for i in range(20):
-            enter(house, i / 10, flow=f"f{i % 4}", prompt_tokens=10 * (i % 3) + 1)
+            enter(fleet, i / 10, flow=f"f{i % 4}", prompt_tokens=10 * (i % 3) + 1)
         seat, served = Grant(1, request(), None, 0.0, 0, None), []  # type: ignore[arg-type]
         for i in range(20):
             if look:
-                house.snapshot(2.0 + i)
-                house.check(2.0 + i)
-            house.finish(seat, Verdict.SERVED, 2.0 + i)
-            (seat,) = house.decide(2.0 + i)  # type: ignore[assignment]
+                fleet.snapshot(2.0 + i)
+                fleet.check(2.0 + i)
+            fleet.finish(seat, Verdict.SERVED, 2.0 + i)
+            (seat,) = fleet.decide(2.0 + i)  # type: ignore[assignment]
             served.append(f"{seat.request.flow} {seat.request.arrived_s}")
         return served
 
@@ -155,49 +155,49 @@ def test_looking_changes_nothing(fairness: str) -> None:
 
 
 def test_backends_say_for_whom_they_have_room() -> None:
-    house = pools({"a": 10, "b": 10, "c": 10}, Settings(capacity=NO_LOOK_AHEAD, headroom_s=inf))
-    house.backends["a"].observe(reading(0.0, running=9))
-    house.backends["a"].observe(reading(0.1, running=9))
-    house.backends["b"].observe(reading(0.0, running=10))
-    house.backends["b"].observe(reading(0.1, running=10))
+    fleet = pools({"a": 10, "b": 10, "c": 10}, Settings(capacity=NO_LOOK_AHEAD, headroom_s=inf))
+    fleet.backends["a"].observe(reading(0.0, running=9))
+    fleet.backends["a"].observe(reading(0.1, running=9))
+    fleet.backends["b"].observe(reading(0.0, running=10))
+    fleet.backends["b"].observe(reading(0.1, running=10))
     for _ in range(2):
-        house.troubled("c", Trouble.TIMEOUT)
-    rooms = {one.view.backend: one.room_for for one in only_pool(house, 0.2).backends}
+        fleet.troubled("c", Trouble.TIMEOUT)
+    rooms = {one.view.backend: one.room_for for one in only_pool(fleet, 0.2).backends}
     assert rooms == {"a": (CRITICAL,), "b": (), "c": ()}
 
 
 def test_a_pool_without_backends_up_holds_requests_and_stops_their_clock() -> None:
-    house = full(queue=QueueSettings(hold_s=30.0))
-    one = enter(house, 0.0)
+    fleet = full(queue=QueueSettings(hold_s=30.0))
+    one = enter(fleet, 0.0)
     for _ in range(2):
-        house.troubled("b0", Trouble.TIMEOUT)
-    house.decide(10.0)
-    pool = only_pool(house, 15.0)
+        fleet.troubled("b0", Trouble.TIMEOUT)
+    fleet.decide(10.0)
+    pool = only_pool(fleet, 15.0)
     assert (pool.alive, pool.held, pool.leases) == (False, True, 1)
-    assert place(house, one.id, 15.0).left_s == pytest.approx(25.0), "of the 30 s for which it is held, 5 s are over"
-    house.backends["b0"].answered(20.0)
-    house.decide(20.0)
-    assert place(house, one.id, 21.0).left_s == pytest.approx(49.0), (
+    assert place(fleet, one.id, 15.0).left_s == pytest.approx(25.0), "of the 30 s for which it is held, 5 s are over"
+    fleet.backends["b0"].answered(20.0)
+    fleet.decide(20.0)
+    assert place(fleet, one.id, 21.0).left_s == pytest.approx(49.0), (
         "of its own 60 s, 10 s were over before and 1 s is since"
     )
 
 
 def limited() -> Pools:
     limits = {ACME: UsageLimit(in_flight=1, requests_per_min=60.0, tokens_per_min=600.0), "model:m": UsageLimit(9)}
-    house = pools({"a": 1}, Settings(capacity=NO_LOOK_AHEAD, limits=limits))
-    enter(house, limits=(ACME,))
-    house.decide(0.0)
-    return house
+    fleet = pools({"a": 1}, Settings(capacity=NO_LOOK_AHEAD, limits=limits))
+    enter(fleet, limits=(ACME,))
+    fleet.decide(0.0)
+    return fleet
 
 
 def test_usage_limits_say_what_is_left() -> None:
-    house = limited()
-    seen = {one.name: one for one in house.snapshot(0.0).limits}
+    fleet = limited()
+    seen = {one.name: one for one in fleet.snapshot(0.0).limits}
     acme, model = seen[ACME], seen["model:m"]
     assert (acme.in_flight, acme.in_flight_max) == (1, 1)
     assert [acme.requests_left, acme.tokens_left] == pytest.approx([59.0, 580.0])
     assert (model.in_flight, model.in_flight_max, model.requests_left, model.tokens_left) == (0, 9, None, None)
-    later = {one.name: one for one in house.snapshot(1.0).limits}[ACME]
+    later = {one.name: one for one in fleet.snapshot(1.0).limits}[ACME]
     assert [later.requests_left, later.tokens_left] == pytest.approx([60.0, 590.0])
 
 
@@ -208,46 +208,46 @@ def test_usage_limits_are_shown_up_to_a_bound_those_in_use_first(monkeypatch: py
 
 
 def test_blocked_requests_are_counted_by_band_and_limit() -> None:
-    house = limited()
-    blocked = [enter(house, band=level, limits=(ACME,)) for level in (DEFAULT, CRITICAL, DEFAULT)]
+    fleet = limited()
+    blocked = [enter(fleet, band=level, limits=(ACME,)) for level in (DEFAULT, CRITICAL, DEFAULT)]
     seat = Grant(1, request(limits=(ACME,)), None, 0.0, 0, None)  # type: ignore[arg-type]
-    _block(house)
-    assert (dict(band(house, CRITICAL).blocked), dict(band(house, DEFAULT).blocked)) == ({ACME: 1}, {ACME: 2})
-    assert house.blocked() == {ACME: 3}
-    assert band(house, DEFAULT).waiting == 0
-    positions = [house.position(one.id, 1.0) for one in blocked]
+    _block(fleet)
+    assert (dict(band(fleet, CRITICAL).blocked), dict(band(fleet, DEFAULT).blocked)) == ({ACME: 1}, {ACME: 2})
+    assert fleet.blocked() == {ACME: 3}
+    assert band(fleet, DEFAULT).waiting == 0
+    positions = [fleet.position(one.id, 1.0) for one in blocked]
     assert [(one.blocked_by, one.ahead_in_flow) for one in positions if one is not None] == [
         (ACME, 1),
         (ACME, 0),
         (ACME, 2),
     ]
-    house.finish(seat, Verdict.SERVED, 1.0)
-    grant = only_grant(house, 1.0)
+    fleet.finish(seat, Verdict.SERVED, 1.0)
+    grant = only_grant(fleet, 1.0)
     assert grant.request.band == CRITICAL
-    assert house.blocked() == {ACME: 2}
+    assert fleet.blocked() == {ACME: 2}
 
 
-def _block(house: Pools) -> None:
+def _block(fleet: Pools) -> None:
     """Two more seats, one being kept, so that those who wait have their turn and are found to be limited."""
-    house.backends["a"].limit.value = 3
-    house.backends["a"]._view = None
-    assert not house.decide(0.0)
+    fleet.backends["a"].limit.value = 3
+    fleet.backends["a"]._view = None
+    assert not fleet.decide(0.0)
 
 
 # --- one request ------------------------------------------------------------------------------------------------------
 
 
 def test_a_position_counts_who_goes_first() -> None:
-    house = full()
-    enter(house, 0.1, flow="blue")
-    enter(house, 0.2, flow="blue", band=CRITICAL)
-    enter(house, 0.3, flow="green", band=CRITICAL)
-    enter(house, 0.4, flow="green", band=SHEDDABLE)
-    enter(house, 0.5, flow="green")
-    one = enter(house, 0.6, flow="blue", label="mine")
-    enter(house, 0.7, flow="blue")
-    position = house.position("mine", 1.0)
-    assert position == house.position(one.id, 1.0)
+    fleet = full()
+    enter(fleet, 0.1, flow="blue")
+    enter(fleet, 0.2, flow="blue", band=CRITICAL)
+    enter(fleet, 0.3, flow="green", band=CRITICAL)
+    enter(fleet, 0.4, flow="green", band=SHEDDABLE)
+    enter(fleet, 0.5, flow="green")
+    one = enter(fleet, 0.6, flow="blue", label="mine")
+    enter(fleet, 0.7, flow="blue")
+    position = fleet.position("mine", 1.0)
+    assert position == fleet.position(one.id, 1.0)
     assert position is not None
     assert (position.pool, position.id, position.label, position.flow) == ("base", one.id, "mine", "blue")
     assert (position.band, position.ahead_in_bands, position.ahead_in_flow) == (DEFAULT, 2, 1)
@@ -256,50 +256,50 @@ def test_a_position_counts_who_goes_first() -> None:
 
 
 def test_a_place_is_that_of_the_ordering() -> None:
-    house = full(ordering="shortest")
-    long = enter(house, 0.1, prompt_tokens=500)
-    short = enter(house, 0.2, prompt_tokens=5)
+    fleet = full(ordering="shortest")
+    long = enter(fleet, 0.1, prompt_tokens=500)
+    short = enter(fleet, 0.2, prompt_tokens=5)
     back = request(id="back", prompt_tokens=900)
-    house.submit(back, 0.3, entry=Entry.PREEMPTED)
-    places = {one.id: house.position(one.id, 1.0) for one in (long, short, back)}
+    fleet.submit(back, 0.3, entry=Entry.PREEMPTED)
+    places = {one.id: fleet.position(one.id, 1.0) for one in (long, short, back)}
     assert [place and place.ahead_in_flow for place in places.values()] == [2, 1, 0]
 
 
 def test_those_who_left_are_neither_found_nor_counted() -> None:
-    house = full()
-    _, left, last = (enter(house, i / 10, label=name) for i, name in enumerate(("one", "two", "three")))
-    house.cancel(left)
-    assert house.position("two", 1.0) is None
-    assert house.position(left.id, 1.0) is None
-    assert house.position("nobody", 1.0) is None
-    position = place(house, "three", 1.0)
+    fleet = full()
+    _, left, last = (enter(fleet, i / 10, label=name) for i, name in enumerate(("one", "two", "three")))
+    fleet.cancel(left)
+    assert fleet.position("two", 1.0) is None
+    assert fleet.position(left.id, 1.0) is None
+    assert fleet.position("nobody", 1.0) is None
+    position = place(fleet, "three", 1.0)
     assert (position.id, position.ahead_in_flow) == (last.id, 1)
-    house.check(1.0)
+    fleet.check(1.0)
 
 
 def test_a_label_given_twice_means_the_newer_until_it_leaves() -> None:
-    house = full()
-    older, newer = enter(house, 0.1, label="same"), enter(house, 0.2, label="same")
-    assert place(house, "same", 1.0).id == newer.id
-    house.cancel(older)
-    assert place(house, "same", 1.0).id == newer.id
-    house.cancel(newer)
-    assert house.position("same", 1.0) is None
+    fleet = full()
+    older, newer = enter(fleet, 0.1, label="same"), enter(fleet, 0.2, label="same")
+    assert place(fleet, "same", 1.0).id == newer.id
+    fleet.cancel(older)
+    assert place(fleet, "same", 1.0).id == newer.id
+    fleet.cancel(newer)
+    assert fleet.position("same", 1.0) is None
 
 
 def test_a_request_that_was_refused_is_not_found() -> None:
-    house = full(queue=QueueSettings(requests_max=1))
-    enter(house, label="in")
-    refusal(enter, house, label="out")
-    assert house.position("out", 0.0) is None
+    fleet = full(queue=QueueSettings(requests_max=1))
+    enter(fleet, label="in")
+    refusal(enter, fleet, label="out")
+    assert fleet.position("out", 0.0) is None
 
 
 def test_a_line_too_long_to_count_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    house = full()
+    fleet = full()
     for i in range(12):
-        enter(house, i / 10, label=f"l{i}")
+        enter(fleet, i / 10, label=f"l{i}")
     monkeypatch.setattr(lazy_heap, "BEFORE_LOOK_MAX", 12)
-    assert place(house, "l7", 2.0).ahead_in_flow == 7
+    assert place(fleet, "l7", 2.0).ahead_in_flow == 7
     monkeypatch.setattr(lazy_heap, "BEFORE_LOOK_MAX", 11)
-    position = place(house, "l7", 2.0)
+    position = place(fleet, "l7", 2.0)
     assert position.ahead_in_flow is None

@@ -1,4 +1,4 @@
-"""What a pool tells of its last choices, what was predicted with them, and of what it has learned."""
+"""What a pool shows of its last choices, what was predicted with them, and of what it has learned."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def learned_by(of: Pools, now: float) -> Learned:
     return learned
 
 
-def test_choices_are_told_with_all_candidates_and_the_newest_first() -> None:
+def test_choices_are_shown_with_all_candidates_and_the_newest_first() -> None:
     of = pools("a", "b")
     first = granted(of, request(id="1", label="one", prompt_tokens=30), 1.0)
     second = granted(of, request(id="2", label="two", prompt_tokens=40), 2.0)
-    told = choices(of, 3.0)
-    assert told.pool == "base"
-    assert [(c.id, c.label, c.model, c.at_s, c.prompt_tokens) for c in told.choices] == [
+    shown = choices(of, 3.0)
+    assert shown.pool == "base"
+    assert [(c.id, c.label, c.model, c.at_s, c.prompt_tokens) for c in shown.choices] == [
         ("2", "two", "base", 2.0, 40),
         ("1", "one", "base", 1.0, 30),
     ]
-    for choice, grant in zip(told.choices, (second, first), strict=True):
+    for choice, grant in zip(shown.choices, (second, first), strict=True):
         assert {price.backend for price in choice.prices} == {"a", "b"}
         assert choice.chosen == grant.placed.backend
         (taken,) = [price for price in choice.prices if price.backend == choice.chosen]
@@ -66,8 +66,8 @@ def test_so_many_choices_are_remembered_and_no_more() -> None:
     of = pools("a")
     for number in range(EXPLAINED_MAX + 5):
         serve(of, request(id=str(number)), float(number), 0.1)
-    told = [choice.id for choice in choices(of, 1e3).choices]
-    assert told == [str(number) for number in reversed(range(5, EXPLAINED_MAX + 5))]
+    shown = [choice.id for choice in choices(of, 1e3).choices]
+    assert shown == [str(number) for number in reversed(range(5, EXPLAINED_MAX + 5))]
 
 
 def test_a_choice_predicts_a_time_and_one_that_is_rarely_exceeded() -> None:
@@ -99,7 +99,7 @@ def test_how_far_off_a_prediction_was() -> None:
     assert [predicted.covers(observed_s) for observed_s in (0.5, 1.0, 1.1)] == [True, True, False]
 
 
-def test_what_was_learned_is_told_of_each_backend_of_the_pool() -> None:
+def test_what_was_learned_is_shown_of_each_backend_of_the_pool() -> None:
     of = pools("a", "b", "c")
     now = 0.0
     for number in range(150):
@@ -122,7 +122,7 @@ def test_what_was_learned_is_told_of_each_backend_of_the_pool() -> None:
     assert learned.sequence_s < learned.step_s
 
 
-def test_what_a_backend_holds_and_does_is_told() -> None:
+def test_what_a_backend_holds_and_does_is_shown() -> None:
     of = pools("a")
     asked = request(prompt_tokens=1_000, prefix=tuple(range(10)), prefix_tokens=100.0, sequences=2, stream=True)
     grant = granted(of, asked, 0.0)
@@ -136,7 +136,7 @@ def test_what_a_backend_holds_and_does_is_told() -> None:
     assert idle.busy_share < busy.busy_share
 
 
-def test_a_backend_that_was_never_asked_is_told_as_its_pool_is() -> None:
+def test_a_backend_that_was_never_asked_is_shown_as_its_pool_is() -> None:
     learned = learned_by(pools("a", "b"), 5.0)
     assert [(one.backend, one.prefill_factor, one.step_factor, one.busy_share) for one in learned.backends] == [
         ("a", 1.0, 1.0, 0.0),
@@ -144,7 +144,7 @@ def test_a_backend_that_was_never_asked_is_told_as_its_pool_is() -> None:
     ]
 
 
-def test_a_backend_that_left_the_pool_is_told_no_more() -> None:
+def test_a_backend_that_left_the_pool_is_shown_no_more() -> None:
     of = pools("a", "b")
     of.listed("b", listing(base="other"))
     for pool in of.choices(0.0):

@@ -29,7 +29,7 @@ from llmproxy.demo.clients import ADAPTERS, MODEL, BandOutcomes, DemoClients
 from llmproxy.demo.display import DemoReplica, Display, parsed, picture, summed
 from llmproxy.demo.processes import DemoError, Processes, held_port
 
-PATIENCE_S = 40.0
+WAIT_MAX_S = 40.0
 
 
 @contextlib.contextmanager
@@ -50,12 +50,12 @@ def command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
 
 
 def get(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(url, timeout=WAIT_MAX_S) as answer:
         return bytes(answer.read())
 
 
 def wait_until_refused(url: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + WAIT_MAX_S
     while time.monotonic() < deadline_s:
         try:
             get(f"{url}/health")
@@ -72,7 +72,7 @@ def test_a_child_of_the_demo_ends_when_its_standard_input_does() -> None:
         get(f"{url[0]}/health")
         assert child.stdin
         child.stdin.close()
-        assert child.wait(PATIENCE_S) == 0
+        assert child.wait(WAIT_MAX_S) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -91,7 +91,7 @@ def test_the_demo_leaves_nothing_behind(number: signal.Signals) -> None:
         assert {card["id"] for card in served["data"]} == {MODEL, *ADAPTERS}
         demo.send_signal(number)
         rest = output.read()
-        assert demo.wait(PATIENCE_S) == (-signal.SIGKILL if number == signal.SIGKILL else 0)
+        assert demo.wait(WAIT_MAX_S) == (-signal.SIGKILL if number == signal.SIGKILL else 0)
         assert "Traceback" not in rest
         assert "\x1b" not in guide + rest
         assert all(len(line) <= 80 for line in (guide + rest).splitlines())
@@ -117,7 +117,7 @@ async def test_a_child_that_dies_ends_the_demo_with_its_last_words() -> None:
     async with Processes() as processes:
         await processes.start("replica-1", "replica", "--profile", "none")
         with pytest.raises(DemoError, match=r"replica-1 ended with exit code 2; its last lines:\n.* no engine profile"):
-            await processes.unless_one_dies(asyncio.sleep(PATIENCE_S))
+            await processes.unless_one_dies(asyncio.sleep(WAIT_MAX_S))
 
 
 async def test_killed_replica_comes_back_on_its_port() -> None:
@@ -140,7 +140,7 @@ async def test_killed_replica_comes_back_on_its_port() -> None:
             await processes.unless_one_dies(asyncio.sleep(0))
 
 
-def test_a_port_that_is_taken_is_told() -> None:
+def test_a_port_that_is_taken_is_reported() -> None:
     with held_port(0) as port, socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", port))

@@ -62,7 +62,7 @@ def metrics() -> str:
     found.record(full_exit())
     found.attempted("b", Verdict.SERVED)
     found.poll_failed("b", Trouble.TIMEOUT)
-    found.adapter_told("b", "load", repeated=False, taken=True)
+    found.adapter_changed("b", "load", repeated=False, taken=True)
     found.looked("file", True)
     found.reloaded(True)
     rows: list[tuple[str, ...]] = []
@@ -73,7 +73,7 @@ def metrics() -> str:
             rows.append((f"`{name}`", family.type, code(labels), METRICS.get(name, family.documentation)))
     unknown = METRICS.keys() - {row[0].strip("`") for row in rows}
     assert not unknown, f"tests/docs/meanings.py explains metrics that do not exist: {sorted(unknown)}"
-    return table(("name", "type", "labels", "what it tells"), sorted(rows))
+    return table(("name", "type", "labels", "meaning"), sorted(rows))
 
 
 def outcomes() -> str:

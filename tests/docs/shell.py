@@ -66,8 +66,8 @@ def run(page: Path, folder: Path) -> Iterator[tuple[int, str, str]]:
         failed = -1
     finally:
         _end_session(bash.pid)
-    told = "".join(f"{one.name}: {one.read_text()}" for one in sorted(folder.glob(".[eo]*")))
-    assert failed == 0, f"{page.name}, line {found[failed - 1].line if failed > 0 else '?'}: {told}"
+    outputs = "".join(f"{one.name}: {one.read_text()}" for one in sorted(folder.glob(".[eo]*")))
+    assert failed == 0, f"{page.name}, line {found[failed - 1].line if failed > 0 else '?'}: {outputs}"
     for number, (block, expected) in enumerate(pairwise(found)):
         if block.language == "sh" and expected.language == "text":
             yield block.line, here(expected.text), (folder / f".out{number}").read_text()

@@ -64,7 +64,7 @@ def test_files_named_by_the_architecture_page_exist() -> None:
 
 
 CURRENT = [page for page in pages() if page.name != "CHANGELOG.md"]
-"""The pages that tell of this version; a changelog names files as they were."""
+"""The pages that describe this version; a changelog names files as they were."""
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))

@@ -39,9 +39,9 @@ async def proxy() -> AsyncIterator[ProxyUnderTest]:
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
     """Everything that is logged, at the most talkative level, in the form that production has."""
-    told = io.StringIO()
-    logs.configure("text", "debug", told)
-    yield told
+    output = io.StringIO()
+    logs.configure("text", "debug", output)
+    yield output
     structlog.reset_defaults()
 
 

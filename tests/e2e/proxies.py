@@ -77,10 +77,10 @@ class ProxyUnderTest:
     """What a test needs of a running proxy. Replica number i is the backend `b<i>`."""
 
     def __init__(
-        self, app: Proxy, replicas: Sequence[Replica], http: aiohttp.ClientSession, told: Mapping[str, Any]
+        self, app: Proxy, replicas: Sequence[Replica], http: aiohttp.ClientSession, config_data: Mapping[str, Any]
     ) -> None:
         self.app = app
-        self.told = told
+        self.config_data = config_data
         self.replicas = tuple(replicas)
         self.http = http
         self.url = app.url
@@ -258,11 +258,11 @@ async def serving(
         replicas = [await stack.enter_async_context(Replica(o)) for o in options]
         urls = [replica.url for replica in replicas] + list(extra)
         backends = [{"url": url, "name": f"b{i}", "max_in_flight": fixed_limit} for i, url in enumerate(urls)]
-        told = _merged(_QUICK | {"backends": backends}, config)
-        reread = _written(file, told) if file is not None else None
-        app = await stack.enter_async_context(running(Config.model_validate(told), reread, limits=limits))
+        config_data = _merged(_QUICK | {"backends": backends}, config)
+        reread = _written(file, config_data) if file is not None else None
+        app = await stack.enter_async_context(running(Config.model_validate(config_data), reread, limits=limits))
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        proxy = ProxyUnderTest(app, replicas, http, told)
+        proxy = ProxyUnderTest(app, replicas, http, config_data)
         if wait:
             await until(lambda: all_up(proxy))
         yield proxy
@@ -270,8 +270,8 @@ async def serving(
         proxy.check()
 
 
-def _written(file: Path, told: Mapping[str, Any]) -> Reread:
-    file.write_text(json.dumps(told))  # JSON is YAML, too.
+def _written(file: Path, config_data: Mapping[str, Any]) -> Reread:
+    file.write_text(json.dumps(config_data))  # JSON is YAML, too.
     watched = WatchedFile(file)
     watched.take()
     return Reread(watched, partial(load, file))

@@ -90,7 +90,7 @@ async def observe(fault: ClientFault) -> Observed:
     return seen
 
 
-async def told(reader: asyncio.StreamReader) -> str:
+async def outcome_of(reader: asyncio.StreamReader) -> str:
     """One answer in a few words: its status, or that there was none; and what became of the connection."""
     async with asyncio.timeout(10):
         answer = await read_answer(reader)
@@ -106,24 +106,24 @@ async def told(reader: asyncio.StreamReader) -> str:
 
 async def slow_body(proxy: ProxyUnderTest, _: Engine) -> str:
     async with proxy.wire(HEAD + b"content-length: 100\r\n\r\n{") as (reader, _writer):
-        return await told(reader)
+        return await outcome_of(reader)
 
 
 async def body_that_ends_early(proxy: ProxyUnderTest, _: Engine) -> str:
     async with proxy.wire(HEAD + b"content-length: 100\r\n\r\n{") as (reader, writer):
         writer.write_eof()
-        return await told(reader)
+        return await outcome_of(reader)
 
 
 async def half_close(proxy: ProxyUnderTest, _: Engine) -> str:
     async with proxy.wire(raw_post(STREAM)) as (reader, writer):
         writer.write_eof()
-        return await told(reader)
+        return await outcome_of(reader)
 
 
 async def pipelining(proxy: ProxyUnderTest, _: Engine) -> str:
     async with proxy.wire(raw_post(STREAM) + raw_post(HELLO) + raw_post(STREAM)) as (reader, _writer):
-        return ", ".join([await told(reader) for _ in range(3)])
+        return ", ".join([await outcome_of(reader) for _ in range(3)])
 
 
 async def pipelined_flood(proxy: ProxyUnderTest, engine: Engine) -> str:
@@ -171,7 +171,7 @@ async def header_flood(proxy: ProxyUnderTest, _: Engine) -> str:
             for _n in range(2000):
                 writer.write(b"x-more: " + b"y" * 1000 + b"\r\n")
                 await writer.drain()
-        return await told(reader)
+        return await outcome_of(reader)
 
 
 async def one_endless_header(proxy: ProxyUnderTest, _: Engine) -> str:
@@ -180,7 +180,7 @@ async def one_endless_header(proxy: ProxyUnderTest, _: Engine) -> str:
             for _n in range(2000):
                 writer.write(b"y" * 1000)
                 await writer.drain()
-        return await told(reader)
+        return await outcome_of(reader)
 
 
 async def idle_connections(proxy: ProxyUnderTest, _: Engine) -> str:

@@ -1,4 +1,4 @@
-"""The same loop and the same patience as in the other tests on real sockets."""
+"""The same loop and the same timeout as in the other tests on real sockets."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ MISBEHAVIOURS: list[Misbehaviour] = [
     # --- as real engines break: simulated replicas --------------------------------------------------------------------
     Misbehaviour("is gone (SIGKILL)", fault=FaultKind.REFUSE, verdict="connect_failed"),
     Misbehaviour(
-        "was told to end (SIGTERM): the port refuses, open requests hang",
+        "was asked to end (SIGTERM): the port refuses, open requests hang",
         fault=FaultKind.HANG,
         verdict="connect_failed",
     ),

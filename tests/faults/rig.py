@@ -34,7 +34,7 @@ class Misbehaviour:
 
     It is either a `script` below HTTP, with another one for answers in one piece where there is a `plain` one, or a
     `fault` of a simulated replica; `before` is called when the proxy runs, and may prepare the scripted backend. What
-    clients see of it is told in the words of `Seen.client`: of a `stream`, and of a `whole` answer where that differs,
+    clients see of it is given in the words of `Seen.client`: of a `stream`, and of a `whole` answer where that differs,
     beside a replica that is well; `alone` stands for `other` where there is none. `verdict` is what the backend is
     blamed for (with `whole` answers `whole_verdict`, where that differs).
     """
@@ -99,7 +99,7 @@ class Seen:
 
     @property
     def exit(self) -> Mapping[str, Any]:
-        """The one line that tells of the request."""
+        """The one line about the request."""
         (line,) = [each for each in self.log if each["event"] == "request"]
         return line
 
@@ -134,7 +134,7 @@ async def read_answer(reader: asyncio.StreamReader) -> Received:
 
 
 @asynccontextmanager
-async def faulty_house(
+async def faulty_fleet(
     fault: Misbehaviour, ask: str, alone: bool
 ) -> AsyncIterator[tuple[ProxyUnderTest, Scripted | Replica]]:
     """A proxy whose `b0` misbehaves, and whose `b1`, unless `alone`, does not."""
@@ -163,7 +163,7 @@ async def faulty_house(
 async def play(fault: Misbehaviour, ask: str = "stream", *, alone: bool = False) -> Seen:
     """Send one request to a proxy whose backend misbehaves so; on return the proxy was closed and checked."""
     with capture_logs() as log:
-        async with faulty_house(fault, ask, alone) as (proxy, bad):
+        async with faulty_fleet(fault, ask, alone) as (proxy, bad):
             received = await receive(proxy, raw_post(ASKS[ask]))
             await proxy.settled()
             if isinstance(bad, Scripted):

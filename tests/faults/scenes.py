@@ -32,7 +32,7 @@ NAME = "vllm.test"
 class Scene:
     """`act` starts a proxy and returns what its clients saw, in words that are the same every time.
 
-    `clients`, `outcomes` of all requests, and `events`, what the log tells of the fleet from the time when the proxy
+    `clients`, `outcomes` of all requests, and `events`, what the log says of the fleet from the time when the proxy
     runs, are what must come of it. `replicas` says in words what `act` asserts of them.
     """
 
@@ -47,9 +47,9 @@ class Scene:
 SCENES: list[Scene] = []
 
 
-def scene(**told: Any) -> Callable[[Callable[[Stage], Awaitable[str]]], None]:
+def scene(**fields: Any) -> Callable[[Callable[[Stage], Awaitable[str]]], None]:
     def add(act: Callable[[Stage], Awaitable[str]]) -> None:
-        SCENES.append(Scene(act=act, **told))
+        SCENES.append(Scene(act=act, **fields))
 
     return add
 

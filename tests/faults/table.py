@@ -103,7 +103,7 @@ async def page() -> str:
         "",
         "## Fleets",
         "",
-        "Two replicas, or as told; each request has a line in the log, told here by outcome.",
+        "Two replicas, or as said; each request has a line in the log, counted here by outcome.",
         "",
     ]
     lines += ["| when… | clients saw | replicas saw | log said |", "| --- " * 4 + "|"]
@@ -114,8 +114,8 @@ async def page() -> str:
 async def scene_rows() -> AsyncIterator[tuple[str, ...]]:
     for scene in SCENES:
         played = await perform(scene)
-        told = [*sorted(played.events.items()), *sorted(played.outcomes.items())]
-        log = ", ".join(f"{count} times `{what}`" if count > 1 else f"`{what}`" for what, count in told)
+        counts = [*sorted(played.events.items()), *sorted(played.outcomes.items())]
+        log = ", ".join(f"{count} times `{what}`" if count > 1 else f"`{what}`" for what, count in counts)
         yield _cell(scene.name), played.clients, scene.replicas, log
 
 
@@ -123,16 +123,16 @@ async def poll_rows() -> AsyncIterator[tuple[str, ...]]:
     for fault in POLL_FAULTS:
         seen = await watch(fault)
         load = "nothing" if seen.running is None else f"{seen.running} running"
-        story = "; ".join(f"warning `{line['event']}`: {_short(str(line['why']))}" for line in seen.log) or "nothing"
-        yield _cell(fault.name), str(seen.status), "yes" if seen.up else "no", load, story
+        warnings = "; ".join(f"warning `{line['event']}`: {_short(str(line['why']))}" for line in seen.log) or "nothing"
+        yield _cell(fault.name), str(seen.status), "yes" if seen.up else "no", load, warnings
 
 
 def client_row(seen: Observed) -> tuple[str, str, str]:
     times = {0: "nothing", 1: "one request"}.get(seen.asked, f"{seen.asked} requests")
     cut = {0: "", 1: "; its connection is cut"}.get(seen.cut, f"; {seen.cut} connections are cut")
     lines = [log_line(line) for line in seen.log if line["event"] == "request"]
-    told = [f"{lines.count(line)} times {line}" if lines.count(line) > 1 else line for line in dict.fromkeys(lines)]
-    return seen.client, times + cut, "; ".join(told) or "nothing"
+    texts = [f"{lines.count(line)} times {line}" if lines.count(line) > 1 else line for line in dict.fromkeys(lines)]
+    return seen.client, times + cut, "; ".join(texts) or "nothing"
 
 
 def main() -> None:

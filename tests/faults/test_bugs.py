@@ -17,20 +17,20 @@ def boom(*_: Any, **__: Any) -> Any:
     raise ZeroDivisionError("a bug")
 
 
-def told(answer: Answer, log: list[Any]) -> bool:
+def reported(answer: Answer, log: list[Any]) -> bool:
     """Whether the client got the one error, and the log has its traceback under the same id."""
     error = answer.json["error"]
-    assert (answer.status, "its log has the story" in error["message"]) == (500, True)
-    stories = [line for line in log if line["event"] == "internal"]
-    assert [line["request_id"] for line in stories] == [answer.headers["x-request-id"]]
-    return isinstance(stories[0]["exc_info"], ZeroDivisionError)
+    assert (answer.status, "its log has the details" in error["message"]) == (500, True)
+    bugs = [line for line in log if line["event"] == "internal"]
+    assert [line["request_id"] for line in bugs] == [answer.headers["x-request-id"]]
+    return isinstance(bugs[0]["exc_info"], ZeroDivisionError)
 
 
 async def test_a_bug_on_a_page_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(FAST) as proxy:
         with monkeypatch.context() as patch, capture_logs() as log:
             patch.setattr(proxy.app.pools.catalogue, "models", boom)
-            assert told(await proxy.get("/v1/models"), log)
+            assert reported(await proxy.get("/v1/models"), log)
         proxy.bugs_expected = 1
         assert (await proxy.get("/v1/models")).status == 200
 
@@ -41,7 +41,7 @@ async def test_a_bug_while_serving_is_a_500(path: str, monkeypatch: pytest.Monke
         with monkeypatch.context() as patch, capture_logs() as log:
             patch.setattr(Relay, "_exchange", boom)
             answer = await proxy.post(path, HELLO)
-            assert told(answer, log)
+            assert reported(answer, log)
             assert (answer.json.get("type") == "error") == (path == "/v1/messages")
         proxy.bugs_expected = 1
         assert (await proxy.chat()).status == 200

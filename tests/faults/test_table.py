@@ -56,7 +56,7 @@ async def test_a_client_that(fault: ClientFault) -> None:
     exits = [line for line in seen.log if line["event"] == "request"]
     assert sorted(line["outcome"] for line in exits) == sorted(
         outcome for outcome, count in seen.outcomes.items() for _ in range(count)
-    ), "the log tells of each, once"
+    ), "the log names each, once"
     assert seen.cut == fault.cut, "the engine learns of it"
 
 
@@ -66,8 +66,8 @@ async def test_a_polled_replica_that(fault: PollFault) -> None:
     assert (seen.up, seen.status) == (fault.up, 200 if fault.up else 503)
     if fault.up:
         assert seen.running == fault.running
-    told = [line["event"] for line in seen.log]
-    assert told == ["backend_down"] * (not fault.up) + ["backend_unread"] * fault.unread, "once, and nothing else"
+    events = [line["event"] for line in seen.log]
+    assert events == ["backend_down"] * (not fault.up) + ["backend_unread"] * fault.unread, "once, and nothing else"
 
 
 async def test_an_unread_replica_does_not_get_all_that_waits() -> None:

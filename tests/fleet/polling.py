@@ -105,14 +105,14 @@ class Times:
 
 @dataclass
 class Sink(BackendObserver):
-    """Writes down what it is told; `seen` has one word per call."""
+    """Records its calls; `seen` has one word for each."""
 
     seen: list[str] = field(default_factory=list)
     listings: list[Listing] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
     details: list[str] = field(default_factory=list)
     limits: list[int] = field(default_factory=list)
-    told: asyncio.Event = field(default_factory=asyncio.Event)
+    limit_published: asyncio.Event = field(default_factory=asyncio.Event)
     enough: asyncio.Event = field(default_factory=asyncio.Event)
 
     def listed(self, backend: str, listing: Listing) -> None:
@@ -126,7 +126,7 @@ class Sink(BackendObserver):
     def published(self, backend: str, limit: int) -> None:
         assert backend == "b"
         self.limits.append(limit)
-        self.told.set()
+        self.limit_published.set()
 
     def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
         self._seen(backend, f"unread: {trouble.value}", detail)

@@ -66,7 +66,7 @@ class Fleet:
         backends = {name: BackendConfig(url=f"http://{name}", name=name) for name in self.loaded}
         self.keeper = AdapterKeeper(
             self.adapters, self.pools, backends, None, self, {name: Lister(self, name) for name in self.loaded},
-            TimeoutsConfig(), lambda *told: self.counted.append(told),
+            TimeoutsConfig(), lambda *labels: self.counted.append(labels),
         )  # fmt: skip
 
     async def open(
@@ -127,7 +127,7 @@ async def fleet() -> AsyncIterator[Fleet]:
     await made.keeper.close()
 
 
-async def test_a_change_is_one_post_and_its_answer_is_told(fleet: Fleet) -> None:
+async def test_a_change_is_one_post_and_its_answer_is_reported(fleet: Fleet) -> None:
     report = await fleet.load("x")
     assert fleet.sent == [("http://a", "/v1/load_lora_adapter", {"lora_name": "x"})]
     assert report.replies == (Reply("a", 200, True, LOADED.decode()),)
@@ -187,8 +187,8 @@ async def test_a_backend_that_comes_back_gets_all_orders_once(fleet: Fleet) -> N
         await fleet.quiet()
     assert [fields["lora_name"] for _, _, fields in fleet.sent] == ["x", "y", "z"]
     assert fleet.counted == [("a", "load", True, True)] * 3
-    told = [(log["event"], log["adapter"], log["repeated"]) for log in logs]
-    assert told == [("adapter_changed", name, True) for name in "xyz"]
+    events = [(log["event"], log["adapter"], log["repeated"]) for log in logs]
+    assert events == [("adapter_changed", name, True) for name in "xyz"]
 
 
 async def test_a_repetition_ends_at_a_failure_and_goes_on_at_the_next(fleet: Fleet) -> None:

@@ -27,7 +27,7 @@ Answer = list[Address] | Exception
 
 
 class Names:
-    """A resolver that answers what it is told to."""
+    """A resolver that answers what it is given."""
 
     def __init__(self, *answers: Answer) -> None:
         self.answers = list(answers)
@@ -117,26 +117,26 @@ async def test_the_systems_resolver_knows_this_machine() -> None:
 @pytest.mark.parametrize(("number", "fails"), [(socket.EAI_NONAME, False), (socket.EAI_AGAIN, True)])
 async def test_a_name_that_does_not_exist_is_an_empty_answer_and_no_failure(number: int, fails: bool) -> None:
     async def look_up(_: str) -> Any:
-        raise socket.gaierror(number, "told so")
+        raise socket.gaierror(number, "no such name")
 
     names = Resolver(look_up)
     if fails:
-        with pytest.raises(SourceFailedError, match="told so"):
+        with pytest.raises(SourceFailedError, match="no such name"):
             await addresses(names, "vllm.svc", 80)
     else:
         assert await addresses(names, "vllm.svc", 80) == []
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "reason"),
     [
         ("dns+https://a:1", "no certificate holds"),
         ("srv+http://_a._tcp.b:80", "should hold no port"),
         ("udp+http://a", "should start with http"),
     ],
 )
-def test_names_that_cannot_be_looked_up_are_refused(url: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_names_that_cannot_be_looked_up_are_refused(url: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
         BackendConfig(url=url)
 
 
@@ -160,14 +160,14 @@ def endpoints() -> Endpoints:
 @pytest.fixture
 async def registry(endpoints: Endpoints) -> AsyncIterator[BackendRegistry]:
     async with HttpUpstream(endpoints) as upstream:
-        # Nobody listens behind these names; the polls find nothing, and tell nobody.
+        # Nobody listens behind these names; the polls find nothing, and nobody hears of it.
         one = BackendRegistry(Dispatcher(pools({})), upstream, BackendObserver(), PollConfig(), None, endpoints)
         yield one
         await one.close()
         await endpoints.close()
 
 
-def told(registry: BackendRegistry) -> dict[str, tuple[str, str]]:
+def known(registry: BackendRegistry) -> dict[str, tuple[str, str]]:
     return {one.name: (one.source, one.url) for one in registry.statuses()}
 
 
@@ -177,7 +177,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_poller_is_told_whether_its_backend_has_work(
+async def test_a_poller_learns_whether_its_backend_has_work(
     registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Callable[[], bool]] = []
@@ -204,12 +204,12 @@ async def test_a_backend_of_two_sources_stays_while_either_wants_it(registry: Ba
     )
     registry.update("config", [one])
     registry.update("file", [same_url, same_name])
-    assert told(registry) == {"a": ("config", "http://127.0.0.1:1")}
+    assert known(registry) == {"a": ("config", "http://127.0.0.1:1")}
     registry.update("config", [])
-    await until(lambda: told(registry).keys() == {"a", "b"})
-    assert told(registry) == {"a": ("file", "http://127.0.0.1:2"), "b": ("file", "http://127.0.0.1:1")}
+    await until(lambda: known(registry).keys() == {"a", "b"})
+    assert known(registry) == {"a": ("file", "http://127.0.0.1:2"), "b": ("file", "http://127.0.0.1:1")}
     registry.remove_source("file")
-    await until(lambda: not told(registry))
+    await until(lambda: not known(registry))
     assert not registry.backends
     assert not registry.pollers
 
@@ -235,18 +235,18 @@ async def test_trust_follows_the_backend_that_is_wanted_at_a_url(
     # It still works for somebody while another takes its place, and comes back.
     registry._pools.backends["b"].book(7, request(), 0.0)
     registry.update("config", [at("c", one, "c"), at("d", two, "d")])
-    await until(lambda: told(registry).keys() == {"b", "c", "d"})
+    await until(lambda: known(registry).keys() == {"b", "c", "d"})
     assert trusted() == {one: "c", two: "d"}
     registry._pools.backends["c"].book(8, request(), 0.0)
     registry.update("config", [at("b", one, "b")])
-    await until(lambda: told(registry).keys() == {"b", "c"})
+    await until(lambda: known(registry).keys() == {"b", "c"})
     assert trusted() == {one: "b"}
     end("c", 8)
-    await until(lambda: told(registry).keys() == {"b"})
+    await until(lambda: known(registry).keys() == {"b"})
     assert trusted() == {one: "b"}
     end("b", 7)
     registry.update("config", [])
-    await until(lambda: not told(registry))
+    await until(lambda: not known(registry))
     assert not endpoints.tls
 
 
@@ -267,7 +267,7 @@ async def test_a_drain_outlives_updates_and_ends_with_the_backend(registry: Back
     registry.update("config", [one.model_copy(update={"max_in_flight": 3})])
     assert registry.status("a").state is MemberState.DRAINED
     registry.update("config", [])
-    await until(lambda: not told(registry))
+    await until(lambda: not known(registry))
     registry.update("config", [one])
     assert registry.status("a").state is MemberState.DOWN
     with pytest.raises(KeyError):
@@ -284,7 +284,7 @@ async def test_a_backend_drained_in_the_predecessor_joins_drained_once(registry:
     registry.undrain("a")
     assert registry.drained() == {"never"}
     registry.update("config", [])
-    await until(lambda: not told(registry))
+    await until(lambda: not known(registry))
     registry.update("config", [one])
     assert registry.status("a").state is MemberState.DOWN
 
@@ -302,14 +302,14 @@ async def test_changed_sources_are_asked_again_and_removed_ones_leave(registry: 
     assert expected == [True]
     await until(lambda: looks)
     assert expected[-1] is False
-    assert told(registry) == {"127.0.0.8:1": ("dns+http://vllm.svc:8000", "http://127.0.0.8:1")}
+    assert known(registry) == {"127.0.0.8:1": ("dns+http://vllm.svc:8000", "http://127.0.0.8:1")}
     found.reconfigure(config())
     assert looks == [("dns+http://vllm.svc:8000", True)]
     found.reconfigure(config(max_in_flight=7))
     await until(lambda: len(looks) == 2)
     assert registry.backends["127.0.0.8:1"].max_in_flight == 7
     found.reconfigure(Config())
-    await until(lambda: not told(registry))
+    await until(lambda: not known(registry))
     await found.close()
 
 
@@ -336,7 +336,7 @@ async def test_a_bug_in_a_source_is_a_failure_that_changes_nothing(
     found.reconfigure(Config.model_validate({"backends": ["dns+http://vllm.svc:8000"]}))
     await until(lambda: len(looks) >= 4)
     assert looks[:4] == [True, False, False, True]
-    assert told(registry).keys() == {"127.0.0.8:1", "127.0.0.9:1"}
+    assert known(registry).keys() == {"127.0.0.8:1", "127.0.0.9:1"}
     await found.close()
 
 

@@ -83,7 +83,7 @@ def test_it_is_bounded_and_those_seen_last_stay(path: Path, monkeypatch: pytest.
         b"x" * (FILE_BYTES_MAX + 2),
     ],
 )
-def test_a_file_that_is_not_its_own_is_told_once_and_left_as_it_is(path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_its_own_is_reported_once_and_left_as_it_is(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     state = at(path)
     with capture_logs() as logs:
@@ -114,7 +114,7 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
     assert at(loop).read() == {"http://a": ONE}
 
 
-def test_what_is_no_file_is_told_and_left_as_it_is(tmp_path: Path) -> None:
+def test_what_is_no_file_is_reported_and_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     with capture_logs() as logs:

@@ -127,7 +127,7 @@ def test_a_metric_name_with_a_needed_prefix_is_another_metric() -> None:
     assert found.running == 0
 
 
-def test_a_filtered_page_is_told_from_a_full_one() -> None:
+def test_a_filtered_page_is_distinguished_from_a_full_one() -> None:
     assert not is_filtered(PAGE)
     others = (b"python", b"vllm:num_requests_waiting_by")
     wanted = b"".join(line for line in PAGE.splitlines(keepends=True) if not line.startswith(others))

@@ -249,7 +249,7 @@ async def test_health_that_fails_after_hanging_metrics_is_a_failure(bench: Bench
     assert bench.sink.take() == ["unread: no_answer", trouble]
 
 
-async def test_a_page_that_is_refused_is_told_with_its_limit(bench: Bench) -> None:
+async def test_a_page_that_is_refused_is_reported_with_its_limit(bench: Bench) -> None:
     page = polling.NEEDED + "vllm:cache_config_info{" + 'a="",' * LABELS_BYTES_MAX + "} 1\n"
     bench.vllm.answers["/metrics/"] = saying(page)
     await bench.poller().poll_once()
@@ -258,7 +258,7 @@ async def test_a_page_that_is_refused_is_told_with_its_limit(bench: Bench) -> No
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-async def test_a_refused_connection_is_told_apart_and_tried_again_soon(bench: Bench, host: str) -> None:
+async def test_a_refused_connection_is_reported_apart_and_tried_again_soon(bench: Bench, host: str) -> None:
     pause_s = await bench.poller(f"http://{host}:{closed_port()}").poll_once()
     assert bench.sink.take() == ["refused"]
     assert bench.sink.details[-1].endswith("; nothing listens there (yet): is the address right?")
@@ -281,7 +281,7 @@ async def test_backend_that_dies_during_a_poll_is_refused_at_once(
     assert bench.sink.take() == ["listed", "refused"]
 
 
-async def test_a_url_of_the_wrong_scheme_is_told(bench: Bench) -> None:
+async def test_a_url_of_the_wrong_scheme_is_reported(bench: Bench) -> None:
     await bench.poller(bench.url.replace("http://", "https://")).poll_once()
     assert bench.sink.details[-1].endswith("; it does not speak TLS: should its URL begin with http://?")
 
@@ -377,7 +377,7 @@ async def test_a_batch_limit_is_asked_for_until_it_is_published(
 
     bench.vllm.answers["/server_info"] = hang_up_once if lost else saying(PUBLISHED)
     async with bench.running():
-        await bench.sink.told.wait()
+        await bench.sink.limit_published.wait()
         await bench.sink.enough.wait()
     assert bench.sink.limits == [8]
     assert bench.vllm.asked.count("/server_info") == (2 if lost else 1)

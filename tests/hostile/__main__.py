@@ -99,7 +99,7 @@ async def play_answers(cases: list[bytes], sound: bool, _seed: int) -> list[Find
 
 Play = Callable[[list[bytes], bool, int], Coroutine[Any, Any, list[Finding]]]
 Result = tuple[int, list[str]]
-"""How many cases there were, and the stories of the findings."""
+"""How many cases there were, and the findings of the findings."""
 PLAYS: tuple[tuple[dict[str, Callable[[Random], Iterator[bytes]]], Play], ...] = (
     (requests.GROUPS, play_requests),
     (answers.GROUPS, play_answers),
@@ -132,7 +132,7 @@ def read_group(pool: ProcessPoolExecutor, module: str, seed: int) -> Result:
     """Drive the readers of one module of fuzz tests."""
     names = pool.submit(fuzzed.tests_of, module).result()
     tried = [job.result() for job in [pool.submit(fuzzed.run, module, name, seed) for name in names]]
-    return sum(count for count, _ in tried), [story for _, story in tried if story]
+    return sum(count for count, _ in tried), [finding for _, finding in tried if finding]
 
 
 def groups(pool: ProcessPoolExecutor, seed: int, most: int) -> dict[str, Callable[[], Result]]:
@@ -164,12 +164,12 @@ def main() -> int:
             if not name.startswith(args.only):
                 continue
             group_began_s = time.monotonic()
-            cases, stories = run()
+            cases, findings = run()
             took_s = time.monotonic() - group_began_s
-            print(f"{name}: {cases} cases, {len(stories)} findings, {took_s:.0f} s", flush=True)
-            for story in stories[:SHOWN_MAX]:
-                print(story, flush=True)
-            cases_total, found_total = cases_total + cases, found_total + len(stories)
+            print(f"{name}: {cases} cases, {len(findings)} findings, {took_s:.0f} s", flush=True)
+            for finding in findings[:SHOWN_MAX]:
+                print(finding, flush=True)
+            cases_total, found_total = cases_total + cases, found_total + len(findings)
     minutes = (time.monotonic() - began_s) / 60
     print(f"{cases_total} cases, {found_total} findings, {minutes:.1f} minutes; python -m tests.hostile --seed {seed}")
     return 1 if found_total else 0

@@ -1,6 +1,6 @@
 """Hostile backends: each case answers one request, a sound answer follows for the next, and the rules that must hold.
 
-A strict reading of what was answered says whether there is one answer in it. The client gets that one, or is told that
+A strict reading of what was answered says whether there is one answer in it. The client gets that one, or learns that
 there is none: by an error, or by an end that it can tell from a whole answer. Whoever asks next gets its own.
 """
 

@@ -118,11 +118,11 @@ def main() -> int:
     ):
         results = [examine(each.ok(), proxy, args.examples, args.seed) for each in schema.get_all_operations()]
         held = left_over(proxy)
-    stories = [story for _, story in results if story] + [f"  left over: {held}"] * bool(held)
+    findings = [finding for _, finding in results if finding] + [f"  left over: {held}"] * bool(held)
     cases = sum(count for count, _ in results)
-    print(f"the engine's OpenAPI document: {cases} cases, {len(stories)} findings, {time.monotonic() - began_s:.0f} s")
-    print("".join(story + "\n" for story in stories), end="")
-    return 1 if stories else 0
+    print(f"the engine's OpenAPI document: {cases} cases, {len(findings)} findings, {time.monotonic() - began_s:.0f} s")
+    print("".join(finding + "\n" for finding in findings), end="")
+    return 1 if findings else 0
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def test_missing_matplotlib_leaves_the_result_and_a_line(trace: str, folder: Pat
 
 
 @pytest.mark.parametrize("name", ["a[b]", "a[/b]"])
-def test_paths_are_told_to_the_letter(trace: str, folder: Path, name: str) -> None:
+def test_paths_are_printed_to_the_letter(trace: str, folder: Path, name: str) -> None:
     out = folder / name
     out.mkdir(parents=True)
     Path(trace).rename(out / "tiny.jsonl")
@@ -188,7 +188,7 @@ def refused(done: Result) -> str:
         (["--skip", "20"], "no requests left"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_told_in_one_line(trace: str, flags: list[str], reason: str) -> None:
+def test_a_mistake_on_the_command_line_is_reported_in_one_line(trace: str, flags: list[str], reason: str) -> None:
     assert reason in refused(simulate(trace, *flags))
 
 
@@ -208,7 +208,7 @@ def test_bad_last_line_of_a_trace_is_refused_before_any_run(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_torn_last_line_is_told_with_its_number(trace: str) -> None:
+def test_a_torn_last_line_is_reported_with_its_number(trace: str) -> None:
     with Path(trace).open("a") as file:
         file.write('{"at_s": 9.0, "prompt_to')
     assert re.search(r"tiny\.jsonl:21: ", refused(simulate(trace)))
@@ -227,21 +227,21 @@ def test_a_band_of_the_configuration_is_known(tmp_path: Path) -> None:
         ("block_size: 48", "tiny: blocks of 512 tokens are no multiple of the engines' 48"),
     ],
 )
-def test_a_fleet_that_does_not_fit_the_trace_is_told(tmp_path: Path, facts: str, reason: str) -> None:
+def test_a_fleet_that_does_not_fit_the_trace_is_reported(tmp_path: Path, facts: str, reason: str) -> None:
     trace = write(tmp_path / "tiny.jsonl", [request(0.0, adapter="lora")])
     fleet = tmp_path / "fleet.yaml"
     fleet.write_text(f"replicas: [{{profile: tiny, count: 2, {facts}}}]")
     assert reason in refused(simulate(trace, fleet=str(fleet)))
 
 
-def test_a_mistake_in_the_fleet_s_file_is_told_with_its_line(trace: str, tmp_path: Path) -> None:
+def test_a_mistake_in_the_fleet_s_file_is_reported_with_its_line(trace: str, tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.yaml"
     fleet.write_text("replicas:\n  - {profile: tiny, cuont: 2}\n")
     assert f"{fleet}:2: replicas[0].cuont" in refused(simulate(trace, fleet=str(fleet)))
 
 
 @pytest.mark.parametrize("name", ["result.json", "report.html", ""])
-def test_a_place_that_cannot_be_written_is_told_before_anything_runs(
+def test_a_place_that_cannot_be_written_is_reported_before_anything_runs(
     trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     out = tmp_path / "out"
@@ -253,7 +253,7 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_runs(
     assert f"--out {out}: " in refused(simulate(trace, "--out", str(out)))
 
 
-def test_a_mistake_in_the_configuration_is_told_as_serve_tells_it(trace: str, tmp_path: Path) -> None:
+def test_a_mistake_in_the_configuration_is_reported_as_serve_tells_it(trace: str, tmp_path: Path) -> None:
     (tmp_path / "llmproxy.yaml").write_text("scheduling: {placment: blend}")
     done = simulate(trace, "--config", str(tmp_path / "llmproxy.yaml"))
     assert (done.exit_code, done.stdout) == (2, "")

@@ -15,10 +15,10 @@ NEVER = resource.RLIM_INFINITY
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The limits that were set, soft and hard; the last one holds."""
-    told = [(1024, 4096)]
-    monkeypatch.setattr(resource, "getrlimit", lambda _: told[-1])
-    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: told.append(pair))
-    return told
+    pairs = [(1024, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: pairs[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: pairs.append(pair))
+    return pairs
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from llmproxy.lifecycle.sockets import PREDECESSOR, Sockets
 
 SERVES = f"""
 import json, os
-told = json.loads(os.environ["{PREDECESSOR}"])
-[fd] = told["sockets"]["127.0.0.1:0"]
+handed = json.loads(os.environ["{PREDECESSOR}"])
+[fd] = handed["sockets"]["127.0.0.1:0"]
 assert os.path.exists(f"/proc/self/fd/{{fd}}")
-os.write(told["ready_fd"], b"1")
+os.write(handed["ready_fd"], b"1")
 """
 HANGS = "import time; time.sleep(60)"
 
@@ -47,7 +47,7 @@ async def test_a_successor_gets_the_sockets_and_says_that_it_serves(monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("program", "told"),
+    ("program", "reason"),
     [
         ("raise SystemExit(3)", "it ended with exit code 3 before it served"),
         (HANGS, "it did not serve within 0.2 s"),
@@ -56,32 +56,32 @@ async def test_a_successor_gets_the_sockets_and_says_that_it_serves(monkeypatch:
     ],
 )
 async def test_nothing_is_left_of_a_successor_that_does_not_serve(
-    program: str, told: str, monkeypatch: pytest.MonkeyPatch
+    program: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handover, "READY_MAX_S", 0.2 if HANGS in program else 30.0)
     monkeypatch.setattr(handover, "EXIT_MAX_S", 0.2 if HANGS in program else 30.0)
     spawned: list[subprocess.Popen[bytes]] = []
     spawn = handover._same_again
 
-    def spawning(told: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
-        spawned.append(spawn(told, fds))
+    def spawning(environment: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
+        spawned.append(spawn(environment, fds))
         return spawned[0]
 
     monkeypatch.setattr(handover, "_same_again", spawning)
     open_before = descriptors()
-    with pytest.raises(SuccessorFailedError, match=told):
+    with pytest.raises(SuccessorFailedError, match=reason):
         await started(monkeypatch, program)
     assert descriptors() == open_before
     assert spawned[0].returncode is not None, "ended, and waited for"
 
 
-async def test_a_command_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_command_that_is_gone_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(SuccessorFailedError, match="python cannot be started: No such file"):
         await started(monkeypatch, SERVES)
 
 
-def test_a_service_manager_is_told_at_either_kind_of_address(tmp_path: Path) -> None:
+def test_a_service_manager_is_notified_at_either_kind_of_address(tmp_path: Path) -> None:
     notify("READY=1", {})
     for path, address in ((str(tmp_path / "n"), str(tmp_path / "n")), (f"@llmproxy-{os.getpid()}", "")):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:

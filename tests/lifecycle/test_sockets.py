@@ -70,7 +70,7 @@ def test_descriptors_for_another_process_are_left_alone() -> None:
     [opened], held = Sockets.from_environment(environment, PID).listening("127.0.0.1", 0)
     opened.close()
     assert not held
-    assert not environment, "what this process starts is not told of them either"
+    assert not environment, "what this process starts does not learn of them either"
 
 
 def test_a_predecessors_sockets_are_used_for_their_address(listening: socket.socket) -> None:
@@ -83,8 +83,8 @@ def test_a_predecessors_sockets_are_used_for_their_address(listening: socket.soc
         assert not used.get_inheritable()
         assert not os.get_inheritable(writes)
         # What it hands on is what it was handed, and to whom it may concern.
-        told, fds = sockets.for_successor(99)
-        assert json.loads(told[PREDECESSOR]) == {"ready_fd": 99, "sockets": {"127.0.0.1:0": [used.fileno()]}}
+        handed_on, fds = sockets.for_successor(99)
+        assert json.loads(handed_on[PREDECESSOR]) == {"ready_fd": 99, "sockets": {"127.0.0.1:0": [used.fileno()]}}
         assert fds == [99, used.fileno()]
         sockets.serving()
         assert os.read(reads, 10) == b"1"
@@ -114,9 +114,13 @@ def test_what_does_not_listen_is_refused() -> None:
     reads, writes = os.pipe()
     connected, other = socket.socketpair()
     datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    for fd, told in ((reads, "is no socket"), (connected.fileno(), "that listens"), (datagrams.fileno(), "TCP socket")):
+    for fd, reason in (
+        (reads, "is no socket"),
+        (connected.fileno(), "that listens"),
+        (datagrams.fileno(), "TCP socket"),
+    ):
         copy = os.dup(fd)
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=reason):
             Sockets.from_environment(handed("a:1", copy, ready_fd=writes), PID)
         os.close(copy)
     for one in (connected, other, datagrams):
@@ -126,7 +130,7 @@ def test_what_does_not_listen_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "told"),
+    ("number", "hint"),
     [
         (errno.EADDRINUSE, "another port"),
         (errno.EACCES, "below 1024"),
@@ -134,7 +138,7 @@ def test_what_does_not_listen_is_refused() -> None:
         (socket.EAI_NONAME, "another host"),
     ],
 )
-def test_the_hint_is_for_what_is_wrong_with_the_address(number: int, told: str) -> None:
+def test_the_hint_is_for_what_is_wrong_with_the_address(number: int, hint: str) -> None:
     refused = ListenError("gpu-0", 80, OSError(number, "no"))
-    assert told in refused.hint
+    assert hint in refused.hint
     assert (refused.host, refused.port, str(refused)) == ("gpu-0", 80, f"[Errno {number}] no")

@@ -135,7 +135,7 @@ async def test_all_forms_of_a_prompt(
     assert answer["usage"]["completion_tokens"] == 4 * choices
 
 
-async def test_an_answer_ends_of_itself_unless_told_to_go_on(client: aiohttp.ClientSession) -> None:
+async def test_an_answer_ends_of_itself_unless_asked_to_go_on(client: aiohttp.ClientSession) -> None:
     async with Replica(replace(FAST, reply_tokens=(5, 5))) as replica:
         asked = CHAT | {"max_tokens": 10}
         _, stopped = await post(client, replica.url + CHAT_PATH, asked)

@@ -210,15 +210,15 @@ def test_a_full_disk_is_logged_once_and_loses_its_lines(path: Path, monkeypatch:
     monkeypatch.setattr(writer, "WRITE_BYTES", 1)
     # The log takes a few bytes of the second line before the disk is full.
     disk = Disk(path, None, None, lambda file, data: FileIO.write(file, data[:9]), full_disk, full_disk, None)
-    with capture_logs() as told:
+    with capture_logs() as logged:
         log = Log(path, file=disk)
         for name in ("a", "b", "c", "d"):
             log.log.record(changed(SERVED, request_id=name))
         log.log.close()
     assert log.lost == 2
-    assert [event["event"] for event in told] == ["decision_log_failed", "decision_log_resumed"]
-    assert told[0]["error"] == "[Errno 28] No space left on device"
-    assert told[1]["lost"] == 2
+    assert [event["event"] for event in logged] == ["decision_log_failed", "decision_log_resumed"]
+    assert logged[0]["error"] == "[Errno 28] No space left on device"
+    assert logged[1]["lost"] == 2
     header, first, torn, last = path.read_text().splitlines()
     assert [json.loads(line)["request_id"] for line in (first, last)] == ["a", "d"]
     assert len(torn) == 9

@@ -42,15 +42,15 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_a_list_is_a_list_in_either_form(kind: Callable[[list[str]], Sequence[str]]) -> None:
-    told = {"addresses": kind(["[::]:80", "0.0.0.0:81"]), "problems": kind(["a, b", 'c "d"\n']), "none": kind([])}
+    fields = {"addresses": kind(["[::]:80", "0.0.0.0:81"]), "problems": kind(["a, b", 'c "d"\n']), "none": kind([])}
     out = configured("text")
-    structlog.get_logger().info("event", **told)
+    structlog.get_logger().info("event", **fields)
     words = 'addresses=[[::]:80,0.0.0.0:81] problems=["a, b","c \\"d\\"\\n"] none=[]\n'
     assert out.getvalue().partition(" event ")[2] == words
     out = configured("json")
-    structlog.get_logger().info("event", **told)
+    structlog.get_logger().info("event", **fields)
     (line,) = json_lines(out)
-    assert [line[key] for key in told] == [["[::]:80", "0.0.0.0:81"], ["a, b", 'c "d"\n'], []]
+    assert [line[key] for key in fields] == [["[::]:80", "0.0.0.0:81"], ["a, b", 'c "d"\n'], []]
 
 
 def test_a_set_is_a_list_too() -> None:
@@ -92,8 +92,8 @@ def test_a_line_names_the_tenant_and_what_became_of_its_objective() -> None:
     out = configured("json")
     log_exit(changed(SERVED, tenant="acme", preemptions=2, met=False, unknown_objective="gold"))
     (line,) = json_lines(out)
-    told = {key: line[key] for key in ("tenant", "preemptions", "met", "unknown_objective")}
-    assert told == {"tenant": "acme", "preemptions": 2, "met": False, "unknown_objective": "gold"}
+    fields = {key: line[key] for key in ("tenant", "preemptions", "met", "unknown_objective")}
+    assert fields == {"tenant": "acme", "preemptions": 2, "met": False, "unknown_objective": "gold"}
 
 
 def test_text_is_one_line_without_colours_where_there_is_no_terminal() -> None:

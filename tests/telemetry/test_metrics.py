@@ -70,8 +70,8 @@ def test_a_served_stream_is_counted_everywhere_once(metrics: Metrics) -> None:
 
 
 def test_negative_token_counts_turn_no_counter_back(metrics: Metrics) -> None:
-    told: dict[str, Any] = {"prompt_tokens": -1, "cached_tokens": -1, "output_tokens": -1}
-    for change in ({}, told):
+    negative: dict[str, Any] = {"prompt_tokens": -1, "cached_tokens": -1, "output_tokens": -1}
+    for change in ({}, negative):
         metrics.record(changed(SERVED, backend="a", tenant="acme", expected_cached_tokens=5, **change))
     for direction, tokens in (("input", 10), ("cached", 4), ("output", 11)):
         assert value(metrics, "tokens_total", direction=direction, model="m") == tokens

@@ -30,7 +30,7 @@ def _page(fill: Callable[[CollectorRegistry], None]) -> str:
 @given(st.lists(st.tuples(LABELS, VALUES)))
 @example([(("a", "x"), bound) for bound in BOUNDS])
 @example([(("a", ""), 60.1)])
-def test_they_show_what_the_librarys_own_show(told: list[tuple[tuple[str, str], float]]) -> None:
+def test_they_show_what_the_librarys_own_show(observed: list[tuple[tuple[str, str], float]]) -> None:
     def ours(registry: CollectorRegistry) -> None:
         series = SeriesCollector()
         counts = series.counter("c_total", "Counted.", "one", "two")
@@ -38,7 +38,7 @@ def test_they_show_what_the_librarys_own_show(told: list[tuple[tuple[str, str], 
         summary = series.distribution("s", "Ratios.", (), "one", "two")
         alone, bare = series.counter("d_total", "Alone."), series.distribution("b", "Bare.", BOUNDS)
         registry.register(series)
-        for labels, value in told:
+        for labels, value in observed:
             counts[labels] += value
             histogram[labels].observe(value)
             summary[labels].observe(value)
@@ -52,7 +52,7 @@ def test_they_show_what_the_librarys_own_show(told: list[tuple[tuple[str, str], 
         summary = Summary("s", "Ratios.", names, registry=registry)
         alone = Counter("d_total", "Alone.", registry=registry)
         bare = Histogram("b", "Bare.", registry=registry, buckets=BOUNDS)
-        for labels, value in told:
+        for labels, value in observed:
             counts.labels(*labels).inc(value)
             histogram.labels(*labels).observe(value)
             summary.labels(*labels).observe(value)

@@ -38,17 +38,17 @@ class Piped:
 
     def ended(self, seen: bytes = b"") -> list[dict[str, Any]]:
         """All lines, beginning with what was `seen`, when the process has ended and the reader has read to the end."""
-        told = [seen]
-        reader = Thread(target=self._read_to_end, args=(told,))
+        pieces = [seen]
+        reader = Thread(target=self._read_to_end, args=(pieces,))
         reader.start()
         self.writer.close(30.0)
         self.end.close()
         reader.join(30.0)
-        return [json.loads(line) for line in b"".join(told).splitlines()]
+        return [json.loads(line) for line in b"".join(pieces).splitlines()]
 
-    def _read_to_end(self, told: list[bytes]) -> None:
+    def _read_to_end(self, pieces: list[bytes]) -> None:
         while piece := os.read(self.reads, PIPE_BYTES):
-            told.append(piece)
+            pieces.append(piece)
         os.close(self.reads)
 
 
@@ -57,7 +57,7 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Piped]:
     return lambda: Piped(monkeypatch)
 
 
-def told_lost(text: bytes) -> int:
+def lines_lost_in(text: bytes) -> int:
     """How many lines are said to be lost, in the whole lines of this text."""
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
     return sum(line["lines"] for line in lines if line["event"] == "log_lines_lost")
@@ -76,10 +76,10 @@ def test_a_stalled_reader_costs_lines_that_are_counted(
     say(1_000)
     lost = logs.take_lines_lost()
     assert logs.take_lines_lost() == 0
-    told = pipe.ended()
+    written = pipe.ended()
     # Before the pipe was full, the burst alone may have been too much for so small a buffer.
-    assert sum(line["lines"] for line in told if line["event"] == "log_lines_lost") == lost
-    numbers = [line["attempts"] for line in told if line["event"] == "request"]
+    assert sum(line["lines"] for line in written if line["event"] == "log_lines_lost") == lost
+    numbers = [line["attempts"] for line in written if line["event"] == "request"]
     assert numbers == sorted(numbers)
     assert len(numbers) == 1_000 - lost
     assert lost > 500, "so much more than the pipe and the buffer can hold"
@@ -93,7 +93,7 @@ def test_lines_that_come_when_the_reader_reads_again_are_written(
     say(1_000)
     lost = logs.take_lines_lost()
     seen = b""
-    while told_lost(seen) < lost:
+    while lines_lost_in(seen) < lost:
         seen += os.read(pipe.reads, PIPE_BYTES)
     structlog.get_logger().warning("draining")
     rest = pipe.ended(seen)

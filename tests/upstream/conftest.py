@@ -12,7 +12,7 @@ import uvloop
 from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.connection import HttpExchange
 
-from .raw_server import PATIENCE_S, RawServer, post, streaming
+from .raw_server import WAIT_MAX_S, RawServer, post, streaming
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -34,7 +34,7 @@ async def server() -> AsyncIterator[RawServer]:
     listener.close()
     for peer in raw.peers:
         peer.writer.transport.abort()
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         for peer in raw.peers:
             await peer.gone.wait()
 

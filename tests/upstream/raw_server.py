@@ -19,7 +19,7 @@ from llmproxy.upstream.port import Exchange
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-PATIENCE_S = 10.0
+WAIT_MAX_S = 10.0
 
 
 class RawServer:
@@ -112,13 +112,13 @@ def answering_once(*pieces: bytes) -> Callable[[Peer], Awaitable[None]]:
 
 
 async def post(upstream: HttpUpstream, url: str, body: bytes = b"{}") -> HttpExchange:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         return await upstream.open(url, "POST", "/v1/completions", [("content-type", "application/json")], [body], 5.0)
 
 
 async def read_all(exchange: Exchange) -> bytes:
     whole = b""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         while piece := await exchange.chunk():
             whole += piece
     return whole
@@ -132,7 +132,7 @@ async def answer_to(upstream: HttpUpstream, server: RawServer) -> tuple[bool, by
 
 async def gone(server: RawServer) -> None:
     """Wait until the first connection was cut."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         await server.peers[0].gone.wait()
 
 

@@ -18,7 +18,7 @@ from llmproxy.upstream.resolver import Address, Resolver
 from llmproxy.upstream.tls import PeerTls
 
 from . import raw_server
-from .raw_server import CHUNKED, OK, PATIENCE_S, Peer, RawServer, answer_to, answering, gone, in_two, post, read_all
+from .raw_server import CHUNKED, OK, WAIT_MAX_S, Peer, RawServer, answer_to, answering, gone, in_two, post, read_all
 
 # --- what goes out ----------------------------------------------------------------------------------------------------
 
@@ -147,11 +147,11 @@ async def test_tls_to_a_server_without_it_is_a_failed_connect(upstream: HttpUpst
 @pytest.mark.parametrize(
     ("soon_s", "said", "rst", "answers", "requests"),
     [
-        pytest.param(PATIENCE_S, b"", False, True, [2, 1], id="closed: it goes out on a new one"),
-        pytest.param(PATIENCE_S, b"", True, True, [2, 1], id="reset: it goes out on a new one"),
-        pytest.param(PATIENCE_S, b"", False, False, [2, 1], id="a new one is no reason for another one"),
+        pytest.param(WAIT_MAX_S, b"", False, True, [2, 1], id="closed: it goes out on a new one"),
+        pytest.param(WAIT_MAX_S, b"", True, True, [2, 1], id="reset: it goes out on a new one"),
+        pytest.param(WAIT_MAX_S, b"", False, False, [2, 1], id="a new one is no reason for another one"),
         pytest.param(-1.0, b"", False, True, [2], id="later: it may have arrived"),
-        pytest.param(PATIENCE_S, b"HTTP/1.1 20", False, True, [2], id="a word: it has arrived"),
+        pytest.param(WAIT_MAX_S, b"HTTP/1.1 20", False, True, [2], id="a word: it has arrived"),
     ],
 )
 async def test_a_request_on_a_kept_connection_that_is_dropped(
@@ -191,7 +191,7 @@ async def test_get_on_a_dropped_connection_is_sent_again_however_late_it_broke(
     server.script = script
     monkeypatch.setattr("llmproxy.upstream.client.IDLE_DROP_S", -1.0)
     for _ in range(2):
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_MAX_S):
             exchange = await upstream.open(server.url, "GET", "/health", [], (), 5.0)
         assert (exchange.reused, await read_all(exchange)) == (False, b"ok")
     assert [len(peer.requests) for peer in server.peers] == [2, 1]
@@ -280,7 +280,7 @@ async def test_old_connections_are_dropped(
 async def test_idle_connections_make_room_the_oldest_first(server: RawServer) -> None:
     server.script = answering(OK)
     urls = [f"{server.url}/{i}" for i in range(3)]
-    async with HttpUpstream(connections_max=2) as upstream, asyncio.timeout(PATIENCE_S):
+    async with HttpUpstream(connections_max=2) as upstream, asyncio.timeout(WAIT_MAX_S):
         for url in urls:
             await read_all(await post(upstream, url))
         await server.peers[0].gone.wait()

@@ -14,7 +14,7 @@ from llmproxy.upstream.connection import ConnectionDropped, HttpExchange
 from llmproxy.upstream.port import InvalidResponse, UpstreamBroken
 
 from . import raw_server
-from .raw_server import CHUNKED, OK, PATIENCE_S, Peer, RawServer, answer_to, answering, gone, in_two, post, read_all
+from .raw_server import CHUNKED, OK, WAIT_MAX_S, Peer, RawServer, answer_to, answering, gone, in_two, post, read_all
 
 
 @pytest.mark.parametrize("rst", [False, True])
@@ -121,7 +121,7 @@ async def test_close_cuts_the_connection_and_wakes_its_reader(stream: HttpExchan
 
 async def test_cancelling_a_slow_head_cuts_the_connection(upstream: HttpUpstream, server: RawServer) -> None:
     task = asyncio.create_task(post(upstream, server.url))
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         await (await server.arrived.get()).asked.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -153,7 +153,7 @@ async def test_cancelling_drops_what_a_stuck_server_has_not_read(
     server.script = script
     body = bytes(32 << 20)
     task = asyncio.create_task(post(upstream, server.url, body))
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         peer = await server.arrived.get()
         await peer.asked.wait()
         await asyncio.sleep(0.02)
@@ -186,7 +186,7 @@ async def test_a_flow_passes_held_bytes_and_then_each_piece(upstream: HttpUpstre
         got.append(data)
         go_on.set()
 
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         await exchange.flow(sink)
     assert (got[0], b"".join(got), exchange.ended) == (b"one", b"onetwothree", True)
 
@@ -201,7 +201,7 @@ async def test_a_sink_that_halts_leaves_the_rest_to_be_pulled(upstream: HttpUpst
         got.append(data)
         exchange.halt()
 
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         await exchange.flow(sink)
         assert (got, exchange.ended) == ([b"one"], False)
         go_on.set()
@@ -210,7 +210,7 @@ async def test_a_sink_that_halts_leaves_the_rest_to_be_pulled(upstream: HttpUpst
     assert got == [b"one"]
 
 
-async def test_a_sink_that_fails_cuts_the_connection_and_is_told_of(upstream: HttpUpstream, server: RawServer) -> None:
+async def test_a_sink_that_fails_cuts_the_connection_and_is_reported(upstream: HttpUpstream, server: RawServer) -> None:
     server.script = raw_server.streaming
     exchange = await post(upstream, server.url)
 
@@ -259,7 +259,7 @@ async def test_a_backend_waits_until_its_bytes_are_taken(upstream: HttpUpstream,
             exchange.pause()
 
     flowing = asyncio.create_task(exchange.flow(sink)) if how == "paused" else None
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         await blocked.wait()
         assert got < len(flood) // 4
         exchange.resume()
@@ -317,6 +317,6 @@ async def test_an_answer_to_a_large_body_may_come_early(upstream: HttpUpstream, 
     server.script = script
     exchange = await post(upstream, server.url, bytes(32 << 20))
     assert (exchange.status, await read_all(exchange)) == (413, b"no")
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         # What is left of the request must not be taken for the next one.
         await server.peers[0].gone.wait()

@@ -94,10 +94,10 @@ class WorkerLink:
     """One worker and its session. `remote` is the dispatcher that its requests use."""
 
     def __init__(
-        self, dispatcher: Dispatcher, told: RecordedEvents | None = None, settle: Callable[[], None] = lambda: None
+        self, dispatcher: Dispatcher, events: RecordedEvents | None = None, settle: Callable[[], None] = lambda: None
     ) -> None:
-        self.told = told or RecordedEvents()
-        self.session = WorkerSession(self.told.context(dispatcher, settle))
+        self.events = events or RecordedEvents()
+        self.session = WorkerSession(self.events.context(dispatcher, settle))
         self.channel: Channel[protocol.ToWorker] = Channel(TO_WORKER, self._hear, self._lost)
         self.calls = Calls(self.channel)
         self.remote = RemoteDispatcher(self.channel, self.calls)
@@ -153,7 +153,7 @@ async def nothing_left(one: Dispatcher, *lines: WorkerLink) -> None:
 
 
 def finished(one: Dispatcher) -> list[tuple[Verdict, Usage | None]]:
-    """What is told from now on of leases that end."""
+    """What is reported from now on of leases that end."""
     seen: list[tuple[Verdict, Usage | None]] = []
     finish = one.pools.finish
 

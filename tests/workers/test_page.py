@@ -48,10 +48,10 @@ async def test_a_page_request_keeps_its_client_and_gets_the_whole_answer() -> No
     shown = await answered(front, raw)
     assert front.seen == [("POST", "/a?b=c", "10.1.2.3", b"body")]
     assert (shown.call, shown.status, shown.reason, len(shown.body)) == (7, 201, "Created", 2_000_000)
-    told = {name.lower(): value for name, value in shown.headers}
-    assert (told["x-twice"], told["retry-after"]) == ("a", "1")
+    headers = {name.lower(): value for name, value in shown.headers}
+    assert (headers["x-twice"], headers["retry-after"]) == ("a", "1")
     # What concerns the connection between the two processes is no business of the client's.
-    assert told.keys().isdisjoint({"connection", "content-length", "date", "server", "transfer-encoding"})
+    assert headers.keys().isdisjoint({"connection", "content-length", "date", "server", "transfer-encoding"})
 
 
 @pytest.mark.parametrize("raw", [b"NOT HTTP\r\n\r\n", b"GET / HTTP/1.1\r\nHost: h\r\nHost: h\r\n\r\n"])

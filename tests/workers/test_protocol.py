@@ -103,11 +103,11 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 
 
 @pytest.mark.parametrize(("kind", "messages"), [(FROM_WORKER, UP), (TO_WORKER, DOWN)], ids=["up", "down"])
-@given(told=st.data(), places=st.lists(st.integers(0, 10_000), max_size=8))
+@given(draws=st.data(), places=st.lists(st.integers(0, 10_000), max_size=8))
 def test_what_is_sent_is_heard_as_it_was_sent(
-    kind: Any, messages: st.SearchStrategy[list[protocol.Message]], told: st.DataObject, places: list[int]
+    kind: Any, messages: st.SearchStrategy[list[protocol.Message]], draws: st.DataObject, places: list[int]
 ) -> None:
-    batches = told.draw(st.lists(messages, max_size=4))
+    batches = draws.draw(st.lists(messages, max_size=4))
     frames = Frames(kind)
     data = b"".join(map(frame, batches))
     heard = [message for piece in cut(data, places) for message in frames.feed(piece)]
@@ -213,14 +213,14 @@ async def test_a_bug_with_one_message_does_not_lose_the_next() -> None:
 
 @virtual
 async def test_a_channel_that_is_lost_takes_what_is_sent_into_nothing() -> None:
-    end, told = _End(), []
-    sender = Channel(TO_WORKER, lambda _: None, lambda: told.append("lost"))
+    end, calls = _End(), []
+    sender = Channel(TO_WORKER, lambda _: None, lambda: calls.append("lost"))
     sender.connection_made(end.pipe)
     sender.send(protocol.CancelCall(1))
     sender.connection_lost(None)
     sender.send(protocol.CancelCall(2))
     await turns()
-    assert told == ["lost"]
+    assert calls == ["lost"]
     assert end.heard == []
 
 

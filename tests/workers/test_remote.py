@@ -45,8 +45,8 @@ EXIT = exit_of(
 
 
 @linked
-async def test_a_worker_gets_a_lease_and_tells_what_becomes_of_it(one: Dispatcher, line: WorkerLink) -> None:
-    ends, decided, told = finished(one), list[Grant](), list[tuple[Any, ...]]()
+async def test_a_worker_gets_a_lease_and_reports_what_becomes_of_it(one: Dispatcher, line: WorkerLink) -> None:
+    ends, decided, calls = finished(one), list[Grant](), list[tuple[Any, ...]]()
     decide = one.pools.decide
 
     def spy(now: float) -> list[Any]:
@@ -56,9 +56,9 @@ async def test_a_worker_gets_a_lease_and_tells_what_becomes_of_it(one: Dispatche
 
     one.pools.decide = spy  # type: ignore[method-assign]
 
-    def heard(name: str, tell: Callable[..., None], grant: Grant, *facts: Any) -> None:
-        told.append((name, grant.lease, *facts[:-1]))
-        tell(grant, *facts)
+    def heard(name: str, call: Callable[..., None], grant: Grant, *facts: Any) -> None:
+        calls.append((name, grant.lease, *facts[:-1]))
+        call(grant, *facts)
 
     for name in ("started", "committed", "progress"):
         setattr(one.pools, name, partial(heard, name, getattr(one.pools, name)))
@@ -74,7 +74,7 @@ async def test_a_worker_gets_a_lease_and_tells_what_becomes_of_it(one: Dispatche
     line.remote.ended(asked, True)
     await nothing_left(one, line)
     number = lease.grant.lease
-    assert told == [("committed", number), ("started", number), ("progress", number, 32)]
+    assert calls == [("committed", number), ("started", number), ("progress", number, 32)]
     assert ends == [(Verdict.SERVED, Usage(10, 32, 2))]
 
 
@@ -116,13 +116,13 @@ async def test_a_refusal_is_the_same_here_and_there() -> None:
     settings = Settings(queue=QueueSettings(hold_s=0.0))
     one = dispatcher(settings=settings, a=1)
     one.troubled("a", Trouble.UNHEALTHY, "503")
-    line, told = WorkerLink(one), list[Refused]()
+    line, refusals = WorkerLink(one), list[Refused]()
     for face in (one, line.remote):
         with pytest.raises(Refused) as caught:
             async with face.admit(request()):
                 pytest.fail("it was let in")
-        told.append(caught.value)
-    here, there = told
+        refusals.append(caught.value)
+    here, there = refusals
     assert here.outcome is Outcome.REJECTED_NO_BACKENDS
     assert (there.outcome, there.message, there.retry_after_s) == (here.outcome, here.message, here.retry_after_s)
 
@@ -233,7 +233,7 @@ async def test_a_direct_request_of_a_worker_is_in_flight() -> None:
     with line.remote.direct("gone", lambda: cuts.append("nobody")):
         pass
     await nothing_left(one, line, other)
-    assert cuts == ["line", "gone"], "who has left is not told"
+    assert cuts == ["line", "gone"], "who has left hears nothing"
     line.remote.shutdown = ShutdownState(draining=True)
     with pytest.raises(Refused) as caught, line.remote.direct("a", lambda: None):
         raise AssertionError("it was let in")
@@ -263,8 +263,8 @@ async def test_a_page_is_answered_by_the_scheduler() -> None:
 @virtual
 async def test_metrics_and_usage_of_workers_are_counted_once() -> None:
     one = dispatcher(a=1)
-    told = RecordedEvents()
-    lines = [WorkerLink(one, told), WorkerLink(one, told)]
+    events = RecordedEvents()
+    lines = [WorkerLink(one, events), WorkerLink(one, events)]
     for line in lines:
         line.metrics.attempted("a", Verdict.SERVED)
         line.estimator.learn("base", 300, 1, Usage(100, 50))
@@ -273,10 +273,10 @@ async def test_metrics_and_usage_of_workers_are_counted_once() -> None:
         lines[0].metrics.record(EXIT)
     lines[1].metrics.record(EXIT)
     await turns(ENOUGH)
-    assert told.exits == [EXIT] * 2
-    assert told.log_lines == 7
-    assert told.attempts == [("a", Verdict.SERVED)] * 2
-    assert told.learned == ["base"] * 2
+    assert events.exits == [EXIT] * 2
+    assert events.log_lines == 7
+    assert events.attempts == [("a", Verdict.SERVED)] * 2
+    assert events.learned == ["base"] * 2
     assert one.pools.estimator.models["base"].seen == 2
     assert not lines[0].estimator.models, "what is learned comes back for all workers alike"
 
@@ -331,7 +331,7 @@ async def test_leases_work_over_a_socket_pair() -> None:
         line.remote.ended(client.request, None)
     up.close()
     await line.session.gone.wait()
-    assert not line.told.exits
+    assert not line.events.exits
     await nothing_left(one, line)
 
 
@@ -342,4 +342,4 @@ async def test_a_stored_response_is_reported_before_its_client_has_it() -> None:
     # No turn of the loop has passed: the client's bytes are written after this.
     assert one.up.writes == 1
     await turns(ENOUGH)
-    assert one.told.made == [ResponseStored("resp_1", "a", "t")]
+    assert one.events.made == [ResponseStored("resp_1", "a", "t")]

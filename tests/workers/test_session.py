@@ -27,7 +27,7 @@ async def test_a_client_may_leave_in_any_turn(one: Dispatcher, line: WorkerLink,
     with suppress(asyncio.CancelledError):
         await client.task
     await nothing_left(one, line)
-    assert not line.told.exits
+    assert not line.events.exits
 
 
 @linked
@@ -84,7 +84,7 @@ async def test_a_backend_that_is_gone_cuts_the_lease_in_its_worker(one: Dispatch
 
 
 @linked
-async def test_a_preemption_is_told_as_one(one: Dispatcher, line: WorkerLink) -> None:
+async def test_a_preemption_is_reported_as_one(one: Dispatcher, line: WorkerLink) -> None:
     client = line.client(stream=True, band=SHEDDABLE)
     await turns(ENOUGH)
     critical = Client(one, band=CRITICAL)
@@ -118,7 +118,7 @@ async def test_a_cut_that_comes_before_its_grant_is_known_is_not_lost(one: Dispa
 @pytest.mark.parametrize("after", range(12))
 @virtual
 async def test_a_worker_may_die_in_any_turn(after: int) -> None:
-    """Whatever its requests were about to do: all that they held is free, and they are told of."""
+    """Whatever its requests were about to do: all that they held is free, and they are reported."""
     one = dispatcher(a=1)
     line, other = WorkerLink(one), WorkerLink(one)
     for _ in range(2):
@@ -127,8 +127,8 @@ async def test_a_worker_may_die_in_any_turn(after: int) -> None:
     line.die()
     await turns(ENOUGH)
     assert line.session.gone.is_set()
-    assert len(line.told.exits) == line.session.cut
-    assert {ended.result.outcome for ended in line.told.exits} <= {Outcome.INTERNAL}
+    assert len(line.events.exits) == line.session.cut
+    assert {ended.result.outcome for ended in line.events.exits} <= {Outcome.INTERNAL}
     assert (await leased(other.client())).backend == "a"
     await nothing_left(one, line, other)
 
@@ -141,8 +141,8 @@ async def test_requests_of_a_dead_worker_are_recorded_once(one: Dispatcher, line
     assert (line.session.open_requests, one.leases) == (3, 1)
     line.die()
     await turns(ENOUGH)
-    told = [(ended.input.request_id, ended.result.outcome, ended.input.band) for ended in line.told.exits]
-    assert told == [(f"r{i}", Outcome.INTERNAL, "critical") for i in range(3)]
+    exits = [(ended.input.request_id, ended.result.outcome, ended.input.band) for ended in line.events.exits]
+    assert exits == [(f"r{i}", Outcome.INTERNAL, "critical") for i in range(3)]
     assert line.session.cut == 3
 
 

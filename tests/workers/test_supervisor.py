@@ -73,10 +73,10 @@ class RecordingSession(WorkerSession):
 
     def __init__(self, supervisor: WorkerSupervisor) -> None:
         super().__init__(supervisor._context)
-        self.told: list[protocol.Message] = []
+        self.sent: list[protocol.Message] = []
 
     def send(self, message: protocol.Message) -> None:
-        self.told.append(message)
+        self.sent.append(message)
 
 
 def supervised(backends: dict[str, BackendConfig], count: int = 2) -> tuple[WorkerSupervisor, list[RecordingSession]]:
@@ -96,12 +96,12 @@ async def test_a_change_is_sent_once_to_all_workers() -> None:
     one.reconsider()
     one.listed("a", listing())
     await turns()
-    assert [session.told for session in sessions] == [[], []], "it lists what it listed before"
+    assert [session.sent for session in sessions] == [[], []], "it lists what it listed before"
     one.listed("a", listing("lora"))
     one.reconsider()
     await turns()
     for session in sessions:
-        [fleet] = session.told
+        [fleet] = session.sent
         assert isinstance(fleet, protocol.KnownBackends)
         assert fleet.targets.keys() == {"base", "lora"}
         assert fleet.unnamed == fleet.targets["base"]
@@ -110,7 +110,7 @@ async def test_a_change_is_sent_once_to_all_workers() -> None:
     one.reconsider()
     await turns()
     for session in sessions:
-        fleet = session.told[-1]
+        fleet = session.sent[-1]
         assert isinstance(fleet, protocol.KnownBackends)
         assert [(backend.name, backend.api_key) for backend in pickle.loads(fleet.backends)] == [
             ("a", None),
@@ -126,9 +126,9 @@ async def test_a_change_is_sent_before_a_grant_that_follows_from_it() -> None:
     supervisor._dispatcher.reconsider()
     # A session does this before it sends a grant.
     supervisor.update_workers()
-    assert isinstance(session.told[0], protocol.KnownBackends)
+    assert isinstance(session.sent[0], protocol.KnownBackends)
     await turns()
-    assert len(session.told) == 1
+    assert len(session.sent) == 1
 
 
 @virtual
@@ -140,7 +140,7 @@ async def test_each_step_of_the_shutdown_is_sent() -> None:
     await turns()
     supervisor._dispatcher.drain()
     await turns()
-    assert session.told == [
+    assert session.sent == [
         protocol.ShutdownState(leaving=True),
         protocol.ShutdownState(leaving=True, draining=True),
         protocol.ShutdownState(leaving=True, draining=True, granting=False),
@@ -154,24 +154,24 @@ async def test_each_step_of_the_shutdown_is_sent() -> None:
 async def test_estimates_and_stored_responses_are_sent_to_other_workers() -> None:
     supervisor, [maker, other] = supervised({})
     supervisor._context.stored(protocol.ResponseStored("resp_1", "a", "t"), maker)
-    assert (maker.told, other.told) == ([], [protocol.ResponseStored("resp_1", "a", "t")])
+    assert (maker.sent, other.sent) == ([], [protocol.ResponseStored("resp_1", "a", "t")])
     assert dict(supervisor._stored.made_by) == {"resp_1": ("a", "t")}
     # Two workers saw the same id made in the same instant: whose word came first, it is, for both.
     supervisor._context.stored(protocol.ResponseStored("resp_1", "b", "u"), other)
-    assert (maker.told, other.told) == ([], [protocol.ResponseStored("resp_1", "a", "t")] * 2)
+    assert (maker.sent, other.sent) == ([], [protocol.ResponseStored("resp_1", "a", "t")] * 2)
     assert dict(supervisor._stored.made_by) == {"resp_1": ("a", "t")}
     for _ in range(5):
         supervisor._pools.estimator.learn("base", 300, 1, Usage(100, 50))
         supervisor._context.learned("base")
     await turns()
-    assert not maker.told, "not with every answer"
+    assert not maker.sent, "not with every answer"
     await asyncio.sleep(1.0)
-    [estimates] = maker.told
+    [estimates] = maker.sent
     assert isinstance(estimates, protocol.LearnedEstimates)
     assert (estimates.models["base"].seen, estimates.models["base"].output_tokens) == (5, 50.0)
     supervisor._context.learned("base")
     await asyncio.sleep(1.0)
-    assert len(maker.told) == 2
+    assert len(maker.sent) == 2
 
 
 @virtual
@@ -180,9 +180,9 @@ async def test_a_reload_sends_the_whole_configuration() -> None:
     new = Config(models=[{"name": "alias", "target": "base"}])  # type: ignore[arg-type]
     supervisor._rulebook.current = Rules.of(new, Nowhere())  # type: ignore[arg-type]
     supervisor.reconfigure()
-    [told] = session.told
-    assert isinstance(told, protocol.NewConfig)
-    assert pickle.loads(told.config) == new
+    [message] = session.sent
+    assert isinstance(message, protocol.NewConfig)
+    assert pickle.loads(message.config) == new
 
 
 @virtual
@@ -235,6 +235,6 @@ async def test_a_worker_that_dies_early_restarts_after_longer_pauses() -> None:
         await supervisor._keep(0)
     # Dead at once: 0.5 s. Dead at once again: 1 s. Not even started: 2 s. Dead at once: 4 s. After a minute: no pause.
     assert begun_s == [0.0, 0.5, 1.5, 3.5, 7.5, 67.5]
-    told = supervisor._context.metrics
-    assert isinstance(told, RecordedEvents)
-    assert told.lost == 4, "one that was not started was not lost"
+    events = supervisor._context.metrics
+    assert isinstance(events, RecordedEvents)
+    assert events.lost == 4, "one that was not started was not lost"

@@ -19,7 +19,7 @@ TRACE = (
     f"output_tokens={OUTPUT_TOKENS}"
 )
 LEARNED_IN_S = 10.0
-"""From then on learned limits are to be as good as told ones."""
+"""From then on learned limits are to be as good as given ones."""
 ALONE = Beside("critical alone", "cost", Mix(band="critical"))
 LEVEL = Beside("all bands equal, fcfs", "cost(fairness=fcfs,ceilings=1/1/1)", Mix(level=True))
 CEILINGS = (0.6, 0.7, 0.8, 0.9, 1.0)
@@ -134,7 +134,7 @@ SCENARIO = Scenario(
             warmup_s=LEARNED_IN_S,
         ),
         Case(
-            "20/60/20, limits told, 2 x 8B",
+            "20/60/20, limits given, 2 x 8B",
             TRACE,
             "2xllama-8b-h100",
             (0.7, 1.0, 1.5, 2.0),

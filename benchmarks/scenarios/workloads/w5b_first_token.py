@@ -48,7 +48,7 @@ def _ms(seconds: float | None) -> str:
 def _case(known: bool, every_s: float, order: str) -> Case:
     critical_from_s, flood_from_s = BEGINNINGS[order]
     return Case(
-        f"{'told' if known else 'learned'}, every {every_s:g} s, {order}",
+        f"{'given' if known else 'learned'}, every {every_s:g} s, {order}",
         f"gen:critical_and_flood,every_s={every_s:g},critical_from_s={critical_from_s:g},flood_from_s={flood_from_s:g},"
         f"first_s={FIRST_S:g}",
         "2xllama-8b-h100",
@@ -66,8 +66,8 @@ SCENARIO = Scenario(
     "W5b",
     "First tokens above a flood",
     f"Two replicas of {SEQUENCES} sequences, 240 sheddable requests that come at once, and a short critical one every"
-    " 0.5 s or 0.15 s. Batch limits are told or learned; the flood comes first, or the critical traffic does. Beside it"
-    " the critical requests alone.",
+    " 0.5 s or 0.15 s. Batch limits are given or learned; the flood comes first, or the critical traffic does."
+    " Beside it the critical requests alone.",
     Metric("critical TTFT p95 in s", in_band("critical", ttft_p95), higher=False),
     tuple(_case(known, every_s, order) for known in (True, False) for every_s in EVERY_S for order in BEGINNINGS),
 )

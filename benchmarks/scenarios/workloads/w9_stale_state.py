@@ -33,7 +33,7 @@ def _case(name: str, shape: Shape, quick: bool = False) -> Case:
 
 
 def _shared(name: str, shape: Shape) -> Case:
-    """Traffic whose prefixes decide, because Azure's file knows none: there, an event tells nothing of use."""
+    """Traffic whose prefixes decide, because Azure's file knows none: there, an event says nothing of use."""
     return Case(
         f"{name}, b2b, 8 x Qwen3-32B TP2",
         "gen:shared_system_prompts,rate=12,duration_s=100",

@@ -93,7 +93,7 @@ class OutlierDetection:
         # The estimated length of a prompt may be below its cached tokens.
         own_tokens = max(0.0, float(request.prompt_tokens - placed.cached_tokens))
         if not request.stream:
-            # Its first token is invisible. All it tells is that its prompt takes time.
+            # Its first token is invisible. It shows only that its prompt takes time.
             backend.computed_tokens += own_tokens
             backend.prompts_s += request.prompt_tokens * self._token_s
             if cold:
@@ -230,7 +230,7 @@ class OutlierDetection:
 
     @property
     def due_s(self) -> float | None:
-        """When a silence may have lasted too long without any event; None where only an event can tell."""
+        """When a silence may have lasted too long without any event; None where only an event can show it."""
         known = self._due_s < inf and len(self._peers.members) > 1
         return max(self._due_s, self._check_s) if known else None
 

@@ -220,7 +220,7 @@ class PoolRates:
 
     `prefill` is the engine's time for uncached prompt tokens, weighted by `attention`, in seconds, with a base for each
     stretch of work that begins on an idle backend. `step` is seconds per output token over the running sequences.
-    `loads` is the extra time of a cold adapter. `late_ttft` and `late_tpot` tell by how much answers exceed their
+    `loads` is the extra time of a cold adapter. `late_ttft` and `late_tpot` say by how much answers exceed their
     predictions.
     """
 

@@ -28,7 +28,7 @@ class Queued:
 
     `due_s` are its deadlines on the two clocks of `Deadlines`. `key` is its place in its flow now. `blocked_by` names
     the usage limit or backend for which it waits outside its flow, `back_from` the one for which it did before.
-    `held`: it came while no backend that it may use was up. `gone` and `key` tell the heaps which of their entries
+    `held`: it came while no backend that it may use was up. `gone` and `key` show the heaps which of their entries
     still count, so an object that is gone never comes back: its request gets a new one.
     """
 
@@ -75,7 +75,7 @@ class Band:
 
     def __init__(self, fairness: FairnessPolicy, faults: Faults) -> None:
         self.fairness = fairness
-        self._tell = faults.tell
+        self._notify = faults.notify
         self.size = 0
         self._lines: dict[str, _Line] = {}
         self._turns: LazyHeap[float, Queued] = LazyHeap(waits)
@@ -86,11 +86,11 @@ class Band:
 
     def entered(self, request: Request, now: float) -> None:
         """A request came into the waiting room for the first time."""
-        self._tell(self.fairness.entered, request, now)
+        self._notify(self.fairness.entered, request, now)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """A request of this band is over; see `FairnessPolicy.ended`."""
-        self._tell(self.fairness.ended, request, met, now)
+        self._notify(self.fairness.ended, request, met, now)
 
     def push(self, queued: Queued, now: float) -> None:
         request, rank = queued.request, queued.rank
@@ -106,7 +106,7 @@ class Band:
         line.size += 1
         self.size += 1
         if line.size == 1 or line.head() is queued:
-            self._tell(self.fairness.backlogged, request.flow, request)
+            self._notify(self.fairness.backlogged, request.flow, request)
 
     def remove(self, queued: Queued) -> None:
         request = queued.request
@@ -116,7 +116,7 @@ class Band:
         if not line.size:
             queued.gone = True
             del self._lines[request.flow]
-            self._tell(self.fairness.emptied, request.flow)
+            self._notify(self.fairness.emptied, request.flow)
             return
         was_head = line.head() is queued
         queued.gone = True
@@ -136,7 +136,7 @@ class Band:
     def _tell_head(self, flow: str, line: _Line) -> None:
         head = line.head()
         assert head is not None
-        self._tell(self.fairness.backlogged, flow, head.request)
+        self._notify(self.fairness.backlogged, flow, head.request)
 
     def first(self, flow: str) -> Generator[Queued, None, None]:
         """The requests of `flow` in their order. Close the iterator before changing anything."""

@@ -82,7 +82,7 @@ def _answer(report: Report) -> web.Response:
         alike = statuses.pop() if not report.remembered and len(statuses) == 1 else 502
         status = alike if 400 <= alike < 500 else 502
         replies = "; ".join(f"{reply.backend}: {reply.message}" for reply in failed[:5])
-        later = " Those that have not taken it are told again." if report.remembered else ""
+        later = " Those that have not taken it are asked again." if report.remembered else ""
         message = f"{len(failed)} of {len(report.replies)} replicas did not {report.change.kind} it: {replies}{later}"
         shown["error"] = error_fields(status, message)
     return web.Response(status=status, body=orjson.dumps(shown), content_type="application/json")

@@ -213,7 +213,7 @@ class ClientConnection(web.RequestHandler):
             return
         broken = self._messages[-1][0]
         if isinstance(broken, _ErrInfo) and isinstance(broken.exc, HttpProcessingError):
-            # The body that is being read cannot be parsed. Nothing else would tell its reader.
+            # The body that is being read cannot be parsed. Its reader would not learn of it otherwise.
             request.content.set_exception(web.RequestPayloadError(_failure_of(broken.exc).message))
             # It has no rest to be read and dropped after the answer.
             request.content.feed_eof()

@@ -34,7 +34,7 @@ STATUS: dict[Outcome, int] = {
     Outcome.INTERNAL: 500,
 }
 
-INTERNAL_MESSAGE = "The proxy failed; its log has the story of this id."
+INTERNAL_MESSAGE = "The proxy failed; its log has the details under this id."
 
 _OPENAI_TYPES = {
     400: "BadRequestError",

@@ -160,7 +160,7 @@ class TlsConnection(SSLProtocol):
         timeout_s: float,
     ) -> None:
         options: dict[str, Any] = {"server_side": True, "ssl_handshake_timeout": timeout_s}
-        # No waiter: `connection` is told when the handshake has ended.
+        # No waiter: `connection` gets a call when the handshake has ended.
         self._handshake = _Handshake(context, reject)
         super().__init__(loop, connection, cast(ssl.SSLContext, self._handshake), None, **options)  # type: ignore[arg-type]
         self._clients = clients

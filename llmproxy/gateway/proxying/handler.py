@@ -46,7 +46,7 @@ _UNKNOWN_SHAPES = frozenset({BodyKind.OTHER, BodyKind.FORM})
 class RequestHandler:
     """Serves requests of scheduled routes. Every one of them ends in exactly one outcome.
 
-    `ids` begins the scheduler's ids of its requests, to tell them from those of other handlers.
+    `ids` begins the scheduler's ids of its requests, so that they differ from those of other handlers.
     """
 
     def __init__(

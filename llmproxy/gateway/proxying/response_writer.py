@@ -104,7 +104,7 @@ def _no_room(*, closes: bool = False) -> Failure:
 
 
 def _send_continue(request: web.BaseRequest) -> None:
-    """Tell a client that asked first to send its body: some wait for this without limit."""
+    """Ask a client that waits for leave to send its body: some wait for this without limit."""
     if request.headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -243,7 +243,7 @@ class ResponseWriter:
     def _send(self, data: bytes) -> None:
         if self._head:
             data, self._head = self._head + data, b""
-            # Tells the server library that an answer has begun.
+            # The server library takes it as the sign that an answer has begun.
             self._request.writer.output_size = len(data)
         if self._transport is None or self._transport.is_closing():
             raise ConnectionResetError("its connection is closed")

@@ -134,7 +134,7 @@ class StreamTap:
             out.append(bytes(buffer[handed:]))
             handed = len(buffer)
             if handed > HELD_BYTES_MAX:
-                # The beginning tells what event this is, and the end holds its usage.
+                # The beginning says what event this is, and the end holds its usage.
                 del buffer[_HEAD_BYTES:-USAGE_TAIL_BYTES]
                 handed = len(buffer)
         self._handed_bytes = handed

@@ -15,7 +15,7 @@ from llmproxy.lab.fleet.world import World
 from llmproxy.lab.traces.arrival import Arrival
 from llmproxy.simulator.engine.sequence import EngineRequest
 
-PATIENCE_S = 0.5
+BEGIN_WITHIN_S = 0.5
 """A request may be bound to a replica that will begin it this much later; any longer it waits in the central queue."""
 SOON_S = 0.01
 SAVING_TOKENS = 2_048
@@ -85,7 +85,7 @@ class Oracle(Placement):
         at_once = [offer for offer in offers if offer.begin_s == 0.0]
         warm_tokens = max((offer.warm_tokens for offer in at_once), default=0) + SAVING_TOKENS
         best = min((*at_once, *(offer for offer in offers if offer.warm_tokens >= warm_tokens)), default=None)
-        if best is None or best.begin_s > PATIENCE_S:
+        if best is None or best.begin_s > BEGIN_WITHIN_S:
             # A request that waits for an adapter slot does not block the others.
             return NO_CAPACITY if sequence.adapter is None else NO_MATCH
         return Placed(best.name, -best.delay_s, (("delay_s", best.delay_s), ("begin_s", best.begin_s)), len(serving))

@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, LogFormatter
 
 INK, MUTED, GRID, PAGE = "#1b1f24", "#6a737d", "#d8dee5", "#fefefe"
 SERIES = "#0060c0", "#c8500a", "#00805a", "#a8447f", "#2f9ac6", "#a87900", "#7a4b2a"
-"""Hues that people with the common colour blindnesses can tell apart; no two lines differ by hue alone."""
+"""Hues that people with the common colour blindnesses can distinguish; no two lines differ by hue alone."""
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAGE: "--page"} | {
     h: f"--c{SERIES.index(h)}" for h in SERIES
 }

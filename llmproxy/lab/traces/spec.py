@@ -62,7 +62,7 @@ def generate(spec: str, seed: int = 0) -> Trace:
         for key, value in arguments.items():
             for low, high in getattr(hints[key], "__metadata__", ()):
                 check(low, high, **{key: value})
-        # What does not fit together is told by the generator itself, before its first arrival.
+        # What does not fit together is reported by the generator itself, before its first arrival.
         next(arrivals(), None)
     except TraceError as error:
         raise TraceError(f"{PREFIX}{name}: {error}") from None

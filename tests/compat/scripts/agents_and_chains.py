@@ -32,13 +32,13 @@ requests += 1
 
 
 async def agents() -> tuple[int, int]:
-    told = asked = 0
+    output_tokens = asked = 0
     own = AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
     for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
         agent = Agent(name="a", instructions="Say hello.", model=kind(model=model, openai_client=own))
         result = await Runner.run(agent, "Hello")
-        told, asked = told + result.context_wrapper.usage.output_tokens, asked + 1
-    return told, asked
+        output_tokens, asked = output_tokens + result.context_wrapper.usage.output_tokens, asked + 1
+    return output_tokens, asked
 
 
 more_tokens, more_requests = asyncio.run(agents())

@@ -1,4 +1,4 @@
-"""OpenAI's Python SDK over the routes: `openai_matrix.py URL MODEL`. The last line says what was asked and told."""
+"""OpenAI's Python SDK over the routes: `openai_matrix.py URL MODEL`. The last line says what was asked and answered."""
 
 import json
 import sys
@@ -50,7 +50,7 @@ except NotFoundError as error:
     assert "nobody" in error.message
     requests += 1
 
-# It leaves in the middle: the replica stops. What was made until then nobody tells, hence it has no part in the tokens.
+# It leaves in the middle: the replica stops. Nobody reports what was made until then, so it is not in the tokens.
 endless = client.chat.completions.create(
     model="lora-0", messages=hello, max_tokens=20_000, stream=True, extra_body={"ignore_eos": True}
 )

@@ -1,4 +1,4 @@
-// The SDKs for Node: `node sdks.mjs URL MODEL`. The last line says what was asked and told.
+// The SDKs for Node: `node sdks.mjs URL MODEL`. The last line says what was asked and answered.
 import OpenAI from "openai";
 import Anthropic from "@anthropic-ai/sdk";
 import { generateText, streamText } from "ai";
@@ -17,12 +17,12 @@ const count = (tokens) => {
 
 const openai = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0 });
 count((await openai.chat.completions.create({ model, messages, max_tokens: 5 })).usage.completion_tokens);
-let told;
+let usageTokens;
 const options = { include_usage: true };
 for await (const chunk of await openai.chat.completions.create({ model, messages, max_tokens: 6, stream: true, stream_options: options })) {
-  told = chunk.usage?.completion_tokens ?? told;
+  usageTokens = chunk.usage?.completion_tokens ?? usageTokens;
 }
-count(told);
+count(usageTokens);
 count((await openai.responses.create({ model, input: "Hello", max_output_tokens: 5 })).usage.output_tokens);
 
 const anthropic = new Anthropic({ baseURL: url, apiKey: "none", maxRetries: 0 });

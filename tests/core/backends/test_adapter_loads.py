@@ -18,7 +18,7 @@ LORA = request(stream=True, adapter="lora")
 
 
 class TwoBackends:
-    """Two backends: `b` speaks all the time, `a` only when it is told to."""
+    """Two backends: `b` speaks all the time, `a` only when it is asked to."""
 
     def __init__(self) -> None:
         peers = Peers(0.5)
@@ -154,8 +154,8 @@ def test_load_without_a_first_byte_goes_on(stream: bool) -> None:
     assert pool.silent_until_hung(60.0) is not None
 
 
-@pytest.mark.parametrize(("loading", "told"), [(True, False), (False, True)])
-def test_streams_beside_loads_are_not_slow(loading: bool, told: bool) -> None:
+@pytest.mark.parametrize(("loading", "expected"), [(True, False), (False, True)])
+def test_streams_beside_loads_are_not_slow(loading: bool, expected: bool) -> None:
     pool = TwoBackends()
     lease, tokens = pool.start(PROMPT), 1
     for number in range(60):
@@ -169,7 +169,7 @@ def test_streams_beside_loads_are_not_slow(loading: bool, told: bool) -> None:
         tokens += round(SPAN_S / TICK_S * 5)
         pool.detection.progress(lease, tokens, 1, None, pool.now)
         pool.silent_until_hung(TICK_S * 6)
-    assert pool.slow == told
+    assert pool.slow == expected
 
 
 def test_a_load_time_follows_the_longest_and_forgets_it() -> None:

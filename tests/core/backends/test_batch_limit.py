@@ -31,7 +31,7 @@ class Engine:
             self.limit.observe(running, load - running, load)
 
 
-def test_it_starts_where_it_is_told_and_stays_there_while_unused() -> None:
+def test_it_starts_where_it_is_set_and_stays_there_while_unused() -> None:
     limit = BatchLimit(None, 32)
     assert limit.value == 32
     for _ in range(50):

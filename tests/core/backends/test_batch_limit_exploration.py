@@ -15,7 +15,7 @@ SETTINGS = Settings(capacity=CapacitySettings(start_limit=4, look_ahead=0), head
 
 
 def unknown_pool(*names: str, placement: str = "cost") -> Pools:
-    """Engines whose limits nobody told; a critical request has come and gone."""
+    """Engines whose limits nobody gave; a critical request has come and gone."""
     of = pools(dict.fromkeys(names), replace(SETTINGS, placement=placement))
     for name in names:
         of.backends[name].limit.forget()

@@ -254,54 +254,54 @@ def test_without_a_slow_start_all_is_given_at_once() -> None:
 
 
 def with_events() -> tuple[Health, list[EjectionEvent]]:
-    health, told = healthy(), list[EjectionEvent]()
-    health.on_event = told.append
-    return health, told
+    health, events = healthy(), list[EjectionEvent]()
+    health.on_event = events.append
+    return health, events
 
 
-def test_ejection_events_tell_reason_pause_and_total_time() -> None:
-    health, told = with_events()
+def test_ejection_events_give_reason_pause_and_total_time() -> None:
+    health, events = with_events()
     fail(health, 3)
-    assert told == [Ejected("3 failures in a row", 1.0)]
+    assert events == [Ejected("3 failures in a row", 1.0)]
     health.booked(10)
     health.finished(10, Verdict.FAILED, 1.0)
-    assert told[1:] == [Ejected("its probe failed", 2.0)]
+    assert events[1:] == [Ejected("its probe failed", 2.0)]
     health.booked(11)
     health.first_byte(11, 3.5)
-    assert told[2:] == [Unejected(3.5)]
+    assert events[2:] == [Unejected(3.5)]
     health.finished(11, Verdict.SERVED, 4.0)
-    assert len(told) == 3, "it is back once"
+    assert len(events) == 3, "it is back once"
 
 
 @pytest.mark.parametrize(
     ("verdict", "why"), [(Verdict.CONNECT_FAILED, "no connection"), (Verdict.DRAINING, "it is shutting down")]
 )
 def test_many_equal_failures_are_one_event(verdict: Verdict, why: str) -> None:
-    health, told = with_events()
+    health, events = with_events()
     fail(health, 5, verdict=verdict)
-    assert told == [Ejected(why, 1.0)]
+    assert events == [Ejected(why, 1.0)]
 
 
 def test_slow_probe_ejects_again_and_a_fresh_start_unejects() -> None:
-    health, told = with_events()
+    health, events = with_events()
     assert health.slowed("slow: 6.2 times as slow as usual", 0.0)
     health.measured(7, False, 1.0)
-    assert told == [
+    assert events == [
         Ejected("slow: 6.2 times as slow as usual", 1.0), Ejected("slow: its probe was as slow", 2.0),
     ]  # fmt: skip
     health.poll_failed(Trouble.UNHEALTHY)
     health.poll_succeeded(2.0)
-    assert told[2:] == [Unejected(2.0)]
+    assert events[2:] == [Unejected(2.0)]
 
 
 def test_skipped_ejections_in_a_row_are_one_event() -> None:
-    health, told = with_events()
+    health, events = with_events()
     health.peers = Peers(0.5)
     health.peers.members = {"a": health, "b": healthy()}
     health.peers.members["b"].try_eject("hung", 0.0)
     row_s = [0.0, 1.0, SETTINGS.backoff_max_s, 1.9 * SETTINGS.backoff_max_s]
     for now in row_s:
         assert not health.try_eject("3 failures in a row", now)
-    assert told == [EjectionSkipped("3 failures in a row")]
+    assert events == [EjectionSkipped("3 failures in a row")]
     assert not health.try_eject("hung", row_s[-1] + SETTINGS.backoff_max_s)
-    assert told[1:] == [EjectionSkipped("hung")]
+    assert events[1:] == [EjectionSkipped("hung")]

@@ -27,7 +27,7 @@ class Answer:
     grant: Grant
     prompt_done: float = 0.0
     tokens: float = 0.0
-    told: int = 0
+    reported: int = 0
 
 
 @dataclass
@@ -106,9 +106,9 @@ class SimulatedPool:
             return
         blocked = first is not None and first.grant.request.prompt_tokens > 2_000
         answer.tokens += (0.0 if blocked else 50.0) * step_s
-        if asked.stream and int(answer.tokens) > answer.told and round(self.now / TICK_S) % 6 == grant.lease % 6:
-            answer.told = int(answer.tokens)
-            self.of.progress(grant, answer.told, self.now)
+        if asked.stream and int(answer.tokens) > answer.reported and round(self.now / TICK_S) % 6 == grant.lease % 6:
+            answer.reported = int(answer.tokens)
+            self.of.progress(grant, answer.reported, self.now)
         if answer.tokens >= TOKENS:
             del self.answers[grant.lease]
             self.of.finish(grant, Verdict.SERVED, self.now)
@@ -125,7 +125,7 @@ def warm(**given: object) -> SimulatedPool:
 
 
 def only_ejection(pool: SimulatedPool) -> Ejected:
-    """That of `a`, where nothing else is told."""
+    """That of `a`, where nothing else is given."""
     [(backend, ejected)] = pool.of.news()
     assert backend == "a"
     assert isinstance(ejected, Ejected)
@@ -142,11 +142,11 @@ def test_silent_backend_is_ejected_in_two_seconds_and_its_leases_revoked() -> No
     assert pool.until("a", 10.0) <= 2.0
     ejected = only_ejection(pool)
     assert ejected.pause_s == pool.settings.health.backoff_s
-    told = re.fullmatch(r"hung: silent for (1\.\d) s, first bytes owed: (\d+)", ejected.why)
-    assert told is not None
-    assert float(told[1]) >= 1.5
-    assert int(told[2]) == len(pool.revoked) > owed
-    assert not pool.of.news(), "it is told once"
+    match = re.fullmatch(r"hung: silent for (1\.\d) s, first bytes owed: (\d+)", ejected.why)
+    assert match is not None
+    assert float(match[1]) >= 1.5
+    assert int(match[2]) == len(pool.revoked) > owed
+    assert not pool.of.news(), "it is reported once"
     assert pool.revoked
     pool.run(0.5)
     assert not [a for a in pool.answers.values() if a.grant.placed.backend == "a" and not a.tokens]
@@ -255,9 +255,9 @@ def test_tenfold_slower_backend_is_ejected_within_five_seconds(placement: str) -
     pool.factors["a"] = 10.0
     assert pool.until("a", 20.0) <= 5.0
     assert not any(pool.ejected(name) for name in "bcd")
-    told = re.fullmatch(r"slow: (\d+\.\d) times as slow as usual", only_ejection(pool).why)
-    assert told is not None
-    assert 3.0 <= float(told[1]) <= 15.0
+    match = re.fullmatch(r"slow: (\d+\.\d) times as slow as usual", only_ejection(pool).why)
+    assert match is not None
+    assert 3.0 <= float(match[1]) <= 15.0
 
 
 def test_backend_stays_ejected_while_its_probes_are_slow() -> None:
@@ -308,8 +308,8 @@ def test_long_uncached_prompts_make_no_backend_slow(monkeypatch: pytest.MonkeyPa
         assert not any(pool.ejected(name) for name in pool.names)
 
 
-@pytest.mark.parametrize(("owed", "told"), [(True, set()), (False, {"a"})])
-def test_prompt_that_waited_for_room_explains_time_when_computed(owed: bool, told: set[str]) -> None:
+@pytest.mark.parametrize(("owed", "expected"), [(True, set()), (False, {"a"})])
+def test_prompt_that_waited_for_room_explains_time_when_computed(owed: bool, expected: set[str]) -> None:
     peers = Peers(0.5)
     peers.members = {name: Health(HealthSettings()) for name in "ab"}
     detection = OutlierDetection(HealthSettings(), peers)
@@ -329,7 +329,7 @@ def test_prompt_that_waited_for_room_explains_time_when_computed(owed: bool, tol
             tokens[lease] += 1 if lease == 0 and half > 50 else 50
             detection.progress(lease, tokens[lease], 2, 0.5, now)
         slow |= detection.outliers(now)[1].keys()
-    assert slow == told
+    assert slow == expected
 
 
 def test_one_of_two_backends_is_always_left() -> None:

@@ -31,7 +31,7 @@ def test_the_first_answer_counts_in_full_and_later_ones_are_averaged() -> None:
     assert estimator.tokens("other", RequestFacts("other", prompt_bytes=400)) == (100, 256)
 
 
-def test_bytes_per_token_are_told_as_learned() -> None:
+def test_bytes_per_token_are_reported_as_learned() -> None:
     estimator = Estimator()
     estimator.learn("m", 300, 1, Usage(100, 50))
     assert (estimator.bytes_per_token("m"), estimator.bytes_per_token("other")) == (3.0, estimate.BYTES_PER_TOKEN)

@@ -243,13 +243,13 @@ class Books:
         self.held[grant.lease] = Held(grant, waiter.excluded)
 
     def _explained(self, grant: Grant) -> None:
-        told = dict(grant.why.waiting)
+        shown = dict(grant.why.waiting)
         pool, band = grant.request.pool, grant.request.band
         here = Counter(w.request.band for w in self.waiting_in(pool))
-        assert list(told) == sorted(told, reverse=True)
-        assert all(0 < told[level] <= here[level] for level in told), f"{told} are said to wait, and {here} do"
+        assert list(shown) == sorted(shown, reverse=True)
+        assert all(0 < shown[level] <= here[level] for level in shown), f"{shown} are said to wait, and {here} do"
         if not self.settings.limits and not any(w.request.backend for w in self.waiting_in(pool)):
-            assert told == here
+            assert shown == here
         assert 1 <= grant.why.flows <= len({w.request.flow for w in self.waiting_in(pool) if w.request.band == band})
 
     def _strict(self, grant: Grant, rows: Mapping[str, Row], reached: float) -> None:

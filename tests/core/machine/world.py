@@ -57,7 +57,7 @@ class World:
         self.shed: set[str] = set()
         self.bereft: set[str] = set()
         self.trace: list[str] = []
-        self._told: dict[str, tuple[float, bool]] = {}
+        self._clocks: dict[str, tuple[float, bool]] = {}
         self._serial = 0
         for name, (_, listed) in fleet.items():
             self.pools.backends[name].answered(self.now)
@@ -197,7 +197,7 @@ class World:
             self.books.use(request.pool, request.band)
         for victim in self._shed_by(request.pool, in_the_way):
             self._see_shed(victim, below)
-        self._tell(request.pool)
+        self._pass_time(request.pool)
         self.waiting[request.id] = waiter
 
     def _service_s(self, request: Request) -> float:
@@ -246,7 +246,7 @@ class World:
     def decide(self) -> list[Decision]:
         """One pass, held to every promise. Answers its decisions."""
         rows = {pool: self._rows(pool) for pool in {*self.pools.catalogue.pools, *self.pools.schedulers}}
-        held = {pool: self._tell(pool) for pool in rows}
+        held = {pool: self._pass_time(pool) for pool in rows}
         left_s = {n: w.held_s if held[w.request.pool] else w.own_s for n, w in self.waiting.items()}
         due = {name for name, left in left_s.items() if left <= 5e-7}
         ejected = self._ejected()
@@ -306,8 +306,8 @@ class World:
         return wakeup_s is not None and wakeup_s <= self.now
 
     def _expiry(self, waiter: Waiter) -> Outcome:
-        told = self._alive(waiter.request.pool) and not waiter.held
-        return Outcome.EXPIRED if told else Outcome.EXPIRED_NO_BACKENDS
+        alive = self._alive(waiter.request.pool) and not waiter.held
+        return Outcome.EXPIRED if alive else Outcome.EXPIRED_NO_BACKENDS
 
     def _proven_to_wait(self, preempt: Preempt) -> None:
         reading = self.pools.backends[preempt.backend].reading
@@ -326,12 +326,12 @@ class World:
 
     # --- what is known of the fleet ----------------------------------------------------------------------------------
 
-    def _tell(self, pool: str) -> bool:
+    def _pass_time(self, pool: str) -> bool:
         """Let the time since this pool was last heard of pass on the clock that ran; True when it is held from now."""
-        since_s, held = self._told.get(pool, (self.now, False))
+        since_s, held = self._clocks.get(pool, (self.now, False))
         self.books.pass_time(pool, self.now - since_s, held)
         held = bool(self.settings.queue.hold_s) and not self._alive(pool)
-        self._told[pool] = self.now, held
+        self._clocks[pool] = self.now, held
         return held
 
     def _alive(self, pool: str) -> bool:

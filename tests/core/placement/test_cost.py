@@ -352,9 +352,9 @@ def test_last_choices_are_kept_with_all_their_candidates() -> None:
     for number in range(EXPLAINED_MAX + 5):
         bench.now += 1.0
         placed = bench.place(streamed(label=f"r{number}", prompt_tokens=700), views)
-    told = bench.cost.explained()
-    assert [one.label for one in told] == [f"r{number}" for number in range(5, EXPLAINED_MAX + 5)]
-    last = told[-1]
+    explained = bench.cost.explained()
+    assert [one.label for one in explained] == [f"r{number}" for number in range(5, EXPLAINED_MAX + 5)]
+    last = explained[-1]
     assert (last.at_s, last.prompt_tokens, last.chosen) == (bench.now, 700, placed.backend)
     assert [(price.backend, price.fits) for price in last.prices] == [("a", True), ("b", True), ("full", False)]
     prices = {price.backend: price for price in last.prices}

@@ -131,7 +131,7 @@ def test_load_time_is_known_before_the_next_first_byte() -> None:
     assert bench.terms(asked(1), slotted("b"))["adapter"] == pytest.approx(2.0, rel=0.1)
 
 
-def test_loads_from_host_memory_and_disk_are_told_apart() -> None:
+def test_loads_from_host_memory_and_disk_are_distinguished() -> None:
     bench = CostBench()
     for lap in range(40):
         # Six adapters in turns and two slots: three others are loaded before one comes back. Each lap has a new one.

@@ -19,7 +19,7 @@ BLOCK = 100.0
 
 
 class EppBench:
-    """A preset, and the leases that it was told of."""
+    """A preset, and the leases that it was notified of."""
 
     def __init__(self, preset: str, seed: int = 7) -> None:
         self.policy = make(preset, Random(seed))
@@ -149,7 +149,7 @@ def test_index_is_as_large_as_the_last_read_cache() -> None:
 
     small = [seen("a", kv_tokens=400)]
     bench.serve(asks(1, 2), small)
-    # A reading that is missing tells of no larger cache.
+    # A reading that is missing shows no larger cache.
     bench.serve(asks(7, 8), [view("a", max_model_len=None)])
     assert (match(1, 2), match(7, 8)) == (1.0, 1.0)
     bench.serve(asks(4, 5), small)

@@ -89,14 +89,14 @@ print(*(place(request(session=f"s{i}"), views, 1.0, frozenset(), 0.0).backend fo
 
 @pytest.mark.parametrize("hash_seed", ["0", "1"])
 def test_every_process_knows_the_same_homes(hash_seed: str) -> None:
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert told.stdout.split() == [place(session, idle()).backend for session in SESSIONS[:50]]
+    assert done.stdout.split() == [place(session, idle()).backend for session in SESSIONS[:50]]
 
 
 def test_homes_are_the_same_in_every_version() -> None:

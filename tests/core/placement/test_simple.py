@@ -44,7 +44,7 @@ def preset(request: pytest.FixtureRequest) -> str:
 # --- filters, the same for every preset -------------------------------------------------------------------------------
 
 
-def test_no_room_anywhere_is_told_from_no_room_for_this_one(preset: str) -> None:
+def test_no_room_anywhere_differs_from_no_room_for_this_one(preset: str) -> None:
     full, down = view("full", load=10), view("down", available=False)
     roomy_elsewhere = view("other", served=frozenset({"other"}))
     place = make(preset, Random(0)).place

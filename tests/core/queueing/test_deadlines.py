@@ -22,7 +22,7 @@ from tests.core.make import (
 )
 
 
-def house(hold_s: float = 10.0, **backends: int) -> Pools:
+def fleet(hold_s: float = 10.0, **backends: int) -> Pools:
     settings = tight(queue=QueueSettings(hold_s=hold_s))
     return pools(backends or {"a": 1}, settings)
 
@@ -38,7 +38,7 @@ def up(of: Pools, name: str, now: float) -> None:
 
 
 def test_requests_held_for_a_pool_are_served_in_order_when_it_returns() -> None:
-    of = house(a=9)
+    of = fleet(a=9)
     down(of, "a")
     for name, band, at in (("low", SHEDDABLE, 1.0), ("second", CRITICAL, 2.0), ("first", CRITICAL, 1.5)):
         of.submit(request(id=name, band=band, arrived_s=at), 2.0)
@@ -47,8 +47,8 @@ def test_requests_held_for_a_pool_are_served_in_order_when_it_returns() -> None:
     assert names(granted(of, 6.0)) == ["first", "second", "low"]
 
 
-def test_a_request_is_held_for_hold_s_and_then_told_that_none_came_up() -> None:
-    of = house(hold_s=10.0)
+def test_a_request_is_held_for_hold_s_and_then_answered_that_none_came_up() -> None:
+    of = fleet(hold_s=10.0)
     down(of, "a")
     of.submit(request(deadline_s=60.0), 2.0)
     of.decide(2.0)
@@ -57,14 +57,14 @@ def test_a_request_is_held_for_hold_s_and_then_told_that_none_came_up() -> None:
 
 
 def test_a_request_that_may_wait_less_is_held_less() -> None:
-    of = house(hold_s=10.0)
+    of = fleet(hold_s=10.0)
     down(of, "a")
     of.submit(request(deadline_s=3.0), 2.0)
     only_drop(of, 3.0)
 
 
 def test_its_own_time_stands_still_while_a_request_is_held() -> None:
-    of = house(hold_s=30.0)
+    of = fleet(hold_s=30.0)
     submit(of, request(id="runs"), request(id="waits", deadline_s=5.0))
     runs = only_grant(of, 0.0)
     down(of, "a")
@@ -79,7 +79,7 @@ def test_its_own_time_stands_still_while_a_request_is_held() -> None:
 
 
 def test_a_grant_has_the_time_that_was_left_of_the_requests_own() -> None:
-    of = house(hold_s=30.0)
+    of = fleet(hold_s=30.0)
     down(of, "a")
     submit(of, request(deadline_s=5.0))
     of.decide(0.0)
@@ -88,7 +88,7 @@ def test_a_grant_has_the_time_that_was_left_of_the_requests_own() -> None:
 
 
 def test_a_retry_of_the_only_backend_is_held_and_may_return_to_it() -> None:
-    of = house()
+    of = fleet()
     of.submit(request(id="retried"), 0.0)
     grant = only_grant(of, 0.0)
     of.finish(grant, Verdict.CONNECT_FAILED, 0.1)
@@ -101,7 +101,7 @@ def test_a_retry_of_the_only_backend_is_held_and_may_return_to_it() -> None:
 
 
 def test_a_retry_goes_to_another_backend_or_is_refused_without_one() -> None:
-    of = house(a=1, b=1)
+    of = fleet(a=1, b=1)
     of.submit(request(), 0.0, frozenset({"a"}), Entry.RETRY)
     grant = only_grant(of, 0.0)
     assert grant.placed.backend == "b"

@@ -47,7 +47,7 @@ def test_a_band_is_in_use_for_a_while_after_its_last_request() -> None:
     assert (headroom.ceiling(SHEDDABLE, 13.0), headroom.changes_at(13.0)) == (1.0, None)
 
 
-def test_a_reserve_without_end_is_kept_before_the_first_request() -> None:
+def test_headroom_without_end_is_kept_before_the_first_request() -> None:
     headroom = Headroom(Settings(headroom_s=inf))
     assert [headroom.ceiling(band, 0.0) for band in (CRITICAL, DEFAULT, SHEDDABLE)] == [1.0, 0.95, 0.85]
     headroom.used(CRITICAL, 0.0)
@@ -62,7 +62,7 @@ def test_no_band_may_ever_fill_more_than_one_above_it() -> None:
         assert ceilings == sorted(ceilings)
 
 
-def test_what_waits_gets_the_reserve_when_it_lapses_without_any_event() -> None:
+def test_what_waits_gets_the_headroom_when_it_lapses_without_any_event() -> None:
     one = pools({"a": 20}, tight(headroom_s=10.0))
     submit(one, *(request(band=band) for band in (CRITICAL, *[DEFAULT] * 30)))
 

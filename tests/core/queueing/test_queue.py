@@ -19,7 +19,7 @@ from tests.core.make import only_grant, pools, refusal, request, tight
 
 @pytest.mark.parametrize("kind", ["flow_", "band_", ""])
 @pytest.mark.parametrize(("unit", "limit"), [("requests", 2), ("bytes", 250), ("tokens", 50)])
-def test_each_limit_is_told_by_its_name(kind: str, unit: str, limit: int) -> None:
+def test_each_limit_is_given_by_its_name(kind: str, unit: str, limit: int) -> None:
     name = f"{kind}{unit}_max"
     occupancy = Occupancy(replace(QueueSettings(), **{name: limit}))
     one, two, three = request(), request(), request()

@@ -175,7 +175,7 @@ def test_nothing_is_shed_for_a_request_beyond_its_rate() -> None:
 
 
 @pytest.mark.parametrize("names", [("model:m", TENANT), (TENANT, "model:m")])
-def test_a_client_is_told_the_longest_of_its_waits(names: tuple[str, str]) -> None:
+def test_a_client_is_given_the_longest_of_its_waits(names: tuple[str, str]) -> None:
     limits = UsageLimits({TENANT: UsageLimit(requests_per_min=1), "model:m": UsageLimit(tokens_per_min=20)})
     limits.admit(request(limits=("model:m",)), 0.0)
     limits.admit(theirs(), 40.0)

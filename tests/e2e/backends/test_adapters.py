@@ -35,7 +35,7 @@ async def unload(proxy: ProxyUnderTest, **body: Any) -> Answer:
     return await proxy.post(UNLOAD, {"lora_name": "fresh"} | body, headers=KEY)
 
 
-def told(answer: Answer) -> list[tuple[str, int | None, bool]]:
+def replies(answer: Answer) -> list[tuple[str, int | None, bool]]:
     return [(one["backend"], one["status"], one["ok"]) for one in answer.json["replicas"]]
 
 
@@ -59,7 +59,7 @@ async def test_all_replicas_have_it_when_the_answer_comes() -> None:
         answer = await load(proxy, is_3d_lora_weight=False, replicas="all")
         assert (answer.status, answer.json["ok"], answer.json["failed"]) == (200, 2, 0)
         assert (answer.json["adapter"], answer.json["model"], answer.json["remembered"]) == ("fresh", "base", True)
-        assert told(answer) == [("b0", 200, True), ("b1", 200, True)]
+        assert replies(answer) == [("b0", 200, True), ("b1", 200, True)]
         assert answer.json["replicas"][0]["message"] == "Success: LoRA adapter 'fresh' added successfully."
         for replica in proxy.replicas:
             assert sent(replica) == [(LOAD, FRESH | {"is_3d_lora_weight": False})], "in vLLM's own words alone"
@@ -67,16 +67,16 @@ async def test_all_replicas_have_it_when_the_answer_comes() -> None:
         assert "fresh" in [model["id"] for model in (await proxy.get("/v1/models")).json["data"]]
         assert proxy.metric("llmproxy_adapter_changes_total", change="load", repeated="false", ok="true") == 2
         answer = await unload(proxy)
-        assert (answer.status, told(answer)) == (200, [("b0", 200, True), ("b1", 200, True)])
+        assert (answer.status, replies(answer)) == (200, [("b0", 200, True), ("b1", 200, True)])
         assert (await proxy.chat(ASK)).status == 404
 
 
 async def test_some_backends_are_those_with_the_fewest_adapters() -> None:
     async with serving(FAST, PLAIN, FAST, **ADMIN) as proxy:
-        assert told(await load(proxy, replicas=1)) == [("b1", 200, True)]
+        assert replies(await load(proxy, replicas=1)) == [("b1", 200, True)]
         assert {(await proxy.chat(ASK)).backend for _ in range(4)} == {"b1"}
-        assert told(await load(proxy, replicas=2)) == [("b0", 200, True), ("b1", 400, True)], "b1 has it already"
-        assert told(await unload(proxy, replicas=1)) == [("b0", 200, True)]
+        assert replies(await load(proxy, replicas=2)) == [("b0", 200, True), ("b1", 400, True)], "b1 has it already"
+        assert replies(await unload(proxy, replicas=1)) == [("b0", 200, True)]
         assert [adapters(proxy, f"b{i}").count("fresh") for i in range(3)] == [0, 1, 0]
 
 
@@ -87,7 +87,7 @@ async def test_two_models_have_adapters_of_their_own() -> None:
         assert (refused.status, "one of base, other" in refused.json["error"]["message"]) == (400, True)
         assert (await load(proxy, model="nope")).status == 404
         answer = await load(proxy, model="other")
-        assert (answer.status, answer.json["model"], told(answer)) == (200, "other", [("b1", 200, True)])
+        assert (answer.status, answer.json["model"], replies(answer)) == (200, "other", [("b1", 200, True)])
         assert "model" not in sent(proxy.replicas[1])[0][1]
         assert (await proxy.chat(ASK)).backend == "b1"
         for name in ("nick", "base", "fresh"):
@@ -128,7 +128,7 @@ async def test_a_replica_that_has_it_already_counts_as_one_that_took_it() -> Non
     async with serving(PLAIN, PLAIN, **ADMIN) as proxy:
         assert (await proxy.post(proxy.replicas[1].url + LOAD, FRESH)).status == 200
         answer = await load(proxy)
-        assert (answer.status, told(answer)) == (200, [("b0", 200, True), ("b1", 400, True)])
+        assert (answer.status, replies(answer)) == (200, [("b0", 200, True), ("b1", 400, True)])
         assert "already been loaded" in answer.json["replicas"][1]["message"]
 
 
@@ -138,7 +138,7 @@ async def test_one_that_has_another_of_that_name_does_not() -> None:
             assert (await proxy.post(replica.url + LOAD, FRESH | {"lora_path": "/old"})).status == 200
         answer = await load(proxy)
         assert (answer.status, answer.json["error"]["code"]) == (400, 400), "the status on which all agree"
-        assert (answer.json["remembered"], told(answer)) == (False, [("b0", 400, False), ("b1", 400, False)])
+        assert (answer.json["remembered"], replies(answer)) == (False, [("b0", 400, False), ("b1", 400, False)])
         assert (await proxy.get(PAGE)).json == {"adapters": [], "more": 0}
         assert (await load(proxy, load_inplace=True)).status == 200
 
@@ -147,7 +147,7 @@ async def test_a_report_lists_backends_that_took_the_change() -> None:
     async with serving(PLAIN, NO_LORA, **ADMIN) as proxy:
         answer = await load(proxy)
         assert (answer.status, answer.json["ok"], answer.json["failed"]) == (502, 1, 1)
-        assert told(answer) == [("b0", 200, True), ("b1", 500, False)]
+        assert replies(answer) == [("b0", 200, True), ("b1", 500, False)]
         assert "1 of 2 replicas did not load it: b1: " in answer.json["error"]["message"]
         assert "LoRA is not enabled" in answer.json["replicas"][1]["message"]
         assert answer.json["remembered"]
@@ -197,7 +197,7 @@ async def test_one_that_was_down_or_never_seen_gets_it_when_it_comes(
         proxy.replicas[1].faults.set("refuse")
         await until(lambda: proxy.app.pools.backends["b1"].health.down)
         answer = await load(proxy)
-        assert (answer.status, told(answer)) == (502, [("b0", 200, True), ("b1", None, False)])
+        assert (answer.status, replies(answer)) == (502, [("b0", 200, True), ("b1", None, False)])
         assert answer.json["replicas"][1]["message"] == "The backend is down."
         await proxy.replicas[1].restart()
         async with Replica(PLAIN, port=port) as late:
@@ -243,7 +243,7 @@ async def serving_slowly(**config: Any) -> AsyncIterator[tuple[Slow, ProxyUnderT
     try:
         async with serving(extra=[f"http://127.0.0.1:{runner.addresses[0][1]}"], **ADMIN, **config) as proxy:
             yield slow, proxy
-        assert changes() == [], "nobody tells backends anything once the proxy is closed"
+        assert changes() == [], "no backend is sent anything once the proxy is closed"
     finally:
         slow.let.set()
         await runner.cleanup()
@@ -287,7 +287,7 @@ async def test_closing_gives_up_a_change_that_is_under_way() -> None:
 async def test_a_late_backend_is_reported_and_believed_later() -> None:
     async with serving_slowly(timeouts={"adapter_s": 0.05}) as (slow, proxy):
         answer = await load(proxy)
-        assert (answer.status, told(answer)) == (502, [("b0", None, False)])
+        assert (answer.status, replies(answer)) == (502, [("b0", None, False)])
         assert "timeouts.adapter_s" in answer.json["replicas"][0]["message"]
         slow.let.set()
         await until(lambda: "fresh" in adapters(proxy, "b0"))

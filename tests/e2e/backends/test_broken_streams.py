@@ -29,14 +29,14 @@ EVENT = b'data: {"id":"1","choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
 def error_of(event: bytes, dialect: str) -> str:
     """The message of an error event, which must have the form that clients of the dialect look for."""
     lines = event.split(b"\n")
-    told: dict[str, Any] = json.loads(lines[-1].removeprefix(b"data: "))
+    payload: dict[str, Any] = json.loads(lines[-1].removeprefix(b"data: "))
     if dialect in ("chat", "completions"):
         assert len(lines) == 1
-        assert (told["error"]["type"], told["error"]["code"]) == ("BadGatewayError", 502)
-        return str(told["error"]["message"])
+        assert (payload["error"]["type"], payload["error"]["code"]) == ("BadGatewayError", 502)
+        return str(payload["error"]["message"])
     assert lines[0] == b"event: error"
-    assert told["type"] == "error"
-    return str(told["error"]["message"] if dialect == "messages" else told["message"])
+    assert payload["type"] == "error"
+    return str(payload["error"]["message"] if dialect == "messages" else payload["message"])
 
 
 async def read_stream(proxy: ProxyUnderTest, path: str, body: object, *, whole: bool = False) -> list[bytes]:

@@ -52,9 +52,9 @@ class Crowd:
         body = {"model": model, "stream": stream, "messages": [{"role": "user", "content": content}]}
         return self._proxy.http.post(self._proxy.url + CHAT, json=body, headers={"x-llm-d-inference-objective": band})
 
-    async def _impatient(self, stream: bool, patience_s: float) -> str:
+    async def _impatient(self, stream: bool, leaves_after_s: float) -> str:
         try:
-            async with asyncio.timeout(patience_s), self._post(stream) as response:
+            async with asyncio.timeout(leaves_after_s), self._post(stream) as response:
                 await response.read()
         except TimeoutError:
             return "gave up"

@@ -60,10 +60,10 @@ async def test_a_lack_of_descriptors_blames_no_backend(monkeypatch: pytest.Monke
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 503 ")
             assert b"\r\nRetry-After: 1\r\n" in head
-            told = await reader.readuntil(b"}}")
-            assert b"Too many open files" in told
-            assert b"LimitNOFILE" in told
-            assert b"127.0.0.1" not in told
+            error_text = await reader.readuntil(b"}}")
+            assert b"Too many open files" in error_text
+            assert b"LimitNOFILE" in error_text
+            assert b"127.0.0.1" not in error_text
         assert proxy.metric("llmproxy_attempts_total", verdict="local_failure") == 2, "each was tried"
         assert all_up(proxy)
         assert not any(backend.health.ejected_times for backend in proxy.app.pools.backends.values())
@@ -102,8 +102,8 @@ async def test_a_silent_name_server_keeps_known_addresses(monkeypatch: pytest.Mo
                 assert all(pools.backends[f"b{i}"].health.down for i in range(1, 21))
                 assert not proxy.metric("llmproxy_poll_failures_total", backend="b0")
         assert max(Counter(asked).values()) == 2, "one question at a time"
-        [told] = [line for line in logs if line["event"] == "name_not_resolved" and line["name"] == "gone-7.test"]
-        assert told["why"] == "no answer within 0.05 s"
+        [warning] = [line for line in logs if line["event"] == "name_not_resolved" and line["name"] == "gone-7.test"]
+        assert warning["why"] == "no answer within 0.05 s"
 
 
 async def test_the_time_to_wait_does_not_run_while_a_body_arrives(proxy: ProxyUnderTest) -> None:

@@ -81,9 +81,9 @@ async def test_the_log_says_at_once_that_no_backend_is_up(port: int) -> None:
             async with Replica(FAST, port=port):
                 await until(lambda: any(line["event"] == "backend_up" for line in logs))
                 assert (await proxy.chat()).status == 200
-    told = {line["event"]: line for line in logs}
-    assert (told["no_backend_up"]["backends"], told["no_backend_up"]["held_s"]) == (["b0"], 0.05)
-    assert "nothing listens there (yet): is the address right?" in told["backend_down"]["why"]
+    events = {line["event"]: line for line in logs}
+    assert (events["no_backend_up"]["backends"], events["no_backend_up"]["held_s"]) == (["b0"], 0.05)
+    assert "nothing listens there (yet): is the address right?" in events["backend_down"]["why"]
 
 
 async def test_a_request_for_an_unknown_name_may_ask_for_less(port: int) -> None:

@@ -24,7 +24,7 @@ def log() -> Iterator[list[EventDict]]:
         yield lines
 
 
-def told(log: list[EventDict], event: str, backend: str) -> list[EventDict]:
+def events(log: list[EventDict], event: str, backend: str) -> list[EventDict]:
     return [line for line in log if line["event"] == event and line["backend"] == backend]
 
 
@@ -60,17 +60,17 @@ async def test_a_request_on_a_hung_backend_is_tried_elsewhere(log: list[EventDic
         assert (asked(proxy, hangs, "owed"), asked(proxy, speaks, "owed")) == (1, 1)
         await until(lambda: proxy.replica(hangs).in_flight == 1)
 
-        ejected = told(log, "backend_ejected", hangs)[0]
+        ejected = events(log, "backend_ejected", hangs)[0]
         assert ejected["log_level"] == "warning"
         assert ejected["why"].startswith("hung: silent for ")
         assert ejected["why"].endswith(" s, first bytes owed: 1")
-        assert not told(log, "backend_back", hangs)
+        assert not events(log, "backend_back", hangs)
 
         proxy.replica(hangs).faults.clear()
         assert await one.content.readany(), "the stream that had begun goes on"
         async with asyncio.timeout(15.0):
-            while not told(log, "backend_back", hangs):
+            while not events(log, "backend_back", hangs):
                 assert (await proxy.chat(OWED)).status == 200
-        assert told(log, "backend_back", hangs)[0]["after_s"] > 0.0
+        assert events(log, "backend_back", hangs)[0]["after_s"] > 0.0
         other.close()
         await reading

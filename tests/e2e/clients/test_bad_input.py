@@ -18,7 +18,7 @@ PATHS = [CHAT, "/v1/completions", "/v1/responses", MESSAGES, "/tokenize"]
 JSON = {"content-type": "application/json"}
 
 
-def told(answer: Answer, path: str) -> str:
+def message_of(answer: Answer, path: str) -> str:
     """The message of an error, which must have the form of the endpoint's dialect."""
     assert answer.headers["content-type"].startswith("application/json")
     error: dict[str, Any] = answer.json["error"]
@@ -44,7 +44,7 @@ def nothing_was_sent(proxy: ProxyUnderTest) -> None:
 async def test_a_body_that_is_no_request(proxy: ProxyUnderTest, path: str, body: bytes) -> None:
     answer = await proxy.post(path, body)
     assert answer.status == 400
-    assert told(answer, path)
+    assert message_of(answer, path)
     nothing_was_sent(proxy)
     assert proxy.outcomes() == {"bad_request": 1}
 
@@ -56,7 +56,7 @@ async def test_an_unknown_model(proxy: ProxyUnderTest, path: str) -> None:
         404,
         "not_found_error" if path == MESSAGES else "NotFoundError",
     )
-    assert "The model `nope` does not exist" in told(answer, path)
+    assert "The model `nope` does not exist" in message_of(answer, path)
     nothing_was_sent(proxy)
 
 
@@ -65,7 +65,7 @@ async def test_a_log_line_stays_whole_for_any_model_name(proxy: ProxyUnderTest, 
     with capture_logs() as lines:
         answer = await proxy.post(CHAT, {"model": letter * 4_000})
         await proxy.settled()
-    assert (answer.status, letter * 4_000 in told(answer, CHAT)) == (404, True)
+    assert (answer.status, letter * 4_000 in message_of(answer, CHAT)) == (404, True)
     (line,) = [line for line in lines if line["event"] == "request"]
     assert "The model `" in line["error"]
     assert "characters)" in line["error"]
@@ -77,14 +77,14 @@ async def test_a_method_that_is_not_allowed(proxy: ProxyUnderTest, path: str) ->
     for method in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS"):
         answer = await proxy.request(method, path)
         assert (answer.status, answer.headers["allow"]) == (405, "POST")
-        assert told(answer, path)
+        assert message_of(answer, path)
 
 
 async def test_a_path_that_does_not_exist(proxy: ProxyUnderTest) -> None:
     for path in ("/v1/nothing", "/v1/messages/nothing", "/nothing"):
         answer = await proxy.post(path, HELLO)
         assert answer.status == 404
-        assert path in told(answer, path)
+        assert path in message_of(answer, path)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -94,7 +94,7 @@ async def test_a_path_that_does_not_exist(proxy: ProxyUnderTest) -> None:
 async def test_a_content_type_that_is_not_read(proxy: ProxyUnderTest, path: str, kind: str) -> None:
     answer = await proxy.post(path, json.dumps(HELLO).encode(), headers={"content-type": kind})
     assert answer.status == 400
-    assert "application/json" in told(answer, path)
+    assert "application/json" in message_of(answer, path)
 
 
 async def test_a_content_type_with_a_parameter(proxy: ProxyUnderTest) -> None:
@@ -107,7 +107,7 @@ async def test_a_compressed_body(proxy: ProxyUnderTest, path: str) -> None:
     packed = gzip.compress(json.dumps(HELLO).encode())
     answer = await proxy.post(path, packed, headers=JSON | {"content-encoding": "gzip"})
     assert (answer.status, answer.headers["accept-encoding"]) == (415, "identity")
-    assert "compressed" in told(answer, path)
+    assert "compressed" in message_of(answer, path)
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
@@ -117,7 +117,7 @@ async def test_a_body_beyond_the_limit(path: str) -> None:
         for options in ({}, {"chunked": True}):
             answer = await proxy.post(path, body, **options)
             assert answer.status == 413
-            assert "body_bytes_max" in told(answer, path)
+            assert "body_bytes_max" in message_of(answer, path)
         assert (await proxy.chat()).status == 200
         assert proxy.outcomes() == {"too_large": 2, "completed": 1}
 

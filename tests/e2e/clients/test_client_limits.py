@@ -149,10 +149,10 @@ async def test_many_fields_that_are_too_large_together() -> None:
     async with serving(FAST, clients={"head_bytes_max": 2000, "head_fields_max": 10}) as proxy:
         large = "".join(f"x-{i}: {'b' * 400}\r\n" for i in range(5))
         many = "".join(f"x-{i}: b\r\n" for i in range(10))
-        for extra, told in ((large, "clients.head_bytes_max"), (many, "too many header fields")):
+        for extra, reason in ((large, "clients.head_bytes_max"), (many, "too many header fields")):
             async with proxy.wire(raw_post(HELLO, extra=extra)) as (reader, _):
                 status, message = await refusal(reader)
-                assert (status, told in message) == (431, True)
+                assert (status, reason in message) == (431, True)
         async with proxy.wire(raw_post(HELLO)) as (reader, _):
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
 
@@ -259,7 +259,7 @@ async def test_a_body_that_ends_in_any_way_is_held_no_more(ends: Any, monkeypatc
 
 async def test_a_reload_changes_what_may_be_held(tmp_path: Path) -> None:
     async with serving(FAST, file=tmp_path / "config.json", **BODIES) as proxy:
-        (tmp_path / "config.json").write_text(json.dumps({**proxy.told, "body_bytes_total_max": 200_000}))
+        (tmp_path / "config.json").write_text(json.dumps({**proxy.config_data, "body_bytes_total_max": 200_000}))
         await until(lambda: proxy.app.handler.bodies.bytes_max == 200_000)
 
 
@@ -284,8 +284,8 @@ async def test_more_connections_than_may_be_open(key: str, status: int) -> None:
     async with serving(FAST, clients=limits) as proxy, proxy.wire(b"") as first, proxy.wire(b"") as second:
         await until(lambda: connections(proxy) == 2)
         async with proxy.wire(b"") as (reader, _):
-            told, message = await refusal(reader)
-            assert (told, f"clients.{key}" in message) == (status, True)
+            got, message = await refusal(reader)
+            assert (got, f"clients.{key}" in message) == (status, True)
         first[1].close()
         await until(lambda: connections(proxy) == 1)
         async with proxy.wire(raw_post(HELLO)) as (reader, _):
@@ -309,11 +309,11 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 @pytest.mark.timeout(300, method="thread")
 @pytest.mark.parametrize(
-    ("workers", "flags", "told"),
+    ("workers", "flags", "expected"),
     [(1, (), ("info", "default", 65_536)), (2, ("--clients-connections-max", "900"), ("warning", "configured", 900))],
 )
 async def test_clients_leave_enough_descriptors_for_the_backends(
-    workers: int, flags: Sequence[str], told: tuple[str, str, int], tmp_path: Path
+    workers: int, flags: Sequence[str], expected: tuple[str, str, int], tmp_path: Path
 ) -> None:
     soft, hard, allowed = 48, 96, 32
     before = (sys.executable, "-c", WITH_FILES, str(soft), str(hard))
@@ -325,7 +325,7 @@ async def test_clients_leave_enough_descriptors_for_the_backends(
         assert (await process.event("listening"))["open_files"] == hard
         limited = await process.event("connections_limited")
         assert (limited["connections_max"], limited["open_files"]) == (allowed * workers, hard)
-        level, word, wanted = told
+        level, word, wanted = expected
         assert (limited["level"], limited[word], len({"default", "configured"} & limited.keys())) == (level, wanted, 1)
         port = int(url.rpartition(":")[2])
         wires = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2 * hard * workers)]

@@ -151,7 +151,7 @@ SIM = replace(FAST, model=MODEL)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Exchange:
     """What a client got: a status, all bytes behind the status line, and whether the next request was answered, too."""
 
     status: int
@@ -159,7 +159,7 @@ class Told:
     kept: bool
 
 
-async def told(proxy: ProxyUnderTest, head: bytes, body: dict[str, Any] | None = None) -> Told:
+async def exchanged(proxy: ProxyUnderTest, head: bytes, body: dict[str, Any] | None = None) -> Exchange:
     """Send this as it is, and a small request behind it."""
     data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
     length = b"" if body is None else b"Content-Length: %d\n" % len(data)
@@ -169,7 +169,7 @@ async def told(proxy: ProxyUnderTest, head: bytes, body: dict[str, Any] | None =
         got = await wire.all()
     line, _, rest = got.partition(b"\r\n")
     answer, mark, _ = rest.rpartition(b"HTTP/1.1 200 OK\r\n")
-    return Told(int(line.split()[1]), answer if mark else rest, bool(mark))
+    return Exchange(int(line.split()[1]), answer if mark else rest, bool(mark))
 
 
 def reached(proxy: ProxyUnderTest) -> dict[str, Any]:
@@ -180,10 +180,10 @@ def reached(proxy: ProxyUnderTest) -> dict[str, Any]:
 
 async def test_codex_opens_a_websocket_and_then_asks_by_http() -> None:
     async with serving(SIM) as proxy:
-        opened = await told(proxy, CODEX_OPENING)
+        opened = await exchanged(proxy, CODEX_OPENING)
         assert (opened.status, opened.kept) == (426, False)
         assert proxy.outcomes() == {}
-        asked = await told(proxy, CODEX, CODEX_BODY)
+        asked = await exchanged(proxy, CODEX, CODEX_BODY)
         assert (asked.status, asked.kept, b"event: response.completed" in asked.rest) == (200, True, True)
         assert reached(proxy) == CODEX_BODY
         assert "authorization" not in proxy.sent().headers
@@ -193,11 +193,11 @@ async def test_codex_opens_a_websocket_and_then_asks_by_http() -> None:
 
 async def test_claude_code_probes_looks_for_models_and_asks() -> None:
     async with serving(SIM) as proxy:
-        probed, models = await told(proxy, CLAUDE_PROBE), await told(proxy, CLAUDE_MODELS)
+        probed, models = await exchanged(proxy, CLAUDE_PROBE), await exchanged(proxy, CLAUDE_MODELS)
         assert (probed.status, probed.kept, probed.rest.endswith(b"\r\n\r\n")) == (200, True, True)
         assert (models.status, models.kept, b'"display_name":"sim-8b"' in models.rest) == (200, True, True)
         assert proxy.outcomes() == {}, "a probe is no bad request"
-        asked = await told(proxy, CLAUDE, CLAUDE_BODY)
+        asked = await exchanged(proxy, CLAUDE, CLAUDE_BODY)
         assert (asked.status, asked.kept, b"event: message_stop" in asked.rest) == (200, True, True)
         assert reached(proxy) == CLAUDE_BODY
         sent = proxy.sent()
@@ -208,7 +208,7 @@ async def test_claude_code_probes_looks_for_models_and_asks() -> None:
 
 async def test_lm_eval_asks_for_the_tokenizer_before_anything_else() -> None:
     async with serving(SIM) as proxy:
-        asked = await told(proxy, LM_EVAL)
+        asked = await exchanged(proxy, LM_EVAL)
         assert (asked.status, asked.kept) == (200, True)
         about = json.loads(asked.rest.partition(b"\r\n\r\n")[2])
         assert {"eos_token", "bos_token", "chat_template"} <= about.keys()
@@ -217,9 +217,9 @@ async def test_lm_eval_asks_for_the_tokenizer_before_anything_else() -> None:
 
 async def test_aiperf_looks_for_metrics_and_asks() -> None:
     async with serving(SIM) as proxy:
-        looked = await told(proxy, AIPERF_METRICS)
+        looked = await exchanged(proxy, AIPERF_METRICS)
         assert (looked.status, looked.kept) == (200, True)
-        asked = await told(proxy, AIPERF, AIPERF_BODY)
+        asked = await exchanged(proxy, AIPERF, AIPERF_BODY)
         assert (asked.status, asked.kept, b"data: [DONE]" in asked.rest) == (200, True, True)
         assert b'"usage":{' in asked.rest
         assert reached(proxy) == AIPERF_BODY
@@ -242,7 +242,7 @@ async def test_the_conversations_of_a_client_stay_where_they_are(
         places = []
         for _ in range(2):
             for i in range(12):
-                assert (await told(proxy, head.replace(other, other + b"%d" % i), body)).status == 200
+                assert (await exchanged(proxy, head.replace(other, other + b"%d" % i), body)).status == 200
             places.append([len([s for s in replica.requests_seen if s.method == "POST"]) for replica in proxy.replicas])
         first, both = places
         assert all(first), "twelve sessions are on all three"

@@ -24,8 +24,8 @@ ALLOWED: dict[str, Any] = {"clients": {"allowed_origins": [APP, "http://localhos
 def cors(answer: Answer) -> dict[str, str]:
     """What an answer says to browsers, by names without their prefix. Nothing may be said twice."""
     prefix = "access-control-"
-    told = [(name.lower(), value) for name, value in answer.headers.items()]
-    found = [(name.removeprefix(prefix), value) for name, value in told if name.startswith(prefix)]
+    fields = [(name.lower(), value) for name, value in answer.headers.items()]
+    found = [(name.removeprefix(prefix), value) for name, value in fields if name.startswith(prefix)]
     assert len(dict(found)) == len(found)
     return dict(found)
 

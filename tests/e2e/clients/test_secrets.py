@@ -84,8 +84,8 @@ async def pages(proxy: ProxyUnderTest) -> None:
 
 async def test_no_key_and_no_cookie_is_in_any_log_page_or_answer(log: io.StringIO, tmp_path: Path) -> None:
     decisions = tmp_path / "decisions.jsonl"
-    told = TENANTS | {"body_bytes_max": 65_536, "decision_log": str(decisions)}
-    async with serving(GUARDED, **told) as proxy:
+    config = TENANTS | {"body_bytes_max": 65_536, "decision_log": str(decisions)}
+    async with serving(GUARDED, **config) as proxy:
         assert (await proxy.chat(headers=ACME)).status == 200
         assert (await proxy.chat(STREAM, headers={"x-api-key": KEYS[2]})).status == 200
         for scene in (unauthorized, client_errors, upstream_errors, a_client_that_leaves, broken_requests, pages):
@@ -121,13 +121,13 @@ async def test_not_even_a_bug_shows_a_key(log: io.StringIO) -> None:
 # --- what goes on to backends -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("told", [{}, {"backend_api_key": "secret-of-the-engine"}, {"api_keys": ["secret-of-acme"]}])
-async def test_credentials_of_clients_stay_here(told: dict[str, Any]) -> None:
-    async with serving(FAST, **told) as proxy:
+@pytest.mark.parametrize("config", [{}, {"backend_api_key": "secret-of-the-engine"}, {"api_keys": ["secret-of-acme"]}])
+async def test_credentials_of_clients_stay_here(config: dict[str, Any]) -> None:
+    async with serving(FAST, **config) as proxy:
         assert (await proxy.chat(headers=ACME | {"x-api-key": "secret-other"})).status == 200
         sent = {name.lower(): value for name, value in proxy.sent().headers.items()}
         assert not {"cookie", "x-api-key"} & sent.keys()
-        assert sent.get("authorization") == ("Bearer secret-of-the-engine" if "backend_api_key" in told else None)
+        assert sent.get("authorization") == ("Bearer secret-of-the-engine" if "backend_api_key" in config else None)
 
 
 async def test_credentials_go_on_where_that_is_configured() -> None:

@@ -203,7 +203,7 @@ async def test_connections_count_before_their_handshake_is_over(files: Files, tr
 
 
 @pytest.mark.parametrize(
-    ("tls", "told"),
+    ("tls", "problem"),
     [
         (
             {"cert": "absent.pem"},
@@ -214,8 +214,8 @@ async def test_connections_count_before_their_handshake_is_over(files: Files, tr
         ({"client_ca": "ca.pem"}, "tls.cert: is missing"),
     ],
 )
-async def test_a_certificate_of_no_use_keeps_the_proxy_from_starting(tls: dict[str, str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+async def test_a_certificate_of_no_use_keeps_the_proxy_from_starting(tls: dict[str, str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
         async with running(Config.model_validate({"port": 0, "host": HOST, "tls": tls})):
             pass
 
@@ -293,7 +293,7 @@ async def test_new_authorities_are_believed_and_old_ones_no_more(
         new.write_bytes(text)
         new.replace(file)
 
-    def told(event: str) -> list[Any]:
+    def logged(event: str) -> list[Any]:
         return [line for line in logs if line["event"] == event]
 
     with capture_logs() as logs:
@@ -301,16 +301,16 @@ async def test_new_authorities_are_believed_and_old_ones_no_more(
             gpu() as backend,
             serving(backends=[{"url": backend.url, "name": "b0", "tls": tls}], wait=False) as proxy,
         ):
-            await until(lambda: told("backend_down"))
+            await until(lambda: logged("backend_down"))
             replace(ca.cert_pem.bytes())
             await until(lambda: all_up(proxy))
             assert (await proxy.chat()).status == 200
             replace(b"nobody")
-            await until(lambda: told("authorities_kept"))
+            await until(lambda: logged("authorities_kept"))
             assert (await proxy.chat()).status == 200
             replace(other.cert_pem.bytes())
-            await until(lambda: len(told("backend_down")) == 2)
+            await until(lambda: len(logged("backend_down")) == 2)
             assert (await proxy.chat()).status == 503
-    assert [line["backend"] for line in told("authorities_renewed")] == ["b0", "b0"]
-    [kept] = told("authorities_kept")
+    assert [line["backend"] for line in logged("authorities_renewed")] == ["b0", "b0"]
+    [kept] = logged("authorities_kept")
     assert kept["why"].startswith(f"{file} holds no certificate: ")

@@ -67,8 +67,8 @@ def normal(body: bytes) -> bytes:
 
 def comparable(answer: Answer) -> tuple[int, set[tuple[str, str]], bytes]:
     ours = ("x-llmproxy-", "x-request-id", "date", "server")
-    told = {(name.lower(), value) for name, value in answer.headers.items()}
-    return answer.status, {field for field in told if not field[0].startswith(ours)}, normal(answer.body)
+    headers = {(name.lower(), value) for name, value in answer.headers.items()}
+    return answer.status, {field for field in headers if not field[0].startswith(ours)}, normal(answer.body)
 
 
 @pytest.mark.parametrize(("path", "body"), SAME, ids=[f"{i}{path}" for i, (path, _) in enumerate(SAME)])
@@ -119,7 +119,7 @@ async def test_a_client_without_usage_is_charged_the_same(proxy: ProxyUnderTest,
 async def test_a_request_id_is_taken_sent_on_and_echoed(proxy: ProxyUnderTest) -> None:
     answer = await proxy.chat(headers={"X-Request-Id": "mine-1"})
     assert answer.headers.getall("x-request-id") == ["mine-1"]
-    assert answer.json["id"] == "chatcmpl-mine-1", "the engine was told"
+    assert answer.json["id"] == "chatcmpl-mine-1", "the engine got it"
 
 
 async def test_a_request_id_is_made_where_there_is_none(proxy: ProxyUnderTest) -> None:
@@ -148,8 +148,8 @@ async def test_a_reason_phrase_passes_without_control_characters(sent: bytes) ->
         async with serving_script(script) as (proxy, _), proxy.wire(raw_post(STREAM)) as (reader, _):
             line = await reader.readuntil(b"\r\n")
             await proxy.settled()
-        told = b"Internal Server Error" if status == b"500" and not sent else REASONS[sent]
-        assert line == b"HTTP/1.1 %s %s\r\n" % (status, told)
+        reason = b"Internal Server Error" if status == b"500" and not sent else REASONS[sent]
+        assert line == b"HTTP/1.1 %s %s\r\n" % (status, reason)
 
 
 async def test_an_old_client_without_chunks_gets_its_stream_too(proxy: ProxyUnderTest) -> None:
@@ -271,7 +271,7 @@ async def test_engines_are_asked_for_answers_as_they_are() -> None:
 
 async def test_a_stream_compressed_all_the_same_passes_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = asyncio.Event()
-    told: list[int] = []
+    reported: list[int] = []
 
     async def script(peer: Peer, _: bytes) -> None:
         hop = GzipHop()
@@ -282,7 +282,7 @@ async def test_a_stream_compressed_all_the_same_passes_as_it_comes(monkeypatch: 
         await peer.send(hop.chunk(DONE, last=True) + STREAM_END)
 
     monkeypatch.setattr(passing, "PROGRESS_S", 0.0)
-    monkeypatch.setattr(Lease, "progress", lambda _, tokens: told.append(tokens))
+    monkeypatch.setattr(Lease, "progress", lambda _, tokens: reported.append(tokens))
     async with serving_script(script) as (proxy, _):
         async with proxy.wire(raw_post(STREAM)) as (reader, _):
             head = await reader.readuntil(b"\r\n\r\n")
@@ -300,7 +300,7 @@ async def test_a_stream_compressed_all_the_same_passes_as_it_comes(monkeypatch: 
         await proxy.settled()
         assert proxy.outcomes() == {"completed": 1}
         assert proxy.metric("llmproxy_ttft_seconds_count") == 1
-        assert set(told) == {0}, "its backend is heard, and nothing is said of its pace"
+        assert set(reported) == {0}, "its backend is heard, and nothing is said of its pace"
 
 
 async def next_chunk(reader: asyncio.StreamReader) -> bytes:

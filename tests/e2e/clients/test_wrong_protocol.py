@@ -38,7 +38,7 @@ def frames(data: bytes) -> list[tuple[int, int, int, bytes]]:
     return found
 
 
-def told(body: bytes) -> str:
+def message_of(body: bytes) -> str:
     return str(json.loads(body)["error"]["message"])
 
 
@@ -48,7 +48,7 @@ async def test_a_client_that_expects_tls_gets_a_hint() -> None:
             for _ in range(3):
                 head, _, body = (await answered(proxy.url, GREETING)).partition(b"\r\n\r\n")
                 assert head.startswith(b"HTTP/1.1 400 ")
-                assert "begin with http://" in told(body)
+                assert "begin with http://" in message_of(body)
     [line] = logs
     assert (line["event"], line["log_level"]) == ("wrong_protocol", "warning")
     assert "set tls.cert" in line["hint"]
@@ -64,7 +64,7 @@ async def test_http2_with_prior_knowledge_is_answered_in_http2() -> None:
     assert head[:3] == (1, 4, 1)
     assert b"\x08\x03505" in head[3]
     assert data[:3] == (0, 1, 1)
-    assert "speaks HTTP/1.1" in told(data[3])
+    assert "speaks HTTP/1.1" in message_of(data[3])
     assert goaway == (7, 0, 0, b"\x00\x00\x00\x01\x00\x00\x00\x0d")
     assert [line["event"] for line in logs] == ["wrong_protocol"]
 
@@ -79,7 +79,7 @@ async def test_http2_gets_a_hint_in_any_pieces() -> None:
     async with serving() as proxy:
         for cut in (1, 3, 15):
             got = await answered(proxy.url, HTTP2_PREFACE[:cut], HTTP2_PREFACE[cut:])
-            assert "began with HTTP/2" in told(got.partition(b"\r\n\r\n")[2])
+            assert "began with HTTP/2" in message_of(got.partition(b"\r\n\r\n")[2])
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ async def test_a_broken_request_that_names_http2_gets_its_error(broken: bytes) -
     async with serving() as proxy:
         head, _, body = (await answered(proxy.url, broken)).partition(b"\r\n\r\n")
     assert b" 400 " in head.partition(b"\r\n")[0]
-    assert "This is no HTTP/1.1 request" in told(body)
+    assert "This is no HTTP/1.1 request" in message_of(body)
 
 
 def test_what_only_resembles_them_may_be_a_request() -> None:
@@ -111,7 +111,7 @@ async def test_plain_http_at_a_port_of_tls_gets_a_hint(tmp_path: Path) -> None:
                 got = await answered(proxy.url, method + b" /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
                 head, _, body = got.partition(b"\r\n\r\n")
                 assert head.startswith(b"HTTP/1.1 400 ")
-                assert "begin with https://" in told(body)
+                assert "begin with https://" in message_of(body)
             # Garbage is none of it.
             assert await answered(proxy.url, b"\x00" * 64) != got
     assert [line["event"] for line in logs] == ["wrong_protocol"]

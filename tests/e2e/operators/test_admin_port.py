@@ -62,10 +62,10 @@ async def test_from_elsewhere_the_port_serves_metrics_or_the_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "status"), [({}, 200), ({"api_keys": ["k"]}, 200), (TENANT | {"admin_key": hash_of("for-admins")}, 401)]
+    ("config", "status"), [({}, 200), ({"api_keys": ["k"]}, 200), (TENANT | {"admin_key": hash_of("for-admins")}, 401)]
 )
-async def test_metrics_are_open_unless_they_name_tenants(told: dict[str, Any], status: int) -> None:
-    async with serving(FAST, **told) as proxy:
+async def test_metrics_are_open_unless_they_name_tenants(config: dict[str, Any], status: int) -> None:
+    async with serving(FAST, **config) as proxy:
         assert (await proxy.get("/metrics")).status == 200, "on this machine"
         for headers in (AFAR, AFAR | ACME):
             answer = await proxy.get("/metrics", headers=headers)

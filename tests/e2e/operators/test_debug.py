@@ -125,11 +125,11 @@ async def test_a_choice_is_shown_with_prices_and_predictions(tmp_path: Path) -> 
         answers = {}
         for name, change in (("first", {"max_tokens": 30}), ("second", {"n": 2}), ("plain", {"stream": False})):
             answers[name] = await proxy.post(CHAT, STREAM | change, headers={"x-request-id": name})
-        told = (await proxy.get(f"{EXPLAIN}?request=first")).json
-        (pool,) = told["pools"]
+        explained = (await proxy.get(f"{EXPLAIN}?request=first")).json
+        (pool,) = explained["pools"]
         (choice,) = pool["choices"]
         chosen, other = choice["candidates"]
-        assert (told["placement"], pool["pool"], pool["priced"]) == ("cost", "base", True)
+        assert (explained["placement"], pool["pool"], pool["priced"]) == ("cost", "base", True)
         assert (choice["request"], choice["model"], choice["chosen"]) == ("first", "base", answers["first"].backend)
         assert {chosen["backend"], other["backend"]} == {"b0", "b1"}
         assert chosen["line"].startswith(f"{choice['chosen']}: ")
@@ -235,8 +235,8 @@ async def test_a_day_in_the_log_is_replayed_against_another_policy(tmp_path: Pat
     arrivals = list(open_trace(path).arrivals())
     assert [arrival.at_s for arrival in arrivals] == sorted(arrival.at_s for arrival in arrivals)
     # Those of one millisecond are in the order of their ends.
-    told = sorted((one.tenant, one.adapter or "", one.band, one.output_tokens, one.guessed) for one in arrivals)
-    assert told == [
+    replayed = sorted((one.tenant, one.adapter or "", one.band, one.output_tokens, one.guessed) for one in arrivals)
+    assert replayed == [
         ("acme", "lora-0", 100, 6, False),
         ("base", "", 0, 2, False),
         ("base", "", 0, 2, True),
@@ -260,10 +260,10 @@ async def test_a_decision_log_that_cannot_be_written_stops_the_start(tmp_path: P
 
 
 def test_the_program_ends_with_2_then(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    told = {"host": "127.0.0.1", "port": 0, "backends": ["http://127.0.0.1:9"], "decision_log": str(tmp_path)}
+    config = {"host": "127.0.0.1", "port": 0, "backends": ["http://127.0.0.1:9"], "decision_log": str(tmp_path)}
     handlers = logging.getLogger().handlers[:]
     try:
-        assert process.run(Config.model_validate(told)) == 2
+        assert process.run(Config.model_validate(config)) == 2
     finally:
         logging.getLogger().handlers[:] = handlers
         structlog.reset_defaults()

@@ -162,9 +162,9 @@ async def test_a_request_that_fails_while_draining_is_not_tried_elsewhere() -> N
 
 
 async def test_a_port_that_is_taken_is_an_os_error(proxy: ProxyUnderTest) -> None:
-    told = Config.model_validate({"host": "127.0.0.1", "port": int(proxy.url.rpartition(":")[2]), "backends": []})
+    config = Config.model_validate({"host": "127.0.0.1", "port": int(proxy.url.rpartition(":")[2]), "backends": []})
     with pytest.raises(OSError, match="in use"):
-        async with running(told):
+        async with running(config):
             pass
 
 
@@ -213,11 +213,11 @@ async def test_a_kept_connection_is_served_once_more_after_a_handover() -> None:
 
 
 async def test_a_successor_hears_from_its_backends_before_it_accepts(proxy: ProxyUnderTest) -> None:
-    told = Config.model_validate({"host": "127.0.0.1", "port": 0, "backends": [{"url": proxy.replicas[0].url}]})
+    config = Config.model_validate({"host": "127.0.0.1", "port": 0, "backends": [{"url": proxy.replicas[0].url}]})
     reads, writes = os.pipe()
     for ready_fd in (None, writes):
         sockets = Sockets(ready_fd)
-        async with running(told, sockets=sockets) as started:
+        async with running(config, sockets=sockets) as started:
             assert bool(started.pools.catalogue.models()) is (ready_fd is not None)
             sockets.serving()
     assert os.read(reads, 1) == b"1"

@@ -30,7 +30,7 @@ def write(proxy: ProxyUnderTest, **changed: Any) -> None:
     """Put the configuration of the proxy into its file, with some keys of the top set anew."""
     reloader = proxy.app.reloader
     assert reloader is not None
-    reloader.file.write_text(json.dumps({**proxy.told, **changed}))
+    reloader.file.write_text(json.dumps({**proxy.config_data, **changed}))
 
 
 async def rewrite(proxy: ProxyUnderTest, **changed: Any) -> reload.Reloaded:
@@ -53,7 +53,7 @@ async def states(proxy: ProxyUnderTest) -> dict[str, str]:
 
 async def test_twenty_reloads_under_load_lose_nothing(tmp_path: Path) -> None:
     async with reloadable(tmp_path, FAST, FAST, fixed_limit=2) as proxy:
-        both = proxy.told["backends"]
+        both = proxy.config_data["backends"]
         async with proxy.stream(ENDLESS) as stream:
             asked = [proxy.waiting(STREAM | {"max_tokens": 30}) for _ in range(20)]
             for turn in range(20):
@@ -71,7 +71,7 @@ async def test_twenty_reloads_under_load_lose_nothing(tmp_path: Path) -> None:
 async def test_requests_wait_while_all_backends_are_replaced(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"queue": {"hold_s": 30.0}, "scheduling": {"look_ahead": 0}}
     async with reloadable(tmp_path, FAST, FAST, fixed_limit=1, **settings) as proxy:
-        old, new = proxy.told["backends"]
+        old, new = proxy.config_data["backends"]
         await rewrite(proxy, backends=[old])
         await until(lambda: len(proxy.app.pools.backends) == 1)
         async with proxy.stream() as stream:
@@ -95,8 +95,8 @@ async def test_what_can_change_changes_for_the_next_request(tmp_path: Path) -> N
         model = {"name": "nick", "target": "base"}
         renewed = tenant | {"keys": [hash_of("acme-2")], "limits": {"requests_per_min": 1}}
         done = await rewrite(proxy, tenants=[renewed], api_keys=[], models=[model], body_bytes_max=300)
-        told = [str(change) for change in done.changes]
-        assert told == [
+        changes = [str(change) for change in done.changes]
+        assert changes == [
             "api_keys: changed, not shown",
             "body_bytes_max: 67108864 -> 300",
             "models[nick]: added {name: nick, target: base, limits: {}}",
@@ -134,21 +134,21 @@ async def test_keys_that_need_a_restart_are_logged_and_others_used(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "problem"),
     [
         ('{"backends": ["http://a"],\n "quue": {}}', 'c.yaml:2: quue: is not a known key (nearest known key: "queue")'),
         ("backends: [", "is no valid YAML"),
         ("port: 70000\n", "c.yaml:1: port: should be less than or equal to 65535"),
     ],
 )
-async def test_a_bad_file_changes_nothing_and_says_why(tmp_path: Path, text: str, told: str) -> None:
+async def test_a_bad_file_changes_nothing_and_says_why(tmp_path: Path, text: str, problem: str) -> None:
     async with reloadable(tmp_path, FAST) as proxy:
         before = proxy.app.config
         assert proxy.app.reloader is not None
         proxy.app.reloader.file.write_text(text)
         answer = await proxy.post("/admin/reload", None, headers=ADMIN)
         assert answer.status == 400
-        assert told in answer.json["problems"][0]
+        assert problem in answer.json["problems"][0]
         assert proxy.app.config is before
         assert (await proxy.chat()).status == 200
         assert proxy.metric("llmproxy_config_last_reload_successful") == 0.0
@@ -178,7 +178,7 @@ async def test_a_client_that_leaves_does_not_stop_the_reload_it_asked_for(tmp_pa
 async def test_backends_change_their_address_key_and_limit(tmp_path: Path) -> None:
     async with reloadable(tmp_path, FAST, replace(FAST, api_key="engine"), backend_api_key="engine") as proxy:
         assert proxy.app.reloader is not None
-        first, second = (dict(one) for one in proxy.told["backends"])
+        first, second = (dict(one) for one in proxy.config_data["backends"])
         await rewrite(proxy, backends=[first], backend_api_key=None)
         await until(lambda: list(proxy.app.pools.backends) == ["b0"])
         moved = {"name": "b0", "url": second["url"], "api_key": "engine", "max_in_flight": 3}
@@ -207,7 +207,7 @@ async def test_every_part_uses_the_new_configuration(tmp_path: Path, monkeypatch
         seen = proxy.replicas[0].requests_seen
         await until(lambda: is_poll(seen[-1]) and seen[-1].headers["authorization"] == "Bearer engine-2")
         # A removed backend gets no order to load again, and no request waits for it.
-        await rewrite(proxy, **key, backends=proxy.told["backends"][:1])
+        await rewrite(proxy, **key, backends=proxy.config_data["backends"][:1])
         await until(lambda: list(proxy.app.pools.backends) == ["b0"])
         (sql,) = (await proxy.get("/debug/adapters")).json["adapters"]
         assert [one["backend"] for one in sql["replicas"]] == ["b0"]
@@ -286,7 +286,7 @@ async def test_backends_come_and_go_with_a_file(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("llmproxy.fleet.discovery.FileSource.interval_s", 0.01)
     listed = tmp_path / "backends.yaml"
     async with serving(FAST, FAST, file=tmp_path / "c.yaml", discovery={"file": str(listed)}, **KEYED) as proxy:
-        one, other = proxy.told["backends"]
+        one, other = proxy.config_data["backends"]
         pools = proxy.app.pools
         # The file does not exist yet: what it will name may turn up, so that nothing is unknown.
         assert (await proxy.chat(HELLO | {"model": "elsewhere"})).status == 503

@@ -34,14 +34,14 @@ async def http() -> AsyncIterator[ClientSession]:
         yield session
 
 
-async def test_it_tells_at_its_start_what_it_does(backend: Replica, tmp_path: Path) -> None:
+async def test_it_says_at_its_start_what_it_does(backend: Replica, tmp_path: Path) -> None:
     path = str(tmp_path / "state.json")
     arguments = ("--port", "0", "--fairness", "slo", "--state-file", path, backend.url)
     async with served(tmp_path / "log", *arguments) as process:
         listening = await process.event("listening")
         assert (listening["workers"], listening["state_file"]) == (1, path)
-        [told] = process.events("setting_without_effect")
-        assert str(told["setting"]).startswith("scheduling.fairness: slo has no objective to measure")
+        [warning] = process.events("setting_without_effect")
+        assert str(warning["setting"]).startswith("scheduling.fairness: slo has no objective to measure")
         process.process.send_signal(signal.SIGHUP)
         assert "--config" in str((await process.event("nothing_to_reload"))["hint"])
 
@@ -50,11 +50,11 @@ async def test_it_tells_at_its_start_what_it_does(backend: Replica, tmp_path: Pa
 
 
 @asynccontextmanager
-async def starting(tmp_path: Path, told: str) -> AsyncIterator[tuple[Served, Callable[[], None]]]:
-    """One that reads its configuration and does not get to its end until it is `told`, by the second of the pair."""
+async def starting(tmp_path: Path, text: str) -> AsyncIterator[tuple[Served, Callable[[], None]]]:
+    """One that reads its configuration to the end only when the second of the pair has written this `text`."""
     file, replacement = tmp_path / "config.yaml", tmp_path / "complete.yaml"
     os.mkfifo(file)
-    replacement.write_text(told)
+    replacement.write_text(text)
     async with served(tmp_path / "log", "--port", "0", "--config", str(file)) as process:
         writer = None
         async with asyncio.timeout(START_MAX_S):
@@ -65,13 +65,13 @@ async def starting(tmp_path: Path, told: str) -> AsyncIterator[tuple[Served, Cal
                 await asyncio.sleep(0.01)
         with writer as pipe:
 
-            def tell() -> None:
+            def complete() -> None:
                 # Whoever reads it again reads the same, from a common file.
                 replacement.replace(file)
-                pipe.write(told)
+                pipe.write(text)
                 pipe.close()
 
-            yield process, tell
+            yield process, complete
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ async def test_an_early_order_is_carried_out(
     backend: Replica, tmp_path: Path, number: signal.Signals | None, event: str, cause: str | None
 ) -> None:
     reload = "signal" if cause == "signal" else "watch"
-    async with starting(tmp_path, f"backends: [{{url: '{backend.url}'}}]\nreload: {reload}\n") as (process, tell):
+    async with starting(tmp_path, f"backends: [{{url: '{backend.url}'}}]\nreload: {reload}\n") as (process, complete):
         if number is not None:
             process.process.send_signal(number)
-        tell()
+        complete()
         assert (await process.event(event)).get("cause") == cause
         if event == "reloaded":
             process.process.terminate()
@@ -182,8 +182,8 @@ async def test_a_successor_takes_over_without_an_error(backend: Replica, http: C
                 stream.close()
             assert await process.ended() == 0
             assert await asked(http, url) == (200, "")
-            told = [manager.recv(100) for _ in range(3)]
-            assert told == [b"READY=1", b"READY=1", b"MAINPID=%d" % replaced["by_pid"]]
+            states = [manager.recv(100) for _ in range(3)]
+            assert states == [b"READY=1", b"READY=1", b"MAINPID=%d" % replaced["by_pid"]]
             # The successor is as good a predecessor, and ends as every process does.
             os.kill(replaced["by_pid"], signal.SIGUSR2)
             third = (await process.event("replaced", 2))["by_pid"]

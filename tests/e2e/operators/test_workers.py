@@ -270,8 +270,8 @@ async def test_a_taken_port_is_not_shared(backend: Replica, tmp_path: Path) -> N
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="a system without IPv6")
 @pytest.mark.parametrize("count", ["1", "2"])
 async def test_both_address_families_are_served_and_logged(count: str, backend: Replica, tmp_path: Path) -> None:
-    told = ("--host", "::", "--port", "0", "--workers", count, backend.url)
-    async with served(tmp_path / "log", *told) as process, aiohttp.ClientSession() as http:
+    arguments = ("--host", "::", "--port", "0", "--workers", count, backend.url)
+    async with served(tmp_path / "log", *arguments) as process, aiohttp.ClientSession() as http:
         port = (await process.url()).rpartition(":")[2]
         assert (await process.event("listening"))["addresses"] == [f"[::]:{port}", f"0.0.0.0:{port}"]
         for host in ("127.0.0.1", "[::1]"):
@@ -284,8 +284,8 @@ async def test_an_error_of_all_workers_at_the_start_is_logged_once(backend: Repl
     tls = ("--tls-cert", str(tmp_path / "missing.pem"))
     async with served(tmp_path / "log", *TWO, *tls, backend.url) as process:
         assert await process.ended() == 2
-        [told] = process.events("cannot_start")
-        assert "missing.pem" in told["problem"]
+        [error] = process.events("cannot_start")
+        assert "missing.pem" in error["problem"]
 
 
 async def test_workers_share_a_socket_that_the_service_manager_holds(backend: Replica, tmp_path: Path) -> None:

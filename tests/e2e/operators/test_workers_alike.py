@@ -156,8 +156,8 @@ async def test_a_client_sees_the_same_from_proxy_and_workers(admin: str, tmp_pat
             replica = await stack.enter_async_context(Replica(FAST))
             file = tmp_path / f"{count}.yaml"
             file.write_text(BOTH + admin + f"backends: [{{name: b0, url: '{replica.url}'}}]\n")
-            told = ("--port", "0", "--config", str(file), "--reload", "signal", "--workers", count)
-            process = await stack.enter_async_context(served(tmp_path / count, *told))
+            arguments = ("--port", "0", "--config", str(file), "--reload", "signal", "--workers", count)
+            process = await stack.enter_async_context(served(tmp_path / count, *arguments))
             urls.append(await process.url())
         differ = {}
         for name, sent in REQUESTS.items():

@@ -169,7 +169,7 @@ async def test_a_replica_that_is_removed_takes_its_responses_along(tmp_path: Pat
         await proxy.post(f"/admin/backends/{first.backend}/drain", None, headers=ADMIN)
         turn = went_on(proxy, first)
         await until(lambda: proxy.queued == 1)
-        await rewrite(proxy, backends=[one for one in proxy.told["backends"] if one["name"] != first.backend])
+        await rewrite(proxy, backends=[one for one in proxy.config_data["backends"] if one["name"] != first.backend])
         await until(lambda: first.backend not in proxy.app.pools.backends)
         for answer in (await turn, await go_on(proxy, first)):
             assert lost(answer, first.json["id"])

@@ -44,7 +44,7 @@ def accounts(proxy: ProxyUnderTest) -> tuple[int, float, float, float]:
     return limit.in_flight, limit.tokens_left, fairness.counter("base"), learned.output_tokens if learned else 0.0
 
 
-def telling(usage: str) -> Script:
+def answering(usage: str) -> Script:
     """A script of a backend whose answers have this usage."""
 
     async def script(peer: Peer, request: bytes) -> None:
@@ -62,7 +62,7 @@ def telling(usage: str) -> Script:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("lie", LIES)
 async def test_a_backend_that_lies_about_usage_shifts_no_account(lie: str, stream: bool) -> None:
-    async with serving_script(telling(LIES[lie]), **LIMITED) as (proxy, _):
+    async with serving_script(answering(LIES[lie]), **LIMITED) as (proxy, _):
         for _ in range(3):
             answer = await proxy.chat(BODY | {"stream": stream})
             assert answer.status == 200
@@ -76,15 +76,15 @@ async def test_a_backend_that_lies_about_usage_shifts_no_account(lie: str, strea
 
 
 async def test_usage_that_is_not_believed_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving_script(telling(LIES["10^15"]), **LIMITED) as (proxy, _):
+    async with serving_script(answering(LIES["10^15"]), **LIMITED) as (proxy, _):
         ended: list[RequestExit] = []
         monkeypatch.setattr("llmproxy.gateway.proxying.handler.log_exit", ended.append)
         await proxy.chat(BODY)
         await proxy.settled()
-        (told,) = ended
-        assert told.result.prompt_tokens is None
-        assert told.result.error is not None
-        assert "the backend's usage is not believed: 1000000000000000 prompt" in told.result.error
+        (request_exit,) = ended
+        assert request_exit.result.prompt_tokens is None
+        assert request_exit.result.error is not None
+        assert "the backend's usage is not believed: 1000000000000000 prompt" in request_exit.result.error
 
 
 ECHOES: Mapping[str, str] = {
@@ -108,7 +108,7 @@ async def test_a_usage_that_a_client_brought_is_not_read(place: str) -> None:
 
 @pytest.mark.parametrize("route", [route for route in SCHEDULED.values() if route.work is Work.NOTHING])
 async def test_what_computes_nothing_costs_nothing_whatever_it_answers(route: Route) -> None:
-    script = telling('{"prompt_tokens": 900, "completion_tokens": 900}')
+    script = answering('{"prompt_tokens": 900, "completion_tokens": 900}')
     async with serving_script(script, **LIMITED) as (proxy, backend):
         # A GET would pass for a poll there.
         backend.polls[route.path.encode()] = script
@@ -119,7 +119,7 @@ async def test_what_computes_nothing_costs_nothing_whatever_it_answers(route: Ro
 
 
 async def test_an_engine_that_only_reads_teaches_nothing_about_answers() -> None:
-    script = telling('{"prompt_tokens": 9, "total_tokens": 9}')
+    script = answering('{"prompt_tokens": 9, "total_tokens": 9}')
     async with serving_script(script, **LIMITED) as (proxy, _):
         await proxy.post("/v1/score", {"model": "base", "text_1": "a", "text_2": ["b", "c"]})
         await proxy.settled()
@@ -156,16 +156,16 @@ async def test_what_an_engine_did_is_believed_however_it_was_asked_for(
     ended: list[RequestExit] = []
     monkeypatch.setattr("llmproxy.gateway.proxying.handler.log_exit", ended.append)
     path, body = GENERATED[case]
-    script = telling('{"prompt_tokens": 6, "input_tokens": 6, "completion_tokens": 3900, "output_tokens": 3900}')
+    script = answering('{"prompt_tokens": 6, "input_tokens": 6, "completion_tokens": 3900, "output_tokens": 3900}')
     if path == "/v1/rerank":
-        script = telling('{"prompt_tokens": 9000, "completion_tokens": 0}')
+        script = answering('{"prompt_tokens": 9000, "completion_tokens": 0}')
     async with serving_script(script, **LIMITED) as (proxy, _):
         answer = await proxy.post(path, {"model": "base"} | body)
         assert answer.status == 200
         await proxy.settled()
-        (told,) = ended
-        assert told.result.error is None
-        assert told.prompt_tokens in (6, 9000)
+        (request_exit,) = ended
+        assert request_exit.result.error is None
+        assert request_exit.prompt_tokens in (6, 9000)
 
 
 @pytest.mark.parametrize("options", [{"include_usage": False}, {"continuous_usage_stats": True}])
@@ -192,7 +192,7 @@ async def test_an_answer_without_usage_is_charged_as_seen(options: dict[str, boo
     ],
 )
 async def test_the_sum_of_many_answers_is_not_learned_as_one(path: str, body: dict[str, Any], learned: float) -> None:
-    script = telling('{"prompt_tokens": 6, "completion_tokens": 3900}')
+    script = answering('{"prompt_tokens": 6, "completion_tokens": 3900}')
     async with serving_script(script, **LIMITED) as (proxy, _):
         await proxy.post(path, {"model": "base"} | body)
         await proxy.settled()

@@ -45,14 +45,14 @@ async def test_priority_between_bands_is_strict() -> None:
 
 
 async def test_the_other_spelling_and_configured_objectives_and_models() -> None:
-    told: dict[str, Any] = {
+    config: dict[str, Any] = {
         "objectives": [{"name": "chatbot", "criticality": "critical"}, {"name": "nightly", "criticality": -500}],
         "models": [
             {"name": "lora-0", "criticality": "critical"},
             {"name": "batch", "target": "lora-1", "criticality": -50},
         ],
     }
-    async with one_seat(**told) as (proxy, seat):
+    async with one_seat(**config) as (proxy, seat):
         queue = Queue(proxy, seat)
         await queue.enter("nightly", **{"x-gateway-inference-objective": "nightly"})
         await queue.enter("batch", HELLO | {"model": "batch"})
@@ -77,8 +77,8 @@ async def test_strangers_cannot_choose_their_place() -> None:
         await queue.enter("second", **{OBJECTIVE: "critical", FAIRNESS: "me", "x-vllm-priority": "-9"})
         await queue.enter("third", **{OBJECTIVE: "not-even-configured"})
         assert await queue.served() == ["first", "second", "third"]
-        told = {name for request in proxy.replicas[0].requests_seen for name in request.headers}
-        assert not {OBJECTIVE, FAIRNESS, "x-vllm-priority"} & told, "nor may the engine see it"
+        names = {name for request in proxy.replicas[0].requests_seen for name in request.headers}
+        assert not {OBJECTIVE, FAIRNESS, "x-vllm-priority"} & names, "nor may the engine see it"
 
 
 async def test_a_waiting_time_that_is_over() -> None:

@@ -140,8 +140,8 @@ async def test_chat_stream(client: openai.AsyncOpenAI, include_usage: bool) -> N
     chunks = [chunk async for chunk in stream]
     assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-1] == "length"
-    told = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
-    assert told == ([8] if include_usage else [])
+    counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert counts == ([8] if include_usage else [])
 
 
 async def test_completion(client: openai.AsyncOpenAI) -> None:

@@ -41,7 +41,7 @@ def test_a_rate_below_one_a_second() -> None:
         clients.count_request("a", 1.0)
     assert (refused.value.outcome, refused.value.status) == (Outcome.RATE_LIMITED, 429)
     assert refused.value.headers["Retry-After"] == "9"
-    assert allowed(clients, "a", 10.0), "a client that waits as told is served"
+    assert allowed(clients, "a", 10.0), "a client that waits as long as asked is served"
 
 
 def test_the_least_recently_seen_address_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

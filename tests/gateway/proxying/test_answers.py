@@ -201,8 +201,8 @@ class Reading:
     """Kept answers, and what was read of them."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Grant, tuple[int, ...]]] = []
-        self.answers = Answers(lambda grant, hashes: self.told.append((grant, tuple(hashes))))
+        self.notified: list[tuple[Grant, tuple[int, ...]]] = []
+        self.answers = Answers(lambda grant, hashes: self.notified.append((grant, tuple(hashes))))
 
     async def keep(self, first: dict[str, Any], kind: BodyKind) -> KeptAnswer | None:
         return self.answers.keep(await BodyReader(prefixes=True).read(orjson.dumps(first), kind))
@@ -220,9 +220,9 @@ class Reading:
             kept.add(raw[at : at + 1000])
         assert self.answers.kept_bytes == len(raw)
         self.answers.ended(kept, GRANT)
-        assert not self.told, "nobody waits for the reading"
+        assert not self.notified, "nobody waits for the reading"
         await self.all_read()
-        return self.told.pop()[1] if self.told else ()
+        return self.notified.pop()[1] if self.notified else ()
 
     async def all_read(self) -> None:
         async with asyncio.timeout(10):
@@ -322,9 +322,9 @@ async def test_model_and_adapter_count_as_in_the_prompt() -> None:
     grant = replace(GRANT, request=request(model="poet", adapter="poet"))
     reading.answers.ended(kept, grant)
     await reading.all_read()
-    ((told, hashes),) = reading.told
+    ((of, hashes),) = reading.notified
     turn = chain_of(after_chat(by_hand()), CHAT)
-    assert (told, hashes) == (grant, turn.hashes_on("poet", "poet"))
+    assert (of, hashes) == (grant, turn.hashes_on("poet", "poet"))
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ async def test_an_answer_that_is_too_long_is_forgotten_at_once() -> None:
     kept.add(spoken())
     reading.answers.ended(kept, GRANT)
     await asyncio.sleep(0)
-    assert (reading.told, reading.answers.kept_bytes) == ([], 0)
+    assert (reading.notified, reading.answers.kept_bytes) == ([], 0)
 
 
 async def test_all_answers_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +352,7 @@ async def test_all_answers_together_have_a_bound(monkeypatch: pytest.MonkeyPatch
     reading.answers.ended(second, GRANT)
     reading.answers.ended(first, GRANT)
     await reading.all_read()
-    assert len(reading.told) == 1
+    assert len(reading.notified) == 1
 
 
 async def test_what_was_not_completed_is_forgotten() -> None:
@@ -360,14 +360,14 @@ async def test_what_was_not_completed_is_forgotten() -> None:
     reading.answers.ended(await reading.kept(spoken()), None)
     assert reading.answers.kept_bytes == 0
     await asyncio.sleep(0)
-    assert reading.told == []
+    assert reading.notified == []
 
 
 async def test_a_long_answer_is_read_in_turns_with_everybody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers_module, "TURN_S", 0.0)
     reading, others = Reading(), 0
     reading.answers.ended(await reading.kept(spoken()), GRANT)
-    while not reading.told:
+    while not reading.notified:
         others += 1
         await asyncio.sleep(0)
     assert others > len(spoken()) / answers_module.EVENTS_BYTES
@@ -377,17 +377,17 @@ async def test_a_fault_of_the_callback_stops_no_other_answer() -> None:
     faults: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
     reading = Reading()
-    told = reading.answers._on_read
+    on_read = reading.answers._on_read
 
     def failing_once(*_: Any) -> None:
-        reading.answers._on_read = told
+        reading.answers._on_read = on_read
         raise ValueError("a policy's fault")
 
     reading.answers._on_read = failing_once
     for _ in range(2):
         reading.answers.ended(await reading.kept(spoken()), GRANT)
     await reading.all_read()
-    assert len(reading.told) == 1
+    assert len(reading.notified) == 1
     assert [str(fault["exception"]) for fault in faults] == ["a policy's fault"]
 
 

@@ -98,10 +98,10 @@ def test_a_response_exists_only_for_its_tenant() -> None:
     stored.remember(b'{"id":"resp_0"}', "gpu-0", acme)
     assert stored.backend_of("resp_0", acme) == "gpu-0"
     assert stored.backend_of("resp_0", zeta) is stored.backend_of("resp_0") is None
-    told: list[tuple[str, str, str]] = []
-    stored.on_made = lambda *made: told.append(made)
+    notified: list[tuple[str, str, str]] = []
+    stored.on_made = lambda *made: notified.append(made)
     stored.remember(b'{"id":"resp_0"}', "gpu-1", zeta)
-    assert (told, dict(stored.made_by)) == ([], {"resp_0": ("gpu-0", "acme")})
+    assert (notified, dict(stored.made_by)) == ([], {"resp_0": ("gpu-0", "acme")})
     stored.remember(b'{"id":"resp_0"}', "gpu-1", acme)
     assert stored.backend_of("resp_0", acme) == "gpu-1", "made once more by its owner"
     assert stored.note("resp_0", "gpu-2", "zeta", settled=True), "as it was decided where all workers' are known"

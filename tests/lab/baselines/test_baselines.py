@@ -244,7 +244,7 @@ def test_a_name_carries_parameters_and_is_spelled_in_one_way() -> None:
         ("epp_sticky(match=1,match=1)", r"match is given twice"),
     ],
 )
-def test_a_wrong_name_is_told_what_was_meant(text: str, says: str) -> None:
+def test_a_wrong_name_is_answered_with_what_was_meant(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         baseline_named(text)
 

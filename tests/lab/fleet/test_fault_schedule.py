@@ -22,7 +22,7 @@ Look = Callable[[SimulatedServer], float]
 
 
 def seen(count: int, faults: Sequence[Fault], of: Look, looks_s: Sequence[float]) -> list[list[float]]:
-    """What `of` tells of each of `count` replicas, at each of `looks_s` after the beginning of the trace."""
+    """What `of` says of each of `count` replicas, at each of `looks_s` after the beginning of the trace."""
 
     async def body() -> list[list[float]]:
         loop = asyncio.get_running_loop()

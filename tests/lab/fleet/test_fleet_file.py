@@ -81,7 +81,7 @@ def test_sorted_names_keep_the_order(count: int) -> None:
         ("4096xtiny+1xtiny", "has 4097 replicas, more than 4096"),
     ],
 )
-def test_a_wrong_name_is_told_briefly(text: str, message: str) -> None:
+def test_a_wrong_name_is_reported_briefly(text: str, message: str) -> None:
     (problem,) = problems(text)
     assert message in problem
     assert len(problem) < 400
@@ -140,7 +140,7 @@ def test_the_default_context_leaves_a_block_of_the_cache(write: Write) -> None:
     assert spec.max_model_len == Engine(spec.profile, kv_tokens=1_000, block_size=32).kv_room_tokens == 30 * 32
 
 
-def test_everything_wrong_is_told_at_once_with_its_line(write: Write) -> None:
+def test_everything_wrong_is_reported_at_once_with_its_line(write: Write) -> None:
     message = problems(
         write(
             """replicas:
@@ -203,13 +203,13 @@ proxi: 3
         ),
     ],
 )
-def test_a_wrong_file_is_told(write: Write, text: str, message: str) -> None:
+def test_a_wrong_file_is_reported(write: Write, text: str, message: str) -> None:
     found = problems(write(text))
     assert len(found) == 1, found
     assert message in found[0]
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_reported(tmp_path: Path) -> None:
     assert problems(str(tmp_path / "none.yaml")) == ["FILE: cannot be read: No such file or directory"]
 
 
@@ -229,7 +229,7 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
         ("{at_s: 5, kind: hang, replica: gpu-1, until_s: 5}", ".until_s: should be after at_s, 5, not 5"),
     ],
 )
-def test_a_wrong_fault_is_told(write: Write, faults: str, message: str) -> None:
+def test_a_wrong_fault_is_reported(write: Write, faults: str, message: str) -> None:
     found = problems(write(f"{THREE}faults:\n  - {faults}\n"))
     assert len(found) == 1, found
     assert f"FILE:3: faults[0]{message}" in found[0]
@@ -257,7 +257,9 @@ def test_a_wrong_fault_is_told(write: Write, faults: str, message: str) -> None:
         ),
     ],
 )
-def test_faults_that_cannot_follow_one_another_are_told(write: Write, first: str, second: str, message: str) -> None:
+def test_faults_that_cannot_follow_one_another_are_reported(
+    write: Write, first: str, second: str, message: str
+) -> None:
     assert problems(write(f"{THREE}faults:\n- {{{first}}}\n- {{{second}}}\n")) == [f"FILE:4: faults[1].at_s: {message}"]
     # The timeline counts, not the order in the file.
     assert problems(write(f"{THREE}faults:\n- {{{second}}}\n- {{{first}}}\n")) == [f"FILE:3: faults[0].at_s: {message}"]

@@ -363,7 +363,7 @@ def test_static_residency_is_the_published_one(adapters: int, alpha: float, publ
     assert static_lora(counts, 64) == pytest.approx(published, abs=0.005)
 
 
-def test_adapters_are_told_where_there_are_any() -> None:
+def test_adapters_are_shown_where_there_are_any() -> None:
     asks = [prompt(i, adapter=name) for i, name in enumerate("aaabbc")]
     fleet = SimulatedFleet("one", (replace(H100.replicas[0], max_loras=1),))
     assert value(trace_of([*asks, prompt(9)]), "lora_static_hit", fleet) == 3 / 6

@@ -1,4 +1,4 @@
-"""From the name of a policy to its plan: every name means one thing, and a wrong one is told with what is known."""
+"""From the name of a policy to its plan: every name means one thing, and a wrong one is refused with what is known."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_parameters_of_baselines_are_their_own() -> None:
         ("blend(fairness=fifo)", r"fairness: "),
         ("blend(look_ahead)", r"parameters are written like blend\("),
         ("blend(look_ahead=0", r"parameters are written like blend\("),
-        ("oracle(patience=1)", r"the oracle takes no parameters"),
+        ("oracle(depth=1)", r"the oracle takes no parameters"),
         ("epp_sticky(look_ahead=1)", r"'look_ahead'"),
         ("random(x=1)", r"'x'"),
     ],

@@ -13,7 +13,7 @@ from llmproxy.core.placement.policy import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_M
 from llmproxy.lab.baselines.policy import Surroundings
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.fleet.world import Blocks, World
-from llmproxy.lab.policies.oracle import PATIENCE_S, Oracle
+from llmproxy.lab.policies.oracle import BEGIN_WITHIN_S, Oracle
 from llmproxy.lab.run.replay import records_of
 from llmproxy.lab.traces.arrival import BASE_MODEL, Arrival
 from llmproxy.simulator.engine.profiles import profile_named
@@ -23,7 +23,7 @@ from tests.lab.small import fleet, setup, started, traffic
 
 
 class Stand:
-    """An oracle before a fleet that is told what to hold, and asked where the next request should go."""
+    """An oracle before a fleet that is given what to hold, and asked where the next request should go."""
 
     def __init__(self, on: SimulatedFleet) -> None:
         self._now = asyncio.get_running_loop().time
@@ -124,7 +124,7 @@ async def test_oracle_waits_for_a_place_only_for_a_warm_cache() -> None:
     await stand.hold(warm, "gpu-0")
     # One second of the answer is over.
     left_s = 500 * stand.world.replicas["gpu-0"].engine.profile.step_s(1, 3_200, []) - 1.0
-    await asyncio.sleep(left_s - PATIENCE_S - 0.1)
+    await asyncio.sleep(left_s - BEGIN_WITHIN_S - 0.1)
     assert stand.place(warm) is NO_CAPACITY
     await asyncio.sleep(0.2)
     assert stand.chosen(warm) == "gpu-0"

@@ -77,7 +77,7 @@ def test_equal_results_give_equal_bytes_in_whatever_order_they_came() -> None:
     assert to_bytes(other) == to_bytes(result)
 
 
-def test_bounds_stay_in_the_order_in_which_they_should_be_told() -> None:
+def test_bounds_stay_in_the_order_in_which_they_should_be_shown() -> None:
     bound = Bound(value=None, unit="s", about="why")
     written = to_bytes(SimulationResult(runs=[], bounds={"load": {"z": bound, "a": bound}}))
     assert written.index(b'"z"') < written.index(b'"a"')
@@ -198,5 +198,5 @@ def test_seconds_keep_three_digits(value: float, text: str) -> None:
     assert seconds(value) == text
 
 
-def test_milliseconds_are_told_of_a_time_per_token() -> None:
+def test_a_time_per_token_is_shown_in_milliseconds() -> None:
     assert (milliseconds(0.01234), milliseconds(0.1234)) == ("12.3", "123")

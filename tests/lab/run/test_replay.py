@@ -188,7 +188,7 @@ def test_dearer_prompt_tokens_make_first_tokens_later() -> None:
     assert mean_ttft_s(1.9) > 1.05 * mean_ttft_s(1.0)
 
 
-def test_progress_is_told_to_the_end() -> None:
+def test_progress_is_reported_to_the_end() -> None:
     outputs: list[int] = []
     replay(setup(traffic(count=600)), outputs.append)
     assert outputs == [256, 512, 600]

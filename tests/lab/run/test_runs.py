@@ -87,7 +87,7 @@ def test_a_part_of_a_trace_begins_at_its_first_request(file: Path) -> None:
     assert found.duration_s == pytest.approx(2.0)
 
 
-def test_a_run_is_told_under_its_point_and_without_its_warm_up(file: Path) -> None:
+def test_a_run_is_reported_under_its_point_and_without_its_warm_up(file: Path) -> None:
     point = Point("least_request", 7, 2.0, 1.9)
     run = run_one(simulation(file, warmup=0.48), point).run
     assert (run.policy, run.seed, run.rate_scale, run.prefill_scale) == ("least_request", 7, 2.0, 1.9)

@@ -153,7 +153,7 @@ def test_only_the_first_line_is_looked_at_before_it_is_read(saved: Saved) -> Non
         (({**START, "wall_time": 3},), "trace.data:1: wall_time should be like 2027"),
     ],
 )
-def test_what_cannot_be_replayed_is_told_with_its_line(
+def test_what_cannot_be_replayed_is_reported_with_its_line(
     saved: Saved, lines: tuple[dict[str, Any] | str, ...], reason: str
 ) -> None:
     assert complaint(saved(*lines)).startswith(reason)

@@ -183,7 +183,7 @@ FAULTS: dict[str, tuple[str | bytes, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_told_with_its_place(saved: Saved, fault: str) -> None:
+def test_a_fault_is_reported_with_its_place(saved: Saved, fault: str) -> None:
     content, message = FAULTS[fault]
     assert complaint(saved(content)).startswith(message)
 

@@ -15,7 +15,7 @@ Account = TypeVar("Account")
 class Accounts(Generic[Account]):
     """One account for each flow that waits, and for the `IDLE_FLOWS_MAX` others that were heard of last.
 
-    `make` opens an account; `forgotten` is told the name of an idle flow whose account was dropped to keep the bound.
+    `make` opens an account; `forgotten` gets the name of an idle flow whose account was dropped to keep the bound.
     """
 
     def __init__(self, make: Callable[[], Account], forgotten: Callable[[str], object] | None = None) -> None:

@@ -34,7 +34,7 @@ def arrive(policy: FairnessPolicy, *flows: str, at_s: float = 0.0, weight: float
         policy.backlogged(flow, request(flow=flow, arrived_s=at_s, weight=weight))
 
 
-def told(policy: FairnessPolicy, flow: str) -> dict[str, float]:
+def standing(policy: FairnessPolicy, flow: str) -> dict[str, float]:
     return dict(policy.standing(flow))
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.core.settings import Settings
-from tests.core.queueing.fairness.fairness_engine import Engine, arrive, offered, rivals, told
+from tests.core.queueing.fairness.fairness_engine import Engine, arrive, offered, rivals, standing
 
 
 def fair_share() -> FairShare:
@@ -78,7 +78,7 @@ class Bounded(Engine):
     def check(self) -> None:
         self._note_peaks()
         bound = self.peak_all + 1e-6
-        counters = [told(self.policy, flow)["counter"] for flow in self.backlogged]
+        counters = [standing(self.policy, flow)["counter"] for flow in self.backlogged]
         if counters:
             assert max(counters) - min(counters) <= bound, "counters"
         for low, high in self.pairs().values():

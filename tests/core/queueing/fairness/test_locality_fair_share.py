@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.fairness.locality_fair_share import LocalityFairShare
 from llmproxy.core.settings import Settings
-from tests.core.queueing.fairness.fairness_engine import Engine, arrive, first, hot, offered, rivals, told
+from tests.core.queueing.fairness.fairness_engine import Engine, arrive, first, hot, offered, rivals, standing
 
 
 def locality(quantum_tokens: float = 1000.0) -> LocalityFairShare:
@@ -31,8 +31,8 @@ def test_a_flow_goes_on_until_its_quantum_is_spent() -> None:
     policy = locality(1000.0)
     arrive(policy, "a", "b")
     assert [serve(policy, 400.0) for _ in range(8)] == ["a", "a", "a", "b", "b", "b", "b", "b"]
-    assert told(policy, "a") == {"deficit": 800.0, "rounds": 2.0}
-    assert told(policy, "b") == {"deficit": 0.0, "rounds": 2.0}
+    assert standing(policy, "a") == {"deficit": 800.0, "rounds": 2.0}
+    assert standing(policy, "b") == {"deficit": 0.0, "rounds": 2.0}
     assert first(policy) == "a", "both were refilled, and only one has spent it"
 
 
@@ -53,7 +53,7 @@ def test_a_charge_of_many_quanta_is_waited_for_in_as_many_rounds() -> None:
     arrive(policy, "large", "small")
     assert serve(policy, 1050.0) == "large"
     assert [serve(policy, 50.0) for _ in range(20)] == 20 * ["small"]
-    assert told(policy, "large") == {"deficit": -50.0, "rounds": 10.0}
+    assert standing(policy, "large") == {"deficit": -50.0, "rounds": 10.0}
 
 
 def test_a_flow_alone_is_refilled_by_all_rounds_it_takes_at_once() -> None:
@@ -61,7 +61,7 @@ def test_a_flow_alone_is_refilled_by_all_rounds_it_takes_at_once() -> None:
     arrive(policy, "alone")
     for _ in range(100):
         assert serve(policy, 1e9) == "alone"
-    assert told(policy, "alone")["rounds"] == pytest.approx(99e9, rel=1e-6)
+    assert standing(policy, "alone")["rounds"] == pytest.approx(99e9, rel=1e-6)
 
 
 def test_an_estimate_that_was_too_high_gives_a_flow_its_turn_back() -> None:
@@ -80,9 +80,9 @@ def test_credit_does_not_pile_up_while_idle() -> None:
     policy.emptied("idle")
     for _ in range(50):
         serve(policy, 100.0)
-    assert told(policy, "idle")["deficit"] == 100.0
+    assert standing(policy, "idle")["deficit"] == 100.0
     arrive(policy, "idle")
-    assert told(policy, "idle")["deficit"] == 100.0, "one quantum, after 50 rounds"
+    assert standing(policy, "idle")["deficit"] == 100.0, "one quantum, after 50 rounds"
 
 
 def test_debt_is_not_shed_by_pausing() -> None:
@@ -92,12 +92,14 @@ def test_debt_is_not_shed_by_pausing() -> None:
     policy.charge("greedy", 250.0)
     policy.emptied("greedy")
     arrive(policy, "greedy")
-    assert told(policy, "greedy")["deficit"] == -150.0
+    assert standing(policy, "greedy")["deficit"] == -150.0
     policy.emptied("greedy")
     serve(policy, 120.0)
     first(policy)
     arrive(policy, "greedy")
-    assert told(policy, "greedy") == {"deficit": -50.0, "rounds": 2.0}, "worked off by the rounds, as if it had waited"
+    assert standing(policy, "greedy") == {"deficit": -50.0, "rounds": 2.0}, (
+        "worked off by the rounds, as if it had waited"
+    )
 
 
 def test_leaving_for_a_moment_keeps_what_is_left_of_a_quantum() -> None:
@@ -106,7 +108,7 @@ def test_leaving_for_a_moment_keeps_what_is_left_of_a_quantum() -> None:
     serve(policy, 60.0)
     policy.emptied("a")
     arrive(policy, "a")
-    assert told(policy, "a")["deficit"] == 40.0
+    assert standing(policy, "a")["deficit"] == 40.0
     assert first(policy) == "a", "its prefix is still the warmest"
 
 
@@ -121,7 +123,7 @@ class Bounded(Engine):
     def check(self) -> None:
         self._note_peaks()
         backlogged = self.backlogged
-        deficits = {flow: told(self.policy, flow)["deficit"] for flow in backlogged}
+        deficits = {flow: standing(self.policy, flow)["deficit"] for flow in backlogged}
         for (one, other), (low, high) in self.pairs().items():
             bound = self.peak_of[one] + self.peak_of[other] + self.quantum + 1e-6
             assert abs(deficits[one] - deficits[other]) <= bound, "counters"

@@ -10,7 +10,7 @@ from llmproxy.core.queueing.fairness import FairnessPolicy, policies
 from llmproxy.core.queueing.fairness.slo import BUCKETS, SloAdherence
 from llmproxy.core.settings import Settings
 from tests.core.make import request
-from tests.core.queueing.fairness.fairness_engine import first, offered, told
+from tests.core.queueing.fairness.fairness_engine import first, offered, standing
 
 WINDOW_S = 300.0
 PART_S = WINDOW_S / BUCKETS
@@ -42,7 +42,7 @@ def record(policy: SloAdherence, flow: str, met: int = 0, missed: int = 0, now: 
 
 def adherence(policy: SloAdherence, flow: str, now: float) -> dict[str, float]:
     first(policy, now)
-    return told(policy, flow)
+    return standing(policy, flow)
 
 
 # --- who goes next ----------------------------------------------------------------------------------------------------
@@ -54,8 +54,8 @@ def test_the_flow_with_the_lower_adherence_goes_first() -> None:
     record(policy, "B", met=94, missed=6)
     wait(policy, asked("A", at_s=1.0))
     wait(policy, asked("B", at_s=2.0))
-    assert told(policy, "A") == {"adherence": 0.98, "counted": 100.0, "missed": 2.0}
-    assert told(policy, "B") == {"adherence": 0.94, "counted": 100.0, "missed": 6.0}
+    assert standing(policy, "A") == {"adherence": 0.98, "counted": 100.0, "missed": 2.0}
+    assert standing(policy, "B") == {"adherence": 0.94, "counted": 100.0, "missed": 6.0}
     assert first(policy, 2.0) == "B"
     policy.emptied("B")
     assert offered(policy, 2.0) == ["A"]
@@ -72,7 +72,7 @@ def test_with_unequal_weights_misses_count_weight_times() -> None:
 
 def test_an_empty_window_is_adherence_one() -> None:
     policy = slo()
-    assert told(policy, "new") == {"adherence": 1.0, "counted": 0.0, "missed": 0.0}
+    assert standing(policy, "new") == {"adherence": 1.0, "counted": 0.0, "missed": 0.0}
     record(policy, "old", met=999, missed=1)
     wait(policy, asked("new"))
     wait(policy, asked("old", at_s=1.0))
@@ -87,7 +87,7 @@ def test_a_flow_without_objective_goes_behind_lower_adherence() -> None:
     wait(policy, asked("fine", at_s=4.0))
     wait(policy, asked("behind", at_s=5.0))
     assert offered(policy, 5.0) == ["behind", "fine", "none", "none, later"]
-    assert told(policy, "none") == {"adherence": 1.0, "counted": 0.0, "missed": 0.0}
+    assert standing(policy, "none") == {"adherence": 1.0, "counted": 0.0, "missed": 0.0}
 
 
 def test_ties_go_to_the_head_due_soonest_then_to_the_earliest() -> None:
@@ -130,10 +130,10 @@ def test_a_retry_waits_and_can_be_late_once_more() -> None:
     wait(policy, asked("other", at_s=5.0, ttft_s=100.0))
     assert offered(policy, 9.0) == ["retried", "other"]
     assert offered(policy, 11.0) == ["other", "retried"]
-    assert told(policy, "retried")["missed"] == 1.0
+    assert standing(policy, "retried")["missed"] == 1.0
     policy.backlogged("retried", one)
     policy.ended(one, False, 12.0)
-    assert told(policy, "retried")["missed"] == 1.0
+    assert standing(policy, "retried")["missed"] == 1.0
 
 
 def test_a_request_late_on_its_backend_does_not_list_its_flow() -> None:
@@ -142,7 +142,7 @@ def test_a_request_late_on_its_backend_does_not_list_its_flow() -> None:
     wait(policy, asked("a", ttft_s=10.0))
     policy.emptied("a")
     assert offered(policy, 11.0) == []
-    assert told(policy, "a")["missed"] == 1.0, "granted, but without a first byte so far"
+    assert standing(policy, "a")["missed"] == 1.0, "granted, but without a first byte so far"
 
 
 # --- what is counted --------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_every_event_that_tells_the_time_notices_what_is_overdue(event: str) -> 
         policy.started(one, 11.0)
     else:
         policy.ended(one, None, 11.0)
-    assert told(policy, "late")["missed"] == 1.0
+    assert standing(policy, "late")["missed"] == 1.0
 
 
 def test_a_request_whose_first_byte_came_in_time_is_not_overdue() -> None:
@@ -199,7 +199,7 @@ def test_an_end_without_fault_is_not_counted_unless_overdue() -> None:
     policy.entered(early, 20.0)
     policy.ended(early, None, 25.0)
     policy.ended(late, None, 25.0)
-    assert told(policy, "a") == {"adherence": 0.0, "counted": 1.0, "missed": 1.0}
+    assert standing(policy, "a") == {"adherence": 0.0, "counted": 1.0, "missed": 1.0}
 
 
 # --- the window -------------------------------------------------------------------------------------------------------
@@ -224,8 +224,8 @@ def test_the_window_rolls_over_part_by_part_and_the_order_follows() -> None:
         wait(policy, asked(flow, at_s=100.0, ttft_s=1e6))
         assert adherence(policy, flow, 200.0)["adherence"] == pytest.approx(2 / 3)
     assert offered(policy, 310.0) == ["late misses", "early misses"]
-    assert told(policy, "early misses") == {"adherence": 1.0, "counted": 6.0, "missed": 0.0}
-    assert told(policy, "late misses") == {"adherence": 0.0, "counted": 3.0, "missed": 3.0}
+    assert standing(policy, "early misses") == {"adherence": 1.0, "counted": 6.0, "missed": 0.0}
+    assert standing(policy, "late misses") == {"adherence": 0.0, "counted": 3.0, "missed": 3.0}
     assert adherence(policy, "late misses", 1e6)["counted"] == 0.0
 
 
@@ -239,8 +239,8 @@ def test_the_numbers_of_the_window_equal_a_recount_at_any_time() -> None:
         policy.ended(asked(flow, at_s=now), met, now)
         records.append((now, flow, met))
         inside = [m for at_s, f, m in records if f == flow and at_s // PART_S >= now // PART_S - BUCKETS]
-        assert told(policy, flow)["counted"] == len(inside)
-        assert told(policy, flow)["missed"] == inside.count(False)
+        assert standing(policy, flow)["counted"] == len(inside)
+        assert standing(policy, flow)["missed"] == inside.count(False)
 
 
 def test_time_never_goes_backwards() -> None:
