@@ -17,6 +17,7 @@ class RequestInput(Struct, kw_only=True):
 
     `path` has no query. `model` is the requested name where the catalogue knows it, else `UNKNOWN_MODEL`; `target` is
     the base model or adapter that it stands for, None where it is the same name; `adapter` is None for a base model.
+    `unknown_model` begins the requested name where the catalogue does not know it; it is never a label.
     `tenant` is "" for clients without one. `level` is the band as an integer, `ttl_s` the longest wait for a backend,
     `unknown_objective` the name in the objective header that nobody configured. `arrived_s` is an instant on the
     scheduler's clock. `expected_prompt_tokens` is the estimate that the scheduler used.
@@ -28,6 +29,7 @@ class RequestInput(Struct, kw_only=True):
     method: str
     path: str
     model: str = UNKNOWN_MODEL
+    unknown_model: str | None = None
     target: str | None = None
     adapter: str | None = None
     tenant: str = ""

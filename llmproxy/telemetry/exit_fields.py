@@ -101,6 +101,7 @@ FIELDS = (
           feeds=(Feed("requests_total", amount="1"), Feed("tenant_requests_total", amount="1"))),
     Field("result.status", NUMBER, "status", "status"),
     Field("input.model", NAME, "model", "model"),
+    Field("input.unknown_model", TEXT, "unknown_model"),
     Field("input.target", NAME, "target"),
     Field("input.adapter", NAME, "", "adapter"),
     Field("input.tenant", NAME, "tenant", "tenant", optional=True),

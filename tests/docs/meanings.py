@@ -90,6 +90,7 @@ FIELDS = {
     "ttft_s": "Streams: seconds from arrival to the first body byte sent to the client.",
     "duration_s": "Seconds from arrival to the end.",
     "met": "Whether the request kept its objective.",
+    "unknown_model": "The model that was asked for, where `model` is `unknown`: its first 100 characters.",
     "unknown_objective": "Objective in a trusted header that is not configured.",
     "prompt_tokens": "Prompt tokens, as the engine counted them.",
     "cached_tokens": "Prompt tokens that the engine found in its prefix cache.",

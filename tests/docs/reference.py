@@ -42,7 +42,8 @@ def full_exit() -> RequestExit:
     return exit_of(
         request_id="r", method="POST", path="/v1/completions", outcome=Outcome.COMPLETED, status=200, duration_s=1.0,
         model="alias", target="adapter", adapter="adapter", tenant="t", band="default", level=0, flow="f", ttl_s=60.0,
-        slo=Slo(ttft_s=1.0), met=True, unknown_objective="x", stream=True, backend="b", attempts=2, preemptions=1,
+        slo=Slo(ttft_s=1.0), met=True, unknown_objective="x", unknown_model="m", stream=True, backend="b", attempts=2,
+        preemptions=1,
         why=Why(waiting=((0, 1),), flows=1, standing=(("counter", 0.0),), passed_over=0, guaranteed=False),
         candidates=1, terms=(("queue", 0.0),), predicted_ttft=Predicted(0.1, 0.2), predicted_tpot=Predicted(0.01, 0.02),
         arrived_s=0.0, granted_s=0.1, queued_ahead=1, queue_wait_s=0.1, ttft_s=0.5, max_gap_s=0.1,

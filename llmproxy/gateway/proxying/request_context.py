@@ -26,6 +26,8 @@ ERROR_CHARS_MAX = 2_000
 """Of the error in a record, which may quote a client: a pipe may mix a line that is longer than it takes at once (4 KB)
 with the lines of other processes."""
 _BEGINNING_CHARS = 160
+_MODEL_CHARS_MAX = 100
+"""Of the name of an unknown model in a record. A character may become twelve, and the line is bounded as above."""
 
 _CLIENTS_DOING = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE_LIMITED})
 
@@ -62,6 +64,8 @@ class ReceivedRequest:
         if self.target is not None:
             record.model = self.target.requested
             record.target = self.target.model if self.target.model != self.target.requested else None
+        elif self.parsed is not None and self.parsed.facts.model is not None:
+            record.unknown_model = self.parsed.facts.model[:_MODEL_CHARS_MAX]
         if routing is not None:
             request = routing.request
             record.adapter, record.flow, record.slo = request.adapter, request.flow, request.slo

@@ -51,12 +51,16 @@ async def test_a_body_that_is_no_request(proxy: ProxyUnderTest, path: str, body:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_an_unknown_model(proxy: ProxyUnderTest, path: str) -> None:
-    answer = await proxy.post(path, {"model": "nope"})
+    with capture_logs() as lines:
+        answer = await proxy.post(path, {"model": "nope"})
+        await proxy.settled()
     assert (answer.status, answer.json["error"]["type"]) == (
         404,
         "not_found_error" if path == MESSAGES else "NotFoundError",
     )
     assert "The model `nope` does not exist" in message_of(answer, path)
+    (line,) = [line for line in lines if line["event"] == "request"]
+    assert (line["model"], line["unknown_model"]) == ("unknown", "nope")
     nothing_was_sent(proxy)
 
 
@@ -69,6 +73,7 @@ async def test_a_log_line_stays_whole_for_any_model_name(proxy: ProxyUnderTest, 
     (line,) = [line for line in lines if line["event"] == "request"]
     assert "The model `" in line["error"]
     assert "characters)" in line["error"]
+    assert line["unknown_model"] == letter * 100
     assert len(json.dumps(line)) < PIPE_BUF
 
 
