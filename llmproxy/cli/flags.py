@@ -147,9 +147,17 @@ def from_flags(flags: Mapping[str, Sequence[str] | str | None], urls: Sequence[s
 
 
 def unknown_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]:
-    """One line for each flag of another program, and of a key that only a file can hold."""
+    """One line for each flag of another program, of a key that only a file can hold, and without its section."""
     names = dict.fromkeys(word.partition("=")[0] for word in takewhile(lambda word: word != "--", arguments))
-    return [f"{name}: {advice}" for name in names if name not in known and (advice := what_to_write(name))]
+    advice = {name: what_to_write(name) or _with_section(name) for name in names if name not in known}
+    return [f"{name}: {text}" for name, text in advice.items() if text]
+
+
+def _with_section(flag: str) -> str | None:
+    """The flags of the keys that have this name in their section, None where no key has it."""
+    if found := [shown for key, shown in SHOWN.items() if flag_of(key.rpartition(".")[2]) == flag]:
+        return f"is not a known flag; write {' or '.join(found)} (--help-all shows all flags)"
+    return None
 
 
 def what_to_write(flag: str) -> str | None:

@@ -80,3 +80,11 @@ def test_flag_of_a_key_of_files_is_refused_with_the_key() -> None:
         "--criticality: only a file can hold models[].criticality or objectives[].criticality or"
         " tenants[].criticality: write it into the one that --config names"
     ]
+
+
+def test_flag_of_a_key_without_its_section_is_refused_with_the_whole_one() -> None:
+    assert unknown_flags(["--flow=tenant", "--ttl-s", "3"], [flag.name for flag in FLAGS]) == [
+        "--flow: is not a known flag; write --scheduling-flow (--help-all shows all flags)",
+        "--ttl-s: is not a known flag; write --queue-ttl-s (--help-all shows all flags)",
+    ]
+    assert unknown_flags(["--low", "--s", "--queue"], ()) == [], "parts of words are none"
