@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,7 +18,6 @@ from llmproxy.config.document import ConfigError, Document, Place, advice, dotte
 from llmproxy.config.keys import keys, leaves, sections_in
 from llmproxy.config.schema import BackendConfig, Section, may_be_null
 from llmproxy.config.unused import find_unused
-from llmproxy.config.value_types import nearest
 
 NULLS = frozenset({"null", "none"})
 """What a flag or a variable says for null, in any case, if its key may be null."""
@@ -120,7 +119,8 @@ MESSAGES = {
 def _reasons(error: ValidationError, top: type[Section]) -> Iterator[tuple[Place, str]]:
     for detail in error.errors(include_url=False):
         if detail["type"] == "extra_forbidden":
-            yield detail["loc"], f'is not a known key (nearest known key: "{_nearest_key(detail["loc"], top)}")'
+            meant = _nearest_key(detail["loc"], top)
+            yield detail["loc"], "is not a known key" + (f' (nearest known key: "{meant}")' if meant else "")
         # A default that could not be derived follows from another problem, which is reported.
         elif detail["type"] != "default_factory_not_called":
             yield detail["loc"], _reason_of(detail)
@@ -139,22 +139,26 @@ def _reason_of(detail: ErrorDetails) -> str:
     return reason if secret else f"{reason}, not {reprlib.repr(detail['input'])}"
 
 
-def _nearest_key(place: Place, top: type[Section]) -> str:
-    """The key that was probably meant.
+def _nearest_key(place: Place, top: type[Section]) -> str | None:
+    """The key that was probably meant; None where no key is similar.
 
     In this order: a very similar key of the same section, the same key of another section, a similar key of this
-    section, a similar key of another section, the most similar key of this section.
+    section, one of this section with such initials (rpm is requests_per_min), a very similar key of another section.
     """
     word, here = str(place[-1]), tuple(_section_at(top, place[:-1]).model_fields)
     elsewhere = {key.rpartition(".")[2]: key for key in leaves(top)}
-    if twin := get_close_matches(word.lower(), here, n=1, cutoff=0.8):
-        return twin[0]
-    if word in elsewhere:
-        return elsewhere[word]
-    for known in (here, tuple(elsewhere)):
-        if found := get_close_matches(word.lower(), known, n=1):
-            return found[0] if known is here else elsewhere[found[0]]
-    return nearest(word, here)
+
+    def similar(known: Iterable[str], cutoff: float) -> list[str]:
+        return get_close_matches(word.lower(), list(known), n=1, cutoff=cutoff)
+
+    found = (
+        similar(here, 0.8)
+        or [key for name, key in elsewhere.items() if name == word]
+        or similar(here, 0.6)
+        or [key for key in here if len(word) > 1 and "".join(part[:1] for part in key.split("_")) == word]
+        or [elsewhere[name] for name in similar(elsewhere, 0.8)]
+    )
+    return found[0] if found else None
 
 
 def _section_at(top: type[Section], place: Place) -> type[Section]:

@@ -189,11 +189,28 @@ def test_problems_are_reported_at_once_in_file_order(write: Any) -> None:
         ("#" * (5 << 20), "too large for a configuration"),
         ("queue: {ttl_s: 1,\n ttl_s: 2}", ":2: queue.ttl_s: is given twice, first in line 1"),
         ("backends:\n- url: http://a\n  url: http://b", ":3: backends[0].url: is given twice, first in line 2"),
-        ("x: &x [*x]", ':1: x: is not a known key (nearest known key: "'),
+        ("x: &x [*x]", ":1: x: is not a known key"),
     ],
 )
 def test_broken_files_name_the_line(write: Any, text: str | bytes, message: str) -> None:
     assert message in "\n".join(problems(write(text)))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        # Keys of other programs, whose letters are by chance those of a key that has nothing to do with them.
+        ("max_num_seqs: 8", None),
+        ("max_num_batched_tokens: 8192", None),
+        ("zzz: 1", None),
+        ("quantum_token: 8", "scheduling.quantum_tokens"),
+        ("rpm: 1", None),
+        ("models: [{name: a, limits: {tpm: 1}}]", "tokens_per_min"),
+    ],
+)
+def test_a_key_is_named_only_where_it_is_similar(write: Any, text: str, named: str | None) -> None:
+    (problem,) = problems(write(text))
+    assert problem.partition("is not a known key")[2] == (f' (nearest known key: "{named}")' if named else "")
 
 
 def test_unreadable_file_is_a_problem(tmp_path: Path) -> None:
