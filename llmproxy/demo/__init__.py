@@ -33,6 +33,7 @@ curl {base}/v1/chat/completions \\
   -H 'content-type: application/json' -d '{{"model": "{model}", "max_tokens": 32,
   "messages": [{{"role": "user", "content": "Hello"}}]}}'
 
+queued: in the proxy. waiting: in a replica. broken: cut midway. lost: an error.
 More to see: /v1/models /metrics /debug/queue /debug/explain. Ctrl-C ends all.
 """
 

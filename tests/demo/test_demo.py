@@ -206,6 +206,7 @@ def test_what_is_said_fits_into_80_columns() -> None:
     guide = GUIDE.format(base="http://127.0.0.1:65535", models=", ".join((MODEL, *ADAPTERS)), count=16, model=MODEL)
     news = ["00:00:00  " + text.format(victim="replica-16") for _, _, text in SCRIPT]
     assert all(len(line) <= 80 for line in [*guide.splitlines(), *news])
+    assert all(f"{column}: " in guide for column in ("queued", "waiting", "broken", "lost"))
 
 
 @pytest.mark.parametrize(
