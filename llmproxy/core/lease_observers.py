@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from llmproxy.core.backends.outlier_detection import OutlierDetection
 from llmproxy.core.domain import Usage, Verdict
-from llmproxy.core.estimates.first_token import FirstToken
+from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.leases import LeaseObserver, LeaseRecord
 from llmproxy.core.placement.policy import Placement
 from llmproxy.core.policy_registry import Faults

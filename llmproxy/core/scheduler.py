@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, Decision, Drop, Entry, Grant, NoCapacity, Outcome, Request, Why
-from llmproxy.core.estimates.first_token import FirstToken
+from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.lease_observers import (
     ChargeObserver,
     FirstTokenObserver,

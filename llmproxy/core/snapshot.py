@@ -14,7 +14,7 @@ from itertools import islice
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Explained, Learned
-from llmproxy.core.estimates.first_token import FirstToken
+from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.queueing.headroom import Headroom
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX, Band, Queued
 from llmproxy.core.queueing.waiting_room import WaitingRoom
@@ -233,7 +233,7 @@ class Look:
         request = queued.request
         age_s, slack_s = self.now - request.arrived_s, None
         if request.slo is not None and request.slo.ttft_s is not None:
-            slack_s = request.slo.ttft_s - age_s - self.first_token.expected_s(request.prompt_tokens)
+            slack_s = request.slo.ttft_s - age_s - self.first_token.at(request.prompt_tokens)
         left_s = self.room.deadlines.left_s(queued, self.now)
         return HeadSnapshot(request.id, request.label, age_s, left_s, request.prompt_tokens, slack_s)
 

@@ -83,7 +83,8 @@ def test_slack_counts_how_long_service_takes() -> None:
     enter(fleet, 3.0, slo=Slo(ttft_s=5.0), flow="blue")
     enter(fleet, 3.0, flow="green", slo=Slo(tpot_s=0.1))
     slack_s = {flow.flow: flow.head.slack_s for flow in band(fleet, DEFAULT, 4.0).shown}
-    assert slack_s == {"blue": pytest.approx(2.0), "green": None}
+    # It was seen to take 2 s once, which outweighs the guess of nothing, but not at once.
+    assert slack_s == {"blue": pytest.approx(2.0, abs=0.4), "green": None}
 
 
 def _granted(fleet: Pools, one: Request, now: float) -> list[Grant]:

@@ -21,32 +21,6 @@ def follow_ratio(mean: float, observed: float, weight: float, least: float, most
     return mean * ratio
 
 
-class LineSums:
-    """The sums of a least squares fit of y over x. Each new observation multiplies the older weights by `keep`."""
-
-    __slots__ = ("_keep", "n", "x", "xx", "xy", "y")
-
-    def __init__(self, keep: float) -> None:
-        self._keep = keep
-        self.n = self.x = self.xx = self.y = self.xy = 0.0
-
-    def add(self, x: float, y: float, weight: float = 1.0) -> None:
-        keep = self._keep
-        self.n = keep * self.n + weight
-        self.x = keep * self.x + weight * x
-        self.xx = keep * self.xx + weight * x * x
-        self.y = keep * self.y + weight * y
-        self.xy = keep * self.xy + weight * x * y
-
-    def slope(self, spread_min: float) -> float | None:
-        """The fitted slope. None where the observed x are nearly equal: those say nothing about other x.
-
-        `spread_min` is the least variance of x, as a share of the mean of x squared.
-        """
-        spread = self.n * self.xx - self.x * self.x
-        return (self.n * self.xy - self.x * self.y) / spread if spread > spread_min * self.n * self.xx else None
-
-
 class QuantileTracker:
     """The factor by which observed times exceed their predictions in one case of ten.
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp
 
-from llmproxy.core.estimates.learning import LineSums, QuantileTracker, follow, gain
+from llmproxy.core.estimates.learning import QuantileTracker, follow, gain
+from llmproxy.core.estimates.line import KEEP, OUTLIER, USUAL_TOKENS, LearnedLine
 
-KEEP = 0.98
-"""Weight that an observation of the pool keeps with each newer one: about the last fifty decide."""
 RECENT_KEEP = 0.9
-"""The same for a change of one backend: about ten, so that a backend that slows down is repriced within seconds."""
-SPREAD_MIN = 1e-3
-OUTLIER = 4.0
-"""An observation counts as at most so many times the expected value."""
-GUESS_WEIGHT = 0.1
-"""Weight of the initial guess beside one observation."""
+"""As `KEEP`, for a change of one backend: about ten, so that a backend that slows down is repriced within seconds."""
 SURE = 4.0
 """Squared standard errors that a backend must differ from its pool to count as faster or slower."""
 FACTOR_MIN = 0.05
@@ -38,47 +32,11 @@ pool does not change, but one of its prompts says little."""
 ATTENTION_WEIGHT = 10.0
 """Weight of the assumed attention, in observations of a prompt of `USUAL_TOKENS`. A prompt ten times as long says about
 seventy times as much."""
-USUAL_TOKENS = 4_000.0
 TIERS = 8
 """Tier k of an adapter: its backend has loaded fewer than 2**k others since it last used it. The last tier is for all
 others, and for adapters that the backend never had."""
 JITTER_S = 0.02
 """The part of an error that does not grow with the time: a turn of the scheduler, a step of the engine."""
-
-
-class LearnedLine:
-    """y = base + slope * x, a least squares fit of relative errors with exponential forgetting.
-
-    `base` and `slope` are never negative. The line starts from two guessed points, at 0 and at `scale`, which the first
-    few observations outweigh.
-    """
-
-    def __init__(self, base: float, slope: float, scale: float, jitter: float) -> None:
-        self._jitter = jitter
-        self._sums = LineSums(KEEP)
-        self.base, self.slope = base, slope
-        self.seen = 0
-        for x in (0.0, scale):
-            self._learn(x, base + slope * x, GUESS_WEIGHT)
-
-    def learn(self, x: float, y: float) -> None:
-        self.seen += 1
-        # One outlier has another cause than speed. Many of them still move the line.
-        self._learn(x, min(y, OUTLIER * (self._jitter + self.at(x))), 1.0)
-
-    def _learn(self, x: float, y: float, weight: float) -> None:
-        sums = self._sums
-        sums.add(x, y, weight / (self._jitter + self.at(x)) ** 2)
-        slope = sums.slope(SPREAD_MIN)
-        if slope is not None:
-            self.slope = max(0.0, slope)
-        self.base = (sums.y - self.slope * sums.x) / sums.n
-        if self.base < 0.0:
-            self.base, self.slope = 0.0, sums.xy / sums.xx
-
-    def at(self, x: float) -> float:
-        """The expected value at `x`."""
-        return self.base + self.slope * x
 
 
 class Attention:

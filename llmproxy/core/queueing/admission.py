@@ -7,7 +7,7 @@ from contextlib import closing
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.domain import Drop, Entry, Outcome, Refused, Request
-from llmproxy.core.estimates.first_token import FirstToken
+from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.queueing.headroom import Headroom
 from llmproxy.core.queueing.occupancy import DrainRate
 from llmproxy.core.queueing.ordering import orderings
@@ -58,7 +58,7 @@ class Admission:
         Raises Refused; see `Scheduler.submit`.
         """
         excluded, held = self._servable(request, excluded, entry, now)
-        service_s = self._first_token.expected_s(request.prompt_tokens)
+        service_s = self._first_token.at(request.prompt_tokens)
         # Policies may raise, also when a band gets its policy: no request was refused or shed up to here.
         rank = head_rank(request) if entry is Entry.PREEMPTED else self._ordering.rank(request, service_s)
         band = self._room.band(request.band)

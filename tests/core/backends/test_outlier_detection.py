@@ -195,6 +195,19 @@ def test_a_long_prompt_explains_a_long_silence(per_s: float) -> None:
     assert not pool.revoked
 
 
+def test_a_long_prompt_has_its_time_where_short_ones_take_equally_long() -> None:
+    """A line through times that do not grow with lengths would expect of any prompt what the short ones take."""
+    pool = warm(per_s=0.0)
+    for number in range(400):
+        pool.send(prompt_tokens=50 + 37 * number % 350)
+        pool.run(0.1)
+    pool.per_s = 12.0
+    pool.send(prompt_tokens=60_000)
+    pool.run(7.0)
+    assert not pool.of.news(), "not for a moment"
+    assert not pool.revoked
+
+
 def test_readers_that_stop_reading_prove_nothing() -> None:
     pool = warm(per_s=0.0)
     for _ in range(8):

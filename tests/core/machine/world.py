@@ -202,7 +202,7 @@ class World:
 
     def _service_s(self, request: Request) -> float:
         scheduler = self.pools.schedulers.get(request.pool)
-        return scheduler._first_token.expected_s(request.prompt_tokens) if scheduler is not None else 0.0
+        return scheduler._first_token.at(request.prompt_tokens) if scheduler is not None else 0.0
 
     def _time_left(self, request: Request, held: bool) -> tuple[float, float]:
         """How long it may wait while its pool is up, and while it is not; `held`: nobody that serves its name is up."""

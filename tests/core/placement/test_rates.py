@@ -9,96 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmproxy.core.estimates.line import LearnedLine
 from llmproxy.core.placement.rates import (
     ATTENTION,
     ATTENTION_MAX,
     TIERS,
     Attention,
-    LearnedLine,
     PoolRates,
     SpeedFactor,
 )
-
-# --- a line -----------------------------------------------------------------------------------------------------------
-
-
-def test_before_any_observation_the_guessed_line_holds() -> None:
-    line = LearnedLine(0.5, 0.01, 100.0, 0.01)
-    assert [line.at(x) for x in (0.0, 50.0, 1_000.0)] == pytest.approx([0.5, 1.0, 10.5])
-
-
-@pytest.mark.parametrize(("base", "slope"), [(2.0, 0.003), (0.0, 0.02), (0.1, 0.0)])
-def test_a_line_is_found_whatever_was_guessed(base: float, slope: float) -> None:
-    line = LearnedLine(0.5, 0.01, 100.0, 0.01)
-    for i in range(600):
-        x = float(i % 10) * 100.0
-        line.learn(x, base + slope * x)
-    assert (line.base, line.slope) == pytest.approx((base, slope), rel=0.01, abs=1e-3)
-    assert line.at(5_000.0) == pytest.approx(base + 5_000.0 * slope, rel=0.02)
-
-
-def test_a_few_observations_outweigh_a_bad_guess() -> None:
-    line = LearnedLine(0.03, 1 / 15_000, 4_000.0, 0.02)
-    for x in 3 * (200.0, 3_000.0, 800.0, 2_000.0, 400.0, 1_000.0, 3_000.0, 100.0, 1_500.0, 600.0):
-        line.learn(x, 0.03 + x / 5_000)
-    assert line.at(1_000.0) == pytest.approx(0.23, rel=0.1)
-
-
-def test_what_was_long_ago_is_forgotten() -> None:
-    line = LearnedLine(0.0, 0.01, 100.0, 0.01)
-    for slope, times in ((0.04, 1_000), (0.08, 400), (0.02, 400)):
-        for i in range(times):
-            line.learn(float(i % 10), slope * (i % 10))
-        assert line.slope == pytest.approx(slope, rel=0.1)
-
-
-def test_errors_count_by_the_size_of_what_they_are_errors_of() -> None:
-    """Long prompts are off by more than short ones take, and must not say what those take."""
-    line, rng = LearnedLine(0.1, 0.001, 1_000.0, 0.01), Random(1)
-    bases = []
-    for _ in range(2_000):
-        x = rng.choice((200.0, 10_000.0, 12_000.0, 15_000.0, 18_000.0, 20_000.0, 22_000.0, 25_000.0))
-        line.learn(x, (0.1 + 0.001 * x) * rng.choice((0.7, 1.3)))
-        bases.append(line.base)
-    assert all(0.02 < base < 0.2 for base in bases[300:])
-
-
-def test_a_falling_line_has_no_slope() -> None:
-    line = LearnedLine(0.0, 0.01, 100.0, 0.01)
-    for i in range(1_000):
-        line.learn(float(i % 10), 10.0 - i % 10)
-    assert line.slope == 0.0
-    assert line.at(1_000.0) == pytest.approx(5.5, rel=0.15)
-
-
-def test_a_line_that_would_begin_below_nothing_begins_at_nothing() -> None:
-    line = LearnedLine(0.0, 0.0, 1.0, 0.01)
-    for i in range(1_000):
-        line.learn(10.0 + 10.0 * (i % 2), float(i % 2))
-    assert line.at(0.0) == 0.0
-    assert 0.0 < line.at(10.0) < line.at(20.0) < 1.0
-
-
-def test_observations_at_one_place_move_the_level_and_keep_the_slope() -> None:
-    line = LearnedLine(1.0, 0.01, 100.0, 0.01)
-    for _ in range(2_000):
-        line.learn(500.0, 7.0)
-    slope = line.slope
-    assert slope == pytest.approx(0.012, rel=0.1)
-    for _ in range(1_000):
-        line.learn(500.0, 14.0)
-    assert line.slope == slope
-    assert line.at(500.0) == pytest.approx(14.0, rel=0.01)
-
-
-@given(st.lists(st.tuples(st.floats(0.0, 1e5), st.floats(0.0, 1e3)), max_size=60))
-def test_a_line_never_falls_nor_expects_less_than_nothing(seen: list[tuple[float, float]]) -> None:
-    line = LearnedLine(0.03, 1 / 15_000, 4_000.0, 0.02)
-    for x, y in seen:
-        line.learn(x, y)
-        assert line.base >= 0.0
-        assert line.slope >= 0.0
-
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
@@ -330,19 +249,3 @@ def test_backend_that_seemed_slow_is_tried_again_after_much_work() -> None:
         if number == 30:
             assert slow.factor > 0.8 * seemed, "the evidence is not forgotten yet"
     assert slow.factor == pytest.approx(1.0, abs=0.4)
-
-
-def test_one_outlier_moves_the_line_little() -> None:
-    usual, disturbed = LearnedLine(0.03, 1e-4, 4_000.0, 0.02), LearnedLine(0.03, 1e-4, 4_000.0, 0.02)
-    for number in range(20):
-        for line in (usual, disturbed):
-            line.learn(100.0 * number, 0.03 + 0.01 * number)
-    disturbed.learn(300.0, 30.0)
-    assert disturbed.at(300.0) < 1.6 * usual.at(300.0)
-
-
-def test_many_outliers_move_the_line() -> None:
-    line = LearnedLine(0.03, 1e-4, 4_000.0, 0.02)
-    for number in range(200):
-        line.learn(100.0 * (number % 20), 3.0)
-    assert line.at(1_000.0) == pytest.approx(3.0, rel=0.2)

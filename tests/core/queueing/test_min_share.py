@@ -218,7 +218,7 @@ def late(**given: Any) -> Pools:
     settings = tight(refuse_late=True, **given)
     of = pools({"a": 1}, settings)
     first_token = of.schedulers["base"]._first_token
-    for tokens in (100, 200):
+    for tokens in 500 * (100, 200):
         first_token.learn(tokens, tokens / 100)
     return of
 

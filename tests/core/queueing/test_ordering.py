@@ -42,7 +42,7 @@ def test_edf_uses_the_objective_or_the_time_to_wait() -> None:
 def test_least_slack_orders_by_latest_start_and_the_infeasible_last() -> None:
     of, held = one_slot("least_slack")
     first_token = of.schedulers["base"]._first_token
-    for tokens in (100, 200):
+    for tokens in 500 * (100, 200):
         first_token.learn(tokens, tokens / 100)
     waiting = [
         request(id="none", arrived_s=0.0, prompt_tokens=100),
