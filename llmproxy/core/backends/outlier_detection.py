@@ -14,6 +14,7 @@ from llmproxy.core.backends.adapter_loads import LongestLoad, PendingLoads
 from llmproxy.core.backends.health import Hang, Peers
 from llmproxy.core.backends.stream_progress import BackendStreams, StreamSpan, follow_robustly
 from llmproxy.core.domain import Placed, Request
+from llmproxy.core.estimates.line import JITTER_S, USUAL_TOKENS, LearnedLine
 from llmproxy.core.settings import HealthSettings
 
 CHECK_S = 0.25
@@ -34,9 +35,10 @@ CROWD = 100.0
 """Sequences with which a step takes about twice as long as with one. It is not learned: the slow backend, on which
 sequences pile up, would teach a line that excuses it."""
 BASE_TOKENS = 300.0
-"""Prompt tokens that take as long as everything else before a first byte."""
+"""Everything else before a first byte takes at most as long as so many tokens of a prompt. Short prompts alone cannot
+tell the two apart, and a long one must not look like a hang."""
 GAIN = 0.02
-"""Weight of a newer observation of the pool's times."""
+"""Weight of a newer observation of the pool's step."""
 DOUBTFUL = 2.0
 """An observation beyond so many times the usual of its backend teaches nothing about the pool."""
 SLOW_S = 2.0
@@ -65,9 +67,10 @@ class OutlierDetection:
     they were not cached, does not count. A span that is slow only with that time says nothing. (Huang et al., "Gray
     Failure: The Achilles' Heel of Cloud-Scale Systems", HotOS 2017.)
 
-    The predictions are two times of the pool: seconds from booking to first byte per prompt token ahead, and seconds
-    per token of a stream. They are geometric means with bounded outliers of observations that look normal, and not
-    the lines of `PoolRates` or `FirstToken`, because a backend that becomes slow must not teach what is normal.
+    The predictions are two times of the pool: seconds from booking to first byte over the prompt tokens ahead, and
+    seconds per token of a stream. They learn from observations that look normal, because a backend that becomes slow
+    must not teach what is normal. So they are not those of `PoolRates`, which learns from all and exists under one
+    placement only, nor `FirstToken`, which contains waits and cached prefixes.
     """
 
     def __init__(self, settings: HealthSettings, peers: Peers) -> None:
@@ -76,7 +79,7 @@ class OutlierDetection:
         self._backends: dict[str, BackendStreams] = {}
         self._streams: dict[int, StreamSpan] = {}
         self._longest_load = LongestLoad()
-        self._token_s = 1 / 15_000
+        self._prefill = LearnedLine(BASE_TOKENS / 15_000, 1 / 15_000, USUAL_TOKENS, JITTER_S, 1.0 / BASE_TOKENS)
         self._step_s = 0.01
         self._median_slowness = 1.0
         self._due_s = inf
@@ -95,7 +98,7 @@ class OutlierDetection:
         if not request.stream:
             # Its first token is invisible. It shows only that its prompt takes time.
             backend.computed_tokens += own_tokens
-            backend.prompts_s += request.prompt_tokens * self._token_s
+            backend.prompts_s += request.prompt_tokens * self._prefill.slope
             if cold:
                 backend.prompts_s += self._longest_load.explained_s(1)
                 backend.pending_loads.add_unseen(now)
@@ -127,14 +130,13 @@ class OutlierDetection:
         if stream is None:
             return
         if not (stream.backend.doubted or stream.loads_ahead or stream.backend.pending_loads):
-            token_s = (now - stream.booked_s) / (BASE_TOKENS + stream.tokens_ahead)
-            self._token_s = follow_robustly(self._token_s, token_s, GAIN)
+            self._prefill.learn(stream.tokens_ahead, now - stream.booked_s)
         self._first_byte(lease, stream, now)
         stream.begin(1, self._prompts_s(stream.backend, now), now)
 
     def _first_byte(self, lease: int, stream: StreamSpan, now: float) -> None:
         backend = stream.backend
-        since_s, prompts_s = backend.last_byte_s, (BASE_TOKENS + backend.unstarted_tokens) * self._token_s
+        since_s, prompts_s = backend.last_byte_s, self._prefill.at(backend.unstarted_tokens)
         backend.last_byte_s = stream.last_byte_s = now
         backend.started[lease] = stream
         if self._remove_unstarted(lease, stream, now):
@@ -157,7 +159,8 @@ class OutlierDetection:
         if not backend.unstarted:
             return backend.prompts_s
         # The prefix may not be cached, and any of the prompts may be the one that is computed now.
-        at_most_s = PROMPT_LATE * max(stream.prompt_tokens for stream in backend.unstarted.values()) * self._token_s
+        longest = max(stream.prompt_tokens for stream in backend.unstarted.values())
+        at_most_s = PROMPT_LATE * longest * self._prefill.slope
         at_most_s += backend.pending_loads.explained_s(backend.prompts_until_s)
         return backend.prompts_s + min(now - backend.prompts_until_s, at_most_s)
 
@@ -179,7 +182,7 @@ class OutlierDetection:
         # Of the unstarted prompts, only the first can have taken time already.
         first = next(iter(backend.unstarted.values()), None)
         first_tokens, loading = (first.own_tokens, first.cold) if first is not None else (0.0, False)
-        prompts_s = (backend.computed_tokens - stream.computed_tokens + first_tokens) * self._token_s
+        prompts_s = (backend.computed_tokens - stream.computed_tokens + first_tokens) * self._prefill.slope
         prompts_s += (backend.pending_loads.done - stream.loaded + loading) * self._longest_load.load_s
         so_far_s = self._prompts_s(backend, now)
         unexplained_s = max(0.0, took_s - (so_far_s - stream.prompts_s))
@@ -262,7 +265,7 @@ class OutlierDetection:
         """The evidence that a backend hangs; None where there is not enough."""
         ejected = self._peers.members[name].ejected
         # The prefix may not be cached after all, and an uncached long prompt takes many times as long.
-        prompts_s = (BASE_TOKENS + backend.unstarted_tokens_max) * self._token_s
+        prompts_s = self._prefill.at(backend.unstarted_tokens_max)
         if backend.unstarted:
             # A started stream may wait for its client, a first byte does not.
             since_s = max(backend.last_byte_s, next(iter(backend.unstarted.values())).booked_s)

@@ -13,19 +13,22 @@ SPREAD_MIN = 1e-3
 
 USUAL_TOKENS = 4_000.0
 """The guessed point of a line over prompt tokens."""
+JITTER_S = 0.02
+"""The part of an error that does not grow with the time: a turn of the scheduler, a step of the engine."""
 WAIT_S = 1.0
-"""Waits inside an engine differ by about so much, whatever the prompt."""
+"""The same where waits inside the engine count: they differ by about so much, whatever the prompt."""
 
 
 class LearnedLine:
     """y = base + slope * x, a least squares fit of relative errors with exponential forgetting.
 
     `base` and `slope` are never negative. The line starts from two guessed points, at 0 and at `scale`, which the first
-    few observations outweigh. `jitter` is the part of an error that does not grow with y.
+    few observations outweigh. `jitter` is the part of an error that does not grow with y. `slope` is at least `steep`
+    times `base`: where that is given, times that do not grow with x do not say that none will.
     """
 
-    def __init__(self, base: float, slope: float, scale: float, jitter: float) -> None:
-        self._jitter = jitter
+    def __init__(self, base: float, slope: float, scale: float, jitter: float, steep: float = 0.0) -> None:
+        self._jitter, self._steep = jitter, steep
         self._n = self._x = self._xx = self._y = self._xy = 0.0
         self.base, self.slope = base, slope
         self.seen = 0
@@ -48,8 +51,11 @@ class LearnedLine:
         if spread > SPREAD_MIN * n * xx:
             self.slope = max(0.0, (n * xy - x_sum * y_sum) / spread)
         self.base = (y_sum - self.slope * x_sum) / n
-        if self.base < 0.0:
-            self.base, self.slope = 0.0, xy / xx
+        if self.base < 0.0 or self.slope < self._steep * self.base:
+            # The best of the lines whose base is as many times the slope as is allowed.
+            shift = 0.0 if self.base < 0.0 else 1.0 / self._steep
+            self.slope = (xy + shift * y_sum) / (xx + shift * (2.0 * x_sum + shift * n))
+            self.base = shift * self.slope
 
     def at(self, x: float) -> float:
         """The expected value at `x`."""

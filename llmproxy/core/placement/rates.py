@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import exp
 
 from llmproxy.core.estimates.learning import QuantileTracker, follow, gain
-from llmproxy.core.estimates.line import KEEP, OUTLIER, USUAL_TOKENS, LearnedLine
+from llmproxy.core.estimates.line import JITTER_S, KEEP, OUTLIER, USUAL_TOKENS, LearnedLine
 
 RECENT_KEEP = 0.9
 """As `KEEP`, for a change of one backend: about ten, so that a backend that slows down is repriced within seconds."""
@@ -35,8 +35,6 @@ seventy times as much."""
 TIERS = 8
 """Tier k of an adapter: its backend has loaded fewer than 2**k others since it last used it. The last tier is for all
 others, and for adapters that the backend never had."""
-JITTER_S = 0.02
-"""The part of an error that does not grow with the time: a turn of the scheduler, a step of the engine."""
 
 
 class Attention:

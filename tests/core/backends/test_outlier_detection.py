@@ -381,3 +381,15 @@ def test_a_prompt_may_be_estimated_shorter_than_its_cached_part() -> None:
     detection.booked(1, asked, Placed("a", 1.0, (), 1, cached_tokens=10 + round(BASE_TOKENS)), cold=False, now=0.0)
     detection.started(1, 0.5)
     detection.check()
+
+
+def test_a_prompt_takes_what_is_ahead_of_it_too() -> None:
+    detection = OutlierDetection(HealthSettings(), Peers(0.5))
+    for number in range(200):
+        asked = request(prompt_tokens=1_000, stream=True)
+        for lease in (0, 1):
+            detection.booked(lease, asked, Placed("a", 1.0, (), 1), cold=False, now=float(number))
+        for lease, took_s in ((0, 0.1), (1, 0.2)):
+            detection.started(lease, number + took_s)
+            detection.finished(lease, number + took_s)
+    assert [detection._prefill.at(tokens) for tokens in (1_000.0, 4_000.0)] == pytest.approx([0.1, 0.4], rel=0.02)

@@ -82,13 +82,25 @@ def test_observations_at_one_place_move_the_level_and_keep_the_slope() -> None:
     assert line.at(500.0) == pytest.approx(14.0, rel=0.01)
 
 
+def test_a_line_is_as_steep_as_told_where_times_do_not_grow() -> None:
+    line = LearnedLine(0.02, 1 / 15_000, 4_000.0, 0.02, 1 / 300)
+    for i in range(600):
+        line.learn(100.0 + 40.0 * (i % 7), 0.05)
+    assert line.base == pytest.approx(300 * line.slope)
+    assert line.at(220.0) == pytest.approx(0.05, rel=0.03)
+    for i in range(600):
+        line.learn(100.0 + 40.0 * (i % 7), 0.001 * (100.0 + 40.0 * (i % 7)))
+    assert (line.base, line.slope) == pytest.approx((0.0, 0.001), abs=1e-3), "it may be steeper"
+
+
 @given(st.lists(st.tuples(st.floats(0.0, 1e5), st.floats(0.0, 1e3)), max_size=60))
 def test_a_line_never_falls_nor_expects_less_than_nothing(seen: list[tuple[float, float]]) -> None:
-    line = LearnedLine(0.03, 1 / 15_000, 4_000.0, 0.02)
-    for x, y in seen:
-        line.learn(x, y)
-        assert line.base >= 0.0
-        assert line.slope >= 0.0
+    for steep in (0.0, 1 / 300):
+        line = LearnedLine(0.03, 1 / 15_000, 4_000.0, 0.02, steep)
+        for x, y in seen:
+            line.learn(x, y)
+            assert line.base >= 0.0
+            assert line.slope >= steep * line.base * (1.0 - 1e-9)
 
 
 def test_one_outlier_moves_the_line_little() -> None:
