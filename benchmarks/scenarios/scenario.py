@@ -188,7 +188,8 @@ class Case:
     (see `rate_balance` in `llmproxy.lab.policies.bounds`), None for the trace's own rate. Of a file, each seed takes
     `requests` of its own. `mix` says which of a trace's requests are played; those before share `warmup` of its time
     are not counted, or before `warmup_s` seconds of it where those are given, beside it too. With `known_limits` the
-    proxy knows the batch limit of every replica (`max_in_flight`) and need not learn it. `goals` judges what was found
+    proxy knows the batch limit of every replica (`max_in_flight`) and need not learn it. With `objectives_named` each
+    request names the objectives that it is judged by. `goals` judges what was found
     at each place, and `plots` draws it, over all places. `quick` cases belong to `make lab`.
     """
 
@@ -210,6 +211,7 @@ class Case:
     quick_loads: tuple[float | None, ...] | None = None
     warmup: float = WARMUP
     warmup_s: float | None = None
+    objectives_named: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +288,7 @@ def _simulation(case: Case, seed: int) -> Simulation:
         replicate=case.replicate,
         warmup=case.warmup,
         mix=case.mix,
+        objectives_named=case.objectives_named,
     )
 
 

@@ -48,6 +48,7 @@ class Store:
             code_digest(rivals=not is_own(point.policy)),
             _trace_digest(simulation.trace),
             repr((simulation.skip, simulation.requests, simulation.replicate, simulation.warmup, simulation.mix)),
+            repr(simulation.objectives_named),
             repr(simulation.fleet),
             simulation.config.model_dump_json(warnings=False),
             repr(point),

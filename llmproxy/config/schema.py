@@ -250,8 +250,8 @@ class AdminConfig(Section):
 class SchedulingConfig(Section):
     fairness: Annotated[str, named_in(policies.names)] = "fair_share"
     """Which flow of a band goes next: fair_share, locality_fair_share, slo, round_robin or fcfs."""
-    ordering: Annotated[str, named_in(orderings.names)] = "fcfs"
-    """Which request of a flow goes next: fcfs, edf, least_slack or shortest."""
+    ordering: Annotated[str, named_in(orderings.names)] = "least_slack"
+    """Which request of a flow goes next: least_slack (by objectives; fcfs without), fcfs, edf or shortest."""
     placement: Annotated[str, named_in(presets.names, nearest_placement)] = "cost"
     """Which backend gets a request: cost, blend, least_request, power_of_two, round_robin, random, session, epp_blend
     or epp_sticky."""

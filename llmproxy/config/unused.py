@@ -50,8 +50,6 @@ def _objectives(config: Config) -> list[Problem]:
     problems: list[Problem] = []
     if chosen.fairness == "slo":
         problems.append((("scheduling", "fairness"), f"slo has no objective to measure: {nobody}"))
-    if chosen.ordering == "least_slack":
-        problems.append((("scheduling", "ordering"), f"least_slack has no objective to measure: {nobody}"))
     if chosen.refuse_late:
         problems.append((("scheduling", "refuse_late"), f"has no effect: {nobody}"))
     return problems

@@ -108,6 +108,7 @@ class Scheduler:
         self._more = False
         self._decided: list[Decision] = []
         self._rests_until_s = -inf
+        self._place_changes_s: float | None = None
 
     def reconfigure(self, settings: Settings, now: float) -> None:
         """Apply other settings. Policies stay, with the settings that they were made with."""
@@ -220,6 +221,7 @@ class Scheduler:
         while this.steps < PASS_MAX and not this.blocked and self._room.readmit(now):
             self._grant_all(this)
         self._more = this.steps >= PASS_MAX and bool(self._room)
+        self._place_changes_s = self._placement.changes_at(now)
 
     def _grant_all(self, this: _Pass) -> None:
         """Grant band by band, the highest first, until no backend has room or the pass is long enough."""
@@ -274,7 +276,8 @@ class Scheduler:
             return now
         if not self._room.waiting:
             return self._backends.outliers.due_s
-        times = [self._backends.changes_at(now), self._room.deadlines.next(now), self._headroom.changes_at(now)]
+        times = [part.changes_at(now) for part in (self._backends, self._headroom)]
+        times += [self._room.deadlines.next(now), self._place_changes_s]
         return min([time for time in times if time is not None], default=None)
 
     def _grant_one(
@@ -379,10 +382,8 @@ class Scheduler:
 
     def choices(self, now: float) -> PoolChoices:
         """The last placements, and why no other backend was chosen."""
-        placement = self._placement
-        return PoolChoices(
-            self.pool, tuple(placement.explained())[::-1], placement.learned(self._backends.by_name, now)
-        )
+        learned = self._placement.learned(self._backends.by_name, now)
+        return PoolChoices(self.pool, tuple(self._placement.explained())[::-1], learned)
 
     def blocked(self) -> dict[tuple[int, str], int]:
         """(Band, usage limit or backend) -> requests that are blocked by it."""

@@ -96,7 +96,7 @@ class Settings:
     """
 
     fairness: str = "fair_share"
-    ordering: str = "fcfs"
+    ordering: str = "least_slack"
     placement: str = "cost"
     charged: str = "tokens"
     ceilings: Mapping[int, float] = field(default_factory=lambda: {CRITICAL: 1.0, DEFAULT: 0.95, SHEDDABLE: 0.85})

@@ -41,7 +41,7 @@ def warned(tmp_path: Path, text: str) -> list[str]:
         ),
         ("scheduling: {quantum_tokens: 1}", "1: scheduling.quantum_tokens: fairness is fair_share, not locality_fair"),
         ("scheduling: {slo_window_s: 1}", "1: scheduling.slo_window_s: fairness is fair_share, not slo"),
-        ("scheduling: {ageing_s: 1}", "1: scheduling.ageing_s: ordering is fcfs, not shortest"),
+        ("scheduling: {ageing_s: 1}", "1: scheduling.ageing_s: ordering is least_slack, not shortest"),
         (
             "scheduling: {charged: requests, input_weight: 3}",
             "1: scheduling.input_weight: no tokens are charged (fairness is fair_share,",
@@ -78,7 +78,6 @@ def test_setting_without_effect_is_a_warning_with_its_line(tmp_path: Path, text:
             ":2: tls.client_ca: has no effect without tls.cert: llmproxy serve does not start",
         ),
         ("scheduling:\n  fairness: slo\n", f":2: scheduling.fairness: slo {NO_OBJECTIVE}"),
-        ("scheduling:\n  ordering: least_slack\n", f":2: scheduling.ordering: least_slack {NO_OBJECTIVE}"),
     ],
 )
 def test_setting_without_the_effect_that_it_seems_to_have_is_a_warning(tmp_path: Path, text: str, message: str) -> None:

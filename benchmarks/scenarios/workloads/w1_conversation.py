@@ -5,7 +5,8 @@ from benchmarks.scenarios.scenario import GOODPUT, TELLING, Case, Scenario
 SCENARIO = Scenario(
     "W1",
     "Conversations",
-    "Stretches of the Mooncake conversation trace, faster than they were, but never ten times.",
+    "Stretches of the Mooncake conversation trace, faster than they were, but never ten times."
+    " Where objectives are named, each request says by which it is judged, as a client does in a trusted header.",
     GOODPUT,
     (
         Case(
@@ -34,6 +35,16 @@ SCENARIO = Scenario(
             requests=1_000,
             policies=TELLING,
             quick=False,
+        ),
+        Case(
+            "8 x 8B, objectives named",
+            "mooncake_conversation.jsonl.gz",
+            "8xllama-8b-h100",
+            (0.85, 1.1),
+            requests=1_000,
+            policies=TELLING,
+            quick=False,
+            objectives_named=True,
         ),
     ),
 )

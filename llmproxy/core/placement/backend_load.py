@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import exp, log
 
 from llmproxy.core.domain import Request
 from llmproxy.core.estimates.learning import DecayingRate
@@ -11,7 +12,14 @@ from llmproxy.core.placement.prefix_index import InUse
 from llmproxy.core.placement.rates import PoolRates, SpeedFactor
 
 WORK_S = 30.0
-"""Window of the share of time that a backend spends on prompts."""
+"""Window of the share of time that a backend spends on prompts, for the delay of later requests."""
+
+RATION_S = 10.0
+"""The same for the bound that the objectives of streams set: about as long as an answer."""
+MARGIN = 0.9
+"""Streams are kept to this part of their objective, because some are slower than the mean."""
+SHARE_MIN = 0.05
+"""Prompts may always have this share of a backend's time, or nothing would be begun where decoding alone is slow."""
 SAME_STEP_S = 0.003
 """First bytes this close come from one engine step, which computed all their prompts."""
 TOGETHER_S = 0.05
@@ -24,10 +32,11 @@ OVERDUE = 2.0
 class InFlight:
     """A lease, and what was predicted when it was booked.
 
-    `own_tokens` of its prompt were to be computed; `work_tokens` are the same, weighted by attention. The first token
-    was expected after `ttft_s`, each later one after `tpot_s`. From `due_s` on the first byte is overdue. `crowded`:
-    the batch was full, so the prompt had to wait for another request to end. `deferred`: all adapter slots were in use,
-    so later requests may be computed first.
+    `own_tokens` of its prompt were to be computed; `work_tokens` are the same, weighted by attention, which with its
+    adapter takes `work_s`. The first token was expected after `ttft_s`, each later one after `tpot_s`. From `due_s` on
+    the first byte is overdue. `crowded`: the batch was full, so the prompt had to wait for another request to end.
+    `deferred`: all adapter slots were in use, so later requests may be computed first. `begun_at_work_s` is the
+    backend's `worked_s` when the first token came.
     """
 
     request: Request
@@ -42,8 +51,10 @@ class InFlight:
     deferred: bool = False
     crowded: bool = False
     work_tokens: float = 0.0
+    work_s: float = 0.0
     due_s: float = 0.0
     started_s: float | None = None
+    begun_at_work_s: float = 0.0
 
     @property
     def attended(self) -> float:
@@ -55,8 +66,9 @@ class BackendLoad:
     """One backend. `prefill` and `step` are its speed beside its pool.
 
     `adapters` and `in_use` are the adapters and blocks of the requests in flight. `kv_tokens` is the cache size that
-    the prefix index was given. `limit` is the batch limit, None where unknown. `busy_share` is the share of its time
-    that lately went into prompts and adapter loads, above 1 if it was given more than it can do.
+    the prefix index was given. `limit` is the batch limit, None where unknown. `worked_s` are the seconds that went
+    into prompts and adapter loads, and `busy_share` is the share of its time that lately was given to them, above 1 if
+    that was more than it can do.
     """
 
     def __init__(self) -> None:
@@ -67,7 +79,11 @@ class BackendLoad:
         self.kv_tokens = 0
         self.limit: int | None = None
         self.busy_share = DecayingRate(WORK_S)
+        self._prompts = DecayingRate(RATION_S)
+        self.worked_s = 0.0
         self.in_flight = 0
+        self._tpots = 0
+        self._tpot_sum_s = 0.0
         self._unstarted: dict[int, InFlight] = {}
         self._to_prefill_tokens = 0.0
         self._loading: dict[int, int] = {}
@@ -107,6 +123,20 @@ class BackendLoad:
             queue_s += max(0.0, now - due_s)
         return queue_s
 
+    def opens_at(self, rates: PoolRates, ceiling: float, now: float) -> float:
+        """When the backend may be given a prompt again, by the objectives of its streams; `now` if it may now.
+
+        Where prompts have a share of the time, a stream takes its decoding time / (1 - share) for each token. So the
+        objective bounds the share. Of that bound, a band with `ceiling` (0..1] may use so much.
+        """
+        if not self._tpots:
+            return now
+        objective_s = MARGIN * self._tpot_sum_s / self._tpots
+        decode_s = rates.decode.at(self.in_flight) * self.step.factor
+        share = ceiling * max(SHARE_MIN, 1.0 - decode_s / objective_s)
+        used = self._prompts.at(now)
+        return now + RATION_S * log(used / share) if used > share else now
+
     def book(self, lease: int, flight: InFlight, rates: PoolRates, now: float) -> None:
         if not self._unstarted:
             self._busy_s = now
@@ -123,9 +153,11 @@ class BackendLoad:
         flight.work_tokens = flight.own_tokens + rates.attention.share * flight.attended
         self._to_prefill_tokens += flight.work_tokens
         flight.due_s = now + OVERDUE * rates.prefill.at(self._to_prefill_tokens) * self.prefill.factor
-        work_s = flight.work_tokens * rates.prefill.slope * self.prefill.factor + load_s
-        self.busy_share.add(work_s, now)
+        flight.work_s = flight.work_tokens * rates.prefill.slope * self.prefill.factor + load_s
+        self.busy_share.add(flight.work_s, now)
+        self._prompts.add(flight.work_s, now)
         self.in_flight += request.sequences
+        self._objective(request, 1)
         flight.crowded = self.limit is not None and self.in_flight > self.limit
         self.in_use.add(request.prefix)
 
@@ -173,13 +205,24 @@ class BackendLoad:
         self._step_known &= not (flight.deferred or flight.crowded or mixed)
         self._mixed = False
 
-    def finish(self, lease: int, flight: InFlight) -> None:
+    def finish(self, lease: int, flight: InFlight, now: float) -> None:
+        if lease in self._unstarted:
+            # Its prompt was not computed, or not to the end.
+            self._prompts.add(-flight.work_s * exp((flight.booked_s - now) / RATION_S), now)
         self._settle(lease, flight)
         request = flight.request
         self.in_flight -= request.sequences
+        self._objective(request, -1)
         self.in_use.remove(request.prefix)
         if request.adapter is not None:
             self.adapters.release(request.adapter)
+
+    def _objective(self, request: Request, change: int) -> None:
+        """Count a request with an objective for its stream in or out."""
+        if request.slo is not None and request.slo.tpot_s is not None:
+            self._tpots += change
+            # Rounding errors of sums end with the last one.
+            self._tpot_sum_s = self._tpot_sum_s + change * request.slo.tpot_s if self._tpots else 0.0
 
     def _oldest(self, now: float) -> InFlight | None:
         while (lease := next((x for x, one in self._unstarted.items() if not one.deferred), None)) is not None:
@@ -205,6 +248,7 @@ class BackendLoad:
     def _settle(self, lease: int, flight: InFlight) -> None:
         if self._unstarted.pop(lease, None) is not None:
             self._to_prefill_tokens -= flight.work_tokens
+            self.worked_s += flight.work_s
             self._loading.pop(lease, None)
             # It is unknown how much of the time until the next first byte goes into this prompt.
             self._mixed = True

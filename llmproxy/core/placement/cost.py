@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from random import Random
 
-from msgspec.structs import replace
-
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import (
     BackendPace,
@@ -19,7 +17,6 @@ from llmproxy.core.domain import (
     Placed,
     Predicted,
     Request,
-    Slo,
     Usage,
     Verdict,
 )
@@ -36,7 +33,7 @@ from llmproxy.core.placement.policy import (
     with_context,
 )
 from llmproxy.core.placement.prefix_index import PrefixIndex
-from llmproxy.core.placement.price import NAMES, OWN, PriceRow
+from llmproxy.core.placement.price import NAMES, PriceRow, with_headroom
 from llmproxy.core.placement.rates import PoolRates
 
 LATER = NoMatch(whole_model=False, later=True)
@@ -47,10 +44,8 @@ STREAM = 0.1
 nothing, and one who reads a little slower has almost everything."""
 HIT_GAIN = 0.02
 """Weight of a newer request in the pool's hit ratio: about the last fifty decide."""
-KEPT_BACK = 0.05
-"""Cost of a second of headroom under an objective, which requests with a tighter objective could use."""
-LATE_S = 1_000.0
-"""More than any price of a backend that keeps an objective."""
+PROMPTS_MOST = 0.8
+"""The most of a stream's time that its backend may have spent on prompts; more is an error of the estimate."""
 ASIDE_S = 2.0
 """Cost of sending a prompt to a backend that is meant for other prompt lengths."""
 EXPLAINED_MAX = 100
@@ -75,18 +70,19 @@ class CostPlacement(Placement):
     - `queue`: until the backend has computed its earlier prompts; more if one of them is overdue.
     - `prefill`: computing the part of the prompt that is not cached.
     - `adapter`: loading an adapter that is not resident, or waiting for an adapter slot.
-    - `slot`: until a full backend releases a sequence slot.
+    - `slot`: until a full backend releases a sequence slot, or one that was given many prompts may be given more.
     - `stream`: the rest of the answer. A second of it counts `STREAM`.
     - `harm`: the slowdown of the streams beside it, which counts `STREAM` too, and the delay of later requests, which
       weighs more the busier the backend is with prompts.
     - `eviction`: the cached blocks that the computed part displaces, at the pool's present hit ratio.
     - `memory`: KV-cache held during the answer, except blocks that other requests hold anyway; more when it is full.
     - `range`: the backend is meant for prompts of other lengths.
+    - `headroom`: what a backend leaves of the request's objective (`with_headroom`).
 
-    For a request with a latency objective see `_under`.
-
-    A full backend may be the cheapest. Then the request waits for it, and the waiting requests before it count. Others
-    may take the room elsewhere. Rates are learned online: those of the pool, and how each backend differs from it.
+    No backend is given a prompt while prompts take more of its time than the objectives of its streams allow
+    (`BackendLoad.opens_at`). A backend that is full or waits for that may be the cheapest. Then the request waits for
+    it, and the waiting requests before it count. Others may take the room elsewhere. Rates are learned online: those of
+    the pool, and how each backend differs from it.
     """
 
     def __init__(self, rng: Random, index: PrefixIndex | None = None, without: frozenset[str] = frozenset()) -> None:
@@ -102,8 +98,10 @@ class CostPlacement(Placement):
         self._explained: deque[tuple[tuple[str, str, str, float, int, str], list[PriceRow]]] = deque(
             maxlen=EXPLAINED_MAX
         )
-        self._claims: dict[str, dict[str, int]] = {}
+        self._claims: dict[str, dict[str, float]] = {}
         self._claims_at_s = -1.0
+        self._objectives = 0
+        self._opens_s = inf
 
     # --- the choice --------------------------------------------------------------------------------------------------
 
@@ -115,15 +113,19 @@ class CostPlacement(Placement):
         model = request.model
         serving = [v for v in views if v.available and model in v.served and v.backend not in excluded]
         able = with_context(request, serving, views, excluded)
-        fits = [view.has_room(ceiling) for view in able]
-        if True not in fits:
-            return NO_MATCH if any_room(serving, ceiling) else NO_MATCH_FOR_MODEL
         if now != self._claims_at_s:
             self._claims_at_s = now
             self._claims.clear()
+            self._opens_s = inf
+        fits = self._fits(able, ceiling, now)
+        if True not in fits:
+            if True in self._fits(serving, ceiling, now):
+                return NO_MATCH
+            return NO_MATCH_FOR_MODEL if True in self._fits(views, ceiling, now) else NO_CAPACITY
         prices = self._prices(request, able, fits, ceiling, now)
         if request.slo is not None and "objectives" not in self._without:
-            prices = self._under(request.slo, prices, request.output_tokens, now - request.arrived_s)
+            late = self._rates.late_ttft.factor, self._rates.late_tpot.factor
+            prices = with_headroom(prices, request, STREAM, late, now)
         least_s = min([price.total_s for price in prices])
         near = [index for index, price in enumerate(prices) if price.total_s <= least_s + TIE_S]
         fitting = [index for index in near if fits[index]]
@@ -131,7 +133,7 @@ class CostPlacement(Placement):
             for index in near:
                 # One pass may ask for a request several times. It keeps its place among the waiting ones.
                 claims = self._claims.setdefault(prices[index].backend, {})
-                claims.setdefault(request.id, len(claims))
+                claims.setdefault(request.id, prices[index].seconds[NAMES.index("prefill")] or 0.0)
             return LATER
         lightest = min([able[index].load for index in fitting])
         chosen = prices[self._rng.choice([index for index in fitting if able[index].load == lightest])]
@@ -150,37 +152,6 @@ class CostPlacement(Placement):
             Predicted(chosen.ttft_s, chosen.ttft_s * rates.late_ttft.factor),
             Predicted(chosen.tpot_s, chosen.tpot_s * rates.late_tpot.factor),
         )
-
-    def _under(self, slo: Slo, prices: list[PriceRow], output_tokens: int, waited_s: float) -> list[PriceRow]:
-        """The prices of a request with an objective that has waited for `waited_s` already.
-
-        The request's own time weighs less the less of the objective it uses, judged by the predicted p90. The rest is
-        headroom, which others may need more, so the backend with the least headroom is preferred. A backend that misses
-        the objective is taken only where all do, by its price and its violation.
-        """
-        rates = self._rates
-        found = []
-        for price in prices:
-            ttft_s, tpot_s = price.ttft_s * rates.late_ttft.factor, price.tpot_s * rates.late_tpot.factor
-            used, headroom_s = 0.0, inf
-            if slo.ttft_s is not None:
-                left_s = max(1e-3, slo.ttft_s - waited_s)
-                used, headroom_s = ttft_s / left_s, slo.ttft_s - waited_s - ttft_s
-            if slo.tpot_s is not None:
-                used = max(used, tpot_s / slo.tpot_s)
-                headroom_s = min(headroom_s, STREAM * output_tokens * (slo.tpot_s - tpot_s))
-            if used <= 1.0:
-                weight = used * used
-                seconds = [
-                    s * weight if s is not None and name in OWN else s
-                    for name, s in zip(NAMES, price.seconds, strict=False)
-                ]
-                seconds.append(KEPT_BACK * headroom_s)
-            else:
-                seconds = [*price.seconds, None, LATE_S - headroom_s]
-            total_s = sum(s for s in seconds if s is not None)
-            found.append(replace(price, seconds=tuple(seconds), total_s=total_s))
-        return found
 
     def _matched(self, request: Request, able: Sequence[View], backend_loads: Sequence[BackendLoad]) -> dict[str, int]:
         """Cached blocks of the prompt by backend, from an index as large as each backend's cache."""
@@ -260,7 +231,7 @@ class CostPlacement(Placement):
                 memory_s = answer_s * (prompt_tokens - held_tokens) / view.kv_tokens * _scarce(view.kv_used)
                 total_s += memory_s
             if not has_room:
-                slot_s = self._slot_s(request, view, ceiling, answer_s)
+                slot_s = self._slot_s(request, view, ceiling, answer_s, now)
                 ttft_s += slot_s
                 total_s += slot_s
             seconds: tuple[float | None, ...] = (
@@ -281,12 +252,33 @@ class CostPlacement(Placement):
             prices.append(PriceRow(view.backend, total_s, seconds, ttft_s, tpot_s, cached_tokens, cold, has_room))
         return prices
 
-    def _slot_s(self, request: Request, view: View, ceiling: float, answer_s: float) -> float:
-        """Until a full backend has released slots for this request and for those that wait for it before this one."""
-        slots = min(view.limit, view.slots(ceiling))
-        claims = self._claims.get(view.backend, {})
-        waiting = max(0, view.load - slots) + claims.get(request.id, len(claims)) + 1
+    def _slot_s(self, request: Request, view: View, ceiling: float, answer_s: float, now: float) -> float:
+        """Until a backend takes this request, after those that wait for it before this one."""
+        claims = list(self._claims.get(view.backend, {}).items())
+        before = next((index for index, (name, _) in enumerate(claims) if name == request.id), len(claims))
+        if view.has_room(ceiling):
+            prompts_s = sum([prefill_s for _, prefill_s in claims[:before]])
+            return self._backend_load(view.backend).opens_at(self._rates, ceiling, now) - now + prompts_s
+        waiting = max(0, view.load - min(view.limit, view.slots(ceiling))) + before + 1
         return waiting * answer_s / max(1, view.load)
+
+    def _fits(self, views: Sequence[View], ceiling: float, now: float) -> list[bool]:
+        """Which backends have room, and time for one more prompt."""
+        fits = [view.has_room(ceiling) for view in views]
+        if self._objectives:
+            for index, view in enumerate(views):
+                if fits[index]:
+                    opens_s = self._backend_load(view.backend).opens_at(self._rates, ceiling, now)
+                    if opens_s > now:
+                        fits[index] = False
+                        self._opens_s = min(self._opens_s, opens_s)
+        return fits
+
+    def ready(self, views: Sequence[View], ceiling: float, now: float) -> list[View]:
+        return [view for view, fits in zip(views, self._fits(views, ceiling, now), strict=True) if fits]
+
+    def changes_at(self, now: float) -> float | None:
+        return self._opens_s if now < self._opens_s < inf else None
 
     # --- events ------------------------------------------------------------------------------------------------------
 
@@ -310,6 +302,7 @@ class CostPlacement(Placement):
         if request.adapter is not None:
             self._demand.add(request.adapter, now)
         backend_load.book(lease, flight, self._rates, now)
+        self._objectives += request.slo is not None
         self._hit_ratio = follow(self._hit_ratio, placed.cached_tokens / request.prompt_tokens, HIT_GAIN)
 
     def started(self, lease: int, now: float) -> None:
@@ -319,6 +312,7 @@ class CostPlacement(Placement):
         flight.started_s = now
         backend_load = flight.backend_load
         backend_load.start(lease, flight, self._rates, now)
+        flight.begun_at_work_s = backend_load.worked_s
         if flight.request.stream:
             self._rates.late_ttft.learn(flight.ttft_s, now - flight.booked_s)
         # Only now is it certain that the prompt was computed. A process that is gone has nothing cached.
@@ -328,15 +322,19 @@ class CostPlacement(Placement):
     def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
         flight = self._flights.pop(lease)
         backend_load = flight.backend_load
-        backend_load.finish(lease, flight)
+        backend_load.finish(lease, flight, now)
+        self._objectives -= flight.request.slo is not None
         if verdict is not Verdict.SERVED or usage is None:
             return
         if usage.cached_tokens is not None:
             self._index.calibrate(flight.backend, flight.cached_tokens, usage.cached_tokens)
         steps = usage.output_tokens / flight.request.sequences - 1.0
         if flight.request.stream and flight.started_s is not None and steps > 0.0:
-            tpot_s = (now - flight.started_s) / steps
-            self._rates.streamed(backend_load.step, backend_load.in_flight, tpot_s)
+            took_s = now - flight.started_s
+            tpot_s = took_s / steps
+            prompts_s = min(backend_load.worked_s - flight.begun_at_work_s, PROMPTS_MOST * took_s)
+            decode_s = (took_s - prompts_s) / steps
+            self._rates.streamed(backend_load.step, backend_load.in_flight, tpot_s, decode_s)
             self._rates.late_tpot.learn(flight.tpot_s, tpot_s)
 
     def cached(self, backend: str, hashes: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, NoCapacity, NoMatch, Placed
-from llmproxy.core.placement.policy import NO_CAPACITY, Placement, context_tokens
+from llmproxy.core.placement.policy import NO_CAPACITY, NO_MATCH, Placement, context_tokens
 from llmproxy.core.queueing.blocked import OF_BACKEND
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX, Band, Queued
 from llmproxy.core.queueing.usage_limits import UsageLimits
@@ -95,8 +95,8 @@ def first_fit(
                     if ready is not views and not isinstance(placed, Placed):
                         placed = placement.place(queued.request, views, ceiling, queued.excluded, now)
                     if isinstance(placed, NoMatch) and placed.later and not patient:
-                        roomy = [view for view in views if view.has_room(ceiling)]
-                        placed = placement.place(queued.request, roomy, ceiling, queued.excluded, now)
+                        now_ready = placement.ready(views, ceiling, now)
+                        placed = placement.place(queued.request, now_ready, ceiling, queued.excluded, now)
                     if isinstance(placed, Placed):
                         return Found(queued, placed, passed_over)
                     if isinstance(placed, NoCapacity):
@@ -158,10 +158,13 @@ def _at_only_backend(
 ) -> Found | Limited | NoCapacity | NoMatch:
     """A place on the only backend that may serve the request, even a half-open one or one in slow start.
 
-    If it is full or down while others have room, the request is set aside, so that it does not block later ones.
+    If it is full or down while others have room, the request is set aside, so that it does not block later ones. If it
+    has room and takes no prompt yet, the request is passed over.
     """
     own = [view for view in views if view.backend == queued.request.backend]
     placed = placement.place(queued.request, own, ceiling, queued.excluded, now)
+    if isinstance(placed, NoCapacity) and any(view.has_room(ceiling) for view in own):
+        return NO_MATCH
     if isinstance(placed, NoCapacity) and any(view.has_room(ceiling) for view in views):
         return Limited(queued, f"{OF_BACKEND}{queued.request.backend}")
     return Found(queued, placed, passed_over) if isinstance(placed, Placed) else placed

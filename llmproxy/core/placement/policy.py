@@ -48,6 +48,14 @@ class Placement(ABC):
         Leases on it may still run; their events are reported until they end.
         """
 
+    def ready(self, views: Sequence[View], ceiling: float, now: float) -> list[View]:
+        """The backends of `views` that take a request now, and not only after a while."""
+        return [view for view in views if view.has_room(ceiling)]
+
+    def changes_at(self, now: float) -> float | None:
+        """When a waiting request may find a place although no event happens; None when only an event can."""
+        return None
+
     def explained(self) -> Sequence[Explained]:
         """The last choices with the prices of all candidates, the oldest first; none without prices."""
         return ()

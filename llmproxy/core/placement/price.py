@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import Struct
+from msgspec.structs import replace
 
-from llmproxy.core.domain import Price
+from llmproxy.core.domain import Price, Request
 
-OWN = frozenset({"queue", "prefill", "adapter", "slot", "stream"})
-"""The terms that the request itself feels."""
-NAMES = ("queue", "prefill", "stream", "harm", "eviction", "adapter", "range", "memory", "slot", "headroom", "late")
-TERMS = frozenset(NAMES) - {"headroom", "late"}
+NAMES = ("queue", "prefill", "stream", "harm", "eviction", "adapter", "range", "memory", "slot", "headroom")
+TERMS = frozenset(NAMES) - {"headroom"}
+KEPT_BACK = 0.05
+"""Cost of a second of headroom under an objective, which other requests could use."""
 
 
 class PriceRow(Struct, frozen=True):
@@ -41,3 +44,26 @@ class PriceRow(Struct, frozen=True):
             self.cold_adapter,
             self.fits,
         )
+
+
+def with_headroom(
+    prices: Sequence[PriceRow], request: Request, stream: float, late: tuple[float, float], now: float
+) -> list[PriceRow]:
+    """The prices of a request with an objective, with the headroom that each backend leaves of it.
+
+    Headroom is a cost, because others may need that backend more; a backend that misses the objective leaves none. It
+    is judged by the p90 of both times, which are `late` times as long as predicted. A second of a stream counts
+    `stream`.
+    """
+    slo, (late_ttft, late_tpot) = request.slo, late
+    assert slo is not None, "it has no objective"
+    found = []
+    for price in prices:
+        left_s = []
+        if slo.ttft_s is not None:
+            left_s.append(request.arrived_s + slo.ttft_s - now - price.ttft_s * late_ttft)
+        if slo.tpot_s is not None:
+            left_s.append(stream * request.output_tokens * (slo.tpot_s - price.tpot_s * late_tpot))
+        headroom_s = KEPT_BACK * max(0.0, min(left_s))
+        found.append(replace(price, seconds=(*price.seconds, headroom_s), total_s=price.total_s + headroom_s))
+    return found

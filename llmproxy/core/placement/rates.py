@@ -175,15 +175,16 @@ class PoolRates:
     """What a whole pool takes; a backend takes that times its own `SpeedFactor`.
 
     `prefill` is the engine's time for uncached prompt tokens, weighted by `attention`, in seconds, with a base for each
-    stretch of work that begins on an idle backend. `step` is seconds per output token over the running sequences.
-    `loads` is the extra time of a cold adapter. `late_ttft` and `late_tpot` say by how much answers exceed their
-    predictions.
+    stretch of work that begins on an idle backend. `step` is seconds per output token over the running sequences,
+    beside prompts as they come; `decode` is the same without them. `loads` is the extra time of a cold adapter.
+    `late_ttft` and `late_tpot` say by how much answers exceed their predictions.
     """
 
     def __init__(self, attention: float = ATTENTION) -> None:
         self.attention = Attention(attention)
         self.prefill = LearnedLine(0.03, 1 / 15_000, USUAL_TOKENS, JITTER_S)
         self.step = LearnedLine(0.01, 1e-4, 64.0, 1e-3)
+        self.decode = LearnedLine(0.01, 1e-4, 64.0, 1e-3)
         self._usual_factor = 1.0
         self.loads = LoadTimesByTier()
         self.late_ttft = QuantileTracker()
@@ -207,7 +208,11 @@ class PoolRates:
         for tier, one_s in zip(tiers, expected_s, strict=True):
             self.loads.learn(tier, one_s * each)
 
-    def streamed(self, speed: SpeedFactor, running: float, per_token_s: float) -> None:
-        """An answer took `per_token_s` for each token after the first, beside about `running` sequences."""
+    def streamed(self, speed: SpeedFactor, running: float, per_token_s: float, decode_s: float) -> None:
+        """An answer took `per_token_s` for each token after the first, beside about `running` sequences.
+
+        Of that, `decode_s` remain without the prompts that the backend computed meanwhile.
+        """
+        self.decode.learn(running, decode_s / speed.factor)
         self.step.learn(running, per_token_s)
         speed.learn(self.step, running, per_token_s)

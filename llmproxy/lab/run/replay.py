@@ -6,7 +6,7 @@ import asyncio
 import gc
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from random import Random
 
@@ -41,6 +41,7 @@ class Setup:
     """All that one run depends on: two runs of equal setups give equal bytes.
 
     `duration_s` is the trace's length, and `adapters` are the LoRA names that its arrivals ask for.
+    With `objectives_named` each request names the objectives that it is judged by.
     """
 
     trace: Trace
@@ -52,6 +53,7 @@ class Setup:
     duration_s: float
     adapters: tuple[str, ...]
     warmup_s: float = 0.0
+    objectives_named: bool = False
 
 
 def replay(setup: Setup, progress: Callable[[int], None] = lambda _: None) -> RunRecorder:
@@ -204,6 +206,9 @@ class Run:
             self._begin(arrival)
 
     def _begin(self, arrival: Arrival) -> None:
+        if self._setup.objectives_named:
+            ttft_slo_s, tpot_slo_s = self._objectives.of(arrival)
+            arrival = replace(arrival, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
         proxy = self.proxies[0] if len(self.proxies) == 1 else self._rng.choice(self.proxies)
         task = asyncio.get_running_loop().create_task(self._serve(proxy, arrival))
         self._tasks.add(task)

@@ -30,7 +30,7 @@ class Simulation:
     """What is to be simulated, in words that another process can read: `trace` is a file or a generator as
     `trace_named` takes it, of which `requests` are used from number `skip` on (None for all), replicated `replicate`
     times. `mix` says which of them are played. `warmup` is the share of the trace's time whose requests are not
-    counted.
+    counted. With `objectives_named` each request names the objectives that it is judged by, as in a trusted header.
     """
 
     trace: str
@@ -41,6 +41,7 @@ class Simulation:
     replicate: int = 1
     warmup: float = 0.0
     mix: Mix = AS_IT_IS
+    objectives_named: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,7 @@ def run_one(simulation: Simulation, point: Point, progress: Callable[[int], None
         duration_s=found.duration_s,
         adapters=tuple(sorted(found.adapters)),
         warmup_s=simulation.warmup * found.duration_s,
+        objectives_named=simulation.objectives_named,
     )
     recorder = replay(setup, progress)
     run = recorder.result(point.policy, point.seed, point.rate_scale, point.prefill_scale)

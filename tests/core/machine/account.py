@@ -347,6 +347,7 @@ def assert_nothing_left(pools: Pools, now: float) -> None:
         assert not one.charges._credits
         if isinstance(one._placement, CostPlacement):
             assert not one._placement._flights
+            assert not one._placement._objectives
             assert one._placement._backend_loads.keys() <= one._backends.by_name.keys()
             for backend_load in one._placement._backend_loads.values():
                 left = (

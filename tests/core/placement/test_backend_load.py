@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from heapq import heappop, heappush
+from math import log
 from random import Random
 
 import pytest
 
-from llmproxy.core.domain import Request
-from llmproxy.core.placement.backend_load import OVERDUE, SAME_STEP_S, WORK_S, BackendLoad, InFlight
+from llmproxy.core.domain import Request, Slo
+from llmproxy.core.placement.backend_load import (
+    MARGIN,
+    OVERDUE,
+    RATION_S,
+    SAME_STEP_S,
+    SHARE_MIN,
+    WORK_S,
+    BackendLoad,
+    InFlight,
+)
 from llmproxy.core.placement.rates import PoolRates
 from tests.core.make import request
 
@@ -43,7 +53,7 @@ class LoadBench:
 
     def finish(self, *leases: int) -> None:
         for lease in leases:
-            self.backend_load.finish(lease, self._flights[lease])
+            self.backend_load.finish(lease, self._flights[lease], self.now)
 
     def queue_s(self) -> float:
         return self.backend_load.queue_s(self.rates, self.now)
@@ -57,6 +67,82 @@ def first_bytes(leases: Iterable[int], bench: LoadBench, after_s: float) -> None
     """All in one step, which ends `after_s` from now."""
     for number, lease in enumerate(leases):
         bench.start(lease, SAME_STEP_S / 10 if number else after_s)
+
+
+# --- the share of time that prompts may have ---------------------------------------------------------------------
+
+
+def crowded(tpot_s: float | None = 0.03) -> tuple[LoadBench, int]:
+    """A backend with a stream that has begun, which was given prompts of 6 s within no time: six tenths of 10 s."""
+    bench = LoadBench()
+    begun = bench.book(0.0, asked=request(stream=True, slo=None if tpot_s is None else Slo(tpot_s=tpot_s)))
+    bench.start(begun, BASE_S)
+    bench.book(90_000)
+    return bench, begun
+
+
+def opens_in_s(bench: LoadBench, ceiling: float = 1.0) -> float:
+    return bench.backend_load.opens_at(bench.rates, ceiling, bench.now) - bench.now
+
+
+def test_without_an_objective_prompts_may_have_all_the_time() -> None:
+    bench, _ = crowded(tpot_s=None)
+    assert opens_in_s(bench) == 0.0
+
+
+def test_prompts_may_have_the_time_that_the_objective_leaves() -> None:
+    bench, _ = crowded(tpot_s=0.03)
+    # Decoding takes 0.0102 s, and streams are kept to 0.027 s: that leaves 0.62 for prompts.
+    assert opens_in_s(bench) == 0.0
+    bench.book(15_000)
+    wait_s = RATION_S * log(0.7 / (1.0 - 0.0103 / (MARGIN * 0.03)))
+    assert opens_in_s(bench) == pytest.approx(wait_s, rel=1e-3)
+    bench.now += wait_s - 0.01
+    assert opens_in_s(bench) == pytest.approx(0.01, abs=1e-3)
+    bench.now += 0.02
+    assert opens_in_s(bench) == 0.0
+
+
+def test_slow_backend_has_less_time_for_prompts() -> None:
+    bench, _ = crowded(tpot_s=0.03)
+    bench.backend_load.step.factor = 2.0
+    assert opens_in_s(bench) > 0.0
+
+
+def test_ceiling_leaves_a_part_of_that_time_to_higher_bands() -> None:
+    bench, _ = crowded(tpot_s=0.03)
+    assert opens_in_s(bench, ceiling=0.85) > 0.0
+    assert opens_in_s(bench, ceiling=0.99) == 0.0
+
+
+def test_mean_objective_of_the_streams_counts_until_they_end() -> None:
+    bench, begun = crowded(tpot_s=0.02)
+    tight_s = opens_in_s(bench)
+    other = bench.book(0.0, asked=request(stream=True, slo=Slo(tpot_s=0.04)))
+    assert tight_s > 0.0 == opens_in_s(bench), "0.03 s is their mean"
+    bench.finish(other)
+    assert opens_in_s(bench) == pytest.approx(tight_s)
+    bench.finish(begun)
+    assert opens_in_s(bench) == 0.0
+
+
+def test_some_prompts_go_where_decoding_alone_exceeds_the_objective() -> None:
+    bench = LoadBench()
+    bench.start(bench.book(0.0, asked=request(stream=True, slo=Slo(tpot_s=0.001))), BASE_S)
+    bench.book(SHARE_MIN * RATION_S * 15_000 - 1.0)
+    assert opens_in_s(bench) == 0.0
+    bench.book(15.0)
+    assert opens_in_s(bench) > 0.0
+
+
+def test_prompt_that_was_not_computed_gives_its_time_back() -> None:
+    bench, _ = crowded(tpot_s=0.02)
+    before_s = opens_in_s(bench)
+    taken_back = bench.book(30_000)
+    bench.now += 1.0
+    assert opens_in_s(bench) > before_s
+    bench.finish(taken_back)
+    assert opens_in_s(bench) == pytest.approx(before_s - 1.0)
 
 
 # --- the queue --------------------------------------------------------------------------------------------------------

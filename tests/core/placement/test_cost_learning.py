@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from llmproxy.core.domain import Usage, Verdict
+from llmproxy.core.domain import Slo, Usage, Verdict
 from llmproxy.core.placement.backend_load import WORK_S
-from llmproxy.core.placement.cost import STREAM
+from llmproxy.core.placement.cost import PROMPTS_MOST, STREAM
 from tests.core.cost_bench import BASE_S, BOTH, STEP_S, TOKEN_S, CostBench, chain, streamed
 from tests.core.make import view
 
@@ -114,9 +114,9 @@ def test_nothing_is_left_when_all_leases_have_ended() -> None:
     bench, on = CostBench(), view("a", served=BOTH, max_adapters=2, kv_tokens=10**6)
     rng = Random(1)
     adapters = (None, "lora", "other")
-    verdicts = list(Verdict) * 5
+    verdicts, slos = list(Verdict) * 5, (Slo(tpot_s=0.1), Slo(ttft_s=1.0), None)
     leases = [
-        bench.book(chain(i, 3, adapter=adapters[i % 3], sequences=1 + i % 2, stream=i % 4 > 0), on)
+        bench.book(chain(i, 3, adapter=adapters[i % 3], sequences=1 + i % 2, stream=i % 4 > 0, slo=slos[i % 3]), on)
         for i in range(len(verdicts))
     ]
     rng.shuffle(leases)
@@ -129,7 +129,35 @@ def test_nothing_is_left_when_all_leases_have_ended() -> None:
         bench.cost.finished(lease, verdict, None, bench.now)
     backend_load = bench.cost._backend_loads["a"]
     assert (bench.cost._flights, backend_load._unstarted, dict(backend_load.adapters.users)) == ({}, {}, {})
+    assert (bench.cost._objectives, backend_load._tpots, backend_load._tpot_sum_s) == (0, 0, 0.0)
     assert (backend_load._to_prefill_tokens, backend_load.in_flight, backend_load.in_use._users) == (0, 0, {})
+
+
+def test_decoding_time_is_learned_without_the_prompts_beside_it() -> None:
+    bench = CostBench()
+    for _ in range(300):
+        stream = bench.start(streamed(), "a")
+        bench.start(streamed(prompt_tokens=6_000), "a")
+        bench.now += 9 * 0.02
+        bench.finish(stream)
+    rates = bench.cost._rates
+    # Each step takes 0.02 s, and a prompt of 6,000 tokens comes on top in the time of nine.
+    prompt_s = BASE_S + 6_000 * TOKEN_S
+    assert rates.step.at(2.0) > 0.02 + 0.9 * prompt_s / 9
+    assert rates.decode.at(2.0) == pytest.approx(0.02, rel=0.25)
+
+
+def test_prompts_never_explain_the_whole_time_of_a_stream() -> None:
+    bench = CostBench()
+    for _ in range(300):
+        stream = bench.start(streamed(), "a")
+        # Beyond the batch limit, the time of a prompt says nothing of the engine's speed.
+        bench.book(streamed(prompt_tokens=30_000), view("a", max_model_len=None, limit=1))
+        bench.cost.started(bench._leases, bench.now + 0.01)
+        bench.now += 9 * 0.02
+        bench.finish(stream)
+        bench.cost.finished(bench._leases, Verdict.CLIENT_GONE, None, bench.now)
+    assert bench.cost._rates.decode.at(2.0) >= (1.0 - PROMPTS_MOST) * 0.02 * 0.9
 
 
 def test_lost_backend_is_forgotten_with_its_requests_in_flight() -> None:

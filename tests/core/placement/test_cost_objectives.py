@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from llmproxy.core.domain import Request, Slo
+import pytest
+
+from llmproxy.core.backends.view import View
+from llmproxy.core.domain import NoCapacity, Request, Slo
 from llmproxy.core.placement.backend_load import WORK_S
-from tests.core.cost_bench import CostBench, streamed
+from llmproxy.core.placement.cost import STREAM
+from llmproxy.core.placement.price import KEPT_BACK
+from tests.core.cost_bench import NONE, CostBench, streamed
 from tests.core.make import request, view
 
 VIEWS = [view("fast"), view("slow")]
@@ -29,49 +34,66 @@ def test_without_an_objective_the_fast_one_is_best() -> None:
     assert unequal().place(streamed(prompt_tokens=1_000), VIEWS).backend == "fast"
 
 
-def test_the_fast_one_is_left_to_those_who_need_it() -> None:
+def test_the_fast_one_goes_to_those_who_need_it() -> None:
     bench = unequal()
-    assert bench.place(asking(bench, ttft_s=20.0), VIEWS).backend == "slow"
-    assert bench.place(asking(bench, ttft_s=0.25), VIEWS).backend == "fast"
-    assert bench.place(asking(bench, tpot_s=1.0), VIEWS).backend == "slow"
-    assert bench.place(asking(bench, tpot_s=0.025), VIEWS).backend == "fast"
-    assert bench.place(asking(bench, ttft_s=20.0, tpot_s=0.025), VIEWS).backend == "fast"
-    assert bench.place(asking(bench, ttft_s=0.25, tpot_s=1.0), VIEWS).backend == "fast"
+    for slo in (
+        {"ttft_s": 0.25},
+        {"tpot_s": 0.025},
+        {"ttft_s": 20.0, "tpot_s": 0.025},
+        {"ttft_s": 0.25, "tpot_s": 1.0},
+    ):
+        assert bench.place(asking(bench, **slo), VIEWS).backend == "fast"
 
 
-def test_the_time_that_was_waited_counts() -> None:
-    bench = unequal()
-    assert bench.place(asking(bench, ttft_s=20.0, waited_s=19.75), VIEWS).backend == "fast"
+def headroom_s(bench: CostBench, backend: str, waited_s: float = 0.0, **slo: float) -> float:
+    return bench.terms(asking(bench, waited_s, **slo), view(backend))["headroom"]
 
 
-def test_least_violation_is_best_where_no_backend_meets_the_objective() -> None:
-    bench = unequal()
-    asked = asking(bench, ttft_s=0.01)
-    assert bench.place(asked, VIEWS).backend == "fast"
-    for _ in range(20):
-        bench.book(streamed(prompt_tokens=2_000), "fast")
-    assert bench.place(asked, VIEWS).backend == "slow"
-
-
-def test_no_price_outweighs_an_objective_that_somebody_keeps() -> None:
-    bench = unequal()
-    views = [view("fast", prompt_range=(5_000, 9_000)), view("slow")]
-    assert bench.place(streamed(prompt_tokens=1_000), views).backend == "slow"
-    assert bench.place(asking(bench, ttft_s=0.2), views).backend == "fast"
-
-
-def test_exceeded_predictions_are_allowed_for() -> None:
+def test_what_a_backend_leaves_of_an_objective_costs_a_part_of_it() -> None:
     bench = unequal()
     rates = bench.cost._rates
-    assert bench.place(asking(bench, ttft_s=5.0), VIEWS).backend == "slow"
-    assert bench.place(asking(bench, tpot_s=0.5), VIEWS).backend == "slow"
-    for _ in range(60):
-        rates.late_ttft.learn(1.0, 100.0)
-    assert bench.place(asking(bench, ttft_s=5.0), VIEWS).backend == "fast"
-    assert bench.place(asking(bench, tpot_s=0.5), VIEWS).backend == "slow"
-    for _ in range(60):
-        rates.late_tpot.learn(1.0, 100.0)
-    assert bench.place(asking(bench, tpot_s=0.5), VIEWS).backend == "fast"
+    ttft_s, tpot_s = 0.075 * rates.late_ttft.factor, 0.0101 * rates.late_tpot.factor
+    assert headroom_s(bench, "fast", ttft_s=20.0) == pytest.approx(KEPT_BACK * (20.0 - ttft_s), rel=1e-3)
+    assert headroom_s(bench, "fast", ttft_s=20.0, waited_s=19.0) == pytest.approx(KEPT_BACK * (1.0 - ttft_s), rel=1e-2)
+    of_stream_s = STREAM * 500 * (1.0 - tpot_s)
+    assert headroom_s(bench, "fast", tpot_s=1.0) == pytest.approx(KEPT_BACK * of_stream_s, rel=1e-3)
+    both_s = headroom_s(bench, "fast", ttft_s=20.0, tpot_s=1.0)
+    assert both_s == pytest.approx(KEPT_BACK * (20.0 - ttft_s), rel=1e-2), "the lesser of both"
+
+
+def test_backend_that_misses_an_objective_leaves_nothing_of_it() -> None:
+    bench = unequal()
+    assert headroom_s(bench, "slow", ttft_s=0.01) == 0.0
+    assert headroom_s(bench, "slow", ttft_s=20.0, waited_s=19.9) == 0.0
+    assert headroom_s(bench, "slow", tpot_s=0.025) == 0.0
+
+
+def closed(bench: CostBench) -> View:
+    """A backend that may be given no prompt for some seconds, because of the objective of its stream."""
+    bench.start(streamed(prompt_tokens=1, slo=Slo(tpot_s=0.015)), "a")
+    while not isinstance(bench.cost.place(streamed(), [view("a")], 1.0, NONE, bench.now), NoCapacity):
+        bench.book(streamed(prompt_tokens=6_000), "a")
+    return view("a")
+
+
+def test_request_waits_for_a_closed_backend_only_where_that_is_best() -> None:
+    bench = CostBench()
+    views = [closed(bench), view("far", prompt_range=(10**6, 10**7))]
+    opens_s = bench.cost._backend_loads["a"].opens_at(bench.cost._rates, 1.0, bench.now)
+    assert bench.place(streamed(), views).backend == "far", "it costs 2 s, and the other is busy for longer"
+    bench.now = opens_s - 0.2
+    for lease in range(2, bench._leases + 1):
+        bench.cost.started(lease, bench.now)
+    opens_s = bench.cost._backend_loads["a"].opens_at(bench.cost._rates, 1.0, bench.now)
+    assert opens_s > bench.now
+    first, second = streamed(id="first", prompt_tokens=6_000), streamed(id="second", prompt_tokens=6_000)
+    assert bench.waits(first, views)
+    (price, _) = bench.cost._prices(first, views, [False, True], 1.0, bench.now)
+    assert dict(price.terms())["slot"] == pytest.approx(opens_s - bench.now)
+    (behind, _) = bench.cost._prices(second, views, [False, True], 1.0, bench.now)
+    assert dict(behind.terms())["slot"] == pytest.approx(opens_s - bench.now + dict(price.terms())["prefill"])
+    bench.now = opens_s
+    assert not bench.waits(first, views)
 
 
 def test_every_stream_tells_how_good_its_prediction_was() -> None:

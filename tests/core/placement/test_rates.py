@@ -224,9 +224,19 @@ def test_prompts_and_streams_are_learned_apart() -> None:
     assert rates.step.at(10.0) == step_s
     rates = PoolRates()
     for i in range(300):
-        rates.streamed(step, float(i * 7 % 40), 0.02 + 0.0005 * (i * 7 % 40))
+        running = float(i * 7 % 40)
+        rates.streamed(step, running, 0.02 + 0.0005 * running, 0.01 + 0.0004 * running)
     assert (rates.step.base, rates.step.slope) == pytest.approx((0.02, 0.0005), rel=0.05)
+    assert (rates.decode.base, rates.decode.slope) == pytest.approx((0.01, 0.0004), rel=0.05)
     assert rates.prefill.at(500.0) == prefill_s
+
+
+def test_decoding_of_a_slow_backend_counts_as_its_pools() -> None:
+    rates, slow = PoolRates(), SpeedFactor()
+    slow.factor = 2.0
+    before = rates.decode.at(8.0)
+    rates.streamed(slow, 8.0, 2.0 * rates.step.at(8.0), 2.0 * before)
+    assert rates.decode.at(8.0) == pytest.approx(before)
 
 
 def test_first_backend_of_a_learning_pool_has_factor_one() -> None:

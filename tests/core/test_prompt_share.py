@@ -1,0 +1,153 @@
+"""Prompts wait here while they would slow streams beyond their objective: who goes first, and when."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Preempt, Request, Slo, Verdict
+from llmproxy.core.pools import Pools
+from tests.core.make import grants, listing, pools, request
+
+PACE = Slo(tpot_s=0.03)
+PROMPT = 30_000
+"""About 2 s of an engine."""
+
+
+def asked(name: str, now: float = 0.0, **given: Any) -> Request:
+    facts: dict[str, Any] = {"id": name, "arrived_s": now, "stream": True, "slo": PACE, "prompt_tokens": PROMPT}
+    return request(**(facts | given))
+
+
+def streaming(*backends: str) -> tuple[Pools, list[Grant]]:
+    """Backends of 64 slots, each with one stream that has begun."""
+    of = pools(dict.fromkeys(backends, 64), listings={name: listing(max_model_len=None) for name in backends})
+    held = []
+    for number, name in enumerate(backends):
+        of.submit(asked(f"stream {name}", prompt_tokens=1), 0.0)
+        (one,) = grants(of, 0.0)
+        of.started(one, 0.01 * number)
+        held.append(one)
+    assert {one.placed.backend for one in held} == set(backends)
+    return of, held
+
+
+def flood(of: Pools, names: str, now: float, **given: Any) -> list[Grant]:
+    for name in names:
+        of.submit(asked(name, now, **given), now)
+    return grants(of, now)
+
+
+def test_prompts_beyond_the_share_wait_and_go_without_any_event() -> None:
+    of, _ = streaming("a")
+    went = flood(of, "abcdefgh", 1.0)
+    assert 2 <= len(went) <= 5
+    now = 1.0
+    while len(went) < 8:
+        later = of.next_wakeup(now)
+        assert later is not None
+        assert now < later < now + 10.0
+        assert not grants(of, (now + later) / 2)
+        now = later
+        found = grants(of, now)
+        assert len(found) == 1
+        went += found
+    assert [one.request.id for one in went] == list("abcdefgh")
+
+
+def test_without_an_objective_all_go_at_once() -> None:
+    of = pools({"a": 64})
+    assert len(flood(of, "abcdefgh", 1.0, slo=None)) == 8
+
+
+def test_backend_without_streams_takes_any_prompt() -> None:
+    of, (stream,) = streaming("a")
+    went = flood(of, "abcdefgh", 1.0)
+    for one in [stream, *went]:
+        of.finish(one, Verdict.CLIENT_GONE, 1.0)
+    assert grants(of, 1.0)
+
+
+def test_request_takes_an_open_backend_or_waits_for_a_better_one() -> None:
+    of, _ = streaming("a", "b")
+    went = flood(of, "abcdefgh", 1.0)
+    assert {one.placed.backend for one in went} == {"a", "b"}
+    assert len(went) > len(flood(streaming("a")[0], "abcdefgh", 1.0))
+
+
+def test_lower_band_leaves_a_part_of_the_share_to_a_higher_one_and_still_goes() -> None:
+    of, _ = streaming("a")
+    of.submit(asked("used", prompt_tokens=1, band=CRITICAL), 0.5)
+    grants(of, 0.5)
+    names = "abcdefghijklmnopqrstuvwxyz"
+    low = flood(of, names, 1.0, band=SHEDDABLE, prompt_tokens=6_000)
+    high, _ = streaming("a")
+    assert len(low) < len(flood(high, names, 1.0, prompt_tokens=6_000))
+    later = of.next_wakeup(1.0)
+    assert later is not None
+    assert [one.request.id for one in grants(of, later)] == [names[len(low)]]
+
+
+def test_critical_request_takes_back_prompts_that_were_not_begun() -> None:
+    of, _ = streaming("a")
+    low = {one.lease: one for one in flood(of, "abcdefgh", 1.0, band=SHEDDABLE)}
+    of.submit(asked("urgent", 1.0, band=CRITICAL), 1.0)
+    (back,) = of.decide(1.0)
+    assert isinstance(back, Preempt)
+    of.finish(low[back.lease], Verdict.PREEMPTED, 1.0)
+    (grant,) = grants(of, 1.0)
+    assert grant.request.id == "urgent"
+
+
+def test_bound_request_waits_without_keeping_the_scheduler_busy() -> None:
+    of, _ = streaming("a", "b")
+    went = flood(of, "abcdefgh", 1.0, backend="a")
+    assert 2 <= len(went) <= 5
+    assert [one.placed.backend for one in flood(of, "i", 1.0)] == ["b"]
+    now, wakeups = 1.0, 0
+    while not (found := grants(of, now)):
+        later = of.next_wakeup(now)
+        assert later is not None
+        assert later > now
+        now, wakeups = later, wakeups + 1
+    assert wakeups < 5
+    assert [one.request.id for one in found] == ["abcdefgh"[len(went)]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_band_passes_a_higher_one_that_waits(seed: int) -> None:
+    rng = Random(seed)
+    of, held = streaming("a", "b")
+    now, waiting, went, waited = 1.0, dict[str, int](), 0, 0
+    for number in range(150):
+        now += rng.expovariate(2.0)
+        if rng.random() < 0.7:
+            band = rng.choice((CRITICAL, DEFAULT, SHEDDABLE))
+            tokens = rng.choice((100, 5_000, PROMPT))
+            slo = rng.choice((PACE, PACE, Slo(tpot_s=0.02), Slo(ttft_s=1.0), None))
+            of.submit(asked(str(number), now, band=band, prompt_tokens=tokens, slo=slo, deadline_s=1e9), now)
+            waiting[str(number)] = band
+        elif held:
+            one = held.pop(rng.randrange(len(held)))
+            if rng.random() < 0.5:
+                of.started(one, now)
+            of.finish(one, Verdict.SERVED, now)
+        for decision in of.decide(now):
+            if isinstance(decision, Preempt):
+                (back,) = [one for one in held if one.lease == decision.lease]
+                held.remove(back)
+                of.finish(back, Verdict.PREEMPTED, now)
+                of.submit(decision.request, now, entry=Entry.PREEMPTED)
+                waiting[decision.request.id] = decision.request.band
+            if not isinstance(decision, Grant):
+                continue
+            band = waiting.pop(decision.request.id)
+            assert band >= max(waiting.values(), default=band), "it passed a higher band"
+            held.append(decision)
+            went += 1
+        waited += bool(waiting)
+        of.check(now)
+    assert went > 40
+    assert waited > 10, "nothing ever waited"
