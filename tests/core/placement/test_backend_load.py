@@ -97,16 +97,10 @@ def test_prompts_may_have_the_time_that_the_objective_leaves() -> None:
     bench.book(15_000)
     wait_s = RATION_S * log(0.7 / (1.0 - 0.0103 / (MARGIN * 0.03)))
     assert opens_in_s(bench) == pytest.approx(wait_s, rel=1e-3)
-    bench.now += wait_s - 0.01
-    assert opens_in_s(bench) == pytest.approx(0.01, abs=1e-3)
-    bench.now += 0.02
+    bench.now += wait_s + 0.01
     assert opens_in_s(bench) == 0.0
-
-
-def test_slow_backend_has_less_time_for_prompts() -> None:
-    bench, _ = crowded(tpot_s=0.03)
     bench.backend_load.step.factor = 2.0
-    assert opens_in_s(bench) > 0.0
+    assert opens_in_s(bench) > 0.0, "a slow backend has less time for them"
 
 
 def test_ceiling_leaves_a_part_of_that_time_to_higher_bands() -> None:
