@@ -151,3 +151,14 @@ def test_no_band_passes_a_higher_one_that_waits(seed: int) -> None:
         of.check(now)
     assert went > 40
     assert waited > 10, "nothing ever waited"
+
+
+def test_objectives_of_any_size_are_counted_in_and_out() -> None:
+    of, (stream,) = streaming("a")
+    (loose,) = flood(of, "l", 1.0, slo=Slo(tpot_s=1e9), prompt_tokens=100)
+    of.finish(stream, Verdict.SERVED, 1.0)
+    (tight,) = flood(of, "t", 1.0, slo=Slo(tpot_s=1e-9), prompt_tokens=100)
+    of.finish(loose, Verdict.SERVED, 1.0)
+    assert len(flood(of, "x", 1.0, prompt_tokens=100)) == 1
+    of.finish(tight, Verdict.SERVED, 1.0)
+    of.check(1.0)

@@ -20,6 +20,8 @@ MARGIN = 0.9
 """Streams are kept to this part of their objective, because some are slower than the mean."""
 SHARE_MIN = 0.05
 """Prompts may always have this share of a backend's time, or nothing would be begun where decoding alone is slow."""
+TPOT_MIN_S, TPOT_MAX_S = 1e-3, 10.0
+"""An objective counts as at least and at most this: none beyond can be missed or kept on purpose."""
 SAME_STEP_S = 0.003
 """First bytes this close come from one engine step, which computed all their prompts."""
 TOGETHER_S = 0.05
@@ -221,8 +223,9 @@ class BackendLoad:
         """Count a request with an objective for its stream in or out."""
         if request.slo is not None and request.slo.tpot_s is not None:
             self._tpots += change
-            # Rounding errors of sums end with the last one.
-            self._tpot_sum_s = self._tpot_sum_s + change * request.slo.tpot_s if self._tpots else 0.0
+            # Clients may send any number. Between these bounds the sum stays exact enough, and ends with the last one.
+            tpot_s = min(TPOT_MAX_S, max(TPOT_MIN_S, request.slo.tpot_s))
+            self._tpot_sum_s = self._tpot_sum_s + change * tpot_s if self._tpots else 0.0
 
     def _oldest(self, now: float) -> InFlight | None:
         while (lease := next((x for x, one in self._unstarted.items() if not one.deferred), None)) is not None:
