@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from getpass import getpass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -21,7 +21,10 @@ from llmproxy.cli.reference import page as cli_page
 from llmproxy.config import (
     Config,
     ConfigError,
+    ModelConfig,
+    ObjectiveConfig,
     Override,
+    TenantConfig,
     WatchedFile,
     hash_of,
     is_api_key,
@@ -167,10 +170,31 @@ def _summary(file: Path, config: Config) -> str:
             f"scheduling    fairness {config.scheduling.fairness}, ordering {config.scheduling.ordering},"
             f" placement {config.scheduling.placement}, flows by {config.scheduling.flow}",
             f"bands wait    where a backend is full to {ceilings}",
-            f"entries       {len(config.models)} models, {len(config.objectives)} objectives,"
+            "latency       " + (f"\n{'':14}".join(_objectives(config)) or "no objectives"),
+            f"entries       {len(config.models)} models, {len(config.objectives)} objectives by header,"
             f" {len(config.tenants)} tenants",
         ]
     )
+
+
+def _objectives(config: Config) -> Iterator[str]:
+    """The latency objectives in force. An alias takes what it does not say from its target."""
+    models = {model.name: model for model in config.models}
+    for model in config.models:
+        yield from _objective(model.name, model, models.get(model.target or "", model))
+    for tenant in config.tenants:
+        yield from _objective(f"tenant {tenant.name}", tenant)
+    for named in config.objectives:
+        yield from _objective(f"header {named.name}", named)
+
+
+def _objective(name: str, *sources: ModelConfig | TenantConfig | ObjectiveConfig) -> Iterator[str]:
+    ttft_s = next((one.ttft_s for one in sources if one.ttft_s is not None), None)
+    tpot_s = next((one.tpot_s for one in sources if one.tpot_s is not None), None)
+    times = [f"first token {ttft_s:g} s"] if ttft_s is not None else []
+    times += [f"{1e3 * tpot_s:g} ms a token"] if tpot_s is not None else []
+    if times:
+        yield f"{name}: {', '.join(times)}"
 
 
 @app.command(cls=PanelHelp, short_help="Print the hash of a client's key, or make a key.")

@@ -173,11 +173,12 @@ class ModelConfig(Section):
     target: Name | None = Field(default=None, examples=["llama-3.1-8b"])
     """Base model or adapter that an alias stands for. null: the name is no alias."""
     criticality: Criticality | None = Field(default=None, examples=["critical"])
-    """Band of its requests: a name or an integer. null: the default band."""
+    """Band of its requests: a name or an integer. null: that of the target, else the default band."""
     ttft_s: Seconds | None = None
-    """Objective for the time to first token, from arrival. null: no objective."""
+    """Objective for the time to first token, from arrival. null: that of the target; of a name that is no alias,
+    none."""
     tpot_s: Seconds | None = None
-    """Objective for the mean time per further token. null: no objective."""
+    """Objective for the mean time per further token. null: that of the target; of a name that is no alias, none."""
     limits: LimitsConfig = LimitsConfig()
     """Limits for all requests of this name together. A request for an alias counts for the alias and its target."""
 

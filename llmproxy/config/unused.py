@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
 from llmproxy.config.checks import Problem
 from llmproxy.config.config import Config
-from llmproxy.config.schema import ModelConfig, ObjectiveConfig, TenantConfig
+from llmproxy.config.document import Place
 
 WEIGHTLESS = frozenset({"fcfs", "round_robin"})
 """Fairness policies that ignore weights."""
 COUNTING = frozenset({"fair_share", "locality_fair_share"})
 """Fairness policies that divide what is charged."""
+DUE_FIRST = frozenset({"least_slack", "edf"})
+"""Orderings that look at `ttft_s`."""
+PLAUSIBLE_MOST_S = {"ttft_s": 600.0, "tpot_s": 10.0}
+"""Longer objectives were probably meant in milliseconds, as they are in headers."""
 DEFAULTS = Config()
 
 
@@ -42,9 +47,15 @@ def _weights(config: Config) -> list[Problem]:
 
 
 def _objectives(config: Config) -> list[Problem]:
-    entries: list[ModelConfig | ObjectiveConfig | TenantConfig] = [*config.models, *config.objectives, *config.tenants]
-    if any(entry.ttft_s or entry.tpot_s for entry in entries):
-        return []
+    given: dict[Place, float] = {
+        (section, i, key): value
+        for section in ("models", "objectives", "tenants")
+        for i, entry in enumerate(getattr(config, section))
+        for key in PLAUSIBLE_MOST_S
+        if (value := getattr(entry, key)) is not None
+    }
+    if given:
+        return _unlikely(given) + _counted_only(config, given)
     chosen = config.scheduling
     nobody = "no model, tenant or objective has ttft_s or tpot_s; only trusted headers could bring objectives"
     problems: list[Problem] = []
@@ -53,6 +64,26 @@ def _objectives(config: Config) -> list[Problem]:
     if chosen.refuse_late:
         problems.append((("scheduling", "refuse_late"), f"has no effect: {nobody}"))
     return problems
+
+
+def _unlikely(given: Mapping[Place, float]) -> list[Problem]:
+    return [
+        (place, f"is {value:g} seconds, which nearly nothing misses: {value:g} milliseconds are {value / 1e3:g}")
+        for place, value in given.items()
+        if value > PLAUSIBLE_MOST_S[str(place[-1])]
+    ]
+
+
+def _counted_only(config: Config, given: Iterable[Place]) -> list[Problem]:
+    """Objectives that no chosen policy looks at."""
+    chosen = config.scheduling
+    # A policy of a plugin may look at them.
+    if config.plugins or chosen.placement == "cost" or chosen.fairness == "slo":
+        return []
+    looks = {"ttft_s"} if chosen.ordering in DUE_FIRST or chosen.refuse_late else set()
+    policies = f"placement {chosen.placement}, ordering {chosen.ordering} and fairness {chosen.fairness}"
+    reason = f"is only counted as kept or missed: {policies} do not look at it"
+    return [(place, reason) for place in given if place[-1] not in looks]
 
 
 def _unread(config: Config) -> list[Problem]:

@@ -270,6 +270,18 @@ def test_shells_complete_commands_and_flags(shell: str, tmp_path: Path) -> None:
         ("", ["0.0.0.0:8080, without API keys\n", "none here"]),
         ("api_keys: [k]", ["0.0.0.0:8080, with API keys\n"]),
         (f"tenants: [{{name: a, keys: [{hash_of('k')}]}}]", ["0.0.0.0:8080, with API keys\n"]),
+        ("models: [{name: m}]", ["latency       no objectives\nentries       1 models, 0 objectives by header, 0 t"]),
+        (
+            "models:\n- {name: m, tpot_s: 0.05}\n- {name: chat, target: m, ttft_s: 1}\n"
+            "- {name: fast, target: m, tpot_s: 0.02}\n"
+            f"- {{name: late, target: other}}\nobjectives: [{{name: i, ttft_s: 0.5}}, {{name: night}}]\n"
+            f"tenants: [{{name: a, keys: [{hash_of('k')}], tpot_s: 0.0125}}]\n",
+            [
+                "latency       m: 50 ms a token\n              chat: first token 1 s, 50 ms a token\n"
+                "              fast: 20 ms a token\n              tenant a: 12.5 ms a token\n"
+                "              header i: first token 0.5 s\nentries       4 models, 2 objectives by header, 1 tenants"
+            ],
+        ),
         ("discovery: {file: /etc/llmproxy/backends.yaml}", ["those in /etc/llmproxy/backends.yaml"]),
     ],
 )

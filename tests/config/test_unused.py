@@ -78,6 +78,23 @@ def test_setting_without_effect_is_a_warning_with_its_line(tmp_path: Path, text:
             ":2: tls.client_ca: has no effect without tls.cert: llmproxy serve does not start",
         ),
         ("scheduling:\n  fairness: slo\n", f":2: scheduling.fairness: slo {NO_OBJECTIVE}"),
+        (
+            "scheduling: {placement: random}\nmodels:\n- {name: m, ttft_s: 1,\n  tpot_s: 0.05}\n",
+            ":4: models[0].tpot_s: is only counted as kept or missed: placement random, ordering least_slack",
+        ),
+        (
+            "scheduling: {placement: random, ordering: fcfs}\nobjectives: [{name: quick, ttft_s: 1}]\n",
+            ":2: objectives[0].ttft_s: is only counted as kept or missed: placement random, ordering fcfs",
+        ),
+        (
+            TENANT + "    ttft_s: 1\nscheduling: {placement: random, ordering: shortest}\n",
+            ":4: tenants[0].ttft_s: is only counted as kept or missed: placement random, ordering shortest",
+        ),
+        (
+            "models:\n- name: m\n  tpot_s: 50\n",
+            ":3: models[0].tpot_s: is 50 seconds, which nearly nothing misses: 50 milliseconds are 0.05",
+        ),
+        (TENANT + "    ttft_s: 1500\n", ":4: tenants[0].ttft_s: is 1500 seconds, which nearly nothing misses"),
     ],
 )
 def test_setting_without_the_effect_that_it_seems_to_have_is_a_warning(tmp_path: Path, text: str, message: str) -> None:
@@ -98,6 +115,12 @@ def test_setting_without_the_effect_that_it_seems_to_have_is_a_warning(tmp_path:
         TENANT + "    ttft_s: 1\nscheduling: {fairness: slo, refuse_late: true}\n",
         "models: [{name: m, tpot_s: 1}]\nscheduling: {fairness: slo, ordering: least_slack}\n",
         "objectives: [{name: quick, ttft_s: 1}]\nscheduling: {fairness: slo}\n",
+        "models: [{name: m, ttft_s: 600, tpot_s: 10}]\nscheduling: {ordering: fcfs}\n",
+        "models: [{name: m, ttft_s: 1, tpot_s: 1}]\nscheduling: {placement: random, fairness: slo, ordering: fcfs}\n",
+        "models: [{name: m, ttft_s: 1, tpot_s: 1}]\nscheduling: {placement: random, ordering: fcfs}\nplugins: [json]\n",
+        "models: [{name: m, ttft_s: 1}]\nscheduling: {placement: random}\n",
+        "models: [{name: m, ttft_s: 1}]\nscheduling: {placement: random, ordering: edf}\n",
+        "models: [{name: m, ttft_s: 1}]\nscheduling: {placement: random, ordering: fcfs, refuse_late: true}\n",
         "scheduling: {placement: session, session: 'body:user'}\n",
         "scheduling: {fairness: fcfs, charged: requests, min_shares: {sheddable: 0.1}}\n",
         "scheduling: {fairness: locality_fair_share, quantum_tokens: 1, input_weight: 2}\n",

@@ -17,7 +17,7 @@ METRICS = {
     "llmproxy_prefix_tokens_total": "Prompt tokens that the placement `expected` to be cached on the chosen backend, those that the engine found `cached`, and the lesser of the two for each request, added up (`both`). Only requests whose engine reports cached tokens (`--enable-prompt-tokens-details` of vLLM) and whose placement looks at prompts.",
     "llmproxy_tenant_requests_total": "Requests of tenants that ended, by outcome. Only if tenants are configured.",
     "llmproxy_tenant_tokens_total": "Tokens of tenants, as in `llmproxy_tokens_total`.",
-    "llmproxy_objectives_total": "Requests with an objective that kept it (`met` is `true`) or missed it (`false`). Requests whose client left or used up a rate limit are not counted.",
+    "llmproxy_objectives_total": "Requests with an objective that kept it (`met` is `true`) or missed it (`false`). An answer without a stream is judged only by when it was granted a backend (`ttft_s`), never by `tpot_s`. Requests whose client left or used up a rate limit are not counted.",
     "llmproxy_unknown_objectives_total": "Requests whose trusted header named an objective that is not configured. They get the default band.",
     "llmproxy_preemptions_total": "How often a request gave up its backend, before it answered, for a request of a higher band. Counted when the request ends. Preemptions inside an engine are `vllm:num_preemptions_total`.",
     "llmproxy_attempts_total": "Attempts that ended, by what they proved about their backend.",
