@@ -11,6 +11,11 @@ from llmproxy.core.queueing.fairness.policy import FairnessPolicy, policies
 from llmproxy.core.queueing.lazy_heap import KeyedHeap
 from llmproxy.core.settings import Settings
 
+CREDIT_REQUESTS = 4.0
+"""How far a flow that comes back may be behind the others, in requests of the mean charge."""
+KEPT = 1.0 - 1.0 / 1_000
+"""What one more request leaves of the others in the mean charge, which is thus taken over the last thousand."""
+
 
 @dataclass(slots=True)
 class _Account:
@@ -21,27 +26,33 @@ class _Account:
 class FairShare(FairnessPolicy):
     """Weighted fairness by virtual counters: the flow that got the least service for its weight goes next.
 
-    The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). A flow that
-    becomes backlogged is lifted to the least counter among the backlogged, or where there are none to that of the flow
-    that emptied last, so that credit does not pile up while idle; a flow in debt keeps its debt. Unlike the paper's,
-    the charge is an estimate at dispatch that is trued up while the answer streams and at its end, because a proxy
-    learns tokens late.
+    The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), with two
+    differences. The charge is an estimate at dispatch that is trued up while the answer streams and at its end, because
+    a proxy learns tokens late. And a flow that comes back keeps a little of what it did not use, as the sleepers of
+    Linux's scheduler do: at the same counter it would have to wait whenever an estimate of the others was too high, and
+    for every request that it still has in flight.
 
-    Bounds. Let U be the most that requests dispatched and unfinished at one time are charged per unit of weight, each
-    with the highest charge of its life, over all flows. While the first candidate is the one dispatched, at any time:
+    The level is the highest value that the least counter of the backlogged flows ever had. A flow that becomes
+    backlogged is lifted to the level less the credit of `CREDIT_REQUESTS` mean requests, so that no more than this
+    piles up while idle; a flow in debt keeps its debt.
 
-    1. The counters of two backlogged flows differ by at most U. Let f be ahead of g, and t0 when f was last dispatched
-       or lifted. f's counter was the least then, and gains since only what f has in flight at t0. g's counter has lost
-       since only what estimates in flight at t0 were too high by (its own, or through a lift another flow's): a later
-       request takes back no more than it brought. Both are parts of what is in flight at t0, and no request is in both.
+    Bounds. Let K be the largest credit, U_f the most that requests of flow f dispatched and unfinished at one time are
+    charged per unit of weight, each with the highest charge of its life, and U = U_f + U_g. While the first candidate
+    is the one dispatched, at any time:
+
+    1. The counters of two backlogged flows differ by at most U + K. f is dispatched only at the least counter, so not
+       above the level, which never falls, and gains after that only what it has in flight: counter_f <= level + U_f.
+       When the level rises, counter_g is not below it, and on coming back counter_g >= level - K. After either, it
+       loses at most what estimates then in flight were too high by, because a later request takes back no more than it
+       brought: counter_g >= level - K - U_g.
     2. The service per unit of weight that two flows receive in any interval in which both are backlogged differs by at
-       most 2 U: counters less what is charged and not yet delivered differ by at most U for the same reason, and an
-       interval has two ends.
+       most 2 (U + K): both lines hold as well for counters less what is charged and not yet delivered, and an interval
+       has two ends.
 
-    With tokens charged, U <= max(w_p L, w_q M) in the paper's words, per unit of weight: L the longest prompt, M the
-    tokens (of prompts, and of answers as estimated or as delivered, whichever is more) dispatched and unfinished, for
-    output weights w_q >= w_p. The paper proves that no policy that neither idles nor preempts can promise less than
-    w_q M for the service.
+    With tokens charged, U_f <= max(w_p L, w_q M) in the paper's words, per unit of weight: L the longest prompt, M the
+    tokens (of prompts, and of answers as estimated or as delivered, whichever is more) that f has dispatched and
+    unfinished, for output weights w_q >= w_p. The paper proves that no policy that neither idles nor preempts can
+    promise less than w_q M for the service, M over all flows.
 
     What weakens them are heads that fit nowhere, as their flows are passed over.
     """
@@ -49,25 +60,37 @@ class FairShare(FairnessPolicy):
     def __init__(self, settings: Settings) -> None:
         self._flows = KeyedHeap()
         self._accounts = Accounts(_Account)
-        self._floor = 0.0
+        self._level = 0.0
+        self._charged, self._requests = 0.0, 0.0
+
+    @property
+    def credit(self) -> float:
+        """What a flow that comes back may be behind the level."""
+        return CREDIT_REQUESTS * self._charged / self._requests if self._charged > 0.0 else 0.0
 
     def backlogged(self, flow: str, head: Request) -> None:
         account = self._accounts.wait(flow)
         if flow not in self._flows:
-            least = self._flows.least()
-            account.counter = max(account.counter, self._floor if least is None else least[0])
+            self._raise_level()
+            if account.counter < self._level:
+                account.counter = max(account.counter, self._level - self.credit)
             self._flows.set(flow, account.counter)
 
     def emptied(self, flow: str) -> None:
+        self._raise_level()
         self._flows.discard(flow)
-        account = self._accounts.rest(flow)
-        # With nobody left, the next flow starts level with the last one served, and not from the beginning of time.
-        self._floor = self.counter(flow) if account is None else account.counter
+        self._accounts.rest(flow)
 
     def candidates(self, now: float) -> Iterator[str]:
         return iter(self._flows)
 
+    def dispatched(self, flow: str) -> None:
+        self._raise_level()
+        self._charged *= KEPT
+        self._requests = 1.0 + self._requests * KEPT
+
     def charge(self, flow: str, cost: float) -> None:
+        self._charged += cost
         account = self._accounts.of(flow)
         account.counter += cost
         if flow in self._flows:
@@ -79,4 +102,8 @@ class FairShare(FairnessPolicy):
     def counter(self, flow: str) -> float:
         """The charges so far per unit of weight, lifts included."""
         account = self._accounts.find(flow)
-        return self._floor if account is None else account.counter
+        return self._level if account is None else account.counter
+
+    def _raise_level(self) -> None:
+        if self._flows and (least := self._flows.least()) is not None and least[0] > self._level:
+            self._level = least[0]
