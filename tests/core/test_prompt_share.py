@@ -25,10 +25,10 @@ def streaming(*backends: str) -> tuple[Pools, list[Grant]]:
     """Backends of 64 slots, each with one stream that has begun."""
     of = pools(dict.fromkeys(backends, 64), listings={name: listing(max_model_len=None) for name in backends})
     held = []
-    for number, name in enumerate(backends):
+    for name in backends:
         of.submit(asked(f"stream {name}", prompt_tokens=1), 0.0)
         (one,) = grants(of, 0.0)
-        of.started(one, 0.01 * number)
+        of.started(one, 0.04)
         held.append(one)
     assert {one.placed.backend for one in held} == set(backends)
     return of, held

@@ -26,6 +26,9 @@ SAME_STEP_S = 0.003
 """First bytes this close come from one engine step, which computed all their prompts."""
 TOGETHER_S = 0.05
 """An idle engine begins requests that come this close in one step."""
+STRETCH_PROMPTS = 16
+"""On a backend that always has prompts, what so many took is learned as one time. One step computes the end of a prompt
+and the beginning of the next, so the time from one first byte to the next belongs to neither."""
 OVERDUE = 2.0
 """A prompt without a byte is overdue after so many times its expected time."""
 
@@ -90,11 +93,11 @@ class BackendLoad:
         self._to_prefill_tokens = 0.0
         self._loading: dict[int, int] = {}
         self._spoke_s = -1.0
-        self._busy_s = 0.0
-        self._step_tokens = self._step_attended = 0.0
-        self._step_took_s = 0.0
-        self._step_loads: list[int] = []
-        self._step_known = True
+        self._began_s = 0.0
+        self._begun = 0
+        self._tokens = self._attended = 0.0
+        self._loads: list[int] = []
+        self._known = True
         self._mixed = False
 
     def renew(self, rates: PoolRates, now: float) -> None:
@@ -103,9 +106,9 @@ class BackendLoad:
             self.prefill.renew(rates.prefill)
         if rates.step.seen >= self.step.stale_at:
             self.step.renew(rates.step)
-        if self._step_loads and now - self._spoke_s >= SAME_STEP_S:
+        if self._loads and now - self._spoke_s >= SAME_STEP_S:
             # Load times are needed before the next first byte: until then further loads would be begun.
-            self._end_step(rates)
+            self._end_stretch(rates)
 
     def queue_s(self, rates: PoolRates, now: float) -> float:
         """Seconds until the backend has computed its prompts and loaded their adapters, plus the base of one prompt."""
@@ -141,7 +144,8 @@ class BackendLoad:
 
     def book(self, lease: int, flight: InFlight, rates: PoolRates, now: float) -> None:
         if not self._unstarted:
-            self._busy_s = now
+            self._end_stretch(rates)
+            self._began_s = now
             self._mixed = False
         request, load_s = flight.request, 0.0
         if request.adapter is not None:
@@ -177,7 +181,10 @@ class BackendLoad:
         return len(self._unstarted)
 
     def start(self, lease: int, flight: InFlight, rates: PoolRates, now: float) -> None:
-        """The first byte came. Learn from the time since the previous one, or since the backend had a prompt."""
+        """The first byte came. Learn what the prompts took since the backend had one, or since they were last learned.
+
+        Steps that load adapters are learned apart.
+        """
         if not flight.request.stream:
             # Without a stream the first byte comes at the end of the answer.
             self._settle(lease, flight)
@@ -188,24 +195,25 @@ class BackendLoad:
             if not one.request.stream:
                 # Prompts are computed in order.
                 self._settle(older, one)
-        mixed, tier = self._mixed, self._loading.get(lease)
+        unclear, tier = self._mixed or flight.deferred or flight.crowded, self._loading.get(lease)
         self._settle(lease, flight)
-        if now - self._spoke_s >= SAME_STEP_S:
-            self._end_step(rates)
-            self._step_took_s = now - max(self._spoke_s, self._busy_s)
+        self._mixed = False
+        apart = unclear or not self._known or tier is not None or self._loads
+        if (apart or self._begun >= STRETCH_PROMPTS) and now - self._spoke_s >= SAME_STEP_S:
+            self._end_stretch(rates)
+        self._known &= not unclear
         self._spoke_s = now
-        self._step_tokens += flight.own_tokens
-        self._step_attended += flight.attended
+        self._begun += 1
+        self._tokens += flight.own_tokens
+        self._attended += flight.attended
         if flight.request.adapter is not None:
             self.adapters.started(flight.request.adapter)
         if tier is not None:
-            self._step_loads.append(tier)
+            self._loads.append(tier)
             # The other prompts had to wait for the load.
             due_s = now + OVERDUE * rates.prefill.at(self._to_prefill_tokens) * self.prefill.factor
             for one in self._unstarted.values():
                 one.due_s = max(one.due_s, due_s)
-        self._step_known &= not (flight.deferred or flight.crowded or mixed)
-        self._mixed = False
 
     def finish(self, lease: int, flight: InFlight, now: float) -> None:
         if lease in self._unstarted:
@@ -236,17 +244,22 @@ class BackendLoad:
             self._settle(lease, oldest)
         return None
 
-    def _end_step(self, rates: PoolRates) -> None:
-        """Learn from the last step: prompt times, or load times where it loaded adapters."""
-        if self._step_tokens and self._step_known:
-            if self._step_loads:
-                tokens = self._step_tokens + rates.attention.share * self._step_attended
-                rates.loaded(self.prefill, self._step_loads, tokens, self._step_took_s)
+    def _end_stretch(self, rates: PoolRates) -> None:
+        """Learn from the time up to the last first byte: prompt times, or load times where adapters were loaded."""
+        if not self._begun:
+            return
+        if self._tokens and self._known:
+            took_s = self._spoke_s - self._began_s
+            if self._loads:
+                tokens = self._tokens + rates.attention.share * self._attended
+                rates.loaded(self.prefill, self._loads, tokens, took_s)
             else:
-                rates.prefilled(self.prefill, self._step_tokens, self._step_attended, self._step_took_s)
-        self._step_tokens = self._step_attended = 0.0
-        self._step_known = True
-        self._step_loads.clear()
+                rates.prefilled(self.prefill, self._tokens, self._attended, took_s)
+        self._began_s = self._spoke_s
+        self._begun = 0
+        self._tokens = self._attended = 0.0
+        self._known = True
+        self._loads.clear()
 
     def _settle(self, lease: int, flight: InFlight) -> None:
         if self._unstarted.pop(lease, None) is not None:

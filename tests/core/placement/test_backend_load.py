@@ -16,6 +16,7 @@ from llmproxy.core.placement.backend_load import (
     RATION_S,
     SAME_STEP_S,
     SHARE_MIN,
+    STRETCH_PROMPTS,
     WORK_S,
     BackendLoad,
     InFlight,
@@ -258,17 +259,37 @@ def test_the_same_prompts_keep_a_slow_backend_busier() -> None:
 # --- what first bytes teach -------------------------------------------------------------------------------------------
 
 
-def test_first_byte_counts_from_the_previous_one_or_the_first_prompt() -> None:
+def test_prompts_are_learned_together_until_none_is_left() -> None:
+    """The step that ends the first prompt computes a half of the second one, whose tokens are many or few."""
     bench = LoadBench()
     for i in range(1_200):
-        tokens = 200.0 * (1 + i % 9)
-        pair = [bench.book(tokens), bench.book(tokens)]
-        bench.start(pair[0], 0.05 + tokens / 5_000)
-        bench.start(pair[1], 0.05 + tokens / 5_000)
+        first, second = 200.0 * (1 + i % 9), 100.0 * (1 + i % 7) ** 2
+        pair = [bench.book(first), bench.book(second)]
+        bench.start(pair[0], 0.05 + (first + second / 2) / 5_000)
+        bench.start(pair[1], second / 2 / 5_000)
         bench.finish(*pair)
         bench.now += 60.0
     assert bench.learned()[:2] == pytest.approx((0.05, 1 / 5_000), rel=0.02)
     assert bench.learned()[2] == pytest.approx(1.0, abs=0.01)
+
+
+def test_backend_that_always_has_prompts_is_learned_too() -> None:
+    bench = LoadBench()
+    untaught = bench.learned()
+    lease = bench.book()
+    for _ in range(STRETCH_PROMPTS):
+        behind = bench.book()
+        bench.start(lease, 0.5)
+        lease = behind
+        assert bench.learned() == untaught
+    bench.start(lease, 0.5)
+    assert bench.learned() != untaught
+    for _ in range(100 * STRETCH_PROMPTS):
+        behind = bench.book()
+        bench.start(lease, 0.5)
+        lease = behind
+    took_s = bench.rates.prefill.at(STRETCH_PROMPTS * 1_000.0) * bench.backend_load.prefill.factor
+    assert took_s == pytest.approx(STRETCH_PROMPTS * 0.5, rel=0.02)
 
 
 def test_first_bytes_of_one_step_are_learned_together() -> None:
@@ -318,15 +339,17 @@ def test_step_with_a_cold_adapter_teaches_no_prompt_time() -> None:
     assert bench.rates.loads.coldest_s == pytest.approx(0.7, rel=0.1)
 
 
-def test_step_before_a_cold_adapter_is_learned() -> None:
+def test_steps_before_and_after_a_cold_adapter_are_learned_apart() -> None:
     bench = LoadBench()
-    untaught = bench.learned()[:3]
-    bench.start(bench.book(), 3.0)
-    bench.start(bench.book(cold=True), 1.0)
-    taught = bench.learned()[:3]
-    assert taught != untaught
-    bench.start(bench.book(), 1.0)
-    assert bench.learned()[:3] == taught
+    untaught = bench.learned()
+    before, cold, after = bench.book(), bench.book(cold=True), bench.book()
+    bench.start(before, 3.0)
+    bench.start(cold, 1.0)
+    prompt = bench.learned()
+    assert prompt[:3] != untaught[:3]
+    bench.start(after, 1.0)
+    assert bench.learned()[:3] == prompt[:3]
+    assert bench.learned()[3] != prompt[3]
 
 
 @pytest.mark.parametrize("plain_share", [0.0, 0.3, 0.8])
@@ -350,20 +373,22 @@ def test_answers_without_a_stream_do_not_mislead_those_with_one(plain_share: flo
         lease = bench.book(tokens, stream=not plain)
         free_s = (free_s if free_s > bench.now else bench.now + base_s) + tokens * token_s
         heappush(events, (free_s + 2.0 * plain, lease))
-    # Only what begins on an idle backend takes the base.
-    assert 0.0 < bench.rates.prefill.base < base_s
+    # Only what begins on an idle backend takes the base, and where some show no byte, fewer stretches seem to.
+    assert 0.0 < bench.rates.prefill.base < 1.02 * base_s
     assert bench.rates.prefill.slope == pytest.approx(token_s, rel=0.05)
 
 
-def test_prompt_that_ended_unseen_spoils_the_next_first_byte() -> None:
+def test_prompt_that_ended_unseen_spoils_the_next_first_byte_and_no_other() -> None:
     bench = LoadBench()
     untaught = bench.learned()
-    gone, stays = bench.book(9_000), bench.book()
+    gone, stays, behind = bench.book(9_000), bench.book(), bench.book()
     bench.now += 0.3
     bench.finish(gone)
     bench.start(stays, 0.4)
-    bench.start(bench.book(), 1.0)
+    bench.start(behind, 1.0)
     assert bench.learned() == untaught
+    bench.book()
+    assert bench.learned() != untaught
 
 
 def test_prompt_that_ended_unseen_is_forgotten_on_an_idle_backend() -> None:
