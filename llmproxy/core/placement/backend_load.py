@@ -16,6 +16,8 @@ WORK_S = 30.0
 
 RATION_S = 10.0
 """The same for the bound that the objectives of streams set: about as long as an answer."""
+ROUNDING_S = 1e-6
+"""A shorter wait is rounding: who comes back at the time that was named must find the backend open."""
 MARGIN = 0.9
 """Streams are kept to this part of their objective, because some are slower than the mean."""
 SHARE_MIN = 0.05
@@ -140,7 +142,8 @@ class BackendLoad:
         decode_s = rates.decode.at(self.in_flight) * self.step.factor
         share = ceiling * max(SHARE_MIN, 1.0 - decode_s / objective_s)
         used = self._prompts.at(now)
-        return now + RATION_S * log(used / share) if used > share else now
+        wait_s = RATION_S * log(max(used, share) / share)
+        return now + wait_s if wait_s > ROUNDING_S else now
 
     def book(self, lease: int, flight: InFlight, rates: PoolRates, now: float) -> None:
         if not self._unstarted:
