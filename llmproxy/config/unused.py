@@ -118,6 +118,7 @@ def _read_by_policies(config: Config) -> dict[str, tuple[bool, str]]:
     rules = {
         "session": (chosen.placement == "session", f"placement is {chosen.placement}, which looks at no sessions"),
         "charged": (counts, f"{fairness}, which shares out nothing, and there are no min_shares"),
+        "prompt_window_s": (chosen.placement == "cost", f"placement is {chosen.placement}, not cost"),
         "quantum_tokens": (chosen.fairness == "locality_fair_share", f"{fairness}, not locality_fair_share"),
         "slo_window_s": (chosen.fairness == "slo", f"{fairness}, not slo"),
         "ageing_s": (chosen.ordering == "shortest", f"{ordering}, not shortest"),

@@ -85,10 +85,10 @@ class Scheduler:
         self.faults = Faults()
         self._room = WaitingRoom(settings, occupancy, limits, self.faults, self._room_on)
         self._drain = DrainRate()
-        self._first_token = FirstToken()
-        self._headroom = Headroom(settings)
+        self._first_token = first_token = FirstToken()
+        self._headroom = headroom = Headroom(settings)
         self._admission = Admission(
-            settings, self._backends.by_name, self._room, self._headroom, limits, self._drain, self._first_token
+            settings, self._backends.by_name, self._room, headroom, limits, self._drain, first_token, placement.ready
         )
         self._min_shares = MinShares(settings.min_shares)
         self._preemption = Preemption(settings, self._headroom)
@@ -390,7 +390,7 @@ class Scheduler:
         return self._room.blocked.counts()
 
     def _look(self, now: float) -> Look:
-        return Look(self.pool, now, self._settings, self._room, self._headroom, self._first_token)
+        return Look(self.pool, now, self._settings, self._room, self._headroom, self._placement, self._first_token)
 
     def check(self, now: float) -> None:
         """Raise AssertionError when two accounts of the same thing differ; so does `check` of the parts."""

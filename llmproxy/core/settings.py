@@ -16,12 +16,14 @@ class CapacitySettings:
     """How much work a backend is given.
 
     `start_limit` is the batch limit assumed of an engine before its own numbers teach better; `look_ahead` requests may
-    be in flight above the limit so that the engine never starves, None for as many as `core.backends` finds; above
+    be in flight above the limit so that the engine never starves, None for as many as `core.backends` finds. The
+    prompts given to it may take `prompt_window_s`, None for any time, where the placement estimates times; above
     `kv_full` (0..1) a KV-cache counts as full. Readings older than `stale_after_s` are not believed.
     """
 
     start_limit: int = 4
     look_ahead: int | None = None
+    prompt_window_s: float | None = 0.3
     kv_full: float = 1.0
     stale_after_s: float = 5.0
 

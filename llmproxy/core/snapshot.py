@@ -15,6 +15,7 @@ from itertools import islice
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Explained, Learned
 from llmproxy.core.estimates.line import FirstToken
+from llmproxy.core.placement.policy import Placement
 from llmproxy.core.queueing.headroom import Headroom
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX, Band, Queued
 from llmproxy.core.queueing.waiting_room import WaitingRoom
@@ -90,7 +91,7 @@ class BandSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class BackendSnapshot:
-    """One backend, and the bands (`room_for`) under whose ceiling it would take one more request."""
+    """One backend, and the bands (`room_for`) of which it would take one more request now."""
 
     view: View
     room_for: tuple[int, ...]
@@ -171,6 +172,7 @@ class Look:
     settings: Settings
     room: WaitingRoom
     headroom: Headroom
+    placement: Placement
     first_token: FirstToken
 
     def shown(
@@ -184,15 +186,12 @@ class Look:
             of_band = {limit: count for (band, limit), count in blocked.items() if band == level}
             bands.append(self._band(level, of_band, min(FLOWS_MAX, flows_max)))
             flows_max -= len(bands[-1].shown)
-        ceilings = [
-            (level, self.headroom.ceiling(level, self.now))
+        ready = {
+            level: self.placement.ready(views, level, self.headroom.ceiling(level, self.now), self.now)
             for level in levels
             if not self.headroom.keeps_last(level, views, self.now)
-        ]
-        backends = [
-            BackendSnapshot(view, tuple(level for level, ceiling in ceilings if view.has_room(ceiling)))
-            for view in views
-        ]
+        }
+        backends = [BackendSnapshot(view, tuple(level for level in ready if view in ready[level])) for view in views]
         held = not alive and self.settings.queue.hold_s > 0.0
         return PoolSnapshot(self.pool, alive, held, leases, preempting, tuple(bands), tuple(backends))
 

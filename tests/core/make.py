@@ -48,8 +48,8 @@ def view(name: str = "a", **given: Any) -> View:
 
 
 def tight(**given: Any) -> Settings:
-    """Settings under which a backend gets no more than it runs at once."""
-    return Settings(capacity=CapacitySettings(look_ahead=0), **given)
+    """Settings under which a backend gets no more than it runs at once, and as many prompts as that."""
+    return Settings(capacity=CapacitySettings(look_ahead=0, prompt_window_s=None), **given)
 
 
 def pools(

@@ -94,7 +94,8 @@ def test_settings_turn_it_off() -> None:
 
 
 def test_nothing_is_taken_back_while_there_is_room() -> None:
-    of, _ = full(settings=Settings(ceilings={CRITICAL: 1.0, SHEDDABLE: 0.5}, capacity=CapacitySettings(look_ahead=1)))
+    capacity = CapacitySettings(look_ahead=1, prompt_window_s=None)
+    of, _ = full(settings=Settings(ceilings={CRITICAL: 1.0, SHEDDABLE: 0.5}, capacity=capacity))
     urgent(of)
     only_grant(of, 2.0)
 

@@ -1,4 +1,4 @@
-"""Prompts wait here while they would slow streams beyond their objective: who goes first, and when."""
+"""Prompts wait here while backends have enough of them, or streams would miss their objective: who goes, and when."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Preempt, Request, Slo, Verdict
 from llmproxy.core.pools import Pools
+from llmproxy.core.settings import CapacitySettings, Settings
 from tests.core.make import grants, listing, pools, request
 
 PACE = Slo(tpot_s=0.03)
 PROMPT = 30_000
 """About 2 s of an engine."""
+ANY_TIME = Settings(capacity=CapacitySettings(prompt_window_s=None))
 
 
 def asked(name: str, now: float = 0.0, **given: Any) -> Request:
@@ -21,9 +23,10 @@ def asked(name: str, now: float = 0.0, **given: Any) -> Request:
     return request(**(facts | given))
 
 
-def streaming(*backends: str) -> tuple[Pools, list[Grant]]:
+def streaming(*backends: str, settings: Settings = ANY_TIME) -> tuple[Pools, list[Grant]]:
     """Backends of 64 slots, each with one stream that has begun."""
-    of = pools(dict.fromkeys(backends, 64), listings={name: listing(max_model_len=None) for name in backends})
+    listings = {name: listing(max_model_len=None) for name in backends}
+    of = pools(dict.fromkeys(backends, 64), settings, listings=listings)
     held = []
     for name in backends:
         of.submit(asked(f"stream {name}", prompt_tokens=1), 0.0)
@@ -38,6 +41,16 @@ def flood(of: Pools, names: str, now: float, **given: Any) -> list[Grant]:
     for name in names:
         of.submit(asked(name, now, **given), now)
     return grants(of, now)
+
+
+def windowed() -> Pools:
+    """One backend with a stream, whose first bytes have shown that it computes 15,000 tokens/s."""
+    of, _ = streaming("a", settings=Settings())
+    for at in (0.1, 0.3, 0.5):
+        (one,) = flood(of, "-", at, slo=None, prompt_tokens=1_500)
+        of.started(one, at + 0.13)
+        of.finish(one, Verdict.SERVED, at + 0.14)
+    return of
 
 
 def test_prompts_beyond_the_share_wait_and_go_without_any_event() -> None:
@@ -58,8 +71,51 @@ def test_prompts_beyond_the_share_wait_and_go_without_any_event() -> None:
 
 
 def test_without_an_objective_all_go_at_once() -> None:
-    of = pools({"a": 64})
+    of = pools({"a": 64}, ANY_TIME)
     assert len(flood(of, "abcdefgh", 1.0, slo=None)) == 8
+
+
+def test_prompts_beyond_the_window_wait_and_go_without_any_event() -> None:
+    of = windowed()
+    assert len(flood(of, "ab", 1.0, slo=None, prompt_tokens=6_000)) == 1
+    later = of.next_wakeup(1.0)
+    assert later is not None
+    assert 1.05 < later < 1.4, "one takes 0.4 s, and 0.3 s of that may be left"
+    assert not grants(of, 0.1 + 0.9 * later)
+    assert [one.request.id for one in grants(of, later)] == ["b"]
+
+
+def test_first_byte_lets_the_next_prompt_go() -> None:
+    of = windowed()
+    (first,) = flood(of, "ab", 1.0, prompt_tokens=6_000)
+    of.started(first, 1.01)
+    assert [one.request.id for one in grants(of, 1.01)] == ["b"]
+
+
+def test_critical_request_takes_back_prompts_that_fill_the_window() -> None:
+    of = windowed()
+    low = flood(of, "abcdefgh", 1.0, band=SHEDDABLE, prompt_tokens=1_500)
+    assert len(low) == 3
+    of.submit(asked("urgent", 1.0, band=CRITICAL), 1.0)
+    (back,) = of.decide(1.0)
+    assert isinstance(back, Preempt)
+    assert back.request.id == "c"
+    of.finish(low[-1], Verdict.PREEMPTED, 1.0)
+    assert [one.request.id for one in grants(of, 1.0)] == ["urgent"]
+
+
+def test_window_is_not_guessed_where_no_first_byte_tells_what_is_computed() -> None:
+    of = windowed()
+    (_, *rest) = flood(of, "abcd", 1.0, stream=False, prompt_tokens=6_000)
+    assert len(rest) == 3
+    never = pools({"a": 64}, listings={"a": listing(max_model_len=None)})
+    assert len(flood(never, "abcd", 1.0, slo=None, prompt_tokens=6_000)) == 4
+
+
+def test_short_prompts_share_the_window() -> None:
+    of = windowed()
+    went = flood(of, "abcdefghijklmnopqrst", 1.0, prompt_tokens=600)
+    assert 5 <= len(went) <= 10
 
 
 def test_backend_without_streams_takes_any_prompt() -> None:
@@ -77,6 +133,17 @@ def test_request_takes_an_open_backend_or_waits_for_a_better_one() -> None:
     assert len(went) > len(flood(streaming("a")[0], "abcdefgh", 1.0))
 
 
+def test_request_goes_to_an_idle_backend_that_had_more_prompts_lately() -> None:
+    of, streams = streaming("a", "b")
+    (stream,) = [one for one in streams if one.placed.backend == "b"]
+    of.finish(stream, Verdict.SERVED, 0.5)
+    for one in flood(of, "abcdefghijklmnop", 1.0, slo=None, backend="b"):
+        of.finish(one, Verdict.SERVED, 1.0)
+    closed = flood(of, "qrstuvwx", 1.0, backend="a")
+    assert len(closed) < 8
+    assert [one.placed.backend for one in flood(of, "y", 1.0)] == ["b"]
+
+
 def test_lower_band_leaves_a_part_of_the_share_to_a_higher_one_and_still_goes() -> None:
     of, _ = streaming("a")
     of.submit(asked("used", prompt_tokens=1, band=CRITICAL), 0.5)
@@ -90,8 +157,15 @@ def test_lower_band_leaves_a_part_of_the_share_to_a_higher_one_and_still_goes() 
     assert [one.request.id for one in grants(of, later)] == [names[len(low)]]
 
 
+def test_objective_of_a_stream_holds_back_no_higher_band() -> None:
+    of, _ = streaming("a")
+    assert len(flood(of, "abcdefgh", 1.0)) < 8
+    assert len(flood(of, "ijklmnop", 1.0, band=CRITICAL, slo=None)) == 8
+
+
 def test_critical_request_takes_back_prompts_that_were_not_begun() -> None:
     of, _ = streaming("a")
+    flood(of, "s", 0.5, band=CRITICAL, prompt_tokens=15_000)
     low = {one.lease: one for one in flood(of, "abcdefgh", 1.0, band=SHEDDABLE)}
     of.submit(asked("urgent", 1.0, band=CRITICAL), 1.0)
     (back,) = of.decide(1.0)
@@ -116,10 +190,11 @@ def test_bound_request_waits_without_keeping_the_scheduler_busy() -> None:
     assert [one.request.id for one in found] == ["abcdefgh"[len(went)]]
 
 
+@pytest.mark.parametrize("window_s", [None, 0.3])
 @pytest.mark.parametrize("seed", range(20))
-def test_no_band_passes_a_higher_one_that_waits(seed: int) -> None:
+def test_no_band_passes_a_higher_one_that_waits(seed: int, window_s: float | None) -> None:
     rng = Random(seed)
-    of, held = streaming("a", "b")
+    of, held = streaming("a", "b", settings=Settings(capacity=CapacitySettings(prompt_window_s=window_s)))
     now, waiting, went, waited = 1.0, dict[str, int](), 0, 0
     for number in range(150):
         now += rng.expovariate(2.0)
@@ -149,7 +224,7 @@ def test_no_band_passes_a_higher_one_that_waits(seed: int) -> None:
             went += 1
         waited += bool(waiting)
         of.check(now)
-    assert went > 40
+    assert went > 35
     assert waited > 10, "nothing ever waited"
 
 

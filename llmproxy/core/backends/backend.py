@@ -376,6 +376,7 @@ class Backend:
             warmth=health.warmth(now),
             highest_ceiling=self._highest_ceiling,
             sure=self._sure(),
+            prompt_window_s=capacity.prompt_window_s,
             probed=available and health.ejected,
             stream_probe=health.stream_probe,
         )

@@ -17,8 +17,9 @@ class View(Struct, frozen=True):
     for, in tokens; None means any. `reading` is the last one, while it is fresh. `warmth` (0..1] is the share of its
     limit that the backend should have during slow start. `highest_ceiling` is the ceiling of the highest band. `sure`
     is the number of sequences that were seen to run at once, here or on another engine of the pool; 0 where unknown.
-    `probed`: the backend is ejected, its pause is over, and one request is to test it; with `stream_probe` that request
-    must be a stream.
+    `prompt_window_s` is how long the prompts given to it may take; None
+    for any time. `probed`: the backend is ejected, its pause is over, and one request is to test it; with
+    `stream_probe` that request must be a stream.
     """
 
     backend: str
@@ -39,6 +40,7 @@ class View(Struct, frozen=True):
     warmth: float = 1.0
     highest_ceiling: float = 1.0
     sure: int = 0
+    prompt_window_s: float | None = None
     probed: bool = False
     stream_probe: bool = False
 

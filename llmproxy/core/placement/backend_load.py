@@ -22,8 +22,8 @@ MARGIN = 0.9
 """Streams are kept to this part of their objective, because some are slower than the mean."""
 SHARE_MIN = 0.05
 """Prompts may always have this share of a backend's time, or nothing would be begun where decoding alone is slow."""
-TPOT_MIN_S, TPOT_MAX_S = 1e-3, 10.0
-"""An objective counts as at least and at most this: none beyond can be missed or kept on purpose."""
+TPOT_MAX_S = 10.0
+"""An objective counts as at most this: none beyond can be missed."""
 SAME_STEP_S = 0.003
 """First bytes this close come from one engine step, which computed all their prompts."""
 TOGETHER_S = 0.05
@@ -31,6 +31,8 @@ TOGETHER_S = 0.05
 STRETCH_PROMPTS = 16
 """On a backend that always has prompts, what so many took is learned as one time. One step computes the end of a prompt
 and the beginning of the next, so the time from one first byte to the next belongs to neither."""
+WINDOW_STEP_S = 0.01
+"""A window counts as kept while it is exceeded by less, so that the same backend is not looked at again at once."""
 OVERDUE = 2.0
 """A prompt without a byte is overdue after so many times its expected time."""
 
@@ -43,7 +45,8 @@ class InFlight:
     adapter takes `work_s`. The first token was expected after `ttft_s`, each later one after `tpot_s`. From `due_s` on
     the first byte is overdue. `crowded`: the batch was full, so the prompt had to wait for another request to end.
     `deferred`: all adapter slots were in use, so later requests may be computed first. `begun_at_work_s` is the
-    backend's `worked_s` when the first token came.
+    backend's `worked_s` when the first token came. `rations_at` is the objective of its stream, in tokens per second;
+    0 where it has none that could be kept.
     """
 
     request: Request
@@ -62,6 +65,7 @@ class InFlight:
     due_s: float = 0.0
     started_s: float | None = None
     begun_at_work_s: float = 0.0
+    rations_at: float = 0.0
 
     @property
     def attended(self) -> float:
@@ -89,9 +93,9 @@ class BackendLoad:
         self._prompts = DecayingRate(RATION_S)
         self.worked_s = 0.0
         self.in_flight = 0
-        self._tpots = 0
-        self._tpot_sum_s = 0.0
+        self._rationing: dict[int, tuple[int, float]] = {}
         self._unstarted: dict[int, InFlight] = {}
+        self._plain = 0
         self._to_prefill_tokens = 0.0
         self._loading: dict[int, int] = {}
         self._spoke_s = -1.0
@@ -130,17 +134,40 @@ class BackendLoad:
             queue_s += max(0.0, now - due_s)
         return queue_s
 
-    def opens_at(self, rates: PoolRates, ceiling: float, now: float) -> float:
-        """When the backend may be given a prompt again, by the objectives of its streams; `now` if it may now.
+    def opens_at(self, rates: PoolRates, band: int, ceiling: float, window_s: float | None, now: float) -> float:
+        """When the backend may be given a prompt of `band` again; `now` if it may now.
 
-        Where prompts have a share of the time, a stream takes its decoding time / (1 - share) for each token. So the
-        objective bounds the share. Of that bound, a band with `ceiling` (0..1] may use so much.
+        It may while it computes its prompts within `window_s`, of which the band may use so much as its `ceiling`
+        (0..1] says, and while the objectives of its streams allow it. Only the first bytes of streams show what is
+        computed: without any, or with other requests among them, nobody knows what the window holds.
         """
-        if not self._tpots:
+        opens_s = self.rationed_until(rates, band, ceiling, now)
+        if self._unstarted and window_s is not None and rates.prefill.seen and not self._plain:
+            over_s = self.queue_s(rates, now) - ceiling * window_s
+            if over_s > WINDOW_STEP_S:
+                opens_s = max(opens_s, now + over_s)
+        return opens_s
+
+    def rationed_until(self, rates: PoolRates, band: int, ceiling: float, now: float) -> float:
+        """When the objectives of its streams allow a prompt of `band` again; `now` if they do now.
+
+        Where prompts have a share of the time, a stream takes its decoding time / (1 - share) for each token. So each
+        objective bounds the share, and the mean of the bounds counts: that of all streams from the highest band down to
+        `band`, or to one between if that is less, so that no band may have more than a higher one. Of that, the band
+        may use so much as its `ceiling` (0..1] says.
+        """
+        share, streams, tokens_s = 1.0, 0, 0.0
+        if self._rationing:
+            decode_s = rates.decode.at(self.in_flight) * self.step.factor / MARGIN
+            for level in sorted(self._rationing, reverse=True):
+                if level < band:
+                    break
+                more, more_s = self._rationing[level]
+                streams, tokens_s = streams + more, tokens_s + more_s
+                share = min(share, 1.0 - decode_s * tokens_s / streams)
+        if not streams:
             return now
-        objective_s = MARGIN * self._tpot_sum_s / self._tpots
-        decode_s = rates.decode.at(self.in_flight) * self.step.factor
-        share = ceiling * max(SHARE_MIN, 1.0 - decode_s / objective_s)
+        share = ceiling * max(SHARE_MIN, share)
         used = self._prompts.at(now)
         wait_s = RATION_S * log(max(used, share) / share)
         return now + wait_s if wait_s > ROUNDING_S else now
@@ -159,6 +186,7 @@ class BackendLoad:
                 if not flight.deferred:
                     self._loading[lease] = tier
         self._unstarted[lease] = flight
+        self._plain += not request.stream
         flight.work_tokens = flight.own_tokens + rates.attention.share * flight.attended
         self._to_prefill_tokens += flight.work_tokens
         flight.due_s = now + OVERDUE * rates.prefill.at(self._to_prefill_tokens) * self.prefill.factor
@@ -166,7 +194,7 @@ class BackendLoad:
         self.busy_share.add(flight.work_s, now)
         self._prompts.add(flight.work_s, now)
         self.in_flight += request.sequences
-        self._objective(request, 1)
+        self._ration(flight, rates)
         flight.crowded = self.limit is not None and self.in_flight > self.limit
         self.in_use.add(request.prefix)
 
@@ -221,22 +249,29 @@ class BackendLoad:
     def finish(self, lease: int, flight: InFlight, now: float) -> None:
         if lease in self._unstarted:
             # Its prompt was not computed, or not to the end.
-            self._prompts.add(-flight.work_s * exp((flight.booked_s - now) / RATION_S), now)
+            first = next(iter(self._unstarted)) == lease
+            done_s = min(flight.work_s, now - max(flight.booked_s, self._spoke_s)) if first else 0.0
+            self._prompts.add((done_s - flight.work_s) * exp((flight.booked_s - now) / RATION_S), now)
         self._settle(lease, flight)
         request = flight.request
         self.in_flight -= request.sequences
-        self._objective(request, -1)
+        if flight.rations_at:
+            streams, tokens_s = self._rationing.pop(request.band)
+            if streams > 1:
+                self._rationing[request.band] = streams - 1, tokens_s - flight.rations_at
         self.in_use.remove(request.prefix)
         if request.adapter is not None:
             self.adapters.release(request.adapter)
 
-    def _objective(self, request: Request, change: int) -> None:
-        """Count a request with an objective for its stream in or out."""
-        if request.slo is not None and request.slo.tpot_s is not None:
-            self._tpots += change
-            # Clients may send any number. Between these bounds the sum stays exact enough, and ends with the last one.
-            tpot_s = min(TPOT_MAX_S, max(TPOT_MIN_S, request.slo.tpot_s))
-            self._tpot_sum_s = self._tpot_sum_s + change * tpot_s if self._tpots else 0.0
+    def _ration(self, flight: InFlight, rates: PoolRates) -> None:
+        """Let the objective of a stream ration prompts, unless it is missed without any."""
+        slo = flight.request.slo
+        if slo is None or slo.tpot_s is None or not flight.request.stream:
+            return
+        if MARGIN * slo.tpot_s > rates.decode.at(self.in_flight) * self.step.factor:
+            flight.rations_at = 1.0 / min(TPOT_MAX_S, slo.tpot_s)
+            streams, tokens_s = self._rationing.get(flight.request.band, (0, 0.0))
+            self._rationing[flight.request.band] = streams + 1, tokens_s + flight.rations_at
 
     def _oldest(self, now: float) -> InFlight | None:
         while (lease := next((x for x, one in self._unstarted.items() if not one.deferred), None)) is not None:
@@ -266,6 +301,7 @@ class BackendLoad:
 
     def _settle(self, lease: int, flight: InFlight) -> None:
         if self._unstarted.pop(lease, None) is not None:
+            self._plain -= not flight.request.stream
             self._to_prefill_tokens -= flight.work_tokens
             self.worked_s += flight.work_s
             self._loading.pop(lease, None)

@@ -79,10 +79,10 @@ class CostPlacement(Placement):
     - `range`: the backend is meant for prompts of other lengths.
     - `headroom`: what a backend leaves of the request's objective (`with_headroom`).
 
-    No backend is given a prompt while prompts take more of its time than the objectives of its streams allow
-    (`BackendLoad.opens_at`). A backend that is full or waits for that may be the cheapest. Then the request waits for
-    it, and the waiting requests before it count. Others may take the room elsewhere. Rates are learned online: those of
-    the pool, and how each backend differs from it.
+    No backend is given a prompt while it has enough of them, or while prompts take more of its time than the objectives
+    of its streams allow (`BackendLoad.opens_at`). A backend that is full or waits for that may be the cheapest. Then
+    the request waits for it, and the waiting requests before it count. Others may take the room elsewhere. Rates are
+    learned online: those of the pool, and how each backend differs from it.
     """
 
     def __init__(self, rng: Random, index: PrefixIndex | None = None, without: frozenset[str] = frozenset()) -> None:
@@ -100,7 +100,6 @@ class CostPlacement(Placement):
         )
         self._claims: dict[str, dict[str, float]] = {}
         self._claims_at_s = -1.0
-        self._objectives = 0
         self._opens_s = inf
 
     # --- the choice --------------------------------------------------------------------------------------------------
@@ -117,18 +116,18 @@ class CostPlacement(Placement):
             self._claims_at_s = now
             self._claims.clear()
             self._opens_s = inf
-        fits = self._fits(able, ceiling, now)
+        fits = self._fits(able, request.band, ceiling, now)
         if True not in fits:
-            if True in self._fits(serving, ceiling, now):
+            if True in self._fits(serving, request.band, ceiling, now):
                 return NO_MATCH
-            return NO_MATCH_FOR_MODEL if True in self._fits(views, ceiling, now) else NO_CAPACITY
+            return NO_MATCH_FOR_MODEL if True in self._fits(views, request.band, ceiling, now) else NO_CAPACITY
         prices = self._prices(request, able, fits, ceiling, now)
         if request.slo is not None and "objectives" not in self._without:
             late = self._rates.late_ttft.factor, self._rates.late_tpot.factor
             prices = with_headroom(prices, request, STREAM, late, now)
         least_s = min([price.total_s for price in prices])
         near = [index for index, price in enumerate(prices) if price.total_s <= least_s + TIE_S]
-        fitting = [index for index in near if fits[index]]
+        fitting = [index for index in near if fits[index]] or self._idle(able, fits, prices, least_s)
         if not fitting:
             for index in near:
                 # One pass may ask for a request several times. It keeps its place among the waiting ones.
@@ -152,6 +151,18 @@ class CostPlacement(Placement):
             Predicted(chosen.ttft_s, chosen.ttft_s * rates.late_ttft.factor),
             Predicted(chosen.tpot_s, chosen.tpot_s * rates.late_tpot.factor),
         )
+
+    def _idle(
+        self, able: Sequence[View], fits: Sequence[bool], prices: Sequence[PriceRow], least_s: float
+    ) -> list[int]:
+        """The backend without work that is cheapest but for `harm`: by waiting, nobody would be served sooner."""
+        harm = NAMES.index("harm")
+        idle = [
+            (price.total_s - (price.seconds[harm] or 0.0), index)
+            for index, (view, price) in enumerate(zip(able, prices, strict=True))
+            if fits[index] and not view.load
+        ]
+        return [index for total_s, index in sorted(idle)[:1] if total_s <= least_s]
 
     def _matched(self, request: Request, able: Sequence[View], backend_loads: Sequence[BackendLoad]) -> dict[str, int]:
         """Cached blocks of the prompt by backend, from an index as large as each backend's cache."""
@@ -258,24 +269,27 @@ class CostPlacement(Placement):
         before = next((index for index, (name, _) in enumerate(claims) if name == request.id), len(claims))
         if view.has_room(ceiling):
             prompts_s = sum([prefill_s for _, prefill_s in claims[:before]])
-            return self._backend_load(view.backend).opens_at(self._rates, ceiling, now) - now + prompts_s
+            until_s = self._backend_load(view.backend).rationed_until(self._rates, request.band, ceiling, now)
+            return until_s - now + prompts_s
         waiting = max(0, view.load - min(view.limit, view.slots(ceiling))) + before + 1
         return waiting * answer_s / max(1, view.load)
 
-    def _fits(self, views: Sequence[View], ceiling: float, now: float) -> list[bool]:
-        """Which backends have room, and time for one more prompt."""
-        fits = [view.has_room(ceiling) for view in views]
-        if self._objectives:
-            for index, view in enumerate(views):
-                if fits[index]:
-                    opens_s = self._backend_load(view.backend).opens_at(self._rates, ceiling, now)
-                    if opens_s > now:
-                        fits[index] = False
-                        self._opens_s = min(self._opens_s, opens_s)
+    def _fits(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[bool]:
+        """Which backends have room, and time for one more prompt of `band`."""
+        fits = []
+        for view in views:
+            fit = view.has_room(ceiling)
+            # A backend that is probed has to answer, whatever it owes.
+            if fit and not view.probed and (backend_load := self._backend_loads.get(view.backend)) is not None:
+                opens_s = backend_load.opens_at(self._rates, band, ceiling, view.prompt_window_s, now)
+                if opens_s > now:
+                    fit = False
+                    self._opens_s = min(self._opens_s, opens_s)
+            fits.append(fit)
         return fits
 
-    def ready(self, views: Sequence[View], ceiling: float, now: float) -> list[View]:
-        return [view for view, fits in zip(views, self._fits(views, ceiling, now), strict=True) if fits]
+    def ready(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[View]:
+        return [view for view, fits in zip(views, self._fits(views, band, ceiling, now), strict=True) if fits]
 
     def changes_at(self, now: float) -> float | None:
         return self._opens_s if now < self._opens_s < inf else None
@@ -302,7 +316,6 @@ class CostPlacement(Placement):
         if request.adapter is not None:
             self._demand.add(request.adapter, now)
         backend_load.book(lease, flight, self._rates, now)
-        self._objectives += request.slo is not None
         self._hit_ratio = follow(self._hit_ratio, placed.cached_tokens / request.prompt_tokens, HIT_GAIN)
 
     def started(self, lease: int, now: float) -> None:
@@ -323,7 +336,6 @@ class CostPlacement(Placement):
         flight = self._flights.pop(lease)
         backend_load = flight.backend_load
         backend_load.finish(lease, flight, now)
-        self._objectives -= flight.request.slo is not None
         if verdict is not Verdict.SERVED or usage is None:
             return
         if usage.cached_tokens is not None:

@@ -95,7 +95,7 @@ def first_fit(
                     if ready is not views and not isinstance(placed, Placed):
                         placed = placement.place(queued.request, views, ceiling, queued.excluded, now)
                     if isinstance(placed, NoMatch) and placed.later and not patient:
-                        now_ready = placement.ready(views, ceiling, now)
+                        now_ready = placement.ready(views, queued.request.band, ceiling, now)
                         placed = placement.place(queued.request, now_ready, ceiling, queued.excluded, now)
                     if isinstance(placed, Placed):
                         return Found(queued, placed, passed_over)

@@ -48,8 +48,8 @@ class Placement(ABC):
         Leases on it may still run; their events are reported until they end.
         """
 
-    def ready(self, views: Sequence[View], ceiling: float, now: float) -> list[View]:
-        """The backends of `views` that take a request now, and not only after a while."""
+    def ready(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[View]:
+        """The backends of `views` that take a request of `band` now, and not only after a while."""
         return [view for view in views if view.has_room(ceiling)]
 
     def changes_at(self, now: float) -> float | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 
 from llmproxy.core.backends.backend import Backend
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Drop, Entry, Outcome, Refused, Request
 from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.queueing.headroom import Headroom
@@ -15,6 +16,9 @@ from llmproxy.core.queueing.queue import Queued, head_rank
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
+
+Ready = Callable[[Sequence[View], int, float, float], Sequence[View]]
+"""Of some backends, those that take a request of a band under a ceiling at a time; see `Placement.ready`."""
 
 SHED_MAX = 64
 """Requests that may be shed for one of a higher band, which may be as large as all of them."""
@@ -34,11 +38,13 @@ class Admission:
         limits: UsageLimits,
         drain: DrainRate,
         first_token: FirstToken,
+        ready: Ready,
     ) -> None:
         self._settings = settings
         self._backends = backends
         self._room = room
         self._headroom = headroom
+        self._ready = ready
         self._limits = limits
         self._drain = drain
         self._first_token = first_token
@@ -110,9 +116,8 @@ class Admission:
         if not self._settings.refuse_late or request.slo is None or request.slo.ttft_s is None:
             return
         ceiling = self._headroom.ceiling(request.band, now)
-        able = [one for one in self._backends.values() if request.backend in (None, one.name)]
-        roomy = any(backend.view(now).has_room(ceiling) for backend in able)
-        room_s = 0.0 if roomy else self._drain.interval_s(now) or 0.0
+        able = [one.view(now) for one in self._backends.values() if request.backend in (None, one.name)]
+        room_s = 0.0 if self._ready(able, request.band, ceiling, now) else self._drain.interval_s(now) or 0.0
         late_s = now + room_s + service_s - request.arrived_s - request.slo.ttft_s
         if late_s > 0.0:
             message = (

@@ -12,6 +12,9 @@ from llmproxy.core.domain import Request
 from llmproxy.core.policy_registry import Registry
 from llmproxy.core.settings import Settings
 
+AGED_S = 60.0
+"""`least_slack` gives everybody a turn within this time, where there are turns: about as long as clients wait."""
+
 Key = tuple[float, float]
 
 
@@ -59,16 +62,17 @@ class EarliestDeadline(Ordering):
 class LeastSlack(Ordering):
     """The least time to spare first: objective less time waited less time that serving will take.
 
-    A request that can no longer make it goes last, because serving it first would only make others late as well.
-    One without an objective for its first token stands between the two.
+    A request that can no longer make it steps back, because serving it first would only make others late as well.
+    From then on it is due `AGED_S` after its arrival, like one without an objective for its first token.
     """
 
     def rank(self, request: Request, service_s: float) -> Rank:
+        last = request.arrived_s + AGED_S, request.arrived_s
         if request.slo is None or request.slo.ttft_s is None:
-            return Rank((inf, request.arrived_s))
+            return Rank(last)
         # All slacks shrink alike, so the order of the latest moments to start is the order of slacks at any time.
         start_by_s = request.arrived_s + request.slo.ttft_s - service_s
-        return Rank((start_by_s, request.arrived_s), start_by_s, (inf, inf))
+        return Rank((start_by_s, request.arrived_s), start_by_s, last)
 
 
 @orderings.register("shortest")

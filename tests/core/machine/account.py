@@ -77,9 +77,9 @@ class Waiter:
                 return (asked.deadline_s if ttft_s is None else asked.arrived_s + ttft_s, asked.arrived_s)
             case "least_slack" if ttft_s is not None:
                 start_by_s = asked.arrived_s + ttft_s - self.service_s
-                return (start_by_s, asked.arrived_s) if start_by_s > now else (inf, inf)
+                return (start_by_s, asked.arrived_s) if start_by_s > now else (asked.arrived_s + 60.0, asked.arrived_s)
             case "least_slack":
-                return (inf, asked.arrived_s)
+                return (asked.arrived_s + 60.0, asked.arrived_s)
             case "shortest" if asked.arrived_s + ageing_s > now:
                 return (asked.prompt_tokens + 2.0 * asked.output_tokens, asked.arrived_s)
             case "shortest":
@@ -214,7 +214,13 @@ class Books:
             full = [row for row in rows.values() if row.available and not row.has_room(ceiling)]
             if any(self.suits(waiter, row, rows) for row in full):
                 return []
-        return [name for name, row in rows.items() if self.fits(waiter, row, rows, ceiling)]
+        return [n for n, row in rows.items() if self.fits(waiter, row, rows, ceiling) and not self.has_prompts(n)]
+
+    def has_prompts(self, backend: str) -> bool:
+        """It owes a first byte. How long that takes is for the placement to know, and it may be given no more."""
+        if self.settings.placement != "cost" or self.settings.capacity.prompt_window_s is None:
+            return False
+        return any(held.grant.placed.backend == backend and not held.started for held in self.held.values())
 
     # --- what may be done ------------------------------------------------------------------------------------------
 
@@ -347,7 +353,6 @@ def assert_nothing_left(pools: Pools, now: float) -> None:
         assert not one.charges._credits
         if isinstance(one._placement, CostPlacement):
             assert not one._placement._flights
-            assert not one._placement._objectives
             assert one._placement._backend_loads.keys() <= one._backends.by_name.keys()
             for backend_load in one._placement._backend_loads.values():
                 left = (

@@ -52,9 +52,9 @@ FLEETS: tuple[Mapping[str, tuple[int | None, Listing]], ...] = (
 
 
 def settings(**given: Any) -> Settings:
-    hold_s = given.pop("hold_s", 2.0)
+    hold_s, window_s = given.pop("hold_s", 2.0), given.pop("prompt_window_s", None)
     facts: dict[str, Any] = {
-        "capacity": CapacitySettings(start_limit=4, look_ahead=1, stale_after_s=5.0),
+        "capacity": CapacitySettings(start_limit=4, look_ahead=1, prompt_window_s=window_s, stale_after_s=5.0),
         "health": HealthSettings(failures=2, backoff_s=1.0, backoff_max_s=4.0, unreachable_after=2),
         "queue": QueueSettings(
             requests_max=QUEUE_MAX, band_requests_max=BAND_MAX, flow_requests_max=FLOW_MAX, hold_s=hold_s

@@ -69,6 +69,7 @@ class Machine(RuleBasedStateMachine):
         min_shares=st.sampled_from(fleets.MIN_SHARES),
         preemption=st.booleans(),
         hold_s=st.sampled_from((0.0, 2.0, 30.0)),
+        prompt_window_s=st.sampled_from((None, 0.02)),
     )
     def build(self, fleet: Any, ceilings: Any, **given: Any) -> None:
         settings = fleets.settings(ceilings=self.only_ceilings or ceilings, **given)

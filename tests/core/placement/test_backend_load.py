@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from heapq import heappop, heappush
-from math import log
+from math import exp, log
 from random import Random
 
 import pytest
@@ -82,8 +82,8 @@ def crowded(tpot_s: float | None = 0.03) -> tuple[LoadBench, int]:
     return bench, begun
 
 
-def opens_in_s(bench: LoadBench, ceiling: float = 1.0) -> float:
-    return bench.backend_load.opens_at(bench.rates, ceiling, bench.now) - bench.now
+def opens_in_s(bench: LoadBench, ceiling: float = 1.0, band: int = 0) -> float:
+    return bench.backend_load.rationed_until(bench.rates, band, ceiling, bench.now) - bench.now
 
 
 def test_without_an_objective_prompts_may_have_all_the_time() -> None:
@@ -110,20 +110,45 @@ def test_ceiling_leaves_a_part_of_that_time_to_higher_bands() -> None:
     assert opens_in_s(bench, ceiling=0.99) == 0.0
 
 
-def test_mean_objective_of_the_streams_counts_until_they_end() -> None:
+def test_mean_bound_of_the_streams_counts_until_they_end() -> None:
     bench, begun = crowded(tpot_s=0.02)
     tight_s = opens_in_s(bench)
-    other = bench.book(0.0, asked=request(stream=True, slo=Slo(tpot_s=0.04)))
-    assert tight_s > 0.0 == opens_in_s(bench), "0.03 s is their mean"
-    bench.finish(other)
+    loose = [bench.book(0.0, asked=request(stream=True, slo=Slo(tpot_s=tpot_s))) for tpot_s in (0.04, 1e9)]
+    assert tight_s > 0.0 == opens_in_s(bench), "their bounds are 0.43, 0.72 and 1"
+    bench.finish(*loose)
     assert opens_in_s(bench) == pytest.approx(tight_s)
     bench.finish(begun)
     assert opens_in_s(bench) == 0.0
 
 
-def test_some_prompts_go_where_decoding_alone_exceeds_the_objective() -> None:
+def test_prompts_are_rationed_by_streams_of_their_band_and_above() -> None:
+    bench, _ = crowded(tpot_s=0.02)
+    assert opens_in_s(bench, band=1) == 0.0
+    tight_s = opens_in_s(bench)
+    assert tight_s > 0.0
+    bench.book(0.0, asked=request(stream=True, band=-1, slo=Slo(tpot_s=1.0)))
+    assert opens_in_s(bench, band=-1) == pytest.approx(tight_s, rel=0.1), "no band has more than a higher one"
+    bench.book(0.0, asked=request(stream=True, band=1, slo=Slo(tpot_s=0.015)))
+    assert opens_in_s(bench, band=1) > tight_s
+
+
+def test_answer_without_a_stream_rations_nothing() -> None:
     bench = LoadBench()
-    bench.start(bench.book(0.0, asked=request(stream=True, slo=Slo(tpot_s=0.001))), BASE_S)
+    bench.book(0.0, asked=request(slo=Slo(tpot_s=0.02)))
+    bench.book(150_000)
+    assert opens_in_s(bench) == 0.0
+
+
+def test_objective_that_decoding_alone_misses_rations_nothing() -> None:
+    bench = LoadBench()
+    bench.start(bench.book(0.0, asked=request(stream=True, slo=Slo(tpot_s=0.011))), BASE_S)
+    bench.book(150_000)
+    assert opens_in_s(bench) == 0.0
+
+
+def test_some_prompts_go_however_narrow_the_objective() -> None:
+    bench = LoadBench()
+    bench.start(bench.book(0.0, asked=request(stream=True, slo=Slo(tpot_s=0.0115))), BASE_S)
     bench.book(SHARE_MIN * RATION_S * 15_000 - 1.0)
     assert opens_in_s(bench) == 0.0
     bench.book(15.0)
@@ -138,6 +163,15 @@ def test_prompt_that_was_not_computed_gives_its_time_back() -> None:
     assert opens_in_s(bench) > before_s
     bench.finish(taken_back)
     assert opens_in_s(bench) == pytest.approx(before_s - 1.0)
+
+
+def test_prompt_left_while_it_is_computed_keeps_what_it_took() -> None:
+    bench = LoadBench()
+    bench.start(bench.book(0.0, asked=request(stream=True, slo=Slo(tpot_s=0.02))), BASE_S)
+    bench.book(90_000)
+    bench.now += 4.0
+    bench.finish(2)
+    assert bench.backend_load._prompts.at(bench.now) == pytest.approx(0.4 * exp(-0.4))
 
 
 # --- the queue --------------------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def test_nothing_is_left_when_all_leases_have_ended() -> None:
         bench.cost.finished(lease, verdict, None, bench.now)
     backend_load = bench.cost._backend_loads["a"]
     assert (bench.cost._flights, backend_load._unstarted, dict(backend_load.adapters.users)) == ({}, {}, {})
-    assert (bench.cost._objectives, backend_load._tpots, backend_load._tpot_sum_s) == (0, 0, 0.0)
+    assert not backend_load._rationing
     assert (backend_load._to_prefill_tokens, backend_load.in_flight, backend_load.in_use._users) == (0, 0, {})
 
 

@@ -79,12 +79,12 @@ def closed(bench: CostBench) -> View:
 def test_request_waits_for_a_closed_backend_only_where_that_is_best() -> None:
     bench = CostBench()
     views = [closed(bench), view("far", prompt_range=(10**6, 10**7))]
-    opens_s = bench.cost._backend_loads["a"].opens_at(bench.cost._rates, 1.0, bench.now)
+    opens_s = bench.cost._backend_loads["a"].rationed_until(bench.cost._rates, 0, 1.0, bench.now)
     assert bench.place(streamed(), views).backend == "far", "it costs 2 s, and the other is busy for longer"
     bench.now = opens_s - 0.2
     for lease in range(2, bench._leases + 1):
         bench.cost.started(lease, bench.now)
-    opens_s = bench.cost._backend_loads["a"].opens_at(bench.cost._rates, 1.0, bench.now)
+    opens_s = bench.cost._backend_loads["a"].rationed_until(bench.cost._rates, 0, 1.0, bench.now)
     assert opens_s > bench.now
     first, second = streamed(id="first", prompt_tokens=6_000), streamed(id="second", prompt_tokens=6_000)
     assert bench.waits(first, views)

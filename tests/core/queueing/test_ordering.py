@@ -39,19 +39,22 @@ def test_edf_uses_the_objective_or_the_time_to_wait() -> None:
     assert served(*one_slot("edf"), *waiting) == ["objective", "pace only", "hurried", "patient"]
 
 
-def test_least_slack_orders_by_latest_start_and_the_infeasible_last() -> None:
+def test_least_slack_orders_by_latest_start_and_the_late_by_age() -> None:
     of, held = one_slot("least_slack")
     first_token = of.schedulers["base"]._first_token
     for tokens in 500 * (100, 200):
         first_token.learn(tokens, tokens / 100)
     waiting = [
         request(id="none", arrived_s=0.0, prompt_tokens=100),
-        request(id="late", arrived_s=0.0, prompt_tokens=100, slo=Slo(ttft_s=10.5)),
+        request(id="late", arrived_s=0.5, prompt_tokens=100, slo=Slo(ttft_s=10.0)),
+        request(id="late for long", arrived_s=-48.0, deadline_s=60.0, prompt_tokens=100, slo=Slo(ttft_s=1.0)),
+        request(id="any time", arrived_s=1.0, prompt_tokens=100, slo=Slo(ttft_s=1e12)),
         request(id="long prompt", arrived_s=1.0, prompt_tokens=800, slo=Slo(ttft_s=18.0)),
         request(id="short prompt", arrived_s=1.0, prompt_tokens=100, slo=Slo(ttft_s=14.0)),
     ]
-    # They must start by 9.5, 11 and 14 s.
-    assert served(of, held, *waiting) == ["long prompt", "short prompt", "none", "late"]
+    # Those with an objective must start by 9.5 (too late), 11, 14 and 1e12 s.
+    order = ["long prompt", "late for long", "short prompt", "none", "late", "any time"]
+    assert served(of, held, *waiting) == order
 
 
 def test_shortest_goes_by_the_estimated_work() -> None:
