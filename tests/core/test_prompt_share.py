@@ -166,7 +166,7 @@ def test_objective_of_a_stream_holds_back_no_higher_band() -> None:
 def test_critical_request_takes_back_prompts_that_were_not_begun() -> None:
     of, _ = streaming("a")
     flood(of, "s", 0.5, band=CRITICAL, prompt_tokens=15_000)
-    low = {one.lease: one for one in flood(of, "abcdefgh", 1.0, band=SHEDDABLE)}
+    low = {one.lease: one for one in flood(of, "abcd", 1.0, band=SHEDDABLE, prompt_tokens=2 * PROMPT)}
     of.submit(asked("urgent", 1.0, band=CRITICAL), 1.0)
     (back,) = of.decide(1.0)
     assert isinstance(back, Preempt)
