@@ -29,6 +29,8 @@ with the dearer prompt tokens).
 load alone, random. `dynamo_cost`, which hears the engines' KV events but weighs them in its own way, `epp_blend`,
 `least_request` and `random` stand for them, over the whole ramp; which stages the published sums cover is not known.
 
+Engines here plan no step ahead, as vLLM 0.11 did not by default.
+
 Bands were drawn around the first results, so that a later change of the model does not pass unseen. The command takes
 about five minutes on two cores; its exit status is 1 when a band is broken:
 
@@ -70,6 +72,7 @@ def _replayed(
     # The published clients waited for as long as it took.
     config = load(None, [])
     config = config.model_copy(update={"queue": config.queue.model_copy(update={"ttl_s": 86_400.0})})
+    fleet = replace(fleet, replicas=tuple(replace(spec, async_scheduling=False) for spec in fleet.replicas))
     return records_of(Setup(trace, fleet, plan_named(policy, config), config, seed, prefill_scale, seconds, ()))
 
 

@@ -131,6 +131,7 @@ def ask_model(settings: Settings, part: Part, answers: dict[str, Answer]) -> See
         kv_tokens=settings.blocks * settings.block_size,
         block_size=settings.block_size,
         step_tokens=settings.step_tokens,
+        async_scheduling=False,
     )
     seen, token_steps = Seen(), 0
     for index, request in enumerate(part.requests):

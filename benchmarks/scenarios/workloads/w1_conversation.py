@@ -1,11 +1,28 @@
 """W1: real chat traffic with prompts of up to 126,000 tokens; what does it matter where a request goes?"""
 
-from benchmarks.scenarios.scenario import GOODPUT, TELLING, Case, Scenario
+from benchmarks.scenarios.scenario import GOODPUT, TELLING, Case, Scenario, sized
+
+
+def _small(replicas: int, sequences: int, known: bool) -> Case:
+    """Batches so small that they fill before the memory does, whose size the proxy has to learn unless it is given."""
+    return Case(
+        f"{replicas} x 8B, batches of {sequences}, limits {'given' if known else 'learned'}",
+        "mooncake_conversation.jsonl.gz",
+        f"{replicas}xllama-8b-h100",
+        (0.85,),
+        requests=1_000,
+        shape=sized(max_num_seqs=sequences),
+        known_limits=known,
+        policies=("cost", "late_least_request") if known else TELLING,
+        quick=False,
+    )
+
 
 SCENARIO = Scenario(
     "W1",
     "Conversations",
     "Stretches of the Mooncake conversation trace, faster than they were, but never ten times."
+    " Small batches, whose limit is given or has to be learned, are in cases of their own."
     " Where objectives are named, each request says by which it is judged, as a client does in a trusted header.",
     GOODPUT,
     (
@@ -46,5 +63,6 @@ SCENARIO = Scenario(
             quick=False,
             objectives_named=True,
         ),
+        *(_small(replicas, sequences, known) for replicas, sequences in ((8, 16), (2, 8)) for known in (False, True)),
     ),
 )

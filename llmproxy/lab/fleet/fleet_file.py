@@ -167,6 +167,7 @@ class _ReplicaEntry(Section):
     max_model_len: Count | None = None
     max_num_seqs: Count = MAX_NUM_SEQS
     step_tokens: Count = STEP_TOKENS
+    async_scheduling: bool = True
     block_size: Annotated[Integer, Field(ge=1, le=1_024)] = 16
     max_loras: Annotated[Integer, Field(ge=0)] = 8
     max_cpu_loras: Annotated[Integer, Field(ge=0)] | None = None
@@ -182,7 +183,9 @@ class _ReplicaEntry(Section):
 
     def specs(self, names: Sequence[str]) -> Iterator[ReplicaSpec]:
         profile, context_tokens = self.profile.profile(), _context_tokens(self.cache_tokens, self.block_size)
-        alike = self.model_dump(include={"max_num_seqs", "step_tokens", "block_size", "max_loras", "joins_s"})
+        alike = self.model_dump(
+            include={"max_num_seqs", "step_tokens", "async_scheduling", "block_size", "max_loras", "joins_s"}
+        )
         for name in names:
             yield ReplicaSpec(
                 name=name,

@@ -102,6 +102,7 @@ class SimulatedServer:
             kv_tokens=spec.kv_tokens,
             block_size=spec.block_size,
             step_tokens=spec.step_tokens,
+            async_scheduling=spec.async_scheduling,
             noise=self._noise,
             seed=self._rng.getrandbits(32),
         )

@@ -59,6 +59,7 @@ class ReplicaSpec:
     max_model_len: int = MAX_MODEL_LEN
     max_num_seqs: int = MAX_NUM_SEQS
     step_tokens: int = STEP_TOKENS
+    async_scheduling: bool = True
     block_size: int = 16
     max_loras: int = 8
     max_cpu_loras: int = 32

@@ -9,8 +9,10 @@ A step costs time in what *changes*: requests admitted, finished or entering a n
 touched between two blocks, since everything about it follows from the number of the step; while nothing but decoding
 happens, any number of steps can be done at once.
 
-vLLM's asynchronous scheduling plans a step while the one before it runs. This is left out: in vLLM, what arrives, ends
-or makes room during a step takes effect one step later than here.
+With vLLM's asynchronous scheduling, its default on a GPU, a step is planned when the one before it begins. So a request
+that arrives during a step waits for the whole next one too, and the place, adapter and blocks of one that ends serve
+nobody in the next step. Gauges count those who are planned as running. Left out is the token that vLLM computes in vain
+for an answer that ended by itself, and `overhead_ms` of a profile is that of a scheduler that does not plan ahead.
 """
 
 from __future__ import annotations
@@ -20,13 +22,11 @@ import random
 from itertools import islice
 
 from llmproxy.simulator.engine.adapter_slots import AdapterSlots
+from llmproxy.simulator.engine.decode_times import DecodeTimes
 from llmproxy.simulator.engine.kv_cache import Changes, KvCache
 from llmproxy.simulator.engine.profiles import Noise, Profile
 from llmproxy.simulator.engine.reports import Counters, Gauges, StepResult
 from llmproxy.simulator.engine.sequence import Decodes, EngineRequest, LiveSequence, StepPlan, Waiting
-
-# A stretch of steps that ends this much after a moment has ended at that moment: sums of floats are not exact.
-_SAME_MOMENT_S = 1e-9
 
 
 class Engine:
@@ -42,6 +42,7 @@ class Engine:
         kv_tokens: int | None = None,
         block_size: int = 16,
         step_tokens: int = 8192,
+        async_scheduling: bool = True,
         noise: Noise | None = None,
         seed: int = 0,
     ) -> None:
@@ -56,11 +57,15 @@ class Engine:
         self.block_size = block_size
         self.counters = Counters()
         self._step_tokens = step_tokens
+        self._async_scheduling = async_scheduling
         self._noise = noise
         self._random = random.Random(seed)
         self._cache = KvCache((profile.kv_tokens if kv_tokens is None else kv_tokens) // block_size)
         self._live: dict[str, LiveSequence] = {}
         self._waiting = Waiting()
+        # The next step, if it is planned already, and those that end with this one, of which that plan knows nothing.
+        self._ahead: StepPlan | None = None
+        self._ended: list[LiveSequence] = []
         self._found_for: tuple[EngineRequest, int] | None = None
         self._found = 0
         # Whether no waiting request can be admitted. Looked at again only when a request came or left: decoding alone
@@ -103,7 +108,7 @@ class Engine:
         sequence = self._live.get(request_id)
         if sequence is None:
             return None
-        if request_id not in self._running or sequence is self._prefilling:
+        if not sequence.last_step:
             return sequence.emitted
         return sequence.request.output_tokens - (sequence.last_step - self.counters.steps)
 
@@ -134,6 +139,7 @@ class Engine:
             return False
         if request_id in self._running:
             self._stop(sequence)
+            self._free(sequence)
         else:
             self._waiting.remove(sequence)
             self._blocked = False
@@ -153,13 +159,10 @@ class Engine:
         """Do one step. Without any request it does nothing and takes no time."""
         if not self._live:
             return StepResult(0.0)
+        # Where nothing runs any more, a plan is as good as none.
+        plan = self._ahead if self._ahead is not None and self._running else self._plan()
         self.counters.steps += 1
-        plan = StepPlan(self.counters.steps)
-        self._grow_decodes(plan)
         decodes, context_tokens = len(self._decodes), self._decodes.context_tokens(plan.now)
-        plan.budget = self._step_tokens - decodes
-        self._continue_prefill(plan)
-        self._admit(plan)
         step_s = self.profile.step_s(decodes, context_tokens, plan.chunks, adapters=bool(self._slots.in_batch))
         noise = 1.0 if self._noise is None else self._noise.factor(self._random)
         duration_s = plan.load_s + step_s * noise
@@ -182,25 +185,20 @@ class Engine:
         last of them, which may be the last one of some. 0 where the next step is for `step`.
         """
         nobody_waits = len(self._live) == len(self._running)
-        if self._prefilling is not None or not self._decodes or not (nobody_waits or self._blocked):
+        planned = self._ahead is not None and (self._ahead.chunks or self._ahead.preempted)
+        if planned or self._prefilling is not None or not self._decodes or not (nobody_waits or self._blocked):
             return 0
-        return self._decodes.steady_steps(self.counters.steps, self._cache.free)
+        # A step that is planned has its blocks.
+        ahead = self._ahead is not None
+        return ahead + self._decodes.steady_steps(self.counters.steps + ahead, self._cache.free)
 
     def stretch_s(self, steps: int) -> float:
         """Seconds that the next `steps` steps, all of them stable, take without noise."""
-        return _series(*self._decode_s(), steps)
+        return self._decode_times().total_s(steps)
 
     def steps_within(self, seconds: float) -> int:
         """How many of the stable steps have ended `seconds` from now, without noise."""
-        limit_s = max(seconds, 0.0) + _SAME_MOMENT_S
-        first_s, growth_s = self._decode_s()
-        # The positive root of `_series(n) == limit_s`, in the form that works without growth and loses no digits.
-        half_s = first_s - growth_s / 2
-        root = 2 * limit_s / (half_s + math.sqrt(half_s * half_s + 2 * growth_s * limit_s))
-        steps = min(int(root) + 1, self.stable_steps())
-        while _series(first_s, growth_s, steps) > limit_s:
-            steps -= 1
-        return steps
+        return self._decode_times().steps_within(seconds, self.stable_steps())
 
     def advance(self, steps: int) -> StepResult:
         """Do that many stable steps, after which everything is as `step` would have left it.
@@ -210,15 +208,15 @@ class Engine:
         """
         if not 1 <= steps <= self.stable_steps():
             raise ValueError(f"{steps} steps were to be done at once and {self.stable_steps()} are stable")
-        first_s, growth_s = self._decode_s()
-        duration_s = _series(first_s, growth_s, steps)
+        times = self._decode_times()
+        duration_s = times.total_s(steps)
         kv_events: tuple[tuple[float, Changes], ...] = ()
-        decodes, done = len(self._decodes), self.counters.steps
-        for now in range(done + 1, done + steps + 1):
+        decodes, done, ahead = len(self._decodes), self.counters.steps, self._ahead is not None
+        for now in range(done + 1 + ahead, done + steps + 1):
             for sequence in self._decodes.entering(now):
                 self._grow(sequence, now)
-            if now < done + steps and self._cache.changes:
-                kv_events += self._changes(_series(first_s, growth_s, now - done))
+            if now - ahead < done + steps and self._cache.changes:
+                kv_events += self._changes(times.total_s(now - ahead - done))
         self.counters.steps += steps
         self.counters.generation += decodes * (steps - 1)
         finished = self._emit(StepPlan(self.counters.steps))
@@ -233,15 +231,24 @@ class Engine:
         self._cache.changes = Changes()
         return ((after_s, changes),)
 
-    def _decode_s(self) -> tuple[float, float]:
-        """Seconds of the next step if it only decodes, and how much longer each one after it takes."""
+    def _decode_times(self) -> DecodeTimes:
+        """How long the next steps take if they only decode."""
         decodes, adapters = len(self._decodes), bool(self._slots.in_batch)
         context_tokens = self._decodes.context_tokens(self.counters.steps + 1)
         first_s = self.profile.step_s(decodes, context_tokens, [], adapters)
         second_s = self.profile.step_s(decodes, context_tokens + decodes, [], adapters)
-        return first_s, second_s - first_s
+        return DecodeTimes(first_s, second_s - first_s)
 
     # --- one step -----------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> StepPlan:
+        """Decide what the next step computes."""
+        plan = StepPlan(self.counters.steps + 1)
+        self._grow_decodes(plan)
+        plan.budget = self._step_tokens - len(self._decodes)
+        self._continue_prefill(plan)
+        self._admit(plan)
+        return plan
 
     def _grow_decodes(self, plan: StepPlan) -> None:
         """Give a block to each decode that enters one, preempting the youngest while there is none."""
@@ -267,7 +274,7 @@ class Engine:
         if self._blocked or plan.preempted:
             return
         while plan.budget > 0 and self._prefilling is None and len(self._running) < len(self._live):
-            full = len(self._running) >= self.max_num_seqs
+            full = len(self._running) + len(self._ended) >= self.max_num_seqs
             sequence = None if full else self._waiting.first(self._slots.fits)
             if sequence is None or not self._enter(sequence, plan):
                 self._blocked = True
@@ -320,9 +327,10 @@ class Engine:
 
     def _emit(self, plan: StepPlan) -> tuple[str, ...]:
         """Emit this step's tokens, end requests that got their last one, and let finished prefills decode."""
-        self.counters.generation += len(self._decodes) + len(plan.ready)
+        ready = [one for one in plan.ready if self._running.get(one.request.id) is one]
+        self.counters.generation += len(self._decodes) + len(ready)
         done = self._decodes.ending(plan.now)
-        for sequence in plan.ready:
+        for sequence in ready:
             if sequence.emitted == 0:
                 self.counters.prompt += sequence.request.prompt_tokens
             sequence.emitted += 1
@@ -337,6 +345,11 @@ class Engine:
             self._store(sequence, sequence.request.prompt_tokens + sequence.request.output_tokens - 1)
             self._stop(sequence)
             del self._live[sequence.request.id]
+        self._ended = done
+        self._ahead = self._plan() if self._async_scheduling and self._running else None
+        self._ended = []
+        for sequence in done:
+            self._free(sequence)
         return tuple(sequence.request.id for sequence in done)
 
     # --- the life of one sequence -------------------------------------------------------------------------------------
@@ -366,13 +379,16 @@ class Engine:
         sequence.stored = full
 
     def _stop(self, sequence: LiveSequence) -> None:
-        """Take a sequence out of the batch and free its blocks."""
-        request = sequence.request
-        del self._running[request.id]
+        """Compute no more of a sequence of the batch."""
+        del self._running[sequence.request.id]
         if sequence is self._prefilling:
             self._prefilling = None
-        else:
+        elif sequence.last_step:
             self._decodes.remove(sequence)
+
+    def _free(self, sequence: LiveSequence) -> None:
+        """Give away the place, the adapter and the blocks of a stopped sequence."""
+        request = sequence.request
         self._slots.leave(request.adapter)
         self._cache.release(sequence.blocks, request.hashes, sequence.stored)
         sequence.blocks = []
@@ -381,15 +397,11 @@ class Engine:
 
     def _preempt(self, sequence: LiveSequence, plan: StepPlan) -> None:
         """Back to the head of the queue, with all its tokens to compute anew."""
-        if sequence is not self._prefilling:
+        if sequence.last_step:
             sequence.emitted = sequence.request.output_tokens - (sequence.last_step - plan.now + 1)
         self._stop(sequence)
-        sequence.computed = 0
+        self._free(sequence)
+        sequence.computed = sequence.last_step = 0
         self._waiting.add_first(sequence)
         self.counters.preemptions += 1
         plan.preempted.append(sequence.request.id)
-
-
-def _series(first: float, growth: float, count: int) -> float:
-    """The sum of `count` numbers of which each is `growth` more than the one before."""
-    return count * (first + growth * (count - 1) / 2)

@@ -140,6 +140,12 @@ def test_the_default_context_leaves_a_block_of_the_cache(write: Write) -> None:
     assert spec.max_model_len == Engine(spec.profile, kv_tokens=1_000, block_size=32).kv_room_tokens == 30 * 32
 
 
+@pytest.mark.parametrize(("written", "ahead"), [("", True), (", async_scheduling: false", False)])
+def test_steps_are_planned_ahead_unless_the_file_says_otherwise(write: Write, written: str, ahead: bool) -> None:
+    (spec,) = fleet_named(write(f"replicas: [{{profile: tiny{written}}}]")).replicas
+    assert spec.async_scheduling is ahead
+
+
 def test_everything_wrong_is_reported_at_once_with_its_line(write: Write) -> None:
     message = problems(
         write(

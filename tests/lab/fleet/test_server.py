@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ PROFILE = profile_named("llama-8b-h100")
 
 
 def spec(**given: int) -> ReplicaSpec:
-    facts = {"kv_tokens": 4_000, "max_num_seqs": 8, **given}
+    facts: dict[str, Any] = {"kv_tokens": 4_000, "max_num_seqs": 8, **given}
     return ReplicaSpec("gpu-0", "llama-8b-h100", PROFILE, max_model_len=3_000, **facts)
 
 

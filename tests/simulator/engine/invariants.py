@@ -22,8 +22,12 @@ def check_engine(engine: Engine) -> None:
     assert len(running) <= engine.max_num_seqs, "more run than max_num_seqs"
     if engine._prefilling is not None:
         assert next(reversed(running)) is engine._prefilling, "a request runs behind a cut prefill"
-    decodes, decoding = engine._decodes, [one for one in running if one is not engine._prefilling]
+    assert not engine._ended, "an ended request was forgotten"
+    first_due = [] if engine._ahead is None else [one for one in engine._ahead.ready if one in running]
+    assert not any(one.last_step for one in [*waiting, *first_due]), "a request that does not decode has a last step"
+    decodes, decoding = engine._decodes, [one for one in running if one.last_step]
     assert len(decodes) == len(decoding), "the number of decodes is wrong"
+    assert len(decoding) + len(first_due) + (engine._prefilling is not None) == len(running), "somebody gets no token"
     assert decodes._marks == sum(sequence.mark for sequence in decoding), "the decode context is wrong"
     assert sum(map(len, decodes._entering)) == sum(map(len, decodes._ending.values())) == len(decoding)
     assert all(decodes._ending.values()), "an empty ending was kept"

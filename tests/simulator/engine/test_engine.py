@@ -61,7 +61,7 @@ def test_step_time_is_the_published_formula() -> None:
 
 
 def test_a_token_budget_cuts_prompts_while_others_decode() -> None:
-    engine = Engine(H100, step_tokens=512)
+    engine = Engine(H100, step_tokens=512, async_scheduling=False)
     engine.add(wanted("short", 10, 50, hashed=False))
     engine.step()
     engine.add(wanted("long", 1200, 1, hashed=False))
@@ -156,6 +156,44 @@ def test_preempted_request_is_first_and_stops_admission() -> None:
     assert [name for result in results[step:] for name, _ in result.admitted] == ["young", "waiting"]
 
 
+@pytest.mark.parametrize("hashed", [True, False])
+def test_a_preempted_answer_is_computed_again_where_it_is_not_cached(hashed: bool) -> None:
+    engine = Engine(H100, kv_tokens=16 * 9)
+    engine.add(wanted("old", 48, 60, hashed=False))
+    engine.add(wanted("young", 47, 60, hashed=hashed))
+    results = run_out(engine)
+    lost = next(number for number, result in enumerate(results) if result.preempted)
+    back = next(number for number in range(lost, len(results)) if results[number].admitted)
+    answered = sum("young" in result.emitted for result in results[:lost])
+    # It comes back when the old one ends, whose 107 computed tokens took all of the eight blocks but one.
+    found = 16 if hashed else 0
+    assert results[back].admitted == (("young", found),)
+    assert results[back].prefill_tokens == 47 + answered - found
+    assert results[back].duration_s == pytest.approx(H100.step_s(0, 0, [(found, 47 + answered)]))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_arrival_and_an_end_are_noticed_one_step_later_when_steps_are_planned_ahead(ahead: bool) -> None:
+    engine = Engine(H100, max_num_seqs=2, max_loras=1, async_scheduling=ahead)
+    engine.add(wanted("long", 10, 20))
+    engine.add(wanted("short", 10, 2, "a"))
+    assert len(engine.step().admitted) == 2, "nothing ran, so that nothing was planned"
+    engine.add(wanted("waits", 10, 1, "b"))
+    assert engine.step().finished == ("short",)
+    assert engine.gauges().running == 1
+    admitted = [[name for name, _ in engine.step().admitted] for _ in range(2)]
+    assert admitted == ([[], ["waits"]] if ahead else [["waits"], []])
+    engine.add(wanted("arrives", 10, 1))
+    seen = [([name for name, _ in engine.step().admitted], engine.gauges().waiting) for _ in range(2)]
+    assert [names for names, _ in seen] == ([[], ["arrives"]] if ahead else [["arrives"], []])
+    assert [waiting for _, waiting in seen] == [0, 0], "who has a place in the next plan waits no more"
+    engine.add(wanted("aborted", 10, 1))
+    assert engine.abort("aborted")
+    assert all(not result.admitted for result in run_out(engine))
+    engine.add(wanted("alone", 10, 1))
+    assert engine.step().finished == ("alone",)
+
+
 def test_preempted_request_returns_one_step_later() -> None:
     engine = Engine(H100, kv_tokens=16 * 9)
     # The young one shares two blocks; the others are copies of its own, for which it could share those of the old one.
@@ -206,6 +244,16 @@ def test_adapter_load_is_cold_then_resident_then_from_host() -> None:
     assert load_s("b") == pytest.approx(0.3), "b was pushed out of host memory"
 
 
+def test_a_load_holds_up_every_stream_of_the_engine() -> None:
+    engine = Engine(replace(H100, adapter_cold_load_s=2.0))
+    engine.add(wanted("streams", 10, 9))
+    engine.step()
+    engine.add(wanted("loads", 10, 1, "a"))
+    gaps_s = [result.duration_s for result in run_out(engine) if "streams" in result.emitted]
+    assert len(gaps_s) == 8
+    assert 2.0 < max(gaps_s) < 2.03
+
+
 def test_the_adapter_used_longest_ago_gives_up_its_slot() -> None:
     engine = Engine(H100, max_loras=2, max_cpu_loras=9)
     quick_s = H100.step_s(0, 0, [(0, 10)], adapters=True)
@@ -244,7 +292,7 @@ def test_a_prompt_is_counted_with_its_first_token() -> None:
 @pytest.mark.parametrize(("steps", "hit_tokens"), [(1, 0), (2, 16), (17, 16), (18, 32)])
 def test_a_decoded_block_is_seen_by_others_once_the_next_one_is_begun(steps: int, hit_tokens: int) -> None:
     """The second step computes token 15, the last of its block, and it is for the third one to find that block."""
-    engine = Engine(H100)
+    engine = Engine(H100, async_scheduling=False)
     engine.add(wanted("first", 15, 40))
     for _ in range(steps):
         engine.step()

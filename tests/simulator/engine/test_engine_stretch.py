@@ -43,7 +43,16 @@ def state(engine: Engine) -> list[object]:
         for one in engine._live.values()
     ]
     running = list(engine._running)
-    return [engine.counters, engine.gauges(), engine._blocked, running, live, cache, list(engine._cache._freed.items())]
+    return [
+        engine.counters,
+        engine.gauges(),
+        engine._blocked,
+        repr(engine._ahead),
+        running,
+        live,
+        cache,
+        list(engine._cache._freed.items()),
+    ]
 
 
 @settings(deadline=None, max_examples=150)
@@ -51,9 +60,17 @@ def state(engine: Engine) -> list[object]:
 def test_a_stretch_leaves_what_its_steps_would_have_left(data: st.DataObject) -> None:
     """And both agree with a recount, whatever was done, and give every request its tokens."""
     max_num_seqs, max_loras = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
+    ahead = data.draw(st.booleans())
     kv_tokens, step_tokens = 16 * data.draw(st.integers(6, 40)), data.draw(st.sampled_from((8, 17, 64, 8192)))
     quick, slow = (
-        Engine(H100, max_num_seqs=max_num_seqs, max_loras=max_loras, kv_tokens=kv_tokens, step_tokens=step_tokens)
+        Engine(
+            H100,
+            max_num_seqs=max_num_seqs,
+            max_loras=max_loras,
+            kv_tokens=kv_tokens,
+            step_tokens=step_tokens,
+            async_scheduling=ahead,
+        )
         for _ in range(2)
     )
     for engine in (quick, slow):
@@ -149,9 +166,9 @@ def test_the_steps_within_a_time_are_the_most_that_fit(sizes: list[tuple[int, in
 
 
 def test_request_that_waits_for_an_end_does_not_stop_a_stretch() -> None:
-    full = Engine(H100, max_num_seqs=1)
-    crowded = Engine(H100, kv_tokens=16 * 20)
-    slots = Engine(H100, max_loras=1)
+    full = Engine(H100, max_num_seqs=1, async_scheduling=False)
+    crowded = Engine(H100, kv_tokens=16 * 20, async_scheduling=False)
+    slots = Engine(H100, max_loras=1, async_scheduling=False)
     for engine in (full, crowded, slots):
         engine.add(wanted("runs", 100, 50, "a"))
         engine.add(EngineRequest("waits", 220, 5, adapter="b"))
@@ -169,7 +186,7 @@ def test_request_that_waits_for_an_end_does_not_stop_a_stretch() -> None:
 
 
 def test_no_stretch_reaches_a_step_for_which_blocks_may_be_missing() -> None:
-    engine = Engine(H100, kv_tokens=16 * 9)
+    engine = Engine(H100, kv_tokens=16 * 9, async_scheduling=False)
     engine.add(EngineRequest("old", 47, 60))
     engine.add(EngineRequest("young", 40, 60))
     engine.step()
@@ -221,3 +238,21 @@ def test_stretch_noise_is_repeatable_with_optional_slow_steps() -> None:
     assert draws[0] == draws[1] != draws[2]
     with pytest.raises(ValueError, match="below 1"):
         Noise(slow_chance=1.0)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), st.booleans())
+def test_what_is_left_of_a_stretch_is_still_stable(data: st.DataObject, ahead: bool) -> None:
+    engine = Engine(H100, kv_tokens=16 * data.draw(st.integers(12, 40)), async_scheduling=ahead)
+    for number in range(data.draw(st.integers(1, 4))):
+        engine.add(EngineRequest(str(number), data.draw(st.integers(1, 60)), data.draw(st.integers(2, 90))))
+    while engine.busy:
+        stable = engine.stable_steps()
+        if stable < 2:
+            engine.step()
+            continue
+        first = data.draw(st.integers(1, stable - 1))
+        engine.advance(first)
+        assert engine.stable_steps() >= stable - first
+        engine.advance(stable - first)
+        check_engine(engine)
