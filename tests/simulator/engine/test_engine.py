@@ -172,13 +172,17 @@ def test_a_preempted_answer_is_computed_again_where_it_is_not_cached(hashed: boo
     assert results[back].duration_s == pytest.approx(H100.step_s(0, 0, [(found, 47 + answered)]))
 
 
+@pytest.mark.parametrize(("max_num_seqs", "adapter"), [(2, None), (9, "b")])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_an_arrival_and_an_end_are_noticed_one_step_later_when_steps_are_planned_ahead(ahead: bool) -> None:
-    engine = Engine(H100, max_num_seqs=2, max_loras=1, async_scheduling=ahead)
+def test_an_arrival_and_an_end_are_noticed_one_step_later_when_steps_are_planned_ahead(
+    ahead: bool, max_num_seqs: int, adapter: str | None
+) -> None:
+    """One waits for the place of another, or for its adapter's."""
+    engine = Engine(H100, max_num_seqs=max_num_seqs, max_loras=1, async_scheduling=ahead)
     engine.add(wanted("long", 10, 20))
     engine.add(wanted("short", 10, 2, "a"))
     assert len(engine.step().admitted) == 2, "nothing ran, so that nothing was planned"
-    engine.add(wanted("waits", 10, 1, "b"))
+    engine.add(wanted("waits", 10, 1, adapter))
     assert engine.step().finished == ("short",)
     assert engine.gauges().running == 1
     admitted = [[name for name, _ in engine.step().admitted] for _ in range(2)]

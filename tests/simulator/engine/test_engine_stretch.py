@@ -185,16 +185,17 @@ def test_request_that_waits_for_an_end_does_not_stop_a_stretch() -> None:
     assert crowded.step().admitted == (("waits", 0), ("late", 0))
 
 
-def test_no_stretch_reaches_a_step_for_which_blocks_may_be_missing() -> None:
-    engine = Engine(H100, kv_tokens=16 * 9, async_scheduling=False)
-    engine.add(EngineRequest("old", 47, 60))
+@pytest.mark.parametrize("ahead", [False, True])
+def test_no_stretch_reaches_a_step_for_which_blocks_may_be_missing(ahead: bool) -> None:
+    engine = Engine(H100, kv_tokens=16 * 9, async_scheduling=ahead)
+    engine.add(EngineRequest("old", 48, 60))
     engine.add(EngineRequest("young", 40, 60))
     engine.step()
-    # Three of eight blocks each; "old" needs its next ones with the steps 2, 18 and "young" with 9 and 25 after it.
-    assert engine.stable_steps() == 17
-    engine.advance(17)
+    # Three of eight blocks each; "old" needs its next ones with the steps 1, 17 and "young" with 9 and 25 after it.
+    assert engine.stable_steps() == 16
+    engine.advance(16)
     assert engine.stable_steps() == 0
-    assert engine.counters.preemptions == 0
+    assert engine.counters.preemptions == ahead, "who loses its place is known when the step is planned"
     assert engine.step().preempted == ("young",)
 
 
