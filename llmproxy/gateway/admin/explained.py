@@ -52,7 +52,7 @@ def line_of(price: Price, prompt_tokens: int) -> str:
         if name == "prefill":
             part += f" ({prompt_tokens - price.cached_tokens:,.0f} of {prompt_tokens:,} tokens uncached)"
         parts.append(part)
-    full = "" if price.fits else "; it has no room now"
+    full = "" if price.fits else "; it takes no request now"
     return f"{price.backend}: {price.total_s:.{digits}f} s = {' + '.join(parts) or 0}{full}"
 
 

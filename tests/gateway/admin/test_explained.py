@@ -59,7 +59,8 @@ def test_a_price_is_a_readable_line() -> None:
 
 
 def test_a_backend_without_room_says_so() -> None:
-    assert line_of(price(terms=(("slot", 1.25),), fits=False), 10) == "gpu-2: 1.25 s = slot 1.25; it has no room now"
+    line = line_of(price(terms=(("slot", 1.25),), fits=False), 10)
+    assert line == "gpu-2: 1.25 s = slot 1.25; it takes no request now"
 
 
 @pytest.mark.parametrize(
