@@ -180,7 +180,9 @@ class Backend:
         self._others, self._others_seen = min(others, self._others_seen), others
         if not self._waits_for_adapter(reading):
             proven = self._waits_for_batch(reading, visible_s)
-            self.limit.observe(reading.running, reading.waiting, self.in_flight, proven=proven, pool=self.exploration)
+            # A stream that has begun was run, also where the reading is of a time before.
+            running = reading.running if reading.waiting else max(reading.running, self._own.begun)
+            self.limit.observe(running, reading.waiting, self.in_flight, proven=proven, pool=self.exploration)
         if self.exploration is not None:
             self.exploration.learned(self.limit)
         for adapter in sorted(reading.running_adapters & self._adapters):
@@ -258,7 +260,7 @@ class Backend:
         self._view = None
 
     def started(self, lease: int, now: float) -> None:
-        self.bookings[lease].started = True
+        self._own.begin(lease)
         self.health.first_byte(lease, now)
         self._view = None
 

@@ -19,12 +19,14 @@ class Booking:
     request: Request
     booked_s: float
     started: bool = False
+    begun: bool = False
 
 
 class Bookings:
     """The leases on one backend in the order of their booking.
 
-    `sequences` is their sum, `high_water` the most since the last reading. `debit_tokens` are prompt tokens booked
+    `sequences` is their sum, `high_water` the most since the last reading. `begun` are the
+    sequences of streams that have sent a byte. `debit_tokens` are prompt tokens booked
     after the last reading, which its KV use does not contain yet.
     """
 
@@ -32,6 +34,7 @@ class Bookings:
         self.by_lease: dict[int, Booking] = {}
         self.sequences = 0
         self.high_water = 0
+        self.begun = 0
         self.debit_tokens = 0
         self._debits: dict[int, int] = {}
         self._left_queue = 0
@@ -43,12 +46,21 @@ class Bookings:
         self._debits[lease] = debit_tokens
         self.debit_tokens += debit_tokens
 
+    def begin(self, lease: int) -> None:
+        """The first byte came."""
+        booking = self.by_lease[lease]
+        if booking.request.stream and not booking.begun:
+            booking.begun = True
+            self.begun += booking.request.sequences
+        booking.started = True
+
     def remove(self, lease: int, reading: Reading | None) -> Booking:
         if lease in self.last_waiting(reading):
             # The reading still counts it, and earlier leases do not wait in its place.
             self._left_queue += self.by_lease[lease].request.sequences
         booking = self.by_lease.pop(lease)
         self.sequences -= booking.request.sequences
+        self.begun -= booking.request.sequences * booking.begun
         self.debit_tokens -= self._debits.pop(lease, 0)
         return booking
 
@@ -92,6 +104,7 @@ class Bookings:
 
     def check(self) -> None:
         assert self.sequences == sum(one.request.sequences for one in self.by_lease.values())
+        assert self.begun == sum(one.request.sequences for one in self.by_lease.values() if one.begun)
         assert self.debit_tokens == sum(self._debits.values())
         assert self._debits.keys() <= self.by_lease.keys()
 

@@ -183,6 +183,21 @@ def test_waiting_for_an_adapter_slot_teaches_no_batch_limit() -> None:
     assert watched("x") == 3
 
 
+@pytest.mark.parametrize(("begun", "limit"), [(4, 8), (1, 4)])
+def test_streams_that_began_raise_the_limit_where_readings_are_old(begun: int, limit: int) -> None:
+    one = Backend("a", CapacitySettings(start_limit=4), HealthSettings(), None)
+    for lease in range(4):
+        one.book(lease, request(stream=True), 0.0)
+    for lease in range(begun):
+        one.started(lease, 0.5)
+        one.started(lease, 0.6)
+    one.observe(reading(1.0, running=0))
+    assert one.view(1.0).limit == limit
+    for lease in range(4):
+        one.release(lease, Verdict.SERVED, 2.0)
+    one.check()
+
+
 def test_backend_without_numbers_gets_the_default_limit() -> None:
     assert backend(max_in_flight=None, start_limit=32).limit.value == UNPUBLISHED
     assert backend(max_in_flight=8).limit.value == 8, "an operator's word stands"
