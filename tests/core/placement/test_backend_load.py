@@ -456,3 +456,13 @@ def test_requests_in_flight_count_by_sequence_adapter_and_block() -> None:
     assert (backend_load.in_flight, dict(backend_load.adapters.users)) == (0, {})
     assert backend_load.in_use.matched((1, 2)) == backend_load.in_use.matched((7,)) == 0
     assert bench.queue_s() == pytest.approx(BASE_S)
+
+
+def test_window_of_a_lower_band_is_its_ceilings_part() -> None:
+    bench = LoadBench()
+    bench.rates.prefill.seen = 1
+    bench.book(4_000.0)
+    queue_s = bench.queue_s()
+    load, rates, now = bench.backend_load, bench.rates, bench.now
+    assert load.opens_at(rates, 0, 1.0, queue_s, now) == now
+    assert load.opens_at(rates, 0, 0.5, queue_s, now) == pytest.approx(now + 0.5 * queue_s)

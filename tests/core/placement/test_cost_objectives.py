@@ -76,6 +76,12 @@ def closed(bench: CostBench) -> View:
     return view("a")
 
 
+def test_probed_backend_takes_a_request_whatever_it_owes() -> None:
+    bench = CostBench()
+    closed(bench)
+    assert bench.place(streamed(), [view("a", probed=True)]).backend == "a"
+
+
 def test_request_waits_for_a_closed_backend_only_where_that_is_best() -> None:
     bench = CostBench()
     views = [closed(bench), view("far", prompt_range=(10**6, 10**7))]
