@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +35,7 @@ from llmproxy.lifecycle.descriptors import clients_of_admin_port, clients_of_pro
 from llmproxy.lifecycle.handover import unless
 from llmproxy.lifecycle.sockets import Sockets
 from llmproxy.telemetry.decisions import DecisionLog, open_to_append
+from llmproxy.telemetry.exit import Exits, RequestExit
 from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState
 from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.endpoints import Endpoints
@@ -207,16 +208,14 @@ async def _wired(
     metrics = Metrics(lambda: _live_state(proxy, now()))
     dispatcher = Dispatcher(pools, on_decision=metrics.decided, on_news=backend_log.health_changed)
     upstream = await stack.enter_async_context(HttpUpstream(endpoints, connections_max()))
-    decisions = _decision_log(config, metrics, now())
-    if decisions is not None:
-        stack.push_async_callback(asyncio.to_thread, decisions.close)
+    exits = Exits(metrics, *_exit_readers(stack, config, metrics, now()))
     # Polls keep connections of their own. A request that opens a new one fails early where the machine is gone, and
     # goes to another backend without any risk.
     polls = await stack.enter_async_context(HttpUpstream(endpoints))
     events = BackendEvents(dispatcher, [backend_log, PollCounter(metrics)])
     registry = BackendRegistry(dispatcher, polls, events, config.poll, config.backend_api_key, endpoints)
     stack.push_async_callback(registry.close)
-    gateway = Gateway.build(config, registry.backends, upstream, dispatcher, pools.estimator, metrics, decisions)
+    gateway = Gateway.build(config, registry.backends, upstream, dispatcher, pools.estimator, exits)
     adapters = Adapters(pools)
     keeper = AdapterKeeper(
         adapters, pools, registry.backends, config.backend_api_key, upstream, registry.pollers, config.timeouts,
@@ -273,14 +272,18 @@ def _pools(config: Config) -> Pools:
     return Pools(settings, {}, _aliases(config), partial(make, settings.placement, rng))
 
 
-def _decision_log(config: Config, metrics: Metrics, now: float) -> DecisionLog | None:
+def _exit_readers(
+    stack: AsyncExitStack, config: Config, metrics: Metrics, now: float
+) -> Iterator[Callable[[RequestExit], None]]:
+    """What gets the record of each request beside the metrics. They close when the stack is left."""
     path = config.decision_log
-    if path is None:
-        return None
-    try:
-        return DecisionLog(open_to_append(path), config.decision_log_sample, now, metrics.decisions_lost)
-    except OSError as error:
-        raise ConfigError([f"decision_log: {path} cannot be written: {error.strerror or error}"]) from None
+    if path is not None:
+        try:
+            decisions = DecisionLog(open_to_append(path), config.decision_log_sample, now, metrics.decisions_lost)
+        except OSError as error:
+            raise ConfigError([f"decision_log: {path} cannot be written: {error.strerror or error}"]) from None
+        stack.push_async_callback(asyncio.to_thread, decisions.close)
+        yield decisions.record
 
 
 def _configured(config: Config) -> tuple[BackendConfig, ...]:

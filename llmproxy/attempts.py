@@ -15,6 +15,7 @@ from msgspec import structs
 from llmproxy.core.domain import Entry, Request, Verdict
 from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
 from llmproxy.lease import Lease, Leasing
+from llmproxy.telemetry.exit import AttemptRecord
 
 
 @dataclass(slots=True)
@@ -37,8 +38,8 @@ Result = TypeVar("Result", bound=AttemptResult)
 class Routing:
     """Where one request waited and which backends it tried.
 
-    `attempts` counts leases, `preemptions` those given back for a request of a higher band. `lease` is the latest one.
-    Backends in `excluded` are not tried again.
+    `attempts` counts leases, `preemptions` those given back for a request of a higher band. `lease` is the latest one,
+    and `tried` has a record for each. Backends in `excluded` are not tried again.
     """
 
     request: Request
@@ -48,6 +49,7 @@ class Routing:
     waited_s: float = 0.0
     waits_since_s: float | None = None
     excluded: set[str] = field(default_factory=set)
+    tried: list[AttemptRecord] = field(default_factory=list)
 
     def queue_wait_s(self, now: float) -> float:
         """Seconds in the waiting room until `now`, over all attempts; since its arrival where it had no lease."""
@@ -84,6 +86,7 @@ async def run_attempts(
             routing.waits_since_s = None
             routing.attempts += 1
             routing.lease = lease
+            routing.tried.append(AttemptRecord.begun(lease.grant, now))
             result = await attempt(lease)
         if result.verdict is Verdict.PREEMPTED:
             routing.preemptions += 1

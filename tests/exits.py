@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmproxy.telemetry.exit import RequestExit, RequestInput, RequestResult, RequestRouting
+from llmproxy.telemetry.exit import AttemptRecord, RequestExit, RequestInput, RequestResult, RequestRouting
 
 
 def exit_of(**fields: Any) -> RequestExit:
-    """The record with these fields. Raises TypeError for a field that no part of it has."""
+    """The record with these fields, of which some make its one attempt. Raises TypeError for a field that none has."""
     parts = [
         {name: fields.pop(name) for name in part.__struct_fields__ if name in fields}
-        for part in (RequestInput, RequestResult, RequestRouting)
+        for part in (RequestInput, RequestResult, RequestRouting, AttemptRecord)
     ]
     if fields:
         raise TypeError(f"no field {', '.join(fields)}")
+    if parts[3]:
+        parts[2]["tried"] = (AttemptRecord(**parts[3]),)
     return RequestExit(RequestInput(**parts[0]), RequestResult(**parts[1]), RequestRouting(**parts[2]))
 
 
@@ -22,7 +24,8 @@ def changed(ended: RequestExit, **fields: Any) -> RequestExit:
     """The record with other values in these fields."""
     was = {
         name: getattr(part, name)
-        for part in (ended.input, ended.result, ended.routing)
+        for part in (*ended.routing.tried[-1:], ended.input, ended.result, ended.routing)
         for name in part.__struct_fields__
+        if name != "tried"
     }
     return exit_of(**was | fields)

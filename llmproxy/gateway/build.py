@@ -17,7 +17,6 @@ from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.router import Router
 from llmproxy.lease import Leasing
 from llmproxy.telemetry import logs
-from llmproxy.telemetry.decisions import DecisionLog
 from llmproxy.telemetry.exit import ExitSink
 from llmproxy.upstream.port import Upstream
 
@@ -29,9 +28,8 @@ class Gateway:
     rulebook: Rulebook
     stored: StoredResponses
     handler: RequestHandler
-    decisions: DecisionLog | None
+    exits: ExitSink
     _upstream: Upstream
-    _metrics: ExitSink
 
     @classmethod
     def build(
@@ -41,23 +39,20 @@ class Gateway:
         upstream: Upstream,
         dispatcher: Leasing,
         estimator: Estimator,
-        metrics: ExitSink,
-        decisions: DecisionLog | None = None,
+        exits: ExitSink,
         ids: str = "",
     ) -> Gateway:
         """`ids` is a prefix of the ids of requests, so that those of several gateways differ."""
         rulebook = Rulebook(Rules.of(config, upstream))
         stored = StoredResponses(rulebook, backends, upstream, dispatcher)
         answers = Answers(dispatcher.cached) if presets.hears_answers(config.scheduling.placement) else None
-        handler = RequestHandler(
-            rulebook, backends, estimator, dispatcher, stored, answers, metrics, decisions, ids=ids
-        )  # fmt: skip
-        return cls(rulebook, stored, handler, decisions, upstream, metrics)
+        handler = RequestHandler(rulebook, backends, estimator, dispatcher, stored, answers, exits, ids=ids)
+        return cls(rulebook, stored, handler, exits, upstream)
 
     def router(self, pages: Pages, clients: ClientLimits) -> Router:
         """Where requests come in. `pages` answers those that are not for an engine."""
         head_bytes_max = self.rulebook.current.config.clients.head_bytes_max
-        return Router(self.rulebook, self.handler, self.stored, self._metrics, pages, clients, head_bytes_max)
+        return Router(self.rulebook, self.handler, self.stored, self.exits, pages, clients, head_bytes_max)
 
     def reconfigure(self, config: Config) -> None:
         """Treat requests that come from now on by another configuration. Raises what `Rules.of` raises, before that."""

@@ -39,7 +39,7 @@ class Router:
         rulebook: Rulebook,
         handler: RequestHandler,
         stored: StoredResponses,
-        metrics: ExitSink,
+        exits: ExitSink,
         pages: Pages,
         clients: ClientLimits,
         head_bytes_max: int,
@@ -52,7 +52,7 @@ class Router:
         self._handler = handler
         self._logged_protocols: set[str] = set()
         self._stored = stored
-        self._metrics = metrics
+        self._exits = exits
 
     def of_admin_port(self, clients: ClientLimits) -> Router:
         """The same for the port for operators, whose connections count against `clients` and no other limits."""
@@ -132,7 +132,7 @@ class Router:
         Each wrong protocol is logged once, because a client with a wrong URL retries again and again.
         """
         ended = _exit("", "", uuid4().hex, failure.outcome, failure.status, failure.message)
-        self._metrics.record(ended)
+        self._exits.record(ended)
         if not isinstance(failure, WrongProtocol):
             log_exit(ended)
         elif failure.message not in self._logged_protocols:
@@ -161,7 +161,7 @@ class Router:
         self, request: web.BaseRequest, path: str, own_id: str, outcome: Outcome, status: int, error: str | None
     ) -> None:
         ended = _exit(request.method, path, own_id, outcome, status, error)
-        self._metrics.record(ended)
+        self._exits.record(ended)
         log_exit(ended)
 
     async def _unscheduled(self, path: str, request: web.BaseRequest) -> web.StreamResponse:

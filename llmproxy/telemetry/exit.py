@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Protocol
 
 from msgspec import Struct, field
 
-from llmproxy.core.domain import Outcome, Predicted, Slo, Verdict, Why
+from llmproxy.core.domain import Grant, Outcome, Predicted, Slo, Verdict, Why
 
 UNKNOWN_MODEL = "unknown"
 """The `model` of a request whose name is not in the catalogue: names that clients invent never become labels."""
+ATTEMPTS_MAX = 16
+"""Attempts in one record; a request with more of them has its latest ones."""
+ERROR_CHARS_MAX = 2_000
+"""Of the error in a record, which may quote a client: a pipe may mix a line that is longer than it takes at once (4 KB)
+with the lines of other processes."""
+_BEGINNING_CHARS = 160
 
 
 class RequestInput(Struct, kw_only=True):
@@ -53,29 +61,49 @@ class RequestInput(Struct, kw_only=True):
         return None if self.slo is None else self.slo.tpot_s
 
 
-class RequestRouting(Struct, kw_only=True):
-    """Where it waited and which backends it tried; all but the counts and `queue_wait_s` are of the last grant.
+class AttemptRecord(Struct, kw_only=True):
+    """One attempt, from its wait to its end. Instants are of the scheduler's clock, so that orders can be audited.
 
-    `attempts` counts the backends tried, `preemptions` those given back for a request of a higher band. `why` says why
-    it was its turn, `terms` are the named parts of the placement's score among `candidates` backends. `granted_s` is an
-    instant on the scheduler's clock, so that the order of grants can be audited. `queued_ahead` requests of its pool
-    waited at that time. `queue_wait_s` is the time in the waiting room over all attempts, or from arrival to the end
-    without a grant. `expected_cached_tokens`, `predicted_ttft` (from the grant) and `predicted_tpot` are what the
-    placement expected; None where it predicts nothing.
+    It waited from `queued_s` to `granted_s`, when `queued_ahead` requests of its pool waited. `why` says why it was its
+    turn, `terms` are the named parts of the placement's score among `candidates` backends. `expected_cached_tokens`,
+    `predicted_ttft` (from the grant) and `predicted_tpot` are what the placement expected; None where it predicts
+    nothing. `first_byte_s` is the first body byte of an answer that the client got, `status` that of the backend, None
+    where it sent none, and `error` what was wrong, in words. A preempted attempt was withdrawn at `ended_s`.
     """
 
     backend: str | None = None
-    attempts: int = 0
-    preemptions: int = 0
+    queued_s: float | None = None
+    granted_s: float | None = None
+    queued_ahead: int | None = None
     why: Why | None = None
     candidates: int | None = None
     terms: tuple[tuple[str, float], ...] = ()
-    granted_s: float | None = None
-    queued_ahead: int | None = None
-    queue_wait_s: float | None = None
     expected_cached_tokens: int | None = None
     predicted_ttft: Predicted | None = None
     predicted_tpot: Predicted | None = None
+    first_byte_s: float | None = None
+    ended_s: float | None = None
+    verdict: Verdict | None = None
+    status: int | None = None
+    error: str | None = None
+
+    @classmethod
+    def begun(cls, grant: Grant, queued_s: float) -> AttemptRecord:
+        """The attempt of a request that waited since `queued_s` for this grant."""
+        placed, request = grant.placed, grant.request
+        return cls(
+            backend=placed.backend,
+            queued_s=queued_s,
+            granted_s=grant.at_s,
+            queued_ahead=grant.queued_ahead,
+            why=grant.why,
+            candidates=placed.candidates,
+            terms=placed.terms,
+            expected_cached_tokens=placed.cached_tokens if request.prefix or placed.ttft is not None else None,
+            predicted_ttft=placed.ttft,
+            # The tokens of several sequences come mixed, so that the pace of one is not seen.
+            predicted_tpot=placed.tpot if request.sequences <= 1 else None,
+        )
 
     @property
     def predicted(self) -> dict[str, float]:
@@ -89,6 +117,29 @@ class RequestRouting(Struct, kw_only=True):
         if tpot is not None:
             predicted |= {"tpot_s": tpot.expected_s, "tpot_p90_s": tpot.p90_s}
         return predicted
+
+
+_NEVER_GRANTED = AttemptRecord()
+
+
+class RequestRouting(Struct, kw_only=True):
+    """Where it waited and which backends it tried.
+
+    `attempts` counts the backends tried, `preemptions` those given back for a request of a higher band; `tried` has the
+    latest ATTEMPTS_MAX of them, in their order. `queue_wait_s` is the time in the waiting room over all attempts, or
+    from arrival to the end without a grant. `queued_s` is since when it waited at its end, None where it did not wait.
+    """
+
+    tried: tuple[AttemptRecord, ...] = ()
+    attempts: int = 0
+    preemptions: int = 0
+    queue_wait_s: float | None = None
+    queued_s: float | None = None
+
+    @property
+    def last(self) -> AttemptRecord:
+        """The last attempt; without any, one in which nothing is known."""
+        return self.tried[-1] if self.tried else _NEVER_GRANTED
 
 
 class RequestResult(Struct, kw_only=True):
@@ -133,7 +184,7 @@ class RequestExit(Struct):
     @property
     def backend_ttft_s(self) -> float | None:
         """Seconds from the last grant to the first body byte of a stream; None where there was no such byte."""
-        ttft_s, arrived_s, granted_s = self.result.ttft_s, self.input.arrived_s, self.routing.granted_s
+        ttft_s, arrived_s, granted_s = self.result.ttft_s, self.input.arrived_s, self.routing.last.granted_s
         if ttft_s is None or arrived_s is None or granted_s is None or not self.input.stream:
             return None
         return ttft_s - (granted_s - arrived_s)
@@ -159,14 +210,34 @@ class RequestExit(Struct):
         return None if streaming_s is None or chunks < 2 else streaming_s / (chunks - 1)
 
 
+def shortened(error: str) -> str | None:
+    """An error for a record; None for an empty one."""
+    # Measured as JSON, which makes up to twelve characters of one.
+    if len(error) > _BEGINNING_CHARS and len(json.dumps(error)) > ERROR_CHARS_MAX:
+        return f"{error[:_BEGINNING_CHARS]}... ({len(error)} characters)"
+    return error or None
+
+
 class ExitSink(Protocol):
-    """Counts what has ended."""
+    """Takes note of what has ended."""
 
     def record(self, ended: RequestExit) -> None:
-        """Count one request."""
+        """Take note of one request."""
 
     def attempted(self, backend: str, verdict: Verdict) -> None:
         """Count one attempt."""
 
     def log_lines_lost(self, lines: int) -> None:
         """Count lines that the standard error of a process could not take."""
+
+
+class Exits:
+    """The `ExitSink` of the scheduler process: `counted` counts, and each of the `readers` gets every request too."""
+
+    def __init__(self, counted: ExitSink, *readers: Callable[[RequestExit], None]) -> None:
+        self.attempted, self.log_lines_lost = counted.attempted, counted.log_lines_lost
+        self._readers = (counted.record, *readers)
+
+    def record(self, ended: RequestExit) -> None:
+        for read in self._readers:
+            read(ended)

@@ -108,16 +108,16 @@ FIELDS = (
     Field("input.band", NAME, "band", "band"),
     Field("input.level", NUMBER, "", "criticality"),
     Field("input.flow", NAME, "flow", "flow"),
-    Field("routing.backend", NAME, "backend", "backend"),
+    Field("routing.last.backend", NAME, "backend", "backend"),
     Field("routing.attempts", NUMBER, "attempts", "attempts",
           feeds=(Feed("retries_total", amount="retries", when="retries > 0"),)),
     Field("routing.preemptions", NUMBER, "preemptions", optional=True,
           feeds=(Feed("preemptions_total", when="value > 0"),)),
     Field("routing.preemptions", NUMBER, "", "preemptions"),
     Field("input.arrived_s", INSTANT, "arrived_s", "at_s"),
-    Field("routing.granted_s", INSTANT, "granted_s", "granted_at_s"),
+    Field("routing.last.granted_s", INSTANT, "granted_s", "granted_at_s"),
     Field("ended_s", INSTANT, "", "ended_at_s"),
-    Field("routing.queued_ahead", NUMBER, "queued_ahead", "queued_ahead"),
+    Field("routing.last.queued_ahead", NUMBER, "queued_ahead", "queued_ahead"),
     Field("routing.queue_wait_s", SECONDS, "queue_wait_s", "queue_wait_s", feeds=(Feed("queue_wait_seconds"),)),
     Field("input.ttl_s", NUMBER, "", "ttl_s"),
     Field("result.ttft_s", SECONDS, "ttft_s", "ttft_s",
@@ -137,7 +137,7 @@ FIELDS = (
     Field("result.cached_tokens", NUMBER, "cached_tokens", "cached_tokens", feeds=(*_tokens("cached"), *(
         Feed("prefix_tokens_total", (kind,), amount, "expected is not None and value >= 0")
         for kind, amount in (("expected", "expected"), ("cached", "value"), ("both", "min(expected, value)"))))),
-    Field("routing.expected_cached_tokens", NUMBER, "expected_cached_tokens"),
+    Field("routing.last.expected_cached_tokens", NUMBER, "expected_cached_tokens"),
     Field("result.output_tokens", NUMBER, "output_tokens", "output_tokens", feeds=_tokens("output")),
     Field("input.stream", NUMBER, "stream", "stream"),
     Field("result.chunks", NUMBER, "chunks", optional=True),
@@ -146,10 +146,10 @@ FIELDS = (
           Feed("inter_chunk_seconds", ("max",), "value if longest_s is None else longest_s"))),
     Field("input.body_bytes", NUMBER, "body_bytes"),
     Field("result.response_bytes", NUMBER, "response_bytes"),
-    Field("routing.candidates", NUMBER, "candidates", "candidates"),
-    Field("routing.terms", TERMS, "terms", "placement", optional=True),
-    Field("routing.why", WHY, "", "why"),
-    Field("routing.predicted", PREDICTED, "", "predicted", optional=True),
+    Field("routing.last.candidates", NUMBER, "candidates", "candidates"),
+    Field("routing.last.terms", TERMS, "terms", "placement", optional=True),
+    Field("routing.last.why", WHY, "", "why"),
+    Field("routing.last.predicted", PREDICTED, "", "predicted", optional=True),
     Field("input.method", NAME, "method"),
     Field("input.path", NAME, "path"),
     Field("input.request_id", TEXT, "request_id", "request_id"),
@@ -161,6 +161,14 @@ _DECISION = tuple(field for field in FIELDS if field.decision)
 _decision_values = attrgetter(*(field.source for field in _DECISION))
 
 
+_BEGIN = ("def fill(ended):", "    last = ended.routing.last")
+
+
+def _read(field: Field) -> str:
+    """The expression for the value of a field, behind `_BEGIN`."""
+    return f"ended.{field.source}".replace("ended.routing.last.", "last.")
+
+
 def _compiled(begin: str, step: Callable[[int, Field], str]) -> Callable[[RequestExit], Any]:
     """A function that adds the fields of the log line to `begin` one after the other, as if it were written by hand.
 
@@ -168,11 +176,11 @@ def _compiled(begin: str, step: Callable[[int, Field], str]) -> Callable[[Reques
     the field of this number, whose value is `value` and whose result is `made`.
     """
     scope: dict[str, Any] = {}
-    lines = ["def fill(ended):", f"    made = {begin}"]
+    lines = [*_BEGIN, f"    made = {begin}"]
     for number, field in enumerate(_LOG):
         scope |= {f"text_{number}": field.shape.text, f"json_{number}": field.shape.json}
         condition = "value" if field.optional else "value is not None"
-        lines += [f"    value = ended.{field.source}", f"    if {condition}: {step(number, field)}"]
+        lines += [f"    value = {_read(field)}", f"    if {condition}: {step(number, field)}"]
     exec("\n".join([*lines, "    return made"]), scope)
     fill: Callable[[RequestExit], Any] = scope["fill"]
     return fill
@@ -202,12 +210,12 @@ def decision_fields(ended: RequestExit, origin_s: float) -> dict[str, Any]:
 
 _NAMES = {
     "outcome": "ended.result.outcome.value", "band": 'ended.input.band or "none"', "model": "models(ended.input.model)",
-    "tenant": "tenants(ended.input.tenant) if ended.input.tenant else None", "backend": "ended.routing.backend",
+    "tenant": "tenants(ended.input.tenant) if ended.input.tenant else None", "backend": "last.backend",
     "met": '"true" if ended.result.met else "false"',
     # A preemption is no failure, and the attempt that follows it is no retry.
     "retries": "ended.routing.attempts - ended.routing.preemptions - 1",
-    "expected": "ended.routing.expected_cached_tokens", "ttft": "ended.routing.predicted_ttft",
-    "tpot": "ended.routing.predicted_tpot", "longest_s": "ended.result.max_gap_s",
+    "expected": "last.expected_cached_tokens", "ttft": "last.predicted_ttft",
+    "tpot": "last.predicted_tpot", "longest_s": "ended.result.max_gap_s",
 }  # fmt: skip
 """What expressions of feeds and labels of metrics may name."""
 
@@ -217,9 +225,9 @@ def exit_recorder(
 ) -> Callable[[RequestExit], None]:
     """A function that counts one request in `series`; `models` and `tenants` bound the values of their labels."""
     scope: dict[str, Any] = {"models": models, "tenants": tenants, **series}
-    lines = ["def fill(ended):", *(f"    {label} = {source}" for label, source in _NAMES.items())]
+    lines = [*_BEGIN, *(f"    {label} = {source}" for label, source in _NAMES.items())]
     for field in FIELDS:
-        lines += [f"    value = ended.{field.source}", "    if value is not None:"] if field.feeds else []
+        lines += [f"    value = {_read(field)}", "    if value is not None:"] if field.feeds else []
         for feed in field.feeds:
             to, given = series[feed.metric], iter(feed.given)
             key = "".join(f"{label}, " if label in _NAMES else f"{next(given)!r}, " for label in to.labels)

@@ -111,7 +111,7 @@ def log_exit(ended: RequestExit) -> None:
         _exits.write(level, ended)
         return
     log = _log.bind()
-    why = ended.routing.why if log.is_enabled_for(LEVELS["debug"]) else None
+    why = ended.routing.last.why if log.is_enabled_for(LEVELS["debug"]) else None
     getattr(log, level)(EXIT_EVENT, **exit_fields(ended), **({} if why is None else {"why": why_fields(why)}))
 
 
@@ -273,7 +273,7 @@ class _Exits:
 
     def write(self, level: str, ended: RequestExit) -> None:
         if LEVELS[level] >= self._level:
-            self._out.write(self.render.exit(level, ended, ended.routing.why if self._debug else None) + "\n")
+            self._out.write(self.render.exit(level, ended, ended.routing.last.why if self._debug else None) + "\n")
             self._out.flush()
 
 

@@ -32,7 +32,7 @@ from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.port import Upstream
 from llmproxy.workers import protocol
 from llmproxy.workers.channel import TO_WORKER, Channel
-from llmproxy.workers.remote import Calls, RemoteDispatcher, RemoteEstimator, RemoteMetrics, RemotePages
+from llmproxy.workers.remote import Calls, RemoteDispatcher, RemoteEstimator, RemoteExits, RemotePages
 
 HELD_S = 1.0
 """How old the number of held bytes in the metrics may be."""
@@ -93,7 +93,7 @@ class _Worker:
         self._endpoints = endpoints
         self._backends: dict[str, BackendConfig] = {}
         gateway = self._gateway = Gateway.build(
-            config, self._backends, upstream, self._dispatcher, self._estimator, RemoteMetrics(channel),
+            config, self._backends, upstream, self._dispatcher, self._estimator, RemoteExits(channel),
             ids=f"{name}-",
         )  # fmt: skip
         gateway.stored.on_made = self._dispatcher.response_stored

@@ -211,8 +211,8 @@ class RemoteEstimator(Estimator):
         self._channel.send(protocol.UsageLearned(model, prompt_bytes, sequences, usage))
 
 
-class RemoteMetrics:
-    """`ExitSink`, for the metrics and the decision log of the scheduler process."""
+class RemoteExits:
+    """The `ExitSink` of a worker: the scheduler process takes note of everything."""
 
     def __init__(self, channel: Channel[protocol.ToWorker]) -> None:
         self._channel = channel

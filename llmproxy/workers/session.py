@@ -17,7 +17,6 @@ from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.lease import Lease
-from llmproxy.telemetry.decisions import DecisionLog
 from llmproxy.telemetry.exit import ExitSink, RequestExit, RequestInput, RequestResult
 from llmproxy.telemetry.logs import log_exit, log_internal
 from llmproxy.workers import protocol
@@ -37,8 +36,7 @@ class SchedulerContext:
 
     rulebook: Rulebook
     dispatcher: Dispatcher
-    metrics: ExitSink
-    decisions: DecisionLog | None
+    exits: ExitSink
     update_workers: Callable[[], None]
     page: Callable[[protocol.PageRequest], Awaitable[protocol.PageResponse]]
     learned: Callable[[str], None]
@@ -152,11 +150,9 @@ class WorkerSession:
             case protocol.PrefixCached(pool, lease, backend, hashes):
                 self._loop.call_soon(self._pools.cached, pool, lease, backend, hashes)
             case protocol.AttemptEnded(backend, verdict):
-                self._context.metrics.attempted(backend, verdict)
+                self._context.exits.attempted(backend, verdict)
             case protocol.ExitReport(record):
-                self._context.metrics.record(record)
-                if self._context.decisions is not None:
-                    self._context.decisions.record(record)
+                self._context.exits.record(record)
             case protocol.UsageLearned(model, prompt_bytes, sequences, answered):
                 self._pools.estimator.learn(model, prompt_bytes, sequences, answered)
                 self._context.learned(model)
@@ -175,7 +171,7 @@ class WorkerSession:
             case protocol.WorkerIdle():
                 self.idle.set()
             case protocol.LogLinesLost(lines):
-                self._context.metrics.log_lines_lost(lines)
+                self._context.exits.log_lines_lost(lines)
             case protocol.HeldBytes(body_bytes):
                 self.held_bytes = body_bytes
             case protocol.Listening(url):
@@ -198,7 +194,7 @@ class WorkerSession:
         self.cut = len(self._requests)
         for request in list(self._requests.values()):
             ended = self._exit_of(request)
-            self._context.metrics.record(ended)
+            self._context.exits.record(ended)
             log_exit(ended)
             self._ended(request.id, None)
         self.url.cancel()

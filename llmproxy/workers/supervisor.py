@@ -63,7 +63,7 @@ class WorkerSupervisor:
         self.held = held
         self.url = ""
         self._context = SchedulerContext(
-            gateway.rulebook, dispatcher, metrics, gateway.decisions, self.update_workers, page, self._learned,
+            gateway.rulebook, dispatcher, gateway.exits, self.update_workers, page, self._learned,
             self._response_stored,
         )  # fmt: skip
         self._loop = asyncio.get_running_loop()

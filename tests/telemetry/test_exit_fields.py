@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from llmproxy.core.domain import Outcome, Predicted, Slo, Why
-from llmproxy.telemetry.exit import RequestExit, RequestInput, RequestResult, RequestRouting
+from llmproxy.core.domain import Outcome, Predicted, Slo, Verdict, Why
+from llmproxy.telemetry.exit import AttemptRecord, RequestExit, RequestInput, RequestResult, RequestRouting
 from llmproxy.telemetry.exit_fields import exit_fields, why_fields
 from llmproxy.telemetry.logs import FORMATS, configure, log_exit
 from tests.exits import exit_of
@@ -36,6 +36,7 @@ STRATEGIES: dict[Any, st.SearchStrategy[Any]] = {
     Slo: st.none(),
     Why: WHYS,
     Predicted: st.none(),
+    Verdict: st.sampled_from(Verdict),
 }
 
 
@@ -46,9 +47,9 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
 
 FIELDS = {
     name: hint
-    for part in (RequestInput, RequestRouting, RequestResult)
+    for part in (AttemptRecord, RequestInput, RequestRouting, RequestResult)
     for name, hint in get_type_hints(part).items()
-    if name in part.__struct_fields__
+    if name in part.__struct_fields__ and name != "tried"
 }
 EXITS = st.fixed_dictionaries({name: _values(hint) for name, hint in FIELDS.items()}).map(
     lambda values: exit_of(**values)

@@ -15,7 +15,7 @@ from llmproxy.lease import Lease
 from llmproxy.telemetry.exit import RequestExit
 from llmproxy.workers import protocol
 from llmproxy.workers.channel import TO_WORKER, Channel
-from llmproxy.workers.remote import CallAnswer, Calls, RemoteDispatcher, RemoteEstimator, RemoteMetrics
+from llmproxy.workers.remote import CallAnswer, Calls, RemoteDispatcher, RemoteEstimator, RemoteExits
 from llmproxy.workers.session import SchedulerContext, WorkerSession
 from tests.dispatching import Client, P, dispatcher, empty, named_as, turns, virtual
 
@@ -55,7 +55,7 @@ class RecordedEvents:
             self.made.append(one)
 
         rulebook = Rulebook(Rules.of(Config(), Nowhere()))  # type: ignore[arg-type]
-        return SchedulerContext(rulebook, dispatcher, self, None, settle, page, self.learned.append, made)
+        return SchedulerContext(rulebook, dispatcher, self, settle, page, self.learned.append, made)
 
 
 class Pipe(asyncio.Transport):
@@ -102,7 +102,7 @@ class WorkerLink:
         self.calls = Calls(self.channel)
         self.remote = RemoteDispatcher(self.channel, self.calls)
         self.estimator = RemoteEstimator(self.channel)
-        self.metrics = RemoteMetrics(self.channel)
+        self.metrics = RemoteExits(self.channel)
         self.up, self.down = Pipe(self.session.channel), Pipe(self.channel)
         self.up.back, self.down.back = self.down, self.up
         self.clients: list[Client] = []

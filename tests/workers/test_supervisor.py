@@ -235,6 +235,6 @@ async def test_a_worker_that_dies_early_restarts_after_longer_pauses() -> None:
         await supervisor._keep(0)
     # Dead at once: 0.5 s. Dead at once again: 1 s. Not even started: 2 s. Dead at once: 4 s. After a minute: no pause.
     assert begun_s == [0.0, 0.5, 1.5, 3.5, 7.5, 67.5]
-    events = supervisor._context.metrics
+    events = supervisor._metrics
     assert isinstance(events, RecordedEvents)
     assert events.lost == 4, "one that was not started was not lost"

@@ -11,6 +11,7 @@ from llmproxy.core.domain import Outcome, Usage, Verdict
 from llmproxy.gateway.http.headers import Headers
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.sse import StreamTap
+from llmproxy.telemetry.exit import AttemptRecord, shortened
 from llmproxy.upstream.port import Body
 
 
@@ -71,6 +72,13 @@ class Attempt(AttemptResult):
 
     def complete(self) -> None:
         self.outcome, self.verdict = Outcome.COMPLETED, Verdict.SERVED
+
+    def note(self, record: AttemptRecord) -> None:
+        """Complete the record of this attempt, which has ended."""
+        record.ended_s, record.first_byte_s = asyncio.get_running_loop().time(), self.first_token_s
+        record.verdict, record.status = self.verdict, self.status or None
+        if self.message or self.detail:
+            record.error = shortened(f"{self.message} {self.detail}".strip())
 
 
 class AttemptTimer:

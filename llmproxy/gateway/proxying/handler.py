@@ -35,7 +35,6 @@ from llmproxy.gateway.request.identity import request_id
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, ID_BYTES, SALT
 from llmproxy.lease import Lease, Leasing
-from llmproxy.telemetry.decisions import DecisionLog
 from llmproxy.telemetry.exit import ExitSink
 from llmproxy.telemetry.logs import log_exit, log_internal
 
@@ -57,16 +56,14 @@ class RequestHandler:
         dispatcher: Leasing,
         stored: StoredResponses,
         answers: Answers | None,
-        metrics: ExitSink,
-        decisions: DecisionLog | None,
+        exits: ExitSink,
         ids: str = "",
     ) -> None:
         self._rulebook = rulebook
         self._backends = backends
         self._estimator = estimator
         self._dispatcher = dispatcher
-        self._metrics = metrics
-        self._decisions = decisions
+        self._exits = exits
         self._stored = stored
         self._answers = answers
         config = rulebook.current.config
@@ -313,7 +310,8 @@ class RequestHandler:
             await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
         finally:
             # Also where its client has left, as many do when they read the end mark.
-            self._metrics.attempted(lease.backend, attempt.verdict)
+            self._exits.attempted(lease.backend, attempt.verdict)
+            attempt.note(routing.tried[-1])
         if attempt.status == 401 and not rules.config.forward_credentials:
             attempt.detail = rules.identity.key_hint(backend)
         attempt.elsewhere = received.previous is not None and received.previous.sought(attempt)
@@ -375,10 +373,8 @@ class RequestHandler:
             lease = context.routing.lease if context.routing is not None else None
             completed = context.outcome is Outcome.COMPLETED
             self._answers.ended(context.kept, lease.grant if completed and lease is not None else None)
-        self._metrics.record(ended)
+        self._exits.record(ended)
         log_exit(ended)
-        if self._decisions is not None:
-            self._decisions.record(ended)
 
 
 def _usage_max(received: ReceivedRequest) -> Usage | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,14 +19,10 @@ from llmproxy.gateway.proxying.stored import Previous
 from llmproxy.gateway.request.auth import NO_TENANT, Tenant
 from llmproxy.gateway.request.body_budget import HeldBody
 from llmproxy.gateway.request.parsed_body import ParsedBody
-from llmproxy.telemetry.exit import RequestExit, RequestInput, RequestResult, RequestRouting
+from llmproxy.telemetry.exit import ATTEMPTS_MAX, RequestExit, RequestInput, RequestResult, RequestRouting, shortened
 
-ERROR_CHARS_MAX = 2_000
-"""Of the error in a record, which may quote a client: a pipe may mix a line that is longer than it takes at once (4 KB)
-with the lines of other processes."""
-_BEGINNING_CHARS = 160
 _MODEL_CHARS_MAX = 100
-"""Of the name of an unknown model in a record. A character may become twelve, and the line is bounded as above."""
+"""Of the name of an unknown model in a record. A character may become twelve in its line, which is bounded too."""
 
 _CLIENTS_DOING = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE_LIMITED})
 
@@ -118,7 +113,7 @@ class RequestContext:
                 usage = attempt.usage
                 result.prompt_tokens, result.output_tokens = usage.prompt_tokens, usage.output_tokens
                 result.cached_tokens = usage.cached_tokens
-        result.error = _shortened(" ".join(filter(None, (self.error, attempt.detail if attempt is not None else ""))))
+        result.error = shortened(" ".join(filter(None, (self.error, attempt.detail if attempt is not None else ""))))
         result.met = self._met(result)
         return result
 
@@ -143,24 +138,10 @@ class RequestContext:
 
 
 def _routing_record(routing: Routing, now: float) -> RequestRouting:
-    record = RequestRouting(
-        attempts=routing.attempts, preemptions=routing.preemptions, queue_wait_s=routing.queue_wait_s(now)
+    return RequestRouting(
+        tried=tuple(routing.tried[-ATTEMPTS_MAX:]),
+        attempts=routing.attempts,
+        preemptions=routing.preemptions,
+        queue_wait_s=routing.queue_wait_s(now),
+        queued_s=routing.waits_since_s,
     )
-    if routing.lease is not None:
-        grant, request = routing.lease.grant, routing.request
-        placed = grant.placed
-        record.backend, record.candidates, record.terms = placed.backend, placed.candidates, placed.terms
-        record.why, record.granted_s, record.queued_ahead = grant.why, grant.at_s, grant.queued_ahead
-        if request.prefix or placed.ttft is not None:
-            record.expected_cached_tokens = placed.cached_tokens
-        record.predicted_ttft = placed.ttft
-        # The tokens of several sequences come mixed, so that the pace of one is not seen.
-        record.predicted_tpot = placed.tpot if request.sequences <= 1 else None
-    return record
-
-
-def _shortened(error: str) -> str | None:
-    # Measured as JSON, which makes up to twelve characters of one.
-    if len(error) > _BEGINNING_CHARS and len(json.dumps(error)) > ERROR_CHARS_MAX:
-        return f"{error[:_BEGINNING_CHARS]}... ({len(error)} characters)"
-    return error or None

@@ -1,0 +1,124 @@
+"""The attempts of a request in its record: the whole story of where it waited and what became of each try."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+
+from llmproxy.core.domain import Outcome, Verdict
+from llmproxy.telemetry.exit import ATTEMPTS_MAX, AttemptRecord, RequestExit
+from tests.e2e.proxies import FAST, STREAM, one_seat, serving, until
+from tests.e2e.scripted import answering, serving_script, whole
+
+OBJECTIVE = "x-llm-d-inference-objective"
+
+
+@pytest.fixture(name="ended")
+def _ended(monkeypatch: pytest.MonkeyPatch) -> dict[str, RequestExit]:
+    """The records of all requests, by request id."""
+    records: dict[str, RequestExit] = {}
+    monkeypatch.setattr(
+        "llmproxy.gateway.proxying.handler.log_exit", lambda ended: records.update({ended.input.request_id: ended})
+    )
+    return records
+
+
+def in_order(ended: RequestExit) -> None:
+    """Waits and attempts follow each other, within the request."""
+    instants = [ended.input.arrived_s, ended.ended_s]
+    for attempt in ended.routing.tried:
+        instants[-1:-1] = [attempt.queued_s, attempt.granted_s, attempt.first_byte_s, attempt.ended_s]
+    known = [instant for instant in instants if instant is not None]
+    assert all(a <= b for a, b in pairwise(known)), instants
+
+
+def story(ended: RequestExit) -> list[tuple[str | None, Verdict | None, bool]]:
+    return [(one.backend, one.verdict, one.first_byte_s is not None) for one in ended.routing.tried]
+
+
+async def test_a_retry_is_a_second_attempt(ended: dict[str, RequestExit]) -> None:
+    async with serving(FAST, FAST, scheduling={"placement": "cost", "seed": 1}) as proxy:
+        proxy.replicas[0].faults.set("busy_503")
+        proxy.replicas[1].faults.set("busy_503")
+        await until(lambda: all(one.reading for one in proxy.app.pools.backends.values()))
+        answer = asyncio.create_task(proxy.chat(STREAM, headers={"x-request-id": "r"}))
+        await until(lambda: proxy.metric("llmproxy_attempts_total", verdict="busy") >= 1)
+        for replica in proxy.replicas:
+            replica.faults.clear()
+        assert (await answer).status == 200
+        await proxy.settled()
+        record = ended["r"]
+        *failed, last = record.routing.tried
+        assert failed
+        assert {(one.verdict, one.status, one.error) for one in failed} == {
+            (Verdict.BUSY, 503, "The backend answered 503.")
+        }
+        assert (last.verdict, last.status, last.error) == (Verdict.SERVED, 200, None)
+        assert last is record.routing.last
+        assert record.routing.attempts == len(record.routing.tried)
+        assert last.terms
+        assert last.candidates
+        assert last.why is not None
+        assert last.predicted_ttft is not None
+        in_order(record)
+
+
+async def test_a_preempted_attempt_says_when_it_was_withdrawn(ended: dict[str, RequestExit]) -> None:
+    async with serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0}) as proxy:
+        proxy.replicas[0].faults.set("frozen")
+        sheddable = proxy.waiting(STREAM, **{OBJECTIVE: "sheddable", "x-request-id": "s"})
+        await until(lambda: proxy.app.dispatcher.leases == 1)
+        critical = proxy.waiting(STREAM, **{OBJECTIVE: "critical", "x-request-id": "c"})
+        await until(lambda: sum(seen.method == "POST" for seen in proxy.replicas[0].requests_seen) == 2)
+        proxy.replicas[0].faults.clear()
+        assert (await critical).status == (await sheddable).status == 200
+        await proxy.settled()
+        assert story(ended["c"]) == [("b0", Verdict.SERVED, True)]
+        assert story(ended["s"]) == [("b0", Verdict.PREEMPTED, False), ("b0", Verdict.SERVED, True)]
+        withdrawn, again = ended["s"].routing.tried
+        (other,) = ended["c"].routing.tried
+        assert withdrawn.ended_s is not None
+        assert other.granted_s is not None
+        assert again.queued_s is not None
+        assert withdrawn.ended_s <= other.granted_s, "its place went to the other one"
+        assert withdrawn.ended_s <= again.queued_s
+        in_order(ended["s"])
+
+
+async def test_a_request_that_was_never_granted_says_since_when_it_waited(ended: dict[str, RequestExit]) -> None:
+    async with one_seat(queue={"hold_s": 0.0, "ttl_s": 0.05}) as (proxy, running):
+        assert (await proxy.chat(headers={"x-request-id": "r"})).status == 429
+        running.close()
+        await proxy.settled()
+        record = ended["r"]
+        assert record.result.outcome is Outcome.EXPIRED
+        assert record.routing.tried == ()
+        assert record.routing.last == AttemptRecord()
+        assert record.routing.queued_s is not None
+        assert record.input.arrived_s is not None
+        assert record.ended_s is not None
+        assert record.input.arrived_s <= record.routing.queued_s <= record.ended_s - 0.05
+
+
+async def test_a_client_that_leaves_ends_its_attempt(ended: dict[str, RequestExit]) -> None:
+    async with one_seat(headers={"x-request-id": "r"}) as (proxy, running):
+        running.close()
+        await proxy.settled()
+        assert story(ended["r"]) == [("b0", Verdict.CLIENT_GONE, True)]
+        in_order(ended["r"])
+
+
+async def test_the_record_has_the_latest_attempts_alone(
+    ended: dict[str, RequestExit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = answering(whole(b"{}", "503 Service Unavailable"))
+    retry = {"extra_attempts": 40, "budget_ratio": 1.0}
+    async with serving_script(busy, retry=retry, queue={"ttl_s": 60.0}) as (proxy, _):
+        monkeypatch.setattr(proxy.app.handler.budget, "take", lambda _: True)
+        assert (await proxy.chat(headers={"x-request-id": "r"})).status >= 500
+        record = ended["r"]
+        assert record.routing.attempts == 41
+        assert len(record.routing.tried) == ATTEMPTS_MAX
+        in_order(record)
