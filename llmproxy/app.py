@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from uuid import uuid4
 
 from llmproxy.config import BackendConfig, ClientsConfig, Config, ConfigError, settings_of
 from llmproxy.config.reload import Reloader, Reread
@@ -24,6 +26,7 @@ from llmproxy.fleet.registry import BackendRegistry
 from llmproxy.gateway.admin.adapters import AdapterRoutes
 from llmproxy.gateway.admin.backends import BackendRoutes
 from llmproxy.gateway.admin.debug import AdminPages
+from llmproxy.gateway.admin.live import LivePages
 from llmproxy.gateway.build import Gateway
 from llmproxy.gateway.http.client_limits import ClientLimits
 from llmproxy.gateway.http.tls import ClientTls
@@ -34,6 +37,9 @@ from llmproxy.gateway.router import Router
 from llmproxy.lifecycle.descriptors import clients_of_admin_port, clients_of_process, connections_max
 from llmproxy.lifecycle.handover import unless
 from llmproxy.lifecycle.sockets import Sockets
+from llmproxy.live.recorder import Recorder
+from llmproxy.live.snapshot import LiveSnapshot
+from llmproxy.telemetry import logs
 from llmproxy.telemetry.decisions import DecisionLog, open_to_append
 from llmproxy.telemetry.exit import Exits, RequestExit
 from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState
@@ -51,8 +57,8 @@ CONFIGURED = "config"
 class Proxy:
     """A running proxy: its parts, and what is done to all of them together.
 
-    `clients` counts what addresses use of this process, `front` is where clients come in, and `admin_listener` the port
-    of those who run the proxy, None where they share the one of clients.
+    `clients` counts what addresses use of this process, `recorder` remembers for those who look. `front` is where
+    clients come in, and `admin_listener` the port of those who run the proxy, None where they share the one of clients.
     """
 
     gateway: Gateway
@@ -64,6 +70,7 @@ class Proxy:
     discovery: Discovery
     admin_pages: AdminPages
     clients: ClientLimits
+    recorder: Recorder
     pages: OwnPages = field(init=False)
     front: Frontend = field(init=False)
     admin_listener: Listener | None = None
@@ -208,13 +215,16 @@ async def _wired(
     metrics = Metrics(lambda: _live_state(proxy, now()))
     dispatcher = Dispatcher(pools, on_decision=metrics.decided, on_news=backend_log.health_changed)
     upstream = await stack.enter_async_context(HttpUpstream(endpoints, connections_max()))
-    exits = Exits(metrics, *_exit_readers(stack, config, metrics, now()))
     # Polls keep connections of their own. A request that opens a new one fails early where the machine is gone, and
     # goes to another backend without any risk.
     polls = await stack.enter_async_context(HttpUpstream(endpoints))
     events = BackendEvents(dispatcher, [backend_log, PollCounter(metrics)])
     registry = BackendRegistry(dispatcher, polls, events, config.poll, config.backend_api_key, endpoints)
     stack.push_async_callback(registry.close)
+    recorder = Recorder(dispatcher, registry.statuses, lambda: gateway.rulebook.current.band_names)
+    stack.enter_context(logs.heard_by(recorder.heard))
+    await stack.enter_async_context(background_task(recorder.run()))
+    exits = Exits(metrics, recorder.recent.record, *_exit_readers(stack, config, metrics, now()))
     gateway = Gateway.build(config, registry.backends, upstream, dispatcher, pools.estimator, exits)
     adapters = Adapters(pools)
     keeper = AdapterKeeper(
@@ -229,13 +239,14 @@ async def _wired(
     stack.push_async_callback(found.close)
     admin_pages = AdminPages(config, dispatcher, adapters, now)
     proxy = Proxy(
-        gateway, pools, dispatcher, metrics, registry, keeper, found, admin_pages, _clients(config)
+        gateway, pools, dispatcher, metrics, registry, keeper, found, admin_pages, _clients(config), recorder
     )  # fmt: skip
     if reread is not None:
         proxy.reloader = Reloader(config, reread, proxy.reconfigure, metrics.reloaded)
     proxy.pages = OwnPages(
         gateway.rulebook, pools, gateway.handler, metrics, admin_pages,
         AdapterRoutes(adapters, keeper, dispatcher, gateway.rulebook), BackendRoutes(registry, proxy.reloader, now),
+        _live_pages(proxy, now),
     )  # fmt: skip
     return proxy
 
@@ -259,6 +270,12 @@ async def _listen(stack: AsyncExitStack, proxy: Proxy, sockets: Sockets, router:
         admin_router = router.of_admin_port(ClientLimits(clients_of_admin_port(config)))
         opened, held = sockets.listening(config.admin.host, config.admin.port)
         proxy.admin_listener = await listen(stack, admin_router, config, client_tls, opened, held=held)
+
+
+def _live_pages(proxy: Proxy, now: Callable[[], float]) -> LivePages:
+    # Readers want the time of day; everything else runs on the clock of the loop.
+    snapshot = LiveSnapshot(proxy.recorder, uuid4().hex[:12], now, time.time)  # noqa: TID251
+    return LivePages(proxy.recorder, snapshot, proxy.admin_pages, lambda: proxy.config, now)
 
 
 def _check(config: Config) -> None:

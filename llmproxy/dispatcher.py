@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,6 +63,8 @@ class Dispatcher:
     on_change: Callable[[], None] = lambda: None
     draining: bool = False
     granting: bool = True
+    granted: Counter[int] = field(default_factory=Counter)
+    """Requests that were granted a backend, by band."""
     _waiting: dict[str, _Waiter] = field(default_factory=dict)
     _leases: dict[tuple[str, int], Lease] = field(default_factory=dict)
     _scheduled: bool = False
@@ -268,6 +271,7 @@ class Dispatcher:
 
     def _carry_out(self, decision: Decision) -> None:
         if isinstance(decision, Grant):
+            self.granted[decision.request.band] += 1
             self._leases[decision.request.pool, decision.lease] = Lease(decision, self.pools)
             waiter = self._waiting.pop(decision.request.id)
             # The client left in this turn, and the future holds no grant that `_abandon` could return.

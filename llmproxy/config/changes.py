@@ -103,7 +103,7 @@ def _differences(old: Any, new: Any, key: str) -> Iterator[Change]:
         # An empty list is a tuple, whatever its entries would be.
         yield from _by_name(old or _Named(), new or _Named(), key)
     else:
-        yield Change(key, _text(old), _text(new))
+        yield Change(key, value_text(old), value_text(new))
 
 
 def _by_name(old: Mapping[str, Any], new: Mapping[str, Any], key: str) -> Iterator[Change]:
@@ -111,17 +111,18 @@ def _by_name(old: Mapping[str, Any], new: Mapping[str, Any], key: str) -> Iterat
     for name in dict.fromkeys((*old, *new)):
         place = f"{key}[{name}]" if entries else f"{key}.{name}".lstrip(".")
         if name not in old:
-            yield Change(place, None, _text(new[name]))
+            yield Change(place, None, value_text(new[name]))
         elif name not in new:
-            yield Change(place, _text(old[name]), None)
+            yield Change(place, value_text(old[name]), None)
         else:
             yield from _differences(old[name], new[name], place)
 
 
-def _text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A value in one line of bounded length, without the secrets in it."""
     if isinstance(value, Mapping):
         shown = {k: v for k, v in value.items() if k not in SECRET and v not in (None, ())}
-        text = ", ".join(f"{k}: {_text(v)}" for k, v in shown.items())
+        text = ", ".join(f"{k}: {value_text(v)}" for k, v in shown.items())
         text = f"{{{text}}}"
     elif isinstance(value, Sequence) and not isinstance(value, str):
         text = f"[{', '.join(map(str, value))}]"

@@ -21,6 +21,7 @@ from llmproxy.config.checks import (
     rising_ceilings,
     unknown_bands,
 )
+from llmproxy.config.document import Place
 from llmproxy.config.schema import (
     AdminConfig,
     BackendConfig,
@@ -136,6 +137,7 @@ class Config(Section):
     poll: PollConfig = PollConfig()
     """How the load of backends is read."""
     _old_names: tuple[str, ...] = PrivateAttr(default=())
+    _origins: Mapping[Place, str] = PrivateAttr(default_factory=dict)
 
     @field_validator("backends")
     @classmethod
@@ -261,6 +263,10 @@ class Config(Section):
         for module in self.plugins:
             import_module(module)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the values are equal, wherever they come from."""
+        return isinstance(other, Config) and self.__dict__ == other.__dict__
+
     @property
     def old_names(self) -> tuple[str, ...]:
         """One line for each key that was given under an old name: where, and what to write instead."""
@@ -269,6 +275,16 @@ class Config(Section):
     def with_old_names(self, warnings: Sequence[str]) -> Config:
         """The same configuration, with these `old_names`."""
         self._old_names = tuple(warnings)
+        return self
+
+    @property
+    def origins(self) -> Mapping[Place, str]:
+        """Where each given value comes from, by its place: a file with its line, a flag or a variable."""
+        return self._origins
+
+    def with_origins(self, origins: Mapping[Place, str]) -> Config:
+        """The same configuration, with these `origins`."""
+        self._origins = dict(origins)
         return self
 
     def band(self, criticality: str | int | None) -> int:

@@ -132,6 +132,22 @@ class Document:
             _, line, node = found
         return line + 1
 
+    def origins(self) -> dict[Place, str]:
+        """The line of each value of the file, by its place."""
+        found: dict[Place, str] = {}
+        pending: list[tuple[Place, yaml.Node | None]] = [((), self._root)]
+        seen: set[int] = set()
+        while pending:
+            place, node = pending.pop()
+            if node is None or id(node) in seen:
+                continue
+            # Anchors may make a small file endless.
+            seen.add(id(node))
+            for part, line, child in _children(node):
+                found.setdefault((*place, part), self.at(line + 1))
+                pending.append(((*place, part), child))
+        return found | {tuple(key.split(".")): self.at(line) for key, (line, _) in self._old.items()}
+
     def as_written(self, place: Place) -> Place:
         """`place` under the old name of its key, where the file has that."""
         return next((old for key, (_, old) in self._old.items() if place == tuple(key.split("."))), place)

@@ -55,7 +55,7 @@ def load(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
     config = validated(Config, document, origins)
     warnings = [f"{document.at(line)}: {warning}" for line, warning in document.old_names()]
     warnings += [f"{one.origin}: {advice(one.key, one.instead)}" for one in overrides if one.instead]
-    return config.with_old_names(warnings)
+    return config.with_old_names(warnings).with_origins({**document.origins(), **origins})
 
 
 def load_backends(path: Path) -> tuple[BackendConfig, ...]:

@@ -15,6 +15,7 @@ from llmproxy.core.domain import (
     Entry,
     Grant,
     KnownLimit,
+    Learned,
     Listing,
     Outcome,
     Refused,
@@ -227,10 +228,10 @@ class Pools:
         """Band -> (requests, body bytes) waiting."""
         return self._occupancy.queued()
 
-    def snapshot(self, now: float) -> Snapshot:
-        """What waits, why, and which backends have room. It costs what it shows, not what waits."""
+    def snapshot(self, now: float, flows_max: int | None = None) -> Snapshot:
+        """What waits, why, and which backends have room, with at most so many flows. It costs what it shows."""
         pools: list[PoolSnapshot] = []
-        flows_left = TOTAL_FLOWS_MAX
+        flows_left = TOTAL_FLOWS_MAX if flows_max is None else flows_max
         for scheduler in self.schedulers.values():
             pools.append(scheduler.snapshot(now, flows_left))
             flows_left -= sum(len(band.shown) for band in pools[-1].bands)
@@ -255,6 +256,11 @@ class Pools:
     def choices(self, now: float) -> list[PoolChoices]:
         """The last placements of each pool, and why no other backend was chosen."""
         return [scheduler.choices(now) for scheduler in self.schedulers.values()]
+
+    def learned(self, now: float) -> dict[str, Learned]:
+        """What was learned of the speed of each pool, where its placement learns."""
+        found = ((name, scheduler.learned(now)) for name, scheduler in self.schedulers.items())
+        return {name: learned for name, learned in found if learned is not None}
 
     def blocked(self) -> dict[str, int]:
         """Usage limit or backend -> requests that are blocked by it, over all pools."""

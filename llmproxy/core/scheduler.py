@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import DEFAULT, Decision, Drop, Entry, Grant, NoCapacity, Outcome, Request, Why
+from llmproxy.core.domain import DEFAULT, Decision, Drop, Entry, Grant, Learned, NoCapacity, Outcome, Request, Why
 from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.lease_observers import (
     ChargeObserver,
@@ -382,8 +382,11 @@ class Scheduler:
 
     def choices(self, now: float) -> PoolChoices:
         """The last placements, and why no other backend was chosen."""
-        learned = self._placement.learned(self._backends.by_name, now)
-        return PoolChoices(self.pool, tuple(self._placement.explained())[::-1], learned)
+        return PoolChoices(self.pool, tuple(self._placement.explained())[::-1], self.learned(now))
+
+    def learned(self, now: float) -> Learned | None:
+        """What the placement has learned of the pool's speed, None where it learns nothing."""
+        return self._placement.learned(self._backends.by_name, now)
 
     def blocked(self) -> dict[tuple[int, str], int]:
         """(Band, usage limit or backend) -> requests that are blocked by it."""

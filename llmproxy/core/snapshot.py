@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import islice
 
 from llmproxy.core.backends.view import View
@@ -30,6 +31,17 @@ LIMITS_MAX = 1_000
 """Usage limits shown, those first that most is in flight under."""
 
 
+class Reason(StrEnum):
+    """Why the first request of a band waits."""
+
+    NO_BACKEND = "no backend is up"
+    FULL = "all backends are full"
+    CEILING = "the room left is kept for higher bands"
+    PROMPTS = "all backends have enough prompts to compute"
+    HIGHER_BAND = "higher bands go first"
+    NO_MATCH = "no backend with room suits it yet"
+
+
 @dataclass(frozen=True, slots=True)
 class BackendStatus:
     """One backend as an operator sees it.
@@ -48,7 +60,7 @@ class BackendStatus:
 
 @dataclass(frozen=True, slots=True)
 class HeadSnapshot:
-    """The first request of a flow. `left_s` is how long it may still wait.
+    """The first request of a flow. `left_s` is how long it may still wait, `weight` the share of the flow.
 
     `slack_s` is what its objective for the first token leaves after the time waited and the expected service; below 0
     it will be late. None without such an objective.
@@ -60,6 +72,7 @@ class HeadSnapshot:
     left_s: float
     prompt_tokens: int
     slack_s: float | None
+    weight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +91,7 @@ class BandSnapshot:
     """`waiting` counts requests in flows, `blocked` those beside them, by the usage limit that they wait for.
 
     `flows` is how many flows wait, `shown` the first of them in the order in which the policy would take them.
+    `reason` says why the first of them waits, None while nobody waits in a flow.
     """
 
     level: int
@@ -87,6 +101,7 @@ class BandSnapshot:
     blocked: Mapping[str, int]
     flows: int
     shown: tuple[FlowSnapshot, ...]
+    reason: Reason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +207,30 @@ class Look:
             if not self.headroom.keeps_last(level, views, self.now)
         }
         backends = [BackendSnapshot(view, tuple(level for level in ready if view in ready[level])) for view in views]
+        bands = [replace(band, reason=self._reason(band, bands, views, ready, alive)) for band in bands]
         held = not alive and self.settings.queue.hold_s > 0.0
         return PoolSnapshot(self.pool, alive, held, leases, preempting, tuple(bands), tuple(backends))
+
+    def _reason(
+        self,
+        band: BandSnapshot,
+        bands: Sequence[BandSnapshot],
+        views: Sequence[View],
+        ready: Mapping[int, Sequence[View]],
+        alive: bool,
+    ) -> Reason | None:
+        if not band.waiting:
+            return None
+        if not alive:
+            return Reason.NO_BACKEND
+        if any(other.waiting and other.level > band.level for other in bands):
+            return Reason.HIGHER_BAND
+        if ready.get(band.level):
+            return Reason.NO_MATCH
+        if any(view.has_room(band.ceiling) for view in views):
+            # The last slots of a pool may be kept for higher bands too.
+            return Reason.PROMPTS if band.level in ready else Reason.CEILING
+        return Reason.CEILING if any(view.has_room(1.0) for view in views) else Reason.FULL
 
     def position(self, queued: Queued) -> Position:
         request = queued.request
@@ -234,7 +271,7 @@ class Look:
         if request.slo is not None and request.slo.ttft_s is not None:
             slack_s = request.slo.ttft_s - age_s - self.first_token.at(request.prompt_tokens)
         left_s = self.room.deadlines.left_s(queued, self.now)
-        return HeadSnapshot(request.id, request.label, age_s, left_s, request.prompt_tokens, slack_s)
+        return HeadSnapshot(request.id, request.label, age_s, left_s, request.prompt_tokens, slack_s, request.weight)
 
 
 def _offered(band: Band, now: float) -> Generator[str, None, None]:

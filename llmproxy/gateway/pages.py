@@ -15,7 +15,8 @@ from llmproxy.core.domain import Outcome
 from llmproxy.core.pools import Pools
 from llmproxy.gateway.admin.adapters import AdapterRoutes
 from llmproxy.gateway.admin.backends import BackendRoutes
-from llmproxy.gateway.admin.debug import ADAPTERS, EXPLAIN, QUEUE, AdminPages
+from llmproxy.gateway.admin.debug import ADAPTERS, EXPLAIN, QUEUE, UI, AdminPages
+from llmproxy.gateway.admin.live import LivePages
 from llmproxy.gateway.http.errors import Failure, nothing_at
 from llmproxy.gateway.http.routes import LOAD_ADAPTER, METRICS, MODELS, PING, ROOT, UNLOAD_ADAPTER
 from llmproxy.gateway.proxying.handler import RequestHandler
@@ -52,6 +53,7 @@ class OwnPages:
         admin: AdminPages,
         adapters: AdapterRoutes,
         backends: BackendRoutes,
+        live: LivePages,
     ) -> None:
         self._rulebook = rulebook
         self._pools = pools
@@ -59,7 +61,8 @@ class OwnPages:
         self._admin = admin
         self._adapters = adapters
         self._backends = backends
-        root = {"name": "llmproxy", "version": __version__, "models": MODELS, "ready": "/ready"}
+        self._live = live
+        root = {"name": "llmproxy", "version": __version__, "models": MODELS, "ready": "/ready", "page": UI}
         self._own: dict[str, Callable[[web.BaseRequest], web.Response]] = {
             ROOT: lambda _: _json(root),
             "/health": lambda _: web.Response(),
@@ -87,7 +90,7 @@ class OwnPages:
         if methods := self._backends.methods(path):
             check_method(request, *methods)
             return await self._backends.serve(path)
-        page = self._pages.get(path)
+        page = self._live.page(path) or self._pages.get(path)
         if page is None:
             raise nothing_at(path)
         check_method(request, "GET", "HEAD")

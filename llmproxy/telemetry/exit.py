@@ -26,9 +26,10 @@ class RequestInput(Struct, kw_only=True):
     `path` has no query. `model` is the requested name where the catalogue knows it, else `UNKNOWN_MODEL`; `target` is
     the base model or adapter that it stands for, None where it is the same name; `adapter` is None for a base model.
     `unknown_model` begins the requested name where the catalogue does not know it; it is never a label.
-    `tenant` is "" for clients without one. `level` is the band as an integer, `ttl_s` the longest wait for a backend,
-    `unknown_objective` the name in the objective header that nobody configured. `arrived_s` is an instant on the
-    scheduler's clock. `expected_prompt_tokens` is the estimate that the scheduler used.
+    `tenant` is "" for clients without one. `level` is the band as an integer, `weight` the share of its
+    flow, `ttl_s` the longest wait for a backend, `unknown_objective` the name in the objective header that nobody
+    configured. `arrived_s` is an instant on the scheduler's clock. `expected_prompt_tokens` is the estimate that the
+    scheduler used.
 
     A request that was refused before it was scheduled has None for what was not known yet: its band, its estimate.
     """
@@ -44,6 +45,7 @@ class RequestInput(Struct, kw_only=True):
     band: str | None = None
     level: int | None = None
     flow: str | None = None
+    weight: float = 1.0
     ttl_s: float | None = None
     slo: Slo | None = None
     unknown_objective: str | None = None

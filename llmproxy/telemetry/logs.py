@@ -14,8 +14,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from io import FileIO, RawIOBase, TextIOWrapper
 from textwrap import indent
 from typing import IO, Any, Protocol, TextIO, cast
@@ -44,6 +45,9 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # A bug of the proxy, and a stream that broke after its client had the first byte.
 _ALARMING = {Outcome.INTERNAL: "error", Outcome.BROKEN_STREAM: "warning"}
 
+Listener = Callable[[str, str, Mapping[str, Any]], None]
+_listeners: list[Listener] = []
+
 # One object for all lines: it has no state.
 _surviving = suppress(OSError, ValueError)
 
@@ -67,13 +71,39 @@ def configure(log_format: str, log_level: str, stream: TextIO | None = None) -> 
     else:
         raise ValueError(f"unknown log format {log_format!r}; known: {', '.join(FORMATS)}")
     structlog.configure(
-        processors=[structlog.processors.add_log_level, structlog.processors.format_exc_info, render],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
+        processors=[
+            structlog.processors.add_log_level,
+            partial(_heard_at, level),
+            structlog.processors.format_exc_info,
+            render,
+        ],
+        # Who listens hears of changes also where the log is quieter.
+        wrapper_class=structlog.make_filtering_bound_logger(min(level, LEVELS["info"])),
         logger_factory=structlog.WriteLoggerFactory(cast(TextIO, out)),
         cache_logger_on_first_use=False,
     )
     _exits = _Exits(level, render, out)
     _adopt_library_logs()
+
+
+@contextmanager
+def heard_by(listener: Listener) -> Iterator[None]:
+    """Meanwhile, `listener` gets the level, the name and the fields of each line from `info` on, except of requests."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def _heard_at(level: int, _logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """Tell the listeners of a line, and drop it where the log begins at a higher level."""
+    if event["event"] != EXIT_EVENT and LEVELS.get(method, LEVELS["error"]) >= LEVELS["info"]:
+        for listener in _listeners:
+            listener(method, str(event["event"]), event)
+    if LEVELS.get(method, LEVELS["error"]) < level:
+        raise structlog.DropEvent
+    return event
 
 
 def write_by_thread() -> None:

@@ -27,6 +27,8 @@ from llmproxy.gateway.http.errors import Failure, error_body, nothing_at
 from llmproxy.gateway.http.routes import METRICS, Dialect
 from llmproxy.gateway.request.auth import digest_of, presented
 
+UI = "/ui"
+"""The page in a browser; its files are below it."""
 QUEUE = "/debug/queue"
 ADAPTERS = "/debug/adapters"
 EXPLAIN = "/debug/explain"
@@ -103,6 +105,9 @@ class AdminPages:
                 message = "Where there are tenants, metrics need the admin key of the proxy (admin_key)."
                 raise Failure(Outcome.UNAUTHORIZED, message)
             return
+        if path.startswith(UI) and self._digest is not None:
+            # The page itself shows nothing. It asks for the key, with which it then asks for what it shows.
+            return
         if not self.admits(request):
             raise nothing_at(path)
         if path.startswith("/debug") or request.method in ("GET", "HEAD"):
@@ -118,7 +123,7 @@ class AdminPages:
     def adapters(self) -> web.Response:
         """The adapters loaded through the proxy, and their state on each backend; 429 as for `queue`."""
         if not self._bucket.try_take(1.0, self._clock()):
-            return _too_often()
+            return too_often()
         states, more = self._adapters.states()
         return page_response({"adapters": [_adapter(state) for state in states], "more": more})
 
@@ -129,13 +134,13 @@ class AdminPages:
         """
         now, wanted = self._clock(), request.query.get("request")
         if not self._bucket.try_take(1.0, now):
-            return _too_often()
+            return too_often()
         if not wanted:
             return page_response(self._everything(now))
         position = self._pools.position(wanted, now)
         if position is None:
-            return _refusal(404, f"No request `{wanted[:256]}` waits.")
-        return page_response(self._position(position))
+            return refusal(404, f"No request `{wanted[:256]}` waits.")
+        return page_response(self.position(position))
 
     def explain(self, request: web.BaseRequest) -> web.Response:
         """The last choices of each pool: `?limit=` of them (1 to 100), or with `?request=` those for one request.
@@ -144,14 +149,14 @@ class AdminPages:
         """
         now, wanted = self._clock(), request.query.get("request")
         if not self._bucket.try_take(1.0, now):
-            return _too_often()
+            return too_often()
         asked = request.query.get("limit")
         if asked is not None and not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:9]) <= CHOICES_MAX):
-            return _refusal(400, f"`limit` should be an integer from 1 to {CHOICES_MAX}.")
+            return refusal(400, f"`limit` should be an integer from 1 to {CHOICES_MAX}.")
         limit = int(asked) if asked is not None else CHOICES
         pools = pages_of(self._pools.choices(now), now, limit, wanted or None)
         if wanted and not any(pool["choices"] for pool in pools):
-            return _refusal(404, f"No choice for a request `{wanted[:256]}` is remembered.")
+            return refusal(404, f"No choice for a request `{wanted[:256]}` is remembered.")
         return page_response({"placement": self._pools.settings.placement, "pools": pools})
 
     def _name(self, level: int) -> str:
@@ -202,7 +207,8 @@ class AdminPages:
             "room_for": [self._name(level) for level in backend.room_for],
         }
 
-    def _position(self, position: Position) -> dict[str, Any]:
+    def position(self, position: Position) -> dict[str, Any]:
+        """Where a request stands, as fields of a page."""
         renamed = {"label": "request", "ahead_in_bands": "ahead_in_higher_bands"}
         return fields_of(position, 4, **renamed) | {"band": self._name(position.band)}
 
@@ -229,11 +235,13 @@ def _dumped(page: dict[str, Any]) -> bytes:
         return json.dumps(page, indent=2).encode() + b"\n"
 
 
-def _too_often() -> web.Response:
-    return _refusal(429, "Too many looks at this page. Try again.", {"Retry-After": "1"})
+def too_often() -> web.Response:
+    """429: somebody looks again and again."""
+    return refusal(429, "Too many looks at this page. Try again.", {"Retry-After": "1"})
 
 
-def _refusal(status: int, message: str, headers: Mapping[str, str] = MappingProxyType({})) -> web.Response:
+def refusal(status: int, message: str, headers: Mapping[str, str] = MappingProxyType({})) -> web.Response:
+    """An error of a page, with the JSON of OpenAI's."""
     body = error_body(Dialect.OPENAI, status, message)
     return web.Response(status=status, body=body, content_type="application/json", headers={**UNSTORED, **headers})
 

@@ -65,7 +65,7 @@ class ReceivedRequest:
             request = routing.request
             record.adapter, record.flow, record.slo = request.adapter, request.flow, request.slo
             record.level, record.band = request.band, band_names.get(request.band, str(request.band))
-            record.ttl_s, record.stream = self.ttl_s, request.stream
+            record.ttl_s, record.stream, record.weight = self.ttl_s, request.stream, request.weight
             record.expected_prompt_tokens = request.prompt_tokens
         return record
 

@@ -1,0 +1,45 @@
+"""The configuration that is in force, key by key, and where each value comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmproxy.config.changes import SECRET, read_at_start, value_text
+from llmproxy.config.config import Config
+from llmproxy.config.document import Place
+from llmproxy.config.schema import Section
+
+DEFAULT = "default"
+HIDDEN = "***"
+
+
+@dataclass(frozen=True, slots=True)
+class SettingInForce:
+    """One key with its value as text, `***` for a secret. `origin` is a file with its line, a flag, a variable, or
+    `default`; `restart` says that a change of the key needs one.
+    """
+
+    key: str
+    value: str
+    origin: str
+    restart: bool
+
+
+def in_force(config: Config) -> list[SettingInForce]:
+    """Every key in the order of the schema; entries of lists have their names, as in `backends[gpu-0].url`."""
+    return list(_settings(config, "", (), config.origins))
+
+
+def _settings(value: Any, key: str, place: Place, origins: Mapping[Place, str]) -> Iterator[SettingInForce]:
+    if isinstance(value, Section):
+        for name in type(value).model_fields:
+            yield from _settings(getattr(value, name), f"{key}.{name}".lstrip("."), (*place, name), origins)
+    elif isinstance(value, tuple) and value and all(isinstance(one, Section) for one in value):
+        for i, one in enumerate(value):
+            yield from _settings(one, f"{key}[{getattr(one, 'name', i)}]", (*place, i), origins)
+    else:
+        text = HIDDEN if value and place[-1] in SECRET else value_text(value)
+        found = (origins[place[:end]] for end in range(len(place), 0, -1) if place[:end] in origins)
+        yield SettingInForce(key, text, next(found, DEFAULT), read_at_start(key))

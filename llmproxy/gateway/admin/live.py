@@ -1,0 +1,182 @@
+"""The page `/ui` and what it asks for: `/debug/live`, `/debug/history`, `/debug/requests` and `/debug/config`.
+
+`GET /debug/live` is the state of this second as JSON, built once for all who look; with `?since=SECOND` it is 204 while
+there is nothing newer. `GET /debug/history?span=900&columns=fleet/,band/` is the past as 32-bit floats.
+`GET /debug/requests` lists requests that ended last, and tells the story of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import pack
+from typing import Any
+
+from aiohttp import web
+from msgspec import to_builtins
+
+from llmproxy.config import Config
+from llmproxy.config.in_force import in_force
+from llmproxy.core.rate_limit import TokenBucket
+from llmproxy.gateway.admin.debug import UI, UNSTORED, AdminPages, page_response, refusal, too_often
+from llmproxy.gateway.admin.explained import pages_of
+from llmproxy.gateway.admin.static import StaticFiles
+from llmproxy.live.history import TEN_S, TENS
+from llmproxy.live.minute import kind_of
+from llmproxy.live.recorder import Recorder
+from llmproxy.live.snapshot import LiveSnapshot, dumped
+from llmproxy.telemetry.exit import AttemptRecord, RequestExit
+from llmproxy.telemetry.exit_fields import exit_fields, why_fields
+
+LIVE = "/debug/live"
+HISTORY = "/debug/history"
+REQUESTS = "/debug/requests"
+CONFIG = "/debug/config"
+
+SPAN_MAX_S = TENS * TEN_S
+SPAN_S = 900
+PAGES_PER_S = 20.0
+BURST = 40.0
+"""Pages of the past that may be requested at once after a pause, by all who look."""
+REQUESTS_SHOWN = 100
+PREFIXES_MAX = 50
+CHOICES_MAX = 20
+"""Choices shown in the story of one request, the newest first."""
+SETTINGS_MAX = 5_000
+FILTERS: dict[str, Callable[[RequestExit], str | None]] = {
+    "outcome": lambda ended: ended.result.outcome.value,
+    "kind": kind_of,
+    "model": lambda ended: ended.input.model,
+    "tenant": lambda ended: ended.input.tenant,
+    "band": lambda ended: ended.input.band,
+    "backend": lambda ended: ended.routing.last.backend,
+}  # fmt: skip
+
+
+class LivePages:
+    """Answers clients that were admitted before. `clock` is the scheduler's, in seconds."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        snapshot: LiveSnapshot,
+        admin: AdminPages,
+        config: Callable[[], Config],
+        clock: Callable[[], float],
+    ) -> None:
+        self._recorder = recorder
+        self._admin = admin
+        self._config = config
+        self._snapshot = snapshot
+        self._clock = clock
+        self._bucket = TokenBucket(BURST, PAGES_PER_S)
+        self._static = StaticFiles()
+
+        self.pages: dict[str, Callable[[web.BaseRequest], web.Response]] = {
+            LIVE: self._live,
+            HISTORY: self._history,
+            REQUESTS: self._requests,
+            CONFIG: lambda _: self._configuration(),
+        }
+
+    def page(self, path: str) -> Callable[[web.BaseRequest], web.Response] | None:
+        """What answers at this path, None for a path of others."""
+        return self._static.serve if path == UI or path.startswith(f"{UI}/") else self.pages.get(path)
+
+    def _live(self, request: web.BaseRequest) -> web.Response:
+        """The state of this second; 204 for one who has it."""
+        if request.query.get("since") == str(self._recorder.history.last_s):
+            return web.Response(status=204, headers=UNSTORED)
+        packed = "gzip" in request.headers.get("accept-encoding", "")
+        headers = {**UNSTORED, "Vary": "Accept-Encoding"} | ({"Content-Encoding": "gzip"} if packed else {})
+        body = self._snapshot.document(packed=packed)
+        return web.Response(body=body, content_type="application/json", headers=headers)
+
+    def _history(self, request: web.BaseRequest) -> web.Response:
+        """Columns of the last `?span=` seconds whose names begin with one of `?columns=`.
+
+        The body is the length of a JSON head as 32 bits, the head, filled up with blanks to a multiple of four bytes,
+        and the columns one after the other. All numbers are little-endian.
+        """
+        if not self._bucket.try_take(1.0, self._clock()):
+            return too_often()
+        asked = request.query.get("span", str(SPAN_S))
+        if not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:9]) <= SPAN_MAX_S):
+            return refusal(400, f"`span` should be an integer from 1 to {SPAN_MAX_S}, in seconds.")
+        prefixes = request.query.get("columns", "").split(",")[:PREFIXES_MAX]
+        found = self._recorder.history.read(prefixes, int(asked))
+        head = dumped({"names": found.names, "from_s": found.from_s, "step_s": found.step_s, "rows": found.rows})
+        head += b" " * (-len(head) % 4)
+        body = pack("<I", len(head)) + head + found.values
+        return web.Response(body=body, content_type="application/octet-stream", headers=UNSTORED)
+
+    def _requests(self, request: web.BaseRequest) -> web.Response:
+        """The last requests that ended, the newest first, or with `?request=` the story of one (404 if unknown).
+
+        `?limit=` bounds them (1 to 100). `outcome`, `kind`, `model`, `tenant`, `band` and `backend` choose among them.
+        """
+        now = self._clock()
+        if not self._bucket.try_take(1.0, now):
+            return too_often()
+        wanted = request.query.get("request")
+        if wanted:
+            return self._story(wanted, now)
+        asked = request.query.get("limit", str(REQUESTS_SHOWN))
+        if not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:9]) <= REQUESTS_SHOWN):
+            return refusal(400, f"`limit` should be an integer from 1 to {REQUESTS_SHOWN}.")
+        chosen = [(value_of, request.query[name]) for name, value_of in FILTERS.items() if name in request.query]
+        shown: list[dict[str, Any]] = []
+        more = 0
+        for ended in self._recorder.recent.newest_first():
+            if any(str(value_of(ended) or "") != value for value_of, value in chosen):
+                continue
+            if len(shown) < int(asked):
+                shown.append(self._ended(ended, now))
+            else:
+                more += 1
+        return page_response({"now_s": round(now, 3), "requests": shown, "more": more})
+
+    def _configuration(self) -> web.Response:
+        """What is in force, and where each value comes from. Secrets are `***`."""
+        if not self._bucket.try_take(1.0, self._clock()):
+            return too_often()
+        settings = in_force(self._config())
+        shown = [to_builtins(one) for one in settings[:SETTINGS_MAX]]
+        return page_response({"settings": shown, "more": len(settings) - len(shown)})
+
+    def _story(self, wanted: str, now: float) -> web.Response:
+        """Everything that is known of one request: its place in the queue, its choices, its end."""
+        pools = self._recorder.dispatcher.pools
+        ended = next((one for one in self._recorder.recent.newest_first() if one.input.request_id == wanted), None)
+        position = pools.position(wanted, now)
+        pages = pages_of(pools.choices(now), now, CHOICES_MAX, wanted)
+        choices = [choice | {"pool": page["pool"]} for page in pages for choice in page["choices"]]
+        if ended is None and position is None and not choices:
+            return refusal(404, f"Nothing is remembered of a request `{wanted[:256]}`.")
+        return page_response(
+            {
+                "now_s": round(now, 3),
+                "request": wanted[:256],
+                "waits": None if position is None else self._admin.position(position),
+                "ended": None if ended is None else self._ended(ended, now),
+                "attempts": [] if ended is None else [_attempt(one, ended) for one in ended.routing.tried],
+                "choices": choices,
+            }
+        )
+
+    def _ended(self, ended: RequestExit, now: float) -> dict[str, Any]:
+        fields = exit_fields(ended) | {"kind": kind_of(ended)}
+        if ended.ended_s is not None:
+            fields["ended_age_s"] = round(now - ended.ended_s, 3)
+        return fields
+
+
+def _attempt(attempt: AttemptRecord, ended: RequestExit) -> dict[str, Any]:
+    """One attempt; instants are seconds from the arrival of its request."""
+    fields: dict[str, Any] = to_builtins(attempt)
+    arrived_s = ended.input.arrived_s or 0.0
+    for name in ("queued_s", "granted_s", "first_byte_s", "ended_s"):
+        if fields[name] is not None:
+            fields[name] = round(fields[name] - arrived_s, 4)
+    fields["why"] = None if attempt.why is None else why_fields(attempt.why)
+    fields["terms"] = {name: round(seconds, 6) for name, seconds in attempt.terms}
+    return fields

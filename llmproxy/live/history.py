@@ -1,0 +1,149 @@
+"""The last day in numbers, in memory: a quarter of an hour by the second, a day by ten seconds.
+
+Each number is a column of 32-bit floats, so that it leaves the process as it is, and a browser draws it as it comes. A
+column takes 38 KB. `NaN` says that there was no value, and a gap stays a gap.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping
+from math import nan
+
+from msgspec import Struct
+
+SECONDS = 900
+TENS = 8_640
+TEN_S = 10
+COLUMNS_MAX = 480
+"""Together 18.3 MB."""
+KEPT_S = 3_600
+"""A column that got no value for so long makes room for a new one."""
+
+
+class Stretch(Struct, frozen=True):
+    """Columns over one stretch of time: `rows` values each, one every `step_s`, the first at the second `from_s`.
+
+    `values` are the columns one after the other, as little-endian 32-bit floats.
+    """
+
+    names: tuple[str, ...]
+    from_s: int
+    step_s: int
+    rows: int
+    values: bytes
+
+
+class _Column:
+    __slots__ = ("seconds", "tens", "written_s")
+
+    def __init__(self) -> None:
+        self.seconds = array("f", [nan]) * SECONDS
+        self.tens = array("f", [nan]) * TENS
+        self.written_s = 0
+
+
+class History:
+    """Rows by the second of a clock that never goes back. `worst` columns keep their highest value over ten seconds,
+    the others their mean."""
+
+    def __init__(self, worst: Iterable[str] = ()) -> None:
+        self._worst = tuple(f"/{name}" for name in worst)
+        self._columns: dict[str, _Column] = {}
+        self._last_s = -1
+        self._first_s = -1
+
+    @property
+    def last_s(self) -> int:
+        """The second of the newest row; -1 without any."""
+        return self._last_s
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._columns)
+
+    def append(self, second: int, row: Mapping[str, float]) -> None:
+        """Add the row of this second. A second row of the same second, or of an earlier one, is ignored."""
+        if second <= self._last_s:
+            return
+        if self._last_s < 0:
+            self._first_s = self._last_s = second - 1
+        begin = self._last_s + 1
+        if second - begin > SECONDS:
+            # The process stood still for longer than the seconds reach back.
+            self._put_gap(begin, end=(self._last_s // TEN_S + 1) * TEN_S)
+            begin = (second - SECONDS) // TEN_S * TEN_S
+            self._forget_tens(self._last_s // TEN_S + 1, begin // TEN_S)
+        self._put_gap(begin, end=second)
+        for name in row:
+            if name not in self._columns:
+                self._add(name, second)
+        self._put(second, row)
+
+    def latest(self) -> dict[str, float]:
+        """The newest value of each column."""
+        at = self._last_s % SECONDS
+        return {name: column.seconds[at] for name, column in self._columns.items()} if self._last_s >= 0 else {}
+
+    def read(self, prefixes: Iterable[str], span_s: int) -> Stretch:
+        """The columns whose names begin with one of `prefixes`, over the last `span_s` seconds.
+
+        By the second where that reaches back far enough, else by ten seconds. Of ten seconds that are not over there
+        is no value yet.
+        """
+        wanted = tuple(prefixes)
+        names = tuple(name for name in self._columns if name.startswith(wanted))
+        by_second = span_s <= SECONDS
+        step_s, size = (1, SECONDS) if by_second else (TEN_S, TENS)
+        last = self._last_s if by_second else (self._last_s + 1) // TEN_S - 1
+        first = max(last - min(span_s // step_s, size) + 1, (self._first_s + 1) // step_s)
+        rows = max(0, last - first + 1)
+        values = bytearray()
+        for name in names if rows else ():
+            column = self._columns[name]
+            ring = column.seconds if by_second else column.tens
+            begin, end = first % size, last % size + 1
+            part = ring[begin:end] if begin < end else ring[begin:] + ring[:end]
+            values += part.tobytes()
+        return Stretch(names, first * step_s, step_s, rows, bytes(values))
+
+    def _add(self, name: str, second: int) -> None:
+        if len(self._columns) >= COLUMNS_MAX:
+            oldest = min(self._columns, key=lambda known: self._columns[known].written_s)
+            if self._columns[oldest].written_s > second - KEPT_S:
+                return
+            del self._columns[oldest]
+        self._columns[name] = _Column()
+
+    def _put(self, second: int, row: Mapping[str, float]) -> None:
+        at, self._last_s = second % SECONDS, second
+        for name, column in self._columns.items():
+            value = row.get(name)
+            if value is None:
+                column.seconds[at] = nan
+            else:
+                column.seconds[at] = value
+                column.written_s = second
+        if second % TEN_S == TEN_S - 1:
+            self._put_ten(second // TEN_S)
+
+    def _put_ten(self, ten: int) -> None:
+        begin = ten * TEN_S % SECONDS
+        for name, column in self._columns.items():
+            # NaN is the only value that differs from itself.
+            values = [value for value in column.seconds[begin : begin + TEN_S] if value == value]
+            if not values:
+                column.tens[ten % TENS] = nan
+            elif name.endswith(self._worst):
+                column.tens[ten % TENS] = max(values)
+            else:
+                column.tens[ten % TENS] = sum(values) / len(values)
+
+    def _put_gap(self, begin: int, end: int) -> None:
+        for missed in range(begin, end):
+            self._put(missed, {})
+
+    def _forget_tens(self, first: int, last: int) -> None:
+        for ten in range(max(first, last - TENS), last):
+            for column in self._columns.values():
+                column.tens[ten % TENS] = nan

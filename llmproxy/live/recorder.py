@@ -1,0 +1,122 @@
+"""Writes one row of the history each second, from the state of the scheduler and the requests that ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from math import floor
+
+from llmproxy.core.snapshot import BackendStatus
+from llmproxy.dispatcher import Dispatcher
+from llmproxy.live.events import Events
+from llmproxy.live.history import History
+from llmproxy.live.minute import KINDS, Minute, kind_of
+from llmproxy.live.recent import RecentRequests
+from llmproxy.telemetry.exit import RequestExit
+
+BACKENDS_MAX = 64
+"""Backends that have columns of their own in the history; a page shows the present state of all."""
+FLOWS_MAX = 20
+"""Flows that have columns of their own, those with most tokens of the last minute."""
+STATES = {"up": 0.0, "drained": 1.0, "leaving": 2.0, "resting": 3.0, "down": 4.0}
+"""The states of a backend as numbers, the worst last."""
+
+Statuses = Callable[[], Sequence[BackendStatus]]
+
+
+class Recorder:
+    """Everything that is remembered for people who look. `statuses` are those of the backends, `clock` the loop's."""
+
+    def __init__(self, dispatcher: Dispatcher, statuses: Statuses, band_names: Callable[[], Mapping[int, str]]) -> None:
+        self.dispatcher = dispatcher
+        self.statuses = statuses
+        self.band_names = band_names
+        self.recent = RecentRequests()
+        self.events = Events()
+        self.minute = Minute()
+        self.history = History(worst=("state",))
+        self.grants_per_s: dict[int, float] = {}
+        self._granted: dict[int, int] = {}
+
+    def heard(self, level: str, name: str, fields: Mapping[str, object]) -> None:
+        """Remember a log line."""
+        self.events.note(level, name, fields, asyncio.get_running_loop().time())
+
+    async def run(self) -> None:
+        """Write a row at each full second, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            now = loop.time()
+            await asyncio.sleep(floor(now) + 1.0 - now)
+            self.tick(loop.time())
+
+    def tick(self, now: float) -> None:
+        """Write the row of the second that ends now."""
+        second = round(now) - 1
+        if second <= self.history.last_s:
+            return
+        passed_s = 1 if self.history.last_s < 0 else second - self.history.last_s
+        ended = self.recent.take()
+        self.minute.add(second, ended)
+        self.history.append(second, self._row(now, ended, passed_s))
+
+    def band(self, level: int) -> str:
+        return self.band_names().get(level, str(level))
+
+    def busiest_flows(self) -> list[tuple[str, str]]:
+        """The (band, flow) with most tokens of the last minute."""
+        return [flow for flow, _ in self.minute.total.flow_tokens.most_common(FLOWS_MAX)]
+
+    def _row(self, now: float, ended: Sequence[RequestExit], passed_s: int) -> dict[str, float]:
+        minute, total = self.minute, self.minute.total
+        row: dict[str, float] = dict.fromkeys((f"fleet/{kind}_per_s" for kind in KINDS), 0.0)
+        for one in ended:
+            row[f"fleet/{kind_of(one)}_per_s"] += 1.0 / passed_s
+        row["fleet/input_tokens_per_s"] = sum(total.prompt_tokens.values()) / minute.span_s
+        row["fleet/output_tokens_per_s"] = sum(total.output_tokens.values()) / minute.span_s
+        row["fleet/retries_per_s"] = total.retries / minute.span_s
+        row["fleet/preemptions_per_s"] = total.preemptions / minute.span_s
+        _put_share(row, "fleet/hit_share", sum(total.cached_tokens.values()), sum(total.prompt_tokens.values()))
+        _put_share(row, "fleet/ttft_error", total.error_ratio, total.errors)
+        self._put_bands(row, passed_s)
+        self._put_backends(row, now)
+        for band, flow in self.busiest_flows():
+            row[f"flow/{band}/{flow[:200]}/tokens_per_s"] = total.flow_tokens[band, flow] / minute.span_s
+        return row
+
+    def _put_bands(self, row: dict[str, float], passed_s: int) -> None:
+        total = self.minute.total
+        queued, granted = self.dispatcher.pools.queued(), self.dispatcher.granted
+        for level in {*self.band_names(), *queued, *granted}:
+            band, begin = self.band(level), f"band/{self.band(level)}/"
+            before = self._granted.get(level, 0)
+            self._granted[level] = granted[level]
+            self.grants_per_s[level] = row[begin + "grants_per_s"] = (granted[level] - before) / passed_s
+            row[begin + "waiting"] = queued.get(level, (0, 0))[0]
+            for name, sketches in (("wait", total.wait_s), ("ttft", total.ttft_s)):
+                sketch = sketches.get(band)
+                if sketch is not None:
+                    for share, at in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
+                        value = sketch.quantile(at)
+                        if value is not None:
+                            row[f"{begin}{name}_{share}_s"] = value
+            met, missed = total.objectives[band, True], total.objectives[band, False]
+            _put_share(row, begin + "met", met, met + missed)
+
+    def _put_backends(self, row: dict[str, float], now: float) -> None:
+        pools, minute = self.dispatcher.pools, self.minute
+        for status in islice(self.statuses(), BACKENDS_MAX):
+            backend, begin = pools.backends[status.name], f"backend/{status.name[:200]}/"
+            view = backend.view(now)
+            row[begin + "state"] = STATES[status.state]
+            row[begin + "saturation"] = view.saturation
+            row[begin + "tokens_per_s"] = minute.total.output_tokens[status.name] / minute.span_s
+            if view.reading is not None:
+                row[begin + "kv_used"] = view.kv_used
+                row[begin + "waiting"] = view.waiting
+
+
+def _put_share(row: dict[str, float], name: str, part: float, whole: float) -> None:
+    if whole:
+        row[name] = part / whole

@@ -1,0 +1,320 @@
+"""The state of this moment as one JSON document, built at most once a second however many look."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from gzip import compress
+from itertools import islice
+from math import isfinite
+from typing import Any
+
+import orjson
+
+from llmproxy import __version__
+from llmproxy.core.domain import BackendPace
+from llmproxy.core.snapshot import BackendSnapshot, BackendStatus, BandSnapshot, FlowSnapshot, PoolSnapshot, Snapshot
+from llmproxy.live.events import Event
+from llmproxy.live.minute import KINDS
+from llmproxy.live.recorder import Recorder
+from llmproxy.live.summary import summary_of
+from llmproxy.telemetry.sketch import Sketch
+
+FLOWS_WAITING_MAX = 100
+"""Waiting flows in one document, over all pools."""
+FLOWS_MAX = 100
+"""Flows of the last minute in one document."""
+BACKENDS_MAX = 500
+ADAPTERS_MAX = 50
+LIMITS_MAX = 100
+EVENTS_MAX = 40
+STATE_EVENTS = {
+    "backend_down": "why",
+    "backend_ejected": "why",
+    "backend_up": "",
+    "backend_back": "",
+    "backend_drained": "",
+    "backend_undrained": "",
+}
+
+
+class LiveSnapshot:
+    """The document of the present second. `instance` names this process, `clock` is the loop's, `wall` that of the day.
+
+    `nameless` counts requests that wait for a model that no backend lists yet.
+    """
+
+    def __init__(
+        self, recorder: Recorder, instance: str, clock: Callable[[], float], wall: Callable[[], float]
+    ) -> None:
+        self._recorder = recorder
+        self._instance = instance
+        self._clock = clock
+        self._wall = wall
+        self._second = -2
+        self._plain = b""
+        self._packed: bytes | None = None
+
+    def document(self, *, packed: bool = False) -> bytes:
+        """JSON, compressed by gzip where it is `packed`."""
+        if self._second != self._recorder.history.last_s or not self._plain:
+            self._second = self._recorder.history.last_s
+            self._plain, self._packed = dumped(self.content()), None
+        if not packed:
+            return self._plain
+        if self._packed is None:
+            self._packed = compress(self._plain, 1)
+        return self._packed
+
+    def content(self) -> dict[str, Any]:
+        """The document; all times in seconds, `now_s` and the times of events on the clock of the history."""
+        recorder, now = self._recorder, self._clock()
+        pools = recorder.dispatcher.pools
+        seen, statuses = pools.snapshot(now, FLOWS_WAITING_MAX), recorder.statuses()
+        why = self._reasons()
+        level, text = summary_of(seen.pools, statuses, why, dict(recorder.band_names()), recorder.dispatcher.nameless)
+        minute = recorder.minute
+        return {
+            "version": __version__,
+            "instance": self._instance,
+            "now_s": round(now, 3),
+            "unix_s": round(self._wall(), 3),
+            "second": recorder.history.last_s,
+            "summary": {"level": level, "text": text},
+            "placement": pools.settings.placement,
+            "minute": {
+                "span_s": minute.span_s,
+                **{kind: sum(n for (_, k), n in minute.total.kinds.items() if k == kind) for kind in KINDS},
+                "retries": minute.total.retries,
+                "preemptions": minute.total.preemptions,
+            },
+            "nameless": recorder.dispatcher.nameless,
+            "bands": self._bands(seen),
+            "pools": [self._pool(pool) for pool in seen.pools],
+            "backends": self._backends(seen, statuses, why, now),
+            "more_backends": max(0, len(statuses) - BACKENDS_MAX),
+            "flows": self._flows(seen),
+            "limits": [_limit(limit) for limit in seen.limits[:LIMITS_MAX]],
+            "more_limits": seen.limits_more + max(0, len(seen.limits) - LIMITS_MAX),
+            "events": [_event(event) for event in islice(recorder.events.newest_first(), EVENTS_MAX)],
+            "row": {name: _rounded(value, 5) for name, value in recorder.history.latest().items() if value == value},
+        }
+
+    def _reasons(self) -> dict[str, str]:
+        """Why each backend is in its state, as the newest event of its state says."""
+        found: dict[str, str] = {}
+        for event in self._recorder.events.newest_first():
+            if event.backend is not None and event.name in STATE_EVENTS and event.backend not in found:
+                found[event.backend] = event.why if STATE_EVENTS[event.name] else ""
+        return found
+
+    def _bands(self, seen: Snapshot) -> list[dict[str, Any]]:
+        recorder, total = self._recorder, self._recorder.minute.total
+        levels = {*recorder.band_names(), *(band.level for pool in seen.pools for band in pool.bands)}
+        shown = []
+        for level in sorted(levels, reverse=True):
+            name = recorder.band(level)
+            parts = [band for pool in seen.pools for band in pool.bands if band.level == level]
+            kept, missed = total.objectives[name, True], total.objectives[name, False]
+            shown.append(
+                {
+                    "band": name,
+                    "level": level,
+                    "waiting": sum(band.waiting for band in parts),
+                    "blocked": sum(sum(band.blocked.values()) for band in parts),
+                    "oldest_s": round(max((_oldest_s(band) for band in parts), default=0.0), 3),
+                    "grants_per_s": round(recorder.grants_per_s.get(level, 0.0), 2),
+                    "reasons": sorted({band.reason for band in parts if band.reason is not None}),
+                    "ended": {kind: total.kinds[name, kind] for kind in KINDS},
+                    "wait_s": _quantiles(total.wait_s.get(name)),
+                    "ttft_s": _quantiles(total.ttft_s.get(name)),
+                    "tpot_s": _quantiles(total.tpot_s.get(name)),
+                    "objectives": {"met": kept, "missed": missed},
+                }
+            )
+        return shown
+
+    def _pool(self, pool: PoolSnapshot) -> dict[str, Any]:
+        return {
+            "pool": pool.pool,
+            "alive": pool.alive,
+            "held": pool.held,
+            "in_flight": pool.leases,
+            "being_preempted": pool.preempting,
+            "backends": [one.view.backend for one in pool.backends[:BACKENDS_MAX]],
+            "bands": [
+                {
+                    "band": self._recorder.band(band.level),
+                    "waiting": band.waiting,
+                    "ceiling": _rounded(band.ceiling, 3),
+                    "min_share": band.min_share,
+                    "reason": band.reason,
+                    "oldest_s": round(_oldest_s(band), 3),
+                    "blocked": dict(islice(band.blocked.items(), LIMITS_MAX)),
+                    "flows": [_flow(flow) for flow in band.shown],
+                    "more_flows": band.flows - len(band.shown),
+                }
+                for band in pool.bands
+            ],
+        }
+
+    def _backends(
+        self, seen: Snapshot, statuses: Sequence[BackendStatus], why: dict[str, str], now: float
+    ) -> list[dict[str, Any]]:
+        pools = self._recorder.dispatcher.pools
+        pool_of = {one.view.backend: (pool.pool, one) for pool in seen.pools for one in pool.backends}
+        paces = {pace.backend: pace for learned in pools.learned(now).values() for pace in learned.backends}
+        shown = []
+        for status in statuses[:BACKENDS_MAX]:
+            pool, one = pool_of.get(status.name, (None, None))
+            shown.append(self._backend(status, pool, one, paces.get(status.name), why, now))
+        return shown
+
+    def _backend(
+        self,
+        status: BackendStatus,
+        pool: str | None,
+        seen: BackendSnapshot | None,
+        pace: BackendPace | None,
+        why: dict[str, str],
+        now: float,
+    ) -> dict[str, Any]:
+        recorder, name = self._recorder, status.name
+        view = seen.view if seen is not None else recorder.dispatcher.pools.backends[name].view(now)
+        reading, minute = view.reading, recorder.minute
+        total = minute.total
+        prompt_tokens = total.prompt_tokens[name]
+        return {
+            "backend": name,
+            "url": status.url,
+            "source": status.source,
+            "state": status.state,
+            "why": why.get(name, "") if status.state != "up" else "",
+            "since_s": round(now - status.since_s, 1),
+            "pool": pool,
+            "in_flight": status.in_flight,
+            "load": view.load,
+            "limit": view.limit,
+            "kv_used": _rounded(view.kv_used, 4) if reading is not None else None,
+            "running": reading.running if reading is not None else None,
+            "waiting": view.waiting,
+            "reading_age_s": round(now - reading.taken_at_s, 2) if reading is not None else None,
+            "room_for": [recorder.band(level) for level in seen.room_for] if seen is not None else [],
+            "output_tokens_per_s": round(total.output_tokens[name] / minute.span_s, 1),
+            "input_tokens_per_s": round(prompt_tokens / minute.span_s, 1),
+            "ended": total.ends[name],
+            "failed": total.failures[name],
+            "hit_share": _rounded(total.cached_tokens[name] / prompt_tokens, 4) if prompt_tokens else None,
+            "expected_share": _rounded(total.expected_tokens[name] / prompt_tokens, 4) if prompt_tokens else None,
+            "prompts_slower": _rounded(pace.prefill_factor, 3) if pace is not None else None,
+            "tokens_slower": _rounded(pace.step_factor, 3) if pace is not None else None,
+            "busy_share": _rounded(pace.busy_share, 3) if pace is not None else None,
+            "indexed_share": (
+                _rounded(pace.indexed_blocks / pace.indexed_blocks_max, 4)
+                if pace is not None and pace.indexed_blocks_max
+                else None
+            ),
+            "models": sorted(view.served)[:ADAPTERS_MAX],
+            "adapters": sorted(view.resident)[:ADAPTERS_MAX],
+            "adapters_max": view.max_adapters,
+        }
+
+    def _flows(self, seen: Snapshot) -> list[dict[str, Any]]:
+        """The flows of the last minute, with the share of their band's tokens that each got, and is due by weight."""
+        recorder, minute = self._recorder, self._recorder.minute
+        total = minute.total
+        waiting: dict[tuple[str, str], FlowSnapshot] = {
+            (recorder.band(band.level), flow.flow): flow
+            for pool in seen.pools
+            for band in pool.bands
+            for flow in band.shown
+        }
+        tokens: dict[str, float] = {}
+        weights: dict[str, float] = {}
+        known = {*total.flow_ends, *waiting}
+        for band, flow in known:
+            tokens[band] = tokens.get(band, 0.0) + total.flow_tokens[band, flow]
+            weights[band] = weights.get(band, 0.0) + total.weights.get((band, flow), 1.0)
+        ordered = sorted(known, key=lambda key: (-total.flow_tokens[key], key))
+        return [
+            {
+                "band": band,
+                "flow": flow,
+                "tokens_per_s": round(total.flow_tokens[band, flow] / minute.span_s, 2),
+                "ended": total.flow_ends[band, flow],
+                "share": _rounded(total.flow_tokens[band, flow] / tokens[band], 4) if tokens[band] else None,
+                "due": _rounded(total.weights.get((band, flow), 1.0) / weights[band], 4),
+                "waiting": waiting[band, flow].waiting if (band, flow) in waiting else 0,
+                "oldest_s": round(waiting[band, flow].oldest_age_s, 3) if (band, flow) in waiting else 0.0,
+                "standing": _standing(waiting[band, flow]) if (band, flow) in waiting else {},
+            }
+            for band, flow in ordered[:FLOWS_MAX]
+        ]
+
+
+def dumped(content: object) -> bytes:
+    """JSON. Names of clients may be no UTF-8."""
+    try:
+        return orjson.dumps(content)
+    except TypeError:
+        return json.dumps(content, allow_nan=False).encode()
+
+
+def _oldest_s(band: BandSnapshot) -> float:
+    return max((flow.oldest_age_s for flow in band.shown), default=0.0)
+
+
+def _flow(flow: FlowSnapshot) -> dict[str, Any]:
+    head = flow.head
+    return {
+        "flow": flow.flow,
+        "waiting": flow.waiting,
+        "oldest_s": round(flow.oldest_age_s, 3),
+        "standing": _standing(flow),
+        "head": {
+            "id": head.id,
+            "request": head.label,
+            "age_s": round(head.age_s, 3),
+            "left_s": _rounded(head.left_s, 3),
+            "prompt_tokens": head.prompt_tokens,
+            "slack_s": _rounded(head.slack_s, 3),
+            "weight": head.weight,
+        },
+    }
+
+
+def _standing(flow: FlowSnapshot) -> dict[str, float | None]:
+    return {name: _rounded(value, 3) for name, value in flow.standing}
+
+
+def _limit(limit: Any) -> dict[str, Any]:
+    return {
+        "limit": limit.name,
+        "in_flight": limit.in_flight,
+        "in_flight_max": limit.in_flight_max,
+        "requests_left": _rounded(limit.requests_left, 1),
+        "tokens_left": _rounded(limit.tokens_left, 1),
+    }
+
+
+def _event(event: Event) -> dict[str, Any]:
+    return {
+        "serial": event.serial,
+        "at_s": round(event.at_s, 3),
+        "level": event.level,
+        "event": event.name,
+        "backend": event.backend,
+        "text": event.text,
+    }
+
+
+def _quantiles(sketch: Sketch | None) -> dict[str, float | None]:
+    shares = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+    if sketch is None:
+        return dict.fromkeys(shares)
+    return {name: _rounded(sketch.quantile(share), 5) for name, share in shares.items()}
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    """JSON has no infinity."""
+    return None if value is None or not isfinite(value) else round(value, digits)

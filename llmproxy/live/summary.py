@@ -1,0 +1,91 @@
+"""One sentence that says how the proxy is, the worst first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from llmproxy.core.snapshot import BackendStatus, PoolSnapshot, Reason
+
+OK, WARNING, BAD = "ok", "warning", "bad"
+NAMES_SHOWN = 3
+
+
+def summary_of(
+    pools: Sequence[PoolSnapshot],
+    statuses: Sequence[BackendStatus],
+    reasons: dict[str, str],
+    bands: dict[int, str],
+    nameless: int,
+) -> tuple[str, str]:
+    """(Level, sentence). `reasons` says of a backend why it is in its state, `bands` names the bands.
+
+    `nameless` requests wait for a model that no backend lists yet.
+    """
+    parts: list[tuple[str, str]] = []
+    up = [one for one in statuses if one.state == "up"]
+    if not statuses:
+        return BAD, "No backend is known."
+    if not up:
+        parts.append((BAD, "No backend is up."))
+    parts += [_backends(statuses, state, reasons) for state in ("down", "resting") if _in(statuses, state)]
+    waiting = [_waiting(pool, bands) for pool in pools if any(band.waiting for band in pool.bands)]
+    parts += [(WARNING, text) for text in waiting]
+    if nameless:
+        parts.append((WARNING, f"{_requests(nameless)} for a model that no backend serves yet."))
+    limits: Counter[str] = Counter()
+    for pool in pools:
+        for band in pool.bands:
+            limits.update(band.blocked)
+    if limits:
+        name, _ = limits.most_common(1)[0]
+        more = f" and {len(limits) - 1} other limits" if len(limits) > 1 else ""
+        parts.append((OK, f"{_requests(sum(limits.values()))} for the limit {name}{more}."))
+    drained = _in(statuses, "drained")
+    if drained:
+        parts.append((OK, f"{_listed([one.name for one in drained])} {_is(drained)} drained."))
+    if not any(level != OK for level, _ in parts):
+        quiet = "nothing waits" if not limits else "nothing else waits"
+        parts.insert(0, (OK, f"Healthy: {len(up)} of {_count(len(statuses), 'replica')} up, {quiet}."))
+    worst = BAD if any(level == BAD for level, _ in parts) else WARNING if any(lv == WARNING for lv, _ in parts) else OK
+    return worst, " ".join(text for _, text in parts)
+
+
+def _waiting(pool: PoolSnapshot, bands: dict[int, str]) -> str:
+    asked = [band for band in pool.bands if band.waiting]
+    first = max(asked, key=lambda band: band.level)
+    counts = ", ".join(f"{band.waiting:,} {bands.get(band.level, band.level)}" for band in asked)
+    oldest_s = max((flow.oldest_age_s for band in asked for flow in band.shown), default=0.0)
+    total = sum(band.waiting for band in asked)
+    why = f": {first.reason}" if first.reason is not None else ""
+    if first.reason is Reason.FULL and len(pool.backends) > 1:
+        why = f": all {len(pool.backends)} replicas are full"
+    return f"{pool.pool}: {counts} {'requests wait' if total != 1 else 'request waits'}, up to {oldest_s:.1f} s{why}."
+
+
+def _backends(statuses: Sequence[BackendStatus], state: str, reasons: dict[str, str]) -> tuple[str, str]:
+    found = _in(statuses, state)
+    word = "ejected" if state == "resting" else state
+    why = reasons.get(found[0].name, "") if len(found) == 1 else ""
+    return WARNING, f"{_listed([one.name for one in found])} {_is(found)} {word}{f': {why}' if why else ''}."
+
+
+def _in(statuses: Sequence[BackendStatus], state: str) -> list[BackendStatus]:
+    return [one for one in statuses if one.state == state]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+def _is(some: Sequence[object]) -> str:
+    return "is" if len(some) == 1 else "are"
+
+
+def _requests(count: int) -> str:
+    return f"{count:,} request waits" if count == 1 else f"{count:,} requests wait"
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"

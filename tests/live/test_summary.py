@@ -1,0 +1,97 @@
+"""One sentence says how the proxy is, the worst first."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from llmproxy.core.snapshot import BackendStatus, BandSnapshot, FlowSnapshot, HeadSnapshot, PoolSnapshot, Reason
+from llmproxy.live.summary import summary_of
+
+NAMES = {100: "critical", 0: "default", -100: "sheddable"}
+
+
+def status(name: str, state: str = "up") -> BackendStatus:
+    return BackendStatus(name, f"http://{name}:8000", "config", state, 0, 0.0)
+
+
+def band(level: int, waiting: int = 0, oldest_s: float = 0.0, **fields: Any) -> BandSnapshot:
+    head = HeadSnapshot("1", "r", oldest_s, 10.0, 5, None, 1.0)
+    shown = (FlowSnapshot("f", waiting, oldest_s, head, ()),) if waiting else ()
+    fields.setdefault("reason", Reason.FULL if waiting else None)
+    return BandSnapshot(
+        level, 1.0, 0.0, waiting, fields.pop("blocked", MappingProxyType({})), len(shown), shown, **fields
+    )
+
+
+def pool(*bands: BandSnapshot, backends: int = 3) -> PoolSnapshot:
+    return PoolSnapshot("llama", True, False, 0, 0, bands, (None,) * backends)  # type: ignore[arg-type]
+
+
+UP = [status("gpu-0"), status("gpu-1"), status("gpu-2")]
+
+
+@pytest.mark.parametrize(
+    ("pools", "statuses", "reasons", "wanted"),
+    [
+        ([pool()], UP, {}, ("ok", "Healthy: 3 of 3 replicas up, nothing waits.")),
+        ([pool()], UP[:1], {}, ("ok", "Healthy: 1 of 1 replica up, nothing waits.")),
+        ([], [], {}, ("bad", "No backend is known.")),
+        (
+            [pool(band(0, 12, 2.14), band(-100, 1))],
+            UP,
+            {},
+            ("warning", "llama: 12 default, 1 sheddable requests wait, up to 2.1 s: all 3 replicas are full."),
+        ),
+        (
+            [pool(band(0, 1, 0.4), backends=1)],
+            UP[:1],
+            {},
+            ("warning", "llama: 1 default request waits, up to 0.4 s: all backends are full."),
+        ),
+        (
+            [pool(band(-100, 2, reason=Reason.CEILING))],
+            UP,
+            {},
+            ("warning", "llama: 2 sheddable requests wait, up to 0.0 s: the room left is kept for higher bands."),
+        ),
+        ([pool()], [*UP, status("gpu-3", "resting")], {"gpu-3": "hung"}, ("warning", "gpu-3 is ejected: hung.")),
+        (
+            [pool()],
+            [*UP, *(status(f"x-{i}", "down") for i in range(5))],
+            {"x-0": "refused"},
+            ("warning", "x-0, x-1, x-2 and 2 more are down."),
+        ),
+        (
+            [pool()],
+            [status("gpu-0", "down")],
+            {"gpu-0": "refused"},
+            ("bad", "No backend is up. gpu-0 is down: refused."),
+        ),
+        (
+            [pool()],
+            [*UP, status("gpu-3", "drained")],
+            {},
+            ("ok", "Healthy: 3 of 4 replicas up, nothing waits. gpu-3 is drained."),
+        ),
+        (
+            [pool(band(0, blocked=MappingProxyType({"tenant acme": 4})))],
+            UP,
+            {},
+            ("ok", "Healthy: 3 of 3 replicas up, nothing else waits. 4 requests wait for the limit tenant acme."),
+        ),
+    ],
+)
+def test_the_sentence(
+    pools: list[PoolSnapshot], statuses: list[BackendStatus], reasons: dict[str, str], wanted: tuple[str, str]
+) -> None:
+    assert summary_of(pools, statuses, reasons, NAMES, 0) == wanted
+
+
+def test_requests_for_a_model_that_nobody_serves_yet_are_said() -> None:
+    assert summary_of([pool()], UP, {}, NAMES, 2) == (
+        "warning",
+        "2 requests wait for a model that no backend serves yet.",
+    )
