@@ -99,7 +99,7 @@ async def test_a_request_that_was_never_granted_says_since_when_it_waited(ended:
         assert record.routing.queued_s is not None
         assert record.input.arrived_s is not None
         assert record.ended_s is not None
-        assert record.input.arrived_s <= record.routing.queued_s <= record.ended_s - 0.05
+        assert record.input.arrived_s <= record.routing.queued_s <= record.ended_s - 0.04
 
 
 async def test_a_client_that_leaves_ends_its_attempt(ended: dict[str, RequestExit]) -> None:
