@@ -7,17 +7,23 @@ the other end of that pipe, so no process outlives it.
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import ExitStack
-from itertools import cycle
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import aiohttp
 
-from llmproxy.demo.clients import ADAPTERS, MODEL, RATES_PER_S, DemoClients
+from llmproxy.config import hash_of
+from llmproxy.demo.clients import ADAPTERS, MODEL, DemoClients
 from llmproxy.demo.display import DemoReplica, Display
 from llmproxy.demo.processes import HOST, DemoError, Processes, held_port
+from llmproxy.demo.scenes import ADMIN_KEY, SCENES, Stage
 
 START_TIMEOUT_S = 60.0
 BATCH = 4
@@ -27,6 +33,9 @@ FOLLOWED_S = 0.5
 """How often the proxy's numbers are read."""
 
 GUIDE = """llmproxy at {base}, before {count} simulated vLLM replicas (no GPU).
+
+  Look at it in a browser:  {base}/ui   (admin key: {key})
+
 Models: {models}. In another terminal:
 
 curl {base}/v1/chat/completions \\
@@ -34,17 +43,9 @@ curl {base}/v1/chat/completions \\
   "messages": [{{"role": "user", "content": "Hello"}}]}}'
 
 queued: in the proxy. waiting: in a replica. broken: cut midway. lost: an error.
-More to see: /v1/models /metrics /debug/queue /debug/explain. Ctrl-C ends all.
+{scenes}More to see: /v1/models /metrics /debug/queue /debug/explain. Ctrl-C ends all.
 """
-
-SCRIPT: tuple[tuple[float, str, str], ...] = (
-    (5.0, "calm", "quiet: all requests are served at once"),
-    (10.0, "overload", "overload: sheddable requests wait or are refused, critical go first"),
-    (6.0, "calm", "the overload is over: the requests that waited are served"),
-    (5.0, "death", "{victim} was killed: what it had not begun to answer is retried"),
-    (8.0, "calm", "{victim} is started again, and up in a few seconds"),
-)
-"""Seconds, what is played, and what is said of it; from the top again at the end."""
+KEYS = "Keys: {keys},\nblank: the demo leads again.\n"
 
 
 def run_demo(port: int, replicas: int) -> int:
@@ -98,14 +99,37 @@ async def _demo(port: int, count: int, display: Display) -> None:
             display.say(f"Starting the proxy and simulated vLLM replicas ({count})...")
             for replica in replicas:
                 await _start(processes, replica)
-            backends = [word for replica in replicas for word in ("--backend", replica.url)]
-            limits = ("--scheduling-start-limit", str(BATCH), "--queue-requests-max", str(QUEUE_REQUESTS_MAX))
-            # The state file is that of the person's own proxy, too.
-            place = ("--host", HOST, "--port", str(port), "--state-file", "none")
-            await processes.start("proxy", "serve", *place, *limits, *backends)
+            file = Path(ports.enter_context(TemporaryDirectory(prefix="llmproxy-demo-"))) / "llmproxy.json"
+            file.write_text(json.dumps(_config(port, replicas)), encoding="utf-8")
+            await processes.start("proxy", "serve", "--config", str(file))
             await processes.unless_one_dies(_serving(session))
-            display.say(GUIDE.format(base=base, models=", ".join((MODEL, *ADAPTERS)), count=count, model=MODEL))
+            keys = KEYS.format(keys=", ".join(f"{one.key} {one.name}" for one in SCENES)) if display.keys else ""
+            display.say(
+                GUIDE.format(
+                    base=base,
+                    models=", ".join((MODEL, *ADAPTERS)),
+                    count=count,
+                    model=MODEL,
+                    key=ADMIN_KEY,
+                    scenes=keys,
+                )
+            )
             await processes.unless_one_dies(_play(session, processes, replicas, display))
+
+
+def _config(port: int, replicas: Sequence[DemoReplica]) -> dict[str, Any]:
+    """The configuration of the proxy."""
+    return {
+        "host": HOST,
+        "port": port,
+        "admin_key": hash_of(ADMIN_KEY),
+        # The state file is that of the person's own proxy, too.
+        "state_file": "none",
+        "scheduling": {"start_limit": BATCH},
+        # A tenant that floods the queue is refused, and the others are not.
+        "queue": {"requests_max": QUEUE_REQUESTS_MAX, "flow_requests_max": QUEUE_REQUESTS_MAX // 2},
+        "backends": [{"name": replica.name, "url": replica.url} for replica in replicas],
+    }
 
 
 def _adapters(number: int, count: int) -> tuple[str, ...]:
@@ -140,22 +164,17 @@ async def _serving(session: aiohttp.ClientSession) -> None:
 async def _play(
     session: aiohttp.ClientSession, processes: Processes, replicas: list[DemoReplica], display: Display
 ) -> None:
-    clients = DemoClients(session, {replica.address: replica.name for replica in replicas})
-    with display.drawn():
+    clients = DemoClients(session)
+    victim = replicas[-1]
+    stage = Stage(
+        session, processes, victim.name, victim.url, len(replicas) == 1,
+        partial(_start, processes, victim), display.news, clients.sources,
+    )  # fmt: skip
+    with display.drawn(), display.pressed(stage.pressed):
         async with asyncio.TaskGroup() as group:
-            clients.come_and_go(group)
+            group.create_task(clients.come_and_go(group))
             group.create_task(_follow(session, clients, replicas, display))
-            # A lone replica is not killed: no other one could take its requests.
-            script = [part for part in SCRIPT if len(replicas) > 1 or part[1] != "death"]
-            for seconds, part, news in cycle(script[: None if len(replicas) > 1 else 3]):
-                victim = replicas[-1]
-                display.news(news.format(victim=victim.name))
-                clients.rates_per_s = RATES_PER_S["overload" if part == "overload" else "calm"]
-                if part == "death":
-                    await processes.kill(victim.name)
-                await asyncio.sleep(seconds)
-                if part == "death":
-                    await _start(processes, victim)
+            await stage.lead()
 
 
 async def _follow(

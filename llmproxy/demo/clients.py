@@ -6,18 +6,14 @@ import asyncio
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import aiohttp
 
 MODEL = "sim-8b"
 ADAPTERS = ("sim-8b-sql", "sim-8b-support")
-RATES_PER_S: Mapping[str, Mapping[str, float]] = {
-    "calm": {"critical": 1.0, "default": 2.0, "sheddable": 1.0},
-    "overload": {"critical": 2.0, "default": 5.0, "sheddable": 12.0},
-}
-"""Requests per second by band. Three replicas serve about ten."""
+BANDS = ("critical", "default", "sheddable")
 PRESENT_MAX = 256
 RECENT_S = 10.0
 """Times to the first token are those of so many last seconds."""
@@ -32,6 +28,24 @@ QUESTIONS = (
 PREAMBLE = (
     "You are the assistant of a small shop that sells bicycles. Be brief, be kind, and never invent a price. " * 8
 )
+
+
+class Source(NamedTuple):
+    """Requests that come at random moments: `rate_per_s` of them, of one band and one tenant (`flow`)."""
+
+    band: str
+    flow: str
+    rate_per_s: float
+    models: tuple[str, ...] = (MODEL, *ADAPTERS)
+
+
+CALM = (
+    Source("critical", "acme", 1.0),
+    Source("default", "acme", 1.0),
+    Source("default", "globex", 1.0),
+    Source("sheddable", "batch", 1.0),
+)
+"""What comes at any time. Three replicas serve about ten requests a second."""
 
 
 @dataclass(slots=True)
@@ -56,37 +70,35 @@ class BandOutcomes:
 
 
 class DemoClients:
-    """Clients with one request each; `names` are what addresses of replicas are called."""
+    """Clients with one request each, from `sources`, which may change at any time."""
 
-    def __init__(self, session: aiohttp.ClientSession, names: Mapping[str, str]) -> None:
+    def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
-        self._names = names
         self._random = random.Random()
         self._present = 0
-        self.rates_per_s = RATES_PER_S["calm"]
-        self.bands = {band: BandOutcomes() for band in self.rates_per_s}
+        self.sources = set(CALM)
+        self.bands = {band: BandOutcomes() for band in BANDS}
         self.adapters: dict[str, Counter[str]] = {adapter: Counter() for adapter in ADAPTERS}
 
-    def come_and_go(self, group: asyncio.TaskGroup) -> None:
-        """Send requests, at `rates_per_s`, for as long as the group lives."""
-        for band in self.bands:
-            group.create_task(self._come(group, band))
-
-    async def _come(self, group: asyncio.TaskGroup, band: str) -> None:
+    async def come_and_go(self, group: asyncio.TaskGroup) -> None:
+        """Send requests, for as long as the group lives."""
         while True:
-            await asyncio.sleep(self._random.expovariate(self.rates_per_s[band]))
-            if self._present < PRESENT_MAX:
+            # The next of all sources together; of which one it is, is chance too.
+            sources = list(self.sources)
+            await asyncio.sleep(self._random.expovariate(sum(source.rate_per_s for source in sources)))
+            (source,) = self._random.choices(sources, [source.rate_per_s for source in sources])
+            if source in self.sources and self._present < PRESENT_MAX:
                 self._present += 1
-                group.create_task(self._visit(band)).add_done_callback(self._left)
+                group.create_task(self._visit(source)).add_done_callback(self._left)
 
     def _left(self, _: asyncio.Task[None]) -> None:
         self._present -= 1
 
-    async def _visit(self, band: str) -> None:
-        pick, outcomes = self._random, self.bands[band]
-        critical = band == "critical"
+    async def _visit(self, source: Source) -> None:
+        pick, outcomes = self._random, self.bands[source.band]
+        critical = source.band == "critical"
         stream = critical or pick.random() < 0.3
-        model = pick.choice((MODEL, *ADAPTERS))
+        model = pick.choice(source.models)
         body = {
             "model": model,
             "messages": [
@@ -97,7 +109,7 @@ class DemoClients:
             "stream": stream,
         }
         sent_s, began = time.monotonic(), False
-        headers = {"x-llm-d-inference-objective": band}
+        headers = {"x-llm-d-inference-objective": source.band, "x-llm-d-inference-fairness-id": source.flow}
         try:
             async with self._session.post("/v1/chat/completions", json=body, headers=headers) as answer:
                 async for _ in answer.content.iter_any():
@@ -119,5 +131,4 @@ class DemoClients:
             outcomes.answered += 1
             outcomes.retried += answer.headers.get("x-llmproxy-attempts", "1") != "1"
             if model in self.adapters:
-                address = answer.headers.get("x-llmproxy-backend", "")
-                self.adapters[model][self._names.get(address, address)] += 1
+                self.adapters[model][answer.headers.get("x-llmproxy-backend", "")] += 1

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import statistics
 import sys
+import termios
 import time
+import tty
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -39,12 +42,8 @@ class DemoReplica:
     adapters: tuple[str, ...]
 
     @property
-    def address(self) -> str:
-        return f"{HOST}:{self.port}"
-
-    @property
     def url(self) -> str:
-        return f"http://{self.address}"
+        return f"http://{HOST}:{self.port}"
 
 
 class Display:
@@ -57,6 +56,8 @@ class Display:
             if self._drawn
             else Console(highlight=False, force_terminal=False, color_system=None, width=PLAIN_WIDTH)
         )
+        self.keys = self._drawn and sys.stdin.isatty()
+        """Whether keys can be read."""
         self._live: Live | None = None
         self._news: deque[str] = deque(maxlen=NEWS_SHOWN)
         self._printed_s = time.monotonic()
@@ -71,6 +72,28 @@ class Display:
         live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         with live as self._live:
             yield
+
+    @contextmanager
+    def pressed(self, on_key: Callable[[str], None]) -> Iterator[None]:
+        """Call `on_key` with each key that is pressed meanwhile, on a terminal. Ctrl-C stays what it is."""
+        if not self.keys:
+            yield
+            return
+        fd = sys.stdin.fileno()
+        before = termios.tcgetattr(fd)
+        loop = asyncio.get_running_loop()
+
+        def read() -> None:
+            for key in os.read(fd, 64).decode(errors="ignore"):
+                on_key(key)
+
+        tty.setcbreak(fd)
+        loop.add_reader(fd, read)
+        try:
+            yield
+        finally:
+            loop.remove_reader(fd)
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
     def say(self, text: str) -> None:
         """Print lines that stay."""
@@ -131,12 +154,12 @@ def _replicas(
     }
     table = _table("replica", "state", "running", "waiting", "limit", "served", "adapters")
     for replica in replicas:
-        at = {name: values.get(replica.address, 0.0) for name, values in numbers.items()}
+        at = {name: values.get(replica.name, 0.0) for name, values in numbers.items()}
         up = at["available"] > 0.0
         state = Text("up", "green") if up else Text("down", "red")
         load = [f"{at[name]:.0f}" if up else "-" for name in ("running", "waiting", "limit")]
         loaded = " ".join(adapter.removeprefix("sim-8b-") for adapter in replica.adapters)
-        table.add_row(replica.name, state, *load, f"{served.get(replica.address, 0.0):.0f}", loaded)
+        table.add_row(replica.name, state, *load, f"{served.get(replica.name, 0.0):.0f}", loaded)
     return table
 
 

@@ -13,21 +13,26 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from typing import IO
+from typing import IO, Any
 from urllib.error import URLError
 
 import aiohttp
 import pytest
 from rich.console import Console
 
-from llmproxy.demo import GUIDE, SCRIPT, _adapters, _demo
-from llmproxy.demo.clients import ADAPTERS, MODEL, BandOutcomes, DemoClients
+from llmproxy.config import Config
+from llmproxy.demo import GUIDE, KEYS, _adapters, _config
+from llmproxy.demo.clients import ADAPTERS, CALM, MODEL, BandOutcomes, DemoClients, Source
 from llmproxy.demo.display import DemoReplica, Display, parsed, picture, summed
 from llmproxy.demo.processes import DemoError, Processes, held_port
+from llmproxy.demo.scenes import ADMIN_KEY, BURST, FLOOD, NOISY, QUIET_S, SCENES, Stage
+from llmproxy.fleet.limits_file import place
+from tests.dispatching import virtual
 
 WAIT_MAX_S = 40.0
 
@@ -99,18 +104,11 @@ def test_the_demo_leaves_nothing_behind(number: signal.Signals) -> None:
             wait_until_refused(url)
 
 
-async def test_the_demo_keeps_out_of_the_state_file_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[str] = []
-
-    async def start(_: Processes, name: str, *arguments: str) -> None:
-        started.append(" ".join(arguments))
-        if name == "proxy":
-            raise DemoError("that is enough")
-
-    monkeypatch.setattr(Processes, "start", start)
-    with pytest.raises(DemoError, match="enough"):
-        await _demo(0, 2, Display())
-    assert "--state-file none" in started[-1]
+def test_the_demo_keeps_out_of_the_state_file_of_others() -> None:
+    config = Config.model_validate(_config(8080, REPLICAS))
+    assert place(config.state_file, {"XDG_STATE_HOME": "/elsewhere"}) is None
+    assert config.host == "127.0.0.1"
+    assert [backend.name for backend in config.backends] == ["replica-1", "replica-16"]
 
 
 async def test_a_child_that_dies_ends_the_demo_with_its_last_words() -> None:
@@ -159,14 +157,14 @@ def test_every_adapter_is_loaded_on_a_replica_that_stays(count: int) -> None:
 
 PAGE = """
 # TYPE llmproxy_attempts counter
-llmproxy_attempts_total{backend="127.0.0.1:1",verdict="served"} 123456
-llmproxy_attempts_total{backend="127.0.0.1:1",verdict="failed"} 9
+llmproxy_attempts_total{backend="replica-1",verdict="served"} 123456
+llmproxy_attempts_total{backend="replica-1",verdict="failed"} 9
 # TYPE llmproxy_backend_available gauge
-llmproxy_backend_available{backend="127.0.0.1:1"} 1
-llmproxy_backend_available{backend="127.0.0.1:2"} 0
-llmproxy_backend_running{backend="127.0.0.1:1"} 4
-llmproxy_backend_running{backend="127.0.0.1:2"} 3
-llmproxy_backend_limit{backend="127.0.0.1:1"} 256
+llmproxy_backend_available{backend="replica-1"} 1
+llmproxy_backend_available{backend="replica-16"} 0
+llmproxy_backend_running{backend="replica-1"} 4
+llmproxy_backend_running{backend="replica-16"} 3
+llmproxy_backend_limit{backend="replica-1"} 256
 # TYPE llmproxy_queued_requests gauge
 llmproxy_queued_requests{band="critical"} 0
 llmproxy_queued_requests{band="sheddable"} 48
@@ -177,7 +175,7 @@ REPLICAS = [DemoReplica("replica-1", 1, ADAPTERS), DemoReplica("replica-16", 2, 
 @pytest.fixture
 async def clients() -> AsyncIterator[DemoClients]:
     async with aiohttp.ClientSession() as session:
-        seen = DemoClients(session, {})
+        seen = DemoClients(session)
         now_s = time.monotonic()
         seen.bands["critical"] = BandOutcomes(answered=123456, retried=1234, refused=12345, broken=123, lost=12)
         seen.bands["critical"].ttft.extend((now_s, ms / 1000) for ms in (12345, 30000, 12345, 12345))
@@ -203,10 +201,105 @@ async def test_the_table_is_right_at_80_columns(clients: DemoClients) -> None:
 
 
 def test_what_is_said_fits_into_80_columns() -> None:
-    guide = GUIDE.format(base="http://127.0.0.1:65535", models=", ".join((MODEL, *ADAPTERS)), count=16, model=MODEL)
-    news = ["00:00:00  " + text.format(victim="replica-16") for _, _, text in SCRIPT]
-    assert all(len(line) <= 80 for line in [*guide.splitlines(), *news])
+    keys = KEYS.format(keys=", ".join(f"{scene.key} {scene.name}" for scene in SCENES))
+    names = {"models": ", ".join((MODEL, *ADAPTERS)), "model": MODEL, "key": ADMIN_KEY, "scenes": keys}
+    guide = GUIDE.format(base="http://127.0.0.1:65535", count=16, **names)
+    news = ["00:00:00  " + scene.news.format(victim="replica-16") for scene in SCENES]
+    assert [line for line in [*guide.splitlines(), *news] if len(line) > 80] == []
     assert all(f"{column}: " in guide for column in ("queued", "waiting", "broken", "lost"))
+
+
+# --- scenes -----------------------------------------------------------------------------------------------------------
+
+
+class Played:
+    """A stage whose processes and replicas only note what happens to them."""
+
+    def __init__(self, *, lone: bool = False) -> None:
+        self.seen: list[str] = []
+        self.sources: set[Source] = set(CALM)
+        self.stage = Stage(self, self, "replica-3", "http://r3", lone, self.restart, self.seen.append, self.sources)  # type: ignore[arg-type]
+
+    async def kill(self, name: str) -> None:
+        self.seen.append(f"kill {name}")
+
+    async def restart(self) -> None:
+        self.seen.append("restart")
+
+    @contextlib.asynccontextmanager
+    async def post(self, url: str, json: dict[str, object], headers: dict[str, str]) -> AsyncIterator[Any]:
+        assert headers["authorization"].endswith(ADMIN_KEY)
+        self.seen.append(f"{url} {' '.join(str(value) for value in json.values())}")
+        yield self
+
+    async def read(self) -> None: ...
+
+
+@virtual
+async def test_every_scene_ends_what_it_began() -> None:
+    for scene in SCENES:
+        played = Played()
+        task = played.stage.begin(scene)
+        await asyncio.sleep(scene.seconds / 2)
+        assert played.sources == {*CALM, *scene.sources}
+        assert played.stage.begin(scene) is task, "each at most once at a time"
+        await task
+        assert played.sources == set(CALM)
+        assert played.seen[0] == scene.news.format(victim="replica-3")
+        assert played.seen[-1] == f"{scene.name}: over"
+        assert played.seen[1:-1] == {
+            "kill": ["kill replica-3", "restart"],
+            "slow": ["http://r3/sim/fault slow 8.0", "http://r3/sim/fault None"],
+            "adapter": [
+                "/v1/load_lora_adapter sim-8b-legal /demo/legal",
+                "/v1/unload_lora_adapter sim-8b-legal",
+            ],
+        }.get(scene.name, [])
+
+
+@virtual
+async def test_the_demo_leads_until_a_key_is_pressed_and_again_after_a_blank() -> None:
+    played = Played()
+    leading = asyncio.create_task(played.stage.lead())
+    await asyncio.sleep(QUIET_S + 1.0)
+    assert played.seen[-1] == FLOOD.news
+    played.stage.pressed("N")
+    await asyncio.sleep(1_000.0)
+    assert NOISY.news in played.seen
+    assert BURST.news not in played.seen, "the person leads"
+    played.stage.pressed("x")
+    played.stage.pressed(" ")
+    await asyncio.sleep(1.0)
+    assert BURST.news in played.seen
+    leading.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await leading
+    assert played.sources == set(CALM)
+
+
+@virtual
+async def test_a_lone_replica_is_not_killed() -> None:
+    played = Played(lone=True)
+    played.stage.pressed("k")
+    await asyncio.sleep(1.0)
+    assert played.seen == []
+    assert {scene.name for scene in SCENES} - {scene.name for scene in played.stage.scenes} == {"kill"}
+
+
+async def test_keys_are_read_from_a_terminal_that_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    master, slave = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with open(slave, "r+b", buffering=0) as raw:  # noqa: ASYNC230, PTH123
+        terminal = io.TextIOWrapper(raw, write_through=True)
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setattr(sys, "stdin", terminal)
+        display, before, pressed = Display(), termios.tcgetattr(slave), asyncio.Queue[str]()
+        with display.pressed(pressed.put_nowait):
+            os.write(master, "fé".encode())
+            assert [await pressed.get(), await pressed.get()] == ["f", "é"]
+        assert termios.tcgetattr(slave) == before
+        monkeypatch.undo()
+    os.close(master)
 
 
 @pytest.mark.parametrize(
@@ -248,5 +341,5 @@ async def test_a_terminal_gets_what_it_can_show(
 
 def test_numbers_of_the_metrics_page_are_summed_by_label() -> None:
     samples = parsed(PAGE)
-    assert summed(samples["llmproxy_attempts_total"], "backend") == {"127.0.0.1:1": 123465.0}
-    assert summed(samples["llmproxy_attempts_total"], "backend", verdict="served") == {"127.0.0.1:1": 123456.0}
+    assert summed(samples["llmproxy_attempts_total"], "backend") == {"replica-1": 123465.0}
+    assert summed(samples["llmproxy_attempts_total"], "backend", verdict="served") == {"replica-1": 123456.0}
