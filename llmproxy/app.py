@@ -320,7 +320,7 @@ def _clients(config: Config) -> ClientLimits:
 def _live_state(proxy: Proxy, now: float) -> LiveState:
     """The gauges of this moment, read at each scrape, so that they are always right."""
     pools, dispatcher, names = proxy.pools, proxy.dispatcher, proxy.gateway.rulebook.current.band_names
-    queued = pools.queued()
+    queued, longest_s = pools.queued(), pools.longest_s(now)
     views = pools.views(now)
     backends = tuple(
         BackendState(
@@ -335,12 +335,13 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
             kv_used=backend.reading.kv_used if backend.reading is not None else None,
             reading_age_s=now - backend.reading.taken_at_s if backend.reading is not None else None,
             ejected=backend.health.ejected,
+            pool=pools.pool_of(name) or "",
         )
         for name, backend in pools.backends.items()
     )
     queues = tuple(
-        QueueState(names.get(band, str(band)), *queued.get(band, (0, 0)))
+        QueueState(names.get(band, str(band)), *queued.get(band, (0, 0)), longest_s.get(band, 0.0))
         for band in sorted({*names, *queued}, reverse=True)
     )
     body_bytes = (proxy.supervisor or proxy.gateway.handler.bodies).held_bytes
-    return LiveState(queues, pools.blocked(), backends, body_bytes)
+    return LiveState(queues, pools.blocked(), backends, body_bytes, pools.work_s(now), dispatcher.inversions)

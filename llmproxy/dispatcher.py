@@ -65,6 +65,8 @@ class Dispatcher:
     granting: bool = True
     granted: Counter[int] = field(default_factory=Counter)
     """Requests that were granted a backend, by band."""
+    inversions: int = 0
+    """Those of them that a waiting request of a higher band could have had."""
     _waiting: dict[str, _Waiter] = field(default_factory=dict)
     _leases: dict[tuple[str, int], Lease] = field(default_factory=dict)
     _scheduled: bool = False
@@ -272,6 +274,7 @@ class Dispatcher:
     def _carry_out(self, decision: Decision) -> None:
         if isinstance(decision, Grant):
             self.granted[decision.request.band] += 1
+            self.inversions += decision.why.inverted
             self._leases[decision.request.pool, decision.lease] = Lease(decision, self.pools)
             waiter = self._waiting.pop(decision.request.id)
             # The client left in this turn, and the future holds no grant that `_abandon` could return.

@@ -325,6 +325,7 @@ class Why(Struct, frozen=True):
     `waiting` counts requests by band, highest first, this one among them; `flows` the flows of its band that had some.
     `standing` is what the fairness policy counted for its flow. `passed_over` requests of its band came before it
     and fitted nowhere. `guaranteed`: it went by the minimum share of its band, although a higher band waited.
+    `inverted`: a waiting request of a higher band could have had the backend instead, which must never be.
     """
 
     waiting: tuple[tuple[int, int], ...]
@@ -332,6 +333,7 @@ class Why(Struct, frozen=True):
     standing: tuple[tuple[str, float], ...]
     passed_over: int
     guaranteed: bool = False
+    inverted: bool = False
 
 
 class Grant(Struct, frozen=True):

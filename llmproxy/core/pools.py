@@ -228,6 +228,19 @@ class Pools:
         """Band -> (requests, body bytes) waiting."""
         return self._occupancy.queued()
 
+    def longest_s(self, now: float) -> dict[int, float]:
+        """See `Occupancy.longest_s`."""
+        return self._occupancy.longest_s(now)
+
+    def work_s(self, now: float) -> dict[str, float]:
+        """Pool -> seconds of work that wait there, where that is known."""
+        found = ((name, scheduler.work_s(now)) for name, scheduler in self.schedulers.items())
+        return {name: work_s for name, work_s in found if work_s is not None}
+
+    def pool_of(self, backend: str) -> str | None:
+        """The pool that a backend belongs to, None before its first listing."""
+        return self._pool_of.get(backend)
+
     def snapshot(self, now: float, flows_max: int | None = None) -> Snapshot:
         """What waits, why, and which backends have room, with at most so many flows. It costs what it shows."""
         pools: list[PoolSnapshot] = []

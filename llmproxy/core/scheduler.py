@@ -20,7 +20,7 @@ from llmproxy.core.lease_observers import (
     PlacementObserver,
 )
 from llmproxy.core.leases import Leases
-from llmproxy.core.placement.first_fit import Found, Limited, Unmatched, first_fit, head, limited
+from llmproxy.core.placement.first_fit import Found, Limited, Unmatched, first_fit, head, limited, passes_over
 from llmproxy.core.placement.policy import NO_CAPACITY, Placement
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.pool_backends import PoolBackends
@@ -318,7 +318,9 @@ class Scheduler:
         queued, placed, now = found.queued, found.placed, this.now
         request = queued.request
         band = self._room.band(request.band)
-        why = Why(self._room.sizes(), band.flows, band.fairness.standing(request.flow), found.passed_over, guaranteed)
+        inverted = not guaranteed and self._inverts(placed.backend, request.band, now)
+        standing = band.fairness.standing(request.flow)
+        why = Why(self._room.sizes(), band.flows, standing, found.passed_over, guaranteed, inverted)
         ahead, left_s = len(self._room) - 1, self._room.deadlines.own_left_s(queued, now)
         self._room.leave(queued)
         backend = self._backends.by_name[placed.backend]
@@ -329,6 +331,12 @@ class Scheduler:
         self._drain.granted(request.id, now)
         this.steps += 1
         return grant
+
+    def _inverts(self, backend: str, level: int, now: float) -> bool:
+        """Whether a grant to `level` passes over a request of a higher band that could have the backend."""
+        above = [one for one in self._room.levels() if one > level and self._room_on(backend, one, now)]
+        view = self._backends.by_name[backend].view(now)
+        return bool(above) and passes_over(map(self._room.band, above), view, self._limits)
 
     def _preempt(self, level: int, this: _Pass) -> None:
         """Preempt leases for the first request of a band that finds no room."""
@@ -364,6 +372,11 @@ class Scheduler:
         return drops
 
     # --- inspection ----------------------------------------------------------------------------------------------
+
+    def work_s(self, now: float) -> float | None:
+        """See `Placement.work_s`, of all that waits here."""
+        room = self._room
+        return self._placement.work_s(len(room), room.prompt_tokens, room.output_tokens, self._backends.views(now))
 
     def snapshot(self, now: float, flows_max: int) -> PoolSnapshot:
         """What waits and who has room, with at most so many flows."""

@@ -57,6 +57,7 @@ def why_fields(why: Why) -> dict[str, Any]:
         "standing": {name: round(value, 4) for name, value in why.standing},
         "passed_over": why.passed_over,
         "guaranteed": why.guaranteed,
+        **({"inverted": True} if why.inverted else {}),
     }
 
 
@@ -118,7 +119,8 @@ FIELDS = (
     Field("routing.last.granted_s", INSTANT, "granted_s", "granted_at_s"),
     Field("ended_s", INSTANT, "", "ended_at_s"),
     Field("routing.last.queued_ahead", NUMBER, "queued_ahead", "queued_ahead"),
-    Field("routing.queue_wait_s", SECONDS, "queue_wait_s", "queue_wait_s", feeds=(Feed("queue_wait_seconds"),)),
+    Field("routing.queue_wait_s", SECONDS, "queue_wait_s", "queue_wait_s",
+          feeds=(Feed("queue_wait_seconds"), Feed("tenant_queue_wait_seconds"))),
     Field("input.ttl_s", NUMBER, "", "ttl_s"),
     Field("result.ttft_s", SECONDS, "ttft_s", "ttft_s",
           feeds=(Feed("ttft_seconds", when="ended.input.stream"),)),
@@ -209,7 +211,9 @@ def decision_fields(ended: RequestExit, origin_s: float) -> dict[str, Any]:
 
 
 _NAMES = {
-    "outcome": "ended.result.outcome.value", "band": 'ended.input.band or "none"', "model": "models(ended.input.model)",
+    "outcome": "ended.result.outcome.value",
+    "code": '"none" if outcome == "cancelled" else f"{ended.result.status // 100}xx"',
+    "band": 'ended.input.band or "none"', "model": "models(ended.input.model)",
     "tenant": "tenants(ended.input.tenant) if ended.input.tenant else None", "backend": "last.backend",
     "met": '"true" if ended.result.met else "false"',
     # A preemption is no failure, and the attempt that follows it is no retry.

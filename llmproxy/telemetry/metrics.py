@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from llmproxy import __version__
@@ -39,16 +39,17 @@ DECISION_BUCKETS_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """The waiting requests of one band."""
+    """The waiting requests of one band; `longest_s` is how long the one that came first has waited."""
 
     band: str
     requests: int
     bytes: int
+    longest_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class BackendState:
-    """What is known of one backend at this moment; None where no reading had it.
+    """What is known of one backend at this moment; None where no reading had it. `pool` is "" before its first listing.
 
     `saturation` is load over `limit` (1 is full), `kv_used` is 0..1, `reading_age_s` counts from when it was asked for.
     """
@@ -64,16 +65,22 @@ class BackendState:
     kv_used: float | None = None
     reading_age_s: float | None = None
     ejected: bool = False
+    pool: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """The state that all gauges show. `blocked` counts the blocked requests by what they wait for."""
+    """The state that all gauges show. `blocked` counts the blocked requests by what they wait for.
+
+    `work_s` are the seconds of work that wait, by pool; `inversions` is a count since the start.
+    """
 
     queues: tuple[QueueState, ...] = ()
     blocked: Mapping[str, int] = field(default_factory=dict)
     backends: tuple[BackendState, ...] = ()
     held_body_bytes: int = 0
+    work_s: Mapping[str, float] = field(default_factory=dict)
+    inversions: int = 0
 
 
 _BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], ...] = (
@@ -94,18 +101,23 @@ class _LiveCollector(Collector):
     def __init__(self, state: Callable[[], LiveState]) -> None:
         self._state = state
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         return _gauges(self._state())
 
-    def describe(self) -> Iterator[GaugeMetricFamily]:
+    def describe(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         # Registering asks for the names, and the state may not exist yet at that time.
         return _gauges(LiveState())
 
 
-def _gauges(state: LiveState) -> Iterator[GaugeMetricFamily]:
+def _gauges(state: LiveState) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
     queues = state.queues
     yield _gauge("queued_requests", "Requests waiting for a backend.", "band", ((q.band, q.requests) for q in queues))
     yield _gauge("queued_bytes", "Body bytes of waiting requests.", "band", ((q.band, q.bytes) for q in queues))
+    longest_text = "How long a request of the band has waited at most."
+    yield _gauge("oldest_waiting_seconds", longest_text, "band", ((q.band, q.longest_s) for q in queues))
+    yield _gauge("queue_work_seconds", "Seconds of work that wait for the pool.", "pool", state.work_s.items())
+    inversions_text = "Grants that a waiting request of a higher band could have had."
+    yield CounterMetricFamily("llmproxy_inversions", inversions_text, value=state.inversions)
     held_text = "Body bytes that arrive, wait or were sent out."
     yield GaugeMetricFamily("llmproxy_held_body_bytes", held_text, value=state.held_body_bytes)
     yield _gauge(
@@ -113,6 +125,11 @@ def _gauges(state: LiveState) -> Iterator[GaugeMetricFamily]:
     )
     for name, text, value_of in _BACKEND_GAUGES:
         yield _gauge(name, text, "backend", ((one.backend, value_of(one)) for one in state.backends))
+    info_text = "Always 1; the pool of the backend is in the label."
+    info = GaugeMetricFamily("llmproxy_backend_info", info_text, labels=["backend", "pool"])
+    for one in state.backends:
+        info.add_metric([one.backend, one.pool], 1)
+    yield info
 
 
 def _gauge(name: str, text: str, label: str, values: Iterable[tuple[str, float | None]]) -> GaugeMetricFamily:
@@ -147,7 +164,7 @@ class _Capped:
 
 
 _COUNTERS = (
-    ("requests_total", "outcome band model", "Requests ended, by their one outcome."),
+    ("requests_total", "outcome code band model", "Requests ended, by their one outcome."),
     ("attempts_total", "backend verdict", "Attempts ended, by what they proved of their backend."),
     ("retries_total", "", "Attempts after one that failed."),
     ("preemptions_total", "band", "Leases preempted for a request of a higher band."),
@@ -169,6 +186,7 @@ _COUNTERS = (
 """Name, labels and help of each counter; `exit_fields` says what requests add to it."""
 _HISTOGRAMS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
     ("queue_wait_seconds", "band", "From arrival to the last grant, or to leaving the queue.", WAIT_BUCKETS_S),
+    ("tenant_queue_wait_seconds", "tenant", "The same by tenant.", WAIT_BUCKETS_S),
     ("ttft_seconds", "band model", "From arrival to the first body byte, streams only.", TTFT_BUCKETS_S),
     ("time_per_output_token_seconds", "band model", "Mean time per token after the first, completed streams only.",
      TOKEN_BUCKETS_S),

@@ -54,8 +54,10 @@ def full_exit() -> RequestExit:
 
 def live_state() -> LiveState:
     """A state in which every gauge has a series."""
-    backend = BackendState("b", 1, 1, 1.0, True, running=1, waiting=1, kv_used=0.5, reading_age_s=0.1)
-    return LiveState(queues=(QueueState("default", 1, 1),), blocked={"limit": 1}, backends=(backend,))
+    backend = BackendState("b", 1, 1, 1.0, True, running=1, waiting=1, kv_used=0.5, reading_age_s=0.1, pool="m")
+    return LiveState(
+        queues=(QueueState("default", 1, 1),), blocked={"limit": 1}, backends=(backend,), work_s={"m": 1.0}
+    )
 
 
 def metrics() -> str:

@@ -29,12 +29,14 @@ PREDICTED = changed(
 )  # fmt: skip
 """0.5 s from the grant to the first byte, and 0.2 s for each token after it."""
 STATE = LiveState(
-    queues=(QueueState("critical", 1, 10), QueueState("default", 2, 20)),
+    queues=(QueueState("critical", 1, 10), QueueState("default", 2, 20, 3.5)),
     blocked={"tenant:acme": 4},
     backends=(
-        BackendState("gpu-0", 3, 32, 0.1, True, running=2, waiting=1, kv_used=0.4, reading_age_s=0.2),
+        BackendState("gpu-0", 3, 32, 0.1, True, running=2, waiting=1, kv_used=0.4, reading_age_s=0.2, pool="m"),
         BackendState("gpu-1", 0, 32, 0.0, False, ejected=True),
     ),
+    work_s={"m": 7.5},
+    inversions=2,
 )
 
 
@@ -57,7 +59,7 @@ def test_expected_and_cached_tokens_are_counted_beside_each_other(metrics: Metri
 def test_a_served_stream_is_counted_everywhere_once(metrics: Metrics) -> None:
     metrics.record(SERVED)
     band, model = {"band": "default"}, {"model": "m"}
-    assert value(metrics, "requests_total", outcome="completed", **band, **model) == 1
+    assert value(metrics, "requests_total", outcome="completed", code="2xx", **band, **model) == 1
     assert value(metrics, "retries_total") == 1
     assert value(metrics, "queue_wait_seconds_sum", **band) == 0.25
     assert value(metrics, "ttft_seconds_sum", **band, **model) == 1.0
@@ -88,7 +90,8 @@ def test_what_follows_a_preemption_is_no_retry(metrics: Metrics, attempts: int, 
 
 def test_a_refused_request_leaves_only_its_outcome(metrics: Metrics) -> None:
     metrics.record(REFUSED)
-    assert value(metrics, "requests_total", outcome="unknown_model", band="none", model=UNKNOWN_MODEL) == 1
+    refused = {"outcome": "unknown_model", "code": "4xx", "band": "none", "model": UNKNOWN_MODEL}
+    assert value(metrics, "requests_total", **refused) == 1
     assert value(metrics, "retries_total") == 0
     for line in metrics.page().decode().splitlines():
         assert not re.match(r"llmproxy_(queue_wait|ttft|time_per|inter_chunk|request_sec|tokens)\w+[{ ]", line)
@@ -128,9 +131,10 @@ def test_the_number_of_model_labels_is_limited(metrics: Metrics) -> None:
     families = {family.name: family for family in metrics.registry.collect()}
     models = {sample.labels["model"] for sample in families["llmproxy_requests"].samples}
     assert len(models) == LABELS_MAX
-    assert value(metrics, "requests_total", outcome="completed", band="default", model="other") == 52
-    assert value(metrics, "requests_total", outcome="completed", band="default", model="m0") == 2
-    assert value(metrics, "requests_total", outcome="unknown_model", band="none", model="unknown") == 1
+    completed = {"outcome": "completed", "code": "2xx", "band": "default"}
+    assert value(metrics, "requests_total", **completed, model="other") == 52
+    assert value(metrics, "requests_total", **completed, model="m0") == 2
+    assert value(metrics, "requests_total", outcome="unknown_model", code="4xx", band="none", model="unknown") == 1
 
 
 def test_what_a_decision_did_to_a_request_is_counted(metrics: Metrics) -> None:
@@ -205,6 +209,7 @@ def test_tenants_are_counted_where_there_are_any(metrics: Metrics) -> None:
     metrics.record(changed(REFUSED, tenant="acme"))
     assert value(metrics, "tenant_requests_total", tenant="acme", outcome="completed") == 1
     assert value(metrics, "tenant_requests_total", tenant="acme", outcome="unknown_model") == 1
+    assert value(metrics, "tenant_queue_wait_seconds_sum", tenant="acme") == 0.25
     for direction, tokens in (("input", 10), ("cached", 4), ("output", 11)):
         assert value(metrics, "tenant_tokens_total", tenant="acme", direction=direction) == tokens
     assert 'tenant=""' not in metrics.page().decode()
@@ -218,6 +223,22 @@ def test_the_number_of_tenant_labels_is_limited(metrics: Metrics) -> None:
     assert len(tenants) == LABELS_MAX
     assert value(metrics, "tenant_requests_total", tenant="other", outcome="completed") == 51
     assert value(metrics, "tenant_tokens_total", tenant="other", direction="input") == 510
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "code"),
+    [
+        (Outcome.UPSTREAM_STATUS, 400, "4xx"),
+        (Outcome.UPSTREAM_STATUS, 503, "5xx"),
+        (Outcome.CANCELLED, 499, "none"),
+        (Outcome.COMPLETED, 204, "2xx"),
+    ],
+)
+def test_the_class_of_the_status_tells_a_clients_error_from_the_engines(
+    metrics: Metrics, outcome: Outcome, status: int, code: str
+) -> None:
+    metrics.record(changed(SERVED, outcome=outcome, status=status))
+    assert value(metrics, "requests_total", outcome=outcome, code=code, band="default", model="m") == 1
 
 
 def test_flows_without_end_make_no_series(metrics: Metrics) -> None:
@@ -253,7 +274,13 @@ def test_gauges_are_read_at_the_scrape() -> None:
     metrics = Metrics(lambda: states[-1])
     assert value(metrics, "queued_requests", band="default") == 2
     assert value(metrics, "queued_bytes", band="critical") == 10
+    assert value(metrics, "oldest_waiting_seconds", band="default") == 3.5
+    assert value(metrics, "oldest_waiting_seconds", band="critical") == 0.0
+    assert value(metrics, "queue_work_seconds", pool="m") == 7.5
+    assert value(metrics, "inversions_total") == 2
     assert value(metrics, "in_flight_requests", backend="gpu-0") == 3
+    assert value(metrics, "backend_info", backend="gpu-0", pool="m") == 1
+    assert value(metrics, "backend_info", backend="gpu-1", pool="") == 1
     assert value(metrics, "backend_saturation", backend="gpu-0") == 0.1
     assert value(metrics, "backend_limit", backend="gpu-0") == 32
     assert value(metrics, "backend_running", backend="gpu-0") == 2
@@ -288,5 +315,5 @@ def test_a_real_scraper_reads_the_page(metrics: Metrics) -> None:
     labels = [
         s.labels for f in text_string_to_metric_families(page) for s in f.samples if s.name == "llmproxy_requests_total"
     ]
-    assert labels == [{"outcome": "completed", "band": "default", "model": 'odd "name"\nwith\\all'}]
+    assert labels == [{"outcome": "completed", "code": "2xx", "band": "default", "model": 'odd "name"\nwith\\all'}]
     assert "_created" not in page

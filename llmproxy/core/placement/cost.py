@@ -294,6 +294,13 @@ class CostPlacement(Placement):
     def changes_at(self, now: float) -> float | None:
         return self._opens_s if now < self._opens_s < inf else None
 
+    def work_s(self, requests: int, prompt_tokens: int, output_tokens: int, views: Sequence[View]) -> float | None:
+        able = [(self._backend_load(view.backend), view.limit) for view in views if view.available]
+        if not able or not self._rates.prefill.seen:
+            return None
+        speeds = [(one.prefill.factor, one.step.factor, limit) for one, limit in able]
+        return self._rates.work_s(requests, prompt_tokens * (1.0 - self._hit_ratio), output_tokens, speeds)
+
     # --- events ------------------------------------------------------------------------------------------------------
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:

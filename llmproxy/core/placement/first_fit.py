@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from itertools import islice
 
 from msgspec import Struct
@@ -10,10 +11,13 @@ from msgspec.structs import replace
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, NoCapacity, NoMatch, Placed
-from llmproxy.core.placement.policy import NO_CAPACITY, NO_MATCH, Placement, context_tokens
+from llmproxy.core.placement.policy import NO_CAPACITY, NO_MATCH, Placement, context_tokens, could_serve
 from llmproxy.core.queueing.blocked import OF_BACKEND
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX, Band, Queued
 from llmproxy.core.queueing.usage_limits import UsageLimits
+
+INVERSION_LOOK_MAX = 64
+"""Requests of higher bands that are looked at when one of a lower band is granted."""
 
 
 class Found(Struct, frozen=True):
@@ -174,6 +178,21 @@ def limited(queued: Queued, limits: UsageLimits) -> Limited | None:
     """The usage limit for which the next request must wait, if there is one."""
     limit = limits.full(queued.request) if queued.request.limits else None
     return None if limit is None else Limited(queued, limit)
+
+
+def passes_over(higher: Iterable[Band], view: View, limits: UsageLimits) -> bool:
+    """Whether a request of the bands `higher`, for which a backend has room, could have what a lower band is given.
+
+    Looked at are those that a pass looks at, `INVERSION_LOOK_MAX` at most. Who waits for a usage limit could not.
+    """
+    looks = INVERSION_LOOK_MAX
+    for band in higher:
+        with closing(band.heads()) as waiting:
+            for queued in islice(waiting, looks):
+                looks -= 1
+                if could_serve(queued.request, queued.excluded, view) and limited(queued, limits) is None:
+                    return True
+    return False
 
 
 def head(band: Band, now: float) -> Queued:

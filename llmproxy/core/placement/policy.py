@@ -56,6 +56,10 @@ class Placement(ABC):
         """When a waiting request may find a place although no event happens; None when only an event can."""
         return None
 
+    def work_s(self, requests: int, prompt_tokens: int, output_tokens: int, views: Sequence[View]) -> float | None:
+        """Seconds that the available ones of `views` together take for so much; None where that is not known."""
+        return None
+
     def explained(self) -> Sequence[Explained]:
         """The last choices with the prices of all candidates, the oldest first; none without prices."""
         return ()
@@ -186,6 +190,15 @@ class Ledger:
 def context_tokens(request: Request) -> int:
     """The context length that `request` needs, estimated before the engine has counted."""
     return request.prompt_tokens + (request.max_tokens or 1)
+
+
+def could_serve(request: Request, excluded: frozenset[str], view: View) -> bool:
+    """Whether a backend could serve `request` if it has room: it has its model and context, and has not failed it."""
+    if request.model not in view.served or view.backend in excluded:
+        return False
+    if request.backend not in (None, view.backend):
+        return False
+    return view.max_model_len is None or context_tokens(request) <= view.max_model_len
 
 
 def with_context(request: Request, fitting: list[View], views: Sequence[View], excluded: frozenset[str]) -> list[View]:

@@ -190,6 +190,24 @@ class PoolRates:
         self.late_ttft = QuantileTracker()
         self.late_tpot = QuantileTracker()
 
+    def work_s(
+        self, requests: int, prompt_tokens: float, output_tokens: float, backends: Sequence[tuple[float, float, int]]
+    ) -> float:
+        """Seconds that `backends` together take for so many requests, of which `prompt_tokens` are not cached.
+
+        A backend is its two speed factors, of `prefill` and `decode`, and its batch limit. Alone it would compute all
+        prompts one after the other, then the answers in full batches. Together all end at the same time.
+        """
+        if not requests:
+            return 0.0
+        attended = prompt_tokens * 0.5 * prompt_tokens / requests
+        prefill_s = (prompt_tokens + self.attention.share * attended) * self.prefill.slope
+        alone_s = (
+            prefill_s * prefill + output_tokens * self.decode.at(limit) * decode / limit
+            for prefill, decode, limit in backends
+        )
+        return 1.0 / sum(1.0 / max(one_s, 1e-9) for one_s in alone_s)
+
     def prefilled(self, speed: SpeedFactor, tokens: float, attended: float, took_s: float) -> None:
         """A backend computed `tokens` prompt tokens, which attended to `attended` earlier ones in all, in `took_s`."""
         # Slow backends may get other prompt lengths than fast ones. Without the correction they would tilt the line.

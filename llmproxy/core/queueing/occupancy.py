@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
@@ -37,7 +37,7 @@ class Full:
 class Occupancy:
     """How much waits in this process, over all pools: requests, body bytes, and tokens (prompt and answer, estimated).
 
-    Each of the three is limited for one flow, for one band and in total.
+    Each of the three is limited for one flow, for one band and in total. Since when each request waits is kept too.
     """
 
     def __init__(self, limits: QueueSettings) -> None:
@@ -45,6 +45,8 @@ class Occupancy:
         self._total = _Usage()
         self._bands: defaultdict[int, _Usage] = defaultdict(_Usage)
         self._flows: defaultdict[tuple[int, str], _Usage] = defaultdict(_Usage)
+        # A plain dict would search for its first entry among those that have left.
+        self._since_s: defaultdict[int, OrderedDict[str, float]] = defaultdict(OrderedDict)
 
     def reconfigure(self, limits: QueueSettings) -> None:
         """Apply other limits; requests that wait beyond them stay."""
@@ -78,11 +80,13 @@ class Occupancy:
                 return Full(f"queue.{whose}tokens_max", tokens_max, not whose)
         return None
 
-    def enter(self, request: Request) -> None:
+    def enter(self, request: Request, now: float) -> None:
+        self._since_s[request.band][request.id] = now
         for usage in (self._total, self._bands[request.band], self._flows[request.band, request.flow]):
             usage.add(request, 1)
 
     def leave(self, request: Request) -> None:
+        del self._since_s[request.band][request.id]
         flow = self._flows[request.band, request.flow]
         for usage in (self._total, self._bands[request.band], flow):
             usage.add(request, -1)
@@ -94,11 +98,18 @@ class Occupancy:
         """Band -> (requests, body bytes) waiting."""
         return {band: (usage.requests, usage.body_bytes) for band, usage in self._bands.items()}
 
+    def longest_s(self, now: float) -> dict[int, float]:
+        """Band -> how long the one that came first has waited since it came, or came back."""
+        return {band: now - next(iter(since_s.values())) for band, since_s in self._since_s.items() if since_s}
+
     def check(self) -> None:
         for parts in (self._bands, self._flows):
             rows = [astuple(usage) for usage in parts.values()]
             assert all(number >= 0 for row in rows for number in row)
             assert tuple(map(sum, zip((0, 0, 0), *rows, strict=True))) == astuple(self._total)
+        assert {band: len(since_s) for band, since_s in self._since_s.items()} == {
+            band: usage.requests for band, usage in self._bands.items()
+        }
         assert all(usage.requests for usage in self._flows.values()), "a flow that is empty is still listed"
 
 

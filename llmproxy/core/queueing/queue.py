@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 from typing import Any
 
@@ -141,6 +143,12 @@ class Band:
     def first(self, flow: str) -> Generator[Queued, None, None]:
         """The requests of `flow` in their order. Close the iterator before changing anything."""
         return self._lines[flow].__iter__()
+
+    def heads(self) -> Generator[Queued, None, None]:
+        """The first `FLOW_LOOK_MAX` requests of each flow. Close the iterator before changing anything."""
+        for flow in self._lines:
+            with closing(self.first(flow)) as line:
+                yield from islice(line, FLOW_LOOK_MAX)
 
     def before(self, queued: Queued) -> int | None:
         """How many of its flow come before `queued`, None where they are too many to count."""

@@ -22,7 +22,8 @@ class WaitingRoom:
 
     `occupancy` and `limits` are shared by all pools of the process; `faults` notes what policies raise. `room_on` says
     how many more requests of a band a backend has room for at a time. Every request that waits is in `waiting` by its
-    id; `deadlines` and `blocked` are for events of the pool and for looking in.
+    id; `deadlines` and `blocked` are for events of the pool and for looking in. `prompt_tokens` and `output_tokens` are
+    what is expected of all that wait.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class WaitingRoom:
         self.deadlines = Deadlines(settings.queue.hold_s)
         self._labels: dict[str, str] = {}
         self.waiting: dict[str, Queued] = {}
+        self.prompt_tokens = self.output_tokens = 0
         self.order: list[int] = []
 
     def reconfigure(self, settings: Settings, now: float) -> None:
@@ -83,7 +85,9 @@ class WaitingRoom:
         queued = Queued(request, rank, excluded, held=held)
         self.waiting[request.id] = queued
         self._labels[request.label] = request.id
-        self._occupancy.enter(request)
+        self._occupancy.enter(request, now)
+        self.prompt_tokens += request.prompt_tokens
+        self.output_tokens += request.output_tokens
         left_s = request.deadline_s - now
         if held:
             left_s = min(left_s, self._settings.queue.hold_s)
@@ -97,6 +101,8 @@ class WaitingRoom:
             del self._labels[request.label]
         self._take_out(queued)
         self._occupancy.leave(request)
+        self.prompt_tokens -= request.prompt_tokens
+        self.output_tokens -= request.output_tokens
 
     def full(self, request: Request, without: Iterable[Queued] = ()) -> Full | None:
         """The limit that `request` would break, were those of lower bands in `without` not here; None if it fits."""
@@ -191,6 +197,9 @@ class WaitingRoom:
 
     def check(self, now: float) -> None:
         self._occupancy.check()
+        waiting = [queued.request for queued in self.waiting.values()]
+        assert self.prompt_tokens == sum(request.prompt_tokens for request in waiting)
+        assert self.output_tokens == sum(request.output_tokens for request in waiting)
         for band in self._bands.values():
             band.check(now)
         blocked = [queued.request.id for queued in self.waiting.values() if queued.blocked_by is not None]

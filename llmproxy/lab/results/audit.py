@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Decision, Drop, Entry, Grant, Request, Usage, Verdict
+from llmproxy.core.placement.policy import could_serve
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.charge import charges
 from llmproxy.core.settings import Settings
@@ -36,10 +38,8 @@ class _AuditedLease:
 class Audit:
     """The counts of one waiting room.
 
-    `inversions` counts grants to a backend that a waiting request of a higher band could have had. Ceilings do not rise
-    as priority falls, so where a lower band found room, the higher one had it too, and could have gone unless the
-    backend had failed it before, or its context is too short. Requests under a usage limit, and grants by a minimum
-    share, are not counted.
+    `inversions` counts grants to a backend that a waiting request of a higher band could have had: what `Why.inverted`
+    says, from an account of its own of who waits. Requests under a usage limit, full or not, are not counted.
 
     `counter_difference` is the most by which the virtual token counters (Sheng et al., "Fairness in Serving Large
     Language Models", OSDI 2024) of two backlogged flows of one band differed: all charges of a flow per unit of its
@@ -86,16 +86,13 @@ class Audit:
             if not flows:
                 self._floors[request.band] = self._counters[request.band, request.flow]
 
-    def granted(self, grant: Grant, context_tokens: int | None) -> None:
-        """`context_tokens` is the longest context of the backend that was granted, None where it has no such limit."""
+    def granted(self, grant: Grant, view: View) -> None:
+        """`view` is the backend that was granted."""
         request = grant.request
         self.left(request)
         if not grant.why.guaranteed:
             self.inversions += any(
-                not other.limits
-                and grant.placed.backend not in excluded
-                and (context_tokens is None or other.prompt_tokens < context_tokens)
-                for other, excluded in self._above(request.band)
+                not other.limits and could_serve(other, excluded, view) for other, excluded in self._above(request.band)
             )
         lease = self._leases[grant.lease] = _AuditedLease(request)
         self._unfinished_tokens += lease.tokens
@@ -166,9 +163,7 @@ class AuditedPools(Pools):
         decisions = super().decide(now)
         for decision in decisions:
             if isinstance(decision, Grant):
-                listing = self.backends[decision.placed.backend].listing
-                lengths = [card.max_model_len for card in listing.cards] if listing is not None else []
-                self.audit.granted(decision, max((x for x in lengths if x is not None), default=None))
+                self.audit.granted(decision, self.backends[decision.placed.backend].view(now))
             elif isinstance(decision, Drop):
                 self.audit.left(decision.request)
         if decisions:

@@ -240,6 +240,7 @@ class Books:
             assert self.settings.min_shares.get(request.band), "no minimum share was promised"
             assert any(w.request.band > request.band for w in self.waiting_in(request.pool)), "nobody waits above"
         else:
+            assert not grant.why.inverted, "a request of a higher band could have had it"
             assert not self.kept(request.pool, request.band, rows), f"{request.id} took the last slot of the pool"
             self._strict(grant, rows, reached)
         self._in_order(waiter, rows, ceiling)

@@ -180,3 +180,18 @@ def test_lost_backend_is_forgotten_with_its_requests_in_flight() -> None:
         bench.finish(lease)
     assert bench.cost._flights == {}
     assert set(bench.cost._backend_loads) == {"b", "fresh"}
+
+
+# --- the work that waits ----------------------------------------------------------------------------------------------
+
+
+def test_work_is_known_once_a_prompt_was_seen_and_a_backend_is_there() -> None:
+    bench, both = CostBench(), [view("a"), view("b")]
+    assert bench.cost.work_s(10, 10_000, 0, both) is None
+    bench.teach("a", 20)
+    bench.teach("b", 20)
+    alone_s = bench.cost.work_s(10, 10_000, 0, both[:1])
+    assert alone_s == pytest.approx(10_000 * TOKEN_S, rel=0.2)
+    assert bench.cost.work_s(10, 10_000, 0, both) == pytest.approx(0.5 * 10_000 * TOKEN_S, rel=0.2)
+    assert bench.cost.work_s(0, 0, 0, both) == 0.0
+    assert bench.cost.work_s(10, 10_000, 0, [view("a", available=False)]) is None

@@ -259,3 +259,21 @@ def test_backend_that_seemed_slow_is_tried_again_after_much_work() -> None:
         if number == 30:
             assert slow.factor > 0.8 * seemed, "the evidence is not forgotten yet"
     assert slow.factor == pytest.approx(1.0, abs=0.4)
+
+
+def test_work_is_shared_by_backends_so_that_all_end_together() -> None:
+    rates = PoolRates(attention=0.0)
+    rates.prefill.slope, rates.decode.base, rates.decode.slope = 1e-4, 0.01, 1e-4
+    assert rates.work_s(0, 0, 0, [(1.0, 1.0, 8)]) == 0.0
+    assert rates.work_s(4, 10_000, 0, [(1.0, 1.0, 8)]) == pytest.approx(1.0)
+    assert rates.work_s(4, 0, 800, [(1.0, 1.0, 8)]) == pytest.approx(100 * 0.0108)
+    assert rates.work_s(4, 10_000, 800, [(1.0, 1.0, 8)]) == pytest.approx(1.0 + 1.08)
+    assert rates.work_s(4, 10_000, 0, [(1.0, 1.0, 8)] * 4) == pytest.approx(0.25)
+    assert rates.work_s(4, 10_000, 0, [(1.0, 1.0, 8), (3.0, 1.0, 8)]) == pytest.approx(0.75), "one is slower"
+
+
+def test_work_counts_what_tokens_attend_to() -> None:
+    rates = PoolRates(attention=1e-4)
+    rates.prefill.slope = 1e-4
+    assert rates.work_s(1, 10_000, 0, [(1.0, 1.0, 8)]) == pytest.approx(1.5)
+    assert rates.work_s(10, 10_000, 0, [(1.0, 1.0, 8)]) == pytest.approx(1.05), "ten short prompts"

@@ -25,7 +25,7 @@ def test_each_limit_is_given_by_its_name(kind: str, unit: str, limit: int) -> No
     one, two, three = request(), request(), request()
     for waiting in (one, two):
         assert occupancy.full(waiting) is None
-        occupancy.enter(waiting)
+        occupancy.enter(waiting, 0.0)
     assert occupancy.full(three) == Full(f"queue.{name}", limit, total=not kind)
     assert occupancy.queued() == {0: (2, 200)}
     occupancy.leave(one)
@@ -35,26 +35,26 @@ def test_each_limit_is_given_by_its_name(kind: str, unit: str, limit: int) -> No
 
 def test_a_full_flow_or_band_does_not_limit_the_others() -> None:
     occupancy = Occupancy(QueueSettings(flow_requests_max=1, band_requests_max=2, requests_max=3))
-    occupancy.enter(request(flow="f"))
+    occupancy.enter(request(flow="f"), 0.0)
     assert occupancy.full(request(flow="g")) is None
     assert occupancy.full(request(flow="f", band=CRITICAL)) is None
-    occupancy.enter(request(flow="g"))
+    occupancy.enter(request(flow="g"), 0.0)
     assert occupancy.full(request(flow="h")) == Full("queue.band_requests_max", 2, total=False)
-    occupancy.enter(request(flow="f", band=CRITICAL))
+    occupancy.enter(request(flow="f", band=CRITICAL), 0.0)
     assert occupancy.full(request(flow="g", band=CRITICAL)) == Full("queue.requests_max", 3, total=True)
 
 
 def test_what_fits_exactly_is_let_in() -> None:
     occupancy = Occupancy(QueueSettings(bytes_max=100, band_bytes_max=100, tokens_max=20))
     assert occupancy.full(request(body_bytes=100)) is None
-    occupancy.enter(request(body_bytes=100))
+    occupancy.enter(request(body_bytes=100), 0.0)
     assert occupancy.full(request(body_bytes=1)) is not None
 
 
 def test_a_request_above_the_token_limit_may_wait_alone() -> None:
     occupancy = Occupancy(QueueSettings(flow_tokens_max=50, band_tokens_max=50, tokens_max=50))
     assert occupancy.full(request(prompt_tokens=1000)) is None
-    occupancy.enter(request())
+    occupancy.enter(request(), 0.0)
     assert occupancy.full(request(prompt_tokens=1000)) is not None
 
 
@@ -260,8 +260,8 @@ def test_retry_after_does_not_count_on_grants_that_came_to_nothing(verdict: Verd
 def test_limits_see_the_room_that_would_be_made() -> None:
     occupancy = Occupancy(QueueSettings(requests_max=2, bytes_max=200))
     low, lower = request(band=SHEDDABLE), request(band=SHEDDABLE)
-    occupancy.enter(low)
-    occupancy.enter(lower)
+    occupancy.enter(low, 0.0)
+    occupancy.enter(lower, 0.0)
     big = request(band=DEFAULT, body_bytes=150)
     assert occupancy.full(big) is not None
     assert occupancy.full(big, [low]) is not None, "150 of 200 bytes, and 100 are still there"

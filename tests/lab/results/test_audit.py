@@ -14,9 +14,11 @@ from llmproxy.lab.results import audit as module
 from llmproxy.lab.results.audit import Audit
 from llmproxy.lab.run.replay import Run
 from llmproxy.lab.run.virtual_time import run
+from tests.core.make import view
 from tests.lab.small import fleet, setup, traffic
 
 NOBODY: frozenset[str] = frozenset()
+X = view("x", max_model_len=None)
 
 
 def asked(name: str, band: int = 0, flow: str = "a", **given: Any) -> Request:
@@ -39,9 +41,9 @@ def waiting(*requests: Request) -> Audit:
 def test_a_grant_below_one_that_could_have_had_it_is_an_inversion() -> None:
     low, high = asked("1"), asked("2", band=100)
     audit = waiting(low, high)
-    audit.granted(granted(low), None)
+    audit.granted(granted(low), X)
     assert audit.inversions == 1
-    audit.granted(granted(high, 2), None)
+    audit.granted(granted(high, 2), X)
     assert audit.inversions == 1
 
 
@@ -53,7 +55,7 @@ def test_a_grant_below_one_that_could_have_had_it_is_an_inversion() -> None:
 def test_who_could_not_have_had_it_was_not_passed_over(high: Request) -> None:
     low = asked("1")
     audit = waiting(low, high)
-    audit.granted(granted(low), 1_000)
+    audit.granted(granted(low), view("x", max_model_len=1_000))
     assert audit.inversions == 0
 
 
@@ -62,16 +64,16 @@ def test_a_backend_that_failed_a_request_may_be_given_to_a_lower_band() -> None:
     low, high = asked("1"), asked("2", band=100)
     audit.entered(low, NOBODY)
     audit.entered(high, frozenset({"x"}))
-    audit.granted(granted(low, backend="x"), None)
+    audit.granted(granted(low, backend="x"), X)
     assert audit.inversions == 0
     audit.entered(low, NOBODY)
-    audit.granted(granted(low, 2, backend="y"), None)
+    audit.granted(granted(low, 2, backend="y"), view("y"))
     assert audit.inversions == 1
 
 
 def test_a_grant_by_a_minimum_share_is_no_inversion() -> None:
     audit = waiting(asked("1"), asked("2", band=100))
-    audit.granted(granted(asked("1"), guaranteed=True), None)
+    audit.granted(granted(asked("1"), guaranteed=True), X)
     assert audit.inversions == 0
 
 
@@ -79,7 +81,7 @@ def test_counters_are_charged_by_estimate_then_corrected() -> None:
     audit = waiting(*(asked(str(i), flow="ab"[i % 2]) for i in range(4)))
     audit.compare()
     assert audit.counter_difference == 0.0
-    audit.granted(granted(asked("0", flow="a")), None)
+    audit.granted(granted(asked("0", flow="a")), X)
     audit.compare()
     assert audit.counter_difference == 200.0
     # An answer that is shorter so far may still become as long as was estimated.
@@ -97,19 +99,19 @@ def test_counters_are_charged_by_estimate_then_corrected() -> None:
 
 def test_a_flow_alone_is_not_compared_and_bands_are_not_mixed() -> None:
     audit = waiting(asked("1", flow="a"), asked("2", flow="b", band=100))
-    audit.granted(granted(asked("9", flow="a")), None)
+    audit.granted(granted(asked("9", flow="a")), X)
     audit.compare()
     assert audit.counter_difference is None
 
 
 def test_a_flow_that_comes_back_is_lifted_and_one_in_debt_stays_there() -> None:
     audit = waiting(asked("1", flow="a"), asked("2", flow="a"))
-    audit.granted(granted(asked("1", flow="a")), None)
+    audit.granted(granted(asked("1", flow="a")), X)
     audit.entered(asked("3", flow="b"), NOBODY)
     audit.compare()
     assert audit.counter_difference == 0.0
     audit.left(asked("2", flow="a"))
-    audit.granted(granted(asked("3", flow="b"), 2), None)
+    audit.granted(granted(asked("3", flow="b"), 2), X)
     audit.entered(asked("4", flow="a"), NOBODY)
     # Nobody waited: it is lifted to where the flow that emptied last stood before its charge.
     assert audit._counters[0, "a"] == 200.0
@@ -118,7 +120,7 @@ def test_a_flow_that_comes_back_is_lifted_and_one_in_debt_stays_there() -> None:
 
 def test_weights_divide_charges() -> None:
     audit = waiting(asked("1", flow="a", weight=4.0), asked("2", flow="a", weight=4.0), asked("3", flow="b"))
-    audit.granted(granted(asked("1", flow="a", weight=4.0)), None)
+    audit.granted(granted(asked("1", flow="a", weight=4.0)), X)
     audit.compare()
     assert audit.counter_difference == 50.0
 
@@ -126,8 +128,8 @@ def test_weights_divide_charges() -> None:
 def test_failed_attempt_costs_nothing_and_progress_is_counted() -> None:
     audit = waiting(asked("1"), asked("2"))
     first, second = granted(asked("1"), 1), granted(asked("2"), 2)
-    audit.granted(first, None)
-    audit.granted(second, None)
+    audit.granted(first, X)
+    audit.granted(second, X)
     assert audit.unfinished_tokens_most == 300
     audit.finished(first, Verdict.FAILED, 1.0, None)
     assert audit._counters[0, "a"] == 200.0
@@ -135,7 +137,7 @@ def test_failed_attempt_costs_nothing_and_progress_is_counted() -> None:
     assert audit.unfinished_tokens_most == 500
     audit.finished(second, Verdict.SERVED, 1.0, Usage(100, 10))
     audit.entered(asked("3"), NOBODY)
-    audit.granted(granted(asked("3"), 3), None)
+    audit.granted(granted(asked("3"), 3), X)
     assert audit.unfinished_tokens_most == 500
 
 
