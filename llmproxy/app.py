@@ -39,10 +39,11 @@ from llmproxy.lifecycle.handover import unless
 from llmproxy.lifecycle.sockets import Sockets
 from llmproxy.live.recorder import Recorder
 from llmproxy.live.snapshot import LiveSnapshot
-from llmproxy.telemetry import logs
+from llmproxy.telemetry import logs, spans
 from llmproxy.telemetry.decisions import DecisionLog, open_to_append
 from llmproxy.telemetry.exit import Exits, RequestExit
 from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState
+from llmproxy.telemetry.trace_context import Sampler
 from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.tls import peers_tls
@@ -281,6 +282,7 @@ def _live_pages(proxy: Proxy, now: Callable[[], float]) -> LivePages:
 def _check(config: Config) -> None:
     """Raises ConfigError for a library that is missing, or a file of authorities that cannot be read."""
     discovery.check(config)
+    spans.check(config)
     peers_tls(config.backends)
 
 
@@ -301,6 +303,10 @@ def _exit_readers(
             raise ConfigError([f"decision_log: {path} cannot be written: {error.strerror or error}"]) from None
         stack.push_async_callback(asyncio.to_thread, decisions.close)
         yield decisions.record
+    if Sampler.of(config) is not None:
+        export = spans.started("https" if config.tls.cert else "http", metrics.spans_lost)
+        stack.push_async_callback(asyncio.to_thread, export.close)
+        yield export.record
 
 
 def _configured(config: Config) -> tuple[BackendConfig, ...]:

@@ -20,6 +20,7 @@ NEEDS_RESTART = frozenset(
         "tls",
         "decision_log",
         "decision_log_sample",
+        "tracing",
         "state_file",
         "plugins",
         "reload",

@@ -18,6 +18,7 @@ from llmproxy.gateway.router import Router
 from llmproxy.lease import Leasing
 from llmproxy.telemetry import logs
 from llmproxy.telemetry.exit import ExitSink
+from llmproxy.telemetry.trace_context import Sampler
 from llmproxy.upstream.port import Upstream
 
 
@@ -46,7 +47,9 @@ class Gateway:
         rulebook = Rulebook(Rules.of(config, upstream))
         stored = StoredResponses(rulebook, backends, upstream, dispatcher)
         answers = Answers(dispatcher.cached) if presets.hears_answers(config.scheduling.placement) else None
-        handler = RequestHandler(rulebook, backends, estimator, dispatcher, stored, answers, exits, ids=ids)
+        handler = RequestHandler(
+            rulebook, backends, estimator, dispatcher, stored, answers, exits, Sampler.of(config), ids=ids
+        )
         return cls(rulebook, stored, handler, exits, upstream)
 
     def router(self, pages: Pages, clients: ClientLimits) -> Router:

@@ -9,6 +9,7 @@ from typing import Protocol
 from msgspec import Struct, field
 
 from llmproxy.core.domain import Grant, Outcome, Predicted, Slo, Verdict, Why
+from llmproxy.telemetry.trace_context import TraceContext
 
 UNKNOWN_MODEL = "unknown"
 """The `model` of a request whose name is not in the catalogue: names that clients invent never become labels."""
@@ -70,7 +71,8 @@ class AttemptRecord(Struct, kw_only=True):
     turn, `terms` are the named parts of the placement's score among `candidates` backends. `expected_cached_tokens`,
     `predicted_ttft` (from the grant) and `predicted_tpot` are what the placement expected; None where it predicts
     nothing. `first_byte_s` is the first body byte of an answer that the client got, `status` that of the backend, None
-    where it sent none, and `error` what was wrong, in words. A preempted attempt was withdrawn at `ended_s`.
+    where it sent none, and `error` what was wrong, in words. A preempted attempt was withdrawn at `ended_s`. `span_id`
+    is what the backend got as its parent in the trace of the request, None without tracing.
     """
 
     backend: str | None = None
@@ -88,6 +90,7 @@ class AttemptRecord(Struct, kw_only=True):
     verdict: Verdict | None = None
     status: int | None = None
     error: str | None = None
+    span_id: str | None = None
 
     @classmethod
     def begun(cls, grant: Grant, queued_s: float) -> AttemptRecord:
@@ -172,6 +175,7 @@ class RequestExit(Struct):
     input: RequestInput
     result: RequestResult
     routing: RequestRouting = field(default_factory=RequestRouting)
+    trace: TraceContext | None = None
 
     @property
     def ended_s(self) -> float | None:

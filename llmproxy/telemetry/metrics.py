@@ -217,10 +217,11 @@ class Metrics:
         self._series: dict[str, Counts | Distributions] = {**self._counts, **distributions}
         self.record = exit_recorder(self._series, _Capped(UNKNOWN_MODEL), _Capped())
         """Count one request that has ended. Called exactly once for each."""
-        # The library's own counter may be changed on the thread of the decision log too.
+        # The library's own counters may be changed on the threads of the decision log and of the spans too.
         self._decisions_lost = Counter(
             "llmproxy_decision_log_lost_total", "Lines that the decision log could not take.", registry=registry
         )
+        self._spans_lost = Counter("llmproxy_spans_lost_total", "Spans that were not sent.", registry=registry)
         self._reloaded_at = Gauge(
             "llmproxy_config_last_reload_timestamp_seconds", "When it was last read with success.", registry=registry
         )
@@ -271,6 +272,10 @@ class Metrics:
     def decisions_lost(self, lines: int) -> None:
         """Count lines that the decision log could not take; may be called from any thread."""
         self._decisions_lost.inc(lines)
+
+    def spans_lost(self, spans: int) -> None:
+        """Count spans that were not sent; may be called from any thread."""
+        self._spans_lost.inc(spans)
 
     def log_lines_lost(self, lines: int) -> None:
         """Count lines that the standard error of a process could not take."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import isnan
 from types import SimpleNamespace
 from typing import cast
@@ -10,12 +11,16 @@ from aiohttp import web
 from hypothesis import example, given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
+from opentelemetry import trace as trace_api
+from opentelemetry.context import Context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from llmproxy.config import BackendConfig, Config, hash_of
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.headers import PRIVILEGED, check, named_in_connection, to_client
 from llmproxy.gateway.request.auth import Keys
 from llmproxy.gateway.request.identity import Identity, id_for_error, parse_duration_s, request_id
+from llmproxy.telemetry.trace_context import Sampler
 from tests.fuzz.profile import FUZZED
 
 NAMES = st.sampled_from(
@@ -92,3 +97,42 @@ def test_no_field_raises_anything_but_a_failure(fields: list[tuple[str, str]]) -
 def test_a_duration_is_a_number_or_none(text: str) -> None:
     found = parse_duration_s(text)
     assert found is None or (not isnan(found) and found >= 0)
+
+
+TRACE_PIECES = st.sampled_from(
+    ["00", "ff", "01", "0" * 32, "a" * 32, "0" * 16, "b" * 16, "-", "--", "01-x", "G", " ", "\xe9"]
+)
+TRACEPARENTS = st.lists(
+    st.one_of(
+        st.lists(TRACE_PIECES, max_size=8).map("-".join),
+        st.lists(TRACE_PIECES, max_size=8).map("".join),
+        VALUES,
+        st.from_regex(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]*)?", fullmatch=True),
+    ),
+    max_size=3,
+)
+VALID = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-0[01]", re.ASCII)
+
+
+@FUZZED
+@given(TRACEPARENTS, st.booleans())
+def test_whatever_a_client_says_of_its_trace_a_backend_gets_one_valid_field(given: list[str], believed: bool) -> None:
+    sampler = Sampler.of(Config(tracing=True), {"OTEL_TRACES_SAMPLER": "parentbased_always_off"})
+    assert sampler is not None
+    trace = sampler.begin(given, believed)
+    fields = [("traceparent", one) for one in given] + [("tracestate", "v=1")]
+    sent = Identity(CONFIG).to_backend(request(fields), "own-id", BACKEND, trace=trace, span_id="c" * 16)
+    [parent] = [value for name, value in sent if name == "traceparent"]
+    assert VALID.fullmatch(parent)
+    goes_on = any(trace.trace_id in one for one in given)
+    assert (("tracestate", "v=1") in sent) == goes_on
+    if not believed:
+        assert not goes_on
+        assert not trace.sampled
+    elif len(given) == 1 and given[0].startswith("00"):
+        # As the library reads it, which knows no version but this one exactly.
+        known = TraceContextTextMapPropagator().extract({"traceparent": given[0]}, Context())
+        parent_span = trace_api.get_current_span(known).get_span_context()
+        assert goes_on == parent_span.is_valid
+        if goes_on:
+            assert (trace.sampled, int(trace.parent_id, 16)) == (parent_span.trace_flags.sampled, parent_span.span_id)

@@ -37,6 +37,7 @@ from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, ID_BYTES, SALT
 from llmproxy.lease import Lease, Leasing
 from llmproxy.telemetry.exit import ExitSink
 from llmproxy.telemetry.logs import log_exit, log_internal
+from llmproxy.telemetry.trace_context import Sampler, new_span_id
 
 _UNKNOWN_SHAPES = frozenset({BodyKind.OTHER, BodyKind.FORM})
 """Bodies that are understood in part: how much they ask for may be deeper in them, or the length of a sound."""
@@ -57,6 +58,7 @@ class RequestHandler:
         stored: StoredResponses,
         answers: Answers | None,
         exits: ExitSink,
+        sampler: Sampler | None = None,
         ids: str = "",
     ) -> None:
         self._rulebook = rulebook
@@ -64,6 +66,7 @@ class RequestHandler:
         self._estimator = estimator
         self._dispatcher = dispatcher
         self._exits = exits
+        self._sampler = sampler
         self._stored = stored
         self._answers = answers
         config = rulebook.current.config
@@ -158,6 +161,7 @@ class RequestHandler:
         context.extra["x-request-id"] = received.id
         check_fields(http.headers.items())
         received.tenant = rules.keys.check(http.headers)
+        self._trace(received)
         if self._dispatcher.draining:
             raise Failure(Outcome.DRAINING, "The proxy is shutting down. Try again.", retry_after_s=1.0)
         if http.headers.get("content-encoding", "identity").lower() != "identity":
@@ -175,6 +179,12 @@ class RequestHandler:
             context.client.keep = context.kept.add if context.kept is not None else None
         context.routing = Routing(self._make_request(received, parsed, received.target))
         await self._attempt_until_answered(context, parsed, context.routing)
+
+    def _trace(self, received: ReceivedRequest) -> None:
+        """Begin the span of the request. Only clients whose headers count may say which trace it belongs to."""
+        if self._sampler is not None and received.trace is None:
+            believed = received.rules.identity.trusts(received.http.remote, received.tenant)
+            received.trace = self._sampler.begin(received.http.headers.getall("traceparent", ()), believed)
 
     async def _isolated(self, received: ReceivedRequest, parsed: ParsedBody) -> ParsedBody:
         """Keep the tenant from prefixes and stored responses of others in the engines. Raises Failure."""
@@ -277,8 +287,11 @@ class RequestHandler:
     async def _attempt(self, context: RequestContext, parsed: ParsedBody, lease: Lease) -> Attempt:
         received, routing = context.input, context.routing
         assert routing is not None
+        tried = routing.tried[-1]
         http, rules, tenant, dialect = received.http, received.rules, received.tenant, received.route.dialect
         backend, request = self._backends[lease.backend], lease.grant.request
+        if received.trace is not None:
+            tried.span_id = new_span_id()
         trusted = rules.identity.trusts(http.remote, tenant)
         if rules.identity.shows_backend(http.remote, tenant):
             context.extra["x-llmproxy-backend"] = backend.name
@@ -293,7 +306,7 @@ class RequestHandler:
         call = Call(
             received.route.method,
             f"{received.route.path}?{query}" if query else received.route.path,
-            rules.identity.to_backend(http, received.id, backend, tenant),
+            rules.identity.to_backend(http, received.id, backend, tenant, received.trace, tried.span_id or ""),
             spliced.parts,
             request.stream,
             spliced.hides_usage,
@@ -311,7 +324,7 @@ class RequestHandler:
         finally:
             # Also where its client has left, as many do when they read the end mark.
             self._exits.attempted(lease.backend, attempt.verdict)
-            attempt.note(routing.tried[-1])
+            attempt.note(tried)
         if attempt.status == 401 and not rules.config.forward_credentials:
             attempt.detail = rules.identity.key_hint(backend)
         attempt.elsewhere = received.previous is not None and received.previous.sought(attempt)
@@ -365,6 +378,8 @@ class RequestHandler:
         return failure.response(context.input.route.dialect, {"x-request-id": context.input.id, **context.extra})
 
     def _record(self, context: RequestContext) -> None:
+        # Of a request that was refused before its tenant was known.
+        self._trace(context.input)
         ended = context.record(asyncio.get_running_loop().time(), context.input.rules.band_names)
         if context.routing is not None:
             self._dispatcher.ended(context.routing.request, ended.result.met)

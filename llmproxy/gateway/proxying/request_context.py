@@ -20,6 +20,7 @@ from llmproxy.gateway.request.auth import NO_TENANT, Tenant
 from llmproxy.gateway.request.body_budget import HeldBody
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.telemetry.exit import ATTEMPTS_MAX, RequestExit, RequestInput, RequestResult, RequestRouting, shortened
+from llmproxy.telemetry.trace_context import TraceContext
 
 _MODEL_CHARS_MAX = 100
 """Of the name of an unknown model in a record. A character may become twelve in its line, which is bounded too."""
@@ -45,6 +46,7 @@ class ReceivedRequest:
     target: Target | None = None
     ttl_s: float = 0.0
     unknown_objective: str | None = None
+    trace: TraceContext | None = None
 
     def record(self, routing: Routing | None, band_names: Mapping[int, str]) -> RequestInput:
         record = RequestInput(
@@ -94,7 +96,7 @@ class RequestContext:
     def record(self, now: float, band_names: Mapping[int, str]) -> RequestExit:
         """The record of a request that ends at `now`."""
         routing = _routing_record(self.routing, now) if self.routing is not None else RequestRouting()
-        return RequestExit(self.input.record(self.routing, band_names), self._result(now), routing)
+        return RequestExit(self.input.record(self.routing, band_names), self._result(now), routing, self.input.trace)
 
     def _result(self, now: float) -> RequestResult:
         attempt = self.attempt

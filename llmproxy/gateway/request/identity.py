@@ -25,6 +25,7 @@ from llmproxy.gateway.http.headers import (
     to_backend,
 )
 from llmproxy.gateway.request.auth import NO_TENANT, Tenant
+from llmproxy.telemetry.trace_context import TraceContext
 
 TTL_HEADER = "x-llm-d-inference-ttl"
 REQUEST_ID_HEADER = "x-request-id"
@@ -116,17 +117,30 @@ class Identity:
         return any(mapped in network for network in self._trusted if network.version == mapped.version)
 
     def to_backend(
-        self, http: web.BaseRequest, request_id: str, backend: BackendConfig, tenant: Tenant = NO_TENANT
+        self,
+        http: web.BaseRequest,
+        request_id: str,
+        backend: BackendConfig,
+        tenant: Tenant = NO_TENANT,
+        trace: TraceContext | None = None,
+        span_id: str = "",
     ) -> Headers:
-        """The header fields for `backend`: with its own key, without privileged fields of an untrusted client."""
+        """The header fields for `backend`: with its own key, without privileged fields of an untrusted client.
+
+        With a `trace`, the span of this id is the parent of what the backend does; else the client's fields say it.
+        """
         key = backend.api_key or self._backend_key
-        return to_backend(
+        withheld = frozenset() if self.trusts(http.remote, tenant) else self._privileged
+        headers = to_backend(
             http.headers.items(),
             request_id=request_id,
-            withheld=frozenset() if self.trusts(http.remote, tenant) else self._privileged,
+            withheld=withheld if trace is None else withheld | trace.replaced,
             authorization=f"Bearer {key}" if key else None,
             keep_credentials=self._keeps_credentials,
         )
+        if trace is not None:
+            headers.append(("traceparent", trace.traceparent(span_id)))
+        return headers
 
     def key_hint(self, backend: BackendConfig) -> str:
         """What the log says about a backend that refuses requests for lack of a valid key."""

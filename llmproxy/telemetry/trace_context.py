@@ -1,0 +1,112 @@
+"""The trace that a request belongs to (W3C Trace Context): whose it is, whether it is sampled, and what backends get.
+
+This is all that requests pay for tracing. Spans are made of their records, on a thread; see `spans`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from llmproxy.config import Config, ConfigError
+
+TRACE_FIELDS = frozenset({"traceparent"})
+BEGUN_FIELDS = TRACE_FIELDS | {"tracestate"}
+"""What a backend does not get of a client whose trace does not go on: the state would be that of another trace."""
+RATIO = 0.1
+"""Share of the traces begun here that are sampled, where the environment does not say it."""
+SAMPLERS: Mapping[str, tuple[bool, float | None]] = {
+    "always_on": (False, 1.0),
+    "always_off": (False, 0.0),
+    "traceidratio": (False, None),
+    "parentbased_always_on": (True, 1.0),
+    "parentbased_always_off": (True, 0.0),
+    "parentbased_traceidratio": (True, None),
+}
+"""The samplers of the OpenTelemetry specification: whether the parent decides, and the ratio, None for the argument."""
+
+# Version 00 ends behind the flags, later ones may go on. Version ff and ids of zeros are invalid.
+_TRACEPARENT = re.compile(
+    r"(?!ff|00.{53}.)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?"
+)
+
+
+class TraceContext(Struct, frozen=True):
+    """The place of one request in its trace; ids are hexadecimal.
+
+    `span_id` is the request here, `parent_id` the client's span, "" where the trace begins here. `linked` are the trace
+    and the span of a client that is not believed.
+    """
+
+    trace_id: str
+    span_id: str
+    parent_id: str
+    sampled: bool
+    linked: tuple[str, str] | None = None
+
+    def traceparent(self, span_id: str) -> str:
+        """The header field that makes this span the parent of what its reader does."""
+        return f"00-{self.trace_id}-{span_id}-{'01' if self.sampled else '00'}"
+
+    @property
+    def replaced(self) -> frozenset[str]:
+        """The header fields of the client that backends do not get."""
+        return TRACE_FIELDS if self.parent_id else BEGUN_FIELDS
+
+
+class Sampler:
+    """Says which trace a request belongs to, and whether it is sampled.
+
+    Where it is `by_parent`, the client's span decides, and a share `ratio` of the traces that begin here is sampled;
+    else that share of all. Two processes agree about a trace, because its id decides.
+    """
+
+    def __init__(self, by_parent: bool, ratio: float) -> None:
+        self._by_parent = by_parent
+        self._below = round(ratio * 2**64)
+
+    @classmethod
+    def of(cls, config: Config, environ: Mapping[str, str] = os.environ) -> Sampler | None:
+        """The sampler that the environment asks for, None without tracing. Raises ConfigError for an unknown one."""
+        if not config.tracing or environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+            return None
+        name = environ.get("OTEL_TRACES_SAMPLER", "").strip() or "parentbased_traceidratio"
+        if name not in SAMPLERS:
+            raise ConfigError([f"tracing: OTEL_TRACES_SAMPLER is {name!r}; known are {', '.join(SAMPLERS)}"])
+        by_parent, ratio = SAMPLERS[name]
+        return cls(by_parent, _ratio(environ.get("OTEL_TRACES_SAMPLER_ARG", "")) if ratio is None else ratio)
+
+    def begin(self, traceparents: Sequence[str], believed: bool) -> TraceContext:
+        """The context of one request with these `traceparent` fields; only what is `believed` goes on.
+
+        More than one field is as none, and so is one that is not valid.
+        """
+        parent = _TRACEPARENT.fullmatch(traceparents[0]) if len(traceparents) == 1 else None
+        if parent is not None and believed:
+            trace_id, parent_id, flags = parent.groups()
+            sampled = bool(int(flags, 16) & 1) if self._by_parent else self._picks(trace_id)
+            return TraceContext(trace_id, new_span_id(), parent_id, sampled)
+        trace_id = os.urandom(16).hex()
+        linked = None if parent is None else (parent[1], parent[2])
+        return TraceContext(trace_id, new_span_id(), "", self._picks(trace_id), linked)
+
+    def _picks(self, trace_id: str) -> bool:
+        # As the specification has it: by the lower half, which is random in every kind of id.
+        return int(trace_id[16:], 16) < self._below
+
+
+def new_span_id() -> str:
+    return os.urandom(8).hex()
+
+
+def _ratio(text: str) -> float:
+    try:
+        ratio = float(text) if text.strip() else RATIO
+    except ValueError:
+        ratio = -1.0
+    if not 0.0 <= ratio <= 1.0:
+        raise ConfigError([f"tracing: OTEL_TRACES_SAMPLER_ARG is {text!r}; it should be a number from 0 to 1"])
+    return ratio
