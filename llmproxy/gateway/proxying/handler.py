@@ -161,7 +161,7 @@ class RequestHandler:
         context.extra["x-request-id"] = received.id
         check_fields(http.headers.items())
         received.tenant = rules.keys.check(http.headers)
-        self._trace(received)
+        received.begin_trace(self._sampler)
         if self._dispatcher.draining:
             raise Failure(Outcome.DRAINING, "The proxy is shutting down. Try again.", retry_after_s=1.0)
         if http.headers.get("content-encoding", "identity").lower() != "identity":
@@ -179,12 +179,6 @@ class RequestHandler:
             context.client.keep = context.kept.add if context.kept is not None else None
         context.routing = Routing(self._make_request(received, parsed, received.target))
         await self._attempt_until_answered(context, parsed, context.routing)
-
-    def _trace(self, received: ReceivedRequest) -> None:
-        """Begin the span of the request. Only clients whose headers count may say which trace it belongs to."""
-        if self._sampler is not None and received.trace is None:
-            believed = received.rules.identity.trusts(received.http.remote, received.tenant)
-            received.trace = self._sampler.begin(received.http.headers.getall("traceparent", ()), believed)
 
     async def _isolated(self, received: ReceivedRequest, parsed: ParsedBody) -> ParsedBody:
         """Keep the tenant from prefixes and stored responses of others in the engines. Raises Failure."""
@@ -379,7 +373,7 @@ class RequestHandler:
 
     def _record(self, context: RequestContext) -> None:
         # Of a request that was refused before its tenant was known.
-        self._trace(context.input)
+        context.input.begin_trace(self._sampler)
         ended = context.record(asyncio.get_running_loop().time(), context.input.rules.band_names)
         if context.routing is not None:
             self._dispatcher.ended(context.routing.request, ended.result.met)

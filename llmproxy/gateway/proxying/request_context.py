@@ -20,7 +20,7 @@ from llmproxy.gateway.request.auth import NO_TENANT, Tenant
 from llmproxy.gateway.request.body_budget import HeldBody
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.telemetry.exit import ATTEMPTS_MAX, RequestExit, RequestInput, RequestResult, RequestRouting, shortened
-from llmproxy.telemetry.trace_context import TraceContext
+from llmproxy.telemetry.trace_context import Sampler, TraceContext
 
 _MODEL_CHARS_MAX = 100
 """Of the name of an unknown model in a record. A character may become twelve in its line, which is bounded too."""
@@ -47,6 +47,12 @@ class ReceivedRequest:
     ttl_s: float = 0.0
     unknown_objective: str | None = None
     trace: TraceContext | None = None
+
+    def begin_trace(self, sampler: Sampler | None) -> None:
+        """Begin the trace, once. Only clients whose headers count may say which one it is."""
+        if sampler is not None and self.trace is None:
+            believed = self.rules.identity.trusts(self.http.remote, self.tenant)
+            self.trace = sampler.begin(self.http.headers.getall("traceparent", ()), believed)
 
     def record(self, routing: Routing | None, band_names: Mapping[int, str]) -> RequestInput:
         record = RequestInput(
