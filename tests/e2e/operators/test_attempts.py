@@ -26,12 +26,15 @@ def _ended(monkeypatch: pytest.MonkeyPatch) -> dict[str, RequestExit]:
 
 
 def in_order(ended: RequestExit) -> None:
-    """Waits and attempts follow each other, within the request."""
+    """Waits and attempts follow each other, within the request, and the waits add up."""
     instants = [ended.input.arrived_s, ended.ended_s]
     for attempt in ended.routing.tried:
         instants[-1:-1] = [attempt.queued_s, attempt.granted_s, attempt.first_byte_s, attempt.ended_s]
     known = [instant for instant in instants if instant is not None]
     assert all(a <= b for a, b in pairwise(known)), instants
+    if len(ended.routing.tried) == ended.routing.attempts and ended.routing.queued_s is None:
+        waits_s = [(one.granted_s or 0.0) - (one.queued_s or 0.0) for one in ended.routing.tried]
+        assert sum(waits_s) == pytest.approx(ended.routing.queue_wait_s, abs=1e-6)
 
 
 def story(ended: RequestExit) -> list[tuple[str | None, Verdict | None, bool]]:
