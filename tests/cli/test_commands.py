@@ -116,6 +116,7 @@ OTHER_THAN_DEFAULT = {
     "admin_key": hash_of("k"),
     "forward_credentials": "true",
     "decision_log_sample": "0.5",
+    "tracing": "true",
 }
 
 
