@@ -209,6 +209,11 @@ def decisions(path: Path) -> dict[str, dict[str, Any]]:
     return {line["request_id"]: line for line in lines}
 
 
+def posts(proxy: ProxyUnderTest) -> int:
+    """How many requests that are no polls have reached the first replica."""
+    return sum(seen.method == "POST" for seen in proxy.replicas[0].requests_seen)
+
+
 async def all_of(stream: aiohttp.ClientResponse) -> bytes:
     """What comes of a stream that may break."""
     pieces = bytearray()

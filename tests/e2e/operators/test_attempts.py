@@ -9,7 +9,7 @@ import pytest
 
 from llmproxy.core.domain import Outcome, Verdict
 from llmproxy.telemetry.exit import ATTEMPTS_MAX, AttemptRecord, RequestExit
-from tests.e2e.proxies import FAST, STREAM, one_seat, serving, until
+from tests.e2e.proxies import FAST, STREAM, one_seat, posts, serving, until
 from tests.e2e.scripted import answering, serving_script, whole
 
 OBJECTIVE = "x-llm-d-inference-objective"
@@ -72,9 +72,9 @@ async def test_a_preempted_attempt_says_when_it_was_withdrawn(ended: dict[str, R
     async with serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0}) as proxy:
         proxy.replicas[0].faults.set("frozen")
         sheddable = proxy.waiting(STREAM, **{OBJECTIVE: "sheddable", "x-request-id": "s"})
-        await until(lambda: proxy.app.dispatcher.leases == 1)
+        await until(lambda: posts(proxy) == 1)
         critical = proxy.waiting(STREAM, **{OBJECTIVE: "critical", "x-request-id": "c"})
-        await until(lambda: sum(seen.method == "POST" for seen in proxy.replicas[0].requests_seen) == 2)
+        await until(lambda: posts(proxy) == 2)
         proxy.replicas[0].faults.clear()
         assert (await critical).status == (await sheddable).status == 200
         await proxy.settled()

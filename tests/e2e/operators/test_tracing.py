@@ -16,7 +16,7 @@ from llmproxy.core.domain import Outcome
 from llmproxy.simulator.replica import Replica
 from llmproxy.telemetry import spans as late_spans
 from tests.e2e.processes import served
-from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, all_of, one_seat, serving, until
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, all_of, one_seat, posts, serving, until
 from tests.e2e.scripted import STREAM_HEAD, breaking, chunk, serving_script
 from tests.otlp import Receiver, attributes, receiving, tree
 
@@ -91,9 +91,9 @@ async def test_a_retry_a_withdrawal_and_a_refusal(monkeypatch: pytest.MonkeyPatc
         async with serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0}, tracing=True) as proxy:
             proxy.replicas[0].faults.set("frozen")
             sheddable = proxy.waiting(STREAM, **{OBJECTIVE: "sheddable", "x-request-id": "withdrawn"})
-            await until(lambda: proxy.app.dispatcher.leases == 1)
+            await until(lambda: posts(proxy) == 1)
             critical = proxy.waiting(STREAM, **{OBJECTIVE: "critical"})
-            await until(lambda: sum(seen.method == "POST" for seen in proxy.replicas[0].requests_seen) == 2)
+            await until(lambda: posts(proxy) == 2)
             refused = proxy.waiting(STREAM, **{"x-request-id": "refused", "x-llm-d-inference-ttl": "20ms"})
             assert (await refused).status == 429
             proxy.replicas[0].faults.clear()
