@@ -154,6 +154,20 @@ class Dispatcher:
                 del self._direct[backend]
             self._note_emptied(backend)
 
+    # --- events of leases ---------------------------------------------------------------------------------------------
+
+    def started(self, grant: Grant, now: float) -> None:
+        """The first token arrived: the backend may be given a further prompt, or has passed its probe."""
+        self.pools.started(grant, now)
+        if self._waiting:
+            self._decide_soon()
+
+    def committed(self, grant: Grant, now: float) -> None:
+        self.pools.committed(grant, now)
+
+    def progress(self, grant: Grant, output_tokens: int, now: float) -> None:
+        self.pools.progress(grant, output_tokens, now)
+
     def ended(self, request: Request, met: bool | None) -> None:
         """See `Pools.ended`."""
         self.pools.ended(request, met, _now())
@@ -275,7 +289,7 @@ class Dispatcher:
         if isinstance(decision, Grant):
             self.granted[decision.request.band] += 1
             self.inversions += decision.why.inverted
-            self._leases[decision.request.pool, decision.lease] = Lease(decision, self.pools)
+            self._leases[decision.request.pool, decision.lease] = Lease(decision, self)
             waiter = self._waiting.pop(decision.request.id)
             # The client left in this turn, and the future holds no grant that `_abandon` could return.
             if waiter.granted.done():

@@ -10,7 +10,7 @@ import pytest
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Preempt, Request, Slo, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, Settings
-from tests.core.make import grants, listing, pools, request
+from tests.core.make import BASE, grants, listing, pools, reading, request
 
 PACE = Slo(tpot_s=0.03)
 PROMPT = 30_000
@@ -23,9 +23,11 @@ def asked(name: str, now: float = 0.0, **given: Any) -> Request:
     return request(**(facts | given))
 
 
-def streaming(*backends: str, settings: Settings = ANY_TIME) -> tuple[Pools, list[Grant]]:
+def streaming(
+    *backends: str, settings: Settings = ANY_TIME, adapters: tuple[str, ...] = ()
+) -> tuple[Pools, list[Grant]]:
     """Backends of 64 slots, each with one stream that has begun."""
-    listings = {name: listing(max_model_len=None) for name in backends}
+    listings = {name: listing(*adapters, max_model_len=None) for name in backends}
     of = pools(dict.fromkeys(backends, 64), settings, listings=listings)
     held = []
     for name in backends:
@@ -43,9 +45,9 @@ def flood(of: Pools, names: str, now: float, **given: Any) -> list[Grant]:
     return grants(of, now)
 
 
-def windowed() -> Pools:
+def windowed(*adapters: str) -> Pools:
     """One backend with a stream, whose first bytes have shown that it computes 15,000 tokens/s."""
-    of, _ = streaming("a", settings=Settings())
+    of, _ = streaming("a", settings=Settings(), adapters=adapters)
     for at in (0.1, 0.3, 0.5):
         (one,) = flood(of, "-", at, slo=None, prompt_tokens=1_500)
         of.started(one, at + 0.13)
@@ -81,7 +83,7 @@ def test_prompts_beyond_the_window_wait_and_go_without_any_event() -> None:
     later = of.next_wakeup(1.0)
     assert later is not None
     assert 1.05 < later < 1.4, "one takes 0.4 s, and 0.3 s of that may be left"
-    assert not grants(of, 0.1 + 0.9 * later)
+    assert not grants(of, (1.0 + later) / 2)
     assert [one.request.id for one in grants(of, later)] == ["b"]
 
 
@@ -94,7 +96,7 @@ def test_first_byte_lets_the_next_prompt_go() -> None:
 
 def test_critical_request_takes_back_prompts_that_fill_the_window() -> None:
     of = windowed()
-    low = flood(of, "abcdefgh", 1.0, band=SHEDDABLE, prompt_tokens=1_500)
+    low = flood(of, "abcdefgh", 1.0, band=SHEDDABLE, prompt_tokens=1_700)
     assert len(low) == 3
     of.submit(asked("urgent", 1.0, band=CRITICAL), 1.0)
     (back,) = of.decide(1.0)
@@ -102,6 +104,29 @@ def test_critical_request_takes_back_prompts_that_fill_the_window() -> None:
     assert back.request.id == "c"
     of.finish(low[-1], Verdict.PREEMPTED, 1.0)
     assert [one.request.id for one in grants(of, 1.0)] == ["urgent"]
+
+
+def test_prompt_that_an_engine_never_begins_does_not_close_the_window() -> None:
+    of = windowed()
+    flood(of, "n", 1.0, slo=None, prompt_tokens=1_500)
+    for number in range(20):
+        now = 2.0 + number
+        (one,) = flood(of, "-", now, slo=None, prompt_tokens=1_500)
+        of.started(one, now + 0.13)
+        of.finish(one, Verdict.SERVED, now + 0.14)
+
+
+def test_prompt_that_waits_for_an_adapter_slot_does_not_close_the_window() -> None:
+    of = windowed("x", "y")
+    of.backends["a"].observe(reading(1.0, max_adapters=1))
+    (one,) = flood(of, "x", 1.0, adapter="x", model="x", slo=None, prompt_tokens=100)
+    of.started(one, 1.2)
+    # The slot is taken until the answer to x ends.
+    assert len(flood(of, "y", 1.3, adapter="y", model="y", slo=None, prompt_tokens=PROMPT)) == 1
+    (first,) = flood(of, "1", 1.4, slo=None, prompt_tokens=6_000)
+    assert not flood(of, "2", 1.4, slo=None, prompt_tokens=6_000)
+    of.started(first, 1.8)
+    assert [one.request.id for one in grants(of, 1.8)] == ["2"]
 
 
 def test_window_is_not_guessed_where_no_first_byte_tells_what_is_computed() -> None:

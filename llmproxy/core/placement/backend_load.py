@@ -118,21 +118,25 @@ class BackendLoad:
 
     def queue_s(self, rates: PoolRates, now: float) -> float:
         """Seconds until the backend has computed its prompts and loaded their adapters, plus the base of one prompt."""
-        oldest = self._oldest(now) if self._unstarted else None
+        work_s, overdue_s = self._unfinished_s(rates, now)
+        return rates.prefill.base * self.prefill.factor + work_s + overdue_s
+
+    def _unfinished_s(self, rates: PoolRates, now: float) -> tuple[float, float]:
+        """Seconds that its prompts and the loads of their adapters still take, and those that the oldest is overdue."""
         token_s = rates.prefill.slope * self.prefill.factor
-        queue_s = rates.prefill.base * self.prefill.factor + self._to_prefill_tokens * token_s
-        if oldest is not None:
-            # A part of the oldest prompt is done by now. An overdue one says more of the backend than its history.
-            since_s, due_s, own_s = max(oldest.booked_s, self._spoke_s), oldest.due_s, oldest.work_tokens * token_s
-            if self._loading:
-                # One step loads the adapters of all waiting requests.
-                loads_s = sum([rates.loads.at(tier) for tier in self._loading.values()])
-                queue_s += loads_s
-                own_s += loads_s
-                due_s = max(due_s, since_s + OVERDUE * loads_s)
-            queue_s -= min(now - since_s, own_s)
-            queue_s += max(0.0, now - due_s)
-        return queue_s
+        oldest = self._oldest(now) if self._unstarted else None
+        work_s = self._to_prefill_tokens * token_s
+        if oldest is None:
+            return work_s, 0.0
+        # A part of the oldest prompt is done by now. An overdue one says more of the backend than its history.
+        since_s, due_s, own_s = max(oldest.booked_s, self._spoke_s), oldest.due_s, oldest.work_tokens * token_s
+        if self._loading:
+            # One step loads the adapters of all waiting requests.
+            loads_s = sum([rates.loads.at(tier) for tier in self._loading.values()])
+            work_s += loads_s
+            own_s += loads_s
+            due_s = max(due_s, since_s + OVERDUE * loads_s)
+        return work_s - min(now - since_s, own_s), max(0.0, now - due_s)
 
     def opens_at(self, rates: PoolRates, band: int, ceiling: float, window_s: float | None, now: float) -> float:
         """When the backend may be given a prompt of `band` again; `now` if it may now.
@@ -140,10 +144,13 @@ class BackendLoad:
         It may while it computes its prompts within `window_s`, of which the band may use so much as its `ceiling`
         (0..1] says, and while the objectives of its streams allow it. Only the first bytes of streams show what is
         computed: without any, or with other requests among them, nobody knows what the window holds.
+
+        The base is no part of it, because a further prompt does not prolong it. Neither is what the oldest is overdue:
+        one prompt that the engine does not begin would close the backend for all others.
         """
         opens_s = self.rationed_until(rates, band, ceiling, now)
         if self._unstarted and window_s is not None and rates.prefill.seen and not self._plain:
-            over_s = self.queue_s(rates, now) - ceiling * window_s
+            over_s = self._unfinished_s(rates, now)[0] - ceiling * window_s
             if over_s > WINDOW_STEP_S:
                 opens_s = max(opens_s, now + over_s)
         return opens_s
@@ -188,7 +195,9 @@ class BackendLoad:
         self._unstarted[lease] = flight
         self._plain += not request.stream
         flight.work_tokens = flight.own_tokens + rates.attention.share * flight.attended
-        self._to_prefill_tokens += flight.work_tokens
+        if not flight.deferred:
+            # An engine computes no prompt that waits for an adapter slot, and the others before it.
+            self._to_prefill_tokens += flight.work_tokens
         flight.due_s = now + OVERDUE * rates.prefill.at(self._to_prefill_tokens) * self.prefill.factor
         flight.work_s = flight.work_tokens * rates.prefill.slope * self.prefill.factor + load_s
         self.busy_share.add(flight.work_s, now)
@@ -302,7 +311,8 @@ class BackendLoad:
     def _settle(self, lease: int, flight: InFlight) -> None:
         if self._unstarted.pop(lease, None) is not None:
             self._plain -= not flight.request.stream
-            self._to_prefill_tokens -= flight.work_tokens
+            if not flight.deferred:
+                self._to_prefill_tokens -= flight.work_tokens
             self.worked_s += flight.work_s
             self._loading.pop(lease, None)
             # It is unknown how much of the time until the next first byte goes into this prompt.

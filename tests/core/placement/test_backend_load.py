@@ -462,7 +462,19 @@ def test_window_of_a_lower_band_is_its_ceilings_part() -> None:
     bench = LoadBench()
     bench.rates.prefill.seen = 1
     bench.book(4_000.0)
-    queue_s = bench.queue_s()
+    prompt_s = bench.queue_s() - BASE_S
     load, rates, now = bench.backend_load, bench.rates, bench.now
-    assert load.opens_at(rates, 0, 1.0, queue_s, now) == now
-    assert load.opens_at(rates, 0, 0.5, queue_s, now) == pytest.approx(now + 0.5 * queue_s)
+    assert load.opens_at(rates, 0, 1.0, prompt_s, now) == now
+    assert load.opens_at(rates, 0, 0.5, prompt_s, now) == pytest.approx(now + 0.5 * prompt_s)
+
+
+def test_window_holds_prompts_and_not_the_base_that_they_share() -> None:
+    bench = LoadBench()
+    bench.rates.prefill.seen, bench.rates.prefill.base = 1, 5.0
+    load, rates, now = bench.backend_load, bench.rates, bench.now
+    for _ in range(3):
+        bench.book(1_500.0)
+        assert bench.queue_s() > 5.0
+    assert load.opens_at(rates, 0, 1.0, 0.3, now) == now
+    bench.book(1_500.0)
+    assert load.opens_at(rates, 0, 1.0, 0.3, now) == pytest.approx(now + 0.1)
