@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Preempt, Request, Slo, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Outcome, Preempt, Request, Slo, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, Settings
-from tests.core.make import BASE, grants, listing, pools, reading, request
+from tests.core.make import grants, listing, pools, reading, refusal, request
 
 PACE = Slo(tpot_s=0.03)
 PROMPT = 30_000
@@ -45,9 +45,9 @@ def flood(of: Pools, names: str, now: float, **given: Any) -> list[Grant]:
     return grants(of, now)
 
 
-def windowed(*adapters: str) -> Pools:
+def windowed(*adapters: str, **given: Any) -> Pools:
     """One backend with a stream, whose first bytes have shown that it computes 15,000 tokens/s."""
-    of, _ = streaming("a", settings=Settings(), adapters=adapters)
+    of, _ = streaming("a", settings=Settings(**given), adapters=adapters)
     for at in (0.1, 0.3, 0.5):
         (one,) = flood(of, "-", at, slo=None, prompt_tokens=1_500)
         of.started(one, at + 0.13)
@@ -92,6 +92,16 @@ def test_first_byte_lets_the_next_prompt_go() -> None:
     (first,) = flood(of, "ab", 1.0, prompt_tokens=6_000)
     of.started(first, 1.01)
     assert [one.request.id for one in grants(of, 1.01)] == ["b"]
+
+
+def test_request_that_would_be_late_behind_a_full_window_is_refused() -> None:
+    of = windowed(refuse_late=True)
+    hurried = asked("h", 1.0, slo=Slo(ttft_s=0.25), prompt_tokens=1_500)
+    (first,) = flood(of, "a", 1.0, slo=None, prompt_tokens=6_000)
+    assert refusal(of.submit, hurried, 1.0).outcome is Outcome.REJECTED_DEADLINE
+    of.started(first, 1.01)
+    of.submit(hurried, 1.01)
+    assert [one.request.id for one in grants(of, 1.01)] == ["h"]
 
 
 def test_critical_request_takes_back_prompts_that_fill_the_window() -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,7 +216,8 @@ def _prompt(out: list[bytes], value: Any) -> None:
     if isinstance(first, str):
         out.append(first.encode())
     elif isinstance(first, list):
-        out.append(_ids(first))
+        with suppress(TypeError, OverflowError):
+            out.append(id_bytes(first))
 
 
 def _messages(out: list[bytes], value: Any) -> None:
@@ -278,8 +280,8 @@ def _item(out: list[bytes], item: dict[str, Any], depth: int, system: bool) -> N
     out.append(b"".join(last.values()))
 
 
-def _ids(ids: list[Any]) -> bytes:
-    try:
-        return array("I", ids).tobytes()
-    except (TypeError, OverflowError):
-        return b""  # These are no token ids. The engine will refuse the body.
+def id_bytes(ids: list[Any]) -> bytes:
+    """The canonical bytes of token ids. Raises TypeError or OverflowError for what no engine takes for ids."""
+    if bool in map(type, ids):
+        raise TypeError("an array takes true for 1")
+    return array("I", ids).tobytes()

@@ -8,7 +8,6 @@ body, and the media and skipped members between.
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain, repeat
@@ -41,6 +40,7 @@ from llmproxy.gateway.request.prefix_hash import (
     Chain,
     SystemText,
     empty_chain,
+    id_bytes,
 )
 
 # More values than a body that is parsed in one go can hold. A large body with more is not worth the time.
@@ -245,10 +245,10 @@ class _CanonicalReader:
             if to < 0:
                 raise _EndError
             try:
-                ids = array("I", orjson.loads(b"[" + self._body[self._at : to] + b"]"))
+                ids = id_bytes(orjson.loads(b"[" + self._body[self._at : to] + b"]"))
             except (TypeError, OverflowError, orjson.JSONDecodeError):
                 raise _NoPromptError from None
-            self._write(ids.tobytes())
+            self._write(ids)
             self._at = to + 1
             if self._due():
                 yield

@@ -170,6 +170,13 @@ def test_backend_for_other_lengths_is_taken_when_the_right_one_is_busy() -> None
     assert 0.3 * ASIDE_S < queued_s < 1.2 * ASIDE_S
 
 
+def test_request_waits_for_a_full_backend_rather_than_slow_many_streams_down() -> None:
+    bench, full = CostBench(), view("full", limit=1, load=1)
+    asked = streamed(prompt_tokens=1_000)
+    assert bench.waits(asked, [full, view("streams", limit=100, load=50)])
+    assert bench.place(asked, [full, view("idle", limit=100)]).backend == "idle"
+
+
 def test_backend_busy_with_prompts_costs_more_until_it_was_idle() -> None:
     bench, views = CostBench(), [view("busy"), view("idle", load=1)]
     asked = streamed(prompt_tokens=3_000)

@@ -92,6 +92,8 @@ def nested(depth: int, inside: Any) -> Any:
 @given(BODIES, st.text(alphabet=" \t\r\n", max_size=3), st.booleans(), st.sampled_from([16, 17, 40, 65536]))
 @example((BodyKind.COMPLETION, {"prompt": [["x"], 1]}), "", True, 64)
 @example((BodyKind.COMPLETION, {"prompt": [1, 2.5]}), "", True, 64)
+@example((BodyKind.COMPLETION, {"prompt": [[False]]}), "", True, 64)
+@example((BodyKind.COMPLETION, {"prompt": [[1, True, 3]]}), "", True, 64)
 @example((BodyKind.COMPLETION, {"prompt": [1, 2**32]}), "", True, 64)
 @example((BodyKind.COMPLETION, {"prompt": [*range(20_000), 2.5]}), "", True, 64)
 @example((BodyKind.RESPONSES, {"input": {"content": nested(5, {"text": ["deep"]})}}), "", True, 64)
