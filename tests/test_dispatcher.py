@@ -109,13 +109,13 @@ async def test_closing_stops_the_timer() -> None:
 @virtual
 async def test_a_first_token_lets_the_next_prompt_go_without_any_other_event() -> None:
     one = dispatcher(None, Settings(), a=64)
-    facts = {"stream": True, "prompt_tokens": 8_000}
-    first = Client(one, **facts)
+    client = partial(Client, one, stream=True, prompt_tokens=8_000)
+    first = client()
     await turns()
     assert first.lease is not None
     await asyncio.sleep(0.5)
     first.lease.started()
-    second, third = Client(one, **facts), Client(one, **facts)
+    second, third = client(), client()
     await turns()
     assert (second.holds(), third.holds()) == ("a", None)
     assert second.lease is not None
@@ -123,8 +123,8 @@ async def test_a_first_token_lets_the_next_prompt_go_without_any_other_event() -
     second.lease.started()
     await turns()
     assert third.holds() == "a"
-    for client in (first, second, third):
-        await client.done()
+    for each in (first, second, third):
+        await each.done()
     await turns()
     empty(one)
 

@@ -6,11 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from msgspec.structs import replace
-
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import DEFAULT, Decision, Drop, Entry, Grant, Learned, NoCapacity, Outcome, Request, Why
+from llmproxy.core.domain import Decision, Drop, Entry, Grant, Learned, NoCapacity, Outcome, Request, Why
 from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.lease_observers import (
     ChargeObserver,
@@ -289,11 +287,7 @@ class Scheduler:
             self._backends.refresh(this.views, this.outdated, this.now)
             this.outdated = None
         kept = not guaranteed and self._headroom.keeps_last(level, this.views, this.now)
-        views = this.views
-        if not guaranteed and any(self._queue_closes(view, level, this.now) for view in views):
-            views = [
-                replace(view, available=False) if self._queue_closes(view, level, this.now) else view for view in views
-            ]
+        views = this.views if guaranteed else self._headroom.seen_by(level, this.views, this.now)
         while True:
             found: Found | Limited | NoCapacity | None
             if kept:
@@ -346,21 +340,11 @@ class Scheduler:
         queued = head(band, this.now)
         this.decisions += self._preemption.choose(queued.request, queued.excluded, band.size, this.now)
 
-    def _queue_closes(self, view: View, level: int, now: float) -> bool:
-        """Whether a band is not sent to a backend any more because requests wait inside its engine.
-
-        A band below `default` is not while a higher band is in use, which would wait behind it in the engine. A band
-        above `default` is not beyond the load that the engine was seen to run, because it would wait there behind
-        others, while it is first here.
-        """
-        if not view.waiting or view.probed or level == DEFAULT:
-            return False
-        return self._headroom.used_above(level, now) if level < DEFAULT else view.doubtful
-
     def _room_on(self, name: str, level: int, now: float) -> int:
         """How many more requests of the band `level` a backend has room for."""
         view = self._backends.by_name[name].view(now)
-        if self._queue_closes(view, level, now) or not view.has_room(self._headroom.ceiling(level, now)):
+        (seen,) = self._headroom.seen_by(level, [view], now)
+        if not seen.has_room(self._headroom.ceiling(level, now)):
             return 0
         return max(1, view.limit + view.look_ahead - view.load)
 

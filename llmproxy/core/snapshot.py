@@ -202,7 +202,9 @@ class Look:
             bands.append(self._band(level, of_band, min(FLOWS_MAX, flows_max)))
             flows_max -= len(bands[-1].shown)
         ready = {
-            level: self.placement.ready(views, level, self.headroom.ceiling(level, self.now), self.now)
+            level: self.placement.ready(
+                self.headroom.seen_by(level, views, self.now), level, self.headroom.ceiling(level, self.now), self.now
+            )
             for level in levels
             if not self.headroom.keeps_last(level, views, self.now)
         }

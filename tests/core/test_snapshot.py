@@ -167,6 +167,19 @@ def test_backends_say_for_whom_they_have_room() -> None:
     assert rooms == {"a": (CRITICAL,), "b": (), "c": ()}
 
 
+def test_backend_with_a_queue_of_its_own_has_no_room_for_bands_below_default() -> None:
+    fleet = pools({"a": 10}, Settings(capacity=NO_LOOK_AHEAD))
+    enter(fleet, band=CRITICAL, stream=True)
+    only_grant(fleet, 0.0)
+    (row,) = only_pool(fleet, 0.1).backends
+    assert row.room_for == (CRITICAL, DEFAULT, SHEDDABLE)
+    fleet.backends["a"].observe(reading(0.1, running=1, waiting=1))
+    (row,) = only_pool(fleet, 0.2).backends
+    assert row.room_for == (CRITICAL, DEFAULT)
+    low = enter(fleet, 0.2, band=SHEDDABLE)
+    assert not fleet.decide(0.2), f"{low.id} went"
+
+
 def test_a_pool_without_backends_up_holds_requests_and_stops_their_clock() -> None:
     fleet = full(queue=QueueSettings(hold_s=30.0))
     one = enter(fleet, 0.0)

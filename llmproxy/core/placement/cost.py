@@ -320,6 +320,9 @@ class CostPlacement(Placement):
             placed.tpot.expected_s,
         )
         self._flights[lease] = flight
+        for claims in self._claims.values():
+            # It waited for one backend, and then took another, which a request may that lower bands wait behind.
+            claims.pop(request.id, None)
         if request.adapter is not None:
             self._demand.add(request.adapter, now)
         backend_load.book(lease, flight, self._rates, now)

@@ -6,7 +6,10 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from math import inf
 
+from msgspec.structs import replace
+
 from llmproxy.core.backends.view import View
+from llmproxy.core.domain import DEFAULT
 from llmproxy.core.settings import BELOW_HIGHEST, Settings
 
 
@@ -66,6 +69,23 @@ class Headroom:
     def used_above(self, band: int, now: float) -> bool:
         """A band above `band` is in use."""
         return next(self._above(band, now), None) is not None
+
+    def seen_by(self, band: int, views: Sequence[View], now: float) -> Sequence[View]:
+        """`views` without room where `band` is not sent any more, because requests wait inside the engine.
+
+        A band below `default` is not while a higher band is in use, which would wait behind it in the engine. A band
+        above `default` is not beyond the load that the engine was seen to run, because it would wait there behind
+        others, while it is first here.
+        """
+        if band == DEFAULT or not any(view.waiting for view in views):
+            return views
+        used_above = self.used_above(band, now)
+        return [
+            replace(view, available=False)
+            if view.waiting and not view.probed and (used_above if band < DEFAULT else view.doubtful)
+            else view
+            for view in views
+        ]
 
     def changes_at(self, now: float) -> float | None:
         """When a band will have been out of use for long enough; None where time alone changes nothing."""

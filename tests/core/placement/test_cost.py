@@ -177,6 +177,17 @@ def test_request_waits_for_a_full_backend_rather_than_slow_many_streams_down() -
     assert bench.place(asked, [full, view("idle", limit=100)]).backend == "idle"
 
 
+def test_request_that_went_elsewhere_does_not_wait_for_a_full_backend_any_more() -> None:
+    bench, full, far = CostBench(), view("full", limit=1, load=1), view("far", prompt_range=(5_000, 9_000))
+    first, second = streamed(output_tokens=150), streamed(output_tokens=150)
+    assert bench.waits(first, [full, far])
+    assert bench.waits(second, [full, far]) is False
+    bench.now = 1.0
+    assert bench.waits(first, [full, far])
+    bench.book(first, far)
+    assert bench.waits(second, [full, far])
+
+
 def test_backend_busy_with_prompts_costs_more_until_it_was_idle() -> None:
     bench, views = CostBench(), [view("busy"), view("idle", load=1)]
     asked = streamed(prompt_tokens=3_000)
