@@ -247,10 +247,11 @@ class Scheduler:
             if not due:
                 return True
             granted = self._grant_one(due[0], 1.0, this, Unmatched(), guaranteed=True)
-            if isinstance(granted, NoCapacity):
+            if isinstance(granted, NoCapacity) and not any(view.has_room(1.0) for view in this.views):
                 this.blocked = True
                 return False
-            if granted is None:
+            if not isinstance(granted, Grant):
+                # Also where objectives of its own streams hold it back, which concern no band above it.
                 this.guaranteed_none.add(due[0])
         return this.steps < PASS_MAX
 
@@ -343,8 +344,8 @@ class Scheduler:
     def _room_on(self, name: str, level: int, now: float) -> int:
         """How many more requests of the band `level` a backend has room for."""
         view = self._backends.by_name[name].view(now)
-        (seen,) = self._headroom.seen_by(level, [view], now)
-        if not seen.has_room(self._headroom.ceiling(level, now)):
+        seen = self._headroom.seen_by(level, [view], now)
+        if not self._placement.ready(seen, level, self._headroom.ceiling(level, now), now):
             return 0
         return max(1, view.limit + view.look_ahead - view.load)
 

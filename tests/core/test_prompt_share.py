@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from random import Random
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Outcome, Preempt, Request, Slo, Verdict
 from llmproxy.core.pools import Pools
+from llmproxy.core.queueing.queue import FLOW_LOOK_MAX
 from llmproxy.core.settings import CapacitySettings, Settings
 from tests.core.make import grants, listing, pools, reading, refusal, request
 
@@ -39,7 +41,7 @@ def streaming(
     return of, held
 
 
-def flood(of: Pools, names: str, now: float, **given: Any) -> list[Grant]:
+def flood(of: Pools, names: Iterable[str], now: float, **given: Any) -> list[Grant]:
     for name in names:
         of.submit(asked(name, now, **given), now)
     return grants(of, now)
@@ -198,6 +200,20 @@ def test_objective_of_a_stream_holds_back_no_higher_band() -> None:
     assert len(flood(of, "ijklmnop", 1.0, band=CRITICAL, slo=None)) == 8
 
 
+def test_band_that_is_owed_its_minimum_share_and_rationed_holds_back_no_higher_band() -> None:
+    share = {SHEDDABLE: 0.5}
+    of, (stream,) = streaming("a", settings=Settings(capacity=ANY_TIME.capacity, min_shares=share))
+    of.finish(stream, Verdict.SERVED, 0.5)
+    (low,) = flood(of, "s", 0.6, band=SHEDDABLE, prompt_tokens=1)
+    of.started(low, 0.65)
+    assert len(flood(of, "abcdefgh", 1.0, band=SHEDDABLE, prompt_tokens=15_000)) < 8
+    for number in range(40):
+        now = 1.0 + 0.01 * number
+        (one,) = flood(of, [f"critical {number}"], now, band=CRITICAL, slo=None)
+        of.started(one, now)
+        of.finish(one, Verdict.SERVED, now)
+
+
 def test_critical_request_takes_back_prompts_that_were_not_begun() -> None:
     of, _ = streaming("a")
     flood(of, "s", 0.5, band=CRITICAL, prompt_tokens=15_000)
@@ -222,6 +238,22 @@ def test_bound_request_waits_without_keeping_the_scheduler_busy() -> None:
         now, wakeups = later, wakeups + 1
     assert wakeups < 5
     assert [one.request.id for one in found] == ["abcdefgh"[len(went)]]
+
+
+def test_many_requests_bound_to_a_closed_backend_hold_up_no_others() -> None:
+    of, _ = streaming("a", "b")
+    bound = [str(number) for number in range(3 * FLOW_LOOK_MAX)]
+    went = len(flood(of, bound, 1.0, backend="a", deadline_s=1e9))
+    assert went <= 5
+    assert [one.placed.backend for one in flood(of, "i", 1.0)] == ["b"]
+    now, wakeups = 1.0, 0
+    while went < len(bound):
+        later = of.next_wakeup(now)
+        assert later is not None
+        assert later > now
+        now, wakeups = later, wakeups + 1
+        went += len(grants(of, now))
+    assert wakeups < 2 * len(bound)
 
 
 @pytest.mark.parametrize("window_s", [None, 0.3])

@@ -112,10 +112,6 @@ class CostPlacement(Placement):
         model = request.model
         serving = [v for v in views if v.available and model in v.served and v.backend not in excluded]
         able = with_context(request, serving, views, excluded)
-        if now != self._claims_at_s:
-            self._claims_at_s = now
-            self._claims.clear()
-            self._opens_s = inf
         fits = self._fits(able, request.band, ceiling, now)
         if True not in fits:
             if True in self._fits(serving, request.band, ceiling, now):
@@ -276,6 +272,10 @@ class CostPlacement(Placement):
 
     def _fits(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[bool]:
         """Which backends have room, and time for one more prompt of `band`."""
+        if now != self._claims_at_s:
+            self._claims_at_s = now
+            self._claims.clear()
+            self._opens_s = inf
         fits = []
         for view in views:
             fit = view.has_room(ceiling)

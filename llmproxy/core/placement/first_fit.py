@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, NoCapacity, NoMatch, Placed
-from llmproxy.core.placement.policy import NO_CAPACITY, NO_MATCH, Placement, context_tokens, could_serve
+from llmproxy.core.placement.policy import NO_CAPACITY, Placement, context_tokens, could_serve
 from llmproxy.core.queueing.blocked import OF_BACKEND
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX, Band, Queued
 from llmproxy.core.queueing.usage_limits import UsageLimits
@@ -162,13 +162,11 @@ def _at_only_backend(
 ) -> Found | Limited | NoCapacity | NoMatch:
     """A place on the only backend that may serve the request, even a half-open one or one in slow start.
 
-    If it is full or down while others have room, the request is set aside, so that it does not block later ones. If it
-    has room and takes no prompt yet, the request is passed over.
+    If it is full, down or takes no prompt yet while others have room, the request is set aside, so that it does not
+    block later ones.
     """
     own = [view for view in views if view.backend == queued.request.backend]
     placed = placement.place(queued.request, own, ceiling, queued.excluded, now)
-    if isinstance(placed, NoCapacity) and any(view.has_room(ceiling) for view in own):
-        return NO_MATCH
     if isinstance(placed, NoCapacity) and any(view.has_room(ceiling) for view in views):
         return Limited(queued, f"{OF_BACKEND}{queued.request.backend}")
     return Found(queued, placed, passed_over) if isinstance(placed, Placed) else placed
