@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types contracts unit newest fuzz hostile chaos compat bench lab lab-full docs reference lock audit sbom clean
+.PHONY: demo test lint types contracts unit newest fuzz hostile chaos compat monitoring bench lab lab-full docs reference lock audit sbom clean
 
 .venv: pyproject.toml .ci/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("llmproxy needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -69,6 +69,10 @@ chaos: .venv
 COMPAT ?=
 compat: .venv
 	$(BIN)/python -m tests.compat $(COMPAT)
+
+# The dashboards and rules of `llmproxy export` on a real Prometheus that reads the demo, for a minute and a half.
+monitoring: .venv
+	$(BIN)/python -m tests.export
 
 bench: .venv
 	$(BIN)/python -m benchmarks.peers $(BENCH)

@@ -42,6 +42,7 @@ from llmproxy.live.snapshot import LiveSnapshot
 from llmproxy.telemetry import logs, spans
 from llmproxy.telemetry.decisions import DecisionLog, open_to_append
 from llmproxy.telemetry.exit import Exits, RequestExit
+from llmproxy.telemetry.genai import GenAiMetrics
 from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState
 from llmproxy.telemetry.trace_context import Sampler
 from llmproxy.upstream.client import HttpUpstream
@@ -295,6 +296,8 @@ def _exit_readers(
     stack: AsyncExitStack, config: Config, metrics: Metrics, now: float
 ) -> Iterator[Callable[[RequestExit], None]]:
     """What gets the record of each request beside the metrics. They close when the stack is left."""
+    if config.genai_metrics:
+        yield GenAiMetrics(metrics.registry).record
     path = config.decision_log
     if path is not None:
         try:

@@ -1,4 +1,4 @@
-"""The commands: `serve`, `check`, `config`, `hash-key`, `replica`, `demo`, `simulate`."""
+"""The commands: `serve`, `check`, `config`, `hash-key`, `replica`, `export`, `demo`, `simulate`."""
 
 from __future__ import annotations
 
@@ -271,6 +271,29 @@ def replica(
     except OSError as error:
         typer.echo(f"llmproxy replica: cannot listen on {host}:{port}: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+@app.command(cls=PanelHelp, short_help="Write dashboards, alerts or a scrape configuration.")
+def export(
+    kind: Annotated[str, typer.Argument(metavar="grafana|alerts|prometheus", help="What to write.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; made if it is missing.")] = Path(),
+) -> None:
+    """Write files for monitoring that fit this version: Grafana dashboards, Prometheus rules, or its configuration.
+
+    Files of the same names are replaced.
+    """
+    from llmproxy.export import KINDS, files_of
+
+    if kind not in KINDS:
+        _fail([f"llmproxy export: {kind} is none of {', '.join(KINDS)}"])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files_of(kind).items():
+            (folder / name).write_text(text)
+            typer.echo(folder / name)
+    except OSError as error:
+        _fail([f"llmproxy export: cannot write {error.filename or folder}: {error.strerror or error}"])
+    typer.echo(f"\nNext: {KINDS[kind][1]}", err=True)
 
 
 @app.command(cls=PanelHelp, short_help="Try it: simulated vLLM servers, the proxy, some traffic.")

@@ -20,6 +20,7 @@ NEEDS_RESTART = frozenset(
         "tls",
         "decision_log",
         "decision_log_sample",
+        "genai_metrics",
         "tracing",
         "state_file",
         "plugins",

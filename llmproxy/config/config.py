@@ -106,6 +106,8 @@ class Config(Section):
     """File to which each decision is appended as one JSON line. null: no file."""
     decision_log_sample: Annotated[Number, Field(ge=0, le=1)] = 1.0
     """Share of requests (0 to 1) whose decisions are written."""
+    genai_metrics: bool = False
+    """Count requests by OpenTelemetry's GenAI conventions (gen_ai_server_*) too."""
     tracing: bool = False
     """Send traces by OpenTelemetry, as its OTEL_* environment variables say. Needs the extra otel."""
     state_file: str = Field(default="auto", examples=["/var/lib/llmproxy/limits.json"])

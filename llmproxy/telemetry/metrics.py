@@ -149,7 +149,7 @@ def _most(blocked: Mapping[str, int]) -> Iterator[tuple[str, int]]:
         yield OTHER, sum(waiting for _, waiting in ordered[named:])
 
 
-class _Capped:
+class Capped:
     """The values of one label, bounded; values beyond the bound become `other`."""
 
     def __init__(self, *known: str) -> None:
@@ -215,7 +215,7 @@ class Metrics:
         }
         self._decision = distributions["decision_seconds"][()]
         self._series: dict[str, Counts | Distributions] = {**self._counts, **distributions}
-        self.record = exit_recorder(self._series, _Capped(UNKNOWN_MODEL), _Capped())
+        self.record = exit_recorder(self._series, Capped(UNKNOWN_MODEL), Capped())
         """Count one request that has ended. Called exactly once for each."""
         # The library's own counters may be changed on the threads of the decision log and of the spans too.
         self._decisions_lost = Counter(

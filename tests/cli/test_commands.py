@@ -117,6 +117,7 @@ OTHER_THAN_DEFAULT = {
     "forward_credentials": "true",
     "decision_log_sample": "0.5",
     "tracing": "true",
+    "genai_metrics": "true",
 }
 
 
