@@ -226,7 +226,7 @@ async def _wired(
     recorder = Recorder(dispatcher, registry.statuses, lambda: gateway.rulebook.current.band_names)
     stack.enter_context(logs.heard_by(recorder.heard))
     await stack.enter_async_context(background_task(recorder.run()))
-    exits = Exits(metrics, recorder.recent.record, *_exit_readers(stack, config, metrics, now()))
+    exits = Exits(metrics, recorder.record, *_exit_readers(stack, config, metrics, now()))
     gateway = Gateway.build(config, registry.backends, upstream, dispatcher, pools.estimator, exits)
     adapters = Adapters(pools)
     keeper = AdapterKeeper(

@@ -1,18 +1,20 @@
-"""What ended within the last minute: waits and first tokens by band, tokens by backend and by flow, outcomes."""
+"""What ended within the last minute: waits and first tokens by band, tokens by backend and by flow, outcomes.
+
+Each request is counted when it ends, in the sums of its second and nowhere else. When a second is over, its sums are
+added to those of the minute, and those of the second that leaves it are taken away.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from math import log
 
 from llmproxy.core.domain import Outcome
 from llmproxy.telemetry.exit import RequestExit
-from llmproxy.telemetry.sketch import Sketch
 
-SLICE_S = 5
-SLICES = 12
+SPAN_S = 60
 FLOWS_MAX = 1_000
-"""Flows counted within one slice, `OTHER` included."""
+"""Flows counted within one second, `OTHER` included."""
 OTHER = "other"
 NO_BAND = "none"
 
@@ -32,6 +34,13 @@ REFUSED = frozenset(
 )
 CLIENT_ERRORS = frozenset({Outcome.BAD_REQUEST, Outcome.UNKNOWN_MODEL, Outcome.UNAUTHORIZED, Outcome.TOO_LARGE})
 
+LEAST_S = 1e-4
+"""Times up to this are one bucket."""
+_GROWTH = 1.02
+_SCALE = 1.0 / log(_GROWTH)
+_OFFSET = -log(LEAST_S) * _SCALE + 1.0
+_HALF = 2.0 / (1.0 + 1.0 / _GROWTH)
+
 
 def kind_of(ended: RequestExit) -> str:
     """How it ended, in five kinds: `completed`, `refused` by the proxy, `client_error`, `cancelled`, else `failed`.
@@ -48,102 +57,190 @@ def kind_of(ended: RequestExit) -> str:
     return "cancelled" if outcome is Outcome.CANCELLED else "failed"
 
 
-class Slice:
-    """What ended within a few seconds. Sketches are by band, flows by (band, flow), the others by backend."""
+def bucket_of(seconds: float) -> int:
+    """The bucket of a time. Buckets grow by 2 %, so that any value of one stands for all within 1 %."""
+    return int(log(seconds) * _SCALE + _OFFSET) if seconds > LEAST_S else 0
+
+
+def quantile(buckets: Counter[int], share: float) -> float | None:
+    """The time that so large a share of those in `buckets` does not exceed, within 1 %; None without any."""
+    total = buckets.total()
+    if not total:
+        return None
+    rank, seen, bucket = max(1.0, share * total - 1e-9), 0, 0
+    for bucket in sorted(buckets):
+        seen += buckets[bucket]
+        if seen >= rank:
+            break
+    return LEAST_S * _GROWTH ** (bucket - 1) * _HALF if bucket else 0.0
+
+
+class BandSums:
+    """The requests of one band: how they ended, their objectives, and the buckets of their times."""
+
+    __slots__ = ("kinds", "met", "missed", "tpot_s", "ttft_s", "wait_s")
 
     def __init__(self) -> None:
-        self.kinds: Counter[tuple[str, str]] = Counter()
-        self.objectives: Counter[tuple[str, bool]] = Counter()
-        self.wait_s: defaultdict[str, Sketch] = defaultdict(Sketch)
-        self.ttft_s: defaultdict[str, Sketch] = defaultdict(Sketch)
-        self.tpot_s: defaultdict[str, Sketch] = defaultdict(Sketch)
-        self.flow_tokens: Counter[tuple[str, str]] = Counter()
-        self.flow_ends: Counter[tuple[str, str]] = Counter()
-        self.weights: dict[tuple[str, str], float] = {}
-        self.prompt_tokens: Counter[str] = Counter()
-        self.output_tokens: Counter[str] = Counter()
-        self.expected_tokens: Counter[str] = Counter()
-        self.cached_tokens: Counter[str] = Counter()
-        self.ends: Counter[str] = Counter()
-        self.failures: Counter[str] = Counter()
-        self.retries = 0
-        self.preemptions = 0
+        self.kinds: Counter[str] = Counter()
+        self.met = self.missed = 0
+        self.wait_s: Counter[int] = Counter()
+        self.ttft_s: Counter[int] = Counter()
+        self.tpot_s: Counter[int] = Counter()
+
+
+class BackendSums:
+    """The requests whose last attempt one backend had, and their tokens."""
+
+    __slots__ = ("cached", "ends", "expected", "failures", "output", "prompt")
+
+    def __init__(self) -> None:
+        self.ends = self.failures = self.prompt = self.output = self.expected = self.cached = 0
+
+
+class FlowSums:
+    """The requests of one flow of a band, and their tokens; `weight` is that of the newest."""
+
+    __slots__ = ("ends", "tokens", "weight")
+
+    def __init__(self) -> None:
+        self.ends = self.tokens = 0
+        self.weight = 1.0
+
+
+class Sums:
+    """What ended within some time; flows are by (band, flow). `error_ratio` sums the errors of predicted first tokens,
+    of which there are `errors`."""
+
+    def __init__(self) -> None:
+        self.bands: dict[str, BandSums] = {}
+        self.backends: dict[str, BackendSums] = {}
+        self.flows: dict[tuple[str, str], FlowSums] = {}
+        self.retries = self.preemptions = self.errors = 0
         self.error_ratio = 0.0
-        self.errors = 0
+
+    def band(self, name: str) -> BandSums:
+        return self.bands.get(name) or BandSums()
+
+    def backend(self, name: str) -> BackendSums:
+        return self.backends.get(name) or BackendSums()
+
+    def kind(self, kind: str) -> int:
+        """How many requests ended so, of all bands."""
+        return sum(band.kinds[kind] for band in self.bands.values())
 
     def add(self, ended: RequestExit) -> None:
+        """Count one request."""
         asked, routing, result = ended.input, ended.routing, ended.result
-        band, kind = asked.band or NO_BAND, kind_of(ended)
-        self.kinds[band, kind] += 1
+        name, kind = asked.band or NO_BAND, kind_of(ended)
+        band = self.bands.get(name)
+        if band is None:
+            band = self.bands[name] = BandSums()
+        band.kinds[kind] += 1
         if result.met is not None:
-            self.objectives[band, result.met] += 1
+            band.met += result.met
+            band.missed += not result.met
         if routing.queue_wait_s is not None:
-            self.wait_s[band].add(max(0.0, routing.queue_wait_s))
-        if asked.stream and result.ttft_s is not None:
-            self.ttft_s[band].add(max(0.0, result.ttft_s))
-        if (tpot_s := ended.time_per_output_token_s) is not None:
-            self.tpot_s[band].add(max(0.0, tpot_s))
+            band.wait_s[bucket_of(routing.queue_wait_s)] += 1
+        tokens = max(0, result.prompt_tokens or 0), max(0, result.output_tokens or 0)
         if asked.flow is not None:
-            flow = (band, asked.flow)
-            if flow not in self.flow_ends and len(self.flow_ends) >= FLOWS_MAX - 1:
-                flow = (band, OTHER)
-            self.flow_ends[flow] += 1
-            self.weights[flow] = asked.weight
-            self.flow_tokens[flow] += max(0, result.prompt_tokens or 0) + max(0, result.output_tokens or 0)
-        if routing.attempts:
-            self.retries += max(0, routing.attempts - routing.preemptions - 1)
-            self.preemptions += routing.preemptions
+            self._add_flow((name, asked.flow), asked.weight, sum(tokens))
+        if asked.stream and result.ttft_s is not None:
+            band.ttft_s[bucket_of(result.ttft_s)] += 1
+            if (tpot_s := ended.time_per_output_token_s) is not None:
+                band.tpot_s[bucket_of(tpot_s)] += 1
         last = routing.last
-        backend = last.backend
-        if backend is None:
+        if last.backend is None:
             return
-        self.ends[backend] += 1
-        self.failures[backend] += kind == "failed"
-        self.prompt_tokens[backend] += max(0, result.prompt_tokens or 0)
-        self.output_tokens[backend] += max(0, result.output_tokens or 0)
+        self.retries += max(0, routing.attempts - routing.preemptions - 1)
+        self.preemptions += routing.preemptions
+        backend = self.backends.get(last.backend)
+        if backend is None:
+            backend = self.backends[last.backend] = BackendSums()
+        backend.ends += 1
+        backend.failures += kind == "failed"
+        backend.prompt += tokens[0]
+        backend.output += tokens[1]
         if result.cached_tokens is not None:
-            self.cached_tokens[backend] += max(0, result.cached_tokens)
-            self.expected_tokens[backend] += max(0, last.expected_cached_tokens or 0)
-        predicted, observed_s = last.predicted_ttft, ended.backend_ttft_s
-        if predicted is not None and observed_s is not None and observed_s > 0.0:
-            self.error_ratio += predicted.error_ratio(observed_s)
-            self.errors += 1
+            backend.cached += max(0, result.cached_tokens)
+            backend.expected += max(0, last.expected_cached_tokens or 0)
+        if last.predicted_ttft is not None and asked.stream:
+            observed_s = ended.backend_ttft_s
+            if observed_s is not None and observed_s > 0.0:
+                self.error_ratio += last.predicted_ttft.error_ratio(observed_s)
+                self.errors += 1
 
-    def merge(self, other: Slice) -> None:
-        for name in ("kinds", "objectives", "flow_tokens", "flow_ends", "prompt_tokens", "output_tokens",
-                     "expected_tokens", "cached_tokens", "ends", "failures"):  # fmt: skip
-            getattr(self, name).update(getattr(other, name))
-        for name in ("wait_s", "ttft_s", "tpot_s"):
-            sketches = getattr(self, name)
-            for band, sketch in getattr(other, name).items():
-                sketches[band].merge(sketch)
-        self.weights.update(other.weights)
-        for name in ("retries", "preemptions", "error_ratio", "errors"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+    def _add_flow(self, key: tuple[str, str], weight: float, tokens: int) -> None:
+        flow = self.flows.get(key)
+        if flow is None:
+            if len(self.flows) >= FLOWS_MAX - 1:
+                key = (key[0], OTHER)
+            flow = self.flows.setdefault(key, FlowSums())
+        flow.ends += 1
+        flow.tokens += tokens
+        flow.weight = weight
+
+    def merge(self, other: Sums, sign: int) -> None:
+        """Add `other`, or take it away where `sign` is -1; what nothing is left of is forgotten."""
+        for name, one in other.bands.items():
+            band = self.bands.setdefault(name, BandSums())
+            band.met += sign * one.met
+            band.missed += sign * one.missed
+            for mine, theirs in (
+                (band.kinds, one.kinds), (band.wait_s, one.wait_s), (band.ttft_s, one.ttft_s),
+                (band.tpot_s, one.tpot_s),
+            ):  # fmt: skip
+                _merge(mine, theirs, sign)
+        for name, served in other.backends.items():
+            backend = self.backends.setdefault(name, BackendSums())
+            for field in BackendSums.__slots__:
+                setattr(backend, field, getattr(backend, field) + sign * getattr(served, field))
+            if not backend.ends:
+                del self.backends[name]
+        for key, theirs_of_flow in other.flows.items():
+            flow = self.flows.setdefault(key, FlowSums())
+            flow.ends += sign * theirs_of_flow.ends
+            flow.tokens += sign * theirs_of_flow.tokens
+            if not flow.ends:
+                del self.flows[key]
+            elif sign > 0:
+                flow.weight = theirs_of_flow.weight
+        self.retries += sign * other.retries
+        self.preemptions += sign * other.preemptions
+        self.errors += sign * other.errors
+        # Sums of floats would keep a rest.
+        self.error_ratio = self.error_ratio + sign * other.error_ratio if self.errors else 0.0
+
+
+def _merge(mine: Counter[str] | Counter[int], theirs: Counter[str] | Counter[int], sign: int) -> None:
+    for key, count in theirs.items():
+        left = mine[key] + sign * count  # type: ignore[index]
+        if left:
+            mine[key] = left  # type: ignore[index]
+        else:
+            del mine[key]
 
 
 class Minute:
-    """The slices of the last minute, of which the newest grows; they reach back 55 to 60 s."""
+    """`total` holds for the last `span_s` whole seconds, `second` for the one that was over last."""
 
     def __init__(self) -> None:
-        self._slices: deque[tuple[int, Slice]] = deque(maxlen=SLICES)
-        self._began_s: int | None = None
-        self.total = Slice()
+        self.total = Sums()
+        self.second = Sums()
         self.span_s = 1.0
+        self._running = Sums()
+        self._seconds: deque[tuple[int, Sums]] = deque()
+        self._began_s: int | None = None
 
-    def add(self, second: int, ended: Iterable[RequestExit]) -> None:
-        """Count what ended within this second, and renew `total`, which holds for the last `span_s` seconds."""
-        number = second // SLICE_S
+    def record(self, ended: RequestExit) -> None:
+        """Count one request, within the second that runs."""
+        self._running.add(ended)
+
+    def roll(self, second: int) -> None:
+        """This second is over."""
         self._began_s = second if self._began_s is None else self._began_s
-        if not self._slices or self._slices[-1][0] != number:
-            self._slices.append((number, Slice()))
-        newest = self._slices[-1][1]
-        for one in ended:
-            newest.add(one)
-        while self._slices[0][0] <= number - SLICES:
-            self._slices.popleft()
-        self.total = Slice()
-        for _, part in self._slices:
-            self.total.merge(part)
-        first_s = max((number - SLICES + 1) * SLICE_S, self._began_s)
-        self.span_s = float(max(1, second - first_s + 1))
+        self.second, self._running = self._running, Sums()
+        self.total.merge(self.second, 1)
+        self._seconds.append((second, self.second))
+        while self._seconds[0][0] <= second - SPAN_S:
+            self.total.merge(self._seconds.popleft()[1], -1)
+        self.span_s = float(min(SPAN_S, second - self._began_s + 1))

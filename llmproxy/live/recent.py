@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from llmproxy.telemetry.exit import RequestExit
 
 RECENT_MAX = 1_000
-PENDING_MAX = 20_000
-"""Requests that ended since the last row of the history; further ones are in the metrics, and not in the history."""
 
 
 class RecentRequests:
@@ -17,17 +15,8 @@ class RecentRequests:
 
     def __init__(self) -> None:
         self._kept: deque[RequestExit] = deque(maxlen=RECENT_MAX)
-        self._pending: deque[RequestExit] = deque(maxlen=PENDING_MAX)
-
-    def record(self, ended: RequestExit) -> None:
-        self._kept.append(ended)
-        self._pending.append(ended)
-
-    def take(self) -> list[RequestExit]:
-        """What ended since the last call."""
-        taken = list(self._pending)
-        self._pending.clear()
-        return taken
+        self.record = self._kept.append
+        """Remember one request."""
 
     def newest_first(self) -> Iterator[RequestExit]:
         return reversed(self._kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from heapq import nlargest
 from itertools import islice
 from math import floor
 
@@ -11,7 +12,7 @@ from llmproxy.core.snapshot import BackendStatus
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.live.events import Events
 from llmproxy.live.history import History
-from llmproxy.live.minute import KINDS, Minute, kind_of
+from llmproxy.live.minute import KINDS, Minute, quantile
 from llmproxy.live.recent import RecentRequests
 from llmproxy.telemetry.exit import RequestExit
 
@@ -22,11 +23,13 @@ FLOWS_MAX = 20
 STATES = {"up": 0.0, "drained": 1.0, "leaving": 2.0, "resting": 3.0, "down": 4.0}
 """The states of a backend as numbers, the worst last."""
 
+SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+
 Statuses = Callable[[], Sequence[BackendStatus]]
 
 
 class Recorder:
-    """Everything that is remembered for people who look. `statuses` are those of the backends, `clock` the loop's."""
+    """Everything that is remembered for people who look. `statuses` are those of the backends."""
 
     def __init__(self, dispatcher: Dispatcher, statuses: Statuses, band_names: Callable[[], Mapping[int, str]]) -> None:
         self.dispatcher = dispatcher
@@ -57,32 +60,32 @@ class Recorder:
         if second <= self.history.last_s:
             return
         passed_s = 1 if self.history.last_s < 0 else second - self.history.last_s
-        ended = self.recent.take()
-        self.minute.add(second, ended)
-        self.history.append(second, self._row(now, ended, passed_s))
+        self.minute.roll(second)
+        self.history.append(second, self._row(now, passed_s))
+
+    def record(self, ended: RequestExit) -> None:
+        """Remember one request that has ended."""
+        self.recent.record(ended)
+        self.minute.record(ended)
 
     def band(self, level: int) -> str:
         return self.band_names().get(level, str(level))
 
-    def busiest_flows(self) -> list[tuple[str, str]]:
-        """The (band, flow) with most tokens of the last minute."""
-        return [flow for flow, _ in self.minute.total.flow_tokens.most_common(FLOWS_MAX)]
-
-    def _row(self, now: float, ended: Sequence[RequestExit], passed_s: int) -> dict[str, float]:
+    def _row(self, now: float, passed_s: int) -> dict[str, float]:
         minute, total = self.minute, self.minute.total
-        row: dict[str, float] = dict.fromkeys((f"fleet/{kind}_per_s" for kind in KINDS), 0.0)
-        for one in ended:
-            row[f"fleet/{kind_of(one)}_per_s"] += 1.0 / passed_s
-        row["fleet/input_tokens_per_s"] = sum(total.prompt_tokens.values()) / minute.span_s
-        row["fleet/output_tokens_per_s"] = sum(total.output_tokens.values()) / minute.span_s
+        row = {f"fleet/{kind}_per_s": minute.second.kind(kind) / passed_s for kind in KINDS}
+        served = total.backends.values()
+        prompt_tokens = sum(backend.prompt for backend in served)
+        row["fleet/input_tokens_per_s"] = prompt_tokens / minute.span_s
+        row["fleet/output_tokens_per_s"] = sum(backend.output for backend in served) / minute.span_s
         row["fleet/retries_per_s"] = total.retries / minute.span_s
         row["fleet/preemptions_per_s"] = total.preemptions / minute.span_s
-        _put_share(row, "fleet/hit_share", sum(total.cached_tokens.values()), sum(total.prompt_tokens.values()))
+        _put_share(row, "fleet/hit_share", sum(backend.cached for backend in served), prompt_tokens)
         _put_share(row, "fleet/ttft_error", total.error_ratio, total.errors)
         self._put_bands(row, passed_s)
         self._put_backends(row, now)
-        for band, flow in self.busiest_flows():
-            row[f"flow/{band}/{flow[:200]}/tokens_per_s"] = total.flow_tokens[band, flow] / minute.span_s
+        for band, flow in nlargest(FLOWS_MAX, total.flows, key=lambda key: total.flows[key].tokens):
+            row[f"flow/{band}/{flow[:200]}/tokens_per_s"] = total.flows[band, flow].tokens / minute.span_s
         return row
 
     def _put_bands(self, row: dict[str, float], passed_s: int) -> None:
@@ -94,15 +97,13 @@ class Recorder:
             self._granted[level] = granted[level]
             self.grants_per_s[level] = row[begin + "grants_per_s"] = (granted[level] - before) / passed_s
             row[begin + "waiting"] = queued.get(level, (0, 0))[0]
-            for name, sketches in (("wait", total.wait_s), ("ttft", total.ttft_s)):
-                sketch = sketches.get(band)
-                if sketch is not None:
-                    for share, at in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
-                        value = sketch.quantile(at)
-                        if value is not None:
-                            row[f"{begin}{name}_{share}_s"] = value
-            met, missed = total.objectives[band, True], total.objectives[band, False]
-            _put_share(row, begin + "met", met, met + missed)
+            sums = total.band(band)
+            for name, buckets in (("wait", sums.wait_s), ("ttft", sums.ttft_s)):
+                for share, at in SHARES.items():
+                    value = quantile(buckets, at)
+                    if value is not None:
+                        row[f"{begin}{name}_{share}_s"] = value
+            _put_share(row, begin + "met", sums.met, sums.met + sums.missed)
 
     def _put_backends(self, row: dict[str, float], now: float) -> None:
         pools, minute = self.dispatcher.pools, self.minute
@@ -111,7 +112,7 @@ class Recorder:
             view = backend.view(now)
             row[begin + "state"] = STATES[status.state]
             row[begin + "saturation"] = view.saturation
-            row[begin + "tokens_per_s"] = minute.total.output_tokens[status.name] / minute.span_s
+            row[begin + "tokens_per_s"] = minute.total.backend(status.name).output / minute.span_s
             if view.reading is not None:
                 row[begin + "kv_used"] = view.kv_used
                 row[begin + "waiting"] = view.waiting

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from gzip import compress
+from heapq import nlargest
 from itertools import islice
 from math import isfinite
 from typing import Any
@@ -15,10 +17,9 @@ from llmproxy import __version__
 from llmproxy.core.domain import BackendPace
 from llmproxy.core.snapshot import BackendSnapshot, BackendStatus, BandSnapshot, FlowSnapshot, PoolSnapshot, Snapshot
 from llmproxy.live.events import Event
-from llmproxy.live.minute import KINDS
-from llmproxy.live.recorder import Recorder
+from llmproxy.live.minute import KINDS, FlowSums, quantile
+from llmproxy.live.recorder import SHARES, Recorder
 from llmproxy.live.summary import summary_of
-from llmproxy.telemetry.sketch import Sketch
 
 FLOWS_WAITING_MAX = 100
 """Waiting flows in one document, over all pools."""
@@ -84,12 +85,13 @@ class LiveSnapshot:
             "placement": pools.settings.placement,
             "minute": {
                 "span_s": minute.span_s,
-                **{kind: sum(n for (_, k), n in minute.total.kinds.items() if k == kind) for kind in KINDS},
+                **{kind: minute.total.kind(kind) for kind in KINDS},
                 "retries": minute.total.retries,
                 "preemptions": minute.total.preemptions,
             },
             "nameless": recorder.dispatcher.nameless,
-            "bands": self._bands(seen),
+            "inversions": recorder.dispatcher.inversions,
+            "bands": self._bands(seen, pools.longest_s(now)),
             "pools": [self._pool(pool) for pool in seen.pools],
             "backends": self._backends(seen, statuses, why, now),
             "more_backends": max(0, len(statuses) - BACKENDS_MAX),
@@ -108,28 +110,28 @@ class LiveSnapshot:
                 found[event.backend] = event.why if STATE_EVENTS[event.name] else ""
         return found
 
-    def _bands(self, seen: Snapshot) -> list[dict[str, Any]]:
+    def _bands(self, seen: Snapshot, longest_s: Mapping[int, float]) -> list[dict[str, Any]]:
         recorder, total = self._recorder, self._recorder.minute.total
         levels = {*recorder.band_names(), *(band.level for pool in seen.pools for band in pool.bands)}
         shown = []
         for level in sorted(levels, reverse=True):
             name = recorder.band(level)
             parts = [band for pool in seen.pools for band in pool.bands if band.level == level]
-            kept, missed = total.objectives[name, True], total.objectives[name, False]
+            sums = total.band(name)
             shown.append(
                 {
                     "band": name,
                     "level": level,
                     "waiting": sum(band.waiting for band in parts),
                     "blocked": sum(sum(band.blocked.values()) for band in parts),
-                    "oldest_s": round(max((_oldest_s(band) for band in parts), default=0.0), 3),
+                    "oldest_s": round(longest_s.get(level, 0.0), 3),
                     "grants_per_s": round(recorder.grants_per_s.get(level, 0.0), 2),
                     "reasons": sorted({band.reason for band in parts if band.reason is not None}),
-                    "ended": {kind: total.kinds[name, kind] for kind in KINDS},
-                    "wait_s": _quantiles(total.wait_s.get(name)),
-                    "ttft_s": _quantiles(total.ttft_s.get(name)),
-                    "tpot_s": _quantiles(total.tpot_s.get(name)),
-                    "objectives": {"met": kept, "missed": missed},
+                    "ended": {kind: sums.kinds[kind] for kind in KINDS},
+                    "wait_s": _quantiles(sums.wait_s),
+                    "ttft_s": _quantiles(sums.ttft_s),
+                    "tpot_s": _quantiles(sums.tpot_s),
+                    "objectives": {"met": sums.met, "missed": sums.missed},
                 }
             )
         return shown
@@ -182,8 +184,7 @@ class LiveSnapshot:
         recorder, name = self._recorder, status.name
         view = seen.view if seen is not None else recorder.dispatcher.pools.backends[name].view(now)
         reading, minute = view.reading, recorder.minute
-        total = minute.total
-        prompt_tokens = total.prompt_tokens[name]
+        sums = minute.total.backend(name)
         return {
             "backend": name,
             "url": status.url,
@@ -200,12 +201,12 @@ class LiveSnapshot:
             "waiting": view.waiting,
             "reading_age_s": round(now - reading.taken_at_s, 2) if reading is not None else None,
             "room_for": [recorder.band(level) for level in seen.room_for] if seen is not None else [],
-            "output_tokens_per_s": round(total.output_tokens[name] / minute.span_s, 1),
-            "input_tokens_per_s": round(prompt_tokens / minute.span_s, 1),
-            "ended": total.ends[name],
-            "failed": total.failures[name],
-            "hit_share": _rounded(total.cached_tokens[name] / prompt_tokens, 4) if prompt_tokens else None,
-            "expected_share": _rounded(total.expected_tokens[name] / prompt_tokens, 4) if prompt_tokens else None,
+            "output_tokens_per_s": round(sums.output / minute.span_s, 1),
+            "input_tokens_per_s": round(sums.prompt / minute.span_s, 1),
+            "ended": sums.ends,
+            "failed": sums.failures,
+            "hit_share": _rounded(sums.cached / sums.prompt, 4) if sums.prompt else None,
+            "expected_share": _rounded(sums.expected / sums.prompt, 4) if sums.prompt else None,
             "prompts_slower": _rounded(pace.prefill_factor, 3) if pace is not None else None,
             "tokens_slower": _rounded(pace.step_factor, 3) if pace is not None else None,
             "busy_share": _rounded(pace.busy_share, 3) if pace is not None else None,
@@ -229,27 +230,29 @@ class LiveSnapshot:
             for band in pool.bands
             for flow in band.shown
         }
+        known = {**dict.fromkeys(waiting, FlowSums()), **total.flows}
         tokens: dict[str, float] = {}
         weights: dict[str, float] = {}
-        known = {*total.flow_ends, *waiting}
-        for band, flow in known:
-            tokens[band] = tokens.get(band, 0.0) + total.flow_tokens[band, flow]
-            weights[band] = weights.get(band, 0.0) + total.weights.get((band, flow), 1.0)
-        ordered = sorted(known, key=lambda key: (-total.flow_tokens[key], key))
-        return [
-            {
-                "band": band,
-                "flow": flow,
-                "tokens_per_s": round(total.flow_tokens[band, flow] / minute.span_s, 2),
-                "ended": total.flow_ends[band, flow],
-                "share": _rounded(total.flow_tokens[band, flow] / tokens[band], 4) if tokens[band] else None,
-                "due": _rounded(total.weights.get((band, flow), 1.0) / weights[band], 4),
-                "waiting": waiting[band, flow].waiting if (band, flow) in waiting else 0,
-                "oldest_s": round(waiting[band, flow].oldest_age_s, 3) if (band, flow) in waiting else 0.0,
-                "standing": _standing(waiting[band, flow]) if (band, flow) in waiting else {},
-            }
-            for band, flow in ordered[:FLOWS_MAX]
-        ]
+        for (band, _), sums in known.items():
+            tokens[band] = tokens.get(band, 0.0) + sums.tokens
+            weights[band] = weights.get(band, 0.0) + sums.weight
+        shown = []
+        for band, flow in nlargest(FLOWS_MAX, known, key=lambda key: (key in waiting, known[key].tokens)):
+            sums, waits = known[band, flow], waiting.get((band, flow))
+            shown.append(
+                {
+                    "band": band,
+                    "flow": flow,
+                    "tokens_per_s": round(sums.tokens / minute.span_s, 2),
+                    "ended": sums.ends,
+                    "share": _rounded(sums.tokens / tokens[band], 4) if tokens[band] else None,
+                    "due": _rounded(sums.weight / weights[band], 4),
+                    "waiting": waits.waiting if waits is not None else 0,
+                    "oldest_s": round(waits.oldest_age_s, 3) if waits is not None else 0.0,
+                    "standing": _standing(waits) if waits is not None else {},
+                }
+            )
+        return shown
 
 
 def dumped(content: object) -> bytes:
@@ -308,11 +311,8 @@ def _event(event: Event) -> dict[str, Any]:
     }
 
 
-def _quantiles(sketch: Sketch | None) -> dict[str, float | None]:
-    shares = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
-    if sketch is None:
-        return dict.fromkeys(shares)
-    return {name: _rounded(sketch.quantile(share), 5) for name, share in shares.items()}
+def _quantiles(buckets: Counter[int]) -> dict[str, float | None]:
+    return {name: _rounded(quantile(buckets, share), 5) for name, share in SHARES.items()}
 
 
 def _rounded(value: float | None, digits: int) -> float | None:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from llmproxy.lab.fleet.spec import ReplicaSpec, SimulatedFleet
 from llmproxy.lab.results.objectives import prefill_s, scaled_profile
+from llmproxy.lab.results.sketch import Sketch
 from llmproxy.lab.traces.arrival import Arrival
-from llmproxy.telemetry.sketch import Sketch
 
 
 @dataclass(frozen=True, slots=True)

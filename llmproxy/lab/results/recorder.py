@@ -23,6 +23,7 @@ from llmproxy.lab.results.result import (
     Utilisation,
     WaitPoint,
 )
+from llmproxy.lab.results.sketch import Sketch
 from llmproxy.lab.results.sums import (
     BANDS_KEPT,
     BackendSums,
@@ -34,7 +35,6 @@ from llmproxy.lab.results.sums import (
     ratio,
 )
 from llmproxy.simulator.engine.reports import Counters
-from llmproxy.telemetry.sketch import Sketch
 
 TENANTS_SHOWN = 100
 TENANTS_KEPT = 400

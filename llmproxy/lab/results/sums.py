@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from llmproxy.core.domain import Outcome, Predicted
 from llmproxy.lab.results.record import Record
 from llmproxy.lab.results.result import GroupResult, Quantiles
-from llmproxy.telemetry.sketch import Sketch
+from llmproxy.lab.results.sketch import Sketch
 
 OTHER = "(other)"
 BANDS_KEPT = 64

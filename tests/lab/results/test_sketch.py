@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from llmproxy.telemetry import sketch as sketch_module
-from llmproxy.telemetry.sketch import ACCURACY, Sketch
+from llmproxy.lab.results import sketch as sketch_module
+from llmproxy.lab.results.sketch import ACCURACY, Sketch
 
 
 def filled(values: list[float]) -> Sketch:
