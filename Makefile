@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types contracts unit newest fuzz hostile chaos compat monitoring bench lab lab-full docs reference lock audit sbom clean
+.PHONY: demo test lint types contracts unit browser tour newest fuzz hostile chaos compat monitoring bench lab lab-full docs reference lock audit sbom clean
 
 .venv: pyproject.toml .ci/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("llmproxy needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -15,7 +15,7 @@ BIN := .venv/bin
 demo: .venv
 	@exec $(BIN)/llmproxy demo
 
-test: lint types contracts unit
+test: lint types contracts unit browser
 
 lint: .venv
 	$(BIN)/ruff check .
@@ -32,7 +32,17 @@ contracts: .venv
 	$(BIN)/lint-imports
 
 unit: .venv
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --ignore=tests/browser
+
+# The page in a real browser. Without one it says so, and installs nothing.
+browser: .venv
+	@if $(BIN)/python -m tests.browser; then \
+	    $(PYTHON) .ci/install.py $(BIN)/python .ci/browser.txt && $(BIN)/pytest tests/browser; \
+	fi
+
+# The pictures of the documentation, of the demo in a real browser; two minutes.
+tour: browser
+	$(BIN)/python -m tests.browser.tour
 
 # What leans on the libraries from inside, with their newest releases in the place of those that `make test` has.
 newest: .venv
@@ -104,7 +114,7 @@ reference: .venv
 	$(BIN)/python -m tests.docs.reference
 
 # Resolves anew and writes the hashed locks without any index address in them: for work on it, for what is shipped, for
-# building that, and for the tools of `audit`, `sbom`, `docs`, `hostile` and `compat`. Those are no dependencies of
+# building that, and for the tools of `audit`, `sbom`, `docs`, `browser`, `hostile` and `compat`. Those are no dependencies of
 # anything. Of the clients, those with most dependencies have pins without hashes: these would be 900 KB.
 # Versions of those for Node are raised by hand (`npm install --package-lock-only --omit-lockfile-registry-resolved`).
 COMPILE = $(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header
@@ -115,6 +125,7 @@ lock: .venv
 	echo hatchling | $(COMPILE) --upgrade --constraint .ci/requirements.txt - --output-file .ci/build.txt
 	printf 'pip-audit\ncyclonedx-bom\n' | $(COMPILE) --upgrade - --output-file .ci/tools.txt
 	echo zensical | $(COMPILE) --upgrade - --output-file .ci/docs.txt
+	printf 'axe-playwright-python\nplaywright\n' | $(COMPILE) --upgrade --constraint .ci/requirements.txt - --output-file .ci/browser.txt
 	echo schemathesis | $(COMPILE) --upgrade - --output-file .ci/hostile.txt
 	echo openai | $(COMPILE) --upgrade - --output-file .ci/compat/openai.txt
 	printf 'anthropic\nlangchain-openai\nopenai-agents\n' | $(COMPILE) --upgrade - --output-file .ci/compat/agents.txt

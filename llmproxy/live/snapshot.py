@@ -29,14 +29,9 @@ BACKENDS_MAX = 500
 ADAPTERS_MAX = 50
 LIMITS_MAX = 100
 EVENTS_MAX = 40
-STATE_EVENTS = {
-    "backend_down": "why",
-    "backend_ejected": "why",
-    "backend_up": "",
-    "backend_back": "",
-    "backend_drained": "",
-    "backend_undrained": "",
-}
+STATE_EVENTS = frozenset(
+    {"backend_down", "backend_ejected", "backend_up", "backend_back", "backend_drained", "backend_undrained"}
+)
 
 
 class LiveSnapshot:
@@ -72,7 +67,8 @@ class LiveSnapshot:
         recorder, now = self._recorder, self._clock()
         pools = recorder.dispatcher.pools
         seen, statuses = pools.snapshot(now, FLOWS_WAITING_MAX), recorder.statuses()
-        why = self._reasons()
+        changes = self._changes()
+        why = {name: event.why for name, event in changes.items()}
         level, text = summary_of(seen.pools, statuses, why, dict(recorder.band_names()), recorder.dispatcher.nameless)
         minute = recorder.minute
         return {
@@ -93,21 +89,21 @@ class LiveSnapshot:
             "inversions": recorder.dispatcher.inversions,
             "bands": self._bands(seen, pools.longest_s(now)),
             "pools": [self._pool(pool) for pool in seen.pools],
-            "backends": self._backends(seen, statuses, why, now),
+            "backends": self._backends(seen, statuses, changes, now),
             "more_backends": max(0, len(statuses) - BACKENDS_MAX),
             "flows": self._flows(seen),
             "limits": [_limit(limit) for limit in seen.limits[:LIMITS_MAX]],
             "more_limits": seen.limits_more + max(0, len(seen.limits) - LIMITS_MAX),
-            "events": [_event(event) for event in islice(recorder.events.newest_first(), EVENTS_MAX)],
+            "events": [event_fields(event) for event in islice(recorder.events.newest_first(), EVENTS_MAX)],
             "row": {name: _rounded(value, 5) for name, value in recorder.history.latest().items() if value == value},
         }
 
-    def _reasons(self) -> dict[str, str]:
-        """Why each backend is in its state, as the newest event of its state says."""
-        found: dict[str, str] = {}
+    def _changes(self) -> dict[str, Event]:
+        """The newest event that says of a backend in which state it is."""
+        found: dict[str, Event] = {}
         for event in self._recorder.events.newest_first():
-            if event.backend is not None and event.name in STATE_EVENTS and event.backend not in found:
-                found[event.backend] = event.why if STATE_EVENTS[event.name] else ""
+            if event.backend is not None and event.name in STATE_EVENTS:
+                found.setdefault(event.backend, event)
         return found
 
     def _bands(self, seen: Snapshot, longest_s: Mapping[int, float]) -> list[dict[str, Any]]:
@@ -161,7 +157,7 @@ class LiveSnapshot:
         }
 
     def _backends(
-        self, seen: Snapshot, statuses: Sequence[BackendStatus], why: dict[str, str], now: float
+        self, seen: Snapshot, statuses: Sequence[BackendStatus], changes: dict[str, Event], now: float
     ) -> list[dict[str, Any]]:
         pools = self._recorder.dispatcher.pools
         pool_of = {one.view.backend: (pool.pool, one) for pool in seen.pools for one in pool.backends}
@@ -169,7 +165,7 @@ class LiveSnapshot:
         shown = []
         for status in statuses[:BACKENDS_MAX]:
             pool, one = pool_of.get(status.name, (None, None))
-            shown.append(self._backend(status, pool, one, paces.get(status.name), why, now))
+            shown.append(self._backend(status, pool, one, paces.get(status.name), changes.get(status.name), now))
         return shown
 
     def _backend(
@@ -178,7 +174,7 @@ class LiveSnapshot:
         pool: str | None,
         seen: BackendSnapshot | None,
         pace: BackendPace | None,
-        why: dict[str, str],
+        change: Event | None,
         now: float,
     ) -> dict[str, Any]:
         recorder, name = self._recorder, status.name
@@ -190,8 +186,8 @@ class LiveSnapshot:
             "url": status.url,
             "source": status.source,
             "state": status.state,
-            "why": why.get(name, "") if status.state != "up" else "",
-            "since_s": round(now - status.since_s, 1),
+            "why": change.why if change is not None and status.state != "up" else "",
+            "since_s": round(now - max(status.since_s, change.at_s if change is not None else 0.0), 1),
             "pool": pool,
             "in_flight": status.in_flight,
             "load": view.load,
@@ -300,7 +296,8 @@ def _limit(limit: Any) -> dict[str, Any]:
     }
 
 
-def _event(event: Event) -> dict[str, Any]:
+def event_fields(event: Event) -> dict[str, Any]:
+    """An event as JSON."""
     return {
         "serial": event.serial,
         "at_s": round(event.at_s, 3),

@@ -17,6 +17,11 @@ PAGE = Path(__file__).parent / "scripts" / "page.html"
 LOADED_MAX_S = 60.0
 
 
+def found_browser() -> str | None:
+    """The path of a browser that is installed here."""
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
 class NoBrowser(CommandFailed):
     """No browser is installed here."""
 
@@ -70,7 +75,7 @@ async def visited(url: str, model: str, node: Path, scratch: Path) -> dict[str, 
 
 
 async def _browse(address: str, report: asyncio.Future[dict[str, Any]], scratch: Path) -> dict[str, Any]:
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    browser = found_browser()
     if browser is None:
         raise NoBrowser(f"no browser: install one of {', '.join(BROWSERS)}")
     process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,5 @@
-"""The page `/ui` and what it asks for: `/debug/live`, `/debug/history`, `/debug/requests` and `/debug/config`.
+"""The page `/ui` and what it asks for: `/debug/live`, `/debug/history`, `/debug/requests`, `/debug/events`,
+`/debug/config`, and `/debug/plain` for browsers without JavaScript.
 
 `GET /debug/live` is the state of this second as JSON, built once for all who look; with `?since=SECOND` it is 204 while
 there is nothing newer. `GET /debug/history?span=900&columns=fleet/,band/` is the past as 32-bit floats.
@@ -7,6 +8,7 @@ there is nothing newer. `GET /debug/history?span=900&columns=fleet/,band/` is th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from struct import pack
 from typing import Any
@@ -19,11 +21,12 @@ from llmproxy.config.in_force import in_force
 from llmproxy.core.rate_limit import TokenBucket
 from llmproxy.gateway.admin.debug import UI, UNSTORED, AdminPages, page_response, refusal, too_often
 from llmproxy.gateway.admin.explained import pages_of
-from llmproxy.gateway.admin.static import StaticFiles
+from llmproxy.gateway.admin.plain import plain_page
+from llmproxy.gateway.admin.static import HEADERS, StaticFiles
 from llmproxy.live.history import TEN_S, TENS
 from llmproxy.live.minute import kind_of
 from llmproxy.live.recorder import Recorder
-from llmproxy.live.snapshot import LiveSnapshot, dumped
+from llmproxy.live.snapshot import LiveSnapshot, dumped, event_fields
 from llmproxy.telemetry.exit import AttemptRecord, RequestExit
 from llmproxy.telemetry.exit_fields import exit_fields, why_fields
 
@@ -31,6 +34,8 @@ LIVE = "/debug/live"
 HISTORY = "/debug/history"
 REQUESTS = "/debug/requests"
 CONFIG = "/debug/config"
+EVENTS = "/debug/events"
+PLAIN = "/debug/plain"
 
 SPAN_MAX_S = TENS * TEN_S
 SPAN_S = 900
@@ -76,6 +81,8 @@ class LivePages:
             HISTORY: self._history,
             REQUESTS: self._requests,
             CONFIG: lambda _: self._configuration(),
+            EVENTS: lambda _: self._events(),
+            PLAIN: lambda _: self._plain(),
         }
 
     def page(self, path: str) -> Callable[[web.BaseRequest], web.Response] | None:
@@ -134,6 +141,19 @@ class LivePages:
             else:
                 more += 1
         return page_response({"now_s": round(now, 3), "requests": shown, "more": more})
+
+    def _plain(self) -> web.Response:
+        """The same state as HTML, for browsers without JavaScript."""
+        if not self._bucket.try_take(1.0, self._clock()):
+            return too_often()
+        page = plain_page(json.loads(self._snapshot.document()))
+        return web.Response(text=page, content_type="text/html", headers={**HEADERS, **UNSTORED})
+
+    def _events(self) -> web.Response:
+        """What happened, the newest first: log lines about the proxy and its fleet."""
+        if not self._bucket.try_take(1.0, self._clock()):
+            return too_often()
+        return page_response({"events": [event_fields(one) for one in self._recorder.events.newest_first()]})
 
     def _configuration(self) -> web.Response:
         """What is in force, and where each value comes from. Secrets are `***`."""

@@ -20,7 +20,7 @@ from tests.e2e.proxies import CHAT, FAST, HELLO, ProxyUnderTest, one_seat, servi
 
 KEY = {"authorization": "Bearer for-admins"}
 AFAR = {"x-forwarded-for": "1.2.3.4"}
-DATA = ("/debug/live", "/debug/history", "/debug/requests", "/debug/config")
+DATA = ("/debug/live", "/debug/history", "/debug/requests", "/debug/config", "/debug/events", "/debug/plain")
 
 
 def tick(proxy: ProxyUnderTest) -> None:

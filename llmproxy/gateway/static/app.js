@@ -1,0 +1,275 @@
+// The page: asks for the state of the proxy once a second, and hands it to the view that is shown.
+
+import { forgetColours } from "./lib/chart.js";
+import { history, json, key, LockedError, RefusedError, UnreachableError } from "./lib/client.js";
+import { h, put } from "./lib/dom.js";
+import { clock } from "./lib/format.js";
+import { History } from "./lib/history.js";
+import { caches } from "./views/caches.js";
+import { configuration } from "./views/configuration.js";
+import { decisions } from "./views/decisions.js";
+import { flows } from "./views/flows.js";
+import { now } from "./views/now.js";
+import { replicas } from "./views/replicas.js";
+import { requests } from "./views/requests.js";
+import { time } from "./views/time.js";
+
+const VIEWS = { now, replicas, flows, requests, decisions, caches, time, configuration };
+const SPANS = { "5 min": 300, "15 min": 900, "1 h": 3600, "24 h": 86400 };
+// A row of the history is written at each full second of the proxy's clock. A page asks soon after that, and not all at once.
+const AFTER_ROW_MS = 60 + Math.random() * 300;
+const AGAIN_MS = 250;
+const RETRY_MS = 1000;
+const COARSE_EVERY_S = 10;
+const EVENTS_MAX = 500;
+const element = (id) => document.getElementById(id);
+
+/** What the views read. `offset` is what has to be added to the proxy's clock for a Unix time. */
+const store = {
+  live: null,
+  history: null,
+  span: 300,
+  offset: 0,
+  zoom: null,
+  paused: false,
+  theme: "",
+  _events: new Map(),
+  events: () => store._events.values(),
+  zoomTo: (zoom) => {
+    store.zoom = zoom;
+    shown.view?.update?.(store);
+  },
+};
+
+const shown = { name: "", argument: "", view: null };
+let lostSince = null;
+let locked = false;
+let historyAsked = 0;
+
+const wanted = (name) => (VIEWS[shown.name]?.columns ?? []).some((prefix) => name.startsWith(prefix));
+
+async function loadHistory() {
+  const columns = VIEWS[shown.name].columns;
+  if (columns.length === 0) return;
+  historyAsked += 1;
+  const [turn, span] = [historyAsked, store.span];
+  const answer = await history(span, columns);
+  // A slow answer to an earlier question would replace a newer one.
+  if (turn === historyAsked) store.history = History.of(answer, span);
+}
+
+async function loadEvents() {
+  store._events.clear();
+  keepEvents((await json("/debug/events")).events);
+}
+
+function keepEvents(events) {
+  for (const event of [...events].reverse()) store._events.set(event.serial, event);
+  for (const serial of store._events.keys()) {
+    if (store._events.size <= EVENTS_MAX) break;
+    store._events.delete(serial);
+  }
+}
+
+/** Asks once. Returns after how many milliseconds to ask again. */
+async function tick() {
+  if (store.paused || document.hidden) return RETRY_MS;
+  let wait = RETRY_MS;
+  try {
+    const before = store.live;
+    const found = await json("/debug/live", { since: before && !lostSince ? before.second : "" });
+    wait = found === null ? AGAIN_MS : 1000 * (1 - (found.now_s % 1)) + AFTER_ROW_MS;
+    if (found !== null) await take(found, before);
+    lostSince = null;
+    locked = false;
+  } catch (error) {
+    if (error instanceof LockedError) await lock();
+    else if (error instanceof UnreachableError) lostSince ??= Date.now() / 1000;
+    else if (!(error instanceof RefusedError)) throw error; // Where many look at once, it is asked again later.
+  }
+  drawStatus();
+  return wait;
+}
+
+async function take(found, before) {
+  if (before && before.version !== found.version) {
+    // Another version has other files.
+    location.reload();
+    return;
+  }
+  store.offset = found.unix_s - found.now_s;
+  const anew = before?.instance !== found.instance;
+  if (anew) await loadEvents();
+  else keepEvents(found.events);
+  store.live = found;
+  const passed = store.history === null ? 0 : found.second - store.history.last;
+  const coarse = store.span > 900;
+  if (anew || store.history === null || (coarse ? passed >= COARSE_EVERY_S : passed > 1)) await loadHistory();
+  else if (!coarse) store.history.append(found.second, found.row, wanted);
+  draw();
+}
+
+function draw() {
+  if (store.live === null) return;
+  shown.view?.update?.(store);
+  const { version, placement, instance } = store.live;
+  put(element("footer"), `llmproxy ${version} · placement ${placement} · process ${instance} · the proxy's time is ${clock(store.live.unix_s)}`);
+}
+
+function drawStatus() {
+  const state = lostSince !== null ? "lost" : locked ? "locked" : store.paused ? "paused" : "live";
+  document.body.dataset.state = state;
+  const summary = element("summary");
+  const { level, text } = store.live?.summary ?? { level: "", text: "Connecting…" };
+  summary.dataset.level = state === "lost" ? "bad" : state === "locked" ? "warning" : level;
+  const said = {
+    lost: `The proxy is not reachable since ${clock(lostSince)}. What is shown is old.`,
+    locked: "The proxy shows this to those who have its admin key.",
+    paused: `Paused at ${clock(store.live?.unix_s ?? Date.now() / 1000)}. ${text}`,
+    live: text,
+  }[state];
+  put(summary, said);
+  document.title = `${state === "live" && level !== "ok" ? "● " : state === "lost" ? "✕ " : ""}llmproxy`;
+}
+
+// Views
+
+async function route() {
+  const [name, ...rest] = location.hash.slice(1).split("/");
+  const view = VIEWS[name] ? name : "now";
+  const argument = decodeURIComponent(rest.join("/"));
+  if (view === shown.name && argument === shown.argument) return;
+  shown.view?.close?.();
+  const before = VIEWS[shown.name]?.columns;
+  Object.assign(shown, { name: view, argument });
+  const content = element("content");
+  content.replaceChildren(h("h1", { className: "hidden" }, VIEWS[view].title));
+  if (view !== "time") store.zoom = null;
+  shown.view = VIEWS[view].open(content, store, argument);
+  for (const link of element("nav").children) {
+    if (link.hash === `#${view}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  draw();
+  if (store.live && String(before) !== String(VIEWS[view].columns)) await reload();
+}
+
+async function reload() {
+  try {
+    await loadHistory();
+    draw();
+  } catch (error) {
+    if (!(error instanceof UnreachableError || error instanceof LockedError || error instanceof RefusedError)) throw error;
+    store.history = null;
+  }
+}
+
+// The tools of the header
+
+function setSpan(span) {
+  store.span = span;
+  store.zoom = null;
+  for (const input of element("span").querySelectorAll("input")) input.checked = Number(input.value) === span;
+  if (store.live) reload();
+}
+
+function pause() {
+  store.paused = !store.paused;
+  element("pause").setAttribute("aria-pressed", store.paused);
+  put(element("pause"), store.paused ? "Go on" : "Pause");
+  drawStatus();
+  if (!store.paused) tick();
+}
+
+/** The theme that the person chose here, or that of the system. */
+function wear() {
+  store.theme = store.chosen || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  document.documentElement.dataset.theme = store.theme;
+  forgetColours();
+  draw();
+}
+
+function turn() {
+  store.chosen = store.theme === "dark" ? "light" : "dark";
+  localStorage.setItem("llmproxy-theme", store.chosen);
+  wear();
+}
+
+function showDialog(title, ...children) {
+  const dialog = element("dialog");
+  const close = h("button", { type: "button", onclick: () => dialog.close() }, "Close");
+  dialog.replaceChildren(h("h2", { id: "dialog-title" }, title), ...children, close);
+  if (!dialog.open) dialog.showModal();
+  return dialog;
+}
+
+async function lock() {
+  const first = !locked;
+  locked = true;
+  if (first) askKey(key.get() ? "This key was refused." : "The proxy shows its state to clients on its own machine, and to those with its admin key.");
+}
+
+/** Asks for the key, says why, and tries it at once. */
+export function askKey(why) {
+  const input = h("input", { type: "password", id: "admin-key", autocomplete: "current-password", value: key.get() });
+  const form = h("form", { method: "dialog", onsubmit: () => {
+    key.set(input.value.trim());
+    locked = false;
+    tick();
+  } },
+  h("p", {}, why), h("label", { htmlFor: "admin-key" }, "Admin key"), input,
+  h("p", { className: "quiet" }, "It is kept in this tab until the tab is closed."), h("button", { type: "submit", className: "main" }, "Use it"));
+  showDialog("Admin key", form);
+  input.focus();
+}
+store.askKey = askKey;
+
+const KEYS = [
+  ["/", "find a request", () => { location.hash = "#requests"; setTimeout(() => element("find")?.focus(), 0); }],
+  ["p", "pause, or go on", pause],
+  ["t", "light or dark", turn],
+  ...Object.entries(SPANS).map(([name, span], at) => [String(at + 1), `plots of ${name}`, () => setSpan(span)]),
+  ["Escape", "show the whole span again", () => store.zoomTo(null)],
+  ["?", "these keys", () => showDialog("Keys", h("dl", { className: "keys" }, KEYS.flatMap(([name, what]) => [h("dt", {}, h("kbd", {}, name)), h("dd", {}, what)])))],
+];
+
+function press(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || element("dialog").open) return;
+  if (event.target.closest("input, select, textarea")) return;
+  const found = KEYS.find(([name]) => name === event.key);
+  if (found) {
+    event.preventDefault();
+    found[2]();
+  }
+}
+
+function begin() {
+  for (const [name, view] of Object.entries(VIEWS)) element("nav").append(h("a", { href: `#${name}` }, view.title));
+  for (const [name, span] of Object.entries(SPANS)) {
+    element("span").append(h("label", {}, h("input", { type: "radio", name: "span", value: span, onchange: () => setSpan(span) }), name));
+  }
+  setSpan(store.span);
+  element("pause").addEventListener("click", pause);
+  element("theme").addEventListener("click", turn);
+  element("key").addEventListener("click", () => askKey("A drain needs it, and everything where the proxy is on another machine."));
+  element("help").addEventListener("click", () => KEYS.at(-1)[2]());
+  store.chosen = localStorage.getItem("llmproxy-theme") ?? "";
+  wear();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", wear);
+  addEventListener("keydown", press);
+  addEventListener("hashchange", route);
+  document.addEventListener("visibilitychange", () => tick());
+  route();
+  const loop = async () => {
+    let wait = RETRY_MS;
+    try {
+      wait = await tick();
+    } finally {
+      // An error is seen in the console, and the page goes on.
+      setTimeout(loop, wait);
+    }
+  };
+  loop();
+}
+
+begin();

@@ -1,0 +1,87 @@
+// A table that is written anew each second without losing focus, order or selection.
+
+import { h, put, Keyed } from "./dom.js";
+import { plural } from "./format.js";
+
+const ROWS_MAX = 200;
+
+export class Table {
+  /**
+   * `columns`: [{title, value(row), text(row), fill(cell, row), number, hint}]. `value` is what is sorted by; without it
+   * the column has no order. `fill` writes into a cell what is more than text. `key(row)` names a row.
+   */
+  constructor({ caption, columns, key, sort = null, descending = false, empty = "Nothing.", what = "row" }) {
+    Object.assign(this, { columns, key, sort, descending, what });
+    this.items = [];
+    this.heads = columns.map((column) => this.head(column));
+    this.body = h("tbody");
+    this.note = h("p", { className: "quiet" });
+    this.empty = empty;
+    this.table = h("table", {}, h("caption", { className: "hidden" }, caption), h("thead", {}, h("tr", {}, this.heads)), this.body);
+    this.element = h("div", { className: "scroll", tabIndex: 0, role: "region", "aria-label": caption }, this.table, this.note);
+    this.rows = new Keyed(this.body, () => this.row());
+  }
+
+  head(column) {
+    const cell = h("th", { scope: "col", className: column.number ? "number" : "", title: column.hint });
+    if (column.value && this.sort !== null) {
+      cell.append(h("button", { type: "button", onclick: () => this.order(column) }, column.title));
+    } else {
+      cell.append(column.title);
+    }
+    return cell;
+  }
+
+  order(column) {
+    this.descending = this.sort === column.title ? !this.descending : Boolean(column.number);
+    this.sort = column.title;
+    this.update(this.items);
+  }
+
+  row() {
+    const cells = this.columns.map((column, at) =>
+      at === 0 ? h("th", { scope: "row" }) : h("td", { className: column.number ? "number" : "" }));
+    return { element: h("tr", {}, cells), cells };
+  }
+
+  update(items, more = 0) {
+    this.items = items;
+    const shown = this.sorted(items).slice(0, ROWS_MAX);
+    this.rows.update(shown, this.key, (row, item) => {
+      this.columns.forEach((column, at) => {
+        if (column.fill) column.fill(row.cells[at], item);
+        else put(row.cells[at], column.text(item));
+      });
+    });
+    this.columns.forEach((column, at) => {
+      const state = column.title === this.sort ? (this.descending ? "descending" : "ascending") : null;
+      if (state) this.heads[at].setAttribute("aria-sort", state);
+      else this.heads[at].removeAttribute("aria-sort");
+    });
+    const left = items.length - shown.length + more;
+    put(this.note, items.length === 0 ? this.empty : left > 0 ? `${plural(left, `more ${this.what}`)} not shown.` : "");
+  }
+
+  sorted(items) {
+    const column = this.columns.find((one) => one.title === this.sort);
+    if (!column) return items;
+    const sign = this.descending ? -1 : 1;
+    const lacks = (value) => value === null || value === undefined || Number.isNaN(value);
+    return [...items].sort((one, other) => {
+      const [a, b] = [column.value(one), column.value(other)];
+      if (lacks(a) || lacks(b)) return Number(lacks(a)) - Number(lacks(b));
+      return sign * (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
+    });
+  }
+}
+
+/** A link in a cell, which stays the same element while its text stays. */
+export function link(cell, text, href) {
+  let found = cell.firstElementChild;
+  if (!found) {
+    found = h("a");
+    cell.append(found);
+  }
+  put(found, text);
+  if (found.getAttribute("href") !== href) found.setAttribute("href", href);
+}

@@ -1,0 +1,62 @@
+// Why there: the last choices, with the price of every replica that could have been chosen.
+
+import { looks } from "../lib/chart.js";
+import { json } from "../lib/client.js";
+import { card, h, put } from "../lib/dom.js";
+import { count, duration } from "../lib/format.js";
+import { asking } from "./requests.js";
+
+export const decisions = { title: "Decisions", columns: [], open };
+
+const SHOWN = 12;
+const SEARCHED = 100;
+/** Terms in the order of their colours; a term of a plugin gets the next one. */
+const TERMS = ["queue", "prefill", "stream", "harm", "eviction", "adapter", "memory", "slot"];
+
+function open(host, store) {
+  const content = h("div");
+  const said = h("p", { className: "quiet", role: "status" });
+  const legend = h("ul", { className: "terms" }, TERMS.map((term) => h("li", {}, swatch(term), term)));
+  const find = h("input", { id: "find", type: "search", placeholder: "request, model or replica", spellcheck: false, autocomplete: "off", oninput: () => poll.now() });
+  const fits = (choice) => [choice.request, choice.model, choice.chosen].some((name) => (name ?? "").toLowerCase().includes(find.value.trim().toLowerCase()));
+  host.append(card("The last choices of a replica, the newest first",
+    h("p", { className: "quiet" }, "A price is the time that a choice costs, in seconds: for this request and for the others. The cheapest is chosen; prices within 5 ms count as equal. Pause (p) to read."), h("form", { className: "filters", onsubmit: (event) => event.preventDefault() }, h("label", { htmlFor: "find" }, "Find"), find), legend, said), content);
+  const poll = asking(store, () => json("/debug/explain", { limit: find.value.trim() ? SEARCHED : SHOWN }), (found) => {
+    const choices = found.pools.flatMap((pool) => pool.choices.map((choice) => ({ ...choice, pool: pool.pool }))).filter(fits).sort((one, other) => one.age_s - other.age_s);
+    content.replaceChildren(...choices.slice(0, SHOWN).map(priceCard));
+    const notes = found.pools.filter((pool) => pool.note).map((pool) => pool.note);
+    put(said, choices.length ? "" : notes[0] ?? (find.value.trim() ? "None of the last choices fits." : "No request was placed yet."));
+  }, (text) => text && put(said, text));
+  return { update: () => poll.update() };
+}
+
+/** One choice: a bar of its terms for each candidate, the chosen one first. */
+export function priceCard(choice) {
+  const most = Math.max(...choice.candidates.map((one) => one.total_s), 1e-6);
+  const rows = choice.candidates.map((one) => {
+    const bar = h("span", { className: "price", "aria-hidden": "true" }, Object.entries(one.terms).filter(([, seconds]) => seconds > 0).map(([term, seconds]) => {
+      const part = h("span", { title: `${term} ${duration(seconds)}` });
+      part.style.width = `${(seconds / most) * 100}%`;
+      part.style.backgroundColor = `var(--${lookOf(term)})`;
+      return part;
+    }));
+    const chosen = one.backend === choice.chosen;
+    return h("li", { className: chosen ? "chosen" : "" }, h("span", { className: "candidate" }, chosen ? "✓ " : "", one.backend), bar,
+      h("span", { className: "price-text" }, one.line.slice(one.line.indexOf(": ") + 2)));
+  });
+  return h("section", { className: "card" },
+    h("h3", {}, h("a", { className: "mono", href: `#requests/${encodeURIComponent(choice.request)}` }, choice.request)),
+    h("p", { className: "quiet" }, `${count(choice.prompt_tokens)} prompt tokens for ${choice.model ?? "no model"}, ${duration(choice.age_s)} ago, ${choice.chosen ?? "no replica"} chosen`),
+    h("ol", { className: "prices" }, rows));
+}
+
+function lookOf(term) {
+  const at = TERMS.indexOf(term);
+  return looks(at < 0 ? TERMS.length - 1 : at).colour;
+}
+
+function swatch(term) {
+  const made = h("span", { className: "dot" });
+  made.style.backgroundColor = `var(--${lookOf(term)})`;
+  return made;
+}

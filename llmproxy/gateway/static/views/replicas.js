@@ -1,0 +1,108 @@
+// Which replica is slow, full or sick, and since when.
+
+import { Chart, looks } from "../lib/chart.js";
+import { LockedError, post, RefusedError, UnreachableError } from "../lib/client.js";
+import { card, h, put, putMeter } from "../lib/dom.js";
+import { count, duration, factor, number, percent } from "../lib/format.js";
+import { Lanes } from "../lib/lanes.js";
+import { Table } from "../lib/table.js";
+
+export const replicas = { title: "Replicas", columns: ["backend/"], open };
+
+const WORDS = { resting: "ejected" };
+
+function open(host, store) {
+  const table = replicaTable(store, true);
+  const said = h("p", { className: "quiet", role: "status" });
+  table.said = said;
+  host.append(card("Replicas", h("p", { className: "quiet" }, "Marks in the bar of the load: up to there, the band of this colour is served."), table.element, said));
+  const lanes = new Lanes(host, store);
+  const plots = h("div", { className: "pair" });
+  host.append(plots);
+  const lines = (suffix) => (history) => history.names("backend/", `/${suffix}`).map((name, at) => ({ label: name, column: `backend/${name}/${suffix}`, ...looks(at) }));
+  const charts = [
+    new Chart(plots, store, { title: "Output tokens per second", lines: lines("tokens_per_s"), write: number }),
+    new Chart(plots, store, { title: "KV cache in use", lines: lines("kv_used"), write: percent }),
+    new Chart(plots, store, { title: "Waiting in the engine", lines: lines("waiting"), write: count }),
+    new Chart(plots, store, { title: "Load as a share of the limit", lines: lines("saturation"), write: percent }),
+  ];
+  return {
+    update({ live, history }) {
+      table.update(live);
+      lanes.update(history);
+      for (const chart of charts) chart.update(history);
+    },
+    close() {
+      for (const chart of charts) chart.close();
+    },
+  };
+}
+
+/** The table of the replicas; `full` has all columns and the buttons to drain. */
+export function replicaTable(store, full) {
+  const made = { said: null };
+  const columns = [
+    { title: "Replica", value: (one) => one.backend, text: (one) => one.backend },
+    { title: "State", value: (one) => one.state, fill: fillState },
+    { title: "Load", number: true, value: (one) => share(one), fill: (cell, one) => fillLoad(cell, one, made.marks?.get(one.pool) ?? []), hint: "Requests that the proxy sent there, and how many it sends at most" },
+    { title: "KV cache", number: true, value: (one) => one.kv_used, fill: (cell, one) => putMeter(cell, one.kv_used, percent(one.kv_used), one.kv_used > 0.9 ? "warning" : "") },
+    { title: "Engine queue", number: true, value: (one) => one.waiting, text: (one) => count(one.waiting), hint: "Requests that wait inside the engine" },
+    { title: "Tokens/s", number: true, value: (one) => one.output_tokens_per_s, text: (one) => number(one.output_tokens_per_s), hint: "Output tokens of the last minute" },
+    { title: "Cache hits", number: true, value: (one) => one.hit_share, text: (one) => percent(one.hit_share), hint: "Share of the prompt tokens that its prefix cache had, last minute" },
+    { title: "Prompts", value: (one) => one.prompts_slower, text: (one) => factor(one.prompts_slower), hint: "Pace of its prompts against the other replicas of the pool" },
+    { title: "Tokens", value: (one) => one.tokens_slower, text: (one) => factor(one.tokens_slower), hint: "Pace of its output tokens against the pool" },
+  ];
+  if (full) {
+    columns.push(
+      { title: "Failed", number: true, value: (one) => one.failed, text: (one) => `${count(one.failed)} of ${count(one.ended)}`, hint: "Attempts of the last minute" },
+      { title: "Adapters", value: (one) => one.adapters.length, text: (one) => one.adapters.join(", ") || "none" },
+      { title: "Read", number: true, value: (one) => one.reading_age_s, text: (one) => (one.reading_age_s === null ? "never" : `${duration(one.reading_age_s)} ago`), hint: "Age of the newest reading of its metrics" },
+      { title: "Pool", value: (one) => one.pool, text: (one) => one.pool ?? "none" },
+      { title: "Address", value: (one) => one.url, text: (one) => one.url },
+      { title: "", fill: (cell, one) => fillDrain(cell, one, store, made) },
+    );
+  }
+  const table = new Table({ caption: "Replicas, with their load and pace", columns, key: (one) => one.backend, sort: "Replica", empty: "No replica is known.", what: "replica" });
+  return Object.assign(made, {
+    element: table.element,
+    update(live) {
+      made.marks = new Map(live.pools.map((pool) => [pool.pool, pool.bands.filter((band) => band.ceiling !== null && band.ceiling < 1).map((band) => ({ at: band.ceiling, style: `band-${band.band}` }))]));
+      table.update(live.backends, live.more_backends);
+    },
+  });
+}
+
+const share = (one) => (one.limit ? one.load / one.limit : null);
+
+function fillState(cell, one) {
+  if (!cell.firstChild) cell.append(h("span", { className: "state" }), " ", h("span", { className: "quiet" }));
+  const [state, why] = cell.children;
+  state.dataset.state = one.state;
+  put(state, WORDS[one.state] ?? one.state);
+  put(why, one.state === "up" ? `for ${duration(one.since_s)}` : `for ${duration(one.since_s)}${one.why ? `: ${one.why}` : ""}`);
+}
+
+function fillLoad(cell, one, marks) {
+  putMeter(cell, share(one), `${count(one.load)} / ${one.limit === null ? "?" : count(one.limit)}`, "", marks);
+}
+
+function fillDrain(cell, one, store, made) {
+  const back = one.state === "drained" || one.state === "leaving";
+  if (!cell.firstChild) cell.append(h("button", { type: "button" }));
+  const button = cell.firstChild;
+  put(button, back ? "Undrain" : "Drain");
+  button.setAttribute("aria-label", `${back ? "Undrain" : "Drain"} ${one.backend}`);
+  button.onclick = async () => {
+    button.disabled = true;
+    try {
+      await post(`/admin/backends/${encodeURIComponent(one.backend)}/${back ? "undrain" : "drain"}`);
+      put(made.said, `${one.backend}: ${back ? "it gets requests again" : "it gets no new requests; those it has are finished"}.`);
+    } catch (error) {
+      if (error instanceof LockedError) store.askKey(`A drain needs the admin key. ${error.message}`);
+      else if (error instanceof RefusedError || error instanceof UnreachableError) put(made.said, `${one.backend}: ${error.message}`);
+      else throw error;
+    } finally {
+      button.disabled = false;
+    }
+  };
+}

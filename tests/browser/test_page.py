@@ -1,0 +1,283 @@
+"""The page in a real browser: every view, what a person does there, and what must never happen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llmproxy.config import hash_of
+from tests.e2e.proxies import FAST, HELLO, ProxyUnderTest, one_seat, serving, until
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser, Page
+
+VIEWS = ("now", "replicas", "flows", "requests", "decisions", "caches", "time", "configuration")
+ADMIN_KEY = "for-admins"
+WITH_KEY: dict[str, Any] = {"admin_key": hash_of(ADMIN_KEY)}
+FIRST_PAINT_BYTES_MAX = 300_000
+HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=1</script>"\'&'
+
+
+class Visit:
+    """One page, and everything that went wrong on it."""
+
+    def __init__(self, page: Page, url: str) -> None:
+        self.page = page
+        self.url = url
+        self.wrong: list[str] = []
+        self.expected: tuple[str, ...] = ()
+        page.on("console", lambda said: self.wrong.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        page.on("request", lambda asked: self._foreign(asked.url))
+
+    def _foreign(self, url: str) -> None:
+        if not url.startswith((self.url, "data:", "blob:")):
+            self.wrong.append(f"it asked {url}")
+
+    async def go(self, view: str) -> None:
+        await self.page.goto(f"{self.url}/ui#{view}")
+
+    async def sees(self, text: str, selector: str = "body") -> None:
+        await self.page.locator(selector, has_text=text).first.wait_for(timeout=10_000)
+
+    def check(self) -> None:
+        assert [one for one in self.wrong if not any(part in one for part in self.expected)] == []
+
+
+@asynccontextmanager
+async def visiting(browser: Browser, proxy: ProxyUnderTest, **options: Any) -> AsyncIterator[Visit]:
+    context = await browser.new_context(**options)
+    try:
+        visit = Visit(await context.new_page(), proxy.url)
+        yield visit
+        visit.check()
+    finally:
+        await context.close()
+
+
+async def worked(proxy: ProxyUnderTest) -> None:
+    """Some requests of two flows ended, and their second is over."""
+    for name in ("one", "two", "three"):
+        assert (await proxy.chat(HELLO, headers={"x-request-id": name})).status == 200
+    assert (await proxy.chat(HELLO | {"model": "lora-0"}, headers={"x-request-id": "tuned"})).status == 200
+    assert (await proxy.chat(HELLO | {"model": "nothing"}, headers={"x-request-id": "lost"})).status == 404
+    last = proxy.app.recorder.history.last_s
+    await until(lambda: proxy.app.recorder.history.last_s > last)
+
+
+async def test_every_view_is_clean_and_accessible_in_both_themes(browser: Browser, axe: str) -> None:
+    async with serving(FAST, FAST) as proxy:
+        await worked(proxy)
+        for theme in ("light", "dark"):
+            async with visiting(browser, proxy, color_scheme=theme, bypass_csp=True) as visit:
+                await visit.page.add_init_script(axe)
+                for view in VIEWS:
+                    await visit.go(view)
+                    await visit.sees("Healthy: 2 of 2 replicas up", "#summary")
+                    await visit.sees("b0", "main") if view in ("now", "replicas", "caches") else None
+                    await asyncio.sleep(0.3)
+                    found = await visit.page.evaluate("axe.run()")
+                    serious = [
+                        (view, theme, one["id"], one["nodes"][0]["html"][:200])
+                        for one in found["violations"]
+                        if one["impact"] in ("serious", "critical")
+                    ]
+                    assert serious == []
+
+
+@pytest.mark.parametrize("width", [375, 1280, 2560])
+async def test_no_view_is_wider_than_the_window(browser: Browser, width: int) -> None:
+    async with serving(FAST, FAST) as proxy:
+        await worked(proxy)
+        async with visiting(browser, proxy, viewport={"width": width, "height": 900}) as visit:
+            for view in VIEWS:
+                await visit.go(view)
+                await visit.sees("Healthy", "#summary")
+                await asyncio.sleep(0.2)
+                assert await visit.page.evaluate("document.documentElement.scrollWidth") <= width, view
+
+
+async def test_what_it_shows_is_what_happened(browser: Browser) -> None:
+    async with serving(FAST, FAST) as proxy:
+        await worked(proxy)
+        async with visiting(browser, proxy) as visit:
+            await visit.go("now")
+            await visit.sees("4 requests in", ".tiles")
+            await visit.go("requests")
+            for name in ("one", "two", "three", "tuned", "lost"):
+                await visit.sees(name, "tbody")
+            await visit.page.select_option("#filter-kind", "client_error")
+            await visit.page.locator("tbody tr").nth(1).wait_for(state="detached")
+            assert await visit.page.locator("tbody tr").all_inner_texts() != []
+            await visit.sees("lost", "tbody")
+            await visit.page.fill("#find", "two")
+            await visit.page.keyboard.press("Enter")
+            await visit.sees("completed (200)", "main")
+            await visit.sees("✓ b", ".prices")
+            await visit.go("configuration")
+            await visit.sees("queue.ttl_s", "tbody")
+            await visit.page.fill("#find", "ttl")
+            assert await visit.page.locator("tbody tr").count() == len(
+                [one for one in (await proxy.get("/debug/config")).json["settings"] if "ttl" in json.dumps(one)]
+            )
+
+
+async def test_who_waits_and_why(browser: Browser) -> None:
+    async with one_seat() as (proxy, seat):
+        waits = await proxy.enter("waits")
+        async with visiting(browser, proxy) as visit:
+            await visit.go("now")
+            await visit.sees("base: 1 default request waits", "#summary")
+            await visit.sees("Why: all backends are full.", ".band[data-band=default]")
+            await visit.go("flows")
+            await visit.page.get_by_role("link", name="waits").click()
+            await visit.sees("In band default, flow base", "main")
+        seat.close()
+        assert (await waits).status == 200
+
+
+async def test_the_first_paint_is_small_and_soon(browser: Browser) -> None:
+    async with serving(FAST, FAST) as proxy:
+        await worked(proxy)
+        async with visiting(browser, proxy) as visit:
+            session = await visit.page.context.new_cdp_session(visit.page)
+            sizes: list[float] = []
+            session.on("Network.loadingFinished", lambda event: sizes.append(event["encodedDataLength"]))
+            await session.send("Network.enable")
+            await visit.go("now")
+            await visit.sees("4 requests in", ".tiles")
+            assert 10_000 < sum(sizes) < FIRST_PAINT_BYTES_MAX
+
+
+async def test_a_drain_needs_the_key(browser: Browser) -> None:
+    async with serving(FAST, FAST, **WITH_KEY) as proxy, visiting(browser, proxy) as visit:
+        visit.expected = ("401 (Unauthorized)",)
+        await visit.go("replicas")
+        await visit.page.get_by_role("button", name="Drain b1").click()
+        await visit.sees("A drain needs the admin key", "dialog")
+        await visit.page.fill("#admin-key", "wrong")
+        await visit.page.keyboard.press("Enter")
+        await visit.page.get_by_role("button", name="Drain b1").click()
+        await visit.sees("A drain needs the admin key", "dialog[open]")
+        await visit.page.fill("#admin-key", ADMIN_KEY)
+        await visit.page.keyboard.press("Enter")
+        await visit.page.get_by_role("button", name="Drain b1").click()
+        await visit.page.get_by_role("button", name="Undrain b1").wait_for()
+        await visit.sees("b1 is drained", "#summary")
+        await visit.page.get_by_role("button", name="Undrain b1").click()
+        await visit.page.get_by_role("button", name="Drain b1", exact=True).wait_for()
+
+
+async def test_from_afar_it_asks_for_the_key(browser: Browser) -> None:
+    afar = {"x-forwarded-for": "1.2.3.4"}
+    async with serving(FAST, **WITH_KEY) as proxy, visiting(browser, proxy, extra_http_headers=afar) as visit:
+        visit.expected = ("404 (Not Found)",)
+        await visit.go("now")
+        await visit.sees("its admin key", "dialog[open]")
+        await visit.page.fill("#admin-key", "wrong")
+        await visit.page.keyboard.press("Enter")
+        await visit.sees("This key was refused", "dialog[open]")
+        await visit.page.fill("#admin-key", ADMIN_KEY)
+        await visit.page.keyboard.press("Enter")
+        await visit.sees("Healthy: 1 of 1 replica up", "#summary")
+
+
+async def test_an_outage_and_a_restart_under_an_open_page(browser: Browser) -> None:
+    async with serving(FAST) as proxy, visiting(browser, proxy) as visit:
+        visit.expected = ("ERR_FAILED",)
+        await visit.go("now")
+        await visit.sees("Healthy", "#summary")
+        await visit.page.route("**/debug/**", lambda route: route.abort())
+        await visit.sees("not reachable since", "#summary")
+        await visit.page.unroute("**/debug/**")
+        await visit.sees("Healthy", "#summary")
+
+        async def restarted(route: Any) -> None:
+            answer = await route.fetch()
+            changed = (await answer.json()) | {"instance": "another", "second": 5, "now_s": 6.0}
+            await route.fulfill(json=changed)
+
+        await visit.page.route("**/debug/live*", restarted)
+        await visit.sees("process another", "#footer")
+        await visit.sees("Healthy", "#summary")
+
+
+async def test_names_are_never_markup(browser: Browser) -> None:
+    async with serving(FAST, FAST, scheduling={"flow": "header:x-team"}) as proxy:
+        team = {"x-team": HOSTILE, "x-request-id": "plain"}
+        assert (await proxy.chat(HELLO, headers=team)).status == 200
+        assert (await proxy.chat(HELLO | {"model": HOSTILE})).status == 404
+        last = proxy.app.recorder.history.last_s
+        await until(lambda: proxy.app.recorder.history.last_s > last)
+        async with visiting(browser, proxy) as visit:
+            for view in (*VIEWS, "requests/plain", f"requests/{HOSTILE.replace('/', '%2F')}"):
+                visit.expected = ("404 (Not Found)",)
+                await visit.go(view)
+                await visit.sees("Healthy", "#summary")
+                await asyncio.sleep(0.3)
+                assert await visit.page.locator("main img, main script").count() == 0
+                assert await visit.page.title() == "llmproxy"
+            await visit.go("flows")
+            await visit.sees(HOSTILE, "tbody")
+            await visit.page.goto(f"{proxy.url}/debug/plain")
+            await visit.sees(HOSTILE, "tbody")
+            assert await visit.page.locator("main img, main script").count() == 0
+
+
+async def test_zoom_span_theme_pause_and_files(browser: Browser) -> None:
+    async with serving(FAST, FAST) as proxy:
+        await worked(proxy)
+        async with visiting(browser, proxy, color_scheme="light") as visit:
+            page = visit.page
+            await visit.go("time")
+            await visit.sees("one value every 1.00 s", "main")
+            plot = page.locator(".u-over").first
+            await plot.wait_for()
+            box = await plot.bounding_box()
+            assert box is not None
+            before = await page.locator(".actions p").first.inner_text()
+            await page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 30)
+            await page.mouse.down()
+            await page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 30, steps=4)
+            await page.mouse.up()
+            whole = page.get_by_role("button", name="Whole span")
+            assert await whole.is_enabled()
+            assert await page.locator(".actions p").first.inner_text() != before
+            await page.keyboard.press("Escape")
+            await page.wait_for_timeout(50)
+            assert await whole.is_disabled()
+            await page.keyboard.press("3")
+            await visit.sees("one value every 10.0 s", "main")
+            await page.keyboard.press("1")
+            await visit.sees("one value every 1.00 s", "main")
+            await page.keyboard.press("t")
+            assert await page.evaluate("document.documentElement.dataset.theme") == "dark"
+            async with page.expect_download() as download:
+                await page.get_by_role("button", name="Save CSV").click()
+            lines = (await (await download.value).path()).read_text().splitlines()
+            assert lines[0].startswith("unix_s,")
+            completed = lines[0].split(",").index('"fleet/completed_per_s"')
+            assert sum(float(line.split(",")[completed] or 0.0) for line in lines[1:]) == 4.0
+            async with page.expect_download() as download:
+                await page.get_by_role("button", name="Save PNG").click()
+            assert (await (await download.value).path()).read_bytes().startswith(b"\x89PNG")
+            await page.keyboard.press("p")
+            await visit.sees("Paused at", "#summary")
+            await page.keyboard.press("p")
+            await visit.sees("Healthy", "#summary")
+            await page.keyboard.press("?")
+            await visit.sees("find a request", "dialog[open]")
+
+
+async def test_without_javascript_there_are_tables(browser: Browser) -> None:
+    async with serving(FAST, FAST) as proxy:
+        await worked(proxy)
+        async with visiting(browser, proxy, java_script_enabled=False) as visit:
+            await visit.page.goto(f"{proxy.url}/ui")
+            await visit.page.wait_for_url("**/debug/plain")
+            assert "Healthy: 2 of 2 replicas up" in await visit.page.content()
