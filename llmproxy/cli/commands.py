@@ -1,4 +1,6 @@
-"""The commands: `serve`, `check`, `config`, `hash-key`, `replica`, `export`, `demo`, `simulate`."""
+"""The commands: `serve`, `check`, `config`, `hash-key`, `replica`, `export`, `top`, `explain`, `demo`,
+`simulate`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import asyncio
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from getpass import getpass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -14,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from llmproxy import __version__
-from llmproxy.cli.flags import COMMON, CONFIG_VARIABLE, from_environment, from_flags, unknown_flags
+from llmproxy.cli.flags import ADMIN_KEY_VARIABLE, COMMON, CONFIG_VARIABLE, from_environment, from_flags, unknown_flags
 from llmproxy.cli.help import HELP_ALL, PanelHelp, PanelHelpGroup
 from llmproxy.cli.options import REPLICA, SIMULATE, flag_options, with_options
 from llmproxy.cli.reference import page as cli_page
@@ -37,6 +39,13 @@ NO_BACKENDS = (
     "no backends: name at least one vLLM server, as in `llmproxy serve --backend http://gpu-0:8000`,"
     " in LLMPROXY_BACKEND, or under `backends:` in the file that --config names"
 )
+
+PROXY = "http://127.0.0.1:8080"
+ProxyUrl = Annotated[str, typer.Argument(metavar="URL", help="Base URL of the proxy, or of its admin port.")]
+AdminKey = Annotated[
+    str | None,
+    typer.Option(metavar="KEY", envvar=ADMIN_KEY_VARIABLE, help="Needed unless the proxy is on this machine."),
+]
 
 
 def _fail(problems: Sequence[str]) -> NoReturn:
@@ -294,6 +303,54 @@ def export(
     except OSError as error:
         _fail([f"llmproxy export: cannot write {error.filename or folder}: {error.strerror or error}"])
     typer.echo(f"\nNext: {KINDS[kind][1]}", err=True)
+
+
+@app.command(cls=PanelHelp, short_help="Show a running proxy in the terminal.")
+def top(
+    url: ProxyUrl = PROXY,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one picture and exit; so it is without a terminal.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print /debug/live once and exit.")] = False,
+    interval_s: Annotated[
+        float, typer.Option("--interval", "-n", metavar="SECONDS", min=1.0, max=3600.0, help="How often it is drawn.")
+    ] = 1.0,
+    admin_key: AdminKey = None,
+) -> None:
+    """Show a running proxy: why requests wait, bands, replicas, flows and the last events, drawn anew each second.
+
+    Keys: s sorts the replicas by the next column, r reverses, / filters replicas and flows, p pauses, e shows the last
+    choices with their prices, q quits.
+    """
+    from llmproxy import top as asked
+
+    _ask(lambda: asked.top(asked.Target.parsed(url, admin_key), interval_s, once=once, as_json=as_json), "top")
+
+
+@app.command(cls=PanelHelp, short_help="Tell the story of one request.")
+def explain(
+    request: Annotated[
+        str, typer.Argument(metavar="REQUEST_ID", help="As in the log, and x-request-id of its answer.")
+    ],
+    url: ProxyUrl = PROXY,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    admin_key: AdminKey = None,
+) -> None:
+    """Tell the story of one request: how long it waited, on which replicas it was, what each would have cost."""
+    from llmproxy import top as asked
+
+    _ask(lambda: asked.explain(asked.Target.parsed(url, admin_key), request, as_json=as_json), "explain")
+
+
+def _ask(question: Callable[[], Coroutine[Any, Any, None]], command: str) -> None:
+    """Run a command that asks a running proxy."""
+    from llmproxy.top import AskError
+
+    try:
+        asyncio.run(question())
+    except AskError as error:
+        typer.echo(f"llmproxy {command}: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 @app.command(cls=PanelHelp, short_help="Try it: simulated vLLM servers, the proxy, some traffic.")

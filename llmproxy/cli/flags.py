@@ -15,8 +15,10 @@ from llmproxy.lifecycle.sockets import PREDECESSOR
 PREFIX = "LLMPROXY_"
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 """Names the configuration file, as --config does."""
-OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, DRAINED, PREDECESSOR})
-"""Variables that set no key. With all but the first, a process informs its successor."""
+ADMIN_KEY_VARIABLE = f"{PREFIX}ADMIN_KEY_PLAIN"
+"""The admin key itself, for commands that ask a proxy. LLMPROXY_ADMIN_KEY is its hash, for `serve`."""
+OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, ADMIN_KEY_VARIABLE, DRAINED, PREDECESSOR})
+"""Variables that set no key. With the last two, a process informs its successor."""
 OF_KUBERNETES = re.compile(
     rf"{PREFIX}(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )

@@ -11,7 +11,7 @@ import json
 import signal
 import sys
 from collections.abc import Awaitable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +24,7 @@ from llmproxy.demo.clients import ADAPTERS, MODEL, DemoClients
 from llmproxy.demo.display import DemoReplica, Display
 from llmproxy.demo.processes import HOST, DemoError, Processes, held_port
 from llmproxy.demo.scenes import ADMIN_KEY, SCENES, Stage
+from llmproxy.terminal import pressed
 
 START_TIMEOUT_S = 60.0
 BATCH = 4
@@ -170,7 +171,7 @@ async def _play(
         session, processes, victim.name, victim.url, len(replicas) == 1,
         partial(_start, processes, victim), display.news, clients.sources,
     )  # fmt: skip
-    with display.drawn(), display.pressed(stage.pressed):
+    with display.drawn(), pressed(stage.pressed) if display.keys else nullcontext():
         async with asyncio.TaskGroup() as group:
             group.create_task(clients.come_and_go(group))
             group.create_task(_follow(session, clients, replicas, display))

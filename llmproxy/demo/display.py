@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import statistics
 import sys
-import termios
 import time
-import tty
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,6 +21,7 @@ from rich.text import Text
 
 from llmproxy.demo.clients import BandOutcomes, DemoClients
 from llmproxy.demo.processes import HOST
+from llmproxy.terminal import can_draw
 
 PLAIN_INTERVAL_S = 10.0
 """How often the table is printed where it cannot be drawn in its place."""
@@ -50,7 +48,7 @@ class Display:
     """The terminal. Without one (a pipe, TERM=dumb) lines are printed, and no control sequence is."""
 
     def __init__(self) -> None:
-        self._drawn = sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+        self._drawn = can_draw()
         self._console = (
             Console(highlight=False)
             if self._drawn
@@ -72,28 +70,6 @@ class Display:
         live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         with live as self._live:
             yield
-
-    @contextmanager
-    def pressed(self, on_key: Callable[[str], None]) -> Iterator[None]:
-        """Call `on_key` with each key that is pressed meanwhile, on a terminal. Ctrl-C stays what it is."""
-        if not self.keys:
-            yield
-            return
-        fd = sys.stdin.fileno()
-        before = termios.tcgetattr(fd)
-        loop = asyncio.get_running_loop()
-
-        def read() -> None:
-            for key in os.read(fd, 64).decode(errors="ignore"):
-                on_key(key)
-
-        tty.setcbreak(fd)
-        loop.add_reader(fd, read)
-        try:
-            yield
-        finally:
-            loop.remove_reader(fd)
-            termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
     def say(self, text: str) -> None:
         """Print lines that stay."""

@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import termios
 import time
 import urllib.request
 from collections import Counter
@@ -284,22 +283,6 @@ async def test_a_lone_replica_is_not_killed() -> None:
     await asyncio.sleep(1.0)
     assert played.seen == []
     assert {scene.name for scene in SCENES} - {scene.name for scene in played.stage.scenes} == {"kill"}
-
-
-async def test_keys_are_read_from_a_terminal_that_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    master, slave = pty.openpty()
-    monkeypatch.setenv("TERM", "xterm")
-    with open(slave, "r+b", buffering=0) as raw:  # noqa: ASYNC230, PTH123
-        terminal = io.TextIOWrapper(raw, write_through=True)
-        monkeypatch.setattr(sys, "stdout", terminal)
-        monkeypatch.setattr(sys, "stdin", terminal)
-        display, before, pressed = Display(), termios.tcgetattr(slave), asyncio.Queue[str]()
-        with display.pressed(pressed.put_nowait):
-            os.write(master, "fé".encode())
-            assert [await pressed.get(), await pressed.get()] == ["f", "é"]
-        assert termios.tcgetattr(slave) == before
-        monkeypatch.undo()
-    os.close(master)
 
 
 @pytest.mark.parametrize(

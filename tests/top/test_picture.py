@@ -1,0 +1,192 @@
+"""The pictures of `top` and `explain`, drawn from documents."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+
+from llmproxy.top.ask import AskError, Target
+from llmproxy.top.document import Document, Explained, read
+from llmproxy.top.picture import duration, picture
+from llmproxy.top.story import story
+from llmproxy.top.view import COLUMNS, View
+
+HOSTILE = (
+    "\x1b[2J\x1b]0;owned\x07",
+    "\x9b31mred",
+    "a\r\nb",
+    "语" * 200,
+    "n" * 10_000,
+    "\u202eltr",
+    "[bold]x[/]",
+    "\udcff",
+)
+
+
+def found(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((Path(__file__).parent / name).read_text())
+    return content
+
+
+def live(**changes: Any) -> Document:
+    return replace(read(found("live.json"), Document), **changes)
+
+
+def drawn(shown: RenderableType, width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False, color_system=None, highlight=False)
+    console.print(shown)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_it_shows_the_state_of_the_second() -> None:
+    lines = drawn(picture(live(), View(), 200), 200)
+    text = "\n".join(lines)
+    assert "7.5 requests/s" in lines[1]
+    assert lines[2].startswith("sim-8b: 11 sheddable requests wait, up to 2.5 s")
+    assert "in 23 s 61 refused, 11 preempted" in text
+    (band,) = (line for line in lines if line.startswith("sheddable"))
+    assert band.split()[1:4] == ["11", "2.5", "s"]
+    assert band.rstrip().endswith("the room left is kept for higher bands")
+    (replica,) = (line for line in lines if line.startswith("replica-1"))
+    assert replica.split()[1:] == ["up", "3/4", "0%", "93%", "297", "1.00x", "sim-8b"]
+    (flow,) = (line for line in lines if line.startswith("globex"))
+    assert flow.split()[1:5] == ["default", "43%", "50%", "280"]
+    assert any("backend_up" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("size", [(80, 24), (40, 12), (200, 60)])
+def test_names_cannot_control_the_terminal(name: str, size: tuple[int, int]) -> None:
+    base = live()
+    hostile = live(
+        version=name,
+        summary=replace(base.summary, text=name, level=name),
+        bands=tuple(replace(one, band=name, reasons=(name,)) for one in base.bands),
+        backends=tuple(replace(one, backend=name, why=name, state=name, pool=name) for one in base.backends),
+        flows=tuple(replace(one, flow=name, band=name) for one in base.flows),
+        events=tuple(replace(one, event=name, text=name, level=name) for one in base.events),
+    )
+    lines = drawn(picture(hostile, View(filter=""), *size), size[0])
+    assert len(lines) <= size[1]
+    assert all(cell_len(line) <= size[0] for line in lines)
+    assert all(character.isprintable() for line in lines for character in line)
+
+
+@pytest.mark.parametrize("height", range(6, 60, 3))
+def test_it_fits_and_says_how_many_more_there_are(height: int) -> None:
+    one = live().backends[0]
+    lines = drawn(
+        picture(live(backends=tuple(replace(one, backend=f"gpu-{n}") for n in range(300))), View(), 80, height)
+    )
+    assert len(lines) <= height
+    shown = sum(line.startswith("gpu-") for line in lines)
+    assert shown == 0 or f"{300 - shown} more" in [line.strip() for line in lines]
+
+
+def test_rows_that_the_proxy_did_not_send_are_counted() -> None:
+    assert "7 more" in [line.strip() for line in drawn(picture(live(more_backends=7), View(), 80))]
+
+
+def order(view: View) -> list[str]:
+    one = live().backends[0]
+    backends = (
+        replace(one, backend="b", load=1, state="up", kv_used=None),
+        replace(one, backend="c", load=3, state="up", kv_used=0.1),
+        replace(one, backend="a", load=2, state="down", kv_used=0.2),
+    )
+    return [shown.backend for shown in view.ordered(backends)]
+
+
+def test_keys_sort_reverse_and_filter() -> None:
+    view = View()
+    assert order(view) == ["a", "b", "c"]
+    view.press("s")
+    assert (view.column, order(view)) == ("state", ["a", "b", "c"])
+    view.press("s")
+    assert (view.column, order(view)) == ("load", ["c", "a", "b"])
+    view.press("r")
+    assert order(view) == ["b", "a", "c"]
+    view.press("s")
+    assert (view.column, order(view)) == ("KV", ["a", "c", "b"])
+    for _ in range(len(COLUMNS) - 3):
+        view.press("s")
+    assert view.column == "replica"
+    for key in "/Bq\x7f\n":
+        view.press(key)
+    assert (order(view), view.quit) == (["b"], False)
+    for key in "/\x1bpeq":
+        view.press(key)
+    assert (view.filter, view.paused, view.choices, view.quit) == ("", True, True, True)
+
+
+def test_choices_stand_in_the_place_of_flows_and_events() -> None:
+    chosen = found("story.json")["choices"]
+    explained = read({"pools": [{"choices": chosen}]}, Explained)
+    text = "\n".join(drawn(picture(live(), View(), 80, choices=explained)))
+    assert "replica-3: 0.095 s" in text
+    assert "last events" not in text
+
+
+def test_an_old_document_is_marked() -> None:
+    assert (
+        "not reachable since 12:00:00" in drawn(picture(live(), View(), 80, trouble="not reachable since 12:00:00"))[0]
+    )
+
+
+def test_another_document_is_refused() -> None:
+    with pytest.raises(AskError, match="version"):
+        read({"version": "9"}, Document)
+    with pytest.raises(AskError, match="version"):
+        story({"request": "a"}, 80)
+
+
+def test_the_story_of_a_request_has_its_times_and_prices() -> None:
+    text = "\n".join(drawn(story(found("story.json"), 80)))
+    assert "0.043 s  first byte, 43 ms after the grant; predicted 38 ms" in text
+    assert "completed (200) after 0.225 s" in text
+    bars = [line for line in text.splitlines() if line.startswith("replica-") and " s " in line]
+    assert [line.split()[:2] for line in bars] == [
+        ["replica-1", "0.095"],
+        ["replica-3", "0.095"],
+        ["replica-2", "0.095"],
+    ]
+    assert all(len(line.split("s", 1)[1].strip()) > 20 for line in bars)
+
+
+def test_a_request_that_waits_has_a_story() -> None:
+    waits = {
+        "band": "default", "flow": "\x1b[2Jacme", "ahead_in_higher_bands": 3, "ahead_in_flow": 2, "waited_s": 1.5,
+        "left_s": 58.5, "blocked_by": None,
+    }  # fmt: skip
+    nothing: dict[str, Any] = {"request": "r", "waits": waits, "ended": None, "attempts": [], "choices": []}
+    text = " ".join(drawn(story(nothing, 200), 200))
+    assert "waits for 1.5 s in band default, flow �[2Jacme: 3 ahead in higher bands, 2 in its flow" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (None, "-"), (0.0, "0 ms"), (0.9994, "999 ms"), (0.9996, "1.0 s"), (99.94, "99.9 s"), (100.0, "2 min"),
+        (5969.0, "99 min"), (6000.0, "2 h"), (1e6, "12 d"),
+    ],
+)  # fmt: skip
+def test_durations_are_short(seconds: float | None, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:b", ""])
+def test_no_address(url: str) -> None:
+    with pytest.raises(AskError, match="no address"):
+        Target.parsed(url, None)
+
+
+def test_the_scheme_may_be_left_out() -> None:
+    assert str(Target.parsed("gpu:8080", None)) == "http://gpu:8080"
