@@ -19,7 +19,7 @@ from tests.compat.browser import found_browser
 PICTURES = Path("docs/pictures")
 KEPT = ("now", "flows", "decisions", "phone")
 STRIP = ("now", "flows", "replicas", "time")
-SIZE = {"width": 1280, "height": 800}
+WIDTH, HEIGHT = 1280, 800
 STRIP_WIDTH = 800
 """Of one picture of the strip."""
 COLOURS = 128
@@ -49,7 +49,7 @@ async def main() -> int:
         url = (await said(demo.stdout, r"(http://\S+)/ui")).group(1)
         async with async_playwright() as playwright:
             browser = await playwright.chromium.launch(executable_path=found_browser(), args=["--no-sandbox"])
-            page = await browser.new_page(viewport=SIZE, color_scheme="light")  # type: ignore[arg-type]
+            page = await browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
             wrong: list[str] = []
             page.on("console", lambda line: wrong.append(line.text) if line.type in ("error", "warning") else None)
             page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -98,7 +98,7 @@ def write(pictures: dict[str, bytes]) -> None:
     opened = {name: Image.open(io.BytesIO(data)).convert("RGB") for name, data in pictures.items()}
     for name in KEPT:
         few(opened[name]).save(PICTURES / f"{name}.png", optimize=True)
-    height = STRIP_WIDTH * SIZE["height"] // SIZE["width"]
+    height = STRIP_WIDTH * HEIGHT // WIDTH
     strip = Image.new("RGB", (2 * STRIP_WIDTH + 8, 2 * height + 8), "#8a8f98")
     for at, name in enumerate(STRIP):
         small = opened[name].resize((STRIP_WIDTH, height), Image.Resampling.LANCZOS)
