@@ -27,6 +27,7 @@ from llmproxy.gateway.admin.adapters import AdapterRoutes
 from llmproxy.gateway.admin.backends import BackendRoutes
 from llmproxy.gateway.admin.debug import AdminPages
 from llmproxy.gateway.admin.live import LivePages
+from llmproxy.gateway.admin.scale import ScalePages
 from llmproxy.gateway.build import Gateway
 from llmproxy.gateway.http.client_limits import ClientLimits
 from llmproxy.gateway.http.tls import ClientTls
@@ -73,6 +74,7 @@ class Proxy:
     admin_pages: AdminPages
     clients: ClientLimits
     recorder: Recorder
+    scale: ScalePages = field(init=False)
     pages: OwnPages = field(init=False)
     front: Frontend = field(init=False)
     admin_listener: Listener | None = None
@@ -245,10 +247,11 @@ async def _wired(
     )  # fmt: skip
     if reread is not None:
         proxy.reloader = Reloader(config, reread, proxy.reconfigure, metrics.reloaded)
+    proxy.scale = ScalePages(pools, registry.statuses, now)
     proxy.pages = OwnPages(
         gateway.rulebook, pools, gateway.handler, metrics, admin_pages,
         AdapterRoutes(adapters, keeper, dispatcher, gateway.rulebook), BackendRoutes(registry, proxy.reloader, now),
-        _live_pages(proxy, now),
+        _live_pages(proxy, now), proxy.scale,
     )  # fmt: skip
     return proxy
 
@@ -353,4 +356,6 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
         for band in sorted({*names, *queued}, reverse=True)
     )
     body_bytes = (proxy.supervisor or proxy.gateway.handler.bodies).held_bytes
-    return LiveState(queues, pools.blocked(), backends, body_bytes, pools.work_s(now), dispatcher.inversions)
+    return LiveState(
+        queues, pools.blocked(), backends, body_bytes, pools.work_s(now), dispatcher.inversions, proxy.scale.needs()
+    )

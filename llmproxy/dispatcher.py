@@ -184,7 +184,10 @@ class Dispatcher:
         that no backend serves, or when none came up in time.
         """
         limits = self.pools.settings.queue
-        ends_s = _now() + (hold_s if self.pools.catalogue.ever_read else min(hold_s, limits.first_hold_s))
+        catalogue = self.pools.catalogue
+        named = catalogue.named_pool(name)
+        expected = catalogue.ever_read or named is not None
+        ends_s = _now() + (hold_s if expected else min(hold_s, limits.first_hold_s))
         while True:
             try:
                 return self.pools.catalogue.resolve(name)
@@ -199,6 +202,7 @@ class Dispatcher:
             unresolved.requests += 1
             self.nameless += 1
             self._nameless_bytes += body_bytes
+            self.pools.scaling.held(named, 1, _now())
             try:
                 async with asyncio.timeout_at(ends_s):
                     await unresolved.settled.wait()
@@ -207,6 +211,7 @@ class Dispatcher:
             finally:
                 self.nameless -= 1
                 self._nameless_bytes -= body_bytes
+                self.pools.scaling.held(named, -1, _now())
                 unresolved.requests -= 1
                 if not unresolved.requests and not unresolved.settled.is_set():
                     del self._unresolved[name]

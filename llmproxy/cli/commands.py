@@ -1,4 +1,4 @@
-"""The commands: `serve`, `check`, `config`, `hash-key`, `replica`, `export`, `top`, `explain`, `demo`,
+"""The commands: `serve`, `check`, `config`, `hash-key`, `replica`, `export`, `top`, `explain`, `scale`, `demo`,
 `simulate`.
 """
 
@@ -340,6 +340,18 @@ def explain(
     from llmproxy import top as asked
 
     _ask(lambda: asked.explain(asked.Target.parsed(url, admin_key), request, as_json=as_json), "explain")
+
+
+@app.command(cls=PanelHelp, short_help="Say how many replicas the work needs.")
+def scale(
+    url: ProxyUrl = PROXY,
+    as_json: Annotated[bool, typer.Option("--json", help="Print /scale and exit.")] = False,
+    admin_key: AdminKey = None,
+) -> None:
+    """Say how many replicas each pool of a running proxy has and needs, and which part of the work asks for them."""
+    from llmproxy import top as asked
+
+    _ask(lambda: asked.scale(asked.Target.parsed(url, admin_key), as_json=as_json), "scale")
 
 
 def _ask(question: Callable[[], Coroutine[Any, Any, None]], command: str) -> None:

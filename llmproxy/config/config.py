@@ -34,6 +34,7 @@ from llmproxy.config.schema import (
     PollConfig,
     QueueConfig,
     RetryConfig,
+    ScalingConfig,
     SchedulingConfig,
     Section,
     TenantConfig,
@@ -56,7 +57,14 @@ from llmproxy.config.value_types import (
     one_of,
 )
 from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE
-from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings, UsageLimit
+from llmproxy.core.settings import (
+    CapacitySettings,
+    HealthSettings,
+    QueueSettings,
+    ScalingSettings,
+    Settings,
+    UsageLimit,
+)
 
 LOG_FORMATS = ("text", "json")
 RELOADS = ("watch", "signal")
@@ -132,6 +140,8 @@ class Config(Section):
     """Which request goes next, and to which backend."""
     queue: QueueConfig = Field(default=QueueConfig(), validate_default=True)
     """Limits of the queue."""
+    scaling: ScalingConfig = ScalingConfig()
+    """The number of replicas that each pool needs, as `/scale` says it."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
     """Timeouts of one attempt."""
     retry: RetryConfig = RetryConfig()
@@ -214,6 +224,12 @@ class Config(Section):
                 first.setdefault(key.hash, f"tenants[{i}].keys[{j}]")
         report(problems)
         return tenants
+
+    @field_validator("scaling")
+    @classmethod
+    def _known_band(cls, scaling: ScalingConfig, info: ValidationInfo) -> ScalingConfig:
+        report([(("from_band",), text) for _, text in _unknown((scaling,), "from_band", info)])
+        return scaling
 
     @field_validator("scheduling")
     @classmethod
@@ -369,6 +385,10 @@ def settings_of(config: Config) -> Settings:
             slow_factor=inf if health.slow_factor is None else health.slow_factor,
         ),
         queue=QueueSettings(**_same_names(QueueSettings, config.queue)),
+        scaling=ScalingSettings(
+            **_same_names(ScalingSettings, config.scaling, but=("from_band",)),
+            from_band=config.band(config.scaling.from_band),
+        ),
     )
 
 

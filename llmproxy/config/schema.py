@@ -26,6 +26,7 @@ from llmproxy.config.value_types import (
     KeyHash,
     Moment,
     Name,
+    Names,
     Number,
     Origins,
     PromptRange,
@@ -325,6 +326,35 @@ class QueueConfig(Section):
     """Most bytes of waiting request bodies of one flow. null: no limit."""
     flow_tokens_max: Count | None = None
     """Most estimated tokens of waiting requests of one flow. null: no limit."""
+
+
+class ScalingConfig(Section):
+    pools: Names = Field(default=(), examples=[["llama-3.1-8b"]])
+    """Base models that may have no replica at the moment. Their requests are held for queue.hold_s, and ask for one."""
+    from_band: Criticality = "default"
+    """Requests of this band and higher ones ask for replicas. Lower ones use what is there."""
+    min: Annotated[Integer, Field(ge=0)] = 1
+    """Fewest replicas of a pool."""
+    max: Annotated[Integer, Field(ge=1)] | None = None
+    """Most replicas of a pool; null for any number."""
+    drain_s: Seconds = 60.0
+    """Requests that wait should be served within this time."""
+    utilisation: Annotated[Number, Field(gt=0, le=1)] = 0.8
+    """Share of a replica (above 0, to 1) that planned work may take."""
+    target_tpot_s: Seconds | None = None
+    """Time per output token that replicas should keep. null: the mean objective of the requests, if they have one."""
+    start_s: Seconds = 120.0
+    """How long a new replica takes until it serves. A trend is followed so far."""
+    idle_s: Seconds = 900.0
+    """After this time without a request a pool needs no replica, if `min` is 0."""
+
+    @field_validator("max")
+    @classmethod
+    def _above_min(cls, value: int | None, info: ValidationInfo) -> int | None:
+        least = info.data.get("min", 0)
+        if value is not None and value < least:
+            raise ValueError(f"{value} should not be below min, which is {least}")
+        return value
 
 
 class TimeoutsConfig(Section):

@@ -29,6 +29,8 @@ from llmproxy.core.placement.policy import Placement
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.queueing.occupancy import Occupancy
 from llmproxy.core.queueing.usage_limits import UsageLimits
+from llmproxy.core.scaling.need import Need
+from llmproxy.core.scaling.observer import Scaling, facts_of
 from llmproxy.core.scheduler import Scheduler
 from llmproxy.core.settings import Settings
 from llmproxy.core.snapshot import (
@@ -66,8 +68,10 @@ class Pools:
         self._lease_serial = count(1)
         self._news: deque[tuple[str, EjectionEvent]] = deque(maxlen=NEWS_MAX)
         self.schedulers: dict[str, Scheduler] = {}
+        self.scaling = Scaling(settings.scaling)
         self._pool_of: dict[str, str] = {}
         self.catalogue = Catalogue((), aliases)
+        self.catalogue.named = frozenset(settings.scaling.pools)
         self.estimator = Estimator()
         self.backends: dict[str, Backend] = {}
         for name, fixed in backends.items():
@@ -112,6 +116,8 @@ class Pools:
         self.settings = settings
         self._occupancy.reconfigure(settings.queue)
         self._limits.reconfigure(settings.limits, now)
+        self.scaling.reconfigure(settings.scaling)
+        self.catalogue.named = frozenset(settings.scaling.pools)
         self.catalogue.rename(aliases)
         for backend in self.backends.values():
             backend.reconfigure(settings.capacity, settings.health, settings.ceiling_range)
@@ -147,11 +153,18 @@ class Pools:
         if pool is not None:
             if pool not in self.schedulers:
                 self.schedulers[pool] = Scheduler(
-                    pool, self.settings, self._occupancy, self._limits, self._lease_serial, self._make_placement()
+                    pool,
+                    self.settings,
+                    self._occupancy,
+                    self._limits,
+                    self._lease_serial,
+                    self._make_placement(),
+                    (self.scaling.pool(pool),),
                 )
             self.schedulers[pool].attach(self.backends[backend])
             self._pool_of[backend] = pool
         self.schedulers = {name: s for name, s in self.schedulers.items() if not s.idle}
+        self.scaling.keep(self.schedulers)
 
     # --- requests and leases -------------------------------------------------------------------------------------
 
@@ -164,6 +177,8 @@ class Pools:
             message = f"No backend serves `{request.pool}` any more. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
         scheduler.submit(request, now, excluded, entry)
+        limited = bool(request.limits) and any(limit in request.limits for _, limit in scheduler.blocked())
+        self.scaling.pool(request.pool).arrived(request, now, new=entry is Entry.NEW, counts=not limited)
 
     def cancel(self, request: Request) -> None:
         self.schedulers[request.pool].cancel(request.id)
@@ -192,6 +207,8 @@ class Pools:
         `met` says whether it kept its objective, None when it had none or its client left.
         """
         self._limits.ended(request, now)
+        if request.pool in self.scaling.pools:
+            self.scaling.pools[request.pool].left(request)
         scheduler = self.schedulers.get(request.pool)
         if scheduler is not None:
             scheduler.ended(request, met, now)
@@ -236,6 +253,18 @@ class Pools:
         """Pool -> seconds of work that wait there, where that is known."""
         found = ((name, scheduler.work_s(now)) for name, scheduler in self.schedulers.items())
         return {name: work_s for name, work_s in found if work_s is not None}
+
+    def needs(self, now: float) -> dict[str, Need]:
+        """Pool -> how many replicas it needs."""
+        learned = self.learned(now)
+        found = {}
+        for name, watched in self.scaling.pools.items():
+            scheduler = self.schedulers.get(name)
+            views = () if scheduler is None else scheduler.views(now)
+            paces = {} if name not in learned else {pace.backend: pace for pace in learned[name].backends}
+            replicas = [facts_of(view, self.backends[view.backend].limit, paces.get(view.backend)) for view in views]
+            found[name] = watched.need(learned.get(name), replicas, self.settings.capacity.kv_full, now)
+        return found
 
     def pool_of(self, backend: str) -> str | None:
         """The pool that a backend belongs to, None before its first listing."""

@@ -17,7 +17,7 @@ from llmproxy.core.lease_observers import (
     OutlierObserver,
     PlacementObserver,
 )
-from llmproxy.core.leases import Leases
+from llmproxy.core.leases import LeaseObserver, Leases
 from llmproxy.core.placement.first_fit import Found, Limited, Unmatched, first_fit, head, limited, passes_over
 from llmproxy.core.placement.policy import NO_CAPACITY, Placement
 from llmproxy.core.policy_registry import Faults
@@ -73,6 +73,7 @@ class Scheduler:
         limits: UsageLimits,
         lease_serial: Iterator[int],
         placement: Placement,
+        observers: Sequence[LeaseObserver] = (),
     ) -> None:
         self.pool = pool
         self._settings = settings
@@ -100,6 +101,7 @@ class Scheduler:
                 PlacementObserver(placement, self.faults),
                 self.charges,
                 FirstTokenObserver(self._first_token),
+                *observers,
             ],
         )
         self._shed: list[Drop] = []
@@ -389,6 +391,10 @@ class Scheduler:
     def blocked(self) -> dict[tuple[int, str], int]:
         """(Band, usage limit or backend) -> requests that are blocked by it."""
         return self._room.blocked.counts()
+
+    def views(self, now: float) -> Sequence[View]:
+        """The backends of the pool."""
+        return self._backends.views(now)
 
     def _look(self, now: float) -> Look:
         return Look(self.pool, now, self._settings, self._room, self._headroom, self._placement, self._first_token)

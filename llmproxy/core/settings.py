@@ -83,6 +83,28 @@ class UsageLimit:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalingSettings:
+    """How the number of replicas that a pool needs is found, see `core.scaling.need`.
+
+    `pools` are base models that may have no replica at the moment: their requests are held, and ask for one.
+    Requests of the band `from_band` and above ask for replicas. The number is within `min` and `max`, None for any.
+    What waits should be served within `drain_s`. A replica is used up to `utilisation` (0..1], and keeps
+    `target_tpot_s` per token; None takes the mean objective of the requests. A new replica is ready after `start_s`.
+    After `idle_s` without a request none is needed.
+    """
+
+    pools: tuple[str, ...] = ()
+    from_band: int = DEFAULT
+    min: int = 1
+    max: int | None = None
+    drain_s: float = 60.0
+    utilisation: float = 0.8
+    target_tpot_s: float | None = None
+    start_s: float = 120.0
+    idle_s: float = 900.0
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """All of the above, and the choice of policies.
 
@@ -116,6 +138,7 @@ class Settings:
     capacity: CapacitySettings = field(default_factory=CapacitySettings)
     health: HealthSettings = field(default_factory=HealthSettings)
     queue: QueueSettings = field(default_factory=QueueSettings)
+    scaling: ScalingSettings = field(default_factory=ScalingSettings)
 
     @property
     def ceiling_range(self) -> tuple[float, float]:

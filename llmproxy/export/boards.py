@@ -125,6 +125,15 @@ WAITING = Board(
               ((gauge("oldest_waiting_seconds", BAND, "band", "max"), "{{band}}"),), "s"),
         Panel("Work that waits", "Seconds until what waits would be served if nothing else came, by pool: a signal "
               "for autoscaling.", ((gauge("queue_work_seconds", HERE, "pool", "max"), "{{pool}}"),), "s"),
+        Panel("Replicas needed", "What the work of a pool needs, and how many it should have; they hold what there is "
+              "while too little is known.",
+              ((gauge("scale_need_replicas", HERE, "pool", "max"), "{{pool}} need"),
+               (gauge("scale_desired_replicas", HERE, "pool", "max"), "{{pool}} desired"),
+               (gauge("scale_sure", HERE, "pool", "max"), "{{pool}} sure"))),
+        Panel("Why so many replicas", "What each part of the work alone would need, in replicas.",
+              ((gauge("scale_term_replicas", HERE, "pool, term", "max"), "{{pool}} {{term}}"),)),
+        Panel("What a replica can do", "Requests per second that one replica can serve, of those that come now.",
+              ((gauge("replica_capacity_requests_per_second", HERE, "pool", "max"), "{{pool}}"),), "reqps"),
         Panel("Queue wait by band", "Time waiting for a backend. Higher bands must wait less.",
               quantiles("queue_wait_seconds", BAND, "band"), "s"),
         Panel("Inversions", "Grants to a lower band that a waiting request of a higher one could have had. Must be 0.",

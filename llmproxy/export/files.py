@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from llmproxy.export import scaling
 from llmproxy.export.boards import BOARDS
 from llmproxy.export.rules import rules
 
@@ -48,6 +49,7 @@ KINDS: dict[str, tuple[Callable[[], dict[str, str]], str]] = {
     "alerts": (_alerts, "Name the file under `rule_files` of Prometheus, and check it: promtool check rules FILE"),
     "prometheus": (_prometheus, "Set the targets, put the rules of `llmproxy export alerts` beside it, and start: "
                    "prometheus --config.file FILE"),
+    "scaling": (scaling.files, "Change the names, the address and MODEL in one of them, and: kubectl apply -f FILE"),
 }  # fmt: skip
 """What makes the files of each kind, and what to do with them."""
 

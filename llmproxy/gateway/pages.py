@@ -17,6 +17,7 @@ from llmproxy.gateway.admin.adapters import AdapterRoutes
 from llmproxy.gateway.admin.backends import BackendRoutes
 from llmproxy.gateway.admin.debug import ADAPTERS, EXPLAIN, QUEUE, UI, AdminPages
 from llmproxy.gateway.admin.live import LivePages
+from llmproxy.gateway.admin.scale import ScalePages
 from llmproxy.gateway.http.errors import Failure, nothing_at
 from llmproxy.gateway.http.routes import LOAD_ADAPTER, METRICS, MODELS, PING, ROOT, UNLOAD_ADAPTER
 from llmproxy.gateway.proxying.handler import RequestHandler
@@ -54,6 +55,7 @@ class OwnPages:
         adapters: AdapterRoutes,
         backends: BackendRoutes,
         live: LivePages,
+        scale: ScalePages,
     ) -> None:
         self._rulebook = rulebook
         self._pools = pools
@@ -62,6 +64,7 @@ class OwnPages:
         self._adapters = adapters
         self._backends = backends
         self._live = live
+        self._scale = scale
         root = {"name": "llmproxy", "version": __version__, "models": MODELS, "ready": "/ready", "page": UI}
         self._own: dict[str, Callable[[web.BaseRequest], web.Response]] = {
             ROOT: lambda _: _json(root),
@@ -90,7 +93,7 @@ class OwnPages:
         if methods := self._backends.methods(path):
             check_method(request, *methods)
             return await self._backends.serve(path)
-        page = self._live.page(path) or self._pages.get(path)
+        page = self._live.page(path) or self._scale.page(path) or self._pages.get(path)
         if page is None:
             raise nothing_at(path)
         check_method(request, "GET", "HEAD")

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from llmproxy import __version__
 from llmproxy.core.domain import Trouble, Verdict
+from llmproxy.core.scaling.need import Need
 from llmproxy.telemetry import logs
 from llmproxy.telemetry.exit import UNKNOWN_MODEL
 from llmproxy.telemetry.exit_fields import exit_recorder
@@ -72,7 +73,8 @@ class BackendState:
 class LiveState:
     """The state that all gauges show. `blocked` counts the blocked requests by what they wait for.
 
-    `work_s` are the seconds of work that wait, by pool; `inversions` is a count since the start.
+    `work_s` are the seconds of work that wait, by pool; `inversions` is a count since the start. `needs` are the
+    replicas that pools need.
     """
 
     queues: tuple[QueueState, ...] = ()
@@ -81,6 +83,7 @@ class LiveState:
     held_body_bytes: int = 0
     work_s: Mapping[str, float] = field(default_factory=dict)
     inversions: int = 0
+    needs: Mapping[str, Need] = field(default_factory=dict)
 
 
 _BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], ...] = (
@@ -116,6 +119,7 @@ def _gauges(state: LiveState) -> Iterator[CounterMetricFamily | GaugeMetricFamil
     longest_text = "How long a request of the band has waited at most."
     yield _gauge("oldest_waiting_seconds", longest_text, "band", ((q.band, q.longest_s) for q in queues))
     yield _gauge("queue_work_seconds", "Seconds of work that wait for the pool.", "pool", state.work_s.items())
+    yield from _scale(state.needs)
     inversions_text = "Grants that a waiting request of a higher band could have had."
     yield CounterMetricFamily("llmproxy_inversions", inversions_text, value=state.inversions)
     held_text = "Body bytes that arrive, wait or were sent out."
@@ -130,6 +134,25 @@ def _gauges(state: LiveState) -> Iterator[CounterMetricFamily | GaugeMetricFamil
     for one in state.backends:
         info.add_metric([one.backend, one.pool], 1)
     yield info
+
+
+def _scale(needs: Mapping[str, Need]) -> Iterator[GaugeMetricFamily]:
+    values: tuple[tuple[str, str, Callable[[Need], float]], ...] = (
+        ("scale_desired_replicas", "Replicas that the pool should have.", lambda need: need.desired),
+        ("scale_need_replicas", "The same, neither rounded nor bounded.", lambda need: need.need),
+        ("scale_sure", "1 if enough is known for that; 0 keeps what there is.", lambda need: need.sure),
+    )
+    for name, text, value_of in values:
+        yield _gauge(name, text, "pool", ((pool, value_of(need)) for pool, need in needs.items()))
+    term_text = "What each part of the work alone would need."
+    terms = GaugeMetricFamily("llmproxy_scale_term_replicas", term_text, labels=["pool", "term"])
+    for pool, need in needs.items():
+        for term, replicas in need.terms.items():
+            terms.add_metric([pool, term], replicas)
+    yield terms
+    capacity = ((pool, need.capacity.requests_per_s) for pool, need in needs.items() if need.capacity is not None)
+    text = "Requests per second that one replica can serve, of those that come now."
+    yield _gauge("replica_capacity_requests_per_second", text, "pool", capacity)
 
 
 def _gauge(name: str, text: str, label: str, values: Iterable[tuple[str, float | None]]) -> GaugeMetricFamily:

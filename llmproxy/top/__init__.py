@@ -1,6 +1,6 @@
-"""`llmproxy top` and `llmproxy explain`: the state of a proxy, and the story of a request, in a terminal."""
+"""`llmproxy top`, `llmproxy explain` and `llmproxy scale`: a running proxy, drawn in a terminal."""
 
 from llmproxy.top.ask import AskError, Target
-from llmproxy.top.commands import explain, top
+from llmproxy.top.commands import explain, scale, top
 
-__all__ = ["AskError", "Target", "explain", "top"]
+__all__ = ["AskError", "Target", "explain", "scale", "top"]

@@ -17,6 +17,7 @@ TIMEOUT_S = 5.0
 LIVE = "/debug/live"
 EXPLAIN = "/debug/explain"
 REQUESTS = "/debug/requests"
+SCALE = "/scale"
 
 
 class AskError(Exception):

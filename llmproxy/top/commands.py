@@ -1,4 +1,4 @@
-"""The two commands: one picture, or one that is drawn anew until it is left."""
+"""The commands that ask a running proxy: one picture, or one that is drawn anew until it is left."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from rich.live import Live
 from rich.text import Text
 
 from llmproxy.terminal import can_draw, pressed
-from llmproxy.top.ask import EXPLAIN, LIVE, REQUESTS, Asker, Target, UnreachableError, asking
+from llmproxy.top.ask import EXPLAIN, LIVE, REQUESTS, SCALE, Asker, Target, UnreachableError, asking
 from llmproxy.top.document import Document, Explained, read
 from llmproxy.top.picture import picture
+from llmproxy.top.scale import scale as scale_table
 from llmproxy.top.story import story
 from llmproxy.top.view import View
 
@@ -49,6 +50,16 @@ async def explain(target: Target, request: str, *, as_json: bool) -> None:
     else:
         console = _console()
         console.print(story(found, console.width))
+
+
+async def scale(target: Target, *, as_json: bool) -> None:
+    """Print how many replicas each pool needs. Raises AskError."""
+    async with asking(target) as asker:
+        found = await asker.get(SCALE)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        _console().print(scale_table(found))
 
 
 def _console() -> Console:

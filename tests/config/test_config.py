@@ -14,7 +14,7 @@ import pytest
 
 from llmproxy.config import Config, hash_of, load, settings_of
 from llmproxy.core.queueing.fairness import policies
-from llmproxy.core.settings import QueueSettings, Settings, UsageLimit
+from llmproxy.core.settings import QueueSettings, ScalingSettings, Settings, UsageLimit
 from llmproxy.gateway.http.headers import PRIVILEGED
 from tests import ROOT
 from tests.config.test_load import problems
@@ -212,6 +212,7 @@ queue:
   flow_tokens_max: 9
   hold_s: 0
 health: {{failures: 9}}
+scaling: {{pools: [m], from_band: batch, min: 2, max: 5, utilisation: 0.7}}
 """)
     )
     message = settings_of(config)
@@ -221,6 +222,7 @@ health: {{failures: 9}}
         "tenant:acme": UsageLimit(in_flight=3, tokens_per_min=1000.0),
         "model:m": UsageLimit(requests_per_min=90.5),
     }
+    assert message.scaling == ScalingSettings(pools=("m",), from_band=-50, min=2, max=5, utilisation=0.7)
     plain = {
         "fairness": "slo", "ordering": "edf", "placement": "random", "charged": "kv_seconds", "headroom_s": 7.0,
         "input_weight": 0.5, "output_weight": 3.0, "quantum_tokens": 10.0, "slo_window_s": 60.0, "ageing_s": 5.0,

@@ -283,6 +283,7 @@ OTHER_THAN_DEFAULT: dict[str, str | list[str]] = {
     "admin.port": "9100",
     "decision_log": "decisions.jsonl",
     "clients.address_requests_per_s": "0.5",
+    "scaling.target_tpot_s": "0.5",
     "api_keys": ["k"],
     "backends": ["http://a"],
 }

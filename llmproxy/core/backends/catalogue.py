@@ -32,7 +32,8 @@ class Catalogue:
 
     A pool is named after the first base model that a backend lists. Listings of backends that are down still count.
     `aliases` maps configured names to the names that backends know. `promised` are adapters that a backend is being
-    asked to load: a request for one is early, not wrong. `expecting` says that discovery will still name backends.
+    asked to load: a request for one is early, not wrong. `named` are pools that may have no backend at the moment.
+    `expecting` says that discovery will still name backends.
     """
 
     def __init__(self, backends: Iterable[str], aliases: Mapping[str, str]) -> None:
@@ -46,6 +47,7 @@ class Catalogue:
         self._unread = set(self._listings)
         self._names_text: str | None = None
         self.promised: frozenset[str] = frozenset()
+        self.named: frozenset[str] = frozenset()
         self.expecting = False
         self.ever_read = False
         """Whether any backend was read since the start of the process."""
@@ -72,6 +74,11 @@ class Catalogue:
         """Replace the configured aliases."""
         self.aliases = dict(aliases)
         self._rebuild()
+
+    def named_pool(self, name: str | None) -> str | None:
+        """The pool that a requested name means, if the settings name it, so that it may have no replica."""
+        meant = None if name is None else self.aliases.get(name, name)
+        return meant if meant in self.named else None
 
     def pool_of(self, backend: str) -> str | None:
         """The pool of a backend; None where it was never read or lists no base model."""
@@ -102,6 +109,9 @@ class Catalogue:
             return target
         if self._is_promised(name):
             message = f"No backend has the adapter `{name}` loaded at the moment. Try again shortly."
+            raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNREAD_S)
+        if self.named_pool(name) is not None:
+            message = f"No replica of `{name}` is up at the moment; one was asked for. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNREAD_S)
         if not self.ever_read:
             message = f"No backend has answered since the start, so `{name}` is not known; the proxy's log says why."

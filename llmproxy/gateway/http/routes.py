@@ -112,9 +112,9 @@ PING = "/ping"
 
 def is_administrative(path: str) -> bool:
     """Whether a path is for operators and not for clients."""
-    if path.startswith(("/debug/", "/admin/", "/ui/")):
+    if path.startswith(("/debug/", "/admin/", "/scale/", "/ui/")):
         return True
-    return path in (METRICS, LOAD_ADAPTER, UNLOAD_ADAPTER, "/debug", "/admin", "/ui")
+    return path in (METRICS, LOAD_ADAPTER, UNLOAD_ADAPTER, "/debug", "/admin", "/scale", "/ui")
 
 
 def dialect_of(path: str) -> Dialect:

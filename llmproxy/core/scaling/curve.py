@@ -1,0 +1,98 @@
+"""What a step of an engine takes: with how many sequences, and beside how many tokens of prompts.
+
+    step_s = base_s + sequence_s * sequences + token_s * prompt tokens in it
+
+A least squares fit over finished answers with a half-life of a quarter of an hour. The lines that price choices forget
+within fifty observations, because they follow a backend that changes; the number of replicas must not follow what the
+last fifty answers happened to see.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+HALF_LIFE_S = 900.0
+FORGET_EVERY_S = 5.0
+"""Forgetting is done at most so often: it costs more than an answer."""
+STEPS_MAX = 200.0
+"""The most that one answer weighs, in steps."""
+PRIOR = 20.0
+"""Weight of the guesses, in steps: without any spread they decide what is shared by the two slopes."""
+GUESS_SEQUENCE = 0.005
+GUESS_TOKEN = 0.003
+"""Guesses of both slopes, as shares of the time of a step alone."""
+ROUNDS = 3
+
+
+class StepLine(Struct, frozen=True):
+    """Seconds of a step alone, more for each sequence, and more for each token of a prompt that is computed in it."""
+
+    base_s: float
+    sequence_s: float
+    token_s: float
+
+    def at(self, sequences: float) -> float:
+        """Seconds of a step of so many sequences and no prompt."""
+        return self.base_s + self.sequence_s * sequences
+
+
+class StepCurve:
+    """Learns a `StepLine` from answers: how long they took, beside how many sequences and prompt tokens."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 9
+        self._at_s = 0.0
+        self._line: StepLine | None = None
+        self.seen = 0
+
+    def learn(self, steps: float, took_s: float, sequences: float, prompt_tokens: float, now: float) -> None:
+        """`steps` (above 0) took `took_s`, with `sequences` on average, while so many prompt tokens were computed."""
+        sums, passed_s = self._sums, now - self._at_s
+        if passed_s >= FORGET_EVERY_S:
+            keep = 0.5 ** (passed_s / HALF_LIFE_S)
+            sums[:] = [keep * old for old in sums]
+            self._at_s = now
+        weight = steps if steps < STEPS_MAX else STEPS_MAX
+        y, p = took_s / steps, prompt_tokens / steps
+        wn, wp = weight * sequences, weight * p
+        sums[0] += weight
+        sums[1] += wn
+        sums[2] += wp
+        sums[3] += wn * sequences
+        sums[4] += wn * p
+        sums[5] += wp * p
+        sums[6] += weight * y
+        sums[7] += wn * y
+        sums[8] += wp * y
+        self.seen += 1
+        self._line = None
+
+    @property
+    def line(self) -> StepLine | None:
+        """What was learned so far, None before the first answer."""
+        if self._line is None and self.seen:
+            self._line = self._fitted()
+        return self._line
+
+    def _fitted(self) -> StepLine:
+        w, n, p, nn, np, pp, y, ny, py = self._sums
+        mean_n, mean_p, mean_y = n / w, p / w, y / w
+        # Around the means, so that the base drops out.
+        a, b, c = nn - n * mean_n, np - n * mean_p, pp - p * mean_p
+        d, e = ny - n * mean_y, py - p * mean_y
+        # A ridge towards the guesses, in units of the slopes themselves.
+        alone_s = mean_y / (1.0 + GUESS_SEQUENCE * mean_n + GUESS_TOKEN * mean_p)
+        ridge_n, ridge_p = PRIOR * (0.1 * mean_n) ** 2 + 1e-12, PRIOR * (0.1 * mean_p) ** 2 + 1e-12
+        guess_n, guess_p = GUESS_SEQUENCE * alone_s, GUESS_TOKEN * alone_s
+        a, c = a + ridge_n, c + ridge_p
+        d, e = d + ridge_n * guess_n, e + ridge_p * guess_p
+        slope_n, slope_p = guess_n, guess_p
+        # Both slopes and the base are at least 0: coordinate descent on three numbers.
+        for _ in range(ROUNDS * 10):
+            slope_n = max(0.0, (d - b * slope_p) / a)
+            slope_p = max(0.0, (e - b * slope_n) / c)
+        base_s = mean_y - slope_n * mean_n - slope_p * mean_p
+        if base_s < 0.0:
+            scale = mean_y / (slope_n * mean_n + slope_p * mean_p)
+            return StepLine(0.0, slope_n * scale, slope_p * scale)
+        return StepLine(base_s, slope_n, slope_p)

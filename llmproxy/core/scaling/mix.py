@@ -1,0 +1,132 @@
+"""What arrives at a pool: how often, and what requests of each size cost in tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from llmproxy.core.domain import Usage
+from llmproxy.core.estimates.learning import follow, gain
+
+LONG_S = 120
+SHORT_S = 30
+TREND_S = 60
+KEPT_S = 180
+"""Arrivals are remembered so long: two windows of `TREND_S`, `LONG_S` apart, tell a trend."""
+GAIN = 1 / 50
+SEEN_MIN = 3
+"""Answers of a size that are seen before its outputs are believed; until then such requests count by their prompts."""
+SLOT_S = 5
+"""Arrivals are counted in slots of so many seconds, of which all windows are multiples."""
+
+
+@dataclass(slots=True)
+class SizeClass:
+    """Requests whose prompts have as many binary digits of tokens. Shares are of prompt tokens, 0..1."""
+
+    seen: int = 0
+    output_tokens: float = 0.0
+    cached_share: float = 0.0
+
+
+@dataclass(slots=True)
+class Count:
+    """Requests of one size and the tokens of their prompts."""
+
+    requests: float = 0.0
+    prompt_tokens: float = 0.0
+
+
+Sizes = Mapping[int, Count]
+
+
+def size_of(prompt_tokens: int) -> int:
+    """The size class of a prompt."""
+    return max(1, prompt_tokens).bit_length()
+
+
+class Mix:
+    """Arrivals of the last minutes by size, and what was learned of each size."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, SizeClass] = {}
+        self._slots: deque[tuple[int, dict[int, Count]]] = deque()
+        self._counts: dict[int, Count] = {}
+        self._slot = -1
+        self.first_s: float | None = None
+        self.ended = 0
+
+    def arrived(self, prompt_tokens: int, now: float) -> None:
+        """Count a request."""
+        slot = int(now) // SLOT_S
+        if slot != self._slot:
+            self._slot = slot
+            self._counts = {}
+            self._slots.append((slot, self._counts))
+            while self._slots[0][0] < slot - KEPT_S // SLOT_S:
+                self._slots.popleft()
+            if self.first_s is None:
+                self.first_s = now
+        size = prompt_tokens.bit_length() or 1
+        count = self._counts.get(size)
+        if count is None:
+            count = self._counts[size] = Count()
+        count.requests += 1.0
+        count.prompt_tokens += prompt_tokens
+
+    def learn(self, usage: Usage, sequences: int) -> None:
+        """An answer ended; `usage` is what its engine counted."""
+        size = self.sizes.setdefault(size_of(usage.prompt_tokens), SizeClass())
+        size.seen += 1
+        self.ended += 1
+        weight = gain(GAIN, size.seen)
+        size.output_tokens = follow(size.output_tokens, float(usage.output_tokens), weight)
+        if usage.cached_tokens is not None and usage.prompt_tokens > 0:
+            size.cached_share = follow(
+                size.cached_share, usage.cached_tokens / (usage.prompt_tokens * sequences), weight
+            )
+
+    def within(self, now: float, begin_s: int, end_s: int = 0) -> dict[int, Count]:
+        """Arrivals between `begin_s` and `end_s` seconds ago by size, both rounded to slots; see `span_s`."""
+        found: dict[int, Count] = {}
+        current = int(now) // SLOT_S
+        begin, end = current - begin_s // SLOT_S, current - end_s // SLOT_S
+        for slot, counts in self._slots:
+            if begin <= slot < end or (slot == current and not end_s):
+                for size, count in counts.items():
+                    total = found.setdefault(size, Count())
+                    total.requests += count.requests
+                    total.prompt_tokens += count.prompt_tokens
+        return found
+
+    def span_s(self, now: float, window_s: int) -> float:
+        """How long a window up to now was, in seconds: a proxy that has just started saw less."""
+        first_s = now if self.first_s is None else self.first_s
+        return max(1.0, min(window_s + now % SLOT_S, now - first_s))
+
+    def tokens(self, sizes: Sizes) -> tuple[float, float, float, float]:
+        """(Requests, prompt tokens to compute, prompt tokens before them on average, output tokens) of these counts."""
+        requests = compute = before = output = 0.0
+        for size, count in sizes.items():
+            learned = self._learned(size)
+            cached = count.prompt_tokens * learned.cached_share
+            uncached = count.prompt_tokens - cached
+            requests += count.requests
+            compute += uncached
+            before += uncached * (cached + uncached / 2.0) / max(1.0, count.requests)
+            output += count.requests * (learned.output_tokens if learned.seen >= SEEN_MIN else 0.0)
+        return requests, compute, before / compute if compute else 0.0, output
+
+    def _learned(self, size: int) -> SizeClass:
+        found = self.sizes.get(size)
+        if found is not None:
+            return found
+        # A size that was never seen is taken to be cached as much as the nearest one.
+        nearest = min(self.sizes, key=lambda known: abs(known - size), default=None)
+        return SizeClass(0, 0.0, 0.0 if nearest is None else self.sizes[nearest].cached_share)
+
+
+def requests_of(sizes: Iterable[Count]) -> float:
+    """How many requests these are."""
+    return sum(count.requests for count in sizes)

@@ -1,0 +1,233 @@
+"""How many replicas a pool needs, from its work in seconds of a replica: pure functions, and the terms of the number.
+
+The unit of every term is one replica that is fully, but not overly, used:
+
+    p     = seconds of a replica for a prompt: its tokens that are not cached, times the seconds of one (`curve`)
+    s(n)  = seconds of a step with n sequences (`curve`)
+    u     = p / (p + output * s(n) / n), the share of its time that a replica spends on prompts
+    seats = the most sequences with which it keeps its objective: least of batch limit, KV-cache / tokens of a request,
+            and the largest n with s(n) / (1 - u) below 0.8 of the objective per token
+    w     = p + output * s(seats) / seats, what one request costs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, inf, sqrt
+
+from msgspec import Struct
+
+from llmproxy.core.backends.batch_limit import UNPUBLISHED
+from llmproxy.core.domain import Learned
+from llmproxy.core.scaling.curve import StepCurve
+from llmproxy.core.scaling.mix import LONG_S, SHORT_S, TREND_S, Mix, Sizes, requests_of
+from llmproxy.core.settings import ScalingSettings
+
+MARGIN = 0.8
+"""The share of an objective per token that a replica may use: batches vary."""
+KV_MARGIN = 0.9
+"""The share of a KV-cache that may be planned with: where it is full, engines drop answers and compute them again."""
+AHEAD_MAX = 0.6
+"""The most that a trend adds to the work."""
+ASK_S = 15.0
+"""An autoscaler asks every so often, so that new replicas come so much later."""
+SIGMAS = 2.0
+"""A change counts as one if chance alone would rarely make it: so many standard deviations of a Poisson process."""
+ENDED_MIN = 30
+"""Answers that are seen before the number is trusted."""
+TURNS = 8
+
+
+class ReplicaFacts(Struct, frozen=True):
+    """One replica as scaling sees it. `limit` is its batch limit where that is known, `pace` its speed (1: usual)."""
+
+    up: bool
+    limit: int | None
+    kv_tokens: int | None
+    kv_used: float | None
+    max_adapters: int | None = None
+    pace: float = 1.0
+
+
+class Demand(Struct, frozen=True):
+    """What asks for replicas, beside arrivals: sequences in flight (`running`, and `others` of lower bands), requests
+    that wait, held requests for a pool without replicas, and adapters that were asked for lately."""
+
+    running: int
+    others: int
+    waiting: Sizes
+    held: int
+    adapters: int
+    idle_s: float
+
+
+class Capacity(Struct, frozen=True):
+    """What one usual replica can do with this mix of requests."""
+
+    seats: float
+    prompt_s: float
+    output_s: float
+
+    @property
+    def request_s(self) -> float:
+        return self.prompt_s + self.output_s
+
+    @property
+    def requests_per_s(self) -> float:
+        return 1.0 / self.request_s if self.request_s > 0.0 else inf
+
+
+class Need(Struct, frozen=True):
+    """How many replicas a pool needs, and why. `terms` are in replicas; `sure` is False where it only holds on."""
+
+    desired: int
+    need: float
+    reason: str
+    sure: bool
+    up: int
+    terms: dict[str, float]
+    prefill: float
+    decode: float
+    capacity: Capacity | None
+    waiting: int
+    waiting_s: float
+
+
+def capacity_of(
+    mix: Mix, sizes: Sizes, learned: Learned | None, curve: StepCurve, replicas: Sequence[ReplicaFacts],
+    tpot_s: float | None, kv_full: float,
+) -> Capacity | None:  # fmt: skip
+    """What one replica can do with these requests; None while that is not known.
+
+    `tpot_s` is the objective per token, None without one.
+    """
+    requests, compute, before, output = mix.tokens(sizes)
+    line = curve.line
+    if requests == 0.0 or line is None:
+        return None
+    base_s, slope_s = line.base_s, line.sequence_s
+    attention = 0.0 if learned is None else learned.prefill_attention
+    prompt_s = line.token_s * compute * (1.0 + attention * before) / requests
+    tokens = output / requests
+    held_tokens = sum(count.prompt_tokens for count in sizes.values()) / requests + tokens / 2.0
+    most = min(
+        _usual([one.limit for one in replicas], UNPUBLISHED),
+        KV_MARGIN * kv_full * _usual([one.kv_tokens for one in replicas]) / held_tokens,
+    )
+    seats = most = max(1.0, most)
+    if tpot_s is not None:
+        seats = min(most, 1e6)
+        for _ in range(TURNS):
+            output_s = tokens * (base_s + slope_s * seats) / seats
+            share = prompt_s / (prompt_s + output_s) if prompt_s + output_s > 0.0 else 0.0
+            room_s = MARGIN * tpot_s * (1.0 - share) - base_s
+            seats = min(
+                most, max(1.0, (seats + (room_s / slope_s if slope_s > 0.0 else most if room_s > 0 else 1.0)) / 2.0)
+            )
+    return Capacity(seats, prompt_s, tokens * (base_s + slope_s * seats) / seats)
+
+
+def need_of(
+    mix: Mix, learned: Learned | None, curve: StepCurve, replicas: Sequence[ReplicaFacts], demand: Demand,
+    settings: ScalingSettings, tpot_s: float | None, kv_full: float, now: float,
+) -> Need:  # fmt: skip
+    """The number for one pool."""
+    up = sum(one.up for one in replicas)
+    supply = sum(one.pace for one in replicas if one.up)
+    recent = mix.within(now, LONG_S)
+    capacity = None
+    if recent:
+        capacity = capacity_of(mix, recent, learned, curve, replicas, tpot_s, kv_full)
+    waiting = round(requests_of(demand.waiting.values())) + demand.held
+    if capacity is None or mix.ended < ENDED_MIN:
+        return _held_on(up, demand, settings, waiting)
+    work, prefill = _work(mix, recent, capacity, now)
+    ahead = work * (1.0 + _trend(mix, settings.start_s, now))
+    _, compute, _, output = mix.tokens(demand.waiting)
+    shares = mix.tokens(recent)
+    waiting_s = capacity.prompt_s * shares[0] * _ratio(compute, shares[1]) + capacity.output_s * shares[0] * _ratio(
+        output, shares[3]
+    )
+    counted = _ratio(demand.running, demand.running + demand.others)
+    adapters_max = [one.max_adapters for one in replicas if one.max_adapters]
+    terms = {
+        "work": work / settings.utilisation,
+        "ahead": ahead / settings.utilisation,
+        "queue": waiting_s / settings.drain_s,
+        "seats": demand.running / capacity.seats,
+        "kv": counted * sum(one.kv_used or 0.0 for one in replicas if one.up) / kv_full,
+        "adapters": demand.adapters / min(adapters_max) if adapters_max else 0.0,
+    }
+    by = {name: terms[name] for name in ("seats", "kv", "adapters")}
+    by["queue" if terms["queue"] > terms["ahead"] else "ahead" if ahead > work else "work"] = (
+        terms["ahead"] + terms["queue"]
+    )
+    reason = max(by, key=lambda name: by[name])
+    need = by[reason]
+    if demand.idle_s >= settings.idle_s and not waiting:
+        reason, need = "idle", 0.0
+    usual = supply / up if up else 1.0
+    desired, reason = _bounded(ceil(need / usual - 1e-6), reason, settings)
+    if waiting and desired == 0:
+        desired, reason = 1, "queue"
+    return Need(
+        desired, need, reason, True, up, terms, prefill / settings.utilisation, (work - prefill) / settings.utilisation,
+        capacity, waiting, waiting_s,
+    )  # fmt: skip
+
+
+def _held_on(up: int, demand: Demand, settings: ScalingSettings, waiting: int) -> Need:
+    """What is not known is not idle: as many as there are, and one where somebody waits."""
+    if demand.idle_s >= settings.idle_s and not waiting:
+        # Nobody has asked for so long: nothing needs to be known of what nobody wants.
+        desired, reason = _bounded(0, "idle", settings)
+    else:
+        desired, reason = max(up, settings.min, 1 if waiting else 0), "queue" if waiting and not up else "unknown"
+    return Need(desired, float(desired), reason, False, up, {}, 0.0, 0.0, None, waiting, 0.0)
+
+
+def _work(mix: Mix, recent: Sizes, capacity: Capacity, now: float) -> tuple[float, float]:
+    """(Seconds of a replica that arrive in a second, the part of them for prompts)."""
+    requests, compute, _, output = mix.tokens(recent)
+    per_s = requests / mix.span_s(now, LONG_S)
+    work, prefill = per_s * capacity.request_s, per_s * capacity.prompt_s
+    short = mix.within(now, SHORT_S)
+    short_requests, short_compute, _, short_output = mix.tokens(short)
+    span_s = mix.span_s(now, SHORT_S)
+    # The mix of the last seconds may be another one than that of the last minutes.
+    prompts = capacity.prompt_s * requests * _ratio(short_compute, compute) / span_s
+    outputs = capacity.output_s * requests * _ratio(short_output, output) / span_s
+    noise = SIGMAS / sqrt(short_requests) if short_requests else inf
+    if prompts + outputs > work * (1.0 + noise):
+        return prompts + outputs, prompts
+    return work, prefill
+
+
+def _trend(mix: Mix, start_s: float, now: float) -> float:
+    """By which share the work will have grown when a replica that is asked for now is there, at most `AHEAD_MAX`."""
+    if mix.span_s(now, LONG_S + TREND_S) < LONG_S + TREND_S:
+        return 0.0
+    new = requests_of(mix.within(now, TREND_S).values()) * TREND_S / mix.span_s(now, TREND_S)
+    old = requests_of(mix.within(now, LONG_S + TREND_S, LONG_S).values())
+    if new <= 0.0 or new - old <= SIGMAS * sqrt(new + old):
+        return 0.0
+    slope = (new - old) / TREND_S / LONG_S
+    return min(AHEAD_MAX, slope * (start_s + ASK_S) / (new / TREND_S))
+
+
+def _bounded(desired: int, reason: str, settings: ScalingSettings) -> tuple[int, str]:
+    if desired < settings.min:
+        return settings.min, "min"
+    if settings.max is not None and desired > settings.max:
+        return settings.max, "max"
+    return desired, reason
+
+
+def _usual(values: Sequence[int | None], otherwise: float = inf) -> float:
+    """The mean of what is known."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else otherwise
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0.0 else 0.0

@@ -1,0 +1,217 @@
+"""Watches the requests of one pool for scaling."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Sequence
+
+from llmproxy.core.backends.batch_limit import BatchLimit
+from llmproxy.core.backends.view import View
+from llmproxy.core.domain import BackendPace, Learned, Request, Usage, Verdict
+from llmproxy.core.estimates.learning import follow, gain
+from llmproxy.core.leases import LeaseObserver, LeaseRecord
+from llmproxy.core.scaling.curve import StepCurve
+from llmproxy.core.scaling.mix import Count, Mix, size_of
+from llmproxy.core.scaling.need import Demand, Need, ReplicaFacts, need_of
+from llmproxy.core.settings import ScalingSettings
+
+OUTPUT_TOKENS_MIN = 16
+"""A shorter answer says little of the time of a step."""
+ADAPTERS_S = 300.0
+ADAPTERS_MAX = 10_000
+TPOT_GAIN = 0.02
+
+
+class _Engine:
+    """Integrals over time of one backend: sequences that decode, and seconds of prompts."""
+
+    __slots__ = ("area", "at_s", "prompt_tokens", "sequences")
+
+    def __init__(self, now: float) -> None:
+        self.sequences = 0
+        self.area = self.prompt_tokens = 0.0
+        self.at_s = now
+
+    def at(self, now: float) -> float:
+        """The integral of sequences until now."""
+        if now > self.at_s:
+            self.area += self.sequences * (now - self.at_s)
+            self.at_s = now
+        return self.area
+
+
+class PoolScaling(LeaseObserver):
+    """What scaling knows of one pool. Only requests of `settings.from_band` and above ask for replicas."""
+
+    def __init__(self, settings: ScalingSettings) -> None:
+        self._settings = settings
+        self.mix = Mix()
+        self.curve = StepCurve()
+        self._engines: dict[str, _Engine] = {}
+        self._begun: dict[int, tuple[float, float, float]] = {}
+        self._decoding: set[int] = set()
+        self._waiting: dict[str, int] = {}
+        self._sizes: dict[int, Count] = {}
+        self._running = self._others = 0
+        self._held = 0
+        self._adapters: OrderedDict[str, float] = OrderedDict()
+        self._tpot_s: float | None = None
+        self._tpots = 0
+        self._asked_s: float | None = None
+        self._attention = 0.0
+
+    def reconfigure(self, settings: ScalingSettings) -> None:
+        self._settings = settings
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def arrived(self, request: Request, now: float, *, new: bool, counts: bool) -> None:
+        """A request came into the queue. It is no arrival where it is not `new`, or waits for a limit (`counts`)."""
+        self._asked_s = now
+        if request.band < self._settings.from_band or not counts:
+            return
+        if request.id in self._waiting:
+            self.left(request)
+        self._waiting[request.id] = request.prompt_tokens
+        size = size_of(request.prompt_tokens)
+        count = self._sizes.get(size)
+        if count is None:
+            count = self._sizes[size] = Count()
+        count.requests += 1
+        count.prompt_tokens += request.prompt_tokens
+        if not new:
+            return
+        self.mix.arrived(request.prompt_tokens, now)
+        if request.adapter is not None:
+            self._adapters[request.adapter] = now
+            self._adapters.move_to_end(request.adapter)
+            if len(self._adapters) > ADAPTERS_MAX:
+                self._adapters.popitem(last=False)
+        if request.slo is not None and request.slo.tpot_s is not None:
+            self._tpots += 1
+            mean = self._tpot_s if self._tpot_s is not None else request.slo.tpot_s
+            self._tpot_s = follow(mean, request.slo.tpot_s, gain(TPOT_GAIN, self._tpots))
+
+    def held(self, change: int, now: float) -> None:
+        """So many more (or fewer) requests are held although the pool has no replica."""
+        self._asked_s = now
+        self._held += change
+
+    def left(self, request: Request) -> None:
+        """A request is over, or waits no more."""
+        prompt_tokens = self._waiting.pop(request.id, None)
+        if prompt_tokens is not None:
+            count = self._sizes[size_of(prompt_tokens)]
+            count.requests -= 1
+            count.prompt_tokens -= prompt_tokens
+
+    def booked(self, lease: LeaseRecord, now: float) -> None:
+        request = lease.request
+        self.left(request)
+        if request.band >= self._settings.from_band:
+            self._running += request.sequences
+        else:
+            self._others += request.sequences
+        if not request.stream:
+            self._begin(lease, now)
+
+    def started(self, lease: LeaseRecord, now: float) -> None:
+        if lease.request.stream:
+            self._begin(lease, now)
+
+    def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
+        request, number = lease.request, lease.number
+        if request.band >= self._settings.from_band:
+            self._running -= request.sequences
+        else:
+            self._others -= request.sequences
+        if number in self._decoding:
+            self._decoding.remove(number)
+            self._end(lease, usage if verdict is Verdict.SERVED else None, now)
+        if usage is not None and verdict is Verdict.SERVED and usage.prompt_tokens > 0:
+            self.mix.learn(usage, request.sequences)
+
+    def process_gone(self, backend: str) -> None:
+        # Leases may run on, and end later; what they saw of an engine that is gone is of no use.
+        self._engines.pop(backend, None)
+
+    def _begin(self, lease: LeaseRecord, now: float) -> None:
+        engine = self._engines.get(lease.backend.name)
+        if engine is None:
+            engine = self._engines[lease.backend.name] = _Engine(now)
+        area = engine.at(now)
+        engine.sequences += lease.request.sequences
+        cached = lease.placed.cached_tokens or 0
+        uncached = max(0, lease.request.prompt_tokens - cached)
+        engine.prompt_tokens += uncached * (1.0 + self._attention * (cached + uncached / 2.0))
+        self._decoding.add(lease.number)
+        if lease.request.stream:
+            self._begun[lease.number] = (area, engine.prompt_tokens, now)
+
+    def _end(self, lease: LeaseRecord, usage: Usage | None, now: float) -> None:
+        engine = self._engines.get(lease.backend.name)
+        begun = self._begun.pop(lease.number, None)
+        if engine is None:
+            return
+        area = engine.at(now)
+        engine.sequences = max(0, engine.sequences - lease.request.sequences)
+        if begun is None or usage is None or usage.output_tokens < OUTPUT_TOKENS_MIN or begun[2] >= now:
+            return
+        took_s = now - begun[2]
+        steps = usage.output_tokens / lease.request.sequences - 1.0
+        sequences = (area - begun[0]) / took_s
+        if sequences >= 1.0:
+            self.curve.learn(steps, took_s, sequences, engine.prompt_tokens - begun[1], now)
+
+    # --- the number ----------------------------------------------------------------------------------------------
+
+    def need(self, learned: Learned | None, replicas: Sequence[ReplicaFacts], kv_full: float, now: float) -> Need:
+        """How many replicas the pool needs now. `learned` is None where the placement learns no times."""
+        if learned is not None:
+            self._attention = learned.prefill_attention
+        while self._adapters and next(iter(self._adapters.values())) < now - ADAPTERS_S:
+            self._adapters.popitem(last=False)
+        busy = self._running + self._others + len(self._waiting) + self._held
+        idle_s = 0.0 if busy or self._asked_s is None else now - self._asked_s
+        demand = Demand(self._running, self._others, self._sizes, self._held, len(self._adapters), idle_s)
+        tpot_s = self._settings.target_tpot_s if self._settings.target_tpot_s is not None else self._tpot_s
+        return need_of(self.mix, learned, self.curve, replicas, demand, self._settings, tpot_s, kv_full, now)
+
+
+class Scaling:
+    """What scaling knows of every pool. Pools that are named in the settings are there before they have a replica."""
+
+    def __init__(self, settings: ScalingSettings) -> None:
+        self._settings = settings
+        self.pools = {name: PoolScaling(settings) for name in settings.pools}
+
+    def pool(self, name: str) -> PoolScaling:
+        found = self.pools.get(name)
+        if found is None:
+            found = self.pools[name] = PoolScaling(self._settings)
+        return found
+
+    def held(self, name: str | None, change: int, now: float) -> None:
+        """So many more (or fewer) requests are held for a named pool that has no replica."""
+        if name in self._settings.pools:
+            self.pool(name).held(change, now)
+
+    def keep(self, names: Container[str]) -> None:
+        """Forget all pools but these and those that are named."""
+        named = self._settings.pools
+        self.pools = {name: pool for name, pool in self.pools.items() if name in names or name in named}
+
+    def reconfigure(self, settings: ScalingSettings) -> None:
+        self._settings = settings
+        for pool in self.pools.values():
+            pool.reconfigure(settings)
+        for name in settings.pools:
+            self.pool(name)
+
+
+def facts_of(view: View, limit: BatchLimit, pace: BackendPace | None) -> ReplicaFacts:
+    """A backend as scaling sees it."""
+    used = view.kv_used if view.reading is not None else None
+    speed = 1.0 if pace is None else 2.0 / max(0.1, pace.prefill_factor + pace.step_factor)
+    known = limit.value if limit.proven else None
+    return ReplicaFacts(view.available, known, view.kv_tokens, used, view.max_adapters, speed)

@@ -1,0 +1,93 @@
+"""`GET /scale` and `GET /scale/{pool}`: how many replicas each pool needs, for autoscalers and for people.
+
+An autoscaler that gets no number keeps what it has, so what is not known is 503 and never 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import isfinite
+from typing import Any
+
+from aiohttp import web
+
+from llmproxy.core.pools import Pools
+from llmproxy.core.scaling.need import Need
+from llmproxy.core.snapshot import BackendStatus
+from llmproxy.gateway.admin.debug import page_response, refusal
+
+SCALE = "/scale"
+KEPT_S = 1.0
+"""A number is found at most once a second, however many ask."""
+STATES = ("up", "resting", "down", "drained", "leaving")
+
+
+class ScalePages:
+    """Answers clients that were admitted before. `clock` is the scheduler's, in seconds."""
+
+    def __init__(
+        self, pools: Pools, statuses: Callable[[], Sequence[BackendStatus]], clock: Callable[[], float]
+    ) -> None:
+        self._pools = pools
+        self._statuses = statuses
+        self._clock = clock
+        self._found: dict[str, Need] = {}
+        self._found_s = -KEPT_S
+
+    def needs(self) -> dict[str, Need]:
+        """Pool -> how many replicas it needs, at most a second old."""
+        now = self._clock()
+        if now >= self._found_s + KEPT_S:
+            self._found, self._found_s = self._pools.needs(now), now
+        return self._found
+
+    def page(self, path: str) -> Callable[[web.BaseRequest], web.Response] | None:
+        """What answers at this path, None for a path of others."""
+        return self._serve if path == SCALE or path.startswith(f"{SCALE}/") else None
+
+    def _serve(self, request: web.BaseRequest) -> web.Response:
+        needs, name = self.needs(), request.path.removeprefix(SCALE).strip("/")
+        named = self._pools.settings.scaling.pools
+        if not self._pools.catalogue.ever_read and not any(need.waiting for need in needs.values()):
+            return refusal(
+                503, "No backend has answered since the start, so nothing is known yet.", {"Retry-After": "5"}
+            )
+        if name and name not in needs:
+            known = ", ".join(f"`{one}`" for one in sorted(needs)) or "none"
+            return refusal(404, f"There is no pool `{name[:256]}`. Known pools: {known}; scaling.pools names others.")
+        states: dict[str, Counter[str]] = {}
+        for status in self._statuses():
+            states.setdefault(self._pools.pool_of(status.name) or "", Counter())[status.state] += 1
+        shown = [_shown(pool, need, states.get(pool, Counter()), pool in named) for pool, need in sorted(needs.items())]
+        if name:
+            return page_response(next(one for one in shown if one["pool"] == name))
+        return page_response({"pools": shown})
+
+
+def _shown(pool: str, need: Need, states: Counter[str], named: bool) -> dict[str, Any]:
+    capacity = need.capacity
+    return {
+        "pool": pool,
+        "desired": need.desired,
+        "need": round(need.need, 3),
+        "reason": need.reason,
+        "sure": need.sure,
+        "named": named,
+        "replicas": {"ejected" if state == "resting" else state: states[state] for state in STATES},
+        "terms": {name: round(value, 3) for name, value in need.terms.items()},
+        "prefill": round(need.prefill, 3),
+        "decode": round(need.decode, 3),
+        "replica": None
+        if capacity is None
+        else {
+            "requests_per_s": _finite(capacity.requests_per_s),
+            "seats": round(capacity.seats, 1),
+            "request_s": round(capacity.request_s, 6),
+        },
+        "waiting": {"requests": need.waiting, "seconds": round(need.waiting_s, 3)},
+    }
+
+
+def _finite(value: float) -> float | None:
+    return round(value, 4) if isfinite(value) else None

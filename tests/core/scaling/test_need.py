@@ -1,0 +1,169 @@
+"""The number of replicas: what moves it, what does not, and what it says where too little is known."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from llmproxy.core.domain import Usage
+from llmproxy.core.scaling.curve import StepCurve
+from llmproxy.core.scaling.mix import Count, Mix, size_of
+from llmproxy.core.scaling.need import Demand, Need, ReplicaFacts, need_of
+from llmproxy.core.settings import ScalingSettings
+
+SETTINGS = ScalingSettings()
+REPLICA = ReplicaFacts(up=True, limit=64, kv_tokens=276_560, kv_used=0.3)
+NOBODY = Demand(running=0, others=0, waiting={}, held=0, adapters=0, idle_s=0.0)
+
+
+def known_curve() -> StepCurve:
+    rng, curve = Random(1), StepCurve()
+    for i in range(300):
+        n, tokens = rng.uniform(4.0, 60.0), rng.uniform(0.0, 20_000.0)
+        curve.learn(500.0, 500.0 * (0.0145 + 0.00022 * n) + 0.00005 * tokens, n, tokens, i * 0.1)
+    return curve
+
+
+def mix_of(per_s: float, prompt: int, output: int, begin_s: int = 0, until_s: int = 300, cached: int = 0) -> Mix:
+    mix = Mix()
+    for _ in range(60):
+        mix.learn(Usage(prompt, output, cached), 1)
+    whole = 0.0
+    for second in range(begin_s, until_s):
+        whole += per_s
+        while whole >= 1.0:
+            mix.arrived(prompt, float(second))
+            whole -= 1.0
+    return mix
+
+
+def need(mix: Mix, demand: Demand = NOBODY, settings: ScalingSettings = SETTINGS, replicas: int = 2, now: float = 300.0,
+         curve: StepCurve | None = None) -> Need:  # fmt: skip
+    return need_of(mix, None, curve or known_curve(), [REPLICA] * replicas, demand, settings, None, 1.0, now)
+
+
+def test_twice_the_rate_needs_twice_the_replicas() -> None:
+    one, two = need(mix_of(2.0, 4000, 1000)), need(mix_of(4.0, 4000, 1000))
+    assert one.sure
+    assert two.need == pytest.approx(2.0 * one.need, rel=0.02)
+    assert one.reason == "work"
+    assert one.capacity is not None
+    assert one.need == pytest.approx(2.0 / one.capacity.requests_per_s / SETTINGS.utilisation, rel=0.02)
+
+
+@given(prompt=st.integers(200, 20_000), output=st.integers(20, 2_000), more=st.floats(1.2, 3.0))
+def test_longer_prompts_and_answers_never_need_fewer(prompt: int, output: int, more: float) -> None:
+    curve = known_curve()
+    base = need(mix_of(3.0, prompt, output), curve=curve).need
+    assert need(mix_of(3.0, int(prompt * more), output), curve=curve).need >= base * 0.999
+    assert need(mix_of(3.0, prompt, int(output * more)), curve=curve).need >= base * 0.999
+
+
+def test_cached_prompts_cost_less() -> None:
+    assert need(mix_of(3.0, 8000, 100, cached=7000)).need < 0.5 * need(mix_of(3.0, 8000, 100)).need
+
+
+def test_the_number_does_not_depend_on_how_many_there_are() -> None:
+    assert need(mix_of(4.0, 4000, 1000), replicas=1).desired == need(mix_of(4.0, 4000, 1000), replicas=9).desired
+
+
+def test_what_waits_asks_for_more() -> None:
+    mix = mix_of(2.0, 4000, 1000)
+    waiting = {size_of(4000): Count(120.0, 480_000.0)}
+    before, after = need(mix), need(mix, replace_demand(waiting=waiting))
+    assert before.capacity is not None
+    assert after.terms["queue"] == pytest.approx(120.0 * before.capacity.request_s / SETTINGS.drain_s, rel=0.05)
+    assert after.need > before.need
+    assert after.waiting == 120
+
+
+def test_answers_under_way_are_not_squeezed() -> None:
+    found = need(mix_of(0.2, 4000, 1000), replace_demand(running=300))
+    assert found.reason == "seats"
+    assert found.desired >= 5
+
+
+def test_nothing_known_holds_what_there_is() -> None:
+    found = need_of(Mix(), None, StepCurve(), [REPLICA] * 3, NOBODY, SETTINGS, None, 1.0, 10.0)
+    assert (found.desired, found.sure, found.reason) == (3, False, "unknown")
+    few = mix_of(2.0, 4000, 1000)
+    few.ended = 5
+    assert (need(few, replicas=4).desired, need(few, replicas=4).sure) == (4, False)
+
+
+def test_bounds_hold_and_say_so() -> None:
+    loud, quiet = mix_of(20.0, 4000, 1000), mix_of(0.1, 400, 10)
+    bounded = ScalingSettings(min=2, max=5)
+    assert (need(loud, settings=bounded).desired, need(loud, settings=bounded).reason) == (5, "max")
+    assert (need(quiet, settings=bounded).desired, need(quiet, settings=bounded).reason) == (2, "min")
+    assert need(loud, settings=bounded).need > 5.0
+
+
+def test_idle_needs_none_and_the_first_request_one() -> None:
+    zero = ScalingSettings(min=0)
+    idle = replace_demand(idle_s=901.0)
+    assert need_of(Mix(), None, StepCurve(), [REPLICA], idle, zero, None, 1.0, 2_000.0).desired == 0
+    assert need_of(Mix(), None, StepCurve(), [REPLICA], idle, SETTINGS, None, 1.0, 2_000.0).desired == 1
+    held = replace_demand(held=1, idle_s=0.0)
+    found = need_of(Mix(), None, StepCurve(), [], held, zero, None, 1.0, 2_000.0)
+    assert (found.desired, found.reason, found.waiting) == (1, "queue", 1)
+
+
+def test_a_ramp_is_followed_and_noise_is_not() -> None:
+    mix = mix_of(2.0, 4000, 1000, 0, 60)
+    for second in range(60, 300):
+        for _ in range(2 + second // 60):
+            mix.arrived(4000, float(second))
+    assert need(mix).terms["ahead"] > 1.1 * need(mix).terms["work"]
+    steady = need(mix_of(2.0, 4000, 1000))
+    assert steady.terms["ahead"] == steady.terms["work"]
+
+
+def test_a_burst_counts_before_the_long_window_shows_it() -> None:
+    mix = mix_of(2.0, 4000, 1000, 0, 270)
+    for second in range(270, 300):
+        for _ in range(10):
+            mix.arrived(4000, float(second))
+    assert need(mix).terms["work"] > 2.0 * need(mix_of(2.0, 4000, 1000)).terms["work"]
+
+
+def test_an_objective_per_token_takes_seats() -> None:
+    mix, curve = mix_of(2.0, 4000, 1000), known_curve()
+    loose = need_of(mix, None, curve, [REPLICA], NOBODY, SETTINGS, None, 1.0, 300.0)
+    tight = need_of(mix, None, curve, [REPLICA], NOBODY, SETTINGS, 0.035, 1.0, 300.0)
+    assert loose.capacity is not None
+    assert tight.capacity is not None
+    assert tight.capacity.seats < loose.capacity.seats
+    assert tight.need > loose.need
+    output_s, prompt_s = tight.capacity.output_s, tight.capacity.prompt_s
+    step_s = output_s * tight.capacity.seats / 1000.0
+    assert step_s / (1.0 - prompt_s / (prompt_s + output_s)) == pytest.approx(0.8 * 0.035, rel=0.1)
+
+
+def test_a_size_that_was_never_seen_counts_by_its_prompts() -> None:
+    mix = mix_of(2.0, 500, 1000)
+    before = need(mix).need
+    for second in range(280, 300):
+        mix.arrived(16_000, float(second))
+    added = need(mix).need - before
+    assert 0.0 < added < before
+
+
+def test_slow_replicas_count_for_less() -> None:
+    mix = mix_of(6.0, 4000, 1000)
+    slow = replace_facts(pace=0.5)
+    usual = need_of(mix, None, known_curve(), [REPLICA] * 2, NOBODY, SETTINGS, None, 1.0, 300.0).desired
+    halved = need_of(mix, None, known_curve(), [slow] * 2, NOBODY, SETTINGS, None, 1.0, 300.0).desired
+    assert halved in (2 * usual - 1, 2 * usual)
+
+
+def replace_demand(**changes: object) -> Demand:
+    return replace(NOBODY, **changes)
+
+
+def replace_facts(**changes: object) -> ReplicaFacts:
+    return replace(REPLICA, **changes)

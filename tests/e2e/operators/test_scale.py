@@ -1,0 +1,74 @@
+"""`/scale` of a running proxy, and pools that have no replica."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from llmproxy.config import hash_of
+from tests.e2e.proxies import FAST, HELLO, STREAM, serving, until
+
+KEY = {"authorization": "Bearer for-admins"}
+AFAR = {"x-forwarded-for": "1.2.3.4"}
+LONG = STREAM | {"max_tokens": 60, "ignore_eos": True}
+
+
+async def test_it_says_how_many_replicas_the_work_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(FAST, FAST) as proxy:
+        page = (await proxy.get("/scale")).json
+        assert [(one["pool"], one["desired"], one["sure"]) for one in page["pools"]] == [("base", 2, False)]
+        await asyncio.gather(*(proxy.chat(LONG) for _ in range(40)))
+        # The second in which they came is over for the number alone.
+        monkeypatch.setattr(proxy.app.scale, "_clock", lambda: asyncio.get_running_loop().time() + 2.0)
+        found = (await proxy.get("/scale/base")).json
+        assert found["sure"]
+        assert found["replicas"]["up"] == 2
+        assert found["reason"] in ("work", "ahead", "queue")
+        assert found["need"] > 0.0
+        assert found["replica"]["requests_per_s"] > 0.0
+        assert proxy.metric("llmproxy_scale_desired_replicas", pool="base") == found["desired"]
+        assert proxy.metric("llmproxy_scale_term_replicas", pool="base", term="work") == pytest.approx(
+            found["terms"]["work"], abs=0.001
+        )
+
+
+async def test_what_nobody_has_is_404_and_what_is_not_known_503() -> None:
+    async with serving(FAST) as proxy:
+        answer = await proxy.get("/scale/nothing")
+        assert answer.status == 404
+        assert "`base`" in answer.json["error"]["message"]
+    async with serving(extra=["http://127.0.0.1:9"], wait=False) as proxy:
+        assert (await proxy.get("/scale")).status == 503
+
+
+async def test_who_may_ask() -> None:
+    async with serving(FAST, admin_key=hash_of("for-admins")) as proxy:
+        assert (await proxy.get("/scale", headers=AFAR)).status == 404
+        assert (await proxy.get("/scale/base", headers=AFAR | KEY)).status == 200
+        assert (await proxy.request("POST", "/scale/base", {}, headers=KEY)).status == 405
+    async with serving(FAST, admin={"port": 0}) as proxy:
+        assert (await proxy.get("/scale")).status == 404
+        assert (await proxy.get(f"{proxy.app.admin_url}/scale")).status == 200
+
+
+async def test_a_named_pool_holds_its_requests_until_a_replica_is_there() -> None:
+    scaling: dict[str, Any] = {"pools": ["base"], "min": 0}
+    async with serving(FAST, scaling=scaling, queue={"hold_s": 30.0, "first_hold_s": 0.0}, wait=False) as proxy:
+        replica = proxy.app.registry.statuses()[0]
+        assert replica.name == "b0"
+        waits = proxy.waiting()
+        assert (await waits).status == 200
+    async with serving(extra=["http://127.0.0.1:9"], scaling=scaling, queue={"hold_s": 30.0}, wait=False) as proxy:
+        waits = proxy.waiting()
+        await until(lambda: proxy.app.dispatcher.nameless == 1)
+        found = (await proxy.get("/scale/base")).json
+        assert (found["desired"], found["reason"], found["waiting"]["requests"]) == (1, "queue", 1)
+        waits.cancel()
+        await asyncio.gather(waits, return_exceptions=True)
+        await until(lambda: proxy.app.dispatcher.nameless == 0)
+    async with serving(extra=["http://127.0.0.1:9"], scaling=scaling, queue={"hold_s": 0.05}, wait=False) as proxy:
+        answer = await proxy.chat(HELLO)
+        assert answer.status == 503
+        assert "No replica of `base` is up" in answer.json["error"]["message"]
