@@ -87,6 +87,14 @@ SIMULATE: Options = {
     "seeds": (_option(int, min=1, max=1000, help="Runs of each policy, each with a seed of its own."), 1),
     "first_seed": (_option(int, help="The first of those seeds."), 1),
     "proxies": (_option(int | None, min=1, max=64, help="Proxies that know nothing of each other."), None),
+    "scale": (
+        _option(
+            str | None,
+            metavar="SIGNAL",
+            help="The fleet scales up to its replicas by: ours, static, hpa_queue, hpa_batch, kv_threshold, slo_p90.",
+        ),
+        None,
+    ),
     "workers": (_option(int | None, min=1, help="Processes; one for each core unless given."), None),
     "oracle": (_option(bool, help="Run the oracle beside the policies."), True),
     "out": (

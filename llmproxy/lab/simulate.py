@@ -15,13 +15,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from llmproxy import __version__
 from llmproxy.config import Config
 from llmproxy.lab.fleet.fleet_file import FleetError, fleet_named
-from llmproxy.lab.fleet.spec import SimulatedFleet
+from llmproxy.lab.fleet.spec import Autoscale, SimulatedFleet
 from llmproxy.lab.policies.bounds import all_bounds
 from llmproxy.lab.policies.by_name import ORACLE, PolicyPlan, is_own, own_name, plan_named
 from llmproxy.lab.results.report import ReportUnavailable, page
 from llmproxy.lab.results.result import Bound, Point, SimulationResult, load_label, to_bytes
 from llmproxy.lab.results.table import print_tables
 from llmproxy.lab.run.runs import Finished, Simulation, points, prepared, run_all
+from llmproxy.lab.scaling.signals import SIGNALS
 from llmproxy.lab.traces import Survey
 from llmproxy.lab.traces.arrival import Trace, TraceError
 
@@ -45,6 +46,7 @@ class Options:
     requests: int | None = None
     warmup: float = 0.0
     proxies: int | None = None
+    scale: str | None = None
     workers: int | None = None
     out: Path | None = None
     oracle: bool = True
@@ -77,6 +79,8 @@ def _simulate(options: Options) -> None:
     fleet = fleet_named(options.fleet)
     if options.proxies is not None:
         fleet = replace(fleet, proxies=options.proxies)
+    if options.scale is not None:
+        fleet = replace(fleet, autoscale=_autoscale(options.scale, fleet))
     simulation = Simulation(
         options.trace, fleet, options.config, options.skip, options.requests, options.replicate, options.warmup
     )
@@ -99,8 +103,22 @@ def _simulate(options: Options) -> None:
         config=_description(options, fleet, list(plans.values()), found[0]),
     )
     print_tables(result, console)
+    for run in result.runs:
+        if run.replicas is not None:
+            text = (
+                f"{run.replicas.mean:.2f} replicas on average, {run.replicas.peak} at most, {run.replicas.turns} turns"
+            )
+            console.print(f"{run.policy}, seed {run.seed}, {options.scale or 'autoscale'}: {text}", markup=False)
     if options.out is not None:
         _write(options.out, options, result, finished, console)
+
+
+def _autoscale(signal: str, fleet: SimulatedFleet) -> Autoscale:
+    """Raises Unusable for a signal that this command cannot follow."""
+    known = [name for name in SIGNALS if name != ORACLE]
+    if signal not in known:
+        raise Unusable(f"--scale {signal}: is no signal (known: {', '.join(known)})")
+    return replace(fleet.autoscale or Autoscale(signal), policy=signal)
 
 
 def _check(options: Options, fleet: SimulatedFleet, read: tuple[Trace, Survey]) -> None:

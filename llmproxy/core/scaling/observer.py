@@ -40,6 +40,10 @@ class _Engine:
         return self.area
 
 
+_Begun = tuple[_Engine, float, float, float]
+"""The engine of an answer, both of its integrals when its tokens began, and when that was."""
+
+
 class PoolScaling(LeaseObserver):
     """What scaling knows of one pool. Only requests of `settings.from_band` and above ask for replicas."""
 
@@ -48,8 +52,7 @@ class PoolScaling(LeaseObserver):
         self.mix = Mix()
         self.curve = StepCurve()
         self._engines: dict[str, _Engine] = {}
-        self._begun: dict[int, tuple[float, float, float]] = {}
-        self._decoding: set[int] = set()
+        self._decoding: dict[int, _Begun] = {}
         self._waiting: dict[str, int] = {}
         self._sizes: dict[int, Count] = {}
         self._running = self._others = 0
@@ -125,9 +128,9 @@ class PoolScaling(LeaseObserver):
             self._running -= request.sequences
         else:
             self._others -= request.sequences
-        if number in self._decoding:
-            self._decoding.remove(number)
-            self._end(lease, usage if verdict is Verdict.SERVED else None, now)
+        begun = self._decoding.pop(number, None)
+        if begun is not None:
+            self._end(lease, begun, usage if verdict is Verdict.SERVED else None, now)
         if usage is not None and verdict is Verdict.SERVED and usage.prompt_tokens > 0:
             self.mix.learn(usage, request.sequences)
 
@@ -144,24 +147,24 @@ class PoolScaling(LeaseObserver):
         cached = lease.placed.cached_tokens or 0
         uncached = max(0, lease.request.prompt_tokens - cached)
         engine.prompt_tokens += uncached * (1.0 + self._attention * (cached + uncached / 2.0))
-        self._decoding.add(lease.number)
-        if lease.request.stream:
-            self._begun[lease.number] = (area, engine.prompt_tokens, now)
+        self._decoding[lease.number] = (engine, area, engine.prompt_tokens, now)
 
-    def _end(self, lease: LeaseRecord, usage: Usage | None, now: float) -> None:
-        engine = self._engines.get(lease.backend.name)
-        begun = self._begun.pop(lease.number, None)
-        if engine is None:
+    def _end(self, lease: LeaseRecord, begun: _Begun, usage: Usage | None, now: float) -> None:
+        engine, area, prompt_tokens, begun_s = begun
+        area, engine.sequences = engine.at(now) - area, engine.sequences - lease.request.sequences
+        if (
+            usage is None
+            or usage.output_tokens < OUTPUT_TOKENS_MIN
+            or begun_s >= now
+            # An answer in one piece does not show when its tokens began.
+            or not lease.request.stream
+            or self._engines.get(lease.backend.name) is not engine
+        ):
             return
-        area = engine.at(now)
-        engine.sequences = max(0, engine.sequences - lease.request.sequences)
-        if begun is None or usage is None or usage.output_tokens < OUTPUT_TOKENS_MIN or begun[2] >= now:
-            return
-        took_s = now - begun[2]
+        took_s = now - begun_s
         steps = usage.output_tokens / lease.request.sequences - 1.0
-        sequences = (area - begun[0]) / took_s
-        if sequences >= 1.0:
-            self.curve.learn(steps, took_s, sequences, engine.prompt_tokens - begun[1], now)
+        if area >= took_s and steps > 0.0:
+            self.curve.learn(steps, took_s, area / took_s, engine.prompt_tokens - prompt_tokens, now)
 
     # --- the number ----------------------------------------------------------------------------------------------
 

@@ -35,11 +35,13 @@ from llmproxy.lab.fleet.spec import (
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
     STEP_TOKENS,
+    Autoscale,
     Fault,
     FleetFaultKind,
     ReplicaSpec,
     SimulatedFleet,
 )
+from llmproxy.lab.scaling.signals import SIGNALS
 from llmproxy.simulator.engine.profiles import PROFILES, Profile
 
 REPLICAS_MAX = 4_096
@@ -248,10 +250,18 @@ VALUES = {
 }
 
 
+class _AutoscaleEntry(Section):
+    policy: Annotated[str, one_of(tuple(SIGNALS))] = "ours"
+    min: Count = 1
+    start_s: Cost = 120.0
+    ask_s: Annotated[Number, Field(gt=0)] = 15.0
+
+
 class _FleetEntry(Section):
     replicas: tuple[_ReplicaEntry, ...]
     faults: Annotated[tuple[_FaultEntry, ...], Field(max_length=FAULTS_MAX)] = ()
     proxies: Annotated[Integer, Field(ge=1, le=PROXIES_MAX)] = 1
+    autoscale: _AutoscaleEntry | None = None
 
 
 def _fleet_in(path: Path) -> SimulatedFleet:
@@ -287,7 +297,11 @@ def _fleet_of(name: str, entry: _FleetEntry, findings: list[Finding]) -> Simulat
     findings += _faults_out_of_place(entry.faults, specs)
     # Sorting is stable: what happens at one time happens in the order of the file.
     faults = tuple(sorted((fault.fault() for fault in entry.faults), key=lambda fault: fault.at_s))
-    return SimulatedFleet(name, tuple(specs.values()), faults, entry.proxies)
+    scale = entry.autoscale
+    if scale is not None and scale.min > total:
+        findings.append((("autoscale", "min"), f"should be at most the {total} replicas of the fleet, not {scale.min}"))
+    autoscale = None if scale is None else Autoscale(scale.policy, scale.min, scale.start_s, scale.ask_s)
+    return SimulatedFleet(name, tuple(specs.values()), faults, entry.proxies, autoscale)
 
 
 def _specs(entries: Sequence[_ReplicaEntry], total: int, findings: list[Finding]) -> dict[str, ReplicaSpec]:

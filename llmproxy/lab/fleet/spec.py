@@ -67,12 +67,25 @@ class ReplicaSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Autoscale:
+    """How a fleet scales: which signal it follows (`lab.scaling.signals`), from how many replicas on, how long a new
+    one takes to serve, and how often the autoscaler looks. The replicas of the fleet are the most.
+    """
+
+    policy: str
+    min: int = 1
+    start_s: float = 120.0
+    ask_s: float = 15.0
+
+
+@dataclass(frozen=True, slots=True)
 class SimulatedFleet:
     """Replicas with distinct names, the faults of the timeline in the order of their times, and how many proxies stand
-    in front, each knowing only its own requests.
+    in front, each knowing only its own requests. All replicas serve, unless the fleet scales.
     """
 
     name: str
     replicas: tuple[ReplicaSpec, ...]
     faults: tuple[Fault, ...] = ()
     proxies: int = 1
+    autoscale: Autoscale | None = None

@@ -19,10 +19,12 @@ from llmproxy.lab.results.result import (
     Loaded,
     PredictionResult,
     RunResult,
+    ScaledResult,
     Trail,
     Utilisation,
     WaitPoint,
 )
+from llmproxy.lab.results.scaling import changes_of
 from llmproxy.lab.results.sketch import Sketch
 from llmproxy.lab.results.sums import (
     BANDS_KEPT,
@@ -92,6 +94,7 @@ class RunRecorder:
         self._prompts = Timeline(duration_s)
         self._samples: list[_Sample] = []
         self._spacing = 1
+        self._scaled: ScaledResult | None = None
         self._looks = 0
 
     def add(self, record: Record) -> None:
@@ -133,6 +136,12 @@ class RunRecorder:
             del self._samples[1::2]
             self._spacing *= 2
         self._samples.append(_Sample(at_s, dict(load), sum(queued.values())))
+
+    def scaled(self, trail: list[tuple[float, int, int]], cost_s: float, turn_s: float, begin_s: float) -> None:
+        """How the fleet scaled: (second, wanted, serving) at each look, and replica-seconds over the whole run."""
+        lasted_s = max(1e-9, trail[-1][0] - begin_s) if trail else 1.0
+        peak = max((wanted for _, wanted, _ in trail), default=0)
+        self._scaled = ScaledResult(mean=cost_s / lasted_s, peak=peak, turns=changes_of(trail, turn_s))
 
     def output(self, tokens: Mapping[int, int]) -> None:
         """What was streamed so far by band; called when the warm-up is over, and again at the end of the trace."""
@@ -183,6 +192,7 @@ class RunRecorder:
             prefill_imbalance=self._imbalance(),
             service_difference_tokens=self.service.largest,
             duration_s=duration_s,
+            replicas=self._scaled,
             attempts=self._attempts,
             preemptions=self._preemptions,
             inversions=self._inversions,

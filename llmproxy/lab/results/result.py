@@ -158,6 +158,16 @@ class FaultDetection(_Model):
     noticed_s: float | None
 
 
+class ScaledResult(_Model):
+    """A fleet that scaled: replicas on average (starting and leaving ones included) and at most, and how often the
+    wanted number turned round within two start-up times.
+    """
+
+    mean: float
+    peak: int
+    turns: int
+
+
 class RunResult(_Model):
     """One policy at one load with one seed. Requests that arrived during the warm-up are in no figure.
 
@@ -172,9 +182,9 @@ class RunResult(_Model):
     token, 2 per output token) of two tenants differed over a time in which both were backlogged, null where there were
     no two. A tenant is backlogged while a request of it waits in the proxy, or, under policies that bind at once, has
     no first token. `preemptions` are leases taken back for a request of a higher band, and `inversions` grants to a
-    request while one of a higher band could have had them. `ejections` counts how often a replica was ejected, and
-    `noticed` says how soon each fault was detected. `by_tenant` names the largest tenants by tokens, and all others
-    together as "(other)".
+    request while one of a higher band could have had them. `ejections` counts how often a replica was ejected,
+    `noticed` says how soon each fault was detected, `replicas` how the fleet scaled, null where it did not. `by_tenant`
+    names the largest tenants by tokens, and all others together as "(other)".
     """
 
     policy: str
@@ -200,6 +210,7 @@ class RunResult(_Model):
     inversions: int
     ejections: int = 0
     noticed: list[FaultDetection] = []
+    replicas: ScaledResult | None = None
     outcomes: Annotated[dict[str, int], AfterValidator(_by_key)]
     utilisation: Utilisation
     loaded: Loaded

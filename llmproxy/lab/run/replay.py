@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
@@ -13,6 +13,7 @@ from random import Random
 from llmproxy.config import Config
 from llmproxy.core.domain import Outcome
 from llmproxy.lab.fleet.fault_schedule import schedule
+from llmproxy.lab.fleet.scaled import ScaledFleet
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.fleet.world import Blocks, World
@@ -23,6 +24,7 @@ from llmproxy.lab.results.record import Record
 from llmproxy.lab.results.recorder import RunRecorder
 from llmproxy.lab.run.proxy import LabProxy
 from llmproxy.lab.run.virtual_time import run
+from llmproxy.lab.scaling.signals import Future, Look
 from llmproxy.lab.traces.arrival import Arrival, Trace, turns_of
 
 SETTLE_S = 2.0
@@ -32,6 +34,8 @@ SAMPLES = 120
 SAMPLE_LEAST_S = 0.05
 DETECT_EVERY_S = 0.02
 """How often a run checks whether a fault is detected."""
+LATE_S = 60.0
+"""How far back an autoscaler looks that follows latencies."""
 DETECTABLE = frozenset({FleetFaultKind.KILL, FleetFaultKind.RESTART, FleetFaultKind.HANG, FleetFaultKind.SLOW})
 """Faults that a proxy should detect."""
 
@@ -96,6 +100,9 @@ class Run:
         self._over = False
         self._ended = 0
         self._output_tokens: Counter[int] = Counter()
+        self.scaled: ScaledFleet | None = None
+        self.future: Future | None = None
+        self._late: deque[tuple[float, float]] = deque()
 
     async def go(self) -> RunRecorder:
         setup, loop = self._setup, asyncio.get_running_loop()
@@ -103,7 +110,11 @@ class Run:
             spec.name: SimulatedServer(spec, setup.prefill_scale, self._rng.getrandbits(32), loop)
             for spec in setup.fleet.replicas
         }
-        for spec in setup.fleet.replicas:
+        if setup.fleet.autoscale is not None:
+            self.scaled = ScaledFleet(setup.fleet.autoscale, replicas)
+            self.scaled.begin()
+            loop.call_at(SETTLE_S, self._scale, loop)
+        for spec in setup.fleet.replicas if self.scaled is None else ():
             if spec.joins_s > 0:
                 loop.call_at(SETTLE_S + spec.joins_s, replicas[spec.name].start)
             else:
@@ -125,6 +136,9 @@ class Run:
             self._drained = loop.create_future()
             await self._drained
         self._over = True
+        if self.scaled is not None:
+            self.scaled.end(loop.time())
+            self.recorder.scaled(self.scaled.trail, self.scaled.cost_s, 2.0 * self.scaled.autoscale.start_s, SETTLE_S)
         for proxy in self.proxies:
             proxy.stop()
             self.recorder.audited(proxy.pools.audit)
@@ -169,6 +183,25 @@ class Run:
         self.recorder.sample(loop.time() - SETTLE_S, load, queued)
         every_s = max(SAMPLE_LEAST_S, self._setup.duration_s / SAMPLES)
         loop.call_at(SETTLE_S + (number + 1) * every_s, self._sample, loop, number + 1)
+
+    def _scale(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let the autoscaler look, and again while any request is live."""
+        if self._over or self.scaled is None:
+            return
+        now, pools = loop.time(), self.proxies[0].pools
+        needs = [need for proxy in self.proxies for need in proxy.pools.needs(now).values()]
+        while self._late and self._late[0][0] < now - LATE_S:
+            self._late.popleft()
+        late = sorted(ratio for _, ratio in self._late)
+        look = Look(
+            now, self.scaled.up, self.scaled.asked, needs[0] if len(needs) == 1 else None,
+            list(pools.views(now).values()),
+            sum(requests for proxy in self.proxies for requests, _ in proxy.pools.queued().values()),
+            late[int(0.9 * len(late))] if late else None,
+            None if self.future is None else self.future.most(now - SETTLE_S, pools.settings.scaling.utilisation),
+        )  # fmt: skip
+        self.scaled.look(look, loop)
+        loop.call_later(self.scaled.autoscale.ask_s, self._scale, loop)
 
     def _look_at_service(self, loop: asyncio.AbstractEventLoop) -> None:
         """Record the service of each tenant so far and which tenants wait, while any request is live."""
@@ -245,6 +278,7 @@ class Run:
     def _judge(self, record: Record) -> None:
         if record.outcome is Outcome.COMPLETED and record.ttft_s is not None:
             ttft_slo_s, tpot_slo_s = self._objectives.of(record.arrival)
+            self._late.append((asyncio.get_running_loop().time(), record.ttft_s / ttft_slo_s))
             record.met = record.ttft_s <= ttft_slo_s and (record.tpot_s or 0.0) <= tpot_slo_s
 
     def _done(self, task: asyncio.Task[None]) -> None:

@@ -1,0 +1,17 @@
+"""Figures of a fleet that scales."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import inf
+
+
+def changes_of(trail: list[tuple[float, int, int]], within_s: float) -> int:
+    """How often the wanted number turned round within so many seconds: flapping."""
+    turns, last, last_s = 0, 0, -inf
+    for (_, before, _), (at_s, after, _) in pairwise(trail):
+        direction = (after > before) - (after < before)
+        if direction:
+            turns += direction == -last and at_s - last_s <= within_s
+            last, last_s = direction, at_s
+    return turns

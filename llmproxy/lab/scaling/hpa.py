@@ -1,0 +1,89 @@
+"""The rules by which Kubernetes' HPA follows a metric, as its documentation and `replica_calculator.go` have them.
+
+An external metric with an average value `target`: within the tolerance nothing changes, else ceil(value / target). What
+is wanted goes through a window of stabilisation, and no faster up or down than the policies allow.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import ceil
+
+
+@dataclass(frozen=True, slots=True)
+class HpaRules:
+    """`up_pods` or `up_share` more may be added in `up_every_s`, whichever is more; down alike, None for no bound."""
+
+    tolerance: float = 0.1
+    up_window_s: float = 0.0
+    down_window_s: float = 300.0
+    up_pods: int = 4
+    up_share: float = 1.0
+    up_every_s: float = 15.0
+    down_pods: int | None = None
+    down_share: float = 1.0
+    down_every_s: float = 15.0
+
+
+DEFAULTS = HpaRules()
+FOLLOWING = HpaRules(tolerance=0.0, down_pods=1, down_share=0.0, down_every_s=60.0)
+"""Those of the manifests that `llmproxy export scaling` writes."""
+
+
+class Hpa:
+    """One autoscaler, asked every `ask_s`. The number of replicas starts at `least` and stays within both bounds."""
+
+    def __init__(self, rules: HpaRules, least: int, most: int) -> None:
+        self._rules = rules
+        self._least, self._most = least, most
+        self._wanted: deque[tuple[float, int]] = deque()
+        self._changes: deque[tuple[float, int]] = deque()
+        self.replicas = least
+
+    def follow(self, value: float | None, target: float, now: float) -> int:
+        """The number of replicas after a look at the metric; None is a metric that is missing, and changes nothing."""
+        if value is None:
+            return self.replicas
+        tolerance = self._rules.tolerance
+        ratio = value / (target * self.replicas) if self.replicas else float("inf")
+        wanted = (
+            self.replicas
+            if 1.0 - tolerance <= ratio <= 1.0 + tolerance
+            else ceil(min(value / target, float(self._most)) - 1e-9)
+        )
+        wanted = max(self._least, min(self._most, wanted))
+        bounded = self._limited(self._stabilised(wanted, now), now)
+        if bounded != self.replicas:
+            self._changes.append((now, bounded - self.replicas))
+            self.replicas = bounded
+        return self.replicas
+
+    def _stabilised(self, wanted: int, now: float) -> int:
+        """Down to the most, and up to the least, that was wanted within the window of that direction."""
+        rules = self._rules
+        self._wanted.append((now, wanted))
+        while self._wanted[0][0] < now - max(rules.up_window_s, rules.down_window_s):
+            self._wanted.popleft()
+        highest = max(count for at_s, count in self._wanted if at_s >= now - rules.down_window_s)
+        lowest = min(count for at_s, count in self._wanted if at_s >= now - rules.up_window_s)
+        if wanted < self.replicas:
+            return min(self.replicas, highest)
+        return max(self.replicas, lowest)
+
+    def _limited(self, wanted: int, now: float) -> int:
+        """No more than the policies allow to change, counted from where the replicas were when their period began."""
+        rules = self._rules
+        while self._changes and self._changes[0][0] <= now - max(rules.up_every_s, rules.down_every_s):
+            self._changes.popleft()
+        if wanted > self.replicas:
+            added = sum(change for at_s, change in self._changes if change > 0 and at_s > now - rules.up_every_s)
+            began = self.replicas - added
+            return min(wanted, max(began + rules.up_pods, ceil(began * (1.0 + rules.up_share))))
+        if wanted < self.replicas:
+            removed = -sum(change for at_s, change in self._changes if change < 0 and at_s > now - rules.down_every_s)
+            began = self.replicas + removed
+            by_share = ceil(began * (1.0 - rules.down_share))
+            least = by_share if rules.down_pods is None else min(by_share, began - rules.down_pods)
+            return max(wanted, min(self.replicas, least))
+        return self.replicas

@@ -1,0 +1,160 @@
+"""What counts of a pool's requests, and what does not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Request, Usage, Verdict
+from llmproxy.core.leases import LeaseRecord
+from llmproxy.core.scaling.mix import KEPT_S, SLOT_S
+from llmproxy.core.scaling.need import Need, ReplicaFacts
+from llmproxy.core.scaling.observer import PoolScaling, Scaling
+from llmproxy.core.settings import ScalingSettings
+from tests.core.make import request
+
+REPLICAS = [ReplicaFacts(up=True, limit=64, kv_tokens=200_000, kv_used=0.2)] * 2
+
+
+class Pool:
+    """A pool with one backend whose steps take 20 ms."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.scaling = PoolScaling(ScalingSettings(**settings))
+        self.now = 0.0
+        self.number = 0
+
+    def lease(self, one: Request) -> LeaseRecord:
+        self.number += 1
+        backend: Any = SimpleNamespace(name="b")
+        placed: Any = SimpleNamespace(cached_tokens=0)
+        return LeaseRecord(self.number, one, placed, backend, self.now, False, False)
+
+    def serve(self, count: int, every_s: float = 0.5, **given: Any) -> None:
+        for _ in range(count):
+            self.now += every_s
+            one = request(stream=True, prompt_tokens=1_000, **given)
+            self.scaling.arrived(one, self.now, new=True, counts=True)
+            lease = self.lease(one)
+            self.scaling.booked(lease, self.now)
+            self.scaling.started(lease, self.now + 0.1)
+            self.scaling.finished(lease, Verdict.SERVED, Usage(1_000, 101, 0), self.now + 0.1 + 100 * 0.02)
+            self.scaling.left(one)
+
+    def need(self) -> Need:
+        return self.scaling.need(None, REPLICAS, 1.0, self.now)
+
+
+def test_lower_bands_ask_for_no_replicas() -> None:
+    pool = Pool()
+    pool.serve(100)
+    before = pool.need()
+    assert before.sure
+    for _ in range(500):
+        pool.scaling.arrived(request(band=SHEDDABLE, prompt_tokens=9_000), pool.now, new=True, counts=True)
+    pool.scaling.booked(pool.lease(request(band=SHEDDABLE)), pool.now)
+    after = pool.need()
+    assert after.need == pytest.approx(before.need)
+    assert (after.waiting, after.terms["seats"]) == (0, 0.0)
+    alone = Pool(from_band=CRITICAL)
+    alone.serve(100, band=DEFAULT)
+    assert alone.need().need == 2.0, "nothing that counts has come, so what there is stays"
+    assert not alone.need().sure
+
+
+def test_what_waits_for_a_limit_asks_for_none_and_further_attempts_are_no_arrivals() -> None:
+    pool = Pool()
+    pool.serve(100)
+    before = pool.need()
+    for _ in range(300):
+        pool.scaling.arrived(request(prompt_tokens=1_000), pool.now, new=True, counts=False)
+    assert pool.need().need == pytest.approx(before.need)
+    again = request(prompt_tokens=1_000)
+    pool.scaling.arrived(again, pool.now, new=False, counts=True)
+    assert pool.need().waiting == 1
+    assert pool.need().terms["work"] == pytest.approx(before.terms["work"])
+    pool.scaling.left(again)
+    assert pool.need().waiting == 0
+
+
+def test_what_is_granted_or_over_waits_no_more() -> None:
+    pool = Pool()
+    granted, gone = request(), request()
+    for one in (granted, gone):
+        pool.scaling.arrived(one, 1.0, new=True, counts=True)
+    assert pool.need().waiting == 2
+    pool.scaling.booked(pool.lease(granted), 1.0)
+    pool.scaling.left(gone)
+    pool.scaling.left(gone)
+    assert pool.need().waiting == 0
+
+
+def test_it_learns_the_time_of_a_step_from_streams() -> None:
+    pool = Pool()
+    pool.serve(200)
+    line = pool.scaling.curve.line
+    assert line is not None
+    # Two seconds of each half second overlap: about four at once.
+    assert line.at(4.0) == pytest.approx(0.02, rel=0.25)
+
+
+def test_a_backend_that_is_gone_is_forgotten_and_its_leases_end_quietly() -> None:
+    pool = Pool()
+    one = pool.lease(request(stream=True))
+    pool.scaling.booked(one, 0.0)
+    pool.scaling.started(one, 0.1)
+    pool.scaling.process_gone("b")
+    pool.scaling.finished(one, Verdict.SERVED, Usage(10, 500), 9.0)
+    assert pool.scaling.curve.seen == 0
+    assert pool.need().waiting == 0
+
+
+def test_an_answer_of_an_old_process_is_not_counted_on_the_new_one() -> None:
+    pool = Pool()
+    old, new = pool.lease(request(stream=True)), pool.lease(request(stream=True))
+    pool.scaling.started(old, 0.1)
+    pool.scaling.process_gone("b")
+    pool.scaling.started(new, 1.0)
+    pool.scaling.finished(old, Verdict.SERVED, Usage(10, 500), 2.0)
+    pool.scaling.finished(new, Verdict.SERVED, Usage(10, 101), 3.0)
+    line = pool.scaling.curve.line
+    assert line is not None
+    assert line.at(1.0) == pytest.approx(0.02, rel=0.01)
+
+
+def test_memory_does_not_grow_with_time() -> None:
+    pool = Pool()
+    for day in range(7):
+        pool.now = day * 86_400.0
+        pool.serve(300, every_s=1.0)
+    mix = pool.scaling.mix
+    assert len(mix._slots) <= KEPT_S // SLOT_S + 1
+    assert not pool.scaling._waiting
+    assert not pool.scaling._decoding
+
+
+def test_a_clock_that_stands_still_or_steps_back_does_no_harm() -> None:
+    pool = Pool()
+    pool.serve(50, every_s=0.0)
+    pool.now = -5.0
+    pool.serve(50, every_s=0.0)
+    assert pool.need().desired >= 1
+
+
+def test_named_pools_are_there_before_and_after_their_replicas() -> None:
+    scaling = Scaling(ScalingSettings(pools=("a",), min=0))
+    assert set(scaling.pools) == {"a"}
+    scaling.pool("b")
+    scaling.keep(())
+    assert set(scaling.pools) == {"a"}
+    scaling.held("a", 1, 5.0)
+    scaling.held("c", 1, 5.0)
+    need = scaling.pools["a"].need(None, [], 1.0, 6.0)
+    assert (need.desired, need.reason, set(scaling.pools)) == (1, "queue", {"a"})
+    scaling.held("a", -1, 7.0)
+    assert scaling.pools["a"].need(None, [], 1.0, 1_000.0).desired == 0
+    scaling.reconfigure(ScalingSettings(pools=("d",)))
+    scaling.keep(())
+    assert set(scaling.pools) == {"d"}
