@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import termios
 import tty
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 
 NAME_MAX = 256
 """Most characters of a name that are looked at."""
+SEQUENCE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|O[@-~])")
+"""What arrows and function keys send: no key that means anything here, and its first character is Escape."""
 
 
 def can_draw() -> bool:
@@ -40,7 +43,7 @@ def pressed(on_key: Callable[[str], None]) -> Iterator[None]:
             keys = b""
         if not keys:
             loop.remove_reader(fd)
-        for key in keys.decode(errors="ignore"):
+        for key in SEQUENCE.sub("", keys.decode(errors="ignore")):
             on_key(key)
 
     tty.setcbreak(fd)

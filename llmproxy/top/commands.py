@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -23,7 +22,9 @@ from llmproxy.top.story import story
 from llmproxy.top.view import View
 
 PLAIN_WIDTH = 80
-CHOICES = {"limit": "20"}
+CHOICES = 20
+CHOICES_FILTERED = 100
+"""All that the proxy remembers of a pool."""
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -80,6 +81,7 @@ class _Screen:
         self._choices: Explained | None = None
         self._trouble = ""
         self._changed = asyncio.Event()
+        self._hurry = asyncio.Event()
         self._stopped = False
 
     async def run(self) -> None:
@@ -96,7 +98,7 @@ class _Screen:
                         await self._draw(live, polls)
                     if self._stopped:
                         self._stopped = False
-                        os.kill(os.getpid(), signal.SIGSTOP)
+                        self._suspend()
         finally:
             polls.cancel()
         if polls.done() and not polls.cancelled():
@@ -119,7 +121,10 @@ class _Screen:
     async def _poll(self) -> None:
         try:
             while True:
-                await asyncio.sleep(self._interval_s)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._interval_s):
+                        await self._hurry.wait()
+                self._hurry.clear()
                 if not self._view.paused or (self._view.choices and self._choices is None):
                     await self._ask()
                     self._changed.set()
@@ -130,7 +135,8 @@ class _Screen:
         try:
             document = read(await self._asker.get(LIVE), Document)
             if self._view.choices:
-                self._choices = read(await self._asker.get(EXPLAIN, CHOICES), Explained)
+                limit = CHOICES_FILTERED if self._view.filter else CHOICES
+                self._choices = read(await self._asker.get(EXPLAIN, {"limit": str(limit)}), Explained)
         except UnreachableError as error:
             if not self._trouble:
                 self._trouble = f"not reachable since {time.strftime('%H:%M:%S')}"
@@ -140,7 +146,10 @@ class _Screen:
             self._document, self._trouble = document, ""
 
     def _press(self, key: str) -> None:
+        before = self._view.choices
         self._view.press(key)
+        if self._view.choices and not before:
+            self._hurry.set()
         self._changed.set()
 
     def _end(self) -> None:
@@ -150,6 +159,13 @@ class _Screen:
     def _stop(self) -> None:
         self._stopped = True
         self._changed.set()
+
+    def _suspend(self) -> None:
+        """Stop as any program does: not at all where no shell could continue it, as below `ssh -t`."""
+        loop = asyncio.get_running_loop()
+        loop.remove_signal_handler(signal.SIGTSTP)
+        signal.raise_signal(signal.SIGTSTP)
+        loop.add_signal_handler(signal.SIGTSTP, self._stop)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -103,10 +103,13 @@ class Document(Struct, frozen=True):
 
 
 class Candidate(Struct, frozen=True):
-    """A replica that a request could have gone to, and its price in words."""
+    """A replica that a request could have gone to, and the parts of its price in seconds."""
 
     backend: str
-    line: str
+    total_s: float
+    terms: dict[str, float]
+    cached_tokens: float
+    fits: bool
 
 
 class Choice(Struct, frozen=True):

@@ -6,31 +6,51 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from llmproxy.terminal import printable
-from llmproxy.top.document import Backend, Band, Document, Event, Explained, Flow
-from llmproxy.top.view import COLUMNS, View
+from llmproxy.top.document import Backend, Band, Candidate, Choice, Document, Event, Explained, Flow
+from llmproxy.top.view import COLUMNS, KEYS, View
 
 LEVEL_STYLES = {"ok": "green", "info": "", "warning": "yellow", "bad": "red", "error": "red"}
 STATE_STYLES = {"up": "green", "down": "red"}
-KEYS = "s sort  r reverse  / filter  p pause  e last choices  q quit"
 EVENTS_MAX = 8
+NEGLIGIBLE_S = 0.0005
+"""A part of the price that is less for all candidates has no column."""
 SUMMARY_LINES_MAX = 3
 FIRST_COLUMN = 10
 """Narrowest first column, so that sections with short names stand alike."""
-EXTRA_COLUMNS = 110
-"""From this width on, there is room for more columns."""
+LINES_MIN = 2
+"""Fewest lines of a section below its titles: one row, and how many more there are."""
+ROOMY = 30
+"""From this height on, there is a blank line between sections."""
+PRICE = 7
+"""Width of a column of prices, if its title is not wider."""
+PLAIN, WIDE = 60, 110
+"""Widths from which on there is room for more columns."""
+HELP = {
+    "waiting": "requests in the queue of the proxy; oldest: how long the first waits",
+    "TTFT": "time to first token in the last minute, median and 99th percentile",
+    "load": "what the proxy sent there, of what it sends at most",
+    "KV, hit": "share of the KV cache in use; share of prompt tokens that it had",
+    "pace": "time of a token against the pool: 2.00x is twice as slow",
+    "share, due": "its part of the band's tokens in the last minute; its part by weight",
+    "choices": "price in seconds and its parts; → is chosen, × takes no request now",
+}
+"""What columns mean whose title does not say it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a section. A name is cut at a quarter of the width, the last column takes the rest."""
+    """A column of a section. A name is cut at a fifth of the width, the last column takes the rest."""
 
     title: str
     words: bool = False
+    least: int = 0
+    """The narrowest terminal that shows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +61,11 @@ class Section:
     rows: Sequence[Sequence[Text]]
     more: int = 0
     """Rows that the proxy did not send."""
+
+    @property
+    def wanted(self) -> int:
+        """Lines below the titles, where there is room for all."""
+        return len(self.rows) + (self.more > 0)
 
 
 def picture(
@@ -54,25 +79,30 @@ def picture(
 ) -> RenderableType:
     """The state of one second in `width` columns and `height` lines, None: as many as it takes.
 
-    `choices` are shown in the place of flows and events. `trouble` says that the document is old.
+    `choices` are shown in the place of everything else. `trouble` says that the document is old.
     """
-    head = _head(document, view, width, trouble)
-    wide = width >= EXTRA_COLUMNS
-    sections = [_bands(document.bands), _replicas(document, view, wide)]
-    if choices is None:
-        sections += [_flows(document.flows, view), _events(document)]
+    head = _head(document, view, width, height, trouble)
+    if view.help:
+        sections = _help()
+    elif choices is not None:
+        sections = [_choices(choices, view, width)]
     else:
-        sections.append(_choices(choices))
-    sections = [one for one in sections if one.rows or one.more]
-    foot = [] if height is None else [_foot(view)]
-    room = None if height is None else height - len(head) - len(foot) - 2 * len(sections)
-    while room is not None and sections and room < len(sections):
+        sections = [
+            _bands(document.bands), _replicas(document, view), _flows(document.flows, view), _events(document, view),
+        ]  # fmt: skip
+    sections = [one for one in sections if one.wanted]
+    above = 2 if height is None or height >= ROOMY else 1
+    room = None if height is None else height - len(head) - 1 - above * len(sections)
+    while room is not None and sections and room < sum(min(LINES_MIN, one.wanted) for one in sections):
         sections.pop()
-        room += 2
+        room += above
+    counts = _shares([one.wanted for one in sections], room)
     lines: list[RenderableType] = [*head]
-    for section, count in zip(sections, _shares([len(one.rows) for one in sections], room), strict=True):
-        lines += [Text(), _table(section, count, width)]
-    return Group(*lines, *foot)
+    for section, count in zip(sections, counts, strict=True):
+        lines += [Text()] * (above - 1) + [_table(section, count, width)]
+    if room is not None:
+        lines += [Text()] * (room - sum(counts)) + [_foot(view)]
+    return Group(*lines)
 
 
 def _shares(wanted: Sequence[int], room: int | None) -> list[int]:
@@ -88,17 +118,17 @@ def _shares(wanted: Sequence[int], room: int | None) -> list[int]:
     return given
 
 
-def _head(document: Document, view: View, width: int, trouble: str) -> list[Text]:
+def _head(document: Document, view: View, width: int, height: int | None, trouble: str) -> list[Text]:
     minute, row = document.minute, document.row
     at = datetime.fromtimestamp(document.unix_s).strftime("%H:%M:%S")
     title = Text.assemble((f"llmproxy {printable(document.version)}", "bold"), f"  {at}")
     if view.paused:
-        title.append("  paused", "reverse")
+        title.append("  ").append("paused", "reverse")
     if trouble:
         title.append(f"  {trouble}", "bold red")
     per_s = minute.completed / minute.span_s if minute.span_s else 0.0
-    rates = (
-        f"{per_s:.1f} requests/s, {row.get('fleet/output_tokens_per_s', 0.0):,.0f} tokens/s out,"
+    title.append(
+        f"  {per_s:.1f} requests/s, {row.get('fleet/output_tokens_per_s', 0.0):,.0f} tokens/s out,"
         f" {row.get('fleet/input_tokens_per_s', 0.0):,.0f} in"
     )
     counts = {
@@ -108,26 +138,44 @@ def _head(document: Document, view: View, width: int, trouble: str) -> list[Text
         "retried": minute.retries,
         "preempted": minute.preemptions,
     }
-    told = [f"{count:,} {name}" for name, count in counts.items() if count]
-    if told:
-        rates += f"; in {minute.span_s:.0f} s {', '.join(told)}"
+    told = [f"{minute.completed:,} completed", *(f"{count:,} {name}" for name, count in counts.items() if count)]
+    ended = Text(f"in {minute.span_s:.0f} s: {', '.join(told)}")
     text = Text(printable(document.summary.text, 1000), LEVEL_STYLES.get(document.summary.level, "red"))
     # The width is known, so a console of that width wraps as the terminal's will.
-    sentence = text.wrap(Console(width=width), width)[:SUMMARY_LINES_MAX]
-    return [_line(title), _line(Text(rates)), *sentence]
+    most = SUMMARY_LINES_MAX if height is None else max(1, min(SUMMARY_LINES_MAX, height // 8))
+    sentence = text.wrap(Console(width=width), width)
+    if len(sentence) > most:
+        sentence[most - 1].truncate(width - 1)
+        sentence[most - 1].append("…")
+    return [_line(title), _line(ended), *sentence[:most]]
 
 
 def _foot(view: View) -> Text:
     if view.typing:
-        return _line(Text.assemble("filter: ", (printable(view.filter), "bold"), "_  (Enter keeps, Esc clears)"))
-    kept = f"  [filter: {printable(view.filter)}]" if view.filter else ""
-    return _line(Text(KEYS + kept, "dim"))
+        return _line(Text.assemble("filter: ", (printable(view.filter), "bold"), "_  (Enter keeps, Esc ends it)"))
+    keys = Text("  ".join(f"{key} {name}" for key, (name, _) in KEYS.items()), "dim")
+    return _line(Text.assemble((f"filter: {printable(view.filter)}", "bold"), "  ", keys) if view.filter else keys)
+
+
+def _help() -> list[Section]:
+    """What keys do and columns mean."""
+    keys = [[Text(key), Text(does)] for key, (_, does) in KEYS.items()]
+    meanings = [[Text(name), Text(meaning)] for name, meaning in HELP.items()]
+    return [
+        Section([Column("key", True), Column("does", True)], keys),
+        Section([Column("column", True), Column("is", True)], meanings),
+    ]
 
 
 def _bands(bands: Sequence[Band]) -> Section:
     columns = [
         Column("band", True),
-        *map(Column, ("waiting", "oldest", "grants/s", "TTFT p50", "p99", "wait p95")),
+        Column("waiting"),
+        Column("oldest"),
+        Column("grants/s", least=WIDE),
+        Column("TTFT p50", least=PLAIN),
+        Column("p99", least=PLAIN),
+        Column("wait p95", least=WIDE),
         Column("why", True),
     ]
     return Section(columns, [_band(one) for one in bands])
@@ -146,25 +194,25 @@ def _band(band: Band) -> list[Text]:
     ]
 
 
-def _replicas(document: Document, view: View, wide: bool) -> Section:
+def _replicas(document: Document, view: View) -> Section:
     columns = [
         Column(
             f"{title} {'▼' if view.descending else '▲'}" if title == view.column else title,
             title in ("replica", "state"),
+            PLAIN if title in ("hit", "tokens/s", "pace") else 0,
         )
         for title in COLUMNS
     ]
-    columns += [Column("pool", True)] if wide else []
     return Section(
-        [*columns, Column("why", True)],
-        [_replica(one, wide) for one in view.ordered(document.backends)],
+        [*columns, Column("pool", True, WIDE), Column("why", True)],
+        [_replica(one) for one in view.ordered(document.backends)],
         document.more_backends,
     )
 
 
-def _replica(one: Backend, wide: bool) -> list[Text]:
+def _replica(one: Backend) -> list[Text]:
     full = one.limit is not None and one.load >= one.limit
-    cells = [
+    return [
         _name(one.backend),
         Text(printable(one.state), STATE_STYLES.get(one.state, "yellow")),
         Text(f"{one.load}/{'-' if one.limit is None else one.limit}", "yellow" if full else ""),
@@ -172,16 +220,18 @@ def _replica(one: Backend, wide: bool) -> list[Text]:
         Text(_percent(one.hit_share)),
         Text(f"{one.output_tokens_per_s:,.0f}"),
         Text("-" if one.tokens_slower is None else f"{one.tokens_slower:.2f}x"),
+        _name(one.pool or "-"),
+        _name("" if one.state == "up" else f"for {duration(one.since_s)}" + (f": {one.why}" if one.why else "")),
     ]
-    cells += [_name(one.pool or "-")] if wide else []
-    return [*cells, _name(f"{one.why or one.state} since {duration(one.since_s)}" if one.state != "up" else "")]
 
 
 def _flows(flows: Sequence[Flow], view: View) -> Section:
     columns = [
         Column("flow", True),
         Column("band", True),
-        *map(Column, ("share", "due", "tokens/s", "waiting", "oldest")),
+        Column("share"),
+        Column("due"),
+        *(Column(title, least=PLAIN) for title in ("tokens/s", "waiting", "oldest")),
         Column("", True),
     ]
     return Section(columns, [_flow(one) for one in flows if view.shows(one.flow, one.band)])
@@ -200,10 +250,9 @@ def _flow(one: Flow) -> list[Text]:
     ]
 
 
-def _events(document: Document) -> Section:
-    return Section(
-        [Column("last events"), Column("", True)], [_event(one, document) for one in document.events[:EVENTS_MAX]]
-    )
+def _events(document: Document, view: View) -> Section:
+    shown = [one for one in document.events if view.shows(one.event, one.text)][:EVENTS_MAX]
+    return Section([Column("last events"), Column("", True)], [_event(one, document) for one in shown])
 
 
 def _event(one: Event, document: Document) -> list[Text]:
@@ -211,25 +260,47 @@ def _event(one: Event, document: Document) -> list[Text]:
     return [ago, Text(printable(f"{one.event} {one.text}"), LEVEL_STYLES.get(one.level, ""), no_wrap=True)]
 
 
-def _choices(explained: Explained) -> Section:
-    """The newest choices of all pools, each with the prices of its candidates."""
-    found = [one for pool in explained.pools for one in pool.choices]
+def _choices(explained: Explained, view: View, width: int) -> Section:
+    """The newest choices of all pools, each with the prices of its candidates below each other."""
+    found = sorted((one for pool in explained.pools for one in pool.choices), key=lambda one: one.age_s)
+    candidates = [each for one in found for each in one.candidates]
+    terms = [
+        name
+        for name in dict.fromkeys(name for each in candidates for name in each.terms)
+        if any(each.terms.get(name, 0.0) >= NEGLIGIBLE_S for each in candidates)
+    ]
+    names = min(max([FIRST_COLUMN, *(cell_len(printable(each.backend)) for each in candidates)]), width // 3)
+    title = set_cell_size("last choices", names + 2) + f"{'price':>{PRICE}} uncached"
+    title += "".join(f" {printable(name):>{PRICE - 1}}" for name in terms)
     rows = []
-    for one in sorted(found, key=lambda one: one.age_s):
-        asked = printable(f"{one.request}: {one.prompt_tokens} tokens for {one.model}")
-        rows.append([Text(f"{duration(one.age_s)} ago"), Text(asked, "bold")])
-        rows += [
-            [Text(), Text(printable(each.line), "green" if each.backend == one.chosen else "")]
-            for each in one.candidates
-        ]
-    return Section([Column("last choices"), Column("", True)], rows)
+    for one in found:
+        if view.shows(one.request, one.model or "", one.chosen or ""):
+            asked = f"{one.request}: {one.prompt_tokens:,} tokens for {one.model}, {duration(one.age_s)} ago"
+            rows.append([Text(printable(asked), "bold")])
+            rows += [[_candidate(each, one, terms, names)] for each in one.candidates]
+    return Section([Column(title, True)], rows)
+
+
+def _candidate(each: Candidate, choice: Choice, terms: Sequence[str], names: int) -> Text:
+    chosen = each.backend == choice.chosen
+    mark = "→" if chosen else " " if each.fits else "×"
+    line = f"{mark} {set_cell_size(printable(each.backend), names)}{each.total_s:>{PRICE}.3f}"
+    line += f"{max(0.0, choice.prompt_tokens - each.cached_tokens):>9,.0f}"
+    line += "".join(f"{_seconds(each, name):>{max(PRICE, 1 + len(printable(name)))}.3f}" for name in terms)
+    return Text(line, "green" if chosen else "" if each.fits else "dim")
+
+
+def _seconds(each: Candidate, term: str) -> float:
+    """As it is shown: what rounds to nothing has no sign."""
+    return round(each.terms.get(term, 0.0), 3) + 0.0
 
 
 def _table(section: Section, count: int, width: int) -> Table:
-    """The first `count` rows; the last of them says how many more there are."""
-    table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", expand=True)
-    for index, column in enumerate(section.columns):
-        last = index == len(section.columns) - 1
+    """The first `count` lines; the last of them says how many more there are."""
+    table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="reverse", expand=True)
+    shown = [index for index, column in enumerate(section.columns) if width >= column.least]
+    for index in shown:
+        column, last = section.columns[index], index == shown[-1]
         table.add_column(
             column.title,
             no_wrap=True,
@@ -239,12 +310,11 @@ def _table(section: Section, count: int, width: int) -> Table:
             min_width=None if index else FIRST_COLUMN,
             max_width=None if last else max(FIRST_COLUMN, width // 5),
         )
-    cut = count < len(section.rows) or section.more
-    shown = max(0, count - 1) if count < len(section.rows) else count
-    for row in section.rows[:shown]:
-        table.add_row(*row)
-    if cut:
-        table.add_row(Text(f"{len(section.rows) - shown + section.more:,} more", "dim"))
+    whole = len(section.rows) if count >= section.wanted else max(0, count - 1)
+    for row in section.rows[:whole]:
+        table.add_row(*(row[index] for index in shown))
+    if hidden := len(section.rows) - whole + section.more:
+        table.add_row(Text(f"{hidden:,} more", "dim"))
     return table
 
 

@@ -10,6 +10,16 @@ from llmproxy.top.document import Backend
 
 STATES = ("down", "resting", "leaving", "drained", "up")
 FILTER_MAX = 64
+KEYS = {
+    "q": ("quit", "leave"),
+    "?": ("help", "explain keys and columns; any key goes back"),
+    "/": ("filter", "show only replicas, flows, events, choices with a text; Esc ends it"),
+    "s": ("sort", "sort the replicas by the next column"),
+    "r": ("reverse", "reverse the order of the replicas"),
+    "e": ("choices", "show the last choices with the price of each replica, and go back"),
+    "p": ("pause", "keep this picture, and go on"),
+}
+"""What each key does, in one word and in a line."""
 COLUMNS: dict[str, tuple[Callable[[Backend], Any], bool]] = {
     "replica": (lambda one: one.backend, False),
     "state": (lambda one: STATES.index(one.state) if one.state in STATES else -1, False),
@@ -32,12 +42,15 @@ class View:
     typing: bool = False
     paused: bool = False
     choices: bool = False
+    help: bool = False
     quit: bool = False
 
     def press(self, key: str) -> None:
         """One key."""
         if self.typing:
             self._type(key)
+        elif self.help and key != "q":
+            self.help = False
         elif key == "s":
             names = list(COLUMNS)
             self.column, self.reverse = names[(names.index(self.column) + 1) % len(names)], False
@@ -49,6 +62,10 @@ class View:
             self.paused = not self.paused
         elif key == "e":
             self.choices = not self.choices
+        elif key == "?":
+            self.help = True
+        elif key == "\x1b":
+            self.filter = ""
         elif key == "q":
             self.quit = True
 

@@ -9,31 +9,39 @@ import pty
 import signal
 import sys
 import termios
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import pyte
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-HERE = Path(__file__).parent
+LIVE, STORY = (Path(__file__).parent / name for name in ("live.json", "story.json"))
 KEY = "secret"
 
 
-@pytest.fixture
-async def proxy() -> AsyncIterator[TestServer]:
+def proxy_at(port: int | None = None) -> TestServer:
     """Answers as an llmproxy would a client with the admin key."""
 
     async def answer(request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != f"Bearer {KEY}":
             nothing = {"error": {"message": f"There is nothing at {request.path}."}}
             return web.json_response(nothing, status=404, headers={"Server": "llmproxy"})
-        name = "live.json" if request.path == "/debug/live" else "story.json"
-        return web.Response(body=(HERE / name).read_bytes(), content_type="application/json")
+        if request.path == "/debug/explain":
+            return web.json_response({"pools": [{"choices": json.loads(STORY.read_text())["choices"]}]})
+        shown = LIVE if request.path == "/debug/live" else STORY
+        return web.Response(body=shown.read_bytes(), content_type="application/json")
 
     app = web.Application()
     app.router.add_get("/debug/{name}", answer)
-    server = TestServer(app)
+    return TestServer(app, port=port)
+
+
+@pytest.fixture
+async def proxy() -> AsyncIterator[TestServer]:
+    server = proxy_at()
     async with server:
         yield server
 
@@ -64,7 +72,7 @@ async def test_one_picture_and_the_document(proxy: TestServer) -> None:
     assert "sheddable" in out
     assert "\x1b" not in out
     code, out, _ = await printed("top", url, "--json")
-    assert (code, json.loads(out)) == (0, json.loads((HERE / "live.json").read_text()))
+    assert (code, json.loads(out)) == (0, json.loads(LIVE.read_text()))
     code, out, _ = await printed("explain", "f7bb", url)
     assert (code, "completed (200) after 0.225 s" in out) == (0, True)
 
@@ -84,20 +92,33 @@ async def test_another_server_is_told(unused_tcp_port: int) -> None:
     assert (code, "is not an llmproxy" in err) == (1, True)
 
 
+class AlternateScreen(pyte.Screen):
+    """pyte has no alternate screen: here it is empty when it is left, and how often it was left is counted."""
+
+    left = 0
+
+    def reset_mode(self, *modes: int, **kwargs: Any) -> None:
+        super().reset_mode(*modes, **kwargs)
+        if 1049 in modes:
+            self.left += 1
+            self.erase_in_display(2)
+
+
 class OnTerminal:
-    """`llmproxy top` on a pseudo terminal."""
+    """`llmproxy top` on a pseudo terminal of 80 columns and 24 lines; `screen` is what a person sees there."""
 
     def __init__(self, *arguments: str) -> None:
         self.master, self.slave = pty.openpty()
         self.before = termios.tcgetattr(self.slave)
         self.arguments = arguments
-        self.seen = ""
+        self._screen = AlternateScreen(80, 24)
+        self._stream = pyte.ByteStream(self._screen)
         self._read_more = asyncio.Event()
 
     async def __aenter__(self) -> OnTerminal:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "llmproxy", "top", *self.arguments, "--admin-key", KEY,
-            stdin=self.slave, stdout=self.slave, stderr=self.slave, env=environment(),
+            stdin=self.slave, stdout=self.slave, stderr=self.slave, env=environment(), start_new_session=True,
         )  # fmt: skip
         asyncio.get_running_loop().add_reader(self.master, self._read)
         return self
@@ -111,12 +132,17 @@ class OnTerminal:
         os.close(self.slave)
 
     def _read(self) -> None:
-        self.seen += os.read(self.master, 65536).decode(errors="replace")
+        self._stream.feed(os.read(self.master, 65536))
         self._read_more.set()
 
-    async def until(self, condition: Callable[[], bool]) -> None:
+    @property
+    def screen(self) -> str:
+        return "\n".join(self._screen.display)
+
+    async def shows(self, text: str, *, left: int = 0) -> None:
+        """Wait until the screen has the text, after the program has left it so many times."""
         async with asyncio.timeout(20.0):
-            while not condition():
+            while self._screen.left < left or text not in self.screen:
                 await self._read_more.wait()
                 self._read_more.clear()
 
@@ -124,26 +150,50 @@ class OnTerminal:
         os.write(self.master, keys.encode())
 
     async def ended(self) -> int:
+        """The exit status; the terminal is as it was, with its cursor."""
         async with asyncio.timeout(20.0):
-            return await self.process.wait()
+            status = await self.process.wait()
+        assert termios.tcgetattr(self.slave) == self.before
+        await self.shows("", left=1)
+        assert self.screen.isspace()
+        assert not self._screen.cursor.hidden
+        return status
 
 
-async def test_keys_act_and_the_terminal_is_left_as_it_was(proxy: TestServer) -> None:
-    async with OnTerminal(f"127.0.0.1:{proxy.port}") as top:
-        await top.until(lambda: "replica ▲" in top.seen)
+async def test_keys_act_at_once_and_the_terminal_is_left_as_it_was(proxy: TestServer) -> None:
+    async with OnTerminal(f"127.0.0.1:{proxy.port}", "--interval", "3600") as top:
+        await top.shows("replica ▲")
         assert termios.tcgetattr(top.slave) != top.before
         top.press("s")
-        await top.until(lambda: "state ▲" in top.seen)
+        await top.shows("state ▲")
+        top.press("e")
+        await top.shows("→ replica-1")
+        assert "last events" not in top.screen
+        top.press("/another\x1b[A\r")
+        await top.shows("filter: another  q quit")
+        assert "→" not in top.screen
+        top.press("\x1b?")
+        await top.shows("sort the replicas by the next column")
         top.press("q")
         assert await top.ended() == 0
-        await top.until(lambda: "\x1b[?1049l" in top.seen)
-        assert termios.tcgetattr(top.slave) == top.before
-        assert top.seen.rindex("\x1b[?25h") > top.seen.rindex("\x1b[?25l")
 
 
-async def test_a_signal_and_a_proxy_that_is_gone_leave_the_terminal_as_it_was(unused_tcp_port: int) -> None:
+async def test_a_proxy_that_ends_and_comes_back(unused_tcp_port: int) -> None:
     async with OnTerminal(f"127.0.0.1:{unused_tcp_port}") as top:
-        await top.until(lambda: "not reachable since" in top.seen)
+        await top.shows("not reachable since")
+        async with proxy_at(unused_tcp_port):
+            await top.shows("replica-1  up")
+            assert "not reachable" not in top.screen
+        await top.shows("not reachable since")
+        assert "replica-1  up" in top.screen
         top.process.send_signal(signal.SIGTERM)
         assert await top.ended() == 0
-        assert termios.tcgetattr(top.slave) == top.before
+
+
+async def test_it_does_not_stop_where_no_shell_could_continue_it(proxy: TestServer) -> None:
+    async with OnTerminal(f"127.0.0.1:{proxy.port}") as top:
+        await top.shows("replica ▲")
+        top.process.send_signal(signal.SIGTSTP)
+        await top.shows("replica ▲", left=1)
+        top.press("q")
+        assert await top.ended() == 0

@@ -14,9 +14,9 @@ from rich.console import Console, RenderableType
 
 from llmproxy.top.ask import AskError, Target
 from llmproxy.top.document import Document, Explained, read
-from llmproxy.top.picture import duration, picture
+from llmproxy.top.picture import HELP, duration, picture
 from llmproxy.top.story import story
-from llmproxy.top.view import COLUMNS, View
+from llmproxy.top.view import COLUMNS, KEYS, View
 
 HOSTILE = (
     "\x1b[2J\x1b]0;owned\x07",
@@ -49,9 +49,9 @@ def drawn(shown: RenderableType, width: int = 80) -> list[str]:
 def test_it_shows_the_state_of_the_second() -> None:
     lines = drawn(picture(live(), View(), 200), 200)
     text = "\n".join(lines)
-    assert "7.5 requests/s" in lines[1]
+    assert "7.5 requests/s" in lines[0]
     assert lines[2].startswith("sim-8b: 11 sheddable requests wait, up to 2.5 s")
-    assert "in 23 s 61 refused, 11 preempted" in text
+    assert "in 23 s: 172 completed, 61 refused, 11 preempted" in text
     (band,) = (line for line in lines if line.startswith("sheddable"))
     assert band.split()[1:4] == ["11", "2.5", "s"]
     assert band.rstrip().endswith("the room left is kept for higher bands")
@@ -63,7 +63,7 @@ def test_it_shows_the_state_of_the_second() -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.parametrize("size", [(80, 24), (40, 12), (200, 60)])
+@pytest.mark.parametrize("size", [(80, 24), (40, 10), (20, 4), (200, 60)])
 def test_names_cannot_control_the_terminal(name: str, size: tuple[int, int]) -> None:
     base = live()
     hostile = live(
@@ -87,12 +87,18 @@ def test_it_fits_and_says_how_many_more_there_are(height: int) -> None:
         picture(live(backends=tuple(replace(one, backend=f"gpu-{n}") for n in range(300))), View(), 80, height)
     )
     assert len(lines) <= height
+    assert lines[-1].startswith("q quit")
     shown = sum(line.startswith("gpu-") for line in lines)
     assert shown == 0 or f"{300 - shown} more" in [line.strip() for line in lines]
 
 
 def test_rows_that_the_proxy_did_not_send_are_counted() -> None:
-    assert "7 more" in [line.strip() for line in drawn(picture(live(more_backends=7), View(), 80))]
+    lines = drawn(picture(live(more_backends=7), View(), 80, 60))
+    assert (len(lines), [line.strip() for line in lines].count("7 more")) == (60, 1)
+
+
+def test_80_columns_have_room_for_the_reason() -> None:
+    assert any(line.endswith("the room left is kept for higher bands") for line in drawn(picture(live(), View(), 80)))
 
 
 def order(view: View) -> list[str]:
@@ -125,20 +131,42 @@ def test_keys_sort_reverse_and_filter() -> None:
     for key in "/\x1bpeq":
         view.press(key)
     assert (view.filter, view.paused, view.choices, view.quit) == ("", True, True, True)
+    view = View()
+    for key in "/b\n?p":
+        view.press(key)
+    assert (view.help, view.paused, view.filter) == (False, False, "b")
+    view.press("\x1b")
+    assert view.filter == ""
 
 
-def test_choices_stand_in_the_place_of_flows_and_events() -> None:
-    chosen = found("story.json")["choices"]
-    explained = read({"pools": [{"choices": chosen}]}, Explained)
-    text = "\n".join(drawn(picture(live(), View(), 80, choices=explained)))
-    assert "replica-3: 0.095 s" in text
-    assert "last events" not in text
+def test_help_tells_every_key_in_80_columns() -> None:
+    text = "\n".join(drawn(picture(live(), View(help=True), 80, 24)))
+    assert all(f"{key}          {does}" in text for key, (_, does) in KEYS.items())
+    assert all(meaning in text for meaning in HELP.values())
 
 
-def test_an_old_document_is_marked() -> None:
-    assert (
-        "not reachable since 12:00:00" in drawn(picture(live(), View(), 80, trouble="not reachable since 12:00:00"))[0]
-    )
+def test_a_filter_narrows_all_but_bands() -> None:
+    text = "\n".join(drawn(picture(live(), View(filter="replica-3"), 80)))
+    assert "sheddable" in text
+    assert "backend_up backend=replica-3" in text
+    assert "replica-1" not in text
+    assert "globex" not in text
+
+
+def test_choices_show_what_decides() -> None:
+    (choice,) = found("story.json")["choices"]
+    choice["candidates"][2] |= {"fits": False, "total_s": 1.25}
+    choice["candidates"][2]["terms"] |= {"slot": 1.155, "queue": -0.0001}
+    explained = read({"pools": [{"choices": [choice]}]}, Explained)
+    lines = drawn(picture(live(), View(), 80, choices=explained))
+    (titles,) = (index for index, line in enumerate(lines) if line.startswith("last choices"))
+    names = lines[titles].split()[2:]
+    row = dict(zip(["mark", "replica", *names], lines[-1].split(), strict=True))
+    assert row | {"mark": "×", "replica": "replica-2", "price": "1.250", "slot": "1.155", "queue": "0.000"} == row
+    assert [line[0] for line in lines[titles + 2 :]].count("→") == 1
+    assert lines[titles + 1].startswith(f"{choice['request']}: ")
+    nothing = drawn(picture(live(), View(filter="another"), 80, choices=explained))
+    assert choice["request"] not in "\n".join(nothing)
 
 
 def test_another_document_is_refused() -> None:

@@ -22,7 +22,7 @@ async def test_keys_are_read_from_a_terminal_that_is_left_as_it_was(monkeypatch:
         monkeypatch.setattr(sys, "stdin", terminal)
         before, keys = termios.tcgetattr(slave), asyncio.Queue[str]()
         with pressed(keys.put_nowait):
-            os.write(master, "fé".encode())
+            os.write(master, "f\x1b[A\x1bOP\x1b[1;5Dé".encode())
             assert [await keys.get(), await keys.get()] == ["f", "é"]
         assert termios.tcgetattr(slave) == before
         monkeypatch.undo()
