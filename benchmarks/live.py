@@ -49,7 +49,7 @@ def fleet(count: int) -> Recorder:
         pools.backends[name].answered(0.0)
         pools.listed(name, Listing(0.0, (ModelCard("base", None, 32_768),)))
         pools.backends[name].observe(Reading(0.0, running=3, kv_used=0.3, kv_tokens=100_000))
-    statuses = [BackendStatus(name, f"http://{name}:8000", "config", "up", 3, 0.0) for name in names]
+    statuses = [BackendStatus(name, f"http://{name}:8000", "both", "config", "up", 3, 0.0) for name in names]
     return Recorder(dispatcher, lambda: statuses, lambda: BANDS)
 
 

@@ -159,6 +159,7 @@ def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file
 def _summary(file: Path, config: Config) -> str:
     backends = [
         f"  {backend.name:<24} {backend.url}"
+        + (f", {backend.role} only" if backend.role != "both" else "")
         + (f", at most {backend.max_in_flight} in flight" if backend.max_in_flight else "")
         for backend in config.backends
     ]

@@ -56,7 +56,7 @@ from llmproxy.config.value_types import (
     integer_of,
     one_of,
 )
-from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE
+from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE, Role
 from llmproxy.core.settings import (
     CapacitySettings,
     HealthSettings,
@@ -378,6 +378,7 @@ def settings_of(config: Config) -> Settings:
         min_shares=config.by_band(scheduling.min_shares),
         limits=_limits(config),
         prompt_ranges={one.name: one.prompt_tokens for one in config.backends if one.prompt_tokens is not None},
+        roles={one.name: Role(one.role) for one in config.backends if one.role != Role.BOTH},
         capacity=CapacitySettings(**_same_names(CapacitySettings, scheduling), stale_after_s=config.poll.stale_after_s),
         health=HealthSettings(
             **_same_names(HealthSettings, health, but=("hung_s", "slow_factor")),

@@ -38,8 +38,10 @@ from llmproxy.config.value_types import (
     flow_of,
     from_text,
     named_in,
+    one_of,
     salt_of,
 )
+from llmproxy.core.domain import Role
 from llmproxy.core.placement.policy import presets
 from llmproxy.core.queueing.charge import charges
 from llmproxy.core.queueing.fairness import policies
@@ -119,6 +121,8 @@ class BackendConfig(Section):
     """Most requests in flight at once: the --max-num-seqs of the server. null: the proxy learns it."""
     prompt_tokens: PromptRange | None = Field(default=None, examples=[[1, 4000]])
     """Prompt lengths that the backend is meant for: [from, to]. Others only if the rest is much slower. null: any."""
+    role: Annotated[str, one_of(tuple(Role))] = "both"
+    """What the server is meant to compute: both, prefill (prompts for others) or decode (answers to them)."""
     api_key: ApiKey | None = Field(default=None, repr=False)
     """API key sent to this backend. null: backend_api_key."""
     forward_priority: bool = False

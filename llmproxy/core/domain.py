@@ -43,6 +43,14 @@ class Outcome(StrEnum):
     INTERNAL = "internal"
 
 
+class Role(StrEnum):
+    """What a backend is meant to compute: whole answers, prompts for others, or answers to prompts of others."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 class RequestFacts(Struct, frozen=True):
     """What scheduling needs of one request body.
 

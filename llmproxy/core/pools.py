@@ -20,6 +20,7 @@ from llmproxy.core.domain import (
     Outcome,
     Refused,
     Request,
+    Role,
     Trouble,
     Usage,
     Verdict,
@@ -75,17 +76,23 @@ class Pools:
         self.estimator = Estimator()
         self.backends: dict[str, Backend] = {}
         for name, fixed in backends.items():
-            self.add_backend(name, fixed, settings.prompt_ranges.get(name))
+            self.add_backend(name, fixed, settings.prompt_ranges.get(name), settings.roles.get(name, Role.BOTH))
 
     # --- changes by the operator ----------------------------------------------------------------------------
 
-    def add_backend(self, name: str, max_in_flight: int | None, prompt_range: tuple[int, int] | None = None) -> None:
+    def add_backend(
+        self,
+        name: str,
+        max_in_flight: int | None,
+        prompt_range: tuple[int, int] | None = None,
+        role: Role = Role.BOTH,
+    ) -> None:
         """Add a backend. It belongs to no pool, and is down, until it was read."""
         assert name not in self.backends
         settings = self.settings
         self.catalogue.add(name)
         backend = self.backends[name] = Backend(
-            name, settings.capacity, settings.health, max_in_flight, settings.ceiling_range, prompt_range
+            name, settings.capacity, settings.health, max_in_flight, settings.ceiling_range, prompt_range, role
         )
         backend.health.on_event = lambda news: self._news.append((name, news))
 

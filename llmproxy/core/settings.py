@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Role
 
 BELOW_HIGHEST = 0.99
 """The most that a band below the highest one in use may fill of what that one may: a KV-cache is never quite full."""
@@ -116,7 +116,7 @@ class Settings:
     serves by age. `quantum_tokens` is how much a flow may have at a stretch under `locality_fair_share`,
     `slo_window_s` the rolling window of `slo`. `refuse_late` refuses requests that cannot meet their objective even if
     served next. `limits` maps the names in `Request.limits` to what they allow, `prompt_ranges` a backend to the least
-    and the most tokens of the prompts that it is meant for.
+    and the most tokens of the prompts that it is meant for, `roles` a backend to its role if that is not `both`.
     """
 
     fairness: str = "fair_share"
@@ -135,6 +135,7 @@ class Settings:
     refuse_late: bool = False
     limits: Mapping[str, UsageLimit] = field(default_factory=dict)
     prompt_ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    roles: Mapping[str, Role] = field(default_factory=dict)
     capacity: CapacitySettings = field(default_factory=CapacitySettings)
     health: HealthSettings = field(default_factory=HealthSettings)
     queue: QueueSettings = field(default_factory=QueueSettings)

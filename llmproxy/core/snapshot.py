@@ -46,12 +46,13 @@ class Reason(StrEnum):
 class BackendStatus:
     """One backend as an operator sees it.
 
-    `source` says where its address comes from, `state` is its administrative or health state. `since_s` is the time, on
-    the clock of the loop, when it joined or was last drained or undrained.
+    `role` is what it is meant to compute, `source` says where its address comes from, `state` is its administrative or
+    health state. `since_s` is the time, on the clock of the loop, when it joined or was last drained or undrained.
     """
 
     name: str
     url: str
+    role: str
     source: str
     state: str
     in_flight: int

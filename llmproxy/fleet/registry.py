@@ -16,7 +16,7 @@ from types import MappingProxyType
 import structlog
 
 from llmproxy.config import BackendConfig, PollConfig
-from llmproxy.core.domain import KnownLimit
+from llmproxy.core.domain import KnownLimit, Role
 from llmproxy.core.pools import Pools
 from llmproxy.core.snapshot import BackendStatus
 from llmproxy.dispatcher import Dispatcher
@@ -186,7 +186,7 @@ class BackendRegistry:
         self._dispatcher.reconsider()
 
     def _join(self, backend: BackendConfig, source: str) -> None:
-        self._pools.add_backend(backend.name, backend.max_in_flight, backend.prompt_tokens)
+        self._pools.add_backend(backend.name, backend.max_in_flight, backend.prompt_tokens, Role(backend.role))
         if (known := self._recalled.get(backend.url)) is not None:
             self._pools.backends[backend.name].recall(known)
         self._backends[backend.name] = backend
@@ -208,7 +208,8 @@ class BackendRegistry:
         if before == backend:
             return
         member.config = self._backends[backend.name] = backend
-        self._pools.backends[backend.name].meant_for(backend.max_in_flight, backend.prompt_tokens)
+        held = self._pools.backends[backend.name]
+        held.meant_for(backend.max_in_flight, backend.prompt_tokens, Role(backend.role))
         if before.url != backend.url:
             self._pools.replace_process(backend.name)
             _log.info("backend_moved", backend=backend.name, url=backend.url)
@@ -277,7 +278,7 @@ class BackendRegistry:
             state = MemberState.UP if backend.health.available(_now()) else MemberState.RESTING
         config = member.config
         in_flight = self._dispatcher.in_flight(config.name)
-        return BackendStatus(config.name, config.url, member.source, state, in_flight, member.since_s)
+        return BackendStatus(config.name, config.url, config.role, member.source, state, in_flight, member.since_s)
 
 
 def _now() -> float:

@@ -184,6 +184,7 @@ class LiveSnapshot:
         return {
             "backend": name,
             "url": status.url,
+            "role": status.role,
             "source": status.source,
             "state": status.state,
             "why": change.why if change is not None and status.state != "up" else "",

@@ -53,6 +53,7 @@ class Backend(Struct, frozen=True):
     """A replica."""
 
     backend: str
+    role: str
     state: str
     why: str
     since_s: float

@@ -35,6 +35,7 @@ HELP = {
     "waiting": "requests in the queue of the proxy; oldest: how long the first waits",
     "TTFT": "time to first token in the last minute, median and 99th percentile",
     "load": "what the proxy sent there, of what it sends at most",
+    "role": "prefill or decode where it is not meant for both",
     "KV, hit": "share of the KV cache in use; share of prompt tokens that it had",
     "pace": "time of a token against the pool: 2.00x is twice as slow",
     "share, due": "its part of the band's tokens in the last minute; its part by weight",
@@ -203,11 +204,14 @@ def _replicas(document: Document, view: View) -> Section:
         )
         for title in COLUMNS
     ]
-    return Section(
-        [*columns, Column("pool", True, WIDE), Column("why", True)],
-        [_replica(one) for one in view.ordered(document.backends)],
-        document.more_backends,
-    )
+    columns += [Column("pool", True, WIDE), Column("why", True)]
+    shown = view.ordered(document.backends)
+    rows = [_replica(one) for one in shown]
+    if any(one.role != "both" for one in document.backends):
+        columns.insert(1, Column("role", True))
+        for one, row in zip(shown, rows, strict=True):
+            row.insert(1, _name(one.role))
+    return Section(columns, rows, document.more_backends)
 
 
 def _replica(one: Backend) -> list[Text]:

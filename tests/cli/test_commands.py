@@ -268,8 +268,9 @@ def test_shells_complete_commands_and_flags(shell: str, tmp_path: Path) -> None:
     ("text", "parts"),
     [
         (
-            "port: 81\nbackends: [{url: http://a, name: left, max_in_flight: 4}]\nscheduling: {fairness: fcfs}\n",
-            ["0.0.0.0:81", "left", "http://a, at most 4 in flight", "fairness fcfs", "100 % (critical),"],
+            "port: 81\nbackends: [{url: http://a, name: left, role: decode, max_in_flight: 4}]\n"
+            "scheduling: {fairness: fcfs}\n",
+            ["0.0.0.0:81", "left", "http://a, decode only, at most 4 in flight", "fairness fcfs", "100 % (critical),"],
         ),
         ("", ["0.0.0.0:8080, without API keys\n", "none here"]),
         ("api_keys: [k]", ["0.0.0.0:8080, with API keys\n"]),

@@ -33,7 +33,8 @@ def test_entries_are_compared_by_name_in_any_order() -> None:
     assert message(old, new) == [
         "backends[b].max_in_flight: 2 -> 3",
         "backends[c]: removed",
-        "backends[d]: added {url: http://d, name: d, forward_priority: False, tls: {insecure_skip_verify: False}}",
+        "backends[d]: added {url: http://d, name: d, role: both, forward_priority: False,"
+        " tls: {insecure_skip_verify: False}}",
     ]
 
 

@@ -178,7 +178,7 @@ def test_all_configured_settings_reach_the_core(write: Any) -> None:
     config = load(
         write(f"""
 bands: {{batch: -50}}
-backends: [{{url: http://a:1, prompt_tokens: [1, 9]}}]
+backends: [{{url: http://a:1, prompt_tokens: [1, 9], role: decode}}]
 models:
 - {{name: m, limits: {{requests_per_min: 90.5}}}}
 - {{name: free}}

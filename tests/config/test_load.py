@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from llmproxy.config import Config, ConfigError, Override, hash_of, keys, load, settings_of
 from llmproxy.config.keys import walk
+from llmproxy.core.domain import Role
 from llmproxy.core.placement.policy import presets
 from llmproxy.core.queueing.charge import charges
 from llmproxy.core.queueing.fairness import policies
@@ -381,6 +382,15 @@ def test_trusted_peers_are_networks(write: Any, text: str, networks: list[str]) 
 def test_configuration_is_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Config().port = 1
+
+
+def test_roles_are_read_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("backends: [{url: http://a:1, name: a, role: prefill}, {url: http://b:1, role: both}, http://c:1]")
+    assert settings_of(load(path)).roles == {"a": Role.PREFILL}
+    path.write_text("backends: [{url: http://a:1, role: prefil}]")
+    with pytest.raises(ConfigError, match=r'config\.yaml:1: backends\[0\]\.role: .*"prefill"'):
+        load(path)
 
 
 def test_prompt_range_is_read_unless_it_is_empty(tmp_path: Path) -> None:

@@ -54,14 +54,14 @@ A, B = ("127.0.0.8", 1), ("127.0.0.9", 1)
 
 async def test_every_address_is_a_backend_of_its_own_configured_alike() -> None:
     names = Names([B, A, A, ("fd00::1", 8000)])
-    found = await source(names, max_in_flight=4, api_key="k", forward_priority=True).look()
+    found = await source(names, max_in_flight=4, api_key="k", role="decode").look()
     assert names.asked == [("vllm.svc", 8000)]
     assert [(one.name, one.url) for one in found] == [
         ("127.0.0.8:1", "http://127.0.0.8:1"),
         ("127.0.0.9:1", "http://127.0.0.9:1"),
         ("[fd00::1]:8000", "http://[fd00::1]:8000"),
     ]
-    assert {(one.max_in_flight, one.api_key, one.forward_priority) for one in found} == {(4, "k", True)}
+    assert {(one.max_in_flight, one.api_key, one.role) for one in found} == {(4, "k", "decode")}
 
 
 async def test_services_bring_their_own_ports_and_keep_https() -> None:

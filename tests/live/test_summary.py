@@ -14,7 +14,7 @@ NAMES = {100: "critical", 0: "default", -100: "sheddable"}
 
 
 def status(name: str, state: str = "up") -> BackendStatus:
-    return BackendStatus(name, f"http://{name}:8000", "config", state, 0, 0.0)
+    return BackendStatus(name, f"http://{name}:8000", "both", "config", state, 0, 0.0)
 
 
 def band(level: int, waiting: int = 0, oldest_s: float = 0.0, **fields: Any) -> BandSnapshot:

@@ -62,6 +62,17 @@ def test_it_shows_the_state_of_the_second() -> None:
     assert any("backend_up" in line for line in lines)
 
 
+def test_roles_are_shown_where_there_are_any() -> None:
+    base = live()
+    assert "role" not in "\n".join(drawn(picture(base, View(), 80)))
+    first, second = base.backends[:2]
+    apart = live(backends=(replace(first, role="prefill"), replace(second, role="both")))
+    lines = drawn(picture(apart, View(), 80))
+    (titles,) = (line.split() for line in lines if line.startswith("replica ▲"))
+    rows = [line.split()[1:3] for line in lines if line.startswith("replica-")]
+    assert (titles[2:4], rows) == (["role", "state"], [["prefill", "up"], ["both", "up"]])
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("size", [(80, 24), (40, 10), (20, 4), (200, 60)])
 def test_names_cannot_control_the_terminal(name: str, size: tuple[int, int]) -> None:

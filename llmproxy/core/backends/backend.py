@@ -12,7 +12,7 @@ from llmproxy.core.backends.bookings import GAUGE_LAG_S, Bookings, ResidentAdapt
 from llmproxy.core.backends.health import Hang, Health
 from llmproxy.core.backends.look_ahead import LookAhead
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import KnownLimit, Listing, Reading, Request, Trouble, Verdict
+from llmproxy.core.domain import KnownLimit, Listing, Reading, Request, Role, Trouble, Verdict
 from llmproxy.core.settings import CapacitySettings, HealthSettings
 
 STARTED_AFTER_S = 1.0
@@ -36,6 +36,7 @@ class Backend:
         max_in_flight: int | None = None,
         ceiling_range: tuple[float, float] = (1.0, 1.0),
         prompt_range: tuple[int, int] | None = None,
+        role: Role = Role.BOTH,
     ) -> None:
         self.name = name
         self.health = Health(health)
@@ -50,6 +51,7 @@ class Backend:
         self._look_ahead = LookAhead()
         self._capacity = capacity
         self._prompt_range = prompt_range
+        self._role = role
         self._kind: tuple[tuple[str, ...], int | None] | None = None
         self._recalled: KnownLimit | None = None
         self._published: int | None = None
@@ -90,10 +92,13 @@ class Backend:
         self.limit.lowest_ceiling, self._highest_ceiling = ceiling_range
         self._view = None
 
-    def meant_for(self, max_in_flight: int | None, prompt_range: tuple[int, int] | None) -> None:
-        """Set the configured limit and prompt lengths."""
+    def meant_for(
+        self, max_in_flight: int | None, prompt_range: tuple[int, int] | None = None, role: Role = Role.BOTH
+    ) -> None:
+        """Set the configured limit, prompt lengths and role."""
         self.limit.cap(max_in_flight)
         self._prompt_range = prompt_range
+        self._role = role
         self._view = None
 
     def replaced(self) -> None:
@@ -381,6 +386,7 @@ class Backend:
             prompt_window_s=capacity.prompt_window_s,
             probed=available and health.ejected,
             stream_probe=health.stream_probe,
+            role=self._role,
         )
 
     def check(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from llmproxy.core.backends.batch_limit import slots_under
-from llmproxy.core.domain import Reading
+from llmproxy.core.domain import Reading, Role
 
 
 class View(Struct, frozen=True):
@@ -17,8 +17,8 @@ class View(Struct, frozen=True):
     for, in tokens; None means any. `reading` is the last one, while it is fresh. `warmth` (0..1] is the share of its
     limit that the backend should have during slow start. `highest_ceiling` is the ceiling of the highest band. `sure`
     is the number of sequences that were seen to run at once, here or on another engine of the pool; 0 where unknown.
-    `prompt_window_s` is how long the prompts given to it may take; None
-    for any time. `probed`: the backend is ejected, its pause is over, and one request is to test it; with
+    `prompt_window_s` is how long the prompts given to it may take; None for any time. `role` is what the backend is
+    meant to compute. `probed`: the backend is ejected, its pause is over, and one request is to test it; with
     `stream_probe` that request must be a stream.
     """
 
@@ -43,6 +43,7 @@ class View(Struct, frozen=True):
     prompt_window_s: float | None = None
     probed: bool = False
     stream_probe: bool = False
+    role: Role = Role.BOTH
 
     def has_room(self, ceiling: float) -> bool:
         """Whether one more request may be sent under `ceiling`; an idle backend takes anything."""

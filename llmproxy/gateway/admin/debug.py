@@ -198,6 +198,7 @@ class AdminPages:
         view = backend.view
         return {
             "backend": view.backend,
+            "role": view.role,
             "available": view.available,
             "load": view.load,
             "limit": view.limit,

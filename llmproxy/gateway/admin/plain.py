@@ -19,7 +19,7 @@ _BANDS: _Columns = (
     ("Why", lambda one: "; ".join(one["reasons"])),
 )
 _BACKENDS: _Columns = (
-    ("Replica", lambda one: one["backend"]),
+    ("Replica", lambda one: one["backend"] if one["role"] == "both" else f"{one['backend']} ({one['role']})"),
     ("State", lambda one: f"{one['state']} {one['why']}".strip()),
     ("Load", lambda one: one["load"]),
     ("Limit", lambda one: one["limit"]),

@@ -5,7 +5,7 @@ import pytest
 from llmproxy.core.backends.backend import STARTED_AFTER_S, UNREAD_MAX, Backend
 from llmproxy.core.backends.batch_limit import UNPUBLISHED
 from llmproxy.core.backends.bookings import GAUGE_LAG_S, RESIDENT_ADAPTERS_MAX
-from llmproxy.core.domain import Reading, Trouble, Verdict
+from llmproxy.core.domain import Reading, Role, Trouble, Verdict
 from llmproxy.core.settings import CapacitySettings, HealthSettings, Settings
 from tests.core.make import listing, pools, reading, request, view
 
@@ -305,6 +305,13 @@ def test_a_start_seen_by_the_poller_closes_the_case_of_a_probe() -> None:
 def test_views_of_backends_have_their_prompt_range() -> None:
     of = pools({"a": 1, "b": 1}, Settings(prompt_ranges={"b": (10, 20)}))
     assert {name: one.prompt_range for name, one in of.views(0.0).items()} == {"a": None, "b": (10, 20)}
+
+
+def test_views_of_backends_have_their_role() -> None:
+    of = pools({"a": 1, "b": 1}, Settings(roles={"b": Role.PREFILL}))
+    assert {name: one.role for name, one in of.views(0.0).items()} == {"a": Role.BOTH, "b": Role.PREFILL}
+    of.backends["b"].meant_for(1, role=Role.DECODE)
+    assert of.views(0.0)["b"].role is Role.DECODE
 
 
 def test_the_view_is_reused_until_something_changes() -> None:

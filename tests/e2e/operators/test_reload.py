@@ -191,6 +191,21 @@ async def test_backends_change_their_address_key_and_limit(tmp_path: Path) -> No
         assert proxy.app.pools.backends["b0"].limit.value == 3
 
 
+async def test_a_role_is_shown_wherever_its_backend_is(tmp_path: Path) -> None:
+    async with reloadable(tmp_path, FAST) as proxy:
+        (backend,) = proxy.config_data["backends"]
+        assert "b0 (" not in (await proxy.get("/debug/plain")).body.decode()
+        for role in ("prefill", "decode"):
+            await rewrite(proxy, backends=[{**backend, "role": role}])
+            # A second passes, and with it the age of the document: the clock itself never comes so far.
+            now = asyncio.get_running_loop().time()
+            proxy.app.recorder.tick(max(proxy.app.recorder.history.last_s, now + 3_600.0) + 2.0)
+            pages = [(await proxy.get(path)).json for path in ("/admin/backends", "/debug/live")]
+            (pool,) = (await proxy.get("/debug/queue")).json["pools"]
+            assert [one["role"] for page in (*pages, pool) for one in page["backends"]] == [role] * 3
+            assert f"b0 ({role})" in (await proxy.get("/debug/plain")).body.decode()
+
+
 async def test_every_part_uses_the_new_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     levels: list[str] = []
     monkeypatch.setattr("llmproxy.gateway.build.logs.configure", lambda _, level: levels.append(level))
@@ -269,7 +284,7 @@ async def test_the_list_of_backends_is_read_without_a_key(tmp_path: Path) -> Non
         assert shown["since_s"] >= 0.0
         del shown["since_s"]
         url = proxy.replicas[0].url
-        assert shown == {"backend": "b0", "url": url, "source": "config", "state": "up", "in_flight": 0}
+        assert shown == {"backend": "b0", "url": url, "role": "both", "source": "config", "state": "up", "in_flight": 0}
         assert (await proxy.post("/admin/backends/b9/drain", None, headers=ADMIN)).status == 404
         assert (await proxy.get("/admin/backends", headers={"x-forwarded-for": "10.0.0.1"})).status == 404
 

@@ -42,7 +42,7 @@ function open(host, store) {
 export function replicaTable(store, full) {
   const made = { said: null };
   const columns = [
-    { title: "Replica", value: (one) => one.backend, text: (one) => one.backend },
+    { title: "Replica", value: (one) => one.backend, text: (one) => (one.role === "both" ? one.backend : `${one.backend} (${one.role})`) },
     { title: "State", value: (one) => one.state, fill: fillState },
     { title: "Load", number: true, value: (one) => share(one), fill: (cell, one) => fillLoad(cell, one, made.marks?.get(one.pool) ?? []), hint: "Requests that the proxy sent there, and how many it sends at most" },
     { title: "KV cache", number: true, value: (one) => one.kv_used, fill: (cell, one) => putMeter(cell, one.kv_used, percent(one.kv_used), one.kv_used > 0.9 ? "warning" : "") },
