@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -227,6 +228,28 @@ async def test_names_are_never_markup(browser: Browser) -> None:
             await visit.page.goto(f"{proxy.url}/debug/plain")
             await visit.sees(HOSTILE, "tbody")
             assert await visit.page.locator("main img, main script").count() == 0
+
+
+async def test_a_moment_before_the_span_of_the_plots_is_shown(browser: Browser) -> None:
+    async with serving(FAST, FAST) as proxy, visiting(browser, proxy) as visit:
+        page, span = visit.page, visit.page.locator("#span input:checked")
+        proxy.app.recorder.heard("info", "backend_up", {"backend": "b0"})
+        await visit.go("time")
+        await visit.sees("backend_up", ".events")
+        assert await span.input_value() == "300"
+        now = datetime.now(UTC).astimezone()
+        await visit.go(f"time/{now.timestamp() - 1_800:.0f}")
+        await visit.sees("one value every 10.0 s", "main")
+        assert await span.input_value() == "3600"
+        await visit.sees("Nothing happened in this time.", ".card")
+        assert await page.locator(".events li").count() == 0
+        await page.fill("#moment", f"{now:%H:%M:%S}")
+        await page.get_by_role("button", name="Show").click()
+        await visit.sees("backend_up", ".events")
+        await page.fill("#moment", f"{now + timedelta(minutes=5):%H:%M:%S}")
+        await page.get_by_role("button", name="Show").click()
+        await visit.sees("Nothing happened in this time.", ".card")
+        assert await span.input_value() == "86400"
 
 
 async def test_zoom_span_theme_pause_and_files(browser: Browser) -> None:

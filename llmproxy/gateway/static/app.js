@@ -22,6 +22,7 @@ const AGAIN_MS = 250;
 const RETRY_MS = 1000;
 const COARSE_EVERY_S = 10;
 const EVENTS_MAX = 500;
+const AROUND_S = 60;
 const element = (id) => document.getElementById(id);
 
 /** What the views read. `offset` is what has to be added to the proxy's clock for a Unix time. */
@@ -38,6 +39,12 @@ const store = {
   zoomTo: (zoom) => {
     store.zoom = zoom;
     shown.view?.update?.(store);
+  },
+  /** Shows what was around a Unix time. Where the span of the plots does not reach back so far, a longer one does. */
+  lookAt: (unix) => {
+    const age = (store.live?.unix_s ?? Date.now() / 1000) - unix + AROUND_S;
+    if (age > store.span) setSpan(Object.values(SPANS).find((span) => span >= age) ?? Math.max(...Object.values(SPANS)));
+    store.zoomTo([unix - AROUND_S, unix + AROUND_S]);
   },
 };
 
@@ -145,6 +152,7 @@ async function route() {
   const content = element("content");
   content.replaceChildren(h("h1", { className: "hidden" }, VIEWS[view].title));
   if (view !== "time") store.zoom = null;
+  shown.view = null;
   shown.view = VIEWS[view].open(content, store, argument);
   for (const link of element("nav").children) {
     if (link.hash === `#${view}`) link.setAttribute("aria-current", "page");

@@ -8,7 +8,7 @@ export class EventList {
   constructor(host, limit) {
     this.limit = limit;
     this.list = h("ol", { className: "events" });
-    this.empty = h("p", { className: "quiet" }, "Nothing happened yet.");
+    this.empty = h("p", { className: "quiet" });
     this.element = card("Events, the newest first", this.list, this.empty);
     host.append(this.element);
     this.rows = new Keyed(this.list, () => {
@@ -18,8 +18,11 @@ export class EventList {
     });
   }
 
-  update(store) {
-    const newest = [...store.events()].reverse().slice(0, this.limit);
+  /** `window` has the first and the last Unix time of what is shown, null for all. */
+  update(store, window = null) {
+    const inside = ({ at_s }) => window === null || (at_s + store.offset >= window[0] && at_s + store.offset <= window[1]);
+    const newest = [...store.events()].reverse().filter(inside).slice(0, this.limit);
+    put(this.empty, window === null ? "Nothing happened yet." : "Nothing happened in this time.");
     this.empty.hidden = newest.length > 0;
     this.rows.update(newest, (event) => event.serial, (parts, event) => {
       const at = event.at_s + store.offset;

@@ -9,13 +9,17 @@ import { bands } from "./now.js";
 
 export const time = { title: "Time", columns: ["fleet/", "band/", "backend/"], open };
 
-const AROUND_S = 60;
 const KINDS = [["completed", "series-3", "solid"], ["refused", "series-2", "dashed"], ["failed", "bad", "solid"], ["cancelled", "series-5", "dotted"], ["client_error", "series-4", "dotted"]];
 
 function open(host, store, argument) {
   const shown = h("p", { role: "status" });
   const whole = h("button", { type: "button", onclick: () => store.zoomTo(null) }, "Whole span");
-  host.append(h("div", { className: "card actions" }, shown, whole,
+  const moment = h("input", { id: "moment", type: "time", step: 1, required: true });
+  const goTo = h("form", { className: "filters", onsubmit: (event) => {
+    event.preventDefault();
+    store.lookAt(lastTimeOf(moment.value, store.live?.unix_s ?? Date.now() / 1000));
+  } }, h("span", {}, h("label", { htmlFor: "moment" }, "What happened at"), moment), h("button", { type: "submit" }, "Show"));
+  host.append(h("div", { className: "card actions" }, shown, goTo, whole,
     h("button", { type: "button", onclick: () => saveCsv(store) }, "Save CSV"),
     h("button", { type: "button", onclick: () => savePng(charts) }, "Save PNG"),
     h("p", { className: "quiet" }, "Drag over a plot to zoom in, double-click to see the whole span. Vertical lines are events.")));
@@ -23,12 +27,13 @@ function open(host, store, argument) {
   const byBand = (suffix) => (history) => bands(store, history).map((band, at) => ({ label: band, column: `band/${band}/${suffix}`, ...bandLooks(band, at) }));
   const strips = h("div", { className: "strips" });
   host.append(strips);
+  const minute = { note: "Of requests that ended in the minute before." };
   const strip = (title, lines, write, extra = {}) => new Chart(strips, store, { title, lines, write, height: 120, ...extra });
   const charts = [
     strip("Waiting requests", byBand("waiting"), count, { stacked: true }),
-    strip("Wait in the queue, p95", byBand("wait_p95_s"), duration, { log: true }),
-    strip("TTFT p50", byBand("ttft_p50_s"), duration, { log: true }),
-    strip("TTFT p99", byBand("ttft_p99_s"), duration, { log: true }),
+    strip("Wait in the queue, p95", byBand("wait_p95_s"), duration, { log: true, ...minute }),
+    strip("TTFT p50", byBand("ttft_p50_s"), duration, { log: true, ...minute }),
+    strip("TTFT p99", byBand("ttft_p99_s"), duration, { log: true, ...minute }),
     strip("Objectives met", byBand("met"), percent),
     strip("Granted per second", byBand("grants_per_s"), number, { stacked: true }),
     strip("Requests that ended, per second", () => KINDS.map(([kind, colour, line]) => ({ label: kind.replace("_", " "), column: `fleet/${kind}_per_s`, colour, line })), number),
@@ -38,7 +43,7 @@ function open(host, store, argument) {
   ];
   const events = new EventList(host, 200);
   const at = Number(argument);
-  if (argument && Number.isFinite(at)) store.zoom = [at - AROUND_S, at + AROUND_S];
+  if (argument && Number.isFinite(at)) store.lookAt(at);
   return {
     update(now) {
       const { history } = now;
@@ -48,12 +53,20 @@ function open(host, store, argument) {
       whole.disabled = now.zoom === null;
       lanes.update(history);
       for (const chart of charts) chart.update(history);
-      events.update(now);
+      events.update(now, now.zoom);
     },
     close() {
       for (const chart of charts) chart.close();
     },
   };
+}
+
+/** The last Unix time before `now` at which the clock of the person who looks showed `clock`, as in 14:03:00. */
+function lastTimeOf(clock, now) {
+  const day = new Date(now * 1000);
+  day.setHours(...clock.split(":").map(Number), 0);
+  if (day.getTime() / 1000 > now) day.setDate(day.getDate() - 1);
+  return day.getTime() / 1000;
 }
 
 function save(name, blob) {
