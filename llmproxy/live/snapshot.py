@@ -29,8 +29,9 @@ BACKENDS_MAX = 500
 ADAPTERS_MAX = 50
 LIMITS_MAX = 100
 EVENTS_MAX = 40
+EJECTED = "backend_ejected"
 STATE_EVENTS = frozenset(
-    {"backend_down", "backend_ejected", "backend_up", "backend_back", "backend_drained", "backend_undrained"}
+    {"backend_down", EJECTED, "backend_up", "backend_back", "backend_drained", "backend_undrained"}
 )
 
 
@@ -99,11 +100,17 @@ class LiveSnapshot:
         }
 
     def _changes(self) -> dict[str, Event]:
-        """The newest event that says of a backend in which state it is."""
+        """The event that began the state of each backend. One that fails its probes is ejected again and again."""
         found: dict[str, Event] = {}
+        settled: set[str] = set()
         for event in self._recorder.events.newest_first():
-            if event.backend is not None and event.name in STATE_EVENTS:
-                found.setdefault(event.backend, event)
+            backend = event.backend
+            if backend is None or event.name not in STATE_EVENTS or backend in settled:
+                continue
+            if event.name != EJECTED:
+                settled.add(backend)
+            if backend not in found or event.name == EJECTED:
+                found[backend] = event
         return found
 
     def _bands(self, seen: Snapshot, longest_s: Mapping[int, float]) -> list[dict[str, Any]]:

@@ -155,6 +155,35 @@ async def test_the_first_paint_is_small_and_soon(browser: Browser) -> None:
             assert 10_000 < sum(sizes) < FIRST_PAINT_BYTES_MAX
 
 
+async def test_a_replica_that_is_up_says_how_often_it_was_not(browser: Browser) -> None:
+    async with serving(FAST, FAST) as proxy:
+        for name in ("ejected", "ejected", "back", "ejected", "down", "back", "up"):
+            proxy.app.recorder.heard("info", f"backend_{name}", {"backend": "b1"})
+        async with visiting(browser, proxy) as visit:
+            await visit.go("replicas")
+            await visit.sees("not up 2 times in 5 min", "tr:has-text('b1')")
+            assert "not up" not in await visit.page.locator("tr", has_text="b0").first.inner_text()
+
+
+async def test_how_many_replicas_are_wanted(browser: Browser) -> None:
+    async with serving(FAST, FAST) as proxy, visiting(browser, proxy) as visit:
+        await visit.go("now")
+        await visit.sees("2 up; too little is known yet", ".tile")
+
+        async def known(route: Any) -> None:
+            (pool,) = (await (await route.fetch()).json())["pools"]
+            terms = {"work": 0.5, "ahead": 0.5, "queue": 0.3, "seats": 0.1, "kv": 0.0, "adapters": 4.0}
+            number = {"sure": True, "need": 4.0, "desired": 4, "reason": "adapters", "terms": terms}
+            await route.fulfill(json={"pools": [pool | number]})
+
+        await visit.page.route("**/scale", known)
+        await visit.sees("2 up; full at 2.5x this load, low bands aside", ".tile")
+        await visit.go("replicas")
+        row = visit.page.locator("tr", has_text="adapters in use")
+        shown = (await row.inner_text()).split("\t")
+        assert shown[:6] == ["base", "2", "4.00", "4", "adapters in use", "2.5x this load"]
+
+
 async def test_a_drain_needs_the_key(browser: Browser) -> None:
     async with serving(FAST, FAST, **WITH_KEY) as proxy, visiting(browser, proxy) as visit:
         visit.expected = ("401 (Unauthorized)",)

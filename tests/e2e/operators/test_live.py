@@ -8,6 +8,7 @@ import json
 import re
 from array import array
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from struct import unpack_from
 from typing import Any
@@ -66,6 +67,26 @@ async def test_the_state_of_this_second(log: io.StringIO, proxy: ProxyUnderTest)
     assert live["row"]["band/default/waiting"] == 0.0
     assert {"backend_up", "backend_added"} <= {event["event"] for event in live["events"]}
     assert "backend_up" in log.getvalue()
+
+
+async def test_a_backend_is_ejected_since_the_first_of_its_probes(
+    proxy: ProxyUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, now = proxy.app.recorder, asyncio.get_running_loop().time()
+    ejected = [replace(one, state="resting", since_s=now - 100.0) for one in recorder.statuses()]
+    monkeypatch.setattr(recorder, "statuses", lambda: ejected)
+    for before_s, name, why in (
+        (90.0, "backend_ejected", "no connection"),
+        (80.0, "backend_back", ""),
+        (30.0, "backend_ejected", "slow: 8.0 times as slow as usual"),
+        (20.0, "backend_ejected", "slow: its probe was as slow"),
+        (10.0, "backend_ejected", "slow: its probe was as slow"),
+    ):
+        recorder.events.note("warning", name, {"backend": "b0", "why": why}, now - before_s)
+    tick(proxy)
+    shown = (await proxy.get("/debug/live")).json["backends"][0]
+    assert shown["why"] == "slow: 8.0 times as slow as usual"
+    assert 30.0 <= shown["since_s"] < 60.0
 
 
 async def test_one_document_a_second_serves_all(proxy: ProxyUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,13 @@
 // Is all well, who waits and why, and which replica is full: the first view.
 
 import { bandLooks, Chart } from "../lib/chart.js";
+import { json } from "../lib/client.js";
 import { bar, card, h, Keyed, put } from "../lib/dom.js";
 import { count, duration, number, percent, plural } from "../lib/format.js";
 import { EventList } from "./events.js";
 import { replicaTable } from "./replicas.js";
+import { asking } from "./requests.js";
+import { needed } from "./scale.js";
 
 const DOT_PX = 9;
 
@@ -13,7 +16,7 @@ export const now = { title: "Now", columns: ["fleet/", "band/"], open };
 const TILES = [
   ["Requests/s", (live) => number(live.row["fleet/completed_per_s"] ?? 0), (live) => `completed; ${plural(live.minute.completed, "request")} in ${duration(live.minute.span_s)}`],
   ["Waiting", (live) => count(sum(live.bands, (band) => band.waiting)), (live) => `${count(sum(live.bands, (band) => band.blocked))} more for limits of their own`],
-  ["In flight", (live) => count(sum(live.backends, (one) => one.load)), (live) => `of ${count(sum(live.backends, (one) => one.limit ?? 0))} that replicas take`],
+  ["In flight", (live) => count(sum(live.backends, (one) => one.load)), (live) => `of ${count(sum(live.backends, (one) => (one.state === "up" ? (one.limit ?? 0) : 0)))} that replicas take`],
   ["Output tokens/s", (live) => number(live.row["fleet/output_tokens_per_s"]), (live) => `${number(live.row["fleet/input_tokens_per_s"])} input tokens/s`],
   ["Cache hits", (live) => percent(live.row["fleet/hit_share"]), () => "of the prompt tokens, last minute"],
   ["Refused, failed", (live) => `${count(live.minute.refused)}, ${count(live.minute.failed)}`, (live) => `in ${duration(live.minute.span_s)}; ${plural(live.minute.retries, "retry").replace("retrys", "retries")}`],
@@ -22,7 +25,7 @@ const TILES = [
 const sum = (items, of) => items.reduce((total, item) => total + of(item), 0);
 
 function open(host, store) {
-  const tiles = TILES.map(([title]) => ({ title, value: h("dd", { className: "big" }), note: h("dd", { className: "quiet" }) }));
+  const tiles = [...TILES.map(([title]) => title), "Replicas wanted"].map((title) => ({ title, value: h("dd", { className: "big" }, "–"), note: h("dd", { className: "quiet" }) }));
   const lanes = h("ul", { className: "bands" });
   const rows = new Keyed(lanes, lane);
   const inversions = h("p", { className: "quiet" });
@@ -36,17 +39,24 @@ function open(host, store) {
   host.append(plots);
   const charts = bandCharts(plots, store);
   const events = new EventList(host, 8);
+  const scale = tiles.at(-1);
+  const poll = asking(store, () => json("/scale"), ({ pools }) => {
+    const [value, note] = needed(pools);
+    put(scale.value, value);
+    put(scale.note, note);
+  }, () => {});
   return {
     update({ live, history }) {
-      tiles.forEach((tile, at) => {
-        put(tile.value, TILES[at][1](live));
-        put(tile.note, TILES[at][2](live));
+      TILES.forEach(([, value, note], at) => {
+        put(tiles[at].value, value(live));
+        put(tiles[at].note, note(live));
       });
       rows.update(live.bands, (band) => band.band, fillLane);
-      put(inversions, `Inversions: ${count(live.inversions)}. So often a lower band was served although a higher one could have been.`);
+      put(inversions, `Inversions: ${count(live.inversions)}. That is how often a lower band was served although a higher one could have been.`);
       table.update(live);
       for (const chart of charts) chart.update(history);
       events.update(store);
+      return poll.update();
     },
     close() {
       for (const chart of charts) chart.close();

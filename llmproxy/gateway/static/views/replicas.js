@@ -1,15 +1,20 @@
 // Which replica is slow, full or sick, and since when.
 
 import { Chart, looks } from "../lib/chart.js";
-import { LockedError, post, RefusedError, UnreachableError } from "../lib/client.js";
+import { json, LockedError, post, RefusedError, UnreachableError } from "../lib/client.js";
 import { card, h, put, putMeter } from "../lib/dom.js";
-import { count, duration, factor, number, percent } from "../lib/format.js";
+import { count, duration, factor, number, percent, plural } from "../lib/format.js";
 import { Lanes } from "../lib/lanes.js";
 import { Table } from "../lib/table.js";
+import { asking } from "./requests.js";
+import { scaleTable } from "./scale.js";
 
 export const replicas = { title: "Replicas", columns: ["backend/"], open };
 
 const WORDS = { resting: "ejected" };
+const RECENT_S = 300;
+const BEGINS = ["backend_ejected", "backend_down"];
+const ENDS = ["backend_back", "backend_up"];
 
 function open(host, store) {
   const table = replicaTable(store, true);
@@ -17,6 +22,9 @@ function open(host, store) {
   table.said = said;
   host.append(card("Replicas", h("p", { className: "quiet" }, "Marks in the bar of the load: up to there, the band of this colour is served."), table.element, said));
   const lanes = new Lanes(host, store);
+  const wants = scaleTable();
+  host.append(card("Replicas wanted", wants.element));
+  const poll = asking(store, () => json("/scale"), ({ pools }) => wants.update(pools), () => {});
   const plots = h("div", { className: "pair" });
   host.append(plots);
   const lines = (suffix) => (history) => history.names("backend/", `/${suffix}`).map((name, at) => ({ label: name, column: `backend/${name}/${suffix}`, ...looks(at) }));
@@ -31,6 +39,7 @@ function open(host, store) {
       table.update(live);
       lanes.update(history);
       for (const chart of charts) chart.update(history);
+      return poll.update();
     },
     close() {
       for (const chart of charts) chart.close();
@@ -43,14 +52,15 @@ export function replicaTable(store, full) {
   const made = { said: null };
   const columns = [
     { title: "Replica", value: (one) => one.backend, text: (one) => (one.role === "both" ? one.backend : `${one.backend} (${one.role})`) },
-    { title: "State", value: (one) => one.state, fill: fillState },
+    { title: "State", value: (one) => one.state, fill: (cell, one) => fillState(cell, one, made.failures?.get(one.backend) ?? 0) },
+    ...(full ? [{ title: "", fill: (cell, one) => fillDrain(cell, one, store, made) }] : []),
     { title: "Load", number: true, value: (one) => share(one), fill: (cell, one) => fillLoad(cell, one, made.marks?.get(one.pool) ?? []), hint: "Requests that the proxy sent there, and how many it sends at most" },
     { title: "KV cache", number: true, value: (one) => one.kv_used, fill: (cell, one) => putMeter(cell, one.kv_used, percent(one.kv_used), one.kv_used > 0.9 ? "warning" : "") },
     { title: "Engine queue", number: true, value: (one) => one.waiting, text: (one) => count(one.waiting), hint: "Requests that wait inside the engine" },
     { title: "Tokens/s", number: true, value: (one) => one.output_tokens_per_s, text: (one) => number(one.output_tokens_per_s), hint: "Output tokens of the last minute" },
     { title: "Cache hits", number: true, value: (one) => one.hit_share, text: (one) => percent(one.hit_share), hint: "Share of the prompt tokens that its prefix cache had, last minute" },
-    { title: "Prompts", value: (one) => one.prompts_slower, text: (one) => factor(one.prompts_slower), hint: "Pace of its prompts against the other replicas of the pool" },
-    { title: "Tokens", value: (one) => one.tokens_slower, text: (one) => factor(one.tokens_slower), hint: "Pace of its output tokens against the pool" },
+    { title: "Prompts", value: (one) => one.prompts_slower, text: (one) => pace(one, one.prompts_slower), hint: "Pace of its prompts against the other replicas of the pool, while it is up" },
+    { title: "Tokens", value: (one) => one.tokens_slower, text: (one) => pace(one, one.tokens_slower), hint: "Pace of its output tokens against the pool, while it is up" },
   ];
   if (full) {
     columns.push(
@@ -59,27 +69,43 @@ export function replicaTable(store, full) {
       { title: "Read", number: true, value: (one) => one.reading_age_s, text: (one) => (one.reading_age_s === null ? "never" : `${duration(one.reading_age_s)} ago`), hint: "Age of the newest reading of its metrics" },
       { title: "Pool", value: (one) => one.pool, text: (one) => one.pool ?? "none" },
       { title: "Address", value: (one) => one.url, text: (one) => one.url },
-      { title: "", fill: (cell, one) => fillDrain(cell, one, store, made) },
     );
   }
   const table = new Table({ caption: "Replicas, with their load and pace", columns, key: (one) => one.backend, sort: "Replica", empty: "No replica is known.", what: "replica" });
   return Object.assign(made, {
     element: table.element,
     update(live) {
+      made.failures = failures(store.events(), live.now_s - RECENT_S);
       made.marks = new Map(live.pools.map((pool) => [pool.pool, pool.bands.filter((band) => band.ceiling !== null && band.ceiling < 1).map((band) => ({ at: band.ceiling, style: `band-${band.band}` }))]));
       table.update(live.backends, live.more_backends);
     },
   });
 }
 
+/** How often each backend stopped to be up since a time of the proxy's clock. */
+function failures(events, since) {
+  const [found, out] = [new Map(), new Set()];
+  for (const { backend, event, at_s } of events) {
+    if (ENDS.includes(event)) out.delete(backend);
+    if (!BEGINS.includes(event) || out.has(backend)) continue;
+    out.add(backend);
+    if (at_s >= since) found.set(backend, (found.get(backend) ?? 0) + 1);
+  }
+  return found;
+}
+
+const pace = (one, value) => (one.state === "up" ? factor(value) : "–");
+
 const share = (one) => (one.limit ? one.load / one.limit : null);
 
-function fillState(cell, one) {
-  if (!cell.firstChild) cell.append(h("span", { className: "state" }), " ", h("span", { className: "quiet" }));
-  const [state, why] = cell.children;
+function fillState(cell, one, failed) {
+  if (!cell.firstChild) cell.append(h("div", { className: "why" }, h("span", { className: "state" }), " ", h("span", { className: "quiet" })));
+  const [state, why] = cell.firstChild.children;
   state.dataset.state = one.state;
   put(state, WORDS[one.state] ?? one.state);
-  put(why, one.state === "up" ? `for ${duration(one.since_s)}` : `for ${duration(one.since_s)}${one.why ? `: ${one.why}` : ""}`);
+  const more = one.state !== "up" ? one.why : failed ? `not up ${plural(failed, "time")} in ${duration(RECENT_S)}` : "";
+  put(why, `for ${duration(one.since_s)}${more ? `: ${more}` : ""}`);
+  if (cell.title !== more) cell.title = more;
 }
 
 function fillLoad(cell, one, marks) {

@@ -1,0 +1,44 @@
+// How many replicas each pool needs, and how much more load those that are up can take.
+
+import { count, number } from "../lib/format.js";
+import { Table } from "../lib/table.js";
+
+const REASONS = {
+  work: "what arrives", ahead: "what arrives, and grows", queue: "what waits", seats: "answers under way", kv: "the KV cache", adapters: "adapters in use",
+  idle: "nothing is asked", min: "scaling.min", max: "scaling.max", unknown: "too little is known: as many as there are",
+};
+const TIMES_MAX = 100;
+
+/** The load at which those that are up are full, as a multiple of the present one; null while that is not known. */
+function times({ sure, terms, replicas }) {
+  const need = Math.max((terms.ahead ?? 0) + (terms.queue ?? 0), terms.seats ?? 0, terms.kv ?? 0);
+  return sure && need > 0 ? Math.min(TIMES_MAX, replicas.up / need) : null;
+}
+
+function fullAt(pool) {
+  const found = times(pool);
+  if (found === null) return "–";
+  return found < TIMES_MAX ? `${found.toFixed(1)}x this load` : `over ${TIMES_MAX}x this load`;
+}
+
+/** The value and the note of a tile for all pools. */
+export function needed(pools) {
+  const up = pools.reduce((sum, pool) => sum + pool.replicas.up, 0);
+  const said = !pools.every((pool) => pool.sure) ? "too little is known yet" : pools.length === 1 ? `full at ${fullAt(pools[0])}, low bands aside` : `in ${count(pools.length)} pools`;
+  return [count(pools.reduce((sum, pool) => sum + pool.desired, 0)), `${count(up)} up; ${said}`];
+}
+
+export function scaleTable() {
+  return new Table({
+    caption: "Replicas that each pool wants", key: (one) => one.pool, empty: "No pool is known yet.", what: "pool",
+    columns: [
+      { title: "Pool", text: (one) => one.pool },
+      { title: "Up", number: true, text: (one) => count(one.replicas.up) },
+      { title: "Needs", number: true, text: (one) => (one.sure ? one.need.toFixed(2) : "–"), hint: "In replicas that are fully, but not overly, used. Bands below scaling.from_band do not count" },
+      { title: "Wants", number: true, text: (one) => count(one.desired), hint: "The whole number above what it needs, from scaling.min to scaling.max" },
+      { title: "Because of", text: (one) => REASONS[one.reason] ?? one.reason },
+      { title: "Full at", text: fullAt, hint: "The load of bands from scaling.from_band on at which those that are up are full. Some wait before that, because requests do not arrive evenly" },
+      { title: "One replica serves", text: (one) => (one.replica ? `${number(one.replica.requests_per_s)} requests/s, ${count(one.replica.seats)} at once` : "–") },
+    ],
+  });
+}
