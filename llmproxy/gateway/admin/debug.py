@@ -7,6 +7,7 @@ the last requests went, and why not elsewhere. `GET /debug/adapters` shows the a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from hmac import compare_digest
 from ipaddress import ip_address
@@ -150,10 +151,9 @@ class AdminPages:
         now, wanted = self._clock(), request.query.get("request")
         if not self._bucket.try_take(1.0, now):
             return too_often()
-        asked = request.query.get("limit")
-        if asked is not None and not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:9]) <= CHOICES_MAX):
+        limit = number_asked(request, "limit", CHOICES, CHOICES_MAX)
+        if limit is None:
             return refusal(400, f"`limit` should be an integer from 1 to {CHOICES_MAX}.")
-        limit = int(asked) if asked is not None else CHOICES
         pools = pages_of(self._pools.choices(now), now, limit, wanted or None)
         if wanted and not any(pool["choices"] for pool in pools):
             return refusal(404, f"No choice for a request `{wanted[:256]}` is remembered.")
@@ -234,6 +234,13 @@ def _dumped(page: dict[str, Any]) -> bytes:
     except TypeError:
         # A flow was named by a header that is not UTF-8.
         return json.dumps(page, indent=2).encode() + b"\n"
+
+
+def number_asked(request: web.BaseRequest, name: str, default: int, most: int) -> int | None:
+    """The number that a page is asked for, None if it is no integer from 1 to `most`."""
+    asked = request.query.get(name, str(default))
+    # Python refuses to read thousands of digits.
+    return int(asked) if re.fullmatch(r"[0-9]{1,9}", asked) and 1 <= int(asked) <= most else None
 
 
 def too_often() -> web.Response:

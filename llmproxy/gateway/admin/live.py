@@ -19,7 +19,7 @@ from msgspec import to_builtins
 from llmproxy.config import Config
 from llmproxy.config.in_force import in_force
 from llmproxy.core.rate_limit import TokenBucket
-from llmproxy.gateway.admin.debug import UI, UNSTORED, AdminPages, page_response, refusal, too_often
+from llmproxy.gateway.admin.debug import UI, UNSTORED, AdminPages, number_asked, page_response, refusal, too_often
 from llmproxy.gateway.admin.explained import pages_of
 from llmproxy.gateway.admin.plain import plain_page
 from llmproxy.gateway.admin.static import HEADERS, StaticFiles
@@ -106,11 +106,11 @@ class LivePages:
         """
         if not self._bucket.try_take(1.0, self._clock()):
             return too_often()
-        asked = request.query.get("span", str(SPAN_S))
-        if not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:9]) <= SPAN_MAX_S):
+        span_s = number_asked(request, "span", SPAN_S, SPAN_MAX_S)
+        if span_s is None:
             return refusal(400, f"`span` should be an integer from 1 to {SPAN_MAX_S}, in seconds.")
         prefixes = request.query.get("columns", "").split(",")[:PREFIXES_MAX]
-        found = self._recorder.history.read(prefixes, int(asked))
+        found = self._recorder.history.read(prefixes, span_s)
         head = dumped({"names": found.names, "from_s": found.from_s, "step_s": found.step_s, "rows": found.rows})
         head += b" " * (-len(head) % 4)
         body = pack("<I", len(head)) + head + found.values
@@ -127,8 +127,8 @@ class LivePages:
         wanted = request.query.get("request")
         if wanted:
             return self._story(wanted, now)
-        asked = request.query.get("limit", str(REQUESTS_SHOWN))
-        if not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:9]) <= REQUESTS_SHOWN):
+        limit = number_asked(request, "limit", REQUESTS_SHOWN, REQUESTS_SHOWN)
+        if limit is None:
             return refusal(400, f"`limit` should be an integer from 1 to {REQUESTS_SHOWN}.")
         chosen = [(value_of, request.query[name]) for name, value_of in FILTERS.items() if name in request.query]
         shown: list[dict[str, Any]] = []
@@ -136,7 +136,7 @@ class LivePages:
         for ended in self._recorder.recent.newest_first():
             if any(str(value_of(ended) or "") != value for value_of, value in chosen):
                 continue
-            if len(shown) < int(asked):
+            if len(shown) < limit:
                 shown.append(self._ended(ended, now))
             else:
                 more += 1

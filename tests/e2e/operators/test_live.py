@@ -169,7 +169,10 @@ async def test_the_last_requests_and_the_story_of_one(proxy: ProxyUnderTest) -> 
     assert (attempt["backend"], attempt["verdict"]) == (story["ended"]["backend"], "served")
     assert 0.0 <= attempt["granted_s"] <= attempt["ended_s"]
     assert (await proxy.get("/debug/requests?request=nobody")).status == 404
-    assert (await proxy.get("/debug/requests?limit=0")).status == 400
+    for wrong in ("0", "101", "x", "", "1" * 5_000, "0000000010000", "000000001" + "0" * 5_000):
+        assert (await proxy.get(f"/debug/requests?limit={wrong}")).status == 400
+        assert (await proxy.get(f"/debug/explain?limit={wrong}")).status == 400
+        assert (await proxy.get(f"/debug/history?span={wrong.replace('101', '86401')}")).status == 400
 
 
 async def test_the_story_of_one_that_waits() -> None:
