@@ -17,8 +17,6 @@ TENS = 8_640
 TEN_S = 10
 COLUMNS_MAX = 416
 """Together 15.9 MB."""
-KEPT_S = 3_600
-"""A column that got no value for so long makes room for a new one."""
 
 
 class Stretch(Struct, frozen=True):
@@ -45,9 +43,10 @@ class _Column:
 
 class History:
     """Rows by the second of a clock that never goes back. `worst` columns keep their highest value over ten seconds,
-    the others their mean."""
+    the others their mean. Columns whose names begin as one of `fleeting` are the first to make room for new ones."""
 
-    def __init__(self, worst: Iterable[str] = ()) -> None:
+    def __init__(self, worst: Iterable[str] = (), fleeting: tuple[str, ...] = ()) -> None:
+        self._fleeting = fleeting
         self._worst = tuple(f"/{name}" for name in worst)
         self._columns: dict[str, _Column] = {}
         self._last_s = -1
@@ -75,9 +74,7 @@ class History:
             begin = (second - SECONDS) // TEN_S * TEN_S
             self._forget_tens(self._last_s // TEN_S + 1, begin // TEN_S)
         self._put_gap(begin, end=second)
-        for name in row:
-            if name not in self._columns:
-                self._add(name, second)
+        self._make_room(row)
         self._put(second, row)
 
     def latest(self) -> dict[str, float]:
@@ -107,13 +104,17 @@ class History:
             values += part.tobytes()
         return Stretch(names, first * step_s, step_s, rows, bytes(values))
 
-    def _add(self, name: str, second: int) -> None:
-        if len(self._columns) >= COLUMNS_MAX:
-            oldest = min(self._columns, key=lambda known: self._columns[known].written_s)
-            if self._columns[oldest].written_s > second - KEPT_S:
-                return
-            del self._columns[oldest]
-        self._columns[name] = _Column()
+    def _make_room(self, row: Mapping[str, float]) -> None:
+        """Add the columns that the row needs. What got no value for longest makes room for what has one now."""
+        new = [name for name in row if name not in self._columns]
+        lacking = len(self._columns) + len(new) - COLUMNS_MAX
+        if lacking > 0:
+            idle = [name for name in self._columns if name not in row]
+            idle.sort(key=lambda name: (not name.startswith(self._fleeting), self._columns[name].written_s))
+            for name in idle[:lacking]:
+                del self._columns[name]
+        for name in new[: COLUMNS_MAX - len(self._columns)]:
+            self._columns[name] = _Column()
 
     def _put(self, second: int, row: Mapping[str, float]) -> None:
         at, self._last_s = second % SECONDS, second

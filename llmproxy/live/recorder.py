@@ -38,7 +38,7 @@ class Recorder:
         self.recent = RecentRequests()
         self.events = Events()
         self.minute = Minute()
-        self.history = History(worst=("state",))
+        self.history = History(worst=("state",), fleeting=("flow/",))
         self.grants_per_s: dict[int, float] = {}
         self._granted: dict[int, int] = {}
 

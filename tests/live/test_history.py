@@ -8,7 +8,7 @@ from math import isnan, nan
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmproxy.live.history import COLUMNS_MAX, KEPT_S, SECONDS, TEN_S, TENS, History, Stretch
+from llmproxy.live.history import COLUMNS_MAX, SECONDS, TEN_S, TENS, History, Stretch
 
 
 def column(stretch: Stretch, name: str) -> list[float]:
@@ -92,17 +92,25 @@ def test_so_it_does_after_more_than_a_day() -> None:
     assert all(isnan(value) for value in values)
 
 
-def test_columns_are_bounded_and_those_in_use_stay() -> None:
+def test_columns_are_bounded_and_the_longest_idle_make_room() -> None:
     history = History()
     history.append(0, {f"old/{i}": 1.0 for i in range(COLUMNS_MAX)})
-    history.append(1, {"new": 1.0, "old/0": 1.0})
+    history.append(1, {f"old/{i}": 1.0 for i in range(2, COLUMNS_MAX)})
+    history.append(2, {"new/0": 1.0, "new/1": 1.0} | {f"old/{i}": 1.0 for i in range(3, COLUMNS_MAX)})
     assert len(history.names) == COLUMNS_MAX
-    assert "new" not in history.names
-    for second in range(2, KEPT_S + 3, 600):
-        history.append(second, {"old/0": 1.0})
-    history.append(KEPT_S + 3, {"new": 1.0, "old/0": 1.0})
+    assert {"new/0", "new/1", "old/2"} <= set(history.names)
+    history.append(3, {f"newest/{i}": 1.0 for i in range(2)} | {name: 1.0 for name in history.names if name != "old/2"})
     assert len(history.names) == COLUMNS_MAX
-    assert {"new", "old/0"} <= set(history.names)
+    assert {"newest/0"} == {name for name in history.names if name.startswith("newest/")}
+
+
+def test_flows_that_come_and_go_push_out_nothing_else() -> None:
+    history = History(fleeting=("flow/",))
+    history.append(0, {"band/idle": 1.0})
+    for second in range(1, COLUMNS_MAX + 100):
+        history.append(second, {f"flow/{second}": 1.0})
+    history.append(COLUMNS_MAX + 100, {"backend/new": 1.0})
+    assert {"band/idle", "backend/new"} <= set(history.names)
 
 
 def test_it_takes_as_much_memory_as_it_says() -> None:
