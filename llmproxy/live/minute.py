@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from math import log
 
-from llmproxy.core.domain import Outcome
+from llmproxy.core.domain import Outcome, Verdict
 from llmproxy.telemetry.exit import RequestExit
 
 SPAN_S = 60
@@ -33,6 +33,9 @@ REFUSED = frozenset(
     }
 )
 CLIENT_ERRORS = frozenset({Outcome.BAD_REQUEST, Outcome.UNKNOWN_MODEL, Outcome.UNAUTHORIZED, Outcome.TOO_LARGE})
+
+NO_FAILURES = frozenset({Verdict.SERVED, Verdict.CLIENT_GONE, Verdict.PREEMPTED, Verdict.LOCAL_FAILURE})
+"""Ends of attempts for which their backend cannot be blamed."""
 
 LEAST_S = 1e-4
 """Times up to this are one bucket."""
@@ -89,7 +92,7 @@ class BandSums:
 
 
 class BackendSums:
-    """The requests whose last attempt one backend had, and their tokens."""
+    """The attempts that one backend had, and the tokens of the requests whose last one it was."""
 
     __slots__ = ("cached", "ends", "expected", "failures", "output", "prompt")
 
@@ -148,16 +151,17 @@ class Sums:
             band.ttft_s[bucket_of(result.ttft_s)] += 1
             if (tpot_s := ended.time_per_output_token_s) is not None:
                 band.tpot_s[bucket_of(tpot_s)] += 1
+        for attempt in routing.tried:
+            if attempt.backend is not None:
+                served = self.backends.setdefault(attempt.backend, BackendSums())
+                served.ends += 1
+                served.failures += attempt.verdict not in NO_FAILURES
         last = routing.last
         if last.backend is None:
             return
         self.retries += max(0, routing.attempts - routing.preemptions - 1)
         self.preemptions += routing.preemptions
-        backend = self.backends.get(last.backend)
-        if backend is None:
-            backend = self.backends[last.backend] = BackendSums()
-        backend.ends += 1
-        backend.failures += kind == "failed"
+        backend = self.backends[last.backend]
         backend.prompt += tokens[0]
         backend.output += tokens[1]
         if result.cached_tokens is not None:

@@ -105,6 +105,19 @@ def test_a_request_without_an_attempt_is_of_no_backend_and_one_without_a_stream_
     assert minute.total.errors == 0
 
 
+def test_an_attempt_that_failed_is_its_backends_although_another_one_served() -> None:
+    minute, served = Minute(), ended()
+    failed = (AttemptRecord(backend="bad", verdict=verdict) for verdict in (Verdict.FAILED, Verdict.PREEMPTED))
+    served.routing = RequestRouting(tried=(*failed, *served.routing.tried), attempts=3, preemptions=1)
+    minute.record(served)
+    minute.roll(0)
+    bad, good = minute.total.backend("bad"), minute.total.backend("b0")
+    assert (bad.ends, bad.failures, bad.prompt) == (2, 1, 0)
+    assert (good.ends, good.failures, good.prompt) == (1, 0, 10)
+    minute.roll(SPAN_S)
+    assert minute.total.backends == {}
+
+
 def test_flows_are_bounded_and_a_weight_is_that_of_the_newest() -> None:
     minute = Minute()
     for i in range(FLOWS_MAX + 50):
