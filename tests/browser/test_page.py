@@ -281,6 +281,17 @@ async def test_a_moment_before_the_span_of_the_plots_is_shown(browser: Browser) 
         assert await span.input_value() == "86400"
 
 
+@pytest.mark.parametrize(
+    ("address", "seen"), [("requests/100%", "100%"), ("requests/%E0%A4%A", "%E0%A4%A"), ("constructor", "Bands,")]
+)
+async def test_an_address_that_makes_no_sense_is_still_a_page(browser: Browser, address: str, seen: str) -> None:
+    async with serving(FAST) as proxy, visiting(browser, proxy) as visit:
+        # The request is unknown to the proxy, and the console says that it was refused.
+        visit.expected = ("404",)
+        await visit.go(address)
+        await visit.sees(seen, "h2")
+
+
 async def test_zoom_span_theme_pause_and_files(browser: Browser) -> None:
     async with serving(FAST, FAST) as proxy:
         await worked(proxy)

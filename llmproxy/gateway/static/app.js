@@ -141,10 +141,19 @@ function drawStatus() {
 
 // Views
 
+/** A part of the address; people also write some that cannot be decoded. */
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
 async function route() {
   const [name, ...rest] = location.hash.slice(1).split("/");
-  const view = VIEWS[name] ? name : "now";
-  const argument = decodeURIComponent(rest.join("/"));
+  const view = Object.hasOwn(VIEWS, name) ? name : "now";
+  const argument = decoded(rest.join("/"));
   if (view === shown.name && argument === shown.argument) return;
   shown.view?.close?.();
   const before = VIEWS[shown.name]?.columns;
