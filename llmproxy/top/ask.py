@@ -77,7 +77,7 @@ class Asker:
             raise UnreachableError(f"{target} is not reachable: {printable(_cause(error))}") from None
         try:
             found = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         if status == 200 and isinstance(found, dict):
             return found

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from llmproxy.top.ask import AskError
 
@@ -92,7 +92,7 @@ class Document(Struct, frozen=True):
 
     version: str
     now_s: float
-    unix_s: float
+    unix_s: Annotated[float, Meta(ge=0.0, lt=1e11)]
     summary: Summary
     minute: Minute
     bands: tuple[Band, ...]
@@ -143,5 +143,5 @@ def read(found: dict[str, Any], kind: type[Read]) -> Read:
     """Raises AskError for what a proxy of another version might send."""
     try:
         return msgspec.convert(found, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:
         raise AskError(f"this is not what this version of llmproxy reads: {error}") from None

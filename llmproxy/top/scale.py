@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmproxy.terminal import printable
+from llmproxy.top.ask import AskError
 
 REASONS = {
     "work": "what arrives",
@@ -26,11 +27,14 @@ TERMS = ("work", "ahead", "queue", "seats", "kv", "adapters")
 
 
 def scale(found: dict[str, Any]) -> RenderableType:
-    """The table of `/scale`."""
-    pools = found["pools"]
-    if not pools:
-        return Text("No pool is known yet.")
-    return Group(_pools(pools), Text(), _terms(pools))
+    """The table of `/scale`. Raises AskError for what another version might send."""
+    try:
+        pools = found["pools"]
+        if not pools:
+            return Text("No pool is known yet.")
+        return Group(_pools(pools), Text(), _terms(pools))
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise AskError(f"this is not the scale of this version of llmproxy: {error!r}") from None
 
 
 def _pools(pools: list[dict[str, Any]]) -> Table:
@@ -40,11 +44,13 @@ def _pools(pools: list[dict[str, Any]]) -> Table:
         serves = (
             "unknown" if replica is None else f"{replica['requests_per_s']:,.2f}/s, {replica['seats']:,.0f} at once"
         )
-        wants = Text(str(pool["desired"]), "" if pool["desired"] == pool["replicas"]["up"] else "bold yellow")
+        wants = Text(f"{pool['desired']:,}", "" if pool["desired"] == pool["replicas"]["up"] else "bold yellow")
         reason = REASONS.get(pool["reason"], printable(str(pool["reason"])))
         waits = f"{waiting['requests']:,}" + (f" ({waiting['seconds']:,.1f} s)" if waiting["seconds"] else "")
         need = f"{pool['need']:.2f}" if pool["sure"] else "-"
-        table.add_row(printable(pool["pool"]), str(pool["replicas"]["up"]), need, wants, reason, serves, waits)
+        # A text that is no Text would be taken for rich's markup.
+        name, up, because = Text(printable(pool["pool"])), f"{pool['replicas']['up']:,}", Text(reason)
+        table.add_row(name, up, need, wants, because, serves, waits)
     return table
 
 
@@ -54,7 +60,7 @@ def _terms(pools: list[dict[str, Any]]) -> Table:
     for pool in pools:
         if pool["terms"]:
             values = [f"{pool['terms'][term]:.2f}" for term in TERMS]
-            table.add_row(printable(pool["pool"]), *values, f"{pool['prefill']:.2f}", f"{pool['decode']:.2f}")
+            table.add_row(Text(printable(pool["pool"])), *values, f"{pool['prefill']:.2f}", f"{pool['decode']:.2f}")
     return table
 
 

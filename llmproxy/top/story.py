@@ -29,7 +29,7 @@ def story(found: Mapping[str, Any], width: int) -> RenderableType:
             lines += [Text(), *_attempt(number, attempt)]
         lines += [] if found["ended"] is None else [Text(), _end(found["ended"])]
         return Group(*lines, *(part for choice in found["choices"] for part in (Text(), _choice(choice, width))))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise AskError(f"this is not the story of this version of llmproxy: {error!r}") from None
 
 

@@ -125,7 +125,7 @@ class LivePages:
         if not self._bucket.try_take(1.0, now):
             return too_often()
         wanted = request.query.get("request")
-        if wanted:
+        if wanted is not None:
             return self._story(wanted, now)
         limit = number_asked(request, "limit", REQUESTS_SHOWN, REQUESTS_SHOWN)
         if limit is None:

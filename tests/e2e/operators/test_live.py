@@ -168,7 +168,8 @@ async def test_the_last_requests_and_the_story_of_one(proxy: ProxyUnderTest) -> 
     (attempt,) = story["attempts"]
     assert (attempt["backend"], attempt["verdict"]) == (story["ended"]["backend"], "served")
     assert 0.0 <= attempt["granted_s"] <= attempt["ended_s"]
-    assert (await proxy.get("/debug/requests?request=nobody")).status == 404
+    for unknown in ("nobody", "", "%ff"):
+        assert (await proxy.get(f"/debug/requests?request={unknown}")).status == 404
     for wrong in ("0", "101", "x", "", "1" * 5_000, "0000000010000", "000000001" + "0" * 5_000):
         assert (await proxy.get(f"/debug/requests?limit={wrong}")).status == 400
         assert (await proxy.get(f"/debug/explain?limit={wrong}")).status == 400
