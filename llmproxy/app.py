@@ -21,8 +21,8 @@ from llmproxy.fleet import discovery
 from llmproxy.fleet.adapter_keeper import AdapterKeeper
 from llmproxy.fleet.discovery import Discovery, addresses, services
 from llmproxy.fleet.events import BackendEvents, BackendLog, PollCounter
-from llmproxy.fleet.limits_file import LimitsFile
 from llmproxy.fleet.registry import BackendRegistry
+from llmproxy.fleet.state_file import State, StateFile
 from llmproxy.gateway.admin.adapters import AdapterRoutes
 from llmproxy.gateway.admin.backends import BackendRoutes
 from llmproxy.gateway.admin.debug import AdminPages
@@ -168,11 +168,11 @@ async def running(
     reread: Reread | None = None,
     sockets: Sockets | None = None,
     drained: Collection[str] = (),
-    limits: LimitsFile | None = None,
+    state: StateFile | None = None,
 ) -> AsyncIterator[Proxy]:
     """Start a proxy on the current loop and stop it when the block ends. `reread` says how to read `config` again,
     `sockets` may have some that were inherited, `drained` are backends that were drained in the predecessor, and
-    `limits` keeps what is learned of backends' batch limits.
+    `state` keeps what is learned of backends for the next process.
 
     Raises ListenError; another OSError when it cannot start workers; ConfigError when it cannot look for backends or
     use a file that it names.
@@ -187,9 +187,13 @@ async def running(
         proxy = await _wired(stack, config, reread, pools, backend_log, endpoints)
         backend_log.expect(backend.name for backend in _configured(config))
         proxy.registry.drain_on_join(drained)
-        if limits is not None:
-            proxy.registry.recall_limits(limits.read())
-            await stack.enter_async_context(background_task(limits.follow(proxy.registry.known_limits)))
+        if state is not None:
+            recalled = state.read()
+            proxy.registry.recall_limits(recalled.limits)
+            pools.scaling.recall(recalled.capacities)
+            await stack.enter_async_context(
+                background_task(state.follow(lambda: State(proxy.registry.known_limits(), pools.scaling.known())))
+            )
         proxy.look_for_backends()
         await stack.enter_async_context(background_task(endpoints.follow_authorities()))
         if proxy.reloader is not None and config.reload == "watch":

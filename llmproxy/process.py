@@ -14,7 +14,7 @@ import uvloop
 from llmproxy.app import Proxy, running
 from llmproxy.config import Config, ConfigError, unused_settings
 from llmproxy.config.reload import Reread
-from llmproxy.fleet.limits_file import NONE, LimitsFile, place
+from llmproxy.fleet.state_file import NONE, StateFile, place
 from llmproxy.lifecycle import GC_THRESHOLDS, early_signals
 from llmproxy.lifecycle.descriptors import clients_of_process, open_files_max, raise_limit
 from llmproxy.lifecycle.handover import ProcessSignals, drained_before, notify, unless
@@ -41,9 +41,9 @@ async def _serve(config: Config, reread: Reread | None) -> int:
     try:
         sockets = Sockets.from_environment(os.environ, os.getpid())
         signals = ProcessSignals(sockets)
-        state = place(config.state_file, os.environ)
-        limits = None if state is None else LimitsFile(state)
-        async with running(config, reread, sockets, drained_before(os.environ), limits) as proxy:
+        path = place(config.state_file, os.environ)
+        state = None if path is None else StateFile(path)
+        async with running(config, reread, sockets, drained_before(os.environ), state) as proxy:
             # Handled also without a file, because SIGHUP would end the process.
             reloader = proxy.reloader
             no_file = partial(_log.warning, "nothing_to_reload", hint=NO_FILE)
@@ -76,7 +76,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
                 workers=config.workers,
                 clients=clients,
                 open_files=open_files_max(),
-                state_file=str(state) if state else NONE,
+                state_file=str(path) if path else NONE,
             )
             # Objects of the start live to the end: the garbage collector need not inspect them again.
             gc.freeze()

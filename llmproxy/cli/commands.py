@@ -398,6 +398,7 @@ def simulate(**given: Any) -> None:
             "rate_scales": tuple(given["rate_scales"] or (1.0,)),
             "prefill_scales": tuple(given["prefill_scales"] or (1.0,)),
             "seeds": tuple(range(first_seed, first_seed + given["seeds"])),
+            "scales": tuple(given["scales"] or ()),
         }
         simulate(Options(**given))
     except ConfigError as error:

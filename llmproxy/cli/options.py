@@ -87,11 +87,29 @@ SIMULATE: Options = {
     "seeds": (_option(int, min=1, max=1000, help="Runs of each policy, each with a seed of its own."), 1),
     "first_seed": (_option(int, help="The first of those seeds."), 1),
     "proxies": (_option(int | None, min=1, max=64, help="Proxies that know nothing of each other."), None),
-    "scale": (
+    "scales": (
+        _option(
+            list[str] | None,
+            "--scale",
+            metavar="SIGNAL",
+            help="The fleet scales, up to its replicas, by this signal (ours, hpa_queue, ...); repeat it to compare.",
+        ),
+        None,
+    ),
+    "sizes": (
         _option(
             str | None,
-            metavar="SIGNAL",
-            help="The fleet scales up to its replicas by: ours, static, hpa_queue, hpa_batch, kv_threshold, slo_p90.",
+            "--fleet-size",
+            metavar="N..M",
+            help="Try each number of replicas, and say how many are enough: 2..12, or 2,4,8.",
+        ),
+        None,
+    ),
+    "objective": (
+        _option(
+            str | None,
+            metavar="ttft=1s,tpot=50ms",
+            help="What answers should keep, and by which share of requests (share=0.95); by the fleet unless given.",
         ),
         None,
     ),

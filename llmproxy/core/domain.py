@@ -157,6 +157,17 @@ class KnownLimit(Struct, frozen=True):
     max_model_len: int | None = None
 
 
+class KnownCapacity(Struct, frozen=True):
+    """What an earlier process learned of the replicas of a pool and of its requests, for `core.scaling`.
+
+    `sums` are those of `StepCurve`. `sizes` are (size class of the prompt, answers seen, their tokens on average, the
+    share of the prompt that was cached).
+    """
+
+    sums: tuple[float, ...]
+    sizes: tuple[tuple[int, int, float, float], ...]
+
+
 class Reading(Struct, frozen=True):
     """The numbers of one scrape of one backend; a value the backend does not publish is None.
 

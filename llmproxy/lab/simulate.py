@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,16 +15,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from llmproxy import __version__
 from llmproxy.config import Config
 from llmproxy.lab.fleet.fleet_file import FleetError, fleet_named
-from llmproxy.lab.fleet.spec import Autoscale, SimulatedFleet
+from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies.bounds import all_bounds
 from llmproxy.lab.policies.by_name import ORACLE, PolicyPlan, is_own, own_name, plan_named
-from llmproxy.lab.results.report import ReportUnavailable, page
+from llmproxy.lab.results.objectives import Wanted
+from llmproxy.lab.results.report import Extra, ReportUnavailable, page
 from llmproxy.lab.results.result import Bound, Point, SimulationResult, load_label, to_bytes
+from llmproxy.lab.results.sizes import Sizes, print_sizes, sizes_of
 from llmproxy.lab.results.table import print_tables
 from llmproxy.lab.run.runs import Finished, Simulation, points, prepared, run_all
-from llmproxy.lab.scaling.signals import SIGNALS
 from llmproxy.lab.traces import Survey
 from llmproxy.lab.traces.arrival import Trace, TraceError
+from llmproxy.lab.variants import fleets, labelled
+
+if TYPE_CHECKING:
+    from llmproxy.lab.results.plots import Plot
 
 FILES = ("result.json", "report.html")
 SCALE_LEAST, SCALE_MOST = 1e-3, 1e3
@@ -46,7 +51,9 @@ class Options:
     requests: int | None = None
     warmup: float = 0.0
     proxies: int | None = None
-    scale: str | None = None
+    scales: tuple[str, ...] = ()
+    sizes: str | None = None
+    objective: str | None = None
     workers: int | None = None
     out: Path | None = None
     oracle: bool = True
@@ -79,11 +86,14 @@ def _simulate(options: Options) -> None:
     fleet = fleet_named(options.fleet)
     if options.proxies is not None:
         fleet = replace(fleet, proxies=options.proxies)
-    if options.scale is not None:
-        fleet = replace(fleet, autoscale=_autoscale(options.scale, fleet))
     simulation = Simulation(
-        options.trace, fleet, options.config, options.skip, options.requests, options.replicate, options.warmup
-    )
+        options.trace, fleet, options.config, options.skip, options.requests, options.replicate, options.warmup,
+        wanted=_wanted(options),
+    )  # fmt: skip
+    try:
+        tried = fleets(fleet, options.scales, options.sizes)
+    except ValueError as error:
+        raise Unusable(str(error)) from None
     chosen = points(tuple(plans), options.seeds, tuple(rates), tuple(prefills))
     # The whole trace is read before anything runs, so that a bad line at its end does not cost an hour.
     with Console(stderr=True).status(f"reading {escape(options.trace)}"):
@@ -94,31 +104,55 @@ def _simulate(options: Options) -> None:
     _check(options, fleet, prepared(simulation, chosen[0].seed, chosen[0].rate_scale))
     if options.out is not None:
         _make_room(options.out)
-    finished = _run(simulation, chosen, [one.count for one in found], options.workers)
+    tasks = [(replace(simulation, fleet=one), point) for one in tried.values() for point in chosen]
+    plain = _run(tasks, [one.count for one in found] * len(tried), options.workers)
+    by_label = {label: plain[i * len(chosen) : (i + 1) * len(chosen)] for i, label in enumerate(tried)}
+    finished = list(labelled(by_label))
+    sizes = sizes_of([(one.run.policy, one.run) for one in plain]) if options.sizes is not None else []
+    # Bounds are those of one fleet.
     with Console(stderr=True).status("computing bounds"):
-        bounds = _bounds(simulation, chosen)
+        bounds = _bounds(simulation, chosen) if len(tried) == 1 and not sizes else {}
     result = SimulationResult(
         runs=[one.run for one in finished],
         bounds=bounds,
         config=_description(options, fleet, list(plans.values()), found[0]),
     )
-    print_tables(result, console)
+    if sizes:
+        print_sizes(sizes, simulation.wanted, console)
+    else:
+        print_tables(result, console)
     for run in result.runs:
         if run.replicas is not None:
-            text = (
-                f"{run.replicas.mean:.2f} replicas on average, {run.replicas.peak} at most, {run.replicas.turns} turns"
-            )
-            console.print(f"{run.policy}, seed {run.seed}, {options.scale or 'autoscale'}: {text}", markup=False)
+            scaled = run.replicas
+            text = f"{scaled.mean:.2f} replicas on average, {scaled.peak} at most, {scaled.turns} turns,"
+            text += f" objectives missed for {scaled.violated_s:.0f} s"
+            console.print(f"{run.policy}, seed {run.seed}: {text}", markup=False)
     if options.out is not None:
-        _write(options.out, options, result, finished, console)
+        own = [one.run.policy for one, as_named in zip(finished, plain, strict=True) if is_own(as_named.run.policy)]
+        _write(options.out, options, result, finished, own, _extra(finished, sizes, simulation.wanted), console)
 
 
-def _autoscale(signal: str, fleet: SimulatedFleet) -> Autoscale:
-    """Raises Unusable for a signal that this command cannot follow."""
-    known = [name for name in SIGNALS if name != ORACLE]
-    if signal not in known:
-        raise Unusable(f"--scale {signal}: is no signal (known: {', '.join(known)})")
-    return replace(fleet.autoscale or Autoscale(signal), policy=signal)
+def _wanted(options: Options) -> Wanted:
+    """Raises Unusable for objectives that mean nothing."""
+    try:
+        return Wanted() if options.objective is None else Wanted.parsed(options.objective)
+    except ValueError as error:
+        raise Unusable(f"--objective {options.objective}: {error}") from None
+
+
+def _extra(finished: Sequence[Finished], sizes: Sequence[Sizes], wanted: Wanted) -> Extra:
+    """What the report shows of fleets that scale, and of several sizes: of the first seed and load."""
+    scaled = {one.run.policy: one.trail for one in reversed(finished) if one.trail.scaled}
+    if not scaled and not sizes:
+        return Extra()
+
+    def draw() -> list[Plot]:
+        from llmproxy.lab.results import scaling_plots
+
+        plots = [scaling_plots.sizes_plot(sizes, wanted)] if sizes else []
+        return [*plots, scaling_plots.replicas_plot(list(scaled.items())[::-1])] if scaled else plots
+
+    return Extra(draw=draw)
 
 
 def _check(options: Options, fleet: SimulatedFleet, read: tuple[Trace, Survey]) -> None:
@@ -150,8 +184,8 @@ def _make_room(out: Path) -> None:
         raise Unusable(f"--out {out}: {error.strerror}") from None
 
 
-def _run(simulation: Simulation, chosen: Sequence[Point], totals: Sequence[int], workers: int | None) -> list[Finished]:
-    finished: list[Finished | None] = [None] * len(chosen)
+def _run(tasks: Sequence[tuple[Simulation, Point]], totals: Sequence[int], workers: int | None) -> list[Finished]:
+    finished: list[Finished | None] = [None] * len(tasks)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -162,13 +196,13 @@ def _run(simulation: Simulation, chosen: Sequence[Point], totals: Sequence[int],
     )
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(f"0/{len(chosen)} runs", total=sum(totals))
+        task = bar.add_task(f"0/{len(tasks)} runs", total=sum(totals))
 
         def show(ended: Sequence[int]) -> None:
             done = sum(one is not None for one in finished)
-            bar.update(task, completed=sum(ended), description=f"{done}/{len(chosen)} runs")
+            bar.update(task, completed=sum(ended), description=f"{done}/{len(tasks)} runs")
 
-        for index, one in run_all([(simulation, point) for point in chosen], workers, show):
+        for index, one in run_all(tasks, workers, show):
             finished[index] = one
     return [one for one in finished if one is not None]
 
@@ -207,15 +241,15 @@ def _description(options: Options, fleet: SimulatedFleet, plans: Sequence[Policy
 
 
 def _write(
-    out: Path, options: Options, result: SimulationResult, finished: Sequence[Finished], console: Console
-) -> None:
+    out: Path, options: Options, result: SimulationResult, finished: Sequence[Finished], own: Sequence[str],
+    extra: Extra, console: Console,
+) -> None:  # fmt: skip
     try:
         (out / "result.json").write_bytes(to_bytes(result))
         console.print(f"wrote {out / 'result.json'}", soft_wrap=True, markup=False)
         trails = {one.run.point: one.trail for one in finished}
-        own = [one.run.policy for one in finished if is_own(one.run.policy)]
         title = f"{Path(options.trace).name} on {Path(options.fleet).name}"
-        (out / "report.html").write_text(page(result, trails, title, own), encoding="utf-8")
+        (out / "report.html").write_text(page(result, trails, title, own, extra), encoding="utf-8")
         console.print(f"wrote {out / 'report.html'}", soft_wrap=True, markup=False)
     except ReportUnavailable as error:
         (out / "report.html").unlink()

@@ -30,7 +30,7 @@ from llmproxy.demo.clients import ADAPTERS, CALM, MODEL, BandOutcomes, DemoClien
 from llmproxy.demo.display import DemoReplica, Display, parsed, picture, summed
 from llmproxy.demo.processes import DemoError, Processes, held_port
 from llmproxy.demo.scenes import ADMIN_KEY, BURST, FLOOD, NOISY, QUIET_S, SCENES, Stage
-from llmproxy.fleet.limits_file import place
+from llmproxy.fleet.state_file import place
 from tests.dispatching import virtual
 
 WAIT_MAX_S = 40.0

@@ -26,7 +26,7 @@ from prometheus_client.samples import Sample
 from llmproxy.app import Proxy, running
 from llmproxy.config import Config, WatchedFile, load
 from llmproxy.config.reload import Reread
-from llmproxy.fleet.limits_file import LimitsFile
+from llmproxy.fleet.state_file import StateFile
 from llmproxy.simulator.replica import Replica, ReplicaOptions, SeenRequest
 from tests.e2e.leftovers import nothing_left
 from tests.simulator.engine.invariants import check_engine
@@ -250,14 +250,14 @@ async def serving(
     extra: Sequence[str] = (),
     wait: bool = True,
     file: Path | None = None,
-    limits: LimitsFile | None = None,
+    state: StateFile | None = None,
     **config: Any,
 ) -> AsyncIterator[ProxyUnderTest]:
     """Start a proxy over one replica for each of `options`; `config` goes over the quick settings of tests.
 
     `fixed_limit` is every backend's `max_in_flight`. `extra` are URLs of further backends. With `wait`, every backend
-    was read when the block is entered. With a `file`, the configuration is in it and can be read again. `limits` keeps
-    what is learned of batch limits.
+    was read when the block is entered. With a `file`, the configuration is in it and can be read again. `state` keeps
+    what is learned.
     """
     async with nothing_left(), AsyncExitStack() as stack:
         replicas = [await stack.enter_async_context(Replica(o)) for o in options]
@@ -265,7 +265,7 @@ async def serving(
         backends = [{"url": url, "name": f"b{i}", "max_in_flight": fixed_limit} for i, url in enumerate(urls)]
         config_data = _merged(_QUICK | {"backends": backends}, config)
         reread = _written(file, config_data) if file is not None else None
-        app = await stack.enter_async_context(running(Config.model_validate(config_data), reread, limits=limits))
+        app = await stack.enter_async_context(running(Config.model_validate(config_data), reread, state=state))
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         proxy = ProxyUnderTest(app, replicas, http, config_data)
         if wait:

@@ -94,6 +94,30 @@ def test_it_tells_what_was_simulated(trace: str, folder: Path) -> None:
     assert str(folder) not in (folder / "result.json").read_text()
 
 
+def test_sizes_of_a_fleet_are_compared_and_advised(trace: str, tmp_path: Path) -> None:
+    flags = ("--fleet-size", "1..3", "--no-oracle", "--objective", "ttft=5s", "--out", str(tmp_path))
+    done = simulate(trace, *flags)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "1 replica keeps 5 s to the first token for 100.0% of requests." in done.stdout
+    result = result_in(tmp_path)
+    assert [(one.policy, len(one.by_backend)) for one in result.runs] == [
+        ("cost, 1 replica", 1), ("cost, 2 replicas", 2), ("cost, 3 replicas", 3),
+    ]  # fmt: skip
+    assert "How many replicas" in (tmp_path / "report.html").read_text()
+    done = simulate(trace, *flags[:2], "--no-oracle", "--objective", "ttft=1ms")
+    assert "3 replicas keep 0.001 s to the first token for 0.0% of requests: not 95.0%." in done.stdout
+
+
+def test_signals_are_compared_on_one_axis_of_time(trace: str, tmp_path: Path) -> None:
+    done = simulate(trace, "--scale", "ours", "--scale", "static", "--no-oracle", "--out", str(tmp_path))
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "cost, static, seed 1: 2.00 replicas" in done.stdout
+    result = result_in(tmp_path)
+    assert [one.policy for one in result.runs] == ["cost, ours", "cost, static"]
+    assert [one.replicas.peak for one in result.runs if one.replicas is not None] == [1, 2]
+    assert "Replicas over time" in (tmp_path / "report.html").read_text()
+
+
 def test_two_runs_write_the_same_bytes(trace: str, folder: Path) -> None:
     written = []
     for name in ("a", "b"):
@@ -186,6 +210,9 @@ def refused(done: Result) -> str:
         (["--trace", "gen:step_burst"], "no generator 'step_burst' (nearest: \"step_bursts\")"),
         (["--trace", "gen:step_bursts,rate=fast"], "rate is 'fast'; should be a number"),
         (["--skip", "20"], "no requests left"),
+        (["--scale", "hpa_que"], "--scale hpa_que: is no signal (known: ours, "),
+        (["--fleet-size", "4..2"], "--fleet-size 4..2: should be 1 to 64 sizes"),
+        (["--objective", "ttft=1"], "--objective ttft=1: 'ttft=1' should have a time above 0"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_reported_in_one_line(trace: str, flags: list[str], reason: str) -> None:

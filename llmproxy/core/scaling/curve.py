@@ -9,6 +9,9 @@ last fifty answers happened to see.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import isfinite
+
 from msgspec import Struct
 
 HALF_LIFE_S = 900.0
@@ -22,6 +25,8 @@ GUESS_SEQUENCE = 0.005
 GUESS_TOKEN = 0.003
 """Guesses of both slopes, as shares of the time of a step alone."""
 ROUNDS = 3
+RECALLED_STEPS = 100 * STEPS_MAX
+"""The most that what an earlier process learned weighs: replicas may be others by now."""
 
 
 class StepLine(Struct, frozen=True):
@@ -44,6 +49,20 @@ class StepCurve:
         self._at_s = 0.0
         self._line: StepLine | None = None
         self.seen = 0
+
+    @property
+    def sums(self) -> tuple[float, ...]:
+        """What was learned, for another process."""
+        return tuple(self._sums)
+
+    def recall(self, sums: Sequence[float]) -> bool:
+        """Begin with the `sums` of an earlier process; False, and nothing happens, for numbers that cannot be some."""
+        if len(sums) != len(self._sums) or not all(isfinite(one) and one >= 0.0 for one in sums) or sums[0] <= 0.0:
+            return False
+        scale = min(1.0, RECALLED_STEPS / sums[0])
+        self._sums = [scale * one for one in sums]
+        self.seen, self._line = 1, None
+        return True
 
     def learn(self, steps: float, took_s: float, sequences: float, prompt_tokens: float, now: float) -> None:
         """`steps` (above 0) took `took_s`, with `sequences` on average, while so many prompt tokens were computed."""

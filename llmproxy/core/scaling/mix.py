@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 
 from llmproxy.core.domain import Usage
 from llmproxy.core.estimates.learning import follow, gain
@@ -17,6 +18,9 @@ KEPT_S = 180
 GAIN = 1 / 50
 SEEN_MIN = 3
 """Answers of a size that are seen before its outputs are believed; until then such requests count by their prompts."""
+RECALLED_MAX = 50
+"""Answers of a size that an earlier process saw weigh at most as so many."""
+SIZES_MAX = 64
 SLOT_S = 5
 """Arrivals are counted in slots of so many seconds, of which all windows are multiples."""
 
@@ -56,6 +60,24 @@ class Mix:
         self._slot = -1
         self.first_s: float | None = None
         self.ended = 0
+        self.recalled = False
+
+    def recall(self, sizes: Iterable[tuple[int, int, float, float]]) -> bool:
+        """Begin with what an earlier process learned of sizes: (class, answers seen, output tokens, cached share).
+
+        False, and nothing happens, for numbers that cannot be some.
+        """
+        found = {size: SizeClass(seen, output_tokens, cached) for size, seen, output_tokens, cached in sizes}
+        sound = all(
+            0 < size <= SIZES_MAX and one.seen > 0 and 0.0 <= one.output_tokens < inf and 0.0 <= one.cached_share <= 1.0
+            for size, one in found.items()
+        )
+        if not sound or not found:
+            return False
+        for one in found.values():
+            one.seen = min(one.seen, RECALLED_MAX)
+        self.sizes, self.recalled = found, True
+        return True
 
     def arrived(self, prompt_tokens: int, now: float) -> None:
         """Count a request."""

@@ -139,7 +139,9 @@ def need_of(
     if recent:
         capacity = capacity_of(mix, recent, learned, curve, replicas, tpot_s, kv_full)
     waiting = round(requests_of(demand.waiting.values())) + demand.held
-    if capacity is None or mix.ended < ENDED_MIN:
+    # What an earlier process learned says what a request costs, and not yet how many there are.
+    known = mix.ended >= ENDED_MIN or (mix.recalled and mix.span_s(now, SHORT_S) >= SHORT_S)
+    if capacity is None or not known:
         return _held_on(up, demand, settings, waiting)
     work, prefill = _work(mix, recent, capacity, now)
     ahead = work * (1.0 + _trend(mix, settings.start_s, now))

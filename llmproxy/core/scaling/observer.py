@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from llmproxy.core.backends.batch_limit import BatchLimit
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import BackendPace, Learned, Request, Usage, Verdict
+from llmproxy.core.domain import BackendPace, KnownCapacity, Learned, Request, Usage, Verdict
 from llmproxy.core.estimates.learning import follow, gain
 from llmproxy.core.leases import LeaseObserver, LeaseRecord
 from llmproxy.core.scaling.curve import StepCurve
 from llmproxy.core.scaling.mix import Count, Mix, size_of
-from llmproxy.core.scaling.need import Demand, Need, ReplicaFacts, need_of
+from llmproxy.core.scaling.need import ENDED_MIN, Demand, Need, ReplicaFacts, need_of
 from llmproxy.core.settings import ScalingSettings
 
 OUTPUT_TOKENS_MIN = 16
@@ -65,6 +65,19 @@ class PoolScaling(LeaseObserver):
 
     def reconfigure(self, settings: ScalingSettings) -> None:
         self._settings = settings
+
+    @property
+    def known(self) -> KnownCapacity | None:
+        """What a later process may begin with; None while too little was seen."""
+        if self.mix.ended < ENDED_MIN:
+            return None
+        sizes = ((size, one.seen, one.output_tokens, one.cached_share) for size, one in self.mix.sizes.items())
+        return KnownCapacity(self.curve.sums, tuple(sorted(sizes)))
+
+    def recall(self, known: KnownCapacity) -> None:
+        """Begin with what an earlier process learned, if nothing was learned here."""
+        if not self.mix.ended and self.curve.recall(known.sums):
+            self.mix.recall(known.sizes)
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -186,13 +199,27 @@ class Scaling:
 
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
+        self._recalled: Mapping[str, KnownCapacity] = {}
         self.pools = {name: PoolScaling(settings) for name in settings.pools}
 
     def pool(self, name: str) -> PoolScaling:
         found = self.pools.get(name)
         if found is None:
             found = self.pools[name] = PoolScaling(self._settings)
+            if name in self._recalled:
+                found.recall(self._recalled[name])
         return found
+
+    def recall(self, known: Mapping[str, KnownCapacity]) -> None:
+        """Let pools begin with what an earlier process learned."""
+        self._recalled = known
+        for name in known.keys() & self.pools.keys():
+            self.pools[name].recall(known[name])
+
+    def known(self) -> dict[str, KnownCapacity]:
+        """What a later process may begin with, by pool."""
+        found = ((name, pool.known) for name, pool in self.pools.items())
+        return {name: known for name, known in found if known is not None}
 
     def held(self, name: str | None, change: int, now: float) -> None:
         """So many more (or fewer) requests are held for a named pool that has no replica."""

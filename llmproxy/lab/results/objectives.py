@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from llmproxy.lab.fleet.spec import ReplicaSpec, SimulatedFleet
 from llmproxy.lab.traces.arrival import Arrival
@@ -31,16 +32,52 @@ def prefill_s(profile: Profile, step_tokens: int, first: int, end: int) -> float
     return sum(profile.step_s(0, 0, [(start, min(start + step_tokens, end))]) for start in starts)
 
 
+class Wanted(NamedTuple):
+    """What people want of a fleet: seconds that replace those of `Objectives` for every request (None: as there), and
+    the share of requests, 0..1, that should keep them."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    share: float = 0.95
+
+    @classmethod
+    def parsed(cls, text: str) -> Wanted:
+        """`ttft=1s,tpot=50ms,share=0.99`, each part optional. Raises ValueError with what is wrong."""
+        found: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = part.strip().partition("=")
+            if name not in ("ttft", "tpot", "share"):
+                raise ValueError(f"{part.strip()!r} is none of ttft=1s, tpot=50ms, share=0.95")
+            number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s)?", value.strip())
+            if number is None or float(number[1]) == 0.0 or (name == "share") != (number[2] is None):
+                example = "a share from 0 to 1" if name == "share" else "a time above 0, such as 1s or 50ms"
+                raise ValueError(f"{part.strip()!r} should have {example}")
+            if name == "share" and float(number[1]) > 1.0:
+                raise ValueError(f"{part.strip()!r} should have a share from 0 to 1")
+            key = name if name == "share" else f"{name}_s"
+            found[key] = float(number[1]) * (0.001 if number[2] == "ms" else 1.0)
+        return cls(**found)
+
+    def __str__(self) -> str:
+        times = {"to the first token": self.ttft_s, "for each further token": self.tpot_s}
+        named = [f"{value:g} s {name}" for name, value in times.items() if value is not None]
+        return " and ".join(named) or "the objectives"
+
+
+NOTHING_WANTED = Wanted()
+
+
 class Objectives:
     """The objectives of a fleet.
 
     The first token should be there within 1 s, or within three times what an idle replica, the fastest of the fleet
     for this prompt, takes for it with nothing cached. The mean time per output token should be at most 40 ms where
     every replica serves an 8B model, by the name of its profile, and 75 ms elsewhere. An arrival that names its own
-    objectives gets those.
+    objectives gets those; what is `wanted` goes before all.
     """
 
-    def __init__(self, fleet: SimulatedFleet, prefill_scale: float) -> None:
+    def __init__(self, fleet: SimulatedFleet, prefill_scale: float, wanted: Wanted = NOTHING_WANTED) -> None:
+        self._wanted = wanted
         # Of a thousand equal replicas one answers for all.
         alike = dict.fromkeys((scaled_profile(spec, prefill_scale), spec.step_tokens) for spec in fleet.replicas)
         self._engines = tuple(alike)
@@ -49,7 +86,8 @@ class Objectives:
 
     def of(self, arrival: Arrival) -> tuple[float, float]:
         """(time to first token, mean time per output token) that `arrival` should not exceed, in seconds."""
-        ttft_s, tpot_s = arrival.ttft_slo_s, arrival.tpot_slo_s
+        ttft_s = arrival.ttft_slo_s if self._wanted.ttft_s is None else self._wanted.ttft_s
+        tpot_s = arrival.tpot_slo_s if self._wanted.tpot_s is None else self._wanted.tpot_s
         if ttft_s is None:
             ttft_s = max(TTFT_LEAST_S, TTFT_FACTOR * self.unloaded_ttft_s(arrival.prompt_tokens))
         return ttft_s, self._tpot_s if tpot_s is None else tpot_s

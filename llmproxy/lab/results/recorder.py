@@ -43,6 +43,8 @@ TENANTS_KEPT = 400
 """When there are more, the smaller half counts as "(other)": a tenant that comes back after that starts at zero."""
 SAMPLES_MAX = 512
 CDF_POINTS = 80
+KEPT_SHARE = 0.95
+"""Fewer arrivals of a stretch of time that keep their objectives count as a violation."""
 
 _NAMES = {level: name for name, level in reversed(list(BAND_NAMES.items()))}
 
@@ -92,9 +94,11 @@ class RunRecorder:
         self._backends = {name: BackendSums() for name in replicas}
         self._waits = Timeline(duration_s)
         self._prompts = Timeline(duration_s)
+        self._met = Timeline(duration_s)
         self._samples: list[_Sample] = []
         self._spacing = 1
         self._scaled: ScaledResult | None = None
+        self._scale_trail: list[tuple[float, int, int]] = []
         self._looks = 0
 
     def add(self, record: Record) -> None:
@@ -110,6 +114,7 @@ class RunRecorder:
             self._adherence.ended(record.arrival.tenant, record.met, record.ended_s)
         self._prompt_tokens_most = max(self._prompt_tokens_most, record.arrival.prompt_tokens)
         self._preemptions += record.preemptions
+        self._met.add("all", record.arrived_s, record.met)
         self._outcomes[record.outcome] += 1
         self._attempts += record.attempts
         self._ended_s = max(self._ended_s, record.ended_s)
@@ -137,11 +142,15 @@ class RunRecorder:
             self._spacing *= 2
         self._samples.append(_Sample(at_s, dict(load), sum(queued.values())))
 
-    def scaled(self, trail: list[tuple[float, int, int]], cost_s: float, turn_s: float, begin_s: float) -> None:
+    def scaled(
+        self, trail: list[tuple[float, int, int]], cost_s: float, turn_s: float, begin_s: float, end_s: float
+    ) -> None:
         """How the fleet scaled: (second, wanted, serving) at each look, and replica-seconds over the whole run."""
-        lasted_s = max(1e-9, trail[-1][0] - begin_s) if trail else 1.0
         peak = max((wanted for _, wanted, _ in trail), default=0)
-        self._scaled = ScaledResult(mean=cost_s / lasted_s, peak=peak, turns=changes_of(trail, turn_s))
+        turns = changes_of(trail, turn_s)
+        mean = cost_s / max(1e-9, end_s - begin_s)
+        self._scaled = ScaledResult(mean=mean, peak=peak, turns=turns, violated_s=self._violated_s())
+        self._scale_trail = [(at_s - begin_s, wanted, serving) for at_s, wanted, serving in trail]
 
     def output(self, tokens: Mapping[int, int]) -> None:
         """What was streamed so far by band; called when the warm-up is over, and again at the end of the trace."""
@@ -237,9 +246,16 @@ class RunRecorder:
             hits=hits,
             load_at_s=[sample.at_s for sample in self._samples],
             load={name: [sum(sample.load.get(name, (0, 0))) for sample in self._samples] for name in self._backends},
+            queued=[sample.queued for sample in self._samples],
+            attained=[(at_s, stretch.total / stretch.count) for at_s, stretch in self._met.of("all")],
+            scaled=self._scale_trail,
         )
 
     # --- parts of the result ------------------------------------------------------------------------------------------
+
+    def _violated_s(self) -> float:
+        below = sum(stretch.total < KEPT_SHARE * stretch.count for _, stretch in self._met.of("all"))
+        return below * self._met.width_s
 
     def _loaded(self) -> Loaded:
         if len(self._outputs) < 2:

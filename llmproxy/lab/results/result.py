@@ -159,13 +159,15 @@ class FaultDetection(_Model):
 
 
 class ScaledResult(_Model):
-    """A fleet that scaled: replicas on average (starting and leaving ones included) and at most, and how often the
-    wanted number turned round within two start-up times.
+    """A fleet that scaled: replicas on average (starting and leaving ones included) and at most, how often the wanted
+    number turned round within two start-up times, and for how long fewer than 95 % of the arrivals kept their
+    objectives (in sixtieths of the trace or longer).
     """
 
     mean: float
     peak: int
     turns: int
+    violated_s: float = 0.0
 
 
 class RunResult(_Model):
@@ -238,7 +240,8 @@ class Trail(_Model):
 
     The CDFs are pairs (value, share of the completed requests that have one and are not above it), `hits` pairs (time
     of arrival, hit ratio of all until then). `load` holds running plus waiting requests of each replica at the times
-    `load_at_s`.
+    `load_at_s`, `queued` those in the proxies. `attained` are pairs (time of arrival, share that kept its objectives)
+    by stretch of time. `scaled` is (time, replicas wanted, replicas that serve) of a fleet that scales.
     """
 
     ttft_cdf: list[tuple[float, float]]
@@ -247,6 +250,9 @@ class Trail(_Model):
     hits: list[tuple[float, float]]
     load_at_s: list[float]
     load: dict[str, list[int]]
+    queued: list[int] = []
+    attained: list[tuple[float, float]] = []
+    scaled: list[tuple[float, int, int]] = []
 
 
 class Bound(_Model):

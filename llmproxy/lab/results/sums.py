@@ -184,15 +184,15 @@ class Timeline:
     """Values by name and by stretch of time. The stretches are twice as long as soon as they would be too many."""
 
     def __init__(self, duration_s: float) -> None:
-        self._width_s = duration_s / STRETCHES if duration_s > 0 else 1.0
+        self.width_s = duration_s / STRETCHES if duration_s > 0 else 1.0
         self._rows: dict[str, dict[int, Stretch]] = {}
 
     def add(self, name: str, at_s: float, value: float) -> None:
-        while at_s >= 2 * STRETCHES * self._width_s:
+        while at_s >= 2 * STRETCHES * self.width_s:
             self._widen()
         if name not in self._rows and len(self._rows) >= BANDS_KEPT:
             name = OTHER
-        stretch = self._rows.setdefault(name, {}).setdefault(int(at_s / self._width_s), Stretch())
+        stretch = self._rows.setdefault(name, {}).setdefault(int(at_s / self.width_s), Stretch())
         stretch.count += 1
         stretch.total += value
         stretch.peak = max(stretch.peak, value)
@@ -202,10 +202,10 @@ class Timeline:
 
     def of(self, name: str) -> list[tuple[float, Stretch]]:
         """The stretches that have a value, by the time at which they begin."""
-        return [(index * self._width_s, stretch) for index, stretch in sorted(self._rows.get(name, {}).items())]
+        return [(index * self.width_s, stretch) for index, stretch in sorted(self._rows.get(name, {}).items())]
 
     def _widen(self) -> None:
-        self._width_s *= 2
+        self.width_s *= 2
         for name, row in self._rows.items():
             wider: dict[int, Stretch] = {}
             for index, stretch in row.items():

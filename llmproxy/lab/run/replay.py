@@ -19,7 +19,7 @@ from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.fleet.world import Blocks, World
 from llmproxy.lab.policies.by_name import PolicyPlan
 from llmproxy.lab.results.fairness import LOOK_EVERY_S, OUTPUT_WEIGHT, PROMPT_WEIGHT
-from llmproxy.lab.results.objectives import Objectives
+from llmproxy.lab.results.objectives import NOTHING_WANTED, Objectives, Wanted
 from llmproxy.lab.results.record import Record
 from llmproxy.lab.results.recorder import RunRecorder
 from llmproxy.lab.run.proxy import LabProxy
@@ -58,6 +58,7 @@ class Setup:
     adapters: tuple[str, ...]
     warmup_s: float = 0.0
     objectives_named: bool = False
+    wanted: Wanted = NOTHING_WANTED
 
 
 def replay(setup: Setup, progress: Callable[[int], None] = lambda _: None) -> RunRecorder:
@@ -93,7 +94,7 @@ class Run:
         self._on_record = on_record
         self._rng = Random(setup.seed)
         self.recorder = RunRecorder(setup.duration_s, [r.name for r in setup.fleet.replicas], setup.warmup_s)
-        self._objectives = Objectives(setup.fleet, setup.prefill_scale)
+        self._objectives = Objectives(setup.fleet, setup.prefill_scale, setup.wanted)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: BaseException | None = None
         self._drained: asyncio.Future[None] | None = None
@@ -102,7 +103,8 @@ class Run:
         self._output_tokens: Counter[int] = Counter()
         self.scaled: ScaledFleet | None = None
         self.future: Future | None = None
-        self._late: deque[tuple[float, float]] = deque()
+        self._answers: deque[tuple[float, float, int, int]] = deque()
+        """(When it ended, time to first token over its objective, prompt tokens, output tokens) of the last ones."""
 
     async def go(self) -> RunRecorder:
         setup, loop = self._setup, asyncio.get_running_loop()
@@ -138,7 +140,8 @@ class Run:
         self._over = True
         if self.scaled is not None:
             self.scaled.end(loop.time())
-            self.recorder.scaled(self.scaled.trail, self.scaled.cost_s, 2.0 * self.scaled.autoscale.start_s, SETTLE_S)
+            turn_s = 2.0 * self.scaled.autoscale.start_s
+            self.recorder.scaled(self.scaled.trail, self.scaled.cost_s, turn_s, SETTLE_S, loop.time())
         for proxy in self.proxies:
             proxy.stop()
             self.recorder.audited(proxy.pools.audit)
@@ -190,14 +193,18 @@ class Run:
             return
         now, pools = loop.time(), self.proxies[0].pools
         needs = [need for proxy in self.proxies for need in proxy.pools.needs(now).values()]
-        while self._late and self._late[0][0] < now - LATE_S:
-            self._late.popleft()
-        late = sorted(ratio for _, ratio in self._late)
+        answers = self._answers
+        while answers and answers[0][0] < now - SETTLE_S - LATE_S:
+            answers.popleft()
+        late = sorted(one[1] for one in answers)
+        seen = max(1, len(answers))
         look = Look(
             now, self.scaled.up, self.scaled.asked, needs[0] if len(needs) == 1 else None,
             list(pools.views(now).values()),
             sum(requests for proxy in self.proxies for requests, _ in proxy.pools.queued().values()),
             late[int(0.9 * len(late))] if late else None,
+            sum(one[2] for one in answers) / seen, sum(one[3] for one in answers) / seen,
+            sum(proxy.uncached_tokens() for proxy in self.proxies),
             None if self.future is None else self.future.most(now - SETTLE_S, pools.settings.scaling.utilisation),
         )  # fmt: skip
         self.scaled.look(look, loop)
@@ -278,7 +285,8 @@ class Run:
     def _judge(self, record: Record) -> None:
         if record.outcome is Outcome.COMPLETED and record.ttft_s is not None:
             ttft_slo_s, tpot_slo_s = self._objectives.of(record.arrival)
-            self._late.append((asyncio.get_running_loop().time(), record.ttft_s / ttft_slo_s))
+            tokens = record.arrival.prompt_tokens, record.output_tokens
+            self._answers.append((record.ended_s, record.ttft_s / ttft_slo_s, *tokens))
             record.met = record.ttft_s <= ttft_slo_s and (record.tpot_s or 0.0) <= tpot_slo_s
 
     def _done(self, task: asyncio.Task[None]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from llmproxy.config import Config
 from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies.by_name import plan_named
+from llmproxy.lab.results.objectives import NOTHING_WANTED, Wanted
 from llmproxy.lab.results.result import Point, RunResult, Trail
 from llmproxy.lab.run.replay import Setup, replay
 from llmproxy.lab.traces import PREFIX, Survey, replicated, scaled, sliced, survey, trace_named
@@ -31,6 +32,7 @@ class Simulation:
     `trace_named` takes it, of which `requests` are used from number `skip` on (None for all), replicated `replicate`
     times. `mix` says which of them are played. `warmup` is the share of the trace's time whose requests are not
     counted. With `objectives_named` each request names the objectives that it is judged by, as in a trusted header.
+    `wanted` are objectives that replace those of the fleet and of the trace.
     """
 
     trace: str
@@ -42,6 +44,7 @@ class Simulation:
     warmup: float = 0.0
     mix: Mix = AS_IT_IS
     objectives_named: bool = False
+    wanted: Wanted = NOTHING_WANTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,7 @@ def run_one(simulation: Simulation, point: Point, progress: Callable[[int], None
         adapters=tuple(sorted(found.adapters)),
         warmup_s=simulation.warmup * found.duration_s,
         objectives_named=simulation.objectives_named,
+        wanted=simulation.wanted,
     )
     recorder = replay(setup, progress)
     run = recorder.result(point.policy, point.seed, point.rate_scale, point.prefill_scale)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil, floor, inf
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.scaling.need import Need
@@ -16,7 +18,8 @@ class Look:
     """What an autoscaler may see at one moment. `waiting` counts requests in the proxies' queues.
 
     `late` is the 90 % quantile of the time to the first token of the last minute over its objective, None without
-    requests. `coming` is how many replicas the work of the near future needs.
+    requests. `prompt_tokens` and `output_tokens` are means of those requests, `uncached_tokens` what requests without a
+    first token have to be computed. `coming` is how many replicas the work of the near future needs.
     """
 
     now: float
@@ -26,22 +29,35 @@ class Look:
     views: Sequence[View]
     waiting: int
     late: float | None
+    prompt_tokens: float
+    output_tokens: float
+    uncached_tokens: int
     coming: float | None
+
+
+Value = Callable[[Look], float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """A metric with its target for each replica, and the rules by which it is followed."""
+    """A metric with its target for each replica, and the rules by which it is followed. Each run has a `reader` of its
+    own, which may remember what it saw."""
 
     about: str
-    value: Callable[[Look], float | None]
+    reader: Callable[[], Value]
     target: float
     rules: HpaRules = DEFAULTS
+
+
+def _gauge(about: str, value: Value, target: float, rules: HpaRules = DEFAULTS) -> Signal:
+    return Signal(about, lambda: value, target, rules)
 
 
 START_AHEAD_S = 30.0
 """How much earlier than a replica takes to start the one who knows the future asks: two looks of an autoscaler."""
 LATE_UP, LATE_DOWN = 0.55, 0.40
+PREFILL_TOKENS_PER_S, BACKLOG_S = 15_928.0, 1.5
+"""llm-d's calibration of `token_aware` for Qwen3-32B on two H100, and how much of it may wait at each replica."""
 
 
 def _ours(look: Look) -> float | None:
@@ -74,15 +90,64 @@ def _late(look: Look) -> float | None:
     return float(look.asked if late > LATE_DOWN else max(1, look.asked - 1))
 
 
+def _tokens(look: Look) -> float:
+    """Seconds of prompts that are not computed yet over `BACKLOG_S`, or KV-cache in use, whichever asks for more."""
+    return max(look.uncached_tokens / PREFILL_TOKENS_PER_S / BACKLOG_S, _kv_used(look) / 0.8)
+
+
+class _Saturation:
+    """The workload-variant autoscaler's second analyser: tokens in use and expected over what a replica holds.
+
+    A replica holds 0.8 of its KV-cache, or what was in use on average of ten looks at which five or more waited in it.
+    More are wanted where demand passes 0.85 of what there is, fewer below 0.70; not more while some start.
+    """
+
+    EVERY_S = 60.0
+    UP, DOWN = 0.85, 0.70
+
+    def __init__(self) -> None:
+        self._saturated: deque[float] = deque(maxlen=10)
+        self._looked_s = -inf
+        self._wanted: float | None = None
+
+    def __call__(self, look: Look) -> float | None:
+        if look.now - self._looked_s < self.EVERY_S:
+            return self._wanted
+        self._looked_s = look.now
+        up = [view for view in look.views if view.available and view.kv_tokens]
+        if not up:
+            return None
+        in_use = 0.0
+        for view in up:
+            tokens = view.kv_used * (view.kv_tokens or 0)
+            in_use += tokens
+            if view.waiting >= 5:
+                self._saturated.append(tokens)
+        capacity = 0.8 * sum(view.kv_tokens or 0 for view in up) / len(up)
+        if self._saturated:
+            capacity = min(capacity, sum(self._saturated) / len(self._saturated))
+        engines = sum(view.waiting for view in up)
+        demand = in_use + engines * look.prompt_tokens + look.waiting * (look.prompt_tokens + look.output_tokens)
+        more = ceil((demand / self.UP - look.asked * capacity) / capacity)
+        fewer = floor((look.asked * capacity - demand / self.DOWN) / capacity)
+        if more > 0:
+            self._wanted = float(look.asked if look.asked > look.up else look.asked + more)
+        else:
+            self._wanted = float(look.asked - max(0, fewer))
+        return self._wanted
+
+
 SIGNALS: Mapping[str, Signal] = {
-    "ours": Signal("the work in replicas, as /scale says it", _ours, 1.0, FOLLOWING),
-    "static": Signal("as many as there may be, always", lambda _: float("inf"), 1.0),
-    "hpa_queue": Signal("requests that wait, 5 for each replica", _queue, 5.0),
-    "hpa_batch": Signal("requests that run, 16 for each replica", _running, 16.0),
-    "hpa_batch_100": Signal("the same, 100 for each replica", _running, 100.0),
-    "kv_threshold": Signal("KV-cache in use, 0.8 of each replica", _kv_used, 0.8),
-    "slo_p90": Signal("90 % quantile of the time to the first token over its objective", _late, 1.0),
-    "oracle": Signal("the work that will come, known in advance", _coming, 1.0, FOLLOWING),
+    "ours": _gauge("the work in replicas, as /scale says it", _ours, 1.0, FOLLOWING),
+    "static": _gauge("as many as there may be, always", lambda _: float("inf"), 1.0),
+    "hpa_queue": _gauge("requests that wait, 5 for each replica", _queue, 5.0),
+    "hpa_batch": _gauge("requests that run, 16 for each replica", _running, 16.0),
+    "hpa_batch_100": _gauge("the same, 100 for each replica", _running, 100.0),
+    "kv_threshold": _gauge("KV-cache in use, 0.8 of each replica", _kv_used, 0.8),
+    "token_aware": _gauge("seconds of prompts (Qwen3-32B on two H100), or KV-cache", _tokens, 1.0),
+    "wva": Signal("tokens in use and in queues over what a replica holds, two-sided", _Saturation, 1.0),
+    "slo_p90": _gauge("90 % quantile of the time to the first token over its objective", _late, 1.0),
+    "oracle": _gauge("the work that will come, known in advance", _coming, 1.0, FOLLOWING),
 }  # fmt: skip
 """By the names of `--scale`."""
 

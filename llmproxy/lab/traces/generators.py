@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from heapq import merge
 from itertools import accumulate, count, cycle
+from math import cos, pi
 from random import Random
 from typing import Annotated
 
@@ -32,6 +33,8 @@ B2B_STAGES = (
     (46, 33), (49, 30), (52, 29), (55, 27), (57, 26), (60, 25),
 )  # fmt: skip
 """Requests per second, and for how many seconds: the published ramp of the b2b-saas benchmark, its warm-up first."""
+RAMP_RATES = (2.0, 4.0, 6.0, 8.0, 10.0, 4.0, 1.0)
+"""Requests per second, one stage after another."""
 
 
 def shared_system_prompts(
@@ -240,6 +243,54 @@ def step_bursts(
     rng = Random(seed)
     for at_s in varying_times(rng, rate_at, rate * factor, duration_s):
         yield Arrival(at_s, prompt.tokens(rng), output.tokens(rng))
+
+
+def rate_ramp(
+    *,
+    factor: Annotated[float, Within(1e-3, 1_000)] = 1.0,
+    stage_s: Seconds = 400.0,
+    prompt_tokens: Tokens = 4_000,
+    output_tokens: Tokens = 1_000,
+    seed: int = 0,
+) -> Iterator[Arrival]:
+    """The ramp with which llm-d published results of autoscaling (Poisson): `RAMP_RATES` one after another.
+
+    Lengths are within a third of their means, and share nothing.
+    """
+    rng = Random(seed)
+
+    def rate_at(at_s: float) -> float:
+        return factor * RAMP_RATES[min(int(at_s / stage_s), len(RAMP_RATES) - 1)]
+
+    for at_s in varying_times(rng, rate_at, factor * max(RAMP_RATES), stage_s * len(RAMP_RATES)):
+        yield Arrival(at_s, _about(rng, prompt_tokens), _about(rng, output_tokens))
+
+
+def day(
+    *,
+    least: Rate = 1.0,
+    most: Rate = 10.0,
+    period_s: Seconds = 3_600.0,
+    days: Annotated[int, Within(1, 100)] = 1,
+    prompt_tokens: Tokens = 4_000,
+    output_tokens: Tokens = 1_000,
+    seed: int = 0,
+) -> Iterator[Arrival]:
+    """The rate of a day, from `least` at its begin over `most` at its middle, in `period_s` (Poisson).
+
+    Lengths are within a third of their means, and share nothing.
+    """
+    rng = Random(seed)
+
+    def rate_at(at_s: float) -> float:
+        return (least + most) / 2.0 - (most - least) / 2.0 * cos(2.0 * pi * at_s / period_s)
+
+    for at_s in varying_times(rng, rate_at, max(least, most), days * period_s):
+        yield Arrival(at_s, _about(rng, prompt_tokens), _about(rng, output_tokens))
+
+
+def _about(rng: Random, mean: int) -> int:
+    return max(1, round(mean * rng.uniform(2.0 / 3.0, 4.0 / 3.0)))
 
 
 def mixed_objectives(

@@ -29,6 +29,8 @@ GENERATORS: Mapping[str, Callable[..., Iterator[Arrival]]] = {
         generators.shared_system_prompts,
         generators.shared_system_ramp,
         generators.step_bursts,
+        generators.rate_ramp,
+        generators.day,
         contention.unequal_tenants,
     )
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Request, Usage, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, KnownCapacity, Request, Usage, Verdict
 from llmproxy.core.leases import LeaseRecord
 from llmproxy.core.scaling.mix import KEPT_S, SLOT_S
 from llmproxy.core.scaling.need import Need, ReplicaFacts
@@ -158,3 +158,74 @@ def test_named_pools_are_there_before_and_after_their_replicas() -> None:
     scaling.reconfigure(ScalingSettings(pools=("d",)))
     scaling.keep(())
     assert set(scaling.pools) == {"d"}
+
+
+def test_what_was_learned_is_a_start_for_the_next_process_once_it_saw_arrivals_for_a_while() -> None:
+    before = Pool()
+    before.serve(200)
+    known = before.scaling.known
+    assert known is not None
+    after = Pool()
+    after.scaling.recall(known)
+    assert not after.need().sure
+    for number in range(10):
+        after.now += 1.0
+        after.scaling.arrived(request(prompt_tokens=1_000), after.now, new=True, counts=True)
+        # Ten seconds of requests do not say how many there are.
+        assert not after.need().sure, number
+    for _ in range(30):
+        after.now += 0.5
+        after.scaling.arrived(request(prompt_tokens=1_000), after.now, new=True, counts=True)
+    after.now += 10.0
+    capacity, earlier = after.need().capacity, before.need().capacity
+    assert after.need().sure
+    assert capacity is not None
+    assert earlier is not None
+    assert capacity.request_s == pytest.approx(earlier.request_s, rel=0.05)
+
+
+def test_what_was_learned_here_is_not_replaced_by_what_an_earlier_process_knew() -> None:
+    pool, other = Pool(), Pool()
+    pool.serve(100)
+    other.serve(100)
+    assert other.scaling.known is not None
+    sums = pool.scaling.curve.sums
+    pool.scaling.recall(other.scaling.known)
+    assert pool.scaling.curve.sums == sums
+    assert not pool.scaling.mix.recalled
+    assert Pool().scaling.known is None
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        KnownCapacity((1.0,) * 8, ((7, 40, 100.0, 0.5),)),
+        KnownCapacity((float("nan"),) * 9, ((7, 40, 100.0, 0.5),)),
+        KnownCapacity((0.0,) * 9, ((7, 40, 100.0, 0.5),)),
+        KnownCapacity((-1.0,) * 9, ((7, 40, 100.0, 0.5),)),
+        KnownCapacity((1.0,) * 9, ()),
+        KnownCapacity((1.0,) * 9, ((7, 0, 100.0, 0.5),)),
+        KnownCapacity((1.0,) * 9, ((7, 40, float("inf"), 0.5),)),
+        KnownCapacity((1.0,) * 9, ((7, 40, 100.0, 1.5),)),
+        KnownCapacity((1.0,) * 9, ((999, 40, 100.0, 0.5),)),
+    ],
+)
+def test_numbers_that_cannot_be_right_are_not_recalled(known: KnownCapacity) -> None:
+    pool = Pool()
+    pool.scaling.recall(known)
+    assert not pool.scaling.mix.recalled
+    for _ in range(100):
+        pool.now += 1.0
+        pool.scaling.arrived(request(prompt_tokens=1_000), pool.now, new=True, counts=True)
+    assert not pool.need().sure
+
+
+def test_a_pool_begins_with_what_is_known_of_its_name() -> None:
+    source = Pool()
+    source.serve(100)
+    assert source.scaling.known is not None
+    scaling = Scaling(ScalingSettings(pools=("named",)))
+    scaling.recall({"named": source.scaling.known, "later": source.scaling.known})
+    assert [scaling.pool(name).mix.recalled for name in ("named", "later", "other")] == [True, True, False]
+    source.serve(1)
+    assert scaling.known() == {}

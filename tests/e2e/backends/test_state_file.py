@@ -5,27 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmproxy.core.domain import KnownLimit
-from llmproxy.fleet.limits_file import LimitsFile
+from llmproxy.fleet.state_file import State, StateFile
 from llmproxy.simulator.replica import ReplicaOptions
 from tests.e2e.proxies import serving, until
 
 
 async def test_the_next_process_begins_at_what_was_learned(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
-    async with serving(ReplicaOptions(), limits=LimitsFile(path)) as proxy:
+    async with serving(ReplicaOptions(), state=StateFile(path)) as proxy:
         url = proxy.replicas[0].url
         backend = proxy.app.pools.backends["b0"]
         await until(lambda: backend.reading is not None)
         backend.limit.begin_at(7, settled=True)
-    (known,) = LimitsFile(path).read().items()
+    (known,) = StateFile(path).read().limits.items()
     assert known[0] == url
     assert (known[1].limit, known[1].settled) == (7, True)
 
 
 async def test_a_backend_begins_at_what_is_remembered_of_its_url(tmp_path: Path) -> None:
-    class Remembered(LimitsFile):
-        def read(self) -> dict[str, KnownLimit]:
-            return remembered
+    class Remembered(StateFile):
+        def read(self) -> State:
+            return State(remembered)
 
     remembered: dict[str, KnownLimit] = {}
     async with serving(ReplicaOptions()) as one:
@@ -33,5 +33,5 @@ async def test_a_backend_begins_at_what_is_remembered_of_its_url(tmp_path: Path)
         urls = [replica.url for replica in one.replicas]
         for of, begins in ((models, 7), (("another",), one.app.pools.settings.capacity.start_limit)):
             remembered[urls[0]] = KnownLimit(7, True, of, length)
-            async with serving(extra=urls, limits=Remembered(tmp_path / "state.json")) as next_one:
+            async with serving(extra=urls, state=Remembered(tmp_path / "state.json")) as next_one:
                 assert next_one.app.pools.backends["b0"].limit.value == begins

@@ -347,3 +347,13 @@ def test_mixed_objectives_are_narrow_for_short_prompts() -> None:
     assert {(one.ttft_slo_s, one.tpot_slo_s) for one in lax} == {(4.0, 0.08)}
     assert fmean(one.prompt_tokens for one in tight) == pytest.approx(800, rel=0.1)
     assert fmean(one.prompt_tokens for one in lax) == pytest.approx(2_400, rel=0.1)
+
+
+def test_the_ramp_has_its_stages_and_a_day_its_noon() -> None:
+    arrivals = made("rate_ramp,factor=10,stage_s=30")
+    counts = [sum(30 * i <= one.at_s < 30 * (i + 1) for one in arrivals) for i in range(7)]
+    assert counts == pytest.approx([300 * rate for rate in (2, 4, 6, 8, 10, 4, 1)], rel=0.15)
+    assert all(2_666 <= one.prompt_tokens <= 5_334 for one in arrivals)
+    arrivals = made("day,least=1,most=10,period_s=400,days=2")
+    counts = [sum(100 * i <= one.at_s < 100 * (i + 1) for one in arrivals) for i in range(8)]
+    assert min(counts[1:3] + counts[5:7]) > 2 * max(counts[0], counts[3], counts[4], counts[7])

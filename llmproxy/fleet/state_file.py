@@ -1,4 +1,4 @@
-"""The state file: batch limits that were learned, kept for the next process, so that it need not learn them again."""
+"""The state file: what was learned of backends, kept for the next process, so that it need not learn it again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from threading import Lock
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import structlog
 
-from llmproxy.core.domain import KnownLimit
+from llmproxy.core.domain import KnownCapacity, KnownLimit
 from llmproxy.fleet.engine_config import SEQUENCES_MAX
 
 AUTO, NONE = "auto", "none"
@@ -30,8 +31,12 @@ LOOK_S = 5.0
 """How often limits are compared with those that were written."""
 REFRESH_S = 3_600.0
 """How often entries are written although nothing is new, so that they do not age."""
+POOLS_MAX = 256
+POOLS_EVERY_S = 60.0
+"""How often capacities, which change with every answer, are a reason to write."""
 
 _log = structlog.get_logger()
+_Seen = TypeVar("_Seen", bound="_Entry | _Pool")
 
 
 class _Entry(msgspec.Struct):
@@ -44,9 +49,25 @@ class _Entry(msgspec.Struct):
     seen_s: float
 
 
+class _Pool(msgspec.Struct):
+    """What is kept of one pool; see `KnownCapacity`."""
+
+    sums: tuple[float, ...]
+    sizes: tuple[tuple[int, int, float, float], ...]
+    seen_s: float
+
+
 class _Content(msgspec.Struct):
     format: str
     limits: dict[str, _Entry]
+    pools: dict[str, _Pool] = {}
+
+
+class State(NamedTuple):
+    """What is kept: batch limits by the URL of the backend, and capacities by pool."""
+
+    limits: Mapping[str, KnownLimit] = {}
+    capacities: Mapping[str, KnownCapacity] = {}
 
 
 class _Unusable(Exception):  # noqa: N818 - it is found in a file, and logged
@@ -68,63 +89,78 @@ def place(setting: str, environ: Mapping[str, str]) -> Path | None:
     return None
 
 
-class LimitsFile:
-    """Batch limits by the URL of the backend.
+class StateFile:
+    """A `State` on disk.
 
-    It is written as a whole, to a new file that replaces it. Several proxies may share it: entries of backends that
-    this proxy does not know stay. A file of another format is logged once, and neither read nor written. Nothing here
-    raises: a proxy without its file learns the limits again.
+    It is written as a whole, to a new file that replaces it. Several proxies may share it: entries of backends and
+    pools that this proxy does not know stay. A file of another format is logged once, and neither read nor written.
+    Nothing here raises: a proxy without its file learns all of it again.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:  # noqa: TID251 - for other processes
         self.path = path
         self._clock = clock
         self._logged: str | None = None
-        self._written: Mapping[str, KnownLimit] = {}
+        self._written = State()
         self._written_s = 0.0
         # The last write may begin while a thread has not ended the one before it.
         self._writing = Lock()
 
-    def read(self) -> dict[str, KnownLimit]:
-        """The limits in the file, by URL, without those that are too old."""
+    def read(self) -> State:
+        """What is in the file, without what is too old."""
         try:
-            return {
-                url: KnownLimit(entry.limit, entry.settled, entry.models, entry.max_model_len)
-                for url, entry in self._entries().items()
-            }
+            content = self._content()
         except (OSError, _Unusable) as error:
             self._warn("read", error)
-            return {}
+            return State()
+        return State(
+            {
+                url: KnownLimit(entry.limit, entry.settled, entry.models, entry.max_model_len)
+                for url, entry in content.limits.items()
+            },
+            {name: KnownCapacity(pool.sums, pool.sizes) for name, pool in content.pools.items()},
+        )
 
-    def write(self, known: Mapping[str, KnownLimit]) -> None:
-        """Write these limits, by URL, unless they are those that were written last."""
+    def write(self, known: State, *, last: bool = False) -> None:
+        """Write this, unless it is what was written before. `last`: nothing is written after it."""
         now = self._clock()
-        if not known or (known == self._written and now < self._written_s + REFRESH_S):
+        if not self._is_news(known, now, last):
             return
         try:
             with self._writing, self._locked():
-                entries = self._entries() | {
+                content = self._content()
+                limits = content.limits | {
                     url: _Entry(one.limit, one.settled, one.models, one.max_model_len, now)
-                    for url, one in known.items()
+                    for url, one in known.limits.items()
                 }
-                last = sorted(entries.items(), key=lambda item: item[1].seen_s)[-ENTRIES_MAX:]
-                self._replace(msgspec.json.format(msgspec.json.encode(_Content(FORMAT, dict(sorted(last))))))
+                pools = content.pools | {
+                    name: _Pool(one.sums, one.sizes, now) for name, one in known.capacities.items()
+                }
+                kept = _Content(FORMAT, _last_seen(limits, ENTRIES_MAX), _last_seen(pools, POOLS_MAX))
+                self._replace(msgspec.json.format(msgspec.json.encode(kept)))
         except BlockingIOError:
             # Another proxy writes now. It is not waited for, because it may have been stopped.
             return
         except (OSError, _Unusable) as error:
             self._warn("written", error)
             return
-        self._written, self._written_s, self._logged = dict(known), now, None
+        self._written, self._written_s, self._logged = State(dict(known.limits), dict(known.capacities)), now, None
 
-    async def follow(self, known: Callable[[], Mapping[str, KnownLimit]]) -> None:
+    def _is_news(self, known: State, now: float, last: bool) -> bool:
+        if not known.limits and not known.capacities:
+            return False
+        if known.limits != self._written.limits or now >= self._written_s + REFRESH_S:
+            return True
+        return known.capacities != self._written.capacities and (last or now >= self._written_s + POOLS_EVERY_S)
+
+    async def follow(self, known: Callable[[], State]) -> None:
         """Write the result of `known` whenever it has changed, until cancelled, and once more at the end."""
         try:
             while True:
                 await asyncio.sleep(LOOK_S)
                 await asyncio.to_thread(self.write, known())
         finally:
-            self.write(known())
+            self.write(known(), last=True)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -138,16 +174,17 @@ class LimitsFile:
         finally:
             os.close(folder)
 
-    def _entries(self) -> dict[str, _Entry]:
+    def _content(self) -> _Content:
+        """The file without entries that are too old or that no engine has. Raises OSError and _Unusable."""
         if not self.path.exists():
-            return {}
+            return _Content(FORMAT, {})
         if not self.path.is_file():
             # Reading a pipe may take for ever, and a device such as /dev/null would be replaced by a file.
             raise _Unusable("it is no regular file")
         with self.path.open("rb") as file:
             content = file.read(FILE_BYTES_MAX + 1)
         if not content:
-            return {}
+            return _Content(FORMAT, {})
         try:
             if len(content) > FILE_BYTES_MAX:
                 raise _Unusable(f"it is larger than {FILE_BYTES_MAX} bytes")
@@ -158,11 +195,13 @@ class LimitsFile:
             raise _Unusable(f"its format is {read.format[:64]!r}, not {FORMAT!r}")
         # Entries from the future, after a clock was set back, do not count either.
         now = self._clock()
-        return {
+        read.limits = {
             url: entry
             for url, entry in read.limits.items()
             if 0 < entry.limit <= SEQUENCES_MAX and abs(now - entry.seen_s) < AGE_MAX_S
         }
+        read.pools = {name: pool for name, pool in read.pools.items() if abs(now - pool.seen_s) < AGE_MAX_S}
+        return read
 
     def _replace(self, content: bytes) -> None:
         # A link stays a link: its target may be on a volume that is kept when the place of the link is not.
@@ -182,5 +221,10 @@ class LimitsFile:
         why = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else f"not a state file: {error}"
         if why != self._logged:
             self._logged = why
-            hint = "limits are learned anew at each start; state_file names another place, none keeps nothing"
+            hint = "all is learned anew at each start; state_file names another place, none keeps nothing"
             _log.warning(f"state_not_{what}", path=str(self.path), why=why, hint=hint)
+
+
+def _last_seen(entries: Mapping[str, _Seen], most: int) -> dict[str, _Seen]:
+    """At most so many, those that were seen last, by name."""
+    return dict(sorted(sorted(entries.items(), key=lambda item: item[1].seen_s)[-most:]))

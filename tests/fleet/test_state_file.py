@@ -4,15 +4,16 @@ import asyncio
 import fcntl
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
-from llmproxy.core.domain import KnownLimit
-from llmproxy.fleet import limits_file
+from llmproxy.core.domain import KnownCapacity, KnownLimit
+from llmproxy.fleet import state_file
 from llmproxy.fleet.engine_config import SEQUENCES_MAX
-from llmproxy.fleet.limits_file import AGE_MAX_S, ENTRIES_MAX, FILE_BYTES_MAX, FORMAT, LimitsFile, place
+from llmproxy.fleet.state_file import AGE_MAX_S, ENTRIES_MAX, FILE_BYTES_MAX, FORMAT, State, StateFile, place
 
 ONE = KnownLimit(8, True, ("tiny",), 4096)
 OTHER = KnownLimit(40, False, ("large", "small"), None)
@@ -30,8 +31,21 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "state.json"
 
 
-def at(path: Path, clock: Clock | None = None) -> LimitsFile:
-    return LimitsFile(path, clock or Clock())
+class Limits:
+    """The limits of a state file."""
+
+    def __init__(self, file: StateFile) -> None:
+        self.file = file
+
+    def read(self) -> Mapping[str, KnownLimit]:
+        return self.file.read().limits
+
+    def write(self, known: Mapping[str, KnownLimit]) -> None:
+        self.file.write(State(known))
+
+
+def at(path: Path, clock: Clock | None = None) -> Limits:
+    return Limits(StateFile(path, clock or Clock()))
 
 
 def test_what_was_written_is_read_by_the_next_process(tmp_path: Path) -> None:
@@ -62,7 +76,7 @@ def test_entries_too_old_or_from_the_future_do_not_count(path: Path) -> None:
 
 
 def test_it_is_bounded_and_those_seen_last_stay(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits_file, "ENTRIES_MAX", 10)
+    monkeypatch.setattr(state_file, "ENTRIES_MAX", 10)
     clock = Clock()
     for number in range(12):
         clock.now += 1
@@ -176,7 +190,7 @@ def test_nothing_is_written_while_nothing_is_new(path: Path) -> None:
     path.unlink()
     state.write({"http://a": ONE})
     assert not path.exists()
-    clock.now += limits_file.REFRESH_S
+    clock.now += state_file.REFRESH_S
     state.write({"http://a": ONE})
     assert path.exists()
     path.unlink()
@@ -187,12 +201,12 @@ def test_nothing_is_written_while_nothing_is_new(path: Path) -> None:
 async def test_it_follows_what_is_known_and_writes_once_more_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits_file, "LOOK_S", 0.0)
+    monkeypatch.setattr(state_file, "LOOK_S", 0.0)
     path, known = tmp_path / "state.json", {"http://a": ONE}
-    following = asyncio.create_task(at(path).follow(lambda: known))
+    following = asyncio.create_task(at(path).file.follow(lambda: State(known)))
     while not path.exists():  # noqa: ASYNC110 - what is waited for has no event of its own
         await asyncio.sleep(0)
-    monkeypatch.setattr(limits_file, "LOOK_S", 3_600.0)
+    monkeypatch.setattr(state_file, "LOOK_S", 3_600.0)
     known["http://a"] = OTHER
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
@@ -213,3 +227,48 @@ async def test_it_follows_what_is_known_and_writes_once_more_at_the_end(
 )
 def test_where_it_lies(setting: str, environ: dict[str, str], path: str | None) -> None:
     assert place(setting, environ) == (None if path is None else Path(path))
+
+
+# --- capacities -------------------------------------------------------------------------------------------------------
+
+LEARNED = KnownCapacity((1.0, 2.0), ((7, 40, 100.0, 0.5),))
+MORE = KnownCapacity((3.0, 4.0), ((7, 50, 100.0, 0.5),))
+
+
+def test_capacities_are_read_by_the_next_process_beside_those_of_others(path: Path) -> None:
+    at(path).write({"http://a": ONE})
+    StateFile(path, Clock()).write(State({}, {"sim": LEARNED}))
+    StateFile(path, Clock()).write(State({}, {"other": MORE}))
+    assert StateFile(path, Clock()).read() == State({"http://a": ONE}, {"sim": LEARNED, "other": MORE})
+
+
+def test_a_file_from_before_capacities_is_read(path: Path) -> None:
+    at(path).write({"http://a": ONE})
+    content = json.loads(path.read_bytes())
+    del content["pools"]
+    path.write_text(json.dumps(content))
+    assert StateFile(path, Clock()).read() == State({"http://a": ONE}, {})
+
+
+def test_capacities_are_a_reason_to_write_once_a_minute_and_at_the_end(path: Path) -> None:
+    clock = Clock()
+    file = StateFile(path, clock)
+    file.write(State({}, {"sim": LEARNED}))
+    file.write(State({}, {"sim": MORE}))
+    assert file.read().capacities == {"sim": LEARNED}
+    file.write(State({}, {"sim": MORE}), last=True)
+    assert file.read().capacities == {"sim": MORE}
+    clock.now += state_file.POOLS_EVERY_S
+    file.write(State({}, {"sim": LEARNED}))
+    assert file.read().capacities == {"sim": LEARNED}
+
+
+def test_old_capacities_and_too_many_are_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_file, "POOLS_MAX", 2)
+    clock = Clock()
+    for number in range(3):
+        clock.now += 1
+        StateFile(path, clock).write(State({}, {f"{number}": LEARNED}))
+    assert set(StateFile(path, clock).read().capacities) == {"1", "2"}
+    clock.now += AGE_MAX_S
+    assert StateFile(path, clock).read().capacities == {}

@@ -1,0 +1,82 @@
+"""Plots of fleets that scale, and of fleets of several sizes.
+
+This module needs the optional dependency matplotlib; only the report imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from llmproxy.lab.results.drawing import SERIES, add_legend, new_figure, short
+from llmproxy.lab.results.objectives import Wanted
+from llmproxy.lab.results.plots import BOUND_STYLE, Plot
+from llmproxy.lab.results.result import Trail
+from llmproxy.lab.results.sizes import Sizes
+
+DASHES = "-", (0, (5, 1.6)), (0, (1.2, 1.2))
+
+
+def replicas_plot(trails: Sequence[tuple[str, Trail]]) -> Plot:
+    """Replicas, queue and attainment over one axis of time, a line for each named trail."""
+    figure = new_figure(6.4)
+    replicas, queue, kept = figure.subplots(3, 1, sharex=True, height_ratios=[1.6, 1.0, 1.0])
+    for i, (name, trail) in enumerate(trails):
+        look = {"color": SERIES[i % len(SERIES)], "linestyle": DASHES[i // len(SERIES) % 3], "gid": f"series-{i}"}
+        minutes = [at_s / 60 for at_s, _, _ in trail.scaled]
+        serving = [count for _, _, count in trail.scaled]
+        replicas.plot(minutes, serving, drawstyle="steps-post", linewidth=1.6, label=short(name), **look)
+        wanted = [count for _, count, _ in trail.scaled]
+        thin = look | {"linestyle": (0, (1, 1.5))}
+        replicas.plot(minutes, wanted, drawstyle="steps-post", linewidth=0.9, **thin)
+        queue.plot([at_s / 60 for at_s in trail.load_at_s], trail.queued, linewidth=1.3, **look)
+        kept.plot([at_s / 60 for at_s, _ in trail.attained], [share for _, share in trail.attained], **look)
+    replicas.set(ylabel="replicas")
+    replicas.set_ylim(bottom=0)
+    replicas.yaxis.set_major_locator(MaxNLocator(integer=True))
+    queue.set(ylabel="requests in the queue")
+    queue.set_ylim(bottom=0)
+    kept.set(ylabel="kept objectives", ylim=(0, 1.04), xlabel="minutes")
+    kept.yaxis.set_major_formatter(PercentFormatter(1.0))
+    add_legend(figure, replicas)
+    text = (
+        "Replicas that serve (solid) and that are wanted (dots), requests that wait in the proxy, and the share of the "
+        "requests that arrived in that stretch of time and kept their objectives. A good signal asks for replicas "
+        "before the queue grows, and lets them go when the work is over."
+    )
+    return Plot("Replicas over time", text, figure)
+
+
+def sizes_plot(found: Sequence[Sizes], wanted: Wanted) -> Plot:
+    """Attainment and cost by the number of replicas."""
+    figure = new_figure(3.6)
+    kept, cost = figure.subplots(1, 2)
+    look = 0
+    for sizes in found:
+        count = [row.replicas for row in sizes.rows]
+        bands = sorted({band for row in sizes.rows for band in row.by_band}) if len(found) == 1 else []
+        lines = {sizes.name: [row.kept for row in sizes.rows]}
+        if len(bands) > 1:
+            lines |= {band: [row.by_band.get(band, 0.0) for row in sizes.rows] for band in bands}
+        for name, shares in lines.items():
+            gid = f"series-{look}"
+            kept.plot(count, shares, "o-", markersize=3.5, color=SERIES[look % len(SERIES)], label=short(name), gid=gid)
+            look += 1
+        hours = [(row.replicas, row.hours) for row in sizes.rows if row.hours is not None]
+        color = SERIES[(look - len(lines)) % len(SERIES)]
+        cost.plot([x for x, _ in hours], [y for _, y in hours], "o-", markersize=3.5, color=color)
+    kept.axhline(wanted.share, **BOUND_STYLE)
+    kept.set(ylim=(0, 1.04), xlabel="replicas", ylabel="kept objectives")
+    kept.yaxis.set_major_formatter(PercentFormatter(1.0))
+    cost.set(xlabel="replicas", ylabel="replica-hours per 1,000 requests")
+    cost.set_ylim(bottom=0)
+    for axes in (kept, cost):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    add_legend(figure, kept)
+    advice = " ".join(f"{sizes.name}: {sizes.advice(wanted)}" for sizes in found)
+    text = (
+        f"Left: share of all offered requests that kept {wanted}; the dashed line is the share that is wanted. Right: "
+        f"what 1,000 requests that kept it cost. {advice}"
+    )
+    return Plot("How many replicas", text, figure)
