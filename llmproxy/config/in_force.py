@@ -29,10 +29,20 @@ class SettingInForce:
 
 def in_force(config: Config) -> list[SettingInForce]:
     """Every key in the order of the schema; entries of lists have their names, as in `backends[gpu-0].url`."""
-    return list(_settings(config, "", (), config.origins))
+    return [setting for _, setting in _settings(config, "", (), config.origins)]
 
 
-def _settings(value: Any, key: str, place: Place, origins: Mapping[Place, str]) -> Iterator[SettingInForce]:
+def origins_in_force(old: Config, new: Config) -> dict[Place, str]:
+    """The origins of `new`, but those of `old` for values that stay in force until a restart."""
+    was = dict(_settings(old, "", (), old.origins))
+    now = _settings(new, "", (), new.origins)
+    kept = {place: was[place].origin for place, one in now if one.restart and was.get(place, one).value != one.value}
+    return {**new.origins, **kept}
+
+
+def _settings(
+    value: Any, key: str, place: Place, origins: Mapping[Place, str]
+) -> Iterator[tuple[Place, SettingInForce]]:
     if isinstance(value, Section):
         for name in type(value).model_fields:
             yield from _settings(getattr(value, name), f"{key}.{name}".lstrip("."), (*place, name), origins)
@@ -42,4 +52,4 @@ def _settings(value: Any, key: str, place: Place, origins: Mapping[Place, str]) 
     else:
         text = HIDDEN if value and place[-1] in SECRET else value_text(value)
         found = (origins[place[:end]] for end in range(len(place), 0, -1) if place[:end] in origins)
-        yield SettingInForce(key, text, next(found, DEFAULT), read_at_start(key))
+        yield place, SettingInForce(key, text, next(found, DEFAULT), read_at_start(key))

@@ -11,6 +11,7 @@ import structlog
 
 from llmproxy.config import Config, ConfigError, WatchedFile
 from llmproxy.config.changes import Change, changes_between, read_at_start, with_reloadable
+from llmproxy.config.in_force import origins_in_force
 
 LOOK_S = 0.25
 """Time between two looks at the file. A change is applied at the second look that finds it."""
@@ -75,7 +76,7 @@ class Reloader:
             try:
                 new = await asyncio.to_thread(self._read)
                 found = changes_between(self._config, new)
-                config = with_reloadable(self._config, new)
+                config = with_reloadable(self._config, new).with_origins(origins_in_force(self._config, new))
                 self._apply(config)
             except ConfigError as error:
                 for problem in error.problems:

@@ -118,8 +118,12 @@ async def test_what_it_shows_is_what_happened(browser: Browser) -> None:
             await visit.sees("lost", "tbody")
             await visit.page.fill("#find", "two")
             await visit.page.keyboard.press("Enter")
+            await visit.sees("Band default, model base, flow base, at ", "main")
             await visit.sees("completed (200)", "main")
             await visit.sees("✓ b", ".prices")
+            await visit.go("requests/lost")
+            await visit.sees("It was sent to no replica.", "main")
+            assert "no longer among them" not in await visit.page.inner_text("main")
             await visit.go("configuration")
             await visit.sees("queue.ttl_s", "tbody")
             await visit.page.fill("#find", "ttl")
@@ -182,6 +186,37 @@ async def test_how_many_replicas_are_wanted(browser: Browser) -> None:
         row = visit.page.locator("tr", has_text="adapters in use")
         shown = (await row.inner_text()).split("\t")
         assert shown[:6] == ["base", "2", "4.00", "4", "adapters in use", "2.5x this load"]
+
+
+async def test_what_the_last_reload_did(browser: Browser) -> None:
+    async with serving(FAST) as proxy, visiting(browser, proxy) as visit:
+        heard = proxy.app.recorder.heard
+        await visit.go("configuration")
+        await visit.sees("It was not reloaded since it started.", "main")
+        heard("info", "config_changed", {"change": "log_level: info -> debug"})
+        heard("info", "reloaded", {"changes": 1, "needs_restart": 0})
+        await visit.sees("In force: log_level: info -> debug", "#reload")
+        heard("info", "config_changed", {"change": "queue.ttl_s: 60 -> 30"})
+        heard("warning", "needs_a_restart", {"change": "workers: 1 -> 2"})
+        heard("info", "reloaded", {"changes": 1, "needs_restart": 1})
+        await visit.sees("Needs a restart: workers: 1 -> 2", "#reload")
+        assert await visit.page.locator("#reload li").all_inner_texts() == [
+            "In force: queue.ttl_s: 60 -> 30",
+            "Needs a restart: workers: 1 -> 2",
+        ]
+        heard("error", "not_reloaded", {"cause": "file", "problem": "llmproxy.yaml:2: no valid YAML"})
+        await visit.sees("Refused, what was in force still is: llmproxy.yaml:2: no valid YAML", "#reload")
+
+
+async def test_an_adapter_is_shown_in_words(browser: Browser) -> None:
+    async with serving(FAST, FAST, **WITH_KEY) as proxy, visiting(browser, proxy) as visit:
+        key = {"authorization": f"Bearer {ADMIN_KEY}"}
+        body = {"lora_name": "legal", "lora_path": "/adapters/legal"}
+        await proxy.post("/v1/load_lora_adapter", body, headers=key)
+        await visit.go("caches")
+        await visit.sees("legal Loaded for base from /adapters/legal: 2 of 2 replicas.", "main")
+        await worked(proxy)
+        await visit.sees("prompt tokens/s came from caches. A replica computes", "main")
 
 
 async def test_a_drain_needs_the_key(browser: Browser) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from llmproxy.config import Config, ConfigError, WatchedFile, changes_between, hash_of, load_backends, with_reloadable
 from llmproxy.config.changes import NEEDS_RESTART, SECRET
+from llmproxy.config.in_force import in_force, origins_in_force
 from llmproxy.config.keys import leaves, sections_in
 from llmproxy.config.schema import Section
 
@@ -85,6 +86,20 @@ def test_reload_keeps_the_values_that_need_a_restart() -> None:
     assert (merged.port, merged.scheduling.placement) == (1, "random")
     assert (merged.scheduling.weights, merged.queue.ttl_s) == ({"a": 2.0}, 2.0)
     assert {key.partition(":")[0] for key in message(merged, new)} == {"port", "scheduling.placement"}
+
+
+def test_what_stays_in_force_until_a_restart_keeps_its_origin() -> None:
+    old = config(port=1).with_origins({("port",): "flag"})
+    new = config(port=2, workers=2, queue={"ttl_s": 2.0}).with_origins(
+        {("port",): "file:1", ("workers",): "file:2", ("queue",): "file:3"}
+    )
+    for _ in range(2):
+        old = with_reloadable(old, new).with_origins(origins_in_force(old, new))
+        shown = {one.key: (one.value, one.origin) for one in in_force(old)}
+        assert shown["port"] == ("1", "flag")
+        assert shown["workers"] == ("1", "default")
+        assert shown["queue.ttl_s"] == ("2.0", "file:3")
+    assert new.origins["port",] == "file:1"
 
 
 def test_every_key_that_needs_a_restart_is_one() -> None:

@@ -129,6 +129,10 @@ async def test_keys_that_need_a_restart_are_logged_and_others_used(tmp_path: Pat
         assert answer.json["changes"] == ["drain_timeout_s: 5.0 -> 1.0", "scheduling.weights.base: added 2.0"]
         assert proxy.app.config.drain_timeout_s == 1.0
         assert proxy.app.config.scheduling.placement == proxy.app.pools.settings.placement == "cost"
+        settings = (await proxy.get("/debug/config")).json["settings"]
+        shown = {one["key"]: (one["value"], one["origin"]) for one in settings}
+        assert shown["scheduling.placement"] == ("cost", "default")
+        assert shown["drain_timeout_s"][1].endswith("c.yaml:1")
         again = await proxy.post("/admin/reload", None, headers=ADMIN)
         assert (again.json["changes"], len(again.json["needs_restart"])) == ([], 2)
 

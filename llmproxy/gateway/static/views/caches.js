@@ -3,7 +3,7 @@
 import { Chart } from "../lib/chart.js";
 import { json } from "../lib/client.js";
 import { card, h, put, putMeter } from "../lib/dom.js";
-import { count, number, percent } from "../lib/format.js";
+import { count, duration, number, percent, plural } from "../lib/format.js";
 import { Table } from "../lib/table.js";
 import { asking } from "./requests.js";
 
@@ -25,14 +25,18 @@ function open(host, store) {
   const matrix = h("div", { className: "scroll", tabIndex: 0, role: "region", "aria-label": "Adapters by replica" });
   const said = h("p", { className: "quiet", role: "status" });
   const managed = h("ul", { className: "plain" });
-  host.append(card("Prefix caches, last minute", table.element));
+  const worth = h("ul", { className: "plain" });
+  host.append(card("Prefix caches, last minute", worth, table.element));
   const plots = h("div", { className: "pair" });
   host.append(plots, card("Adapters by replica", matrix, said, managed));
   const charts = [
     new Chart(plots, store, { title: "Prompt tokens from caches", lines: () => [{ label: "found", column: "fleet/hit_share", colour: "series-3" }], write: percent }),
     new Chart(plots, store, { title: "Error of predicted TTFT", note: "Mean of |predicted − seen| / seen, last minute.", lines: () => [{ label: "error", column: "fleet/ttft_error", colour: "series-2" }], write: percent }),
   ];
-  const poll = asking(store, () => json("/debug/adapters"), (found) => managed.replaceChildren(...found.adapters.map(adapterLine)), (text) => put(said, text));
+  const poll = asking(store, () => Promise.all([json("/debug/adapters"), json("/debug/explain", { limit: 1 })]), ([{ adapters }, { pools }]) => {
+    managed.replaceChildren(...adapters.map(adapterLine));
+    worth.replaceChildren(...worthLines(pools, store.live.backends).map((line) => h("li", {}, line)));
+  }, (text) => put(said, text));
   let shown = "";
   return {
     update({ live, history }) {
@@ -56,13 +60,31 @@ function adapterTable(backends) {
   const shown = backends.slice(0, 64);
   return h("table", {}, h("caption", { className: "hidden" }, "Adapters by replica"),
     h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Adapter"), shown.map((one) => h("th", { scope: "col", className: "middle" }, one.backend,
-      h("span", { className: "quiet" }, ` ${count(one.adapters.length)}${one.adapters_max ? ` of ${count(one.adapters_max)}` : ""}`))))),
+      h("span", { className: "quiet" }, ` (${one.adapters_max ? `${count(one.adapters.length)} of ${plural(one.adapters_max, "slot")}` : `${count(one.adapters.length)} loaded`})`))))),
     h("tbody", {}, names.map((name) => h("tr", {}, h("th", { scope: "row" }, name), shown.map((one) => {
       const loaded = one.adapters.includes(name);
       return h("td", { className: `middle ${loaded ? "loaded" : ""}` }, loaded ? "loaded" : "–");
     })))));
 }
 
-function adapterLine(adapter) {
-  return h("li", {}, h("strong", {}, adapter.name ?? adapter.adapter ?? ""), " ", JSON.stringify(adapter));
+/** What the proxy was told to do with an adapter, and on which replicas it is done. */
+function adapterLine({ adapter, model, path, later_ones_too, replicas }) {
+  const done = replicas.filter((one) => one.done);
+  const open = replicas.filter((one) => !one.done).map((one) => `${one.backend} ${one.wanted}s it${one.failures ? ` after ${plural(one.failures, "failure")}` : ""}`);
+  const [word, from] = path === null ? ["Unloaded", ""] : ["Loaded", ` from ${path}`];
+  return h("li", {}, h("strong", {}, adapter), ` ${word} for ${model}${from}: ${count(done.length)} of ${plural(replicas.length, "replica")}${open.length ? `; ${open.join(", ")}` : ""}. ${later_ones_too ? "Replicas that come later load it too." : ""}`);
+}
+
+/** What caches save and adapters cost, by what was learned of each pool. */
+function worthLines(pools, backends) {
+  return pools.filter((pool) => pool.learned).flatMap(({ pool, learned }) => {
+    const served = backends.filter((one) => one.pool === pool && one.hit_share !== null);
+    const asked = served.reduce((sum, one) => sum + one.input_tokens_per_s, 0);
+    const cached = served.reduce((sum, one) => sum + one.input_tokens_per_s * one.hit_share, 0);
+    const speed = learned.prefill_tokens_per_s;
+    return [
+      asked ? `${pool}: ${number(cached)} of ${number(asked)} prompt tokens/s came from caches.${speed ? ` A replica computes ${number(speed)}/s, so they save the work of ${(cached / speed).toFixed(2)} replicas.` : ""}` : "",
+      learned.adapter_s > 0 ? `${pool}: a request whose adapter has to be loaded first waits ${duration(learned.adapter_s)} for it.` : "",
+    ].filter(Boolean);
+  });
 }

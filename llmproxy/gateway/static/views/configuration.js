@@ -1,7 +1,7 @@
 // What is in force, and where each value came from.
 
 import { json } from "../lib/client.js";
-import { card, h, put } from "../lib/dom.js";
+import { card, h, Keyed, put } from "../lib/dom.js";
 import { clock } from "../lib/format.js";
 import { Table } from "../lib/table.js";
 import { asking } from "./requests.js";
@@ -9,6 +9,7 @@ import { asking } from "./requests.js";
 export const configuration = { title: "Configuration", columns: [], open };
 
 const RELOADS = ["reloaded", "not_reloaded"];
+const CHANGES = { config_changed: "In force", needs_a_restart: "Needs a restart" };
 
 function open(host, store) {
   const table = new Table({
@@ -26,11 +27,13 @@ function open(host, store) {
   const changed = h("input", { id: "changed", type: "checkbox", onchange: () => show() });
   const said = h("p", { className: "quiet", role: "status" });
   const last = h("p");
+  const changes = h("ul", { className: "plain", id: "reload" });
+  const lists = new Keyed(changes, () => h("li"));
   const show = () => {
     const text = find.value.trim().toLowerCase();
     table.update(settings.filter((one) => (!changed.checked || one.origin !== "default") && `${one.key} ${one.value} ${one.origin}`.toLowerCase().includes(text)), more);
   };
-  host.append(card("Settings in force", last, h("form", { className: "filters", onsubmit: (event) => event.preventDefault() },
+  host.append(card("Settings in force", last, changes, h("form", { className: "filters", onsubmit: (event) => event.preventDefault() },
     h("label", { htmlFor: "find" }, "Find"), find, h("span", {}, changed, h("label", { htmlFor: "changed" }, "only what is not the default"))), said, table.element));
   const poll = asking(store, () => json("/debug/config"), (found) => {
     settings = found.settings;
@@ -39,11 +42,28 @@ function open(host, store) {
   }, (text) => put(said, text));
   return {
     update(now) {
-      const reload = [...now.events()].reverse().find((event) => RELOADS.includes(event.event));
-      put(last, reload ? `Last reload: ${clock(reload.at_s + now.offset)} ${reload.event} ${reload.text}` : "It was not reloaded since it started.");
+      const [when, lines] = lastReload([...now.events()]);
+      put(last, when === null ? "It was not reloaded since it started." : `Last reload, at ${clock(when + now.offset)}:`);
+      lists.update(lines, (line) => line, put);
       return poll.update();
     },
   };
+}
+
+/** The last field of a line of the log. */
+const fieldOf = ({ text }, name) => text.split(`${name}=`).slice(1).join(`${name}=`).replace(/^"|"$/g, "") || text;
+
+/** When it was last tried, and what came of it: the lines of the log from the reload before until then. */
+function lastReload(events) {
+  const ends = events.filter((event) => RELOADS.includes(event.event)).map((event) => events.indexOf(event));
+  if (ends.length === 0) return [null, []];
+  const end = events[ends.at(-1)];
+  if (end.event === "not_reloaded") {
+    const problems = events.filter((event) => event.event === end.event && end.at_s - event.at_s < 1);
+    return [end.at_s, problems.map((event) => `Refused, what was in force still is: ${fieldOf(event, "problem")}`)];
+  }
+  const changes = events.slice((ends.at(-2) ?? -1) + 1, ends.at(-1)).filter((event) => event.event in CHANGES);
+  return [end.at_s, changes.length ? changes.map((event) => `${CHANGES[event.event]}: ${fieldOf(event, "change")}`) : ["Nothing changed."]];
 }
 
 function origin(cell, one) {

@@ -2,7 +2,7 @@
 
 import { json } from "../lib/client.js";
 import { card, h, put } from "../lib/dom.js";
-import { count, duration, plural } from "../lib/format.js";
+import { clock, count, duration, plural } from "../lib/format.js";
 import { priceCard } from "./decisions.js";
 import { asking } from "./requests.js";
 
@@ -14,21 +14,21 @@ export function story(host, store, id) {
   const poll = asking(store, () => (ended ? null : json("/debug/requests", { request: id })), (found) => {
     if (found === null) return;
     ended = found.ended !== null;
-    content.replaceChildren(...parts(found));
+    content.replaceChildren(...parts(found, store.live.unix_s));
   }, (text) => put(said, text));
   return { update: () => poll.update() };
 }
 
-function parts(found) {
+function parts(found, now) {
   const made = [];
   if (found.waits) made.push(card("It waits", h("p", {}, waits(found.waits))));
   if (found.ended) {
-    made.push(card("How it ended", h("p", {}, result(found.ended))));
+    made.push(card("How it ended", h("p", {}, result(found.ended, now - found.ended.ended_age_s))));
     made.push(card("Its time", timeline(found)));
   }
   found.attempts.forEach((one, at) => made.push(card(`Attempt ${at + 1}: ${one.backend ?? "no replica"}`, h("ul", {}, attempt(one).map((line) => h("li", {}, line))))));
   for (const choice of found.choices) made.push(priceCard(choice));
-  if (found.ended && found.choices.length === 0) made.push(h("p", { className: "quiet" }, "The prices of the other replicas are kept for the last 100 choices of a pool. Those of this request are no longer among them."));
+  if (found.attempts.length && found.choices.length === 0) made.push(h("p", { className: "quiet" }, "The prices of the other replicas are kept for the last 100 choices of a pool. Those of this request are no longer among them."));
   if (found.ended) made.push(h("details", { className: "card" }, h("summary", {}, "All fields of its log line"), fields(found.ended)));
   return made;
 }
@@ -39,10 +39,12 @@ function waits(place) {
   return `In band ${place.band}, flow ${place.flow}, for ${duration(place.waited_s)}: ${count(place.ahead_in_higher_bands)} ahead in higher bands, ${ahead} in its flow. It may wait ${duration(place.left_s)} more.${blocked}`;
 }
 
-function result(ended) {
+function result(ended, at) {
   const tokens = ended.prompt_tokens === undefined ? "" : ` ${count(ended.prompt_tokens)} prompt tokens (${count(ended.cached_tokens ?? 0)} cached), ${count(ended.output_tokens ?? 0)} output tokens.`;
   const met = ended.met === undefined ? "" : ended.met ? " Its objective was met." : " Its objective was missed.";
-  return `${ended.outcome} (${ended.status ?? "no status"}) after ${duration(ended.duration_s)}, ${count(ended.attempts)} ${ended.attempts === 1 ? "attempt" : "attempts"}.${tokens}${met}${ended.error ? ` ${ended.error}` : ""}`;
+  const whose = [ended.band && `band ${ended.band}`, ended.model && `model ${ended.model}`, (ended.tenant ?? ended.flow) && `flow ${ended.tenant ?? ended.flow}`].filter(Boolean).join(", ");
+  const sent = ended.attempts ? "" : " It was sent to no replica.";
+  return `${whose ? `${whose[0].toUpperCase()}${whose.slice(1)}, at ${clock(at)}: ` : ""}${ended.outcome} (${ended.status ?? "no status"}) after ${duration(ended.duration_s)}, ${count(ended.attempts)} ${ended.attempts === 1 ? "attempt" : "attempts"}.${sent}${tokens}${met}${ended.error ? ` ${ended.error}` : ""}`;
 }
 
 /** The parts of its time as segments of one bar, and in words for those who do not see it. */
@@ -82,7 +84,7 @@ function attempt(one) {
     lines.push(`It was its turn among ${plural(waiting, "waiting request")} and ${plural(one.why.flows, "flow")} of its band${one.why.guaranteed ? ", by the share that its band is guaranteed" : ""}.${passed}`);
   }
   const terms = Object.entries(one.terms);
-  if (terms.length) lines.push(`Its price: ${terms.map(([term, seconds]) => `${term} ${duration(seconds)}`).join(" + ")}; ${plural(one.candidates, "candidate")}.`);
+  if (terms.length) lines.push(`Its price: ${terms.filter(([, seconds]) => seconds >= 0.0005).map(([term, seconds]) => `${term} ${duration(seconds)}`).join(" + ")}; ${plural(one.candidates, "candidate")}.`);
   if (one.predicted_ttft) {
     const took = one.first_byte_s === null ? "" : `, it took ${duration(one.first_byte_s - one.granted_s)}`;
     lines.push(`The first token was predicted after ${duration(one.predicted_ttft.expected_s)} (90% within ${duration(one.predicted_ttft.p90_s)})${took}.`);
