@@ -13,20 +13,26 @@ With vLLM's asynchronous scheduling, its default on a GPU, a step is planned whe
 that arrives during a step waits for the whole next one too, and the place, adapter and blocks of one that ends serve
 nobody in the next step. Gauges count those who are planned as running. Left out is the token that vLLM computes in vain
 for an answer that ended by itself, and `overhead_ms` of a profile is that of a scheduler that does not plan ahead.
+
+A request that is `remote` leaves the queue as any other does, gets the blocks of its prompt, and waits for their
+content beside the batch: `StepResult.fetches` says that the transfer begins, `fetched` that it has ended. Then it goes
+to the head of the queue and computes one token, the last of its prompt. Who transfers, and how long that takes, is the
+caller's matter. A request that `pins` keeps its blocks when it has ended, until `release`.
 """
 
 from __future__ import annotations
 
-import math
 import random
-from itertools import islice
 
 from llmproxy.simulator.engine.adapter_slots import AdapterSlots
 from llmproxy.simulator.engine.decode_times import DecodeTimes
-from llmproxy.simulator.engine.kv_cache import Changes, KvCache
+from llmproxy.simulator.engine.kv_cache import Changes
+from llmproxy.simulator.engine.kv_store import KvStore
+from llmproxy.simulator.engine.kv_transfer import KvTransfer
 from llmproxy.simulator.engine.profiles import Noise, Profile
 from llmproxy.simulator.engine.reports import Counters, Gauges, StepResult
 from llmproxy.simulator.engine.sequence import Decodes, EngineRequest, LiveSequence, StepPlan, Waiting
+from llmproxy.simulator.engine.sequence_blocks import SequenceBlocks
 
 
 class Engine:
@@ -45,9 +51,11 @@ class Engine:
         async_scheduling: bool = True,
         noise: Noise | None = None,
         seed: int = 0,
+        store: tuple[KvStore, KvTransfer] | None = None,
     ) -> None:
         """`step_tokens` is the token budget of a step, `kv_tokens` defaults to the profile's. Without `noise` every
-        step takes exactly what the profile says. Raises ValueError for numbers that vLLM would refuse, too.
+        step takes exactly what the profile says. A `store` is shared with other engines, and comes with the times of
+        loading from it. Raises ValueError for numbers that vLLM would refuse, too.
         """
         if not 1 <= max_num_seqs <= step_tokens:
             raise ValueError(f"max_num_seqs must be from 1 to the step's {step_tokens} tokens, got {max_num_seqs}")
@@ -60,9 +68,16 @@ class Engine:
         self._async_scheduling = async_scheduling
         self._noise = noise
         self._random = random.Random(seed)
-        self._cache = KvCache((profile.kv_tokens if kv_tokens is None else kv_tokens) // block_size)
+        blocks = (profile.kv_tokens if kv_tokens is None else kv_tokens) // block_size
+        self.kv = SequenceBlocks(blocks, block_size, store[0] if store is not None else None)
+        self._cache = self.kv.cache
+        self._load_s = store[1].transfer_s if store is not None else None
         self._live: dict[str, LiveSequence] = {}
         self._waiting = Waiting()
+        # Those that wait for KV of another engine, and those of them that were aborted under a transfer: it still
+        # writes into their blocks.
+        self._fetching: dict[str, LiveSequence] = {}
+        self._abandoned: dict[str, LiveSequence] = {}
         # The next step, if it is planned already, and those that end with this one, of which that plan knows nothing.
         self._ahead: StepPlan | None = None
         self._ended: list[LiveSequence] = []
@@ -83,7 +98,8 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._live)
+        planned = self._ahead is not None and bool(self._ahead.fetches)
+        return bool(self._running) or planned or (not self._blocked and len(self._live) > len(self._fetching))
 
     @property
     def kv_blocks(self) -> int:
@@ -100,7 +116,7 @@ class Engine:
         # Placement asks for the same waiting request again and again between steps that change nothing here.
         key = request, self._cache.version
         if key != self._found_for:
-            self._found_for, self._found = key, len(self._cached(request, request.prompt_tokens))
+            self._found_for, self._found = key, len(self.kv.cached(request, request.prompt_tokens))
         return self.block_size * self._found
 
     def answered_tokens(self, request_id: str) -> int | None:
@@ -127,7 +143,7 @@ class Engine:
             raise ValueError(f"request {request.id!r} has {total_tokens} tokens, the cache {self.kv_room_tokens}")
         if request.adapter is not None and self.max_loras < 1:
             raise ValueError(f"request {request.id!r} asks for an adapter and the engine has no adapter slot")
-        sequence = LiveSequence(request)
+        sequence = LiveSequence(request, fetch=request.remote)
         self._live[request.id] = sequence
         self._waiting.add(sequence)
         self._blocked = False
@@ -139,10 +155,47 @@ class Engine:
             return False
         if request_id in self._running:
             self._stop(sequence)
-            self._free(sequence)
-        else:
+            self._slots.leave(sequence.request.adapter)
+        elif self._fetching.pop(request_id, None) is None:
             self._waiting.remove(sequence)
-            self._blocked = False
+        elif self._ahead is None or self._ahead.fetches.pop(request_id, None) is None:
+            self._abandoned[request_id] = sequence
+            return True
+        self.kv.release(sequence)
+        self._blocked = False
+        return True
+
+    # --- KV of other engines ------------------------------------------------------------------------------------------
+
+    def fetched(self, request_id: str, right: bool = True) -> None:
+        """The KV of a `remote` request has come; not `right`: from blocks that were not its own any more."""
+        if (abandoned := self._abandoned.pop(request_id, None)) is not None:
+            self.kv.release(abandoned)
+        else:
+            sequence = self._fetching.pop(request_id)
+            sequence.wrong = sequence.wrong or not right
+            self.counters.external += sequence.length - sequence.computed
+            # The last token of a prompt is computed in any case, to get the next one.
+            sequence.computed = sequence.length - 1
+            self.kv.fill(sequence, sequence.computed)
+            self._waiting.fetched[request_id] = sequence
+        self._blocked = False
+
+    def not_fetched(self, request_id: str) -> None:
+        """The KV of a `remote` request cannot be had: its prompt is computed here."""
+        sequence = self._abandoned.pop(request_id, None) or self._fetching.pop(request_id)
+        self.kv.release(sequence)
+        if request_id in self._live:
+            self._waiting.add_first(sequence)
+        self._blocked = False
+
+    def release(self, request_id: str) -> bool:
+        """Give away the blocks of an ended request that `pins`; False where they are not kept (any more)."""
+        sequence = self.kv.kept.pop(request_id, None)
+        if sequence is None:
+            return False
+        self.kv.release(sequence)
+        self._blocked = False
         return True
 
     def gauges(self) -> Gauges:
@@ -150,17 +203,21 @@ class Engine:
         return Gauges(
             running=len(self._running),
             waiting=len(self._live) - len(self._running),
-            deferred=self._waiting.deferred,
+            deferred=self._waiting.deferred + len(self._fetching),
             kv_used=self._cache.usage,
             running_adapters=self._slots.in_batch,
+            to_fetch=self._waiting.to_fetch,
+            fetching=len(self._fetching),
+            fetched=len(self._waiting.fetched),
         )
 
     def step(self) -> StepResult:
-        """Do one step. Without any request it does nothing and takes no time."""
-        if not self._live:
+        """Do one step. Where the engine is not busy, it does nothing and takes no time."""
+        if not self.busy:
             return StepResult(0.0)
-        # Where nothing runs any more, a plan is as good as none.
-        plan = self._ahead if self._ahead is not None and self._running else self._plan()
+        # Where nothing runs any more, a plan is as good as none, unless a transfer was to begin with it.
+        ahead = self._ahead
+        plan = ahead if ahead is not None and (self._running or ahead.fetches) else self._plan()
         self.counters.steps += 1
         decodes, context_tokens = len(self._decodes), self._decodes.context_tokens(plan.now)
         step_s = self.profile.step_s(decodes, context_tokens, plan.chunks, adapters=bool(self._slots.in_batch))
@@ -173,6 +230,8 @@ class Engine:
             finished=self._emit(plan),
             admitted=tuple(plan.admitted),
             preempted=tuple(plan.preempted),
+            fetches=tuple(plan.fetches.items()),
+            wrong=tuple(plan.wrong),
             prefill_tokens=sum(end - first for first, end in plan.chunks),
             decode_tokens=decodes,
             kv_events=self._changes(duration_s),
@@ -185,7 +244,7 @@ class Engine:
         last of them, which may be the last one of some. 0 where the next step is for `step`.
         """
         nobody_waits = len(self._live) == len(self._running)
-        planned = self._ahead is not None and (self._ahead.chunks or self._ahead.preempted)
+        planned = self._ahead is not None and (self._ahead.chunks or self._ahead.preempted or self._ahead.fetches)
         if planned or self._prefilling is not None or not self._decodes or not (nobody_waits or self._blocked):
             return 0
         # A step that is planned has its blocks.
@@ -214,7 +273,7 @@ class Engine:
         decodes, done, ahead = len(self._decodes), self.counters.steps, self._ahead is not None
         for now in range(done + 1 + ahead, done + steps + 1):
             for sequence in self._decodes.entering(now):
-                self._grow(sequence, now)
+                self.kv.grow(sequence, now)
             if now - ahead < done + steps and self._cache.changes:
                 kv_events += self._changes(times.total_s(now - ahead - done))
         self.counters.steps += steps
@@ -255,7 +314,7 @@ class Engine:
         for sequence in list(self._decodes.entering(plan.now)):
             if sequence.request.id not in self._running:
                 continue
-            while not self._grow(sequence, plan.now):
+            while not self.kv.grow(sequence, plan.now):
                 youngest = next(reversed(self._running.values()))
                 self._preempt(youngest, plan)
                 if youngest is sequence:
@@ -279,47 +338,50 @@ class Engine:
             if sequence is None or not self._enter(sequence, plan):
                 self._blocked = True
                 return
-            self._prefill(sequence, plan)
 
     def _enter(self, sequence: LiveSequence, plan: StepPlan) -> bool:
-        """Take a request from the queue into the batch; False where the free blocks do not hold all of it."""
-        request, length = sequence.request, sequence.length
-        hits = self._cached(request, length)
-        missing = math.ceil(length / self.block_size) - len(hits)
-        if missing + self._cache.unused(hits) > self._cache.free:
+        """Take a request from the queue into the batch, or let the transfer of its KV begin. False where the free
+        blocks do not hold all of it.
+        """
+        request = sequence.request
+        if request.id not in self._waiting.fetched and not self.kv.take(sequence):
             return False
         self._waiting.remove(sequence)
-        self._cache.share(hits)
-        sequence.blocks = hits
-        sequence.stored = len(hits)
-        sequence.computed = self.block_size * len(hits)
         if not sequence.seen:
             sequence.seen = True
-            self.counters.prefix_queries += length
+            self.counters.prefix_queries += sequence.length
             self.counters.prefix_hits += sequence.computed
+        if sequence.fetch:
+            sequence.fetch = False
+            self.kv.extend(sequence, sequence.length)
+            self._fetching[request.id] = sequence
+            plan.fetches[request.id] = sequence.length - sequence.computed
+            return True
+        if self._load_s is not None and (loaded := self.kv.load(sequence)):
+            self.counters.external += loaded
+            plan.load_s += self._load_s(loaded)
         plan.admitted.append((request.id, sequence.computed))
+        if sequence.wrong:
+            plan.wrong.append(request.id)
         load_s = self._slots.enter(request.adapter)
         plan.load_s += load_s
         self.counters.adapter_requests += request.adapter is not None
         self.counters.adapter_loads += load_s > 0.0
         self._running[request.id] = self._prefilling = sequence
+        self._prefill(sequence, plan)
         return True
-
-    def _cached(self, request: EngineRequest, length: int) -> list[int]:
-        # A cached prompt alone is not enough: its last token must be computed to get the next one.
-        return self._cache.match(islice(request.hashes, (length - 1) // self.block_size))
 
     def _prefill(self, sequence: LiveSequence, plan: StepPlan) -> bool:
         """Compute as much of the prompt as the budget allows; the end of it is the first token of the answer. False
         where there are too few blocks.
         """
         first, end = sequence.computed, min(sequence.length, sequence.computed + plan.budget)
-        if not self._extend(sequence, end):
+        if not self.kv.extend(sequence, end):
             return False
         plan.chunks.append((first, end))
         plan.budget -= end - first
         sequence.computed = end
-        self._store(sequence, end)
+        self.kv.fill(sequence, end)
         if end == sequence.length:
             self._prefilling = None
             plan.ready.append(sequence)
@@ -342,41 +404,22 @@ class Engine:
             sequence.last_step = plan.now + left
             self._decodes.add(sequence)
         for sequence in done:
-            self._store(sequence, sequence.request.prompt_tokens + sequence.request.output_tokens - 1)
+            self.kv.fill(sequence, sequence.request.prompt_tokens + sequence.request.output_tokens - 1)
             self._stop(sequence)
             del self._live[sequence.request.id]
         self._ended = done
         self._ahead = self._plan() if self._async_scheduling and self._running else None
         self._ended = []
         for sequence in done:
-            self._free(sequence)
+            self._slots.leave(sequence.request.adapter)
+            if sequence.request.pins:
+                self.kv.kept[sequence.request.id] = sequence
+            else:
+                self.kv.release(sequence)
+            self._blocked = False
         return tuple(sequence.request.id for sequence in done)
 
     # --- the life of one sequence -------------------------------------------------------------------------------------
-
-    def _extend(self, sequence: LiveSequence, end: int) -> bool:
-        """Blocks for the tokens up to `end`; False where there are too few."""
-        blocks = self._cache.allocate(math.ceil(end / self.block_size) - len(sequence.blocks))
-        if blocks is None:
-            return False
-        sequence.blocks += blocks
-        return True
-
-    def _grow(self, sequence: LiveSequence, now: int) -> bool:
-        """The next block for a decode that filled one with the step before `now`; False where there is none."""
-        blocks = self._cache.allocate(1)
-        if blocks is None:
-            return False
-        sequence.blocks += blocks
-        self._store(sequence, sequence.mark + now)
-        return True
-
-    def _store(self, sequence: LiveSequence, computed: int) -> None:
-        """Cache the blocks that `computed` tokens fill."""
-        full = computed // self.block_size
-        new = slice(sequence.stored, full)
-        self._cache.store(sequence.blocks[new], sequence.request.hashes[new])
-        sequence.stored = full
 
     def _stop(self, sequence: LiveSequence) -> None:
         """Compute no more of a sequence of the batch."""
@@ -386,21 +429,14 @@ class Engine:
         elif sequence.last_step:
             self._decodes.remove(sequence)
 
-    def _free(self, sequence: LiveSequence) -> None:
-        """Give away the place, the adapter and the blocks of a stopped sequence."""
-        request = sequence.request
-        self._slots.leave(request.adapter)
-        self._cache.release(sequence.blocks, request.hashes, sequence.stored)
-        sequence.blocks = []
-        sequence.stored = 0
-        self._blocked = False
-
     def _preempt(self, sequence: LiveSequence, plan: StepPlan) -> None:
         """Back to the head of the queue, with all its tokens to compute anew."""
         if sequence.last_step:
             sequence.emitted = sequence.request.output_tokens - (sequence.last_step - plan.now + 1)
         self._stop(sequence)
-        self._free(sequence)
+        self._slots.leave(sequence.request.adapter)
+        self.kv.release(sequence)
+        self._blocked = False
         sequence.computed = sequence.last_step = 0
         self._waiting.add_first(sequence)
         self.counters.preemptions += 1

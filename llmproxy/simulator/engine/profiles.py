@@ -46,6 +46,8 @@ class Profile:
         `decode_context_tokens` tokens together, and prefills `chunks`, each a (first, end) range of prompt positions.
         """
         prefill_tokens = sum(end - first for first, end in chunks)
+        if not decodes and not prefill_tokens:
+            return self.overhead_ms / 1000.0
         small_ms = self.small_ms[0] + self.small_ms[1] * (decodes + prefill_tokens)
         large_ms = self.large_ms[0] + self.large_ms[1] * (decodes + self.prefill_factor * prefill_tokens)
         step_ms = self.overhead_ms + max(small_ms, large_ms)

@@ -12,7 +12,9 @@ class StepResult:
     """What one step did; its tokens exist `duration_s` after its start. Everything in it is named by request id.
 
     `emitted` got one token each, in the order of admission; `finished` are those of them that got their last one;
-    `admitted` left the queue, each with the prompt tokens it found cached. `kv_events` are batches, at most one for
+    `admitted` left the queue, each with the prompt tokens it found cached; those of them in `wrong` found KV that is
+    not that of their prompt. `fetches` are requests whose KV is to be fetched from now on, each with the tokens it has
+    not. `kv_events` are batches, at most one for
     each step, each with the seconds from the start of the first step to the end of its own. There are none
     before `publish_kv_events`.
     """
@@ -22,6 +24,8 @@ class StepResult:
     finished: tuple[str, ...] = ()
     admitted: tuple[tuple[str, int], ...] = ()
     preempted: tuple[str, ...] = ()
+    fetches: tuple[tuple[str, int], ...] = ()
+    wrong: tuple[str, ...] = ()
     prefill_tokens: int = 0
     decode_tokens: int = 0
     kv_events: tuple[tuple[float, Changes], ...] = ()
@@ -29,13 +33,20 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """What vLLM publishes after a step. `waiting` counts `deferred` ones, which wait for an adapter slot, too."""
+    """What vLLM publishes after a step.
+
+    `waiting` counts the `deferred` ones too, which wait for an adapter slot or for KV of another engine. Of those for
+    KV, `to_fetch` have not begun to get it, `fetching` are getting it, and `fetched` have it and wait for a place.
+    """
 
     running: int = 0
     waiting: int = 0
     deferred: int = 0
     kv_used: float = 0.0
     running_adapters: tuple[str, ...] = ()
+    to_fetch: int = 0
+    fetching: int = 0
+    fetched: int = 0
 
 
 @dataclass(slots=True)
@@ -43,12 +54,13 @@ class Counters:
     """Totals since the start; queries, hits, prompt and generation are tokens.
 
     As in vLLM, queries and hits count the first admission of a request alone, hits those of the local cache alone, and
-    a prompt counts once its first token is out. Of the `adapter_requests` admitted, `adapter_loads` found their adapter
-    in no slot.
+    a prompt counts once its first token is out. `external` are tokens from other engines and from a store. Of the
+    `adapter_requests` admitted, `adapter_loads` found their adapter in no slot.
     """
 
     prefix_queries: int = 0
     prefix_hits: int = 0
+    external: int = 0
     preemptions: int = 0
     prompt: int = 0
     generation: int = 0

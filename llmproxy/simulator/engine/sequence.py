@@ -12,7 +12,8 @@ class EngineRequest:
     """One sequence: a prompt of `prompt_tokens` (>= 1) that is answered with exactly `output_tokens` (>= 1).
 
     `hashes` are those of `kv_cache.block_hashes` over the prompt, and beyond it over the answer as far as it is known:
-    blocks without a hash are never shared.
+    blocks without a hash are never shared. `pins`: its blocks stay when it has ended, until `Engine.release`.
+    `remote`: the KV of its prompt is fetched from another engine, see `Engine.fetched`.
     """
 
     id: str
@@ -20,6 +21,8 @@ class EngineRequest:
     output_tokens: int
     hashes: Sequence[int] = ()
     adapter: str | None = None
+    pins: bool = False
+    remote: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +30,8 @@ class LiveSequence:
     """A live request. While it decodes, step `t` computes its token number `mark + t`, counted from 0.
 
     `order` is its place in the line of those that wait, smaller first. `computed` counts the tokens of the prefill,
-    `emitted` those answered before it; the first `stored` of its `blocks` are full and cached.
+    `emitted` those answered before it; the first `stored` of its `blocks` are full and cached. `fetch` says that its KV
+    is still to be fetched from another engine, `wrong` that what it has is not that of its prompt.
     """
 
     request: EngineRequest
@@ -39,6 +43,8 @@ class LiveSequence:
     mark: int = 0
     last_step: int = 0
     seen: bool = False
+    fetch: bool = False
+    wrong: bool = False
 
     @property
     def length(self) -> int:
@@ -48,7 +54,9 @@ class LiveSequence:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What the step `now` has decided so far; `ready` are the prompts that it completes."""
+    """What the step `now` has decided so far; `ready` are the prompts that it completes, `fetches` the tokens that are
+    to be fetched for requests from other engines.
+    """
 
     now: int
     budget: int = 0
@@ -57,24 +65,32 @@ class StepPlan:
     ready: list[LiveSequence] = field(default_factory=list)
     admitted: list[tuple[str, int]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
+    fetches: dict[str, int] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
 
 
 class Waiting:
-    """The waiting requests, first come first served; one line per adapter, so that those that fit are found at once."""
+    """The waiting requests, first come first served; one line per adapter, so that those that fit are found at once.
+
+    `to_fetch` of them still need KV of another engine. `fetched` have it and go before all others: they hold blocks.
+    """
 
     def __init__(self) -> None:
         self._lines: dict[str | None, OrderedDict[str, LiveSequence]] = {}
         self._arrivals = 0
         self._returns = 0
         self._passed_over: set[str] = set()
+        self.to_fetch = 0
+        self.fetched: dict[str, LiveSequence] = {}
 
     def __iter__(self) -> Iterator[LiveSequence]:
-        return (sequence for line in self._lines.values() for sequence in line.values())
+        return (sequence for line in (self.fetched, *self._lines.values()) for sequence in line.values())
 
     def add(self, sequence: LiveSequence) -> None:
         self._arrivals += 1
         sequence.order = self._arrivals
         self._lines.setdefault(sequence.request.adapter, OrderedDict())[sequence.request.id] = sequence
+        self.to_fetch += sequence.fetch
 
     def add_first(self, sequence: LiveSequence) -> None:
         self._returns -= 1
@@ -85,6 +101,9 @@ class Waiting:
 
     def remove(self, sequence: LiveSequence) -> None:
         self._passed_over.discard(sequence.request.id)
+        if self.fetched.pop(sequence.request.id, None) is not None:
+            return
+        self.to_fetch -= sequence.fetch
         line = self._lines[sequence.request.adapter]
         del line[sequence.request.id]
         if not line:
@@ -92,6 +111,10 @@ class Waiting:
 
     def first(self, fits: Callable[[str | None], bool]) -> LiveSequence | None:
         """The next request whose adapter `fits`. Requests before it in the line count as passed over."""
+        for sequence in self.fetched.values():
+            if fits(sequence.request.adapter):
+                return sequence
+            self._passed_over.add(sequence.request.id)
         heads, others = [], []
         for adapter, line in self._lines.items():
             if fits(adapter):

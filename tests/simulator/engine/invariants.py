@@ -12,13 +12,19 @@ from llmproxy.simulator.engine.kv_cache import KvCache
 def check_engine(engine: Engine) -> None:
     """Raise AssertionError unless all state agrees with a recount."""
     live, running, waiting = engine._live.values(), engine._running.values(), list(engine._waiting)
-    check_cache(engine._cache, [(one.blocks, one.request.hashes, one.stored) for one in live])
+    beside = [*engine._abandoned.values(), *engine.kv.kept.values()]
+    check_cache(engine._cache, [(one.blocks, one.request.hashes, one.stored) for one in [*live, *beside]])
     for line in engine._waiting._lines.values():
         orders = [sequence.order for sequence in line.values()]
         assert orders, "an empty line was kept"
         assert orders == sorted(orders), "a line is out of order"
-    assert len(waiting) + len(running) == len(live), "a request is in no list or in two"
-    assert all(not sequence.blocks for sequence in waiting), "a waiting request holds blocks"
+    fetching = engine._fetching.values()
+    assert len(waiting) + len(fetching) + len(running) == len(live), "a request is in no list or in two"
+    fetched = engine._waiting.fetched.values()
+    assert all(bool(one.blocks) == (one in fetched) for one in waiting), "a waiting request holds blocks"
+    assert engine._waiting.to_fetch == sum(one.fetch for one in waiting), "those that need KV are miscounted"
+    planned = engine._ahead.fetches if engine._ahead is not None else {}
+    assert planned.keys() <= engine._fetching.keys(), "a transfer is planned for nobody"
     assert len(running) <= engine.max_num_seqs, "more run than max_num_seqs"
     if engine._prefilling is not None:
         assert next(reversed(running)) is engine._prefilling, "a request runs behind a cut prefill"

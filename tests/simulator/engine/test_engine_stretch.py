@@ -20,9 +20,11 @@ from tests.simulator.engine.invariants import check_engine
 H100 = PROFILES["llama-8b-h100"]
 
 
-def wanted(name: str, prompt: int, output: int, adapter: str | None = None) -> EngineRequest:
+def wanted(
+    name: str, prompt: int, output: int, adapter: str | None = None, pins: bool = False, remote: bool = False
+) -> EngineRequest:
     """Prompts share their beginning, and an answer is what a longer prompt goes on with."""
-    return EngineRequest(name, prompt, output, block_hashes(range(prompt + output), 16, adapter), adapter)
+    return EngineRequest(name, prompt, output, block_hashes(range(prompt + output), 16, adapter), adapter, pins, remote)
 
 
 def state(engine: Engine) -> list[object]:
@@ -39,6 +41,8 @@ def state(engine: Engine) -> list[object]:
             one.mark,
             one.last_step,
             one.seen,
+            one.fetch,
+            one.wrong,
         )
         for one in engine._live.values()
     ]
@@ -52,6 +56,11 @@ def state(engine: Engine) -> list[object]:
         live,
         cache,
         list(engine._cache._freed.items()),
+        sorted(engine._fetching),
+        list(engine._waiting.fetched),
+        sorted(engine._abandoned),
+        sorted(engine.kv.kept),
+        engine.kv._wrong,
     ]
 
 
@@ -77,13 +86,15 @@ def test_a_stretch_leaves_what_its_steps_would_have_left(data: st.DataObject) ->
         engine.publish_kv_events()
     published: set[int] = set()
     owed: dict[str, int] = {}
+    transfers: list[str] = []
     for number in range(data.draw(st.integers(1, 40))):
-        action = data.draw(st.sampled_from(("add", "go", "go", "go", "abort")))
+        action = data.draw(st.sampled_from(("add", "go", "go", "go", "abort", "transfer", "release")))
         if action == "add":
             prompt = data.draw(st.integers(1, quick.kv_room_tokens - 1))
             output = data.draw(st.integers(1, quick.kv_room_tokens - prompt))
             adapter = data.draw(st.sampled_from((None, None, "a", "b", "c", "d")))
-            request = wanted(str(number), prompt, output, adapter)
+            pins, remote = data.draw(st.sampled_from(((False, False), (True, False), (False, True))))
+            request = wanted(str(number), prompt, output, adapter, pins=pins, remote=remote)
             quick.add(request)
             slow.add(request)
             owed[request.id] = output
@@ -92,12 +103,29 @@ def test_a_stretch_leaves_what_its_steps_would_have_left(data: st.DataObject) ->
             assert quick.abort(name)
             assert slow.abort(name)
             del owed[name]
-        else:
+        elif action == "transfer" and transfers:
+            name = data.draw(st.sampled_from(transfers))
+            transfers.remove(name)
+            how = data.draw(st.sampled_from(("right", "wrong", "lost")))
+            for engine in (quick, slow):
+                engine.not_fetched(name) if how == "lost" else engine.fetched(name, how == "right")
+        elif action == "release" and quick.kv.kept:
+            name = data.draw(st.sampled_from(sorted(quick.kv.kept)))
+            assert quick.release(name)
+            assert slow.release(name)
+        elif quick.busy:
             stable = quick.stable_steps()
-            go(quick, slow, data.draw(st.integers(min(stable, 1), stable)), published, owed)
+            transfers += go(quick, slow, data.draw(st.integers(min(stable, 1), stable)), published, owed)
         check_engine(quick)
-    while slow.busy:
-        go(quick, slow, quick.stable_steps(), published, owed)
+    while slow.busy or transfers or slow.kv.kept:
+        while slow.busy:
+            transfers += go(quick, slow, quick.stable_steps(), published, owed)
+        for engine in (quick, slow):
+            for name in transfers:
+                engine.fetched(name)
+            for name in list(engine.kv.kept):
+                engine.release(name)
+        transfers = []
     assert not quick.busy
     assert not owed
     assert slow.gauges().kv_used == 0.0
@@ -107,7 +135,8 @@ def step_of(engine: Engine, owed: dict[str, int]) -> StepResult:
     """Do a step and check that every request gets exactly its tokens, and ends with the last one."""
     result = engine.step()
     assert not engine.busy or result.duration_s > 0
-    assert result.emitted or result.prefill_tokens or result.preempted or not owed
+    kept = engine.kv.kept or engine._fetching or engine._abandoned
+    assert result.emitted or result.prefill_tokens or result.preempted or result.fetches or kept or not owed
     for name in result.emitted:
         owed[name] -= 1
         assert (owed[name] == 0) == (name in result.finished)
@@ -116,8 +145,10 @@ def step_of(engine: Engine, owed: dict[str, int]) -> StepResult:
     return result
 
 
-def go(quick: Engine, slow: Engine, steps: int, published: set[int], owed: dict[str, int]) -> None:
-    """Take `steps` steps in both (0: one that is not stable) and compare. `published` is what KV events add up to."""
+def go(quick: Engine, slow: Engine, steps: int, published: set[int], owed: dict[str, int]) -> list[str]:
+    """Take `steps` steps in both (0: one that is not stable) and compare; the transfers that begin. `published` is what
+    KV events add up to.
+    """
     if steps == 0:
         result = quick.step()
         assert result == step_of(slow, owed)
@@ -129,7 +160,7 @@ def go(quick: Engine, slow: Engine, steps: int, published: set[int], owed: dict[
         assert all(one.finished == () for one in singles[:-1]), "somebody ended before the last step of a stretch"
         assert result.finished == singles[-1].finished
         assert result.decode_tokens == sum(one.decode_tokens for one in singles) == steps * decodes
-        assert not any(one.prefill_tokens or one.admitted or one.preempted for one in singles)
+        assert not any(one.prefill_tokens or one.admitted or one.preempted or one.fetches for one in singles)
         ends_s = accumulate(one.duration_s for one in singles)
         batches = [(end_s, one.kv_events[0][1]) for end_s, one in zip(ends_s, singles, strict=True) if one.kv_events]
         assert [changes for _, changes in result.kv_events] == [changes for _, changes in batches]
@@ -140,6 +171,7 @@ def go(quick: Engine, slow: Engine, steps: int, published: set[int], owed: dict[
     assert published == quick._cache._cached.keys()
     assert state(quick) == state(slow)
     check_engine(quick)
+    return [name for name, _ in result.fetches]
 
 
 @settings(deadline=None, max_examples=100)

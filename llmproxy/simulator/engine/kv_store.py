@@ -1,0 +1,62 @@
+"""A store of KV blocks that several engines share, such as a folder or LMCache: what one has computed, all may load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from pathlib import Path
+from struct import Struct
+from typing import Protocol
+
+_HASH = Struct("<q")
+
+
+class KvStore(Protocol):
+    """Which blocks are stored, by the hashes of `kv_cache.block_hashes`. Nothing is ever removed."""
+
+    def found(self, hashes: Sequence[int]) -> int:
+        """How many of the first of these blocks are stored."""
+
+    def save(self, hashes: Sequence[int]) -> None:
+        """These blocks were computed."""
+
+
+class SharedStore:
+    """A store in memory, for engines of one process."""
+
+    def __init__(self) -> None:
+        self._stored: set[int] = set()
+
+    def found(self, hashes: Sequence[int]) -> int:
+        return sum(1 for _ in takewhile(self._stored.__contains__, hashes))
+
+    def save(self, hashes: Iterable[int]) -> None:
+        self._stored.update(hashes)
+
+
+class StoreFile:
+    """A store in a file, for engines of several processes: each appends what it computed, and reads what others did."""
+
+    def __init__(self, path: Path) -> None:
+        path.touch()
+        self._path = path
+        self._stored: set[int] = set()
+        self._read_bytes = 0
+
+    def found(self, hashes: Sequence[int]) -> int:
+        with self._path.open("rb") as file:
+            file.seek(self._read_bytes)
+            data = file.read()
+        # The last record may still be on its way.
+        whole = len(data) - len(data) % _HASH.size
+        self._read_bytes += whole
+        self._stored.update(one for (one,) in _HASH.iter_unpack(data[:whole]))
+        return sum(1 for _ in takewhile(self._stored.__contains__, hashes))
+
+    def save(self, hashes: Sequence[int]) -> None:
+        new = [one for one in hashes if one not in self._stored]
+        if new:
+            # What is appended in one write never mixes with what others append.
+            with self._path.open("ab", buffering=0) as file:
+                file.write(b"".join(map(_HASH.pack, new)))
+            self._stored.update(new)
