@@ -53,10 +53,20 @@ class Alert:
 
 
 def _errors(window: str) -> str:
-    server = f'rate(llmproxy_requests_total{{outcome="upstream_status",code="5xx"}}[{window}])'
-    failed = f'sum by (job, band) (rate(llmproxy_requests_total{{outcome=~"{FAILED}"}}[{window}]) or {server})'
-    counted = f'sum by (job, band) (rate(llmproxy_requests_total{{outcome!~"{NOT_OURS}"}}[{window}]) or {server})'
-    return f"({failed} or 0 * {counted}) / {counted}"
+    """By band. What failed before it had a band is a share of everything, since only that has the band `none`."""
+
+    def ended(outcomes: str, by: str, band: str) -> str:
+        found = f"rate(llmproxy_requests_total{{{outcomes},{band}}}[{window}])"
+        server = f'rate(llmproxy_requests_total{{outcome="upstream_status",code="5xx",{band}}}[{window}])'
+        return f"sum by ({by}) ({found} or {server})"
+
+    named, none, any_band = 'band!="none"', 'band="none"', 'band=~".*"'
+    failed, counted = f'outcome=~"{FAILED}"', f'outcome!~"{NOT_OURS}"'
+    of_band = ended(counted, "job, band", named)
+    return (
+        f"({ended(failed, 'job, band', named)} or 0 * {of_band}) / {of_band}"
+        f" or {ended(failed, 'job, band', none)} / on (job) group_left () {ended(counted, 'job', any_band)}"
+    )
 
 
 def _missed(window: str) -> str:

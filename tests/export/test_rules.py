@@ -42,8 +42,8 @@ def proxy(metric: str, **labels: str) -> str:
     return f"llmproxy_{metric}{{{','.join(f'{name}={value!r}' for name, value in given.items())}}}".replace("'", '"')
 
 
-def ended(outcome: str, code: str = "2xx") -> str:
-    return proxy("requests_total", outcome=outcome, code=code, band="default", model="m")
+def ended(outcome: str, code: str = "2xx", band: str = "default") -> str:
+    return proxy("requests_total", outcome=outcome, code=code, band=band, model="m")
 
 
 def objectives(missed: int, band: str = "critical") -> Series:
@@ -99,6 +99,9 @@ CASES = (
          {**BURNT, "severity": "page", "window": "6h"}, FINE | CLIENTS),
     Case("LlmproxyErrorBudgetBurn", "80h", FINE | {ended("broken_stream"): "0+2x5000"},
          {**BURNT, "severity": "ticket", "window": "3d"}, FINE | {ended("broken_stream"): "0+0.5x5000"}),
+    Case("LlmproxyErrorBudgetBurn", "90m", FINE | {ended("rejected_capacity", "5xx", "none"): "0+20x5000"},
+         {**JOB, "band": "none", "severity": "page", "window": "1h"},
+         FINE | {ended("rejected_capacity", "5xx", "none"): "0+0.5x5000"}),
     Case("LlmproxyObjectiveBurn", "70m", objectives(20), {**JOB, "band": "critical"},
          objectives(5) | objectives(50, "default")),
     Case("LlmproxyNoBackend", "5m", {proxy("build_info", version="1"): "1x10"}, HERE,
