@@ -58,8 +58,9 @@ def _waiting(pool: PoolSnapshot, bands: dict[int, str]) -> str:
     oldest_s = max((flow.oldest_age_s for band in asked for flow in band.shown), default=0.0)
     total = sum(band.waiting for band in asked)
     why = f": {first.reason}" if first.reason is not None else ""
-    if first.reason is Reason.FULL and len(pool.backends) > 1:
-        why = f": all {len(pool.backends)} replicas are full"
+    available = sum(one.view.available for one in pool.backends)
+    if first.reason is Reason.FULL and available > 1:
+        why = f": all {available} replicas are full"
     return f"{pool.pool}: {counts} {'requests wait' if total != 1 else 'request waits'}, up to {oldest_s:.1f} s{why}."
 
 

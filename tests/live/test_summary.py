@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +26,9 @@ def band(level: int, waiting: int = 0, oldest_s: float = 0.0, **fields: Any) -> 
     )
 
 
-def pool(*bands: BandSnapshot, backends: int = 3) -> PoolSnapshot:
-    return PoolSnapshot("llama", True, False, 0, 0, bands, (None,) * backends)  # type: ignore[arg-type]
+def pool(*bands: BandSnapshot, backends: int = 3, down: int = 0) -> PoolSnapshot:
+    shown: Any = [SimpleNamespace(view=SimpleNamespace(available=at < backends)) for at in range(backends + down)]
+    return PoolSnapshot("llama", True, False, 0, 0, bands, tuple(shown))
 
 
 UP = [status("gpu-0"), status("gpu-1"), status("gpu-2")]
@@ -44,6 +45,15 @@ UP = [status("gpu-0"), status("gpu-1"), status("gpu-2")]
             UP,
             {},
             ("warning", "llama: 12 default, 1 sheddable requests wait, up to 2.1 s: all 3 replicas are full."),
+        ),
+        (
+            [pool(band(0, 1, 0.4), backends=2, down=1)],
+            [*UP[:2], status("gpu-2", "down")],
+            {},
+            (
+                "warning",
+                "gpu-2 is down. llama: 1 default request waits, up to 0.4 s: all 2 replicas are full.",
+            ),
         ),
         (
             [pool(band(0, 1, 0.4), backends=1)],
