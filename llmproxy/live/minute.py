@@ -92,12 +92,29 @@ class BandSums:
 
 
 class BackendSums:
-    """The attempts that one backend had, and the tokens of the requests whose last one it was."""
+    """The attempts that one backend had, and the tokens of the requests whose last one it was.
 
-    __slots__ = ("cached", "ends", "expected", "failures", "output", "prompt")
+    `firsts` of them had a first token, `streams` a time per token after it. The sums of both times are in microseconds,
+    because sums of floats would keep a rest.
+    """
+
+    __slots__ = (
+        "cached", "ends", "expected", "failures", "first_us", "firsts", "output", "prompt", "streams", "token_us"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.ends = self.failures = self.prompt = self.output = self.expected = self.cached = 0
+        self.first_us = self.firsts = self.token_us = self.streams = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """The mean time from the grant to the first token, None without any."""
+        return self.first_us / self.firsts * 1e-6 if self.firsts else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """The mean time per token after the first, None without any."""
+        return self.token_us / self.streams * 1e-6 if self.streams else None
 
 
 class FlowSums:
@@ -147,9 +164,10 @@ class Sums:
         tokens = max(0, result.prompt_tokens or 0), max(0, result.output_tokens or 0)
         if asked.flow is not None:
             self._add_flow((name, asked.flow), asked.weight, sum(tokens))
+        tpot_s = ended.time_per_output_token_s
         if asked.stream and result.ttft_s is not None:
             band.ttft_s[bucket_of(result.ttft_s)] += 1
-            if (tpot_s := ended.time_per_output_token_s) is not None:
+            if tpot_s is not None:
                 band.tpot_s[bucket_of(tpot_s)] += 1
         for attempt in routing.tried:
             if attempt.backend is not None:
@@ -167,9 +185,14 @@ class Sums:
         if result.cached_tokens is not None:
             backend.cached += max(0, result.cached_tokens)
             backend.expected += max(0, last.expected_cached_tokens or 0)
-        if last.predicted_ttft is not None and asked.stream:
-            observed_s = ended.backend_ttft_s
-            if observed_s is not None and observed_s > 0.0:
+        if tpot_s is not None:
+            backend.token_us += round(tpot_s * 1e6)
+            backend.streams += 1
+        observed_s = ended.backend_ttft_s
+        if observed_s is not None and observed_s > 0.0:
+            backend.first_us += round(observed_s * 1e6)
+            backend.firsts += 1
+            if last.predicted_ttft is not None:
                 self.error_ratio += last.predicted_ttft.error_ratio(observed_s)
                 self.errors += 1
 

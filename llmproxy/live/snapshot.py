@@ -211,6 +211,8 @@ class LiveSnapshot:
             "failed": sums.failures,
             "hit_share": _rounded(sums.cached / sums.prompt, 4) if sums.prompt else None,
             "expected_share": _rounded(sums.expected / sums.prompt, 4) if sums.prompt else None,
+            "ttft_s": _rounded(sums.ttft_s, 5),
+            "tpot_s": _rounded(sums.tpot_s, 5),
             "prompts_slower": _rounded(pace.prefill_factor, 3) if pace is not None else None,
             "tokens_slower": _rounded(pace.step_factor, 3) if pace is not None else None,
             "busy_share": _rounded(pace.busy_share, 3) if pace is not None else None,

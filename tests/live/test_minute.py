@@ -78,6 +78,9 @@ def test_the_minute_is_the_sum_of_its_seconds(ends: list[tuple[int, str, float]]
     assert total.backend("b0").prompt == 10 * len(last)
     assert total.errors == len(last)
     assert total.error_ratio == pytest.approx(0.5 * len(last))
+    tokens_s = [max(0.0, 0.8 - wait_s) / 4 for _, wait_s in last]
+    assert total.backend("b0").ttft_s == (pytest.approx(0.2, abs=1e-6) if last else None)
+    assert total.backend("b0").tpot_s == (pytest.approx(sum(tokens_s) / len(last), abs=1e-6) if last else None)
     assert minute.span_s == min(SPAN_S, second + 1)
 
 

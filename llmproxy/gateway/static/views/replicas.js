@@ -59,14 +59,16 @@ export function replicaTable(store, full) {
     { title: "Engine queue", number: true, value: (one) => one.waiting, text: (one) => count(one.waiting), hint: "Requests that wait inside the engine" },
     { title: "Tokens/s", number: true, value: (one) => one.output_tokens_per_s, text: (one) => number(one.output_tokens_per_s), hint: "Output tokens of the last minute" },
     { title: "Cache hits", number: true, value: (one) => one.hit_share, text: (one) => percent(one.hit_share), hint: "Share of the prompt tokens that its prefix cache had, last minute" },
-    { title: "Prompts", value: (one) => one.prompts_slower, text: (one) => pace(one, one.prompts_slower), hint: "Pace of its prompts against the other replicas of the pool, while it is up" },
-    { title: "Tokens", value: (one) => one.tokens_slower, text: (one) => pace(one, one.tokens_slower), hint: "Pace of its output tokens against the pool, while it is up" },
+    { title: "TTFT", number: true, value: (one) => one.ttft_s, text: (one) => duration(one.ttft_s), hint: "Mean time of the replica to the first token of a stream, last minute" },
+    { title: "Per token", number: true, value: (one) => one.tpot_s, text: (one) => duration(one.tpot_s), hint: "Mean time per token after the first, last minute" },
   ];
   if (full) {
     columns.push(
       { title: "Failed", number: true, value: (one) => one.failed, text: (one) => `${count(one.failed)} of ${count(one.ended)}`, hint: "Attempts of the last minute" },
       { title: "Adapters", value: (one) => one.adapters.length, text: (one) => one.adapters.join(", ") || "none" },
       { title: "Read", number: true, value: (one) => one.reading_age_s, text: (one) => (one.reading_age_s === null ? "never" : `${duration(one.reading_age_s)} ago`), hint: "Age of the newest reading of its metrics" },
+      { title: "Prompts", value: (one) => one.prompts_slower, text: (one) => pace(one, one.prompts_slower), hint: "Its pace for prompts against its pool, as placement has learned it" },
+      { title: "Tokens", value: (one) => one.tokens_slower, text: (one) => pace(one, one.tokens_slower), hint: "Its pace for output tokens against its pool, as placement has learned it" },
       { title: "Pool", value: (one) => one.pool, text: (one) => one.pool ?? "none" },
       { title: "Address", value: (one) => one.url, text: (one) => one.url },
     );
