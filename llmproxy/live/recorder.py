@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from heapq import nlargest
 from itertools import islice
 from math import floor
+from threading import get_ident
 
 from llmproxy.core.snapshot import BackendStatus
 from llmproxy.dispatcher import Dispatcher
@@ -41,10 +44,17 @@ class Recorder:
         self.history = History(worst=("state",), fleeting=("flow/",))
         self.grants_per_s: dict[int, float] = {}
         self._granted: dict[int, int] = {}
+        self._loop, self._thread = asyncio.get_running_loop(), get_ident()
 
     def heard(self, level: str, name: str, fields: Mapping[str, object]) -> None:
-        """Remember a log line."""
-        self.events.note(level, name, fields, asyncio.get_running_loop().time())
+        """Remember a log line of any thread."""
+        note = partial(self.events.note, level, name, dict(fields), self._loop.time())
+        if get_ident() == self._thread:
+            note()
+        else:
+            # The pages read the events on the loop. A line that comes after its end is in the log alone.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(note)
 
     async def run(self) -> None:
         """Write a row at each full second, until cancelled."""

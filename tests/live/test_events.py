@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import Iterator
+from functools import partial
+from threading import Thread
+from typing import Any, cast
 
 import pytest
 import structlog
 
 from llmproxy.core.domain import Outcome
 from llmproxy.live.events import EVENTS_MAX, TEXT_CHARS_MAX, Events
+from llmproxy.live.recorder import Recorder
 from llmproxy.telemetry import logs
 from llmproxy.telemetry.logs import heard_by, log_exit
 from tests.exits import exit_of
@@ -55,6 +60,29 @@ def test_requests_are_not_among_what_is_heard(output: io.StringIO) -> None:
         )
         log.info("request", request_id="r")
     assert found == []
+
+
+async def test_a_thread_has_lines_too(output: io.StringIO) -> None:
+    logs.configure("text", "info", output)
+    recorder = Recorder(cast(Any, None), lambda: (), dict)
+    with heard_by(recorder.heard):
+        await asyncio.to_thread(log.warning, "spans_lost", why="it is gone")
+        await asyncio.sleep(0)
+        log.info("backend_up", backend="gpu-0")
+    assert [event.name for event in recorder.events.newest_first()] == ["backend_up", "spans_lost"]
+
+
+def test_a_thread_outlives_the_loop(output: io.StringIO) -> None:
+    logs.configure("text", "info", output)
+
+    async def made() -> Recorder:
+        return Recorder(cast(Any, None), lambda: (), dict)
+
+    thread = Thread(target=partial(log.warning, "spans_lost"))
+    with heard_by(asyncio.run(made()).heard):
+        thread.start()
+        thread.join()
+    assert "spans_lost" in output.getvalue()
 
 
 def test_an_event_has_the_fields_of_its_line_and_the_newest_comes_first() -> None:
