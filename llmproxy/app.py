@@ -22,6 +22,7 @@ from llmproxy.fleet.adapter_keeper import AdapterKeeper
 from llmproxy.fleet.discovery import Discovery, addresses, services
 from llmproxy.fleet.events import BackendEvents, BackendLog, PollCounter
 from llmproxy.fleet.registry import BackendRegistry
+from llmproxy.fleet.start_times import StartTimes
 from llmproxy.fleet.state_file import State, StateFile
 from llmproxy.gateway.admin.adapters import AdapterRoutes
 from llmproxy.gateway.admin.backends import BackendRoutes
@@ -226,7 +227,8 @@ async def _wired(
     # Polls keep connections of their own. A request that opens a new one fails early where the machine is gone, and
     # goes to another backend without any risk.
     polls = await stack.enter_async_context(HttpUpstream(endpoints))
-    events = BackendEvents(dispatcher, [backend_log, PollCounter(metrics)])
+    starts = StartTimes(pools, now, metrics.replica_started)
+    events = BackendEvents(dispatcher, [backend_log, PollCounter(metrics), starts])
     registry = BackendRegistry(dispatcher, polls, events, config.poll, config.backend_api_key, endpoints)
     stack.push_async_callback(registry.close)
     recorder = Recorder(dispatcher, registry.statuses, lambda: gateway.rulebook.current.band_names)

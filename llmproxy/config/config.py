@@ -33,6 +33,7 @@ from llmproxy.config.schema import (
     ObjectiveConfig,
     PollConfig,
     QueueConfig,
+    ReplicaGroupConfig,
     RetryConfig,
     ScalingConfig,
     SchedulingConfig,
@@ -54,9 +55,11 @@ from llmproxy.config.value_types import (
     from_text,
     hash_of,
     integer_of,
+    nearest,
     one_of,
 )
 from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE, Role
+from llmproxy.core.scaling.groups import Group
 from llmproxy.core.settings import (
     CapacitySettings,
     HealthSettings,
@@ -140,6 +143,8 @@ class Config(Section):
     """Which request goes next, and to which backend."""
     queue: QueueConfig = Field(default=QueueConfig(), validate_default=True)
     """Limits of the queue."""
+    replica_groups: tuple[ReplicaGroupConfig, ...] = ()
+    """Kinds of replicas and what they cost, for `/scale`."""
     scaling: ScalingConfig = ScalingConfig()
     """The number of replicas that each pool needs, as `/scale` says it."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
@@ -224,6 +229,22 @@ class Config(Section):
                 first.setdefault(key.hash, f"tenants[{i}].keys[{j}]")
         report(problems)
         return tenants
+
+    @field_validator("replica_groups")
+    @classmethod
+    def _sound_groups(
+        cls, groups: tuple[ReplicaGroupConfig, ...], info: ValidationInfo
+    ) -> tuple[ReplicaGroupConfig, ...]:
+        names = [group.name for group in groups]
+        problems = repeated(names, "name")
+        for i, backend in enumerate(info.data.get("backends", ()) if names else ()):
+            if backend.group is not None and backend.group not in names:
+                near = nearest(backend.group, names)
+                problems.append(
+                    ((), f'no entry is named {backend.group!r}, as backends[{i}].group (nearest: "{near}")')
+                )
+        report(problems)
+        return groups
 
     @field_validator("scaling")
     @classmethod
@@ -389,6 +410,7 @@ def settings_of(config: Config) -> Settings:
         scaling=ScalingSettings(
             **_same_names(ScalingSettings, config.scaling, but=("from_band",)),
             from_band=config.band(config.scaling.from_band),
+            groups=tuple(Group(one.name, one.cost, min=one.min, max=one.max) for one in config.replica_groups),
         ),
     )
 

@@ -23,6 +23,7 @@ SAMPLE = {
     "backends": [{"url": "http://localhost:8000"}],
     "models": [{"name": "my-model"}],
     "objectives": [{"name": "interactive", "criticality": "critical", "ttft_s": 0.5}],
+    "replica_groups": [{"name": "spot"}],
     "tenants": [{"name": "acme", "keys": [{"hash": hash_of("acme"), "expires": "2027-01-31"}]}],
 }
 """Entries that show the keys of lists which are empty by default."""

@@ -121,6 +121,8 @@ class BackendConfig(Section):
     """Most requests in flight at once: the --max-num-seqs of the server. null: the proxy learns it."""
     prompt_tokens: PromptRange | None = Field(default=None, examples=[[1, 4000]])
     """Prompt lengths that the backend is meant for: [from, to]. Others only if the rest is much slower. null: any."""
+    group: Name | None = None
+    """Group of equal replicas that an autoscaler scales as one; see replica_groups."""
     role: Annotated[str, one_of(tuple(Role))] = "both"
     """What the server is meant to compute: both, prefill (prompts for others) or decode (answers to them)."""
     api_key: ApiKey | None = Field(default=None, repr=False)
@@ -332,6 +334,26 @@ class QueueConfig(Section):
     """Most estimated tokens of waiting requests of one flow. null: no limit."""
 
 
+def _not_below_min(value: int | None, info: ValidationInfo) -> int | None:
+    least = info.data.get("min", 0)
+    if value is not None and value < least:
+        raise ValueError(f"{value} should not be below min, which is {least}")
+    return value
+
+
+class ReplicaGroupConfig(Section):
+    name: Name = Field(examples=["spot"])
+    """Name that backends[].group has."""
+    cost: Annotated[Number, Field(gt=0)] = 1.0
+    """Price of a replica, in any unit. The cheapest work is taken first."""
+    min: Annotated[Integer, Field(ge=0)] = 0
+    """Fewest replicas of the group."""
+    max: Annotated[Integer, Field(ge=1)] | None = None
+    """Most replicas of the group; null for any number."""
+
+    _above_min = field_validator("max")(_not_below_min)
+
+
 class ScalingConfig(Section):
     pools: Names = Field(default=(), examples=[["llama-3.1-8b"]])
     """Base models that may have no replica at the moment. Their requests are held for queue.hold_s, and ask for one."""
@@ -347,18 +369,12 @@ class ScalingConfig(Section):
     """Share of a replica (above 0, to 1) that planned work may take."""
     target_tpot_s: Seconds | None = None
     """Time per output token that replicas should keep. null: the mean objective of the requests, if they have one."""
-    start_s: Seconds = 120.0
-    """How long a new replica takes until it serves. A trend is followed so far."""
+    start_s: Seconds | None = None
+    """How long a new replica takes until it serves: a trend is followed so far. null: what was seen, or 120."""
     idle_s: Seconds = 900.0
     """After this time without a request a pool needs no replica, if `min` is 0."""
 
-    @field_validator("max")
-    @classmethod
-    def _above_min(cls, value: int | None, info: ValidationInfo) -> int | None:
-        least = info.data.get("min", 0)
-        if value is not None and value < least:
-            raise ValueError(f"{value} should not be below min, which is {least}")
-        return value
+    _above_min = field_validator("max")(_not_below_min)
 
 
 class TimeoutsConfig(Section):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Role
+from llmproxy.core.scaling.groups import Group
 
 BELOW_HIGHEST = 0.99
 """The most that a band below the highest one in use may fill of what that one may: a KV-cache is never quite full."""
@@ -89,8 +90,10 @@ class ScalingSettings:
     `pools` are base models that may have no replica at the moment: their requests are held, and ask for one.
     Requests of the band `from_band` and above ask for replicas. The number is within `min` and `max`, None for any.
     What waits should be served within `drain_s`. A replica is used up to `utilisation` (0..1], and keeps
-    `target_tpot_s` per token; None takes the mean objective of the requests. A new replica is ready after `start_s`.
-    After `idle_s` without a request none is needed.
+    `target_tpot_s` per token; None takes the mean objective of the requests. A new replica is ready after `start_s`;
+    None takes what was seen.
+    After `idle_s` without a request none is needed. `groups` are kinds of replicas, with neither their speed nor their
+    number.
     """
 
     pools: tuple[str, ...] = ()
@@ -100,8 +103,9 @@ class ScalingSettings:
     drain_s: float = 60.0
     utilisation: float = 0.8
     target_tpot_s: float | None = None
-    start_s: float = 120.0
+    start_s: float | None = None
     idle_s: float = 900.0
+    groups: tuple[Group, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

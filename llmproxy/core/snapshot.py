@@ -48,6 +48,7 @@ class BackendStatus:
 
     `role` is what it is meant to compute, `source` says where its address comes from, `state` is its administrative or
     health state. `since_s` is the time, on the clock of the loop, when it joined or was last drained or undrained.
+    `group` is the group of replicas that an autoscaler scales as one.
     """
 
     name: str
@@ -57,6 +58,7 @@ class BackendStatus:
     state: str
     in_flight: int
     since_s: float
+    group: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

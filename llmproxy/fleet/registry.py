@@ -278,7 +278,9 @@ class BackendRegistry:
             state = MemberState.UP if backend.health.available(_now()) else MemberState.RESTING
         config = member.config
         in_flight = self._dispatcher.in_flight(config.name)
-        return BackendStatus(config.name, config.url, config.role, member.source, state, in_flight, member.since_s)
+        return BackendStatus(
+            config.name, config.url, config.role, member.source, state, in_flight, member.since_s, config.group
+        )
 
 
 def _now() -> float:

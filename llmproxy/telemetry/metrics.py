@@ -35,6 +35,7 @@ TTFT_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 4.0, 8.0, 15.
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 GAP_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1800.0)
+START_BUCKETS_S = (5.0, 10.0, 20.0, 40.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0, 1200.0, 1800.0)
 DECISION_BUCKETS_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 
 
@@ -150,6 +151,12 @@ def _scale(needs: Mapping[str, Need]) -> Iterator[GaugeMetricFamily]:
         for term, replicas in need.terms.items():
             terms.add_metric([pool, term], replicas)
     yield terms
+    group_text = "Replicas of a group that the pool should have, not rounded."
+    groups = GaugeMetricFamily("llmproxy_scale_group_need_replicas", group_text, labels=["pool", "group"])
+    for pool, need in needs.items():
+        for group, one in need.groups.items():
+            groups.add_metric([pool, group], one.need)
+    yield groups
     capacity = ((pool, need.capacity.requests_per_s) for pool, need in needs.items() if need.capacity is not None)
     text = "Requests per second that one replica can serve, of those that come now."
     yield _gauge("replica_capacity_requests_per_second", text, "pool", capacity)
@@ -218,6 +225,7 @@ _HISTOGRAMS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
     ("prediction_error_ratio", "backend time", "Difference of predicted and observed times, as a part of the observed.",
      ()),
     ("decision_seconds", "", "One decision pass.", DECISION_BUCKETS_S),
+    ("replica_start_seconds", "pool", "From when a new backend is known until it serves.", START_BUCKETS_S),
 )  # fmt: skip
 
 
@@ -237,6 +245,7 @@ class Metrics:
             for name, labels, text, buckets in _HISTOGRAMS
         }
         self._decision = distributions["decision_seconds"][()]
+        self._starts, self._pool = distributions["replica_start_seconds"], Capped()
         self._series: dict[str, Counts | Distributions] = {**self._counts, **distributions}
         self.record = exit_recorder(self._series, Capped(UNKNOWN_MODEL), Capped())
         """Count one request that has ended. Called exactly once for each."""
@@ -277,6 +286,10 @@ class Metrics:
         self._reload_ok.set(ok)
         if ok:
             self._reloaded_at.set_to_current_time()
+
+    def replica_started(self, pool: str, took_s: float) -> None:
+        """Count one new backend that serves, `took_s` after it was known."""
+        self._starts[self._pool(pool),].observe(took_s)
 
     def looked(self, source: str, ok: bool) -> None:
         """Count one look at a source of backends."""

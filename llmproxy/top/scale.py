@@ -32,7 +32,10 @@ def scale(found: dict[str, Any]) -> RenderableType:
         pools = found["pools"]
         if not pools:
             return Text("No pool is known yet.")
-        return Group(_pools(pools), Text(), _terms(pools))
+        parts: list[RenderableType] = [_pools(pools), Text(), _terms(pools)]
+        if any(pool["groups"] for pool in pools):
+            parts += [Text(), _groups(pools)]
+        return Group(*parts)
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise AskError(f"this is not the scale of this version of llmproxy: {error!r}") from None
 
@@ -61,6 +64,17 @@ def _terms(pools: list[dict[str, Any]]) -> Table:
         if pool["terms"]:
             values = [f"{pool['terms'][term]:.2f}" for term in TERMS]
             table.add_row(Text(printable(pool["pool"])), *values, f"{pool['prefill']:.2f}", f"{pool['decode']:.2f}")
+    return table
+
+
+def _groups(pools: list[dict[str, Any]]) -> Table:
+    """Which replicas, where a pool has several kinds."""
+    table = _table("group", "pool", "up", "needs", "wants", "cost")
+    for pool in pools:
+        for name, one in pool["groups"].items():
+            wants = Text(f"{one['desired']:,}", "" if one["desired"] == one["up"] else "bold yellow")
+            cells = f"{one['up']:,}", f"{one['need']:.2f}", wants, f"{one['cost']:g}"
+            table.add_row(Text(printable(name)), Text(printable(pool["pool"])), *cells)
     return table
 
 

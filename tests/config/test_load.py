@@ -80,6 +80,13 @@ def test_session_name_keeps_its_case_except_for_headers(write: Any, text: str, m
             "backends:\n- url: https://a\n  tls: {ca: x, insecure_skip_verify: true}",
             ":3: backends[0].tls: insecure_skip_verify looks at neither ca nor server_name",
         ),
+        (
+            "backends:\n- {url: http://a, group: sopt}\nreplica_groups: [{name: spot}, {name: reserved}]",
+            ":3: replica_groups: no entry is named 'sopt', as backends[0].group (nearest: \"spot\")",
+        ),
+        ("replica_groups: [{name: a}, {name: a}]", ":1: replica_groups[1].name: 'a' is given twice"),
+        ("replica_groups: [{name: a, min: 3, max: 2}]", "replica_groups[0].max: 2 should not be below min, which is 3"),
+        ("replica_groups: [{name: a, cost: 0}]", "replica_groups[0].cost: should be greater than 0"),
         ("backends: ['http://a?x=1']", "should end after the port"),
         ("backends:\n- http://a:1\n- http://A:1/v1/", ":3: backends[1].url: 'http://a:1' is given twice"),
         ("backends:\n- {url: http://a, name: x}\n- {url: http://b, name: x}", ":3: backends[1].name: 'x' is given"),
@@ -285,6 +292,7 @@ OTHER_THAN_DEFAULT: dict[str, str | list[str]] = {
     "decision_log": "decisions.jsonl",
     "clients.address_requests_per_s": "0.5",
     "scaling.target_tpot_s": "0.5",
+    "scaling.start_s": "30.0",
     "api_keys": ["k"],
     "backends": ["http://a"],
 }

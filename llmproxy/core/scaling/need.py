@@ -20,6 +20,7 @@ from msgspec import Struct
 from llmproxy.core.backends.batch_limit import UNPUBLISHED
 from llmproxy.core.domain import Learned
 from llmproxy.core.scaling.curve import StepCurve
+from llmproxy.core.scaling.groups import GroupNeed
 from llmproxy.core.scaling.mix import LONG_S, SHORT_S, TREND_S, Mix, Sizes, requests_of
 from llmproxy.core.settings import ScalingSettings
 
@@ -36,6 +37,8 @@ SIGMAS = 2.0
 ENDED_MIN = 30
 """Answers that are seen before the number is trusted."""
 TURNS = 8
+DIGITS = 3
+"""Kubernetes has metrics in thousandths."""
 
 
 class ReplicaFacts(Struct, frozen=True):
@@ -91,6 +94,8 @@ class Need(Struct, frozen=True):
     capacity: Capacity | None
     waiting: int
     waiting_s: float
+    start_s: float
+    groups: dict[str, GroupNeed] = {}
 
 
 def capacity_of(
@@ -129,9 +134,9 @@ def capacity_of(
 
 def need_of(
     mix: Mix, learned: Learned | None, curve: StepCurve, replicas: Sequence[ReplicaFacts], demand: Demand,
-    settings: ScalingSettings, tpot_s: float | None, kv_full: float, now: float,
+    settings: ScalingSettings, tpot_s: float | None, start_s: float, kv_full: float, now: float,
 ) -> Need:  # fmt: skip
-    """The number for one pool."""
+    """The number for one pool. `tpot_s` is the objective per token, `start_s` how long a new replica takes."""
     up = sum(one.up for one in replicas)
     supply = sum(one.pace for one in replicas if one.up)
     recent = mix.within(now, LONG_S)
@@ -142,9 +147,9 @@ def need_of(
     # What an earlier process learned says what a request costs, and not yet how many there are.
     known = mix.ended >= ENDED_MIN or (mix.recalled and mix.span_s(now, SHORT_S) >= SHORT_S)
     if capacity is None or not known:
-        return _held_on(up, demand, settings, waiting)
+        return _held_on(up, demand, settings, waiting, start_s)
     work, prefill = _work(mix, recent, capacity, now)
-    ahead = work * (1.0 + _trend(mix, settings.start_s, now))
+    ahead = work * (1.0 + _trend(mix, start_s, now))
     _, compute, _, output = mix.tokens(demand.waiting)
     shares = mix.tokens(recent)
     waiting_s = capacity.prompt_s * shares[0] * _ratio(compute, shares[1]) + capacity.output_s * shares[0] * _ratio(
@@ -168,24 +173,25 @@ def need_of(
     need = by[reason]
     if demand.idle_s >= settings.idle_s and not waiting:
         reason, need = "idle", 0.0
-    usual = supply / up if up else 1.0
-    desired, reason = _bounded(ceil(need / usual - 1e-6), reason, settings)
+    # In replicas as fast as those that are up, and as exact as an autoscaler reads it.
+    need = round(need * up / supply if up else need, DIGITS)
+    desired, reason = _bounded(ceil(need), reason, settings)
     if waiting and desired == 0:
         desired, reason = 1, "queue"
     return Need(
         desired, need, reason, True, up, terms, prefill / settings.utilisation, (work - prefill) / settings.utilisation,
-        capacity, waiting, waiting_s,
+        capacity, waiting, waiting_s, start_s,
     )  # fmt: skip
 
 
-def _held_on(up: int, demand: Demand, settings: ScalingSettings, waiting: int) -> Need:
+def _held_on(up: int, demand: Demand, settings: ScalingSettings, waiting: int, start_s: float) -> Need:
     """What is not known is not idle: as many as there are, and one where somebody waits."""
     if demand.idle_s >= settings.idle_s and not waiting:
         # Nobody has asked for so long: nothing needs to be known of what nobody wants.
         desired, reason = _bounded(0, "idle", settings)
     else:
         desired, reason = max(up, settings.min, 1 if waiting else 0), "queue" if waiting and not up else "unknown"
-    return Need(desired, float(desired), reason, False, up, {}, 0.0, 0.0, None, waiting, 0.0)
+    return Need(desired, float(desired), reason, False, up, {}, 0.0, 0.0, None, waiting, 0.0, start_s)
 
 
 def _work(mix: Mix, recent: Sizes, capacity: Capacity, now: float) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Container, Mapping, Sequence
 
 from llmproxy.core.backends.batch_limit import BatchLimit
@@ -20,6 +20,9 @@ OUTPUT_TOKENS_MIN = 16
 ADAPTERS_S = 300.0
 ADAPTERS_MAX = 10_000
 TPOT_GAIN = 0.02
+START_S = 120.0
+"""What a new replica takes before `STARTS_MIN` were seen."""
+STARTS_MIN, STARTS_KEPT = 3, 20
 
 
 class _Engine:
@@ -62,6 +65,7 @@ class PoolScaling(LeaseObserver):
         self._tpots = 0
         self._asked_s: float | None = None
         self._attention = 0.0
+        self._starts: deque[float] = deque(maxlen=STARTS_KEPT)
 
     def reconfigure(self, settings: ScalingSettings) -> None:
         self._settings = settings
@@ -73,6 +77,19 @@ class PoolScaling(LeaseObserver):
             return None
         sizes = ((size, one.seen, one.output_tokens, one.cached_share) for size, one in self.mix.sizes.items())
         return KnownCapacity(self.curve.sums, tuple(sorted(sizes)))
+
+    def replica_started(self, took_s: float) -> None:
+        """A new replica took so long to serve."""
+        self._starts.append(took_s)
+
+    @property
+    def start_s(self) -> float:
+        """How long a new replica takes: as configured, else longer than nine in ten of those that were seen."""
+        if self._settings.start_s is not None:
+            return self._settings.start_s
+        if len(self._starts) < STARTS_MIN:
+            return START_S
+        return sorted(self._starts)[int(0.9 * len(self._starts))]
 
     def recall(self, known: KnownCapacity) -> None:
         """Begin with what an earlier process learned, if nothing was learned here."""
@@ -191,7 +208,9 @@ class PoolScaling(LeaseObserver):
         idle_s = 0.0 if busy or self._asked_s is None else now - self._asked_s
         demand = Demand(self._running, self._others, self._sizes, self._held, len(self._adapters), idle_s)
         tpot_s = self._settings.target_tpot_s if self._settings.target_tpot_s is not None else self._tpot_s
-        return need_of(self.mix, learned, self.curve, replicas, demand, self._settings, tpot_s, kv_full, now)
+        return need_of(
+            self.mix, learned, self.curve, replicas, demand, self._settings, tpot_s, self.start_s, kv_full, now
+        )
 
 
 class Scaling:
@@ -242,6 +261,11 @@ class Scaling:
 def facts_of(view: View, limit: BatchLimit, pace: BackendPace | None) -> ReplicaFacts:
     """A backend as scaling sees it."""
     used = view.kv_used if view.reading is not None else None
-    speed = 1.0 if pace is None else 2.0 / max(0.1, pace.prefill_factor + pace.step_factor)
     known = limit.value if limit.proven else None
+    speed = 1.0 if pace is None else speed_of(pace)
     return ReplicaFacts(view.available, known, view.kv_tokens, used, view.max_adapters, speed)
+
+
+def speed_of(pace: BackendPace) -> float:
+    """The work of a backend in a second, over that of the usual replica of its pool."""
+    return 2.0 / max(0.1, pace.prefill_factor + pace.step_factor)

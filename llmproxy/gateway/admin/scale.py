@@ -11,9 +11,12 @@ from math import isfinite
 from typing import Any
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from llmproxy.core.pools import Pools
+from llmproxy.core.scaling.groups import Group, kept, spread
 from llmproxy.core.scaling.need import Need
+from llmproxy.core.scaling.observer import speed_of
 from llmproxy.core.snapshot import BackendStatus
 from llmproxy.gateway.admin.debug import page_response, refusal
 
@@ -39,8 +42,44 @@ class ScalePages:
         """Pool -> how many replicas it needs, at most a second old."""
         now = self._clock()
         if now >= self._found_s + KEPT_S:
-            self._found, self._found_s = self._pools.needs(now), now
+            found, kinds = self._pools.needs(now), self._groups(now)
+            self._found = {
+                pool: replace(need, groups=(spread(need.need, kinds[pool]) if need.sure else kept(kinds[pool])))
+                if pool in kinds
+                else need
+                for pool, need in found.items()
+            }
+            self._found_s = now
         return self._found
+
+    def _groups(self, now: float) -> dict[str, list[Group]]:
+        """The groups of each pool whose backends are in one: those, and for a named pool all that are configured."""
+        settings, learned = self._pools.settings.scaling, self._pools.learned(now)
+        configured = {one.name: one for one in settings.groups}
+        speeds: dict[str, dict[str, list[float]]] = {}
+        up: Counter[tuple[str, str]] = Counter()
+        for status in self._statuses():
+            pool = self._pools.pool_of(status.name)
+            if pool is None or status.group is None:
+                continue
+            found = speeds.setdefault(pool, {}).setdefault(status.group, [])
+            up[pool, status.group] += status.state == "up"
+            paces = learned[pool].backends if pool in learned else ()
+            found += [speed_of(pace) for pace in paces if pace.backend == status.name]
+        for pool in settings.pools if configured else ():
+            for group in configured:
+                speeds.setdefault(pool, {}).setdefault(group, [])
+        return {
+            pool: [
+                replace(
+                    configured.get(name, Group(name)),
+                    speed=sum(known) / len(known) if known else 1.0,
+                    up=up[pool, name],
+                )
+                for name, known in groups.items()
+            ]
+            for pool, groups in speeds.items()
+        }
 
     def page(self, path: str) -> Callable[[web.BaseRequest], web.Response] | None:
         """What answers at this path, None for a path of others."""
@@ -85,7 +124,12 @@ def _shown(pool: str, need: Need, states: Counter[str], named: bool) -> dict[str
             "seats": round(capacity.seats, 1),
             "request_s": round(capacity.request_s, 6),
         },
+        "start_s": round(need.start_s, 1),
         "waiting": {"requests": need.waiting, "seconds": round(need.waiting_s, 3)},
+        "groups": {
+            name: {"desired": one.desired, "need": round(one.need, 3), "up": one.up, "cost": one.cost}
+            for name, one in need.groups.items()
+        },
     }
 
 

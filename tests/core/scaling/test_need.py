@@ -43,7 +43,7 @@ def mix_of(per_s: float, prompt: int, output: int, begin_s: int = 0, until_s: in
 
 def need(mix: Mix, demand: Demand = NOBODY, settings: ScalingSettings = SETTINGS, replicas: int = 2, now: float = 300.0,
          curve: StepCurve | None = None) -> Need:  # fmt: skip
-    return need_of(mix, None, curve or known_curve(), [REPLICA] * replicas, demand, settings, None, 1.0, now)
+    return need_of(mix, None, curve or known_curve(), [REPLICA] * replicas, demand, settings, None, 120.0, 1.0, now)
 
 
 def test_twice_the_rate_needs_twice_the_replicas() -> None:
@@ -88,7 +88,7 @@ def test_answers_under_way_are_not_squeezed() -> None:
 
 
 def test_nothing_known_holds_what_there_is() -> None:
-    found = need_of(Mix(), None, StepCurve(), [REPLICA] * 3, NOBODY, SETTINGS, None, 1.0, 10.0)
+    found = need_of(Mix(), None, StepCurve(), [REPLICA] * 3, NOBODY, SETTINGS, None, 120.0, 1.0, 10.0)
     assert (found.desired, found.sure, found.reason) == (3, False, "unknown")
     few = mix_of(2.0, 4000, 1000)
     few.ended = 5
@@ -106,10 +106,10 @@ def test_bounds_hold_and_say_so() -> None:
 def test_idle_needs_none_and_the_first_request_one() -> None:
     zero = ScalingSettings(min=0)
     idle = replace_demand(idle_s=901.0)
-    assert need_of(Mix(), None, StepCurve(), [REPLICA], idle, zero, None, 1.0, 2_000.0).desired == 0
-    assert need_of(Mix(), None, StepCurve(), [REPLICA], idle, SETTINGS, None, 1.0, 2_000.0).desired == 1
+    assert need_of(Mix(), None, StepCurve(), [REPLICA], idle, zero, None, 120.0, 1.0, 2_000.0).desired == 0
+    assert need_of(Mix(), None, StepCurve(), [REPLICA], idle, SETTINGS, None, 120.0, 1.0, 2_000.0).desired == 1
     held = replace_demand(held=1, idle_s=0.0)
-    found = need_of(Mix(), None, StepCurve(), [], held, zero, None, 1.0, 2_000.0)
+    found = need_of(Mix(), None, StepCurve(), [], held, zero, None, 120.0, 1.0, 2_000.0)
     assert (found.desired, found.reason, found.waiting) == (1, "queue", 1)
 
 
@@ -133,8 +133,8 @@ def test_a_burst_counts_before_the_long_window_shows_it() -> None:
 
 def test_an_objective_per_token_takes_seats() -> None:
     mix, curve = mix_of(2.0, 4000, 1000), known_curve()
-    loose = need_of(mix, None, curve, [REPLICA], NOBODY, SETTINGS, None, 1.0, 300.0)
-    tight = need_of(mix, None, curve, [REPLICA], NOBODY, SETTINGS, 0.035, 1.0, 300.0)
+    loose = need_of(mix, None, curve, [REPLICA], NOBODY, SETTINGS, None, 120.0, 1.0, 300.0)
+    tight = need_of(mix, None, curve, [REPLICA], NOBODY, SETTINGS, 0.035, 120.0, 1.0, 300.0)
     assert loose.capacity is not None
     assert tight.capacity is not None
     assert tight.capacity.seats < loose.capacity.seats
@@ -156,8 +156,8 @@ def test_a_size_that_was_never_seen_counts_by_its_prompts() -> None:
 def test_slow_replicas_count_for_less() -> None:
     mix = mix_of(6.0, 4000, 1000)
     slow = replace_facts(pace=0.5)
-    usual = need_of(mix, None, known_curve(), [REPLICA] * 2, NOBODY, SETTINGS, None, 1.0, 300.0).desired
-    halved = need_of(mix, None, known_curve(), [slow] * 2, NOBODY, SETTINGS, None, 1.0, 300.0).desired
+    usual = need_of(mix, None, known_curve(), [REPLICA] * 2, NOBODY, SETTINGS, None, 120.0, 1.0, 300.0).desired
+    halved = need_of(mix, None, known_curve(), [slow] * 2, NOBODY, SETTINGS, None, 120.0, 1.0, 300.0).desired
     assert halved in (2 * usual - 1, 2 * usual)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
 from llmproxy.config import hash_of
+from llmproxy.simulator.replica import Replica
 from tests.e2e.proxies import FAST, HELLO, STREAM, serving, until
 
 KEY = {"authorization": "Bearer for-admins"}
@@ -20,8 +22,9 @@ async def test_it_says_how_many_replicas_the_work_needs(monkeypatch: pytest.Monk
         page = (await proxy.get("/scale")).json
         assert [(one["pool"], one["desired"], one["sure"]) for one in page["pools"]] == [("base", 2, False)]
         await asyncio.gather(*(proxy.chat(LONG) for _ in range(40)))
-        # The second in which they came is over for the number alone.
-        monkeypatch.setattr(proxy.app.scale, "_clock", lambda: asyncio.get_running_loop().time() + 2.0)
+        # The second in which they came is over for the number alone, which then stays.
+        later_s = asyncio.get_running_loop().time() + 2.0
+        monkeypatch.setattr(proxy.app.scale, "_clock", lambda: later_s)
         found = (await proxy.get("/scale/base")).json
         assert found["sure"]
         assert found["replicas"]["up"] == 2
@@ -32,6 +35,33 @@ async def test_it_says_how_many_replicas_the_work_needs(monkeypatch: pytest.Monk
         assert proxy.metric("llmproxy_scale_term_replicas", pool="base", term="work") == pytest.approx(
             found["terms"]["work"], abs=0.001
         )
+
+
+async def test_groups_share_the_need_by_price() -> None:
+    groups = [{"name": "spot", "cost": 1.0, "max": 1}, {"name": "reserved", "cost": 3.0}]
+    async with AsyncExitStack() as stack:
+        replicas = [await stack.enter_async_context(Replica(FAST)) for _ in range(2)]
+        named = [{"url": one.url, "group": group} for one, group in zip(replicas, ("spot", "reserved"), strict=True)]
+        proxy = await stack.enter_async_context(serving(backends=named, replica_groups=groups, scaling={"min": 2}))
+        found = (await proxy.get("/scale/base")).json
+        # Nothing is known yet: as many as there are.
+        assert {name: (one["desired"], one["up"]) for name, one in found["groups"].items()} == {
+            "reserved": (1, 1), "spot": (1, 1),
+        }  # fmt: skip
+        await asyncio.gather(*(proxy.chat(LONG) for _ in range(40)))
+        proxy.app.scale._found_s = -10.0
+        found = (await proxy.get("/scale/base")).json
+        assert found["sure"]
+        need = found["need"]
+        assert found["groups"]["spot"]["need"] == pytest.approx(min(1.0, need), abs=0.01)
+        assert proxy.metric("llmproxy_scale_group_need_replicas", pool="base", group="spot") == pytest.approx(
+            min(1.0, need), abs=0.01
+        )
+
+
+async def test_a_pool_without_groups_has_none() -> None:
+    async with serving(FAST) as proxy:
+        assert (await proxy.get("/scale/base")).json["groups"] == {}
 
 
 async def test_what_nobody_has_is_404_and_what_is_not_known_503() -> None:
