@@ -37,8 +37,8 @@ SIGMAS = 2.0
 ENDED_MIN = 30
 """Answers that are seen before the number is trusted."""
 TURNS = 8
-DIGITS = 3
-"""Kubernetes has metrics in thousandths."""
+DIGITS = 2
+"""KEDA cuts a number off after thousandths: with two digits it comes to the same whole number of replicas."""
 
 
 class ReplicaFacts(Struct, frozen=True):
@@ -173,7 +173,7 @@ def need_of(
     need = by[reason]
     if demand.idle_s >= settings.idle_s and not waiting:
         reason, need = "idle", 0.0
-    # In replicas as fast as those that are up, and as exact as an autoscaler reads it.
+    # In replicas as fast as those that are up.
     need = round(need * up / supply if up else need, DIGITS)
     desired, reason = _bounded(ceil(need), reason, settings)
     if waiting and desired == 0:

@@ -6,7 +6,7 @@ An autoscaler that gets no number keeps what it has, so what is not known is 503
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -98,13 +98,14 @@ class ScalePages:
         states: dict[str, Counter[str]] = {}
         for status in self._statuses():
             states.setdefault(self._pools.pool_of(status.name) or "", Counter())[status.state] += 1
-        shown = [_shown(pool, need, states.get(pool, Counter()), pool in named) for pool, need in sorted(needs.items())]
+        pages = [shown(pool, need, states.get(pool, {}), named=pool in named) for pool, need in sorted(needs.items())]
         if name:
-            return page_response(next(one for one in shown if one["pool"] == name))
-        return page_response({"pools": shown})
+            return page_response(next(one for one in pages if one["pool"] == name))
+        return page_response({"pools": pages})
 
 
-def _shown(pool: str, need: Need, states: Counter[str], named: bool) -> dict[str, Any]:
+def shown(pool: str, need: Need, states: Mapping[str, int], *, named: bool) -> dict[str, Any]:
+    """The answer for one pool, of which so many backends are in each state."""
     capacity = need.capacity
     return {
         "pool": pool,
@@ -113,7 +114,7 @@ def _shown(pool: str, need: Need, states: Counter[str], named: bool) -> dict[str
         "reason": need.reason,
         "sure": need.sure,
         "named": named,
-        "replicas": {"ejected" if state == "resting" else state: states[state] for state in STATES},
+        "replicas": {"ejected" if state == "resting" else state: states.get(state, 0) for state in STATES},
         "terms": {name: round(value, 3) for name, value in need.terms.items()},
         "prefill": round(need.prefill, 3),
         "decode": round(need.decode, 3),

@@ -208,7 +208,11 @@ class Run:
             None if self.future is None else self.future.most(now - SETTLE_S, pools.settings.scaling.utilisation),
         )  # fmt: skip
         self.scaled.look(look, loop)
+        self.looked(look, self.scaled.asked)
         loop.call_later(self.scaled.autoscale.ask_s, self._scale, loop)
+
+    def looked(self, look: Look, wanted: int) -> None:
+        """For those who want to know each look of an autoscaler."""
 
     def _look_at_service(self, loop: asyncio.AbstractEventLoop) -> None:
         """Record the service of each tenant so far and which tenants wait, while any request is live."""
