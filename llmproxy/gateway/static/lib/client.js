@@ -22,6 +22,8 @@ export const key = {
 };
 
 async function ask(path, options = {}) {
+  // A browser sends no request with such a field, and says no more than that it failed.
+  if (/[^\x21-\x7e]/.test(key.get())) throw new LockedError("A key is printable ASCII without spaces.");
   const headers = key.get() ? { Authorization: `Bearer ${key.get()}` } : {};
   let answer;
   try {
