@@ -28,6 +28,11 @@ def _end_with_standard_input() -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Run the command of this process's arguments."""
     _end_with_standard_input()
     main()
+
+
+if __name__ == "__main__":
+    run()

@@ -20,10 +20,11 @@ from typing import Any
 import aiohttp
 
 from llmproxy.config import hash_of
+from llmproxy.demo.buttons import PRESSED
 from llmproxy.demo.clients import ADAPTERS, MODEL, DemoClients
 from llmproxy.demo.display import DemoReplica, Display
 from llmproxy.demo.processes import HOST, DemoError, Processes, held_port
-from llmproxy.demo.scenes import ADMIN_KEY, SCENES, Stage
+from llmproxy.demo.scenes import ADMIN_KEY, SCENES, Stage, scenes_of
 from llmproxy.terminal import pressed
 
 START_TIMEOUT_S = 60.0
@@ -102,7 +103,9 @@ async def _demo(port: int, count: int, display: Display) -> None:
                 await _start(processes, replica)
             file = Path(ports.enter_context(TemporaryDirectory(prefix="llmproxy-demo-"))) / "llmproxy.json"
             file.write_text(json.dumps(_config(port, replicas)), encoding="utf-8")
-            await processes.start("proxy", "serve", "--config", str(file))
+            playable = "".join(scene.key for scene in scenes_of(count == 1))
+            serve = (playable, "serve", "--config", str(file))
+            await processes.start("proxy", *serve, module="llmproxy.cli.demo_child")
             await processes.unless_one_dies(_serving(session))
             keys = KEYS.format(keys=", ".join(f"{one.key} {one.name}" for one in SCENES)) if display.keys else ""
             display.say(
@@ -171,6 +174,7 @@ async def _play(
         session, processes, victim.name, victim.url, len(replicas) == 1,
         partial(_start, processes, victim), display.news, clients.sources,
     )  # fmt: skip
+    processes.hear = lambda line: stage.pressed(line.removeprefix(PRESSED)) if line.startswith(PRESSED) else None
     with display.drawn(), pressed(stage.pressed) if display.keys else nullcontext():
         async with asyncio.TaskGroup() as group:
             group.create_task(clients.come_and_go(group))

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections import deque
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
@@ -40,8 +40,9 @@ def held_port(port: int) -> Iterator[int]:
 class _Process:
     """One process of ours and the last lines that it printed."""
 
-    def __init__(self, name: str, handle: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, handle: asyncio.subprocess.Process, hear: Callable[[str], None]) -> None:
         self.name = name
+        self.hear = hear
         self.handle = handle
         self.wanted = True
         self.tail: deque[str] = deque(maxlen=20)
@@ -51,7 +52,8 @@ class _Process:
         """Read what it prints until it ends, so that it never blocks on a full pipe."""
         assert self.handle.stdout is not None
         async for line in self.handle.stdout:
-            self.tail.append(line.decode(errors="replace").rstrip())
+            self.tail.append(line.decode(errors="replace").rstrip("\r\n"))
+            self.hear(self.tail[-1])
         await self.handle.wait()
 
     def last_lines(self) -> str:
@@ -60,9 +62,13 @@ class _Process:
 
 
 class Processes:
-    """The processes of the demo; leaving the block ends them all, the proxy before the replicas that serve it."""
+    """The processes of the demo; leaving the block ends them all, the proxy before the replicas that serve it.
+
+    `hear` gets each line that one of them prints.
+    """
 
     def __init__(self) -> None:
+        self.hear: Callable[[str], None] = lambda _: None
         self._running: dict[str, _Process] = {}
         self._first_to_die: asyncio.Future[_Process] = asyncio.get_running_loop().create_future()
 
@@ -75,12 +81,12 @@ class Processes:
         await self._end([proxy] if proxy else [])
         await self._end(replicas)
 
-    async def start(self, name: str, *arguments: str) -> None:
-        """Start `llmproxy ARGUMENTS` under a name, again where it was killed."""
+    async def start(self, name: str, *arguments: str, module: str = "llmproxy.cli.child") -> None:
+        """Start `python -m MODULE ARGUMENTS` under a name, again where it was killed."""
         # Settings of the person's own shell are meant for their proxy, not for this one.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("LLMPROXY_")}
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "llmproxy.cli.child", *arguments),
+            *(sys.executable, "-m", module, *arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -89,7 +95,7 @@ class Processes:
             # Ctrl-C reaches a whole process group; the demo ends its processes itself, in order.
             start_new_session=True,
         )
-        started = self._running[name] = _Process(name, process)
+        started = self._running[name] = _Process(name, process, lambda line: self.hear(line))
         started.life.add_done_callback(lambda _: self._ended(started))
 
     def _ended(self, process: _Process) -> None:

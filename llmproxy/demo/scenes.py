@@ -16,6 +16,8 @@ QUIET_S = 6.0
 SLOWER = 8.0
 NEW_ADAPTER = f"{MODEL}-legal"
 ADMIN_KEY = "demo-admin"
+LEAD = " "
+"""The key that lets the demo lead again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,16 @@ ADAPTER = Scene(
 SCENES = (FLOOD, BURST, NOISY, SLOW, KILL, ADAPTER)
 
 
+def scenes_of(lone: bool) -> tuple[Scene, ...]:
+    """Those that can be played; a `lone` replica is not killed, because no other could take its requests."""
+    return tuple(scene for scene in SCENES if not (lone and scene is KILL))
+
+
 @dataclass(slots=True)
 class Stage:
     """Plays scenes, each at most once at a time. The last replica is the victim of those that need one.
 
-    `lone` says that it is the only one: no other could take its requests, so it is not killed. `restart` starts it
-    again, `say` shows a line of news.
+    `lone` says that it is the only one. `restart` starts it again, `say` shows a line of news.
     """
 
     session: aiohttp.ClientSession
@@ -72,11 +78,11 @@ class Stage:
     @property
     def scenes(self) -> tuple[Scene, ...]:
         """Those that can be played here."""
-        return tuple(scene for scene in SCENES if not (self.lone and scene is KILL))
+        return scenes_of(self.lone)
 
     def pressed(self, key: str) -> None:
         """Play the scene of a key. From then on the person leads; a blank lets the demo lead again."""
-        if key == " ":
+        if key == LEAD:
             self._leads.set()
         for scene in self.scenes:
             if scene.key == key.lower():

@@ -29,6 +29,8 @@ PROBES = frozenset({"/health", "/ready", "/version"})
 """Paths that are answered on both ports."""
 ANTHROPIC = "anthropic-version"
 """The header field that every client of Anthropic's API sends."""
+ADDED: dict[str, tuple[str, Callable[[web.BaseRequest], web.Response]]] = {}
+"""Administrative paths that a program around the proxy adds, with their method and what answers."""
 OWN = PROBES | {ROOT, PING, MODELS}
 
 
@@ -87,6 +89,10 @@ class OwnPages:
 
     async def administer(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> web.Response:
         self._admin.check(path, request, on_admin_port)
+        if path in ADDED:
+            method, added = ADDED[path]
+            check_method(request, method)
+            return added(request)
         if path in (LOAD_ADAPTER, UNLOAD_ADAPTER):
             check_method(request, "POST")
             return await self._adapters.serve(path, request)

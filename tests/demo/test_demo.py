@@ -18,7 +18,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import IO, Any
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 
 import aiohttp
 import pytest
@@ -82,11 +82,7 @@ def test_a_child_of_the_demo_ends_when_its_standard_input_does() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_the_demo_leaves_nothing_behind(number: signal.Signals) -> None:
     with command("llmproxy", "demo", "--port", "0", "--replicas", "2") as (demo, output):
-        guide = ""
-        while "Ctrl-C ends all" not in guide:
-            line = output.readline()
-            assert line, guide
-            guide += line
+        guide = guide_of(output)
         base = re.search(r"curl (http://[\d.:]+)", guide)
         assert base
         replicas = summed(parsed(get(f"{base[1]}/metrics").decode())["llmproxy_backend_limit"], "backend")
@@ -101,6 +97,36 @@ def test_the_demo_leaves_nothing_behind(number: signal.Signals) -> None:
         assert all(len(line) <= 80 for line in (guide + rest).splitlines())
         for url in (base[1], *(f"http://{replica}" for replica in replicas)):
             wait_until_refused(url)
+
+
+def guide_of(output: IO[str]) -> str:
+    guide = ""
+    while "Ctrl-C ends all" not in guide:
+        line = output.readline()
+        assert line, guide
+        guide += line
+    return guide
+
+
+def test_buttons_on_the_page_play_scenes() -> None:
+    with command("llmproxy", "demo", "--port", "0", "--replicas", "1") as (_, output):
+        base = re.search(r"curl (http://[\d.:]+)", guide_of(output))
+        assert base
+        page = get(f"{base[1]}/ui").decode()
+        places = {name: place for place, name in re.findall(r'data-place="([^"]+)"[^>]*>([^<]+)<', page)}
+        assert list(places) == [scene.name for scene in SCENES if scene.name != "kill"] + ["play all"]
+        assert b"Bearer" in get(f"{base[1]}/ui/buttons.js")
+        noisy = urllib.request.Request(base[1] + places["noisy tenant"], method="POST")
+        with pytest.raises(HTTPError, match="401"):
+            urllib.request.urlopen(noisy, timeout=WAIT_MAX_S)
+        noisy.add_header("Authorization", f"Bearer {ADMIN_KEY}")
+        urllib.request.urlopen(noisy, timeout=WAIT_MAX_S).close()
+        news = ""
+        while NOISY.news not in news:
+            news = output.readline()
+            assert news
+            # By itself, the demo would play this one before.
+            assert BURST.news not in news
 
 
 def test_the_demo_keeps_out_of_the_state_file_of_others() -> None:

@@ -1,0 +1,12 @@
+"""`python -m llmproxy.cli.demo_child KEYS ARGS` is `llmproxy.cli.child ARGS`, with buttons for scenes on its page."""
+
+from __future__ import annotations
+
+import sys
+
+from llmproxy.cli.child import run
+from llmproxy.demo.buttons import add
+
+if __name__ == "__main__":
+    add(sys.argv.pop(1))
+    run()

@@ -1,0 +1,53 @@
+"""Buttons for the scenes on the page of the demo's proxy, which prints what was pressed. The demo reads it.
+
+They are added by `llmproxy.cli.demo_child` alone, so no other proxy knows of scenes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.resources import files
+
+from aiohttp import web
+
+from llmproxy.demo.scenes import ADMIN_KEY, LEAD, SCENES
+from llmproxy.gateway.admin.debug import UI
+from llmproxy.gateway.admin.static import FOLDER, HEADERS, INDEX, PACKAGE
+from llmproxy.gateway.pages import ADDED
+
+PRESSED = "scene:"
+"""A line that the proxy of the demo prints begins so, and goes on with the key of the scene."""
+SCRIPT = "buttons.js"
+
+
+def add(keys: str) -> None:
+    """Add a button for each of these keys to the page of this process."""
+    places = {one.key: f"/admin/scenes/{one.name.replace(' ', '-')}" for one in SCENES if one.key in keys}
+    places[LEAD] = "/admin/scenes/lead"
+    shown = [
+        _button(places[one.key], one.name, one.seconds, one.news.format(victim="the last replica"))
+        for one in SCENES
+        if one.key in places
+    ]
+    lead = _button(places[LEAD], "play all", 0.0, "The demo plays all scenes in turn")
+    tools = f'<div class="tools">Demo: {"".join(shown)}{lead}</div>'
+    bar = f'<div class="bar-top" id="scenes" data-key="{ADMIN_KEY}">{tools}</div>'
+    index = (files(PACKAGE) / FOLDER / INDEX).read_text().replace("</header>", f"{bar}</header>")
+    index = index.replace("</head>", f'<script src="{UI}/{SCRIPT}" type="module"></script></head>')
+    ADDED[UI] = "GET", partial(_file, index, "text/html")
+    ADDED[f"{UI}/{SCRIPT}"] = "GET", partial(_file, (files(__package__) / SCRIPT).read_text(), "text/javascript")
+    for key, place in places.items():
+        ADDED[place] = "POST", partial(_press, key)
+
+
+def _button(place: str, name: str, seconds: float, hint: str) -> str:
+    return f'<button type="button" data-place="{place}" data-seconds="{seconds:g}" title="{hint}">{name}</button>'
+
+
+def _file(text: str, content_type: str, _: web.BaseRequest) -> web.Response:
+    return web.Response(text=text, content_type=content_type, headers=HEADERS)
+
+
+def _press(key: str, _: web.BaseRequest) -> web.Response:
+    print(f"{PRESSED}{key}", flush=True)
+    return web.Response(status=204)
