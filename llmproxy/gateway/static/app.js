@@ -232,7 +232,8 @@ export function askKey(why) {
   const form = h("form", { method: "dialog", onsubmit: () => {
     key.set(input.value.trim());
     locked = false;
-    tick();
+    // Once the dialog is closed: a key that is refused at once opens it again.
+    setTimeout(tick);
   } },
   h("p", {}, why), h("label", { htmlFor: "admin-key" }, "Admin key"), input,
   h("p", { className: "quiet" }, "It is kept in this tab until the tab is closed."), h("button", { type: "submit", className: "main" }, "Use it"));
