@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from llmproxy.core.domain import Usage
 from llmproxy.core.estimates.learning import follow, gain
@@ -23,6 +23,7 @@ RECALLED_MAX = 50
 SIZES_MAX = 64
 SLOT_S = 5
 """Arrivals are counted in slots of so many seconds, of which all windows are multiples."""
+KEPT_SLOTS = KEPT_S // SLOT_S
 
 
 @dataclass(slots=True)
@@ -50,12 +51,56 @@ def size_of(prompt_tokens: int) -> int:
     return max(1, prompt_tokens).bit_length()
 
 
+class Tokens(NamedTuple):
+    """Requests, the tokens of their prompts, those of them that are to `compute`, how many stand `before` such a one on
+    average, and the tokens of their answers."""
+
+    requests: float
+    prompt: float
+    compute: float
+    before: float
+    output: float
+
+
+NO_TOKENS = Tokens(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class _Window:
+    """Sums over slots that are over, from `begin` to `end` slots ago. Numbers in them are whole, so sums are exact."""
+
+    __slots__ = ("_at", "_begin", "_end", "_totals")
+
+    def __init__(self, begin: int, end: int) -> None:
+        self._begin, self._end = begin, end
+        self._at: int | None = None
+        self._totals: dict[int, list[float]] = {}
+
+    def totals(self, slots: Mapping[int, Mapping[int, Count]], current: int) -> Mapping[int, Sequence[float]]:
+        """[Requests, prompt tokens] by size, as it is in the slot `current`."""
+        if self._at is None or not 0 <= current - self._at < KEPT_SLOTS:
+            self._totals = {}
+            self._add(slots, range(current - self._begin, current - self._end), 1.0)
+        elif current > self._at:
+            self._add(slots, range(self._at - self._end, current - self._end), 1.0)
+            self._add(slots, range(self._at - self._begin, current - self._begin), -1.0)
+        self._at = current
+        return self._totals
+
+    def _add(self, slots: Mapping[int, Mapping[int, Count]], which: range, sign: float) -> None:
+        for slot in which:
+            for size, count in slots.get(slot, {}).items():
+                total = self._totals.setdefault(size, [0.0, 0.0])
+                total[0] += sign * count.requests
+                total[1] += sign * count.prompt_tokens
+
+
 class Mix:
     """Arrivals of the last minutes by size, and what was learned of each size."""
 
     def __init__(self) -> None:
         self.sizes: dict[int, SizeClass] = {}
-        self._slots: deque[tuple[int, dict[int, Count]]] = deque()
+        self._slots: dict[int, dict[int, Count]] = {}
+        self._windows: dict[tuple[int, int], _Window] = {}
         self._counts: dict[int, Count] = {}
         self._slot = -1
         self.first_s: float | None = None
@@ -85,9 +130,10 @@ class Mix:
         if slot != self._slot:
             self._slot = slot
             self._counts = {}
-            self._slots.append((slot, self._counts))
-            while self._slots[0][0] < slot - KEPT_S // SLOT_S:
-                self._slots.popleft()
+            self._slots[slot] = self._counts
+            # Windows that were not asked for a while still take out what has left them.
+            while (oldest := next(iter(self._slots))) < slot - 2 * KEPT_SLOTS:
+                del self._slots[oldest]
             if self.first_s is None:
                 self.first_s = now
         size = prompt_tokens.bit_length() or 1
@@ -111,15 +157,26 @@ class Mix:
 
     def within(self, now: float, begin_s: int, end_s: int = 0) -> dict[int, Count]:
         """Arrivals between `begin_s` and `end_s` seconds ago by size, both rounded to slots; see `span_s`."""
-        found: dict[int, Count] = {}
         current = int(now) // SLOT_S
-        begin, end = current - begin_s // SLOT_S, current - end_s // SLOT_S
-        for slot, counts in self._slots:
-            if begin <= slot < end or (slot == current and not end_s):
-                for size, count in counts.items():
-                    total = found.setdefault(size, Count())
-                    total.requests += count.requests
-                    total.prompt_tokens += count.prompt_tokens
+        totals = self._window(begin_s, end_s).totals(self._slots, current)
+        found = {size: Count(*total) for size, total in totals.items() if total[0]}
+        for size, count in self._slots.get(current, {}).items() if not end_s else ():
+            total = found.setdefault(size, Count())
+            total.requests += count.requests
+            total.prompt_tokens += count.prompt_tokens
+        return found
+
+    def requests_within(self, now: float, begin_s: int, end_s: int = 0) -> float:
+        """How many came between these, as in `within`."""
+        current = int(now) // SLOT_S
+        totals = self._window(begin_s, end_s).totals(self._slots, current)
+        found = sum(total[0] for total in totals.values())
+        return found if end_s else found + requests_of(self._slots.get(current, {}).values())
+
+    def _window(self, begin_s: int, end_s: int) -> _Window:
+        found = self._windows.get((begin_s, end_s))
+        if found is None:
+            found = self._windows[begin_s, end_s] = _Window(begin_s // SLOT_S, end_s // SLOT_S)
         return found
 
     def span_s(self, now: float, window_s: int) -> float:
@@ -127,18 +184,21 @@ class Mix:
         first_s = now if self.first_s is None else self.first_s
         return max(1.0, min(window_s + now % SLOT_S, now - first_s))
 
-    def tokens(self, sizes: Sizes) -> tuple[float, float, float, float]:
-        """(Requests, prompt tokens to compute, prompt tokens before them on average, output tokens) of these counts."""
-        requests = compute = before = output = 0.0
+    def tokens(self, sizes: Sizes) -> Tokens:
+        """What these counts are in tokens."""
+        if not sizes:
+            return NO_TOKENS
+        requests = prompt = compute = before = output = 0.0
         for size, count in sizes.items():
             learned = self._learned(size)
+            prompt += count.prompt_tokens
             cached = count.prompt_tokens * learned.cached_share
             uncached = count.prompt_tokens - cached
             requests += count.requests
             compute += uncached
             before += uncached * (cached + uncached / 2.0) / max(1.0, count.requests)
             output += count.requests * (learned.output_tokens if learned.seen >= SEEN_MIN else 0.0)
-        return requests, compute, before / compute if compute else 0.0, output
+        return Tokens(requests, prompt, compute, before / compute if compute else 0.0, output)
 
     def _learned(self, size: int) -> SizeClass:
         found = self.sizes.get(size)

@@ -21,7 +21,7 @@ from llmproxy.core.backends.batch_limit import UNPUBLISHED
 from llmproxy.core.domain import Learned
 from llmproxy.core.scaling.curve import StepCurve
 from llmproxy.core.scaling.groups import GroupNeed
-from llmproxy.core.scaling.mix import LONG_S, SHORT_S, TREND_S, Mix, Sizes, requests_of
+from llmproxy.core.scaling.mix import LONG_S, NO_TOKENS, SHORT_S, TREND_S, Mix, Sizes, Tokens, requests_of
 from llmproxy.core.settings import ScalingSettings
 
 MARGIN = 0.8
@@ -99,22 +99,21 @@ class Need(Struct, frozen=True):
 
 
 def capacity_of(
-    mix: Mix, sizes: Sizes, learned: Learned | None, curve: StepCurve, replicas: Sequence[ReplicaFacts],
-    tpot_s: float | None, kv_full: float,
+    came: Tokens, learned: Learned | None, curve: StepCurve, replicas: Sequence[ReplicaFacts], tpot_s: float | None,
+    kv_full: float,
 ) -> Capacity | None:  # fmt: skip
-    """What one replica can do with these requests; None while that is not known.
+    """What one replica can do with such requests; None while that is not known.
 
     `tpot_s` is the objective per token, None without one.
     """
-    requests, compute, before, output = mix.tokens(sizes)
     line = curve.line
-    if requests == 0.0 or line is None:
+    if came.requests == 0.0 or line is None:
         return None
     base_s, slope_s = line.base_s, line.sequence_s
     attention = 0.0 if learned is None else learned.prefill_attention
-    prompt_s = line.token_s * compute * (1.0 + attention * before) / requests
-    tokens = output / requests
-    held_tokens = sum(count.prompt_tokens for count in sizes.values()) / requests + tokens / 2.0
+    prompt_s = line.token_s * came.compute * (1.0 + attention * came.before) / came.requests
+    tokens = came.output / came.requests
+    held_tokens = came.prompt / came.requests + tokens / 2.0
     most = min(
         _usual([one.limit for one in replicas], UNPUBLISHED),
         KV_MARGIN * kv_full * _usual([one.kv_tokens for one in replicas]) / held_tokens,
@@ -139,22 +138,18 @@ def need_of(
     """The number for one pool. `tpot_s` is the objective per token, `start_s` how long a new replica takes."""
     up = sum(one.up for one in replicas)
     supply = sum(one.pace for one in replicas if one.up)
-    recent = mix.within(now, LONG_S)
-    capacity = None
-    if recent:
-        capacity = capacity_of(mix, recent, learned, curve, replicas, tpot_s, kv_full)
+    came = mix.tokens(mix.within(now, LONG_S))
+    capacity = capacity_of(came, learned, curve, replicas, tpot_s, kv_full)
     waiting = round(requests_of(demand.waiting.values())) + demand.held
     # What an earlier process learned says what a request costs, and not yet how many there are.
     known = mix.ended >= ENDED_MIN or (mix.recalled and mix.span_s(now, SHORT_S) >= SHORT_S)
     if capacity is None or not known:
         return _held_on(up, demand, settings, waiting, start_s)
-    work, prefill = _work(mix, recent, capacity, now)
+    work, prefill = _work(mix, came, capacity, now)
     ahead = work * (1.0 + _trend(mix, start_s, now))
-    _, compute, _, output = mix.tokens(demand.waiting)
-    shares = mix.tokens(recent)
-    waiting_s = capacity.prompt_s * shares[0] * _ratio(compute, shares[1]) + capacity.output_s * shares[0] * _ratio(
-        output, shares[3]
-    )
+    waits = mix.tokens(demand.waiting) if waiting else NO_TOKENS
+    prompts_s, answers_s = _seconds(waits, came, capacity)
+    waiting_s = prompts_s + answers_s
     counted = _ratio(demand.running, demand.running + demand.others)
     adapters_max = [one.max_adapters for one in replicas if one.max_adapters]
     terms = {
@@ -194,18 +189,21 @@ def _held_on(up: int, demand: Demand, settings: ScalingSettings, waiting: int, s
     return Need(desired, float(desired), reason, False, up, {}, 0.0, 0.0, None, waiting, 0.0, start_s)
 
 
-def _work(mix: Mix, recent: Sizes, capacity: Capacity, now: float) -> tuple[float, float]:
+def _seconds(some: Tokens, came: Tokens, capacity: Capacity) -> tuple[float, float]:
+    """Seconds of a replica for the prompts and for the answers of `some`, whose mix may be another one than `came`."""
+    prompts_s = capacity.prompt_s * came.requests * _ratio(some.compute, came.compute)
+    return prompts_s, capacity.output_s * came.requests * _ratio(some.output, came.output)
+
+
+def _work(mix: Mix, came: Tokens, capacity: Capacity, now: float) -> tuple[float, float]:
     """(Seconds of a replica that arrive in a second, the part of them for prompts)."""
-    requests, compute, _, output = mix.tokens(recent)
-    per_s = requests / mix.span_s(now, LONG_S)
+    per_s = came.requests / mix.span_s(now, LONG_S)
     work, prefill = per_s * capacity.request_s, per_s * capacity.prompt_s
-    short = mix.within(now, SHORT_S)
-    short_requests, short_compute, _, short_output = mix.tokens(short)
-    span_s = mix.span_s(now, SHORT_S)
     # The mix of the last seconds may be another one than that of the last minutes.
-    prompts = capacity.prompt_s * requests * _ratio(short_compute, compute) / span_s
-    outputs = capacity.output_s * requests * _ratio(short_output, output) / span_s
-    noise = SIGMAS / sqrt(short_requests) if short_requests else inf
+    short = mix.tokens(mix.within(now, SHORT_S))
+    span_s = mix.span_s(now, SHORT_S)
+    prompts, outputs = (seconds / span_s for seconds in _seconds(short, came, capacity))
+    noise = SIGMAS / sqrt(short.requests) if short.requests else inf
     if prompts + outputs > work * (1.0 + noise):
         return prompts + outputs, prompts
     return work, prefill
@@ -215,8 +213,8 @@ def _trend(mix: Mix, start_s: float, now: float) -> float:
     """By which share the work will have grown when a replica that is asked for now is there, at most `AHEAD_MAX`."""
     if mix.span_s(now, LONG_S + TREND_S) < LONG_S + TREND_S:
         return 0.0
-    new = requests_of(mix.within(now, TREND_S).values()) * TREND_S / mix.span_s(now, TREND_S)
-    old = requests_of(mix.within(now, LONG_S + TREND_S, LONG_S).values())
+    new = mix.requests_within(now, TREND_S) * TREND_S / mix.span_s(now, TREND_S)
+    old = mix.requests_within(now, LONG_S + TREND_S, LONG_S)
     if new <= 0.0 or new - old <= SIGMAS * sqrt(new + old):
         return 0.0
     slope = (new - old) / TREND_S / LONG_S

@@ -145,10 +145,12 @@ def test_an_objective_per_token_takes_seats() -> None:
 
 
 def test_a_size_that_was_never_seen_counts_by_its_prompts() -> None:
-    mix = mix_of(2.0, 500, 1000)
-    before = need(mix).need
+    before = need(mix_of(2.0, 500, 1000)).need
+    mix = mix_of(2.0, 500, 1000, until_s=280)
     for second in range(280, 300):
         mix.arrived(16_000, float(second))
+        mix.arrived(500, float(second))
+        mix.arrived(500, float(second))
     added = need(mix).need - before
     assert 0.0 < added < before
 
