@@ -78,6 +78,7 @@ class BackendRegistry:
         self._clashes: set[tuple[str, str]] = set()
         self._drained_before: set[str] = set()
         self._recalled: Mapping[str, KnownLimit] = {}
+        self._now = asyncio.get_running_loop().time
 
     @property
     def backends(self) -> Mapping[str, BackendConfig]:
@@ -146,7 +147,7 @@ class BackendRegistry:
     def _set_drained(self, member: _Member, *, drained: bool) -> None:
         if member.drained is drained:
             return
-        member.drained, member.since_s = drained, _now()
+        member.drained, member.since_s = drained, self._now()
         self._apply_drain(member)
         _log.info("backend_drained" if drained else "backend_undrained", backend=member.config.name)
 
@@ -190,7 +191,7 @@ class BackendRegistry:
         if (known := self._recalled.get(backend.url)) is not None:
             self._pools.backends[backend.name].recall(known)
         self._backends[backend.name] = backend
-        self._members[backend.name] = _Member(backend, source, _now(), self._polling(backend))
+        self._members[backend.name] = _Member(backend, source, self._now(), self._polling(backend))
         _log.info("backend_added", backend=backend.name, url=backend.url, source=source)
         if backend.name in self._drained_before:
             self._drained_before.remove(backend.name)
@@ -200,7 +201,7 @@ class BackendRegistry:
         member.source = source
         if member.leaving is not None:
             member.leaving.cancel()
-            member.leaving, member.since_s = None, _now()
+            member.leaving, member.since_s = None, self._now()
             self._backends[backend.name] = self._backends.pop(backend.name)
             self._apply_drain(member)
             _log.info("backend_added", backend=backend.name, url=backend.url, source=source, again=True)
@@ -219,7 +220,7 @@ class BackendRegistry:
     def _leave(self, member: _Member) -> None:
         name = member.config.name
         member.leaving = asyncio.create_task(self._remove_when_empty(member), name=f"leave {name}")
-        member.since_s = _now()
+        member.since_s = self._now()
         self._apply_drain(member)
         _log.info("backend_leaves", backend=name, in_flight=self._dispatcher.in_flight(name))
 
@@ -275,13 +276,9 @@ class BackendRegistry:
         elif backend.health.down:
             state = MemberState.DOWN
         else:
-            state = MemberState.UP if backend.health.available(_now()) else MemberState.RESTING
+            state = MemberState.UP if backend.health.available(self._now()) else MemberState.RESTING
         config = member.config
         in_flight = self._dispatcher.in_flight(config.name)
         return BackendStatus(
             config.name, config.url, config.role, member.source, state, in_flight, member.since_s, config.group
         )
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -24,6 +24,8 @@ PRIOR = 20.0
 GUESS_SEQUENCE = 0.005
 GUESS_TOKEN = 0.003
 """Guesses of both slopes, as shares of the time of a step alone."""
+SLOPE_MAX = 0.25
+"""A sequence or a token of a prompt adds at most this share of a step alone, which reads all weights."""
 ROUNDS = 3
 RECALLED_STEPS = 100 * STEPS_MAX
 """The most that what an earlier process learned weighs: replicas may be others by now."""
@@ -111,7 +113,9 @@ class StepCurve:
             slope_n = max(0.0, (d - b * slope_p) / a)
             slope_p = max(0.0, (e - b * slope_n) / c)
         base_s = mean_y - slope_n * mean_n - slope_p * mean_p
-        if base_s < 0.0:
-            scale = mean_y / (slope_n * mean_n + slope_p * mean_p)
-            return StepLine(0.0, slope_n * scale, slope_p * scale)
+        if max(slope_n, slope_p) > SLOPE_MAX * base_s:
+            # Answers that all saw the same load cannot tell the terms apart, and a step is never free.
+            slope_max = SLOPE_MAX * mean_y / (1.0 + SLOPE_MAX * (mean_n + mean_p))
+            slope_n, slope_p = min(slope_n, slope_max), min(slope_p, slope_max)
+            base_s = mean_y - slope_n * mean_n - slope_p * mean_p
         return StepLine(base_s, slope_n, slope_p)

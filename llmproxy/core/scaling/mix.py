@@ -197,16 +197,21 @@ class Mix:
             requests += count.requests
             compute += uncached
             before += uncached * (cached + uncached / 2.0) / max(1.0, count.requests)
-            output += count.requests * (learned.output_tokens if learned.seen >= SEEN_MIN else 0.0)
+            output += count.requests * learned.output_tokens
         return Tokens(requests, prompt, compute, before / compute if compute else 0.0, output)
 
     def _learned(self, size: int) -> SizeClass:
         found = self.sizes.get(size)
-        if found is not None:
+        if found is not None and found.seen >= SEEN_MIN:
             return found
-        # A size that was never seen is taken to be cached as much as the nearest one.
-        nearest = min(self.sizes, key=lambda known: abs(known - size), default=None)
-        return SizeClass(0, 0.0, 0.0 if nearest is None else self.sizes[nearest].cached_share)
+        # Prompts are estimated when they come and counted when they end, so that both may lie in neighbouring sizes.
+        seen = [known for known, one in self.sizes.items() if one.seen >= SEEN_MIN] or self.sizes
+        nearest = min(seen, key=lambda known: abs(known - size), default=None)
+        if nearest is None:
+            return SizeClass()
+        other = self.sizes[nearest]
+        believed = other.seen >= SEEN_MIN and abs(nearest - size) <= 1
+        return SizeClass(0, other.output_tokens if believed else 0.0, other.cached_share)
 
 
 def requests_of(sizes: Iterable[Count]) -> float:

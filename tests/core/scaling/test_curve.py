@@ -59,6 +59,17 @@ def test_no_part_is_negative_whatever_was_seen() -> None:
         assert min(line.base_s, line.sequence_s, line.token_s) >= 0.0
 
 
+def test_a_step_is_never_free_even_where_answers_took_longer_with_each_prompt_alone() -> None:
+    curve = StepCurve()
+    for i in range(40):
+        prompts = 3.0 + 0.1 * i
+        curve.learn(60.0, 60.0 * 0.001 * prompts, 20.0, 60.0 * prompts, i * 0.01)
+    line = curve.line
+    assert line is not None
+    assert line.base_s > 0.0001
+    assert max(line.sequence_s, line.token_s) <= 0.25 * line.base_s
+
+
 def test_an_engine_that_became_slower_is_believed_within_the_hour() -> None:
     curve = taught((5.0, 60.0), (0.0, 60.0))
     rng = Random(3)

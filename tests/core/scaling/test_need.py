@@ -144,6 +144,13 @@ def test_an_objective_per_token_takes_seats() -> None:
     assert step_s / (1.0 - prompt_s / (prompt_s + output_s)) == pytest.approx(0.8 * 0.035, rel=0.1)
 
 
+def test_prompts_that_were_estimated_a_little_off_have_the_answers_of_their_neighbours() -> None:
+    mix = mix_of(3.0, 9, 60)
+    near, far = size_of(7), size_of(2)
+    assert mix.tokens({near: Count(1.0, 7.0)}).output == pytest.approx(60.0)
+    assert mix.tokens({far: Count(1.0, 2.0)}).output == 0.0
+
+
 def test_a_size_that_was_never_seen_counts_by_its_prompts() -> None:
     before = need(mix_of(2.0, 500, 1000)).need
     mix = mix_of(2.0, 500, 1000, until_s=280)

@@ -288,7 +288,8 @@ async def test_the_list_of_backends_is_read_without_a_key(tmp_path: Path) -> Non
         assert shown["since_s"] >= 0.0
         del shown["since_s"]
         url = proxy.replicas[0].url
-        assert shown == {"backend": "b0", "url": url, "role": "both", "source": "config", "state": "up", "in_flight": 0}
+        expected = {"backend": "b0", "url": url, "role": "both", "group": None, "source": "config"}
+        assert shown == {**expected, "state": "up", "in_flight": 0}
         assert (await proxy.post("/admin/backends/b9/drain", None, headers=ADMIN)).status == 404
         assert (await proxy.get("/admin/backends", headers={"x-forwarded-for": "10.0.0.1"})).status == 404
 

@@ -28,8 +28,9 @@ async def test_it_says_how_many_replicas_the_work_needs(monkeypatch: pytest.Monk
         found = (await proxy.get("/scale/base")).json
         assert found["sure"]
         assert found["replicas"]["up"] == 2
-        assert found["reason"] in ("work", "ahead", "queue")
-        assert found["need"] > 0.0
+        # They may be so little for one replica that only `scaling.min` asks for it.
+        assert found["reason"] in ("work", "ahead", "queue") if found["need"] > 1.0 else found["desired"] == 1
+        assert found["terms"]["work"] > 0.0, str([found["terms"], found["replica"]])
         assert found["replica"]["requests_per_s"] > 0.0
         assert proxy.metric("llmproxy_scale_desired_replicas", pool="base") == found["desired"]
         assert proxy.metric("llmproxy_scale_term_replicas", pool="base", term="work") == pytest.approx(
