@@ -29,7 +29,7 @@ from llmproxy.demo import GUIDE, KEYS, _adapters, _config
 from llmproxy.demo.clients import ADAPTERS, CALM, MODEL, BandOutcomes, DemoClients, Source
 from llmproxy.demo.display import DemoReplica, Display, parsed, picture, summed
 from llmproxy.demo.processes import DemoError, Processes, held_port
-from llmproxy.demo.scenes import ADMIN_KEY, BURST, FLOOD, NOISY, QUIET_S, SCENES, Stage
+from llmproxy.demo.scenes import ADAPTER, ADMIN_KEY, BURST, FLOOD, NOISY, QUIET_S, SCENES, SLOW, Stage
 from llmproxy.fleet.state_file import place
 from tests.dispatching import virtual
 
@@ -116,17 +116,17 @@ def test_buttons_on_the_page_play_scenes() -> None:
         places = {name: place for place, name in re.findall(r'data-place="([^"]+)"[^>]*>([^<]+)<', page)}
         assert list(places) == [scene.name for scene in SCENES if scene.name != "kill"] + ["play all"]
         assert b"Bearer" in get(f"{base[1]}/ui/buttons.js")
-        noisy = urllib.request.Request(base[1] + places["noisy tenant"], method="POST")
+        cold = urllib.request.Request(base[1] + places[ADAPTER.name], method="POST")
         with pytest.raises(HTTPError, match="401"):
-            urllib.request.urlopen(noisy, timeout=WAIT_MAX_S)
-        noisy.add_header("Authorization", f"Bearer {ADMIN_KEY}")
-        urllib.request.urlopen(noisy, timeout=WAIT_MAX_S).close()
+            urllib.request.urlopen(cold, timeout=WAIT_MAX_S)
+        cold.add_header("Authorization", f"Bearer {ADMIN_KEY}")
+        urllib.request.urlopen(cold, timeout=WAIT_MAX_S).close()
         news = ""
-        while NOISY.news not in news:
+        while ADAPTER.news not in news:
             news = output.readline()
             assert news
             # By itself, the demo would play this one before.
-            assert BURST.news not in news
+            assert SLOW.news not in news
 
 
 def test_the_demo_keeps_out_of_the_state_file_of_others() -> None:

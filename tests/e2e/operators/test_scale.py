@@ -38,7 +38,7 @@ async def test_it_says_how_many_replicas_the_work_needs(monkeypatch: pytest.Monk
         )
 
 
-async def test_groups_share_the_need_by_price() -> None:
+async def test_groups_share_the_need_by_price(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [{"name": "spot", "cost": 1.0, "max": 1}, {"name": "reserved", "cost": 3.0}]
     async with AsyncExitStack() as stack:
         replicas = [await stack.enter_async_context(Replica(FAST)) for _ in range(2)]
@@ -50,7 +50,9 @@ async def test_groups_share_the_need_by_price() -> None:
             "reserved": (1, 1), "spot": (1, 1),
         }  # fmt: skip
         await asyncio.gather(*(proxy.chat(LONG) for _ in range(40)))
-        proxy.app.scale._found_s = -10.0
+        # One moment for the page and the metric: the need falls while nobody asks.
+        later_s = asyncio.get_running_loop().time() + 2.0
+        monkeypatch.setattr(proxy.app.scale, "_clock", lambda: later_s)
         found = (await proxy.get("/scale/base")).json
         assert found["sure"]
         need = found["need"]
