@@ -51,6 +51,17 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
+class Stage(StrEnum):
+    """The part of a request that one lease is for. A request that is split has one lease for each of two parts.
+
+    The `prefill` computes the prompt, and the `decode` fetches what was computed and brings the answer.
+    """
+
+    WHOLE = "whole"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 class RequestFacts(Struct, frozen=True):
     """What scheduling needs of one request body.
 
@@ -91,7 +102,8 @@ class Request(Struct, frozen=True):
     model). `label` is what its client and the log call it. `prefix` are the chained hashes of its prompt's whole
     blocks, of about `prefix_tokens` tokens each. `session` is a hash that the requests of one session share, None
     without a session. `backend` is the only one that the request may go to, because it keeps what the request refers
-    to; None when any backend may serve it.
+    to; None when any backend may serve it. `splittable`: one backend may compute the prompt and another the answer;
+    `stage` is the part that this is.
     """
 
     id: str
@@ -117,6 +129,8 @@ class Request(Struct, frozen=True):
     prefix_tokens: float = 0.0
     session: str | None = None
     backend: str | None = None
+    splittable: bool = False
+    stage: Stage = Stage.WHOLE
 
 
 class Entry(StrEnum):
@@ -125,6 +139,7 @@ class Entry(StrEnum):
     NEW = "new"
     RETRY = "retry"
     PREEMPTED = "preempted"
+    PREFILLED = "prefilled"  # Its prompt was computed on one backend, and it looks for another one for the answer.
     SEEKING = "seeking"  # It looks for the backend that keeps what it refers to; the excluded ones do not.
 
 
@@ -209,6 +224,7 @@ class Verdict(StrEnum):
     LOST = "lost"
     PREEMPTED = "preempted"
     LOCAL_FAILURE = "local_failure"
+    TRANSFER_FAILED = "transfer_failed"  # What another backend computed did not arrive; which side failed is open.
 
 
 class Usage(Struct, frozen=True):
@@ -257,7 +273,7 @@ class Placed(Struct, frozen=True):
 
     `cached_tokens` of the prompt are expected in its prefix cache, and `held_tokens` in the KV-cache in any case,
     because requests in flight hold them. `ttft` (from dispatch) and `tpot` are as in `Price`, None without a
-    prediction.
+    prediction. `answers_on`: only the prompt is computed here, and that backend keeps a place for the answer.
     """
 
     backend: str
@@ -269,6 +285,7 @@ class Placed(Struct, frozen=True):
     cold_adapter: bool = False
     ttft: Predicted | None = None
     tpot: Predicted | None = None
+    answers_on: str | None = None
 
 
 class Explained(Struct, frozen=True):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.outlier_detection import OutlierDetection
-from llmproxy.core.domain import Usage, Verdict
+from llmproxy.core.domain import Stage, Usage, Verdict
 from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.leases import LeaseObserver, LeaseRecord
 from llmproxy.core.placement.policy import Placement
@@ -35,7 +36,8 @@ class ChargeObserver(LeaseObserver):
     def booked(self, lease: LeaseRecord, now: float) -> None:
         request, fairness = lease.request, self._room.band(lease.request.band).fairness
         self._charged[lease.number] = 0.0
-        self._notify(fairness.dispatched, request.flow)
+        if request.stage is not Stage.DECODE:
+            self._notify(fairness.dispatched, request.flow)
         if not request.stream:
             # Its first token cannot be seen; all that can be known is that it was granted in time.
             self._notify(fairness.started, request, now)
@@ -45,7 +47,7 @@ class ChargeObserver(LeaseObserver):
             self._credits[lease.number] = self._min_shares.granted(request.band, charged, waiting)
 
     def started(self, lease: LeaseRecord, now: float) -> None:
-        if lease.request.stream:
+        if lease.request.stream and lease.request.stage is not Stage.PREFILL:
             self._notify(self._room.band(lease.request.band).fairness.started, lease.request, now)
 
     def progress(self, lease: LeaseRecord, output_tokens: int, now: float) -> None:
@@ -75,6 +77,43 @@ class ChargeObserver(LeaseObserver):
         self._charged[lease.number] = cost
 
 
+def goes_on(lease: LeaseRecord, verdict: Verdict) -> bool:
+    """Whether the request of a lease that ends so goes on with its answer, on another backend."""
+    return lease.request.stage is Stage.PREFILL and verdict is Verdict.SERVED
+
+
+class PlaceObserver(LeaseObserver):
+    """Keeps the places for answers whose prompts are computed on other backends.
+
+    A place is kept from the grant of the prompt until the answer is granted, or the request ends without one.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Backend, int, str]] = {}
+
+    def booked(self, lease: LeaseRecord, now: float) -> None:
+        if lease.answers_on is not None:
+            self._kept[lease.request.id] = lease.answers_on, lease.request.sequences, lease.backend.name
+            lease.answers_on.keep_place(lease.request.sequences)
+
+    def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
+        if lease.answers_on is not None and not goes_on(lease, verdict):
+            self.give_up(lease.request.id)
+
+    def give_up(self, request_id: str) -> str | None:
+        """Keep no place for a request any more; returns the backend of its prompt where one was kept."""
+        if request_id not in self._kept:
+            return None
+        backend, sequences, prefilled_on = self._kept.pop(request_id)
+        backend.keep_place(-sequences)
+        return prefilled_on
+
+    def check(self) -> None:
+        for backend in {id(one[0]): one[0] for one in self._kept.values()}.values():
+            mine = sum(sequences for keeper, sequences, _ in self._kept.values() if keeper is backend)
+            assert backend.kept >= mine, "a place that is kept for an answer is not counted"
+
+
 class LimitObserver(LeaseObserver):
     """Counts leases and their tokens under usage limits."""
 
@@ -91,7 +130,10 @@ class LimitObserver(LeaseObserver):
         elif verdict is Verdict.SERVED:
             # The engine did not count: the whole answer is taken to be as expected.
             used_tokens = lease.request.prompt_tokens + lease.request.output_tokens
-        self._limits.released(lease.request, used_tokens, now)
+        if goes_on(lease, verdict):
+            self._limits.between_stages(lease.request)
+        else:
+            self._limits.released(lease.request, used_tokens, now)
 
 
 class PlacementObserver(LeaseObserver):
@@ -150,5 +192,5 @@ class FirstTokenObserver(LeaseObserver):
         self._first_token = first_token
 
     def started(self, lease: LeaseRecord, now: float) -> None:
-        if lease.request.stream:
+        if lease.request.stream and lease.request.stage is not Stage.DECODE:
             self._first_token.learn(lease.request.prompt_tokens, now - lease.at_s)

@@ -14,6 +14,7 @@ class LeaseRecord:
     """`request` has a place on `backend` since `at_s`.
 
     `guaranteed`: it was granted by the minimum share of its band. `cold`: its adapter was not believed to be resident.
+    `answers_on` keeps a place for the answer, where the lease is for the prompt alone.
     `on_old_process`: it runs on a process that another one has replaced, so that it does not end with the new one.
     """
 
@@ -24,6 +25,7 @@ class LeaseRecord:
     at_s: float
     guaranteed: bool
     cold: bool
+    answers_on: Backend | None = None
     on_old_process: bool = False
 
 
@@ -122,12 +124,21 @@ class Leases:
 
     # --- the life of a lease -------------------------------------------------------------------------------------
 
-    def book(self, request: Request, placed: Placed, backend: Backend, now: float, *, guaranteed: bool = False) -> int:
+    def book(
+        self,
+        request: Request,
+        placed: Placed,
+        backend: Backend,
+        now: float,
+        *,
+        guaranteed: bool = False,
+        answers_on: Backend | None = None,
+    ) -> int:
         """Open a lease and return its number. `guaranteed`: its band has it by its minimum share."""
         number = self._newest = next(self._serial)
         cold = backend.lacks(request.adapter)
         backend.book(number, request, now, placed.held_tokens)
-        lease = self._held[number] = LeaseRecord(number, request, placed, backend, now, guaranteed, cold)
+        lease = self._held[number] = LeaseRecord(number, request, placed, backend, now, guaranteed, cold, answers_on)
         for booked in self._on_booked:
             booked(lease, now)
         return number

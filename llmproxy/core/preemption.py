@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
+from msgspec.structs import replace
+
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.domain import DEFAULT, Preempt, Request, Usage, Verdict
+from llmproxy.core.domain import DEFAULT, Preempt, Request, Stage, Usage, Verdict
 from llmproxy.core.leases import LeaseObserver, LeaseRecord
 from llmproxy.core.placement.policy import context_tokens
 from llmproxy.core.queueing.headroom import Headroom
@@ -29,7 +31,7 @@ class Preemption(LeaseObserver):
     def __init__(self, settings: Settings, headroom: Headroom) -> None:
         self._settings = settings
         self._headroom = headroom
-        self._open: dict[int, tuple[Request, Backend]] = {}
+        self._open: dict[int, LeaseRecord] = {}
         self._by_band: dict[int, dict[int, None]] = {}
         self._pending: dict[int, Backend] = {}
         self._urgent: dict[int, Backend] = {}
@@ -42,7 +44,10 @@ class Preemption(LeaseObserver):
             # The minimum share of a band must not be preempted for the bands above it.
             return
         if lease.request.band <= DEFAULT:
-            self._open[lease.number] = (lease.request, lease.backend)
+            if lease.request.stage is Stage.DECODE:
+                # What was computed for it can be fetched only once.
+                return
+            self._open[lease.number] = lease
             self._by_band.setdefault(lease.request.band, {})[lease.number] = None
         else:
             self._urgent[lease.number] = lease.backend
@@ -59,7 +64,7 @@ class Preemption(LeaseObserver):
     def _close(self, lease: int) -> None:
         """The lease has answered or ended: it can be preempted no more."""
         if lease in self._open:
-            del self._by_band[self._open.pop(lease)[0].band][lease]
+            del self._by_band[self._open.pop(lease).request.band][lease]
         self._pending.pop(lease, None)
         self._urgent.pop(lease, None)
 
@@ -77,11 +82,11 @@ class Preemption(LeaseObserver):
             if last < 0 and beyond <= 0:
                 continue
             queued = [x for x in backend.queued(now) if x in self._open and backend.unstarted(x)]
-            for lease in sorted(queued, key=lambda lease: self._open[lease][0].band):
+            for lease in sorted(queued, key=lambda lease: self._open[lease].request.band):
                 if len(self._pending) >= PREEMPT_MAX:
                     return
                 if lease not in self._pending and (lease < last or beyond > 0):
-                    beyond -= self._open[lease][0].sequences
+                    beyond -= self._open[lease].request.sequences
                     yield self._preempt(lease)
 
     def _beyond(self, backend: Backend, now: float) -> int:
@@ -89,7 +94,7 @@ class Preemption(LeaseObserver):
         if backend.reading is None or not backend.reading.waiting:
             return 0
         view = backend.view(now)
-        leaving = sum(self._open[x][0].sequences for x, owner in self._pending.items() if owner is backend)
+        leaving = sum(self._open[x].request.sequences for x, owner in self._pending.items() if owner is backend)
         return view.load - leaving - view.limit - view.look_ahead
 
     def choose(self, head: Request, excluded: frozenset[str], waiting: int, now: float) -> Iterable[Preempt]:
@@ -104,9 +109,9 @@ class Preemption(LeaseObserver):
             yield self._preempt(lease)
 
     def _preempt(self, lease: int) -> Preempt:
-        request, backend = self._open[lease]
-        self._pending[lease] = backend
-        return Preempt(lease, request, backend.name)
+        record = self._open[lease]
+        self._pending[lease] = record.backend
+        return Preempt(lease, record.request, record.backend.name)
 
     def _newest(self) -> Iterator[int]:
         below = (band for band in sorted(self._by_band) if band < DEFAULT)
@@ -114,12 +119,17 @@ class Preemption(LeaseObserver):
         return (lease for lease in islice(lowest_first, LOOK_MAX) if lease not in self._pending)
 
     def _makes_room(self, lease: int, head: Request, excluded: frozenset[str], now: float) -> bool:
-        backend = self._open[lease][1]
+        record = self._open[lease]
+        # A prompt that is computed for another backend gives back the place that is kept there.
+        backend = record.answers_on or record.backend
         if backend.name in excluded or head.backend not in (None, backend.name):
             return False
-        if not backend.serves(head.model) or not backend.unstarted(lease):
+        if not backend.serves(head.model) or not record.backend.unstarted(lease):
             return False
-        view = backend.view_without([*(x for x, owner in self._pending.items() if owner is backend), lease], now)
+        leaving = [self._open[x] for x in (*self._pending, lease)]
+        view = backend.view_without([one.number for one in leaving if one.backend is backend], now)
+        kept = sum(one.request.sequences for one in leaving if one.answers_on is backend)
+        view = replace(view, load=view.load - kept)
         fits = view.max_model_len is None or view.max_model_len >= context_tokens(head)
         return fits and view.has_room(self._headroom.ceiling(head.band, now))
 

@@ -8,7 +8,19 @@ from math import inf
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import Decision, Drop, Entry, Grant, Learned, NoCapacity, Outcome, Request, Why
+from llmproxy.core.domain import (
+    Decision,
+    Drop,
+    Entry,
+    Grant,
+    Learned,
+    NoCapacity,
+    Outcome,
+    Placed,
+    Refused,
+    Request,
+    Why,
+)
 from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.lease_observers import (
     ChargeObserver,
@@ -16,10 +28,12 @@ from llmproxy.core.lease_observers import (
     LimitObserver,
     OutlierObserver,
     PlacementObserver,
+    PlaceObserver,
 )
 from llmproxy.core.leases import LeaseObserver, Leases
 from llmproxy.core.placement.first_fit import Found, Limited, Unmatched, first_fit, head, limited, passes_over
 from llmproxy.core.placement.policy import NO_CAPACITY, Placement
+from llmproxy.core.placement.staged import StagedPlacement, decode_of, prefill_of
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.pool_backends import PoolBackends
 from llmproxy.core.preemption import Preemption
@@ -43,16 +57,16 @@ FAULT_RETRY_S = 1.0
 class _Pass:
     """The state of one `decide`.
 
-    `steps` bounds how long it takes. `outdated` is the backend that was booked last; its view is refreshed only before
-    the next placement. `blocked`: no backend has room for anything. `guaranteed_none` are the bands of which no request
-    fits anywhere, even by their minimum share.
+    `steps` bounds how long it takes. `outdated` are the backends that were booked last; their views are refreshed only
+    before the next placement. `blocked`: no backend has room for anything. `guaranteed_none` are the bands of which no
+    request fits anywhere, even by their minimum share.
     """
 
     now: float
     views: list[View]
     decisions: list[Decision]
     steps: int = 0
-    outdated: Backend | None = None
+    outdated: Sequence[Backend] = ()
     blocked: bool = False
     guaranteed_none: set[int] = field(default_factory=set)
 
@@ -79,7 +93,7 @@ class Scheduler:
         self._settings = settings
         # Shared by all pools: a tenant may use several models, and a backend that moves still holds leases of the old.
         self._limits = limits
-        self._placement = placement
+        self._placement = placement = StagedPlacement(placement, settings.disaggregation)
         self._backends = PoolBackends(settings.health)
         self.faults = Faults()
         self._room = WaitingRoom(settings, occupancy, limits, self.faults, self._room_on)
@@ -92,9 +106,12 @@ class Scheduler:
         self._min_shares = MinShares(settings.min_shares)
         self._preemption = Preemption(settings, self._headroom)
         self.charges = ChargeObserver(settings, self._room, self._min_shares, self.faults)
+        self._places = PlaceObserver()
+        self._prefilled: list[tuple[Request, frozenset[str]]] = []
         self.leases = Leases(
             lease_serial,
             [
+                self._places,
                 OutlierObserver(self._backends.outliers),
                 LimitObserver(limits),
                 self._preemption,
@@ -113,6 +130,7 @@ class Scheduler:
     def reconfigure(self, settings: Settings, now: float) -> None:
         """Apply other settings. Policies stay, with the settings that they were made with."""
         self._settings = settings
+        self._placement.settings = settings.disaggregation
         self._room.reconfigure(settings, now)
         self._min_shares.reconfigure(settings.min_shares)
         self._backends.reconfigure(settings.health)
@@ -143,7 +161,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self._backends.by_name or self._room or self.leases or self._shed)
+        return not (self._backends.by_name or self._room or self.leases or self._shed or self._prefilled)
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -156,6 +174,9 @@ class Scheduler:
         the waiting room is reached, `rate_limited` when one of its tenant or model is, `rejected_deadline` when it
         would be late even if served next.
         """
+        if entry is Entry.PREFILLED:
+            self._prefilled.append((request, excluded))
+            return
         self._room.deadlines.pool_is(self._backends.any_up(), now)
         self._shed += self._admission.enter(request, excluded, entry, now)
 
@@ -166,6 +187,7 @@ class Scheduler:
             self._room.leave(queued)
         else:
             self._shed = [drop for drop in self._shed if drop.request.id != request_id]
+            self._prefilled = [one for one in self._prefilled if one[0].id != request_id]
 
     def cached(self, lease: int, backend: str, hashes: Sequence[int]) -> None:
         """The prompt and the answer of a lease that has ended are these blocks, which `backend` holds."""
@@ -175,6 +197,7 @@ class Scheduler:
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """The request is over. `met` says whether it kept its objective, None when it had none."""
+        self._places.give_up(request.id)
         self._room.band(request.band).ended(request, met, now)
 
     # --- decisions -----------------------------------------------------------------------------------------------
@@ -202,6 +225,8 @@ class Scheduler:
         if self._shed:
             decisions += self._shed
             self._shed = []
+        if self._prefilled:
+            self._grant_answers(decisions, now)
         decisions += self._preemption.clear(self._backends.by_name.values(), now)
         alive = self._backends.any_up()
         self._room.deadlines.pool_is(alive, now)
@@ -217,11 +242,36 @@ class Scheduler:
             return
         self._room.settle(now)
         this = _Pass(now, self._backends.views(now), decisions)
+        self._placement.begin(this.views)
         self._grant_all(this)
         while this.steps < PASS_MAX and not this.blocked and self._room.readmit(now):
             self._grant_all(this)
         self._more = this.steps >= PASS_MAX and bool(self._room)
         self._place_changes_s = self._placement.changes_at(now)
+
+    def _grant_answers(self, decisions: list[Decision], now: float) -> None:
+        """Grant a backend to each request whose prompt was computed, before anything that waits.
+
+        A place was kept for it. Where that backend is gone meanwhile and no other has room, the request goes back to
+        the waiting room, before all that had no turn yet, and is served from its beginning.
+        """
+        prefilled, self._prefilled = self._prefilled, []
+        self._placement.begin(self._backends.views(now))
+        for request, excluded in prefilled:
+            prefilled_on = self._places.give_up(request.id)
+            others = excluded if prefilled_on is None else excluded | {prefilled_on}
+            answer = decode_of(request)
+            placed = self._placement.place(answer, self._backends.views(now), 1.0, others, now)
+            if isinstance(placed, Placed):
+                lease = self.leases.book(answer, placed, self._backends.by_name[placed.backend], now)
+                why = Why(self._room.sizes(), 1, (), 0)
+                decisions.append(Grant(lease, answer, placed, now, 0, why, request.deadline_s - now))
+                continue
+            self._limits.no_more_between(request.id)
+            try:
+                self._shed += self._admission.enter(request, excluded, Entry.PREEMPTED, now)
+            except Refused as refused:
+                decisions.append(Drop(request, refused.outcome, refused.retry_after_s or 0.0))
 
     def _grant_all(self, this: _Pass) -> None:
         """Grant band by band, the highest first, until no backend has room or the pass is long enough."""
@@ -273,7 +323,7 @@ class Scheduler:
         """When `decide` may have something to do although no event happens; None when only an event can."""
         if now < self._rests_until_s:
             return self._rests_until_s
-        if self._more or self._shed:
+        if self._more or self._shed or self._prefilled:
             return now
         if not self._room.waiting:
             return self._backends.outliers.due_s
@@ -286,9 +336,9 @@ class Scheduler:
     ) -> Grant | NoCapacity | None:
         """Book the band's next request; None when there is room, but for none of those looked at."""
         band = self._room.band(level)
-        if this.outdated is not None:
-            self._backends.refresh(this.views, this.outdated, this.now)
-            this.outdated = None
+        for backend in this.outdated:
+            self._backends.refresh(this.views, backend, this.now)
+        this.outdated = ()
         kept = not guaranteed and self._headroom.keeps_last(level, this.views, this.now)
         views = this.views if guaranteed else self._headroom.seen_by(level, this.views, this.now)
         while True:
@@ -315,22 +365,25 @@ class Scheduler:
         queued, placed, now = found.queued, found.placed, this.now
         request = queued.request
         band = self._room.band(request.band)
-        inverted = not guaranteed and self._inverts(placed.backend, request.band, now)
+        inverted = not guaranteed and self._inverts(placed, request.band, now)
         standing = band.fairness.standing(request.flow)
         why = Why(self._room.sizes(), band.flows, standing, found.passed_over, guaranteed, inverted)
         ahead, left_s = len(self._room) - 1, self._room.deadlines.own_left_s(queued, now)
         self._room.leave(queued)
-        backend = self._backends.by_name[placed.backend]
-        lease = self.leases.book(request, placed, backend, now, guaranteed=guaranteed)
-        this.outdated = backend
+        backend, answers_on = self._backends.by_name[placed.backend], None
+        if placed.answers_on is not None:
+            request, answers_on = prefill_of(request), self._backends.by_name[placed.answers_on]
+        lease = self.leases.book(request, placed, backend, now, guaranteed=guaranteed, answers_on=answers_on)
+        this.outdated = [backend] if answers_on is None else [backend, answers_on]
         grant = Grant(lease, request, placed, now, ahead, why, left_s)
         this.decisions.append(grant)
         self._drain.granted(request.id, now)
         this.steps += 1
         return grant
 
-    def _inverts(self, backend: str, level: int, now: float) -> bool:
-        """Whether a grant to `level` passes over a request of a higher band that could have the backend."""
+    def _inverts(self, placed: Placed, level: int, now: float) -> bool:
+        """Whether a grant to `level` passes over a request of a higher band that could have the place of its answer."""
+        backend = placed.answers_on or placed.backend
         above = [one for one in self._room.levels() if one > level and self._room_on(backend, one, now)]
         view = self._backends.by_name[backend].view(now)
         return bool(above) and passes_over(map(self._room.band, above), view, self._limits)
@@ -405,3 +458,4 @@ class Scheduler:
         self._room.check(now)
         self._backends.check()
         self.leases.check()
+        self._places.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Role
 from llmproxy.core.scaling.groups import Group
@@ -83,6 +84,23 @@ class UsageLimit:
     tokens_per_min: float | None = None
 
 
+class Splitting(StrEnum):
+    """Which requests have their prompt computed on one backend and their answer on another one."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+    TOKENS = "min_uncached_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Disaggregation:
+    """See `core.placement.staged`. `min_uncached_tokens` is for `Splitting.TOKENS`, and 0 for any other."""
+
+    splitting: Splitting = Splitting.AUTO
+    min_uncached_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class ScalingSettings:
     """How the number of replicas that a pool needs is found, see `core.scaling.need`.
@@ -144,6 +162,7 @@ class Settings:
     health: HealthSettings = field(default_factory=HealthSettings)
     queue: QueueSettings = field(default_factory=QueueSettings)
     scaling: ScalingSettings = field(default_factory=ScalingSettings)
+    disaggregation: Disaggregation = Disaggregation()
 
     @property
     def ceiling_range(self) -> tuple[float, float]:

@@ -116,7 +116,7 @@ def test_a_removed_backend_is_forgotten_and_the_others_are_not() -> None:
     one.remove_backend("a")
     # An answer that is read a little late teaches nothing of a backend that is gone.
     cached(one, given["a"], (1, 2, 3))
-    placement = one.schedulers["base"]._placement
+    placement = one.schedulers["base"]._placement.inner
     assert isinstance(placement, CostPlacement)
     assert placement._index.match((7, 8, 9)).keys() == {"b"}
     assert "a" not in placement._index.match((1, 2, 3))
@@ -135,7 +135,7 @@ def test_a_late_answer_of_a_removed_backend_teaches_its_successor_nothing() -> N
     one.backends["a"].answered(2.0)
     one.listed("a", listing())
     cached(one, granted, (1, 2, 3))
-    placement = one.schedulers["base"]._placement
+    placement = one.schedulers["base"]._placement.inner
     assert isinstance(placement, CostPlacement)
     assert not placement._index.match((1, 2, 3))
 
@@ -156,7 +156,7 @@ def test_a_new_process_behind_a_name_is_down_until_read_and_starts_empty() -> No
     cached(one, granted, (1, 2, 3))
     one.backends["a"].answered(2.0)
     assert one.ready(2.0)
-    placement = one.schedulers["base"]._placement
+    placement = one.schedulers["base"]._placement.inner
     assert isinstance(placement, CostPlacement)
     assert not placement._index.match((1, 2, 3))
 

@@ -44,6 +44,7 @@ class Backend:
         self.reading: Reading | None = None
         self._own = Bookings()
         self.bookings = self._own.by_lease
+        self._kept = 0
         self._drained = False
         self.exploration: Exploration | None = None
         lowest_ceiling, self._highest_ceiling = ceiling_range
@@ -264,6 +265,16 @@ class Backend:
         self.health.booked(lease)
         self._view = None
 
+    @property
+    def kept(self) -> int:
+        """Places that are kept for sequences whose prompts other backends compute."""
+        return self._kept
+
+    def keep_place(self, sequences: int) -> None:
+        """Keep places for so many sequences whose prompts another backend computes; fewer where it is negative."""
+        self._kept += sequences
+        self._view = None
+
     def started(self, lease: int, now: float) -> None:
         self._own.begin(lease)
         self.health.first_byte(lease, now)
@@ -348,7 +359,7 @@ class Backend:
     def _make_view(self, now: float) -> View:
         health, capacity, reading, own = self.health, self._capacity, self.reading, self._own
         until_s = health.changes_at(now) or inf
-        load, waiting, kv_used = own.sequences, 0, 0.0
+        load, waiting, kv_used = own.sequences + self._kept, 0, 0.0
         kv_tokens = max_adapters = None
         if reading is not None and now >= reading.taken_at_s + capacity.stale_after_s:
             reading = None
@@ -391,3 +402,4 @@ class Backend:
 
     def check(self) -> None:
         self._own.check()
+        assert self._kept >= 0

@@ -216,7 +216,9 @@ class Health:
                 if idle and (self.peers is None or self.peers.others_up(self)):
                     self._failed(was_probe, now)
                 self._blocked_until_s = max(self._blocked_until_s, now + BUSY_PAUSE_S)
-            case Verdict.CLIENT_GONE | Verdict.LOST | Verdict.PREEMPTED | Verdict.LOCAL_FAILURE:
+            case (
+                Verdict.CLIENT_GONE | Verdict.LOST | Verdict.PREEMPTED | Verdict.LOCAL_FAILURE | Verdict.TRANSFER_FAILED
+            ):
                 pass
 
     def _failed(self, was_probe: bool, now: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp, log
 
-from llmproxy.core.domain import Request
+from llmproxy.core.domain import Request, Stage
 from llmproxy.core.estimates.learning import DecayingRate
 from llmproxy.core.placement.adapter_demand import Slots
 from llmproxy.core.placement.prefix_index import InUse
@@ -46,7 +46,7 @@ class InFlight:
     the first byte is overdue. `crowded`: the batch was full, so the prompt had to wait for another request to end.
     `deferred`: all adapter slots were in use, so later requests may be computed first. `begun_at_work_s` is the
     backend's `worked_s` when the first token came. `rations_at` is the objective of its stream, in tokens per second;
-    0 where it has none that could be kept.
+    0 where it has none that could be kept. `fetched_tokens` of the prompt come from another backend.
     """
 
     request: Request
@@ -66,6 +66,12 @@ class InFlight:
     started_s: float | None = None
     begun_at_work_s: float = 0.0
     rations_at: float = 0.0
+    fetched_tokens: int = 0
+
+    @property
+    def fetched(self) -> bool:
+        """Another backend computed its prompt."""
+        return self.request.stage is Stage.DECODE
 
     @property
     def attended(self) -> float:
@@ -180,6 +186,17 @@ class BackendLoad:
         return now + wait_s if wait_s > ROUNDING_S else now
 
     def book(self, lease: int, flight: InFlight, rates: PoolRates, now: float) -> None:
+        if flight.fetched:
+            if flight.request.adapter is not None:
+                self.adapters.book(flight.request.adapter, flight.cold_adapter, now)
+        else:
+            self._book_prompt(lease, flight, rates, now)
+        self.in_flight += flight.request.sequences
+        self._ration(flight, rates)
+        flight.crowded = self.limit is not None and self.in_flight > self.limit
+        self.in_use.add(flight.request.prefix)
+
+    def _book_prompt(self, lease: int, flight: InFlight, rates: PoolRates, now: float) -> None:
         if not self._unstarted:
             self._end_stretch(rates)
             self._began_s = now
@@ -202,10 +219,6 @@ class BackendLoad:
         flight.work_s = flight.work_tokens * rates.prefill.slope * self.prefill.factor + load_s
         self.busy_share.add(flight.work_s, now)
         self._prompts.add(flight.work_s, now)
-        self.in_flight += request.sequences
-        self._ration(flight, rates)
-        flight.crowded = self.limit is not None and self.in_flight > self.limit
-        self.in_use.add(request.prefix)
 
     def loading_s(self, now: float) -> float:
         """How long one load has been running, at least."""
@@ -225,6 +238,10 @@ class BackendLoad:
 
         Steps that load adapters are learned apart.
         """
+        if flight.fetched:
+            if flight.request.adapter is not None:
+                self.adapters.started(flight.request.adapter)
+            return
         if not flight.request.stream:
             # Without a stream the first byte comes at the end of the answer.
             self._settle(lease, flight)

@@ -17,6 +17,7 @@ from llmproxy.core.domain import (
     Placed,
     Predicted,
     Request,
+    Stage,
     Usage,
     Verdict,
 )
@@ -28,6 +29,7 @@ from llmproxy.core.placement.policy import (
     NO_MATCH,
     NO_MATCH_FOR_MODEL,
     Placement,
+    Quote,
     any_room,
     presets,
     with_context,
@@ -76,6 +78,7 @@ class CostPlacement(Placement):
       weighs more the busier the backend is with prompts.
     - `eviction`: the cached blocks that the computed part displaces, at the pool's present hit ratio.
     - `memory`: KV-cache held during the answer, except blocks that other requests hold anyway; more when it is full.
+    - `transfer`: fetching the prompt that another backend computed, in the place of `prefill`.
     - `range`: the backend is meant for prompts of other lengths.
     - `headroom`: what a backend leaves of the request's objective (`with_headroom`).
 
@@ -107,17 +110,10 @@ class CostPlacement(Placement):
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        if not any_room(views, ceiling):
-            return NO_CAPACITY
-        model = request.model
-        serving = [v for v in views if v.available and model in v.served and v.backend not in excluded]
-        able = with_context(request, serving, views, excluded)
-        fits = self._fits(able, request.band, ceiling, now)
-        if True not in fits:
-            if True in self._fits(serving, request.band, ceiling, now):
-                return NO_MATCH
-            return NO_MATCH_FOR_MODEL if True in self._fits(views, request.band, ceiling, now) else NO_CAPACITY
-        prices = self._prices(request, able, fits, ceiling, now)
+        found = self._candidates(request, views, ceiling, excluded, now)
+        if isinstance(found, NoCapacity | NoMatch):
+            return found
+        able, fits, prices = found
         if request.slo is not None and "objectives" not in self._without:
             late = self._rates.late_ttft.factor, self._rates.late_tpot.factor
             prices = with_headroom(prices, request, STREAM, late, now)
@@ -132,7 +128,7 @@ class CostPlacement(Placement):
             return LATER
         lightest = min([able[index].load for index in fitting])
         chosen = prices[self._rng.choice([index for index in fitting if able[index].load == lightest])]
-        facts = request.id, request.label, model, now, request.prompt_tokens, chosen.backend
+        facts = request.id, request.label, request.model, now, request.prompt_tokens, chosen.backend
         self._explained.append((facts, prices))
         rates = self._rates
         held_blocks = self._backend_load(chosen.backend).in_use.matched(request.prefix)
@@ -147,6 +143,36 @@ class CostPlacement(Placement):
             Predicted(chosen.ttft_s, chosen.ttft_s * rates.late_ttft.factor),
             Predicted(chosen.tpot_s, chosen.tpot_s * rates.late_tpot.factor),
         )
+
+    def quote(
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
+    ) -> Quote | None:
+        found = self._candidates(request, views, ceiling, excluded, now)
+        if isinstance(found, NoCapacity | NoMatch):
+            return None
+        least = min(found[2], key=lambda price: price.total_s)
+        return Quote(least.total_s, least.backend, least.cached_tokens)
+
+    def _candidates(
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
+    ) -> tuple[list[View], list[bool], list[PriceRow]] | NoCapacity | NoMatch:
+        """The backends that can serve a request, which of them have room now, and their prices."""
+        # A prompt that is computed for another backend may also go elsewhere, so that waiting for a place has a price.
+        waits = request.stage is Stage.PREFILL
+        if not waits and not any_room(views, ceiling):
+            return NO_CAPACITY
+        serving = [v for v in views if v.available and request.model in v.served and v.backend not in excluded]
+        able = with_context(request, serving, views, excluded)
+        fits = self._fits(request, able, ceiling, now)
+        if True not in fits and not (waits and able):
+            if True in self._fits(request, serving, ceiling, now):
+                return NO_MATCH
+            return NO_MATCH_FOR_MODEL if True in self._fits(request, views, ceiling, now) else NO_CAPACITY
+        if request.stage is Stage.DECODE:
+            # What was computed for it elsewhere must not wait.
+            able = [view for view, fit in zip(able, fits, strict=True) if fit]
+            fits = [True] * len(able)
+        return able, fits, self._prices(request, able, fits, ceiling, now)
 
     def _idle(
         self, able: Sequence[View], fits: Sequence[bool], prices: Sequence[PriceRow], least_s: float
@@ -183,6 +209,7 @@ class CostPlacement(Placement):
         prompt_tokens, output_tokens, block_tokens = request.prompt_tokens, request.output_tokens, request.prefix_tokens
         adapter, prefix = request.adapter, request.prefix
         least_load_s = 0.0
+        fetched, alone = request.stage is Stage.DECODE, request.stage is Stage.PREFILL
         if adapter is not None and not rates.loads.seen:
             # No load has ended yet. The running ones show how long a load takes at least.
             least_load_s = max([backend_load.loading_s(now) for backend_load in backend_loads])
@@ -201,6 +228,12 @@ class CostPlacement(Placement):
             if cached_tokens > prompt_tokens - 1.0:
                 cached_tokens = prompt_tokens - 1.0
             queue_s = backend_load.queue_s(rates, now)
+            transfer_s = None
+            if fetched:
+                # The rest of the prompt comes from another backend.
+                transfer_s = rates.transfer.at(prompt_tokens - cached_tokens)
+                cached_tokens = float(prompt_tokens)
+                queue_s -= rates.prefill.base * backend_load.prefill.factor
             # Each token attends to all before it: on average, to the cached ones and half of the others.
             work_tokens = (prompt_tokens - cached_tokens) * (1.0 + attention * (prompt_tokens + cached_tokens))
             prefill_s = work_tokens * token_s * backend_load.prefill.factor
@@ -210,7 +243,9 @@ class CostPlacement(Placement):
             ttft_s = queue_s + prefill_s
             stream_s = STREAM * answer_s
             scarce = _scarce(backend_load.busy_share.at(now))
-            harm_s = STREAM * (crowd_s + load * prefill_s) + prefill_s * scarce
+            # Prompts that are computed for others are in flight and no streams: earlier ones are not delayed.
+            streams = load - backend_load.waiting if alone else load
+            harm_s = STREAM * (crowd_s + streams * prefill_s) + prefill_s * scarce
             eviction_s = prefill_s * displaces
             total_s = queue_s + prefill_s + stream_s + harm_s + eviction_s
             adapter_s = range_s = memory_s = slot_s = None
@@ -231,7 +266,11 @@ class CostPlacement(Placement):
             if adapter_s is not None:
                 ttft_s += adapter_s
                 total_s += adapter_s
-            if view.prompt_range is not None and not view.prompt_range[0] <= prompt_tokens <= view.prompt_range[1]:
+            if transfer_s is not None:
+                ttft_s += transfer_s
+                total_s += transfer_s
+            ranged = None if fetched else view.prompt_range
+            if ranged is not None and not ranged[0] <= prompt_tokens <= ranged[1]:
                 range_s = ASIDE_S
                 total_s += range_s
             if view.kv_tokens:
@@ -251,6 +290,7 @@ class CostPlacement(Placement):
                 range_s,
                 memory_s,
                 slot_s,
+                transfer_s,
             )
             if without:
                 seconds = tuple([None if n in without else s for n, s in zip(NAMES, seconds, strict=False)])
@@ -270,7 +310,13 @@ class CostPlacement(Placement):
         waiting = max(0, view.load - min(view.limit, view.slots(ceiling))) + before + 1
         return waiting * answer_s / max(1, view.load)
 
-    def _fits(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[bool]:
+    def _fits(self, request: Request, views: Sequence[View], ceiling: float, now: float) -> list[bool]:
+        """Which backends have room, and time for its prompt where that is to be computed there."""
+        if request.stage is Stage.DECODE:
+            return [view.has_room(ceiling) for view in views]
+        return self._open(views, request.band, ceiling, now)
+
+    def _open(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[bool]:
         """Which backends have room, and time for one more prompt of `band`."""
         if now != self._claims_at_s:
             self._claims_at_s = now
@@ -289,7 +335,7 @@ class CostPlacement(Placement):
         return fits
 
     def ready(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[View]:
-        return [view for view, fits in zip(views, self._fits(views, band, ceiling, now), strict=True) if fits]
+        return [view for view, fits in zip(views, self._open(views, band, ceiling, now), strict=True) if fits]
 
     def changes_at(self, now: float) -> float | None:
         return self._opens_s if now < self._opens_s < inf else None
@@ -304,6 +350,10 @@ class CostPlacement(Placement):
     # --- events ------------------------------------------------------------------------------------------------------
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
+        fetched_tokens = 0
+        if request.stage is Stage.DECODE:
+            matched = self._index.match(request.prefix).get(placed.backend, 0) * request.prefix_tokens
+            fetched_tokens = max(0, request.prompt_tokens - round(matched))
         own_tokens = request.prompt_tokens - placed.cached_tokens
         assert placed.ttft is not None, "another placement chose it"
         assert placed.tpot is not None, "another placement chose it"
@@ -318,6 +368,7 @@ class CostPlacement(Placement):
             placed.cold_adapter,
             placed.ttft.expected_s,
             placed.tpot.expected_s,
+            fetched_tokens=fetched_tokens,
         )
         self._flights[lease] = flight
         for claims in self._claims.values():
@@ -326,7 +377,8 @@ class CostPlacement(Placement):
         if request.adapter is not None:
             self._demand.add(request.adapter, now)
         backend_load.book(lease, flight, self._rates, now)
-        self._hit_ratio = follow(self._hit_ratio, placed.cached_tokens / request.prompt_tokens, HIT_GAIN)
+        if not flight.fetched:
+            self._hit_ratio = follow(self._hit_ratio, placed.cached_tokens / request.prompt_tokens, HIT_GAIN)
 
     def started(self, lease: int, now: float) -> None:
         flight = self._flights[lease]
@@ -338,6 +390,9 @@ class CostPlacement(Placement):
         flight.begun_at_work_s = backend_load.worked_s
         if flight.request.stream:
             self._rates.late_ttft.learn(flight.ttft_s, now - flight.booked_s)
+            if flight.fetched and not flight.cold_adapter:
+                # Prompts that it computed meanwhile are a part of the time, as they will be for the next one.
+                self._rates.transfer.learn(flight.fetched_tokens, now - flight.booked_s)
         # Only now is it certain that the prompt was computed. A process that is gone has nothing cached.
         if self._backend_loads.get(flight.backend) is backend_load:
             self._index.record(flight.backend, flight.request.prefix)
@@ -348,7 +403,7 @@ class CostPlacement(Placement):
         backend_load.finish(lease, flight, now)
         if verdict is not Verdict.SERVED or usage is None:
             return
-        if usage.cached_tokens is not None:
+        if usage.cached_tokens is not None and not flight.fetched:
             self._index.calibrate(flight.backend, flight.cached_tokens, usage.cached_tokens)
         steps = usage.output_tokens / flight.request.sequences - 1.0
         if flight.request.stream and flight.started_s is not None and steps > 0.0:

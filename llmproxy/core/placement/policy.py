@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
+from typing import NamedTuple
 
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import Explained, Learned, NoCapacity, NoMatch, Placed, Request, Usage, Verdict
+from llmproxy.core.domain import Explained, Learned, NoCapacity, NoMatch, Placed, Request, Role, Usage, Verdict
 from llmproxy.core.policy_registry import Registry
 
 NO_CAPACITY = NoCapacity()
@@ -47,6 +48,12 @@ class Placement(ABC):
 
         Leases on it may still run; their events are reported until they end.
         """
+
+    def quote(
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
+    ) -> Quote | None:
+        """The price that `place` would find, also where it would wait; None without a backend, or without prices."""
+        return None
 
     def ready(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[View]:
         """The backends of `views` that take a request of `band` now, and not only after a while."""
@@ -100,6 +107,14 @@ class Presets(Registry[Callable[[Random], Placement]]):
         return name in self._answered
 
 
+class Quote(NamedTuple):
+    """What it costs to serve a request where that costs least, in seconds, and the tokens that are cached there."""
+
+    total_s: float
+    backend: str
+    cached_tokens: float
+
+
 Pick = Callable[[Request, Sequence[View]], Placed]
 presets = Presets()
 
@@ -115,6 +130,13 @@ class FilteredPlacement(Placement):
     ) -> Placed | NoCapacity | NoMatch:
         found = fitting(request, views, ceiling, excluded)
         return self._pick(request, found) if isinstance(found, list) else found
+
+    def quote(
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
+    ) -> Quote | None:
+        # All cost the same here, so that nothing is split because it costs less.
+        found = self.place(request, views, ceiling, excluded, now)
+        return Quote(0.0, found.backend, 0.0) if isinstance(found, Placed) else None
 
 
 def make(name: str, rng: Random) -> Placement:
@@ -196,7 +218,7 @@ def could_serve(request: Request, excluded: frozenset[str], view: View) -> bool:
     """Whether a backend could serve `request` if it has room: it has its model and context, and has not failed it."""
     if request.model not in view.served or view.backend in excluded:
         return False
-    if request.backend not in (None, view.backend):
+    if request.backend not in (None, view.backend) or (view.role is Role.PREFILL and not request.splittable):
         return False
     return view.max_model_len is None or context_tokens(request) <= view.max_model_len
 

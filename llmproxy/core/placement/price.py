@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from llmproxy.core.domain import Price, Request
 
-NAMES = ("queue", "prefill", "stream", "harm", "eviction", "adapter", "range", "memory", "slot", "headroom")
-TERMS = frozenset(NAMES) - {"headroom"}
+NAMES = ("queue", "prefill", "stream", "harm", "eviction", "adapter", "range", "memory", "slot", "transfer", "headroom")
+TERMS = frozenset(NAMES) - {"transfer", "headroom"}
 KEPT_BACK = 0.05
 """Cost of a second of headroom under an objective, which other requests could use."""
 

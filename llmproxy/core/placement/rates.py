@@ -177,6 +177,7 @@ class PoolRates:
     `prefill` is the engine's time for uncached prompt tokens, weighted by `attention`, in seconds, with a base for each
     stretch of work that begins on an idle backend. `step` is seconds per output token over the running sequences,
     beside prompts as they come; `decode` is the same without them. `loads` is the extra time of a cold adapter.
+    `transfer` is the time until an answer begins whose prompt, of so many tokens, another backend has computed.
     `late_ttft` and `late_tpot` say by how much answers exceed their predictions.
     """
 
@@ -185,6 +186,7 @@ class PoolRates:
         self.prefill = LearnedLine(0.03, 1 / 15_000, USUAL_TOKENS, JITTER_S)
         self.step = LearnedLine(0.01, 1e-4, 64.0, 1e-3)
         self.decode = LearnedLine(0.01, 1e-4, 64.0, 1e-3)
+        self.transfer = LearnedLine(0.03, 1e-5, USUAL_TOKENS, JITTER_S)
         self._usual_factor = 1.0
         self.loads = LoadTimesByTier()
         self.late_ttft = QuantileTracker()

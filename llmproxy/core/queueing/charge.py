@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from llmproxy.core.domain import Request, Usage
+from llmproxy.core.domain import Request, Stage, Usage
 from llmproxy.core.estimates.learning import follow, gain
 from llmproxy.core.policy_registry import Registry
 from llmproxy.core.settings import Settings
@@ -17,6 +17,8 @@ GAIN = 0.05
 
 class Charge(ABC):
     """What one attempt costs its flow, in the unit of the charged resource.
+
+    Of a request that is split, each stage costs its own part, so that both together cost what the whole would.
 
     `held_s` is the seconds since dispatch, which is how long the backend has held the request.
     """
@@ -52,16 +54,21 @@ class Tokens(Charge):
         self._output_weight = settings.output_weight
 
     def estimate(self, request: Request) -> float:
-        return self._weighted(request.prompt_tokens, request.output_tokens)
+        return self._weighted(request, request.prompt_tokens, request.output_tokens)
 
     def so_far(self, request: Request, output_tokens: int, held_s: float) -> float:
-        return self._weighted(request.prompt_tokens, output_tokens)
+        return self._weighted(request, request.prompt_tokens, output_tokens)
 
     def final(self, request: Request, usage: Usage, held_s: float) -> float:
-        return self._weighted(max(0, usage.prompt_tokens - (usage.cached_tokens or 0)), usage.output_tokens)
+        return self._weighted(request, max(0, usage.prompt_tokens - (usage.cached_tokens or 0)), usage.output_tokens)
 
-    def _weighted(self, prompt_tokens: int, output_tokens: int) -> float:
-        return self._input_weight * prompt_tokens + self._output_weight * output_tokens
+    def _weighted(self, request: Request, prompt_tokens: int, output_tokens: int) -> float:
+        cost = 0.0
+        if request.stage is not Stage.DECODE:
+            cost += self._input_weight * prompt_tokens
+        if request.stage is not Stage.PREFILL:
+            cost += self._output_weight * output_tokens
+        return cost
 
 
 @charges.register("requests")
@@ -69,13 +76,13 @@ class Requests(Charge):
     """One for each request, whatever its size."""
 
     def estimate(self, request: Request) -> float:
-        return 1.0
+        return 0.0 if request.stage is Stage.DECODE else 1.0
 
     def so_far(self, request: Request, output_tokens: int, held_s: float) -> float:
-        return 1.0
+        return self.estimate(request)
 
     def final(self, request: Request, usage: Usage, held_s: float) -> float:
-        return 1.0
+        return self.estimate(request)
 
 
 @charges.register("kv_seconds")
@@ -97,6 +104,9 @@ class KvSeconds(Charge):
         return self._held(request.prompt_tokens, output_tokens, held_s)
 
     def final(self, request: Request, usage: Usage, held_s: float) -> float:
+        if request.stage is Stage.PREFILL:
+            # How long a prompt alone is held says nothing of an answer.
+            return self._held(usage.prompt_tokens, 0, held_s)
         self._seen += 1
         self._held_s = follow(self._held_s, held_s, gain(GAIN, self._seen))
         return self._held(usage.prompt_tokens, usage.output_tokens, held_s)

@@ -59,6 +59,7 @@ class UsageLimits:
     def __init__(self, limits: Mapping[str, UsageLimit]) -> None:
         self._uses = {name: _Use(limit) for name, limit in limits.items()}
         self._accounts: dict[str, _Account] = {}
+        self._between: dict[str, Request] = {}
 
     def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
         """Apply other limits. What is in flight, and what was taken in this minute, still counts."""
@@ -116,15 +117,31 @@ class UsageLimits:
         return max(0, use.limit.in_flight - use.in_flight)
 
     def booked(self, request: Request) -> None:
+        if self._between.pop(request.id, None) is not None:
+            # It was in flight all the time.
+            return
         for name in request.limits:
             # A limit that went while the request waited may come back while it is in flight.
             self._uses.setdefault(name, _Use(UsageLimit())).in_flight += 1
 
-    def released(self, request: Request, used_tokens: int | None, now: float) -> None:
-        """An attempt ended; `used_tokens` as the engine counted them, None when nothing was used or it is unknown."""
+    def between_stages(self, request: Request) -> None:
+        """The prompt was computed, and the answer is to follow: the request is in flight until then."""
+        if request.limits:
+            self._between[request.id] = request
+
+    def no_more_between(self, request_id: str) -> None:
+        """A request between its stages is in flight no more: it ended, or waits again."""
+        if (request := self._between.pop(request_id, None)) is not None:
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
         for name in request.limits:
             self._uses[name].in_flight -= 1
             self._tidy(name)
+
+    def released(self, request: Request, used_tokens: int | None, now: float) -> None:
+        """An attempt ended; `used_tokens` as the engine counted them, None when nothing was used or it is unknown."""
+        self._leave(request)
         account = self._accounts.get(request.id)
         if account is not None and used_tokens is not None:
             self._take(request, 0.0, used_tokens - (0.0 if account.settled else account.tokens), now)
@@ -132,6 +149,7 @@ class UsageLimits:
 
     def ended(self, request: Request, now: float) -> None:
         """The request is over: tokens that were expected and not used are given back."""
+        self.no_more_between(request.id)
         account = self._accounts.pop(request.id, None)
         if account is not None and not account.settled:
             self._take(request, 0.0, -account.tokens, now)

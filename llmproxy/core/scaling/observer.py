@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from llmproxy.core.backends.batch_limit import BatchLimit
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import BackendPace, KnownCapacity, Learned, Request, Usage, Verdict
+from llmproxy.core.domain import BackendPace, KnownCapacity, Learned, Request, Stage, Usage, Verdict
 from llmproxy.core.estimates.learning import follow, gain
 from llmproxy.core.leases import LeaseObserver, LeaseRecord
 from llmproxy.core.scaling.curve import StepCurve
@@ -141,6 +141,8 @@ class PoolScaling(LeaseObserver):
     def booked(self, lease: LeaseRecord, now: float) -> None:
         request = lease.request
         self.left(request)
+        if request.stage is Stage.PREFILL:
+            return
         if request.band >= self._settings.from_band:
             self._running += request.sequences
         else:
@@ -149,11 +151,16 @@ class PoolScaling(LeaseObserver):
             self._begin(lease, now)
 
     def started(self, lease: LeaseRecord, now: float) -> None:
-        if lease.request.stream:
+        if lease.request.stage is Stage.PREFILL:
+            self._add_prompt(self._engine(lease, now), lease)
+        elif lease.request.stream:
             self._begin(lease, now)
 
     def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
         request, number = lease.request, lease.number
+        if request.stage is Stage.PREFILL:
+            # No sequence stays there. Its tokens are known with the answer.
+            return
         if request.band >= self._settings.from_band:
             self._running -= request.sequences
         else:
@@ -169,15 +176,23 @@ class PoolScaling(LeaseObserver):
         self._engines.pop(backend, None)
 
     def _begin(self, lease: LeaseRecord, now: float) -> None:
+        engine = self._engine(lease, now)
+        area = engine.at(now)
+        engine.sequences += lease.request.sequences
+        if lease.request.stage is not Stage.DECODE:
+            self._add_prompt(engine, lease)
+        self._decoding[lease.number] = (engine, area, engine.prompt_tokens, now)
+
+    def _engine(self, lease: LeaseRecord, now: float) -> _Engine:
         engine = self._engines.get(lease.backend.name)
         if engine is None:
             engine = self._engines[lease.backend.name] = _Engine(now)
-        area = engine.at(now)
-        engine.sequences += lease.request.sequences
+        return engine
+
+    def _add_prompt(self, engine: _Engine, lease: LeaseRecord) -> None:
         cached = lease.placed.cached_tokens or 0
         uncached = max(0, lease.request.prompt_tokens - cached)
         engine.prompt_tokens += uncached * (1.0 + self._attention * (cached + uncached / 2.0))
-        self._decoding[lease.number] = (engine, area, engine.prompt_tokens, now)
 
     def _end(self, lease: LeaseRecord, begun: _Begun, usage: Usage | None, now: float) -> None:
         engine, area, prompt_tokens, begun_s = begun

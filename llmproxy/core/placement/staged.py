@@ -1,0 +1,162 @@
+"""Whether a request is split: its prompt computed on one backend, and its answer on another one.
+
+Backends have roles: `prefill`, `decode`, or `both`. A pool in which all have `both` splits nothing. In any other one, a
+request that may be split is priced twice in seconds: as a whole where that costs least, and as two stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from msgspec.structs import replace
+
+from llmproxy.core.backends.view import View
+from llmproxy.core.domain import (
+    Explained,
+    Learned,
+    NoCapacity,
+    NoMatch,
+    Placed,
+    Request,
+    Role,
+    Slo,
+    Stage,
+    Usage,
+    Verdict,
+)
+from llmproxy.core.placement.policy import Placement, Quote
+from llmproxy.core.settings import Disaggregation, Splitting
+
+SURE_S = 0.005
+"""A split has to be cheaper by so much: no estimate is better, and one call is simpler than two."""
+
+
+def prefill_of(request: Request) -> Request:
+    """The stage of `request` that computes its prompt: one token, of which the client sees nothing.
+
+    Its end is seen like the first token of a stream, and no objective for the tokens after it holds.
+    """
+    slo = request.slo
+    if slo is not None and slo.tpot_s is not None:
+        slo = None if slo.ttft_s is None else Slo(slo.ttft_s)
+    return replace(request, stage=Stage.PREFILL, stream=True, output_tokens=1, max_tokens=1, slo=slo)
+
+
+def decode_of(request: Request) -> Request:
+    """The stage of `request` that fetches what was computed and brings the answer."""
+    return replace(request, stage=Stage.DECODE)
+
+
+class StagedPlacement(Placement):
+    """Places whole requests and stages by another placement.
+
+    Whole requests and answers go to backends that are not meant for prompts alone, while one of those is available.
+    What `settings` ask for:
+
+    - `auto`: a request is split where both stages together cost less, by the prices of the other placement. A placement
+      without prices splits nothing.
+    - `always`: a request is split where both stages have room, and `never` splits none.
+    - `tokens`: as `always`, for prompts of which so many tokens are in no cache of a backend that could answer.
+    """
+
+    def __init__(self, inner: Placement, settings: Disaggregation) -> None:
+        self.inner = inner
+        self.settings = settings
+        self._split_up = self._answers = True
+
+    def begin(self, views: Iterable[View]) -> None:
+        """A pass over these backends begins. What it asks for later may leave some of them out."""
+        self._split_up = self._answers = False
+        for view in views:
+            self._split_up |= view.role is not Role.BOTH
+            self._answers |= view.available and view.role is not Role.PREFILL
+
+    def place(
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
+    ) -> Placed | NoCapacity | NoMatch:
+        if not self._split_up or request.backend is not None:
+            return self.inner.place(request, views, ceiling, excluded, now)
+        answering = self._answering(views)
+        splits = request.stage is Stage.WHOLE and request.splittable
+        if splits and self._answers and self.settings.splitting is not Splitting.NEVER:
+            split = self._split(request, views, answering, ceiling, excluded, now)
+            if split is not None:
+                return split
+        return self.inner.place(request, answering, ceiling, excluded, now)
+
+    def _split(
+        self,
+        request: Request,
+        views: Sequence[View],
+        answering: Sequence[View],
+        ceiling: float,
+        excluded: frozenset[str],
+        now: float,
+    ) -> Placed | NoMatch | None:
+        """A place for the prompt, beside one for the answer; None where the request is to be served as a whole."""
+        inner = self.inner
+        prompt = prefill_of(request)
+        prefilling = [view for view in views if view.role is not Role.DECODE]
+        prefill = inner.quote(prompt, prefilling, ceiling, excluded, now)
+        whole = inner.quote(request, answering, ceiling, excluded, now)
+        if prefill is None:
+            return None
+        others = [view for view in answering if view.backend != prefill.backend]
+        answer = inner.quote(decode_of(request), others, ceiling, excluded, now)
+        if answer is None or not self._pays(request, prefill, answer, whole):
+            return None
+        chosen = [view for view in prefilling if view.backend == prefill.backend]
+        placed = inner.place(prompt, chosen, ceiling, excluded, now)
+        if isinstance(placed, Placed):
+            return replace(placed, answers_on=answer.backend, score=placed.score + answer.total_s)
+        if isinstance(placed, NoMatch) and placed.later:
+            return placed
+        return None
+
+    def _pays(self, request: Request, prefill: Quote, answer: Quote, whole: Quote | None) -> bool:
+        splitting, tokens = self.settings.splitting, self.settings.min_uncached_tokens
+        if splitting is Splitting.AUTO:
+            return whole is None or prefill.total_s + answer.total_s < whole.total_s - SURE_S
+        cached_tokens = 0.0 if whole is None else whole.cached_tokens
+        return request.prompt_tokens - cached_tokens >= tokens
+
+    def _answering(self, views: Sequence[View]) -> Sequence[View]:
+        """The backends for answers. Engines enforce no role, so that those for prompts are there for want of others."""
+        return [view for view in views if view.role is not Role.PREFILL] if self._answers else views
+
+    # --- all else is for the other placement --------------------------------------------------------------------------
+
+    def quote(
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
+    ) -> Quote | None:
+        return self.inner.quote(request, views, ceiling, excluded, now)
+
+    def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
+        self.inner.booked(lease, request, placed, now)
+
+    def started(self, lease: int, now: float) -> None:
+        self.inner.started(lease, now)
+
+    def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
+        self.inner.finished(lease, verdict, usage, now)
+
+    def cached(self, backend: str, hashes: Sequence[int]) -> None:
+        self.inner.cached(backend, hashes)
+
+    def lost(self, backend: str) -> None:
+        self.inner.lost(backend)
+
+    def ready(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[View]:
+        return self.inner.ready(views, band, ceiling, now)
+
+    def changes_at(self, now: float) -> float | None:
+        return self.inner.changes_at(now)
+
+    def work_s(self, requests: int, prompt_tokens: int, output_tokens: int, views: Sequence[View]) -> float | None:
+        return self.inner.work_s(requests, prompt_tokens, output_tokens, views)
+
+    def explained(self) -> Sequence[Explained]:
+        return self.inner.explained()
+
+    def learned(self, backends: Iterable[str], now: float) -> Learned | None:
+        return self.inner.learned(backends, now)

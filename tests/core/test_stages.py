@@ -1,0 +1,282 @@
+"""Requests that are split: the prompt on one backend, the answer on another one, and a place that is kept for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from llmproxy.core.domain import (
+    CRITICAL,
+    DEFAULT,
+    SHEDDABLE,
+    Drop,
+    Entry,
+    Grant,
+    Preempt,
+    Request,
+    Role,
+    Stage,
+    Usage,
+    Verdict,
+)
+from llmproxy.core.pools import Pools
+from llmproxy.core.settings import Disaggregation, QueueSettings, Settings, Splitting, UsageLimit
+from tests.core.make import kill, listing, only_grant, pools, request, submit, tight
+
+ALWAYS = Disaggregation(Splitting.ALWAYS)
+LISTING = listing(max_model_len=100_000)
+
+
+def split_up(backends: dict[str, tuple[Role, int]], how: Disaggregation = ALWAYS, **given: Any) -> Pools:
+    roles = {name: role for name, (role, _) in backends.items()}
+    settings = tight(disaggregation=how, roles=roles, **given)
+    return pools(
+        {name: limit for name, (_, limit) in backends.items()}, settings, listings=dict.fromkeys(backends, LISTING)
+    )
+
+
+def one_each(how: Disaggregation = ALWAYS, limit: int = 2, **given: Any) -> Pools:
+    return split_up({"p": (Role.PREFILL, limit), "d": (Role.DECODE, limit)}, how, **given)
+
+
+def long(**given: Any) -> Request:
+    return request(**({"prompt_tokens": 20_000, "output_tokens": 100, "splittable": True, "stream": True} | given))
+
+
+def prefilled(of: Pools, grant: Grant, now: float = 1.0, excluded: frozenset[str] = frozenset()) -> list[Any]:
+    """The prompt was computed: what the next pass decides."""
+    of.started(grant, now)
+    of.finish(grant, Verdict.SERVED, now, Usage(20_000, 1, 0))
+    original = structs.replace(grant.request, stage=Stage.WHOLE, output_tokens=100, deadline_s=now + 60.0)
+    of.submit(original, now, excluded, Entry.PREFILLED)
+    return of.decide(now)
+
+
+def loads(of: Pools, now: float = 0.0) -> dict[str, int]:
+    return {name: view.load for name, view in of.views(now).items()}
+
+
+def test_the_prompt_goes_to_the_one_and_the_answer_to_the_other() -> None:
+    one = one_each()
+    submit(one, asked := long())
+    grant = only_grant(one, 0.0)
+    assert (grant.placed.backend, grant.placed.answers_on) == ("p", "d")
+    assert grant.request.stage is Stage.PREFILL
+    assert (grant.request.output_tokens, grant.request.max_tokens) == (1, 1)
+    assert loads(one) == {"p": 1, "d": 1}
+    (answer,) = prefilled(one, grant)
+    assert isinstance(answer, Grant)
+    assert (answer.placed.backend, answer.request.stage, answer.request.id) == ("d", Stage.DECODE, asked.id)
+    assert loads(one, 1.0) == {"p": 0, "d": 1}
+    one.finish(answer, Verdict.SERVED, 2.0, Usage(20_000, 100, 0))
+    one.ended(asked, None, 2.0)
+    assert loads(one, 2.0) == {"p": 0, "d": 0}
+    one.check(2.0)
+
+
+def test_a_request_that_cannot_be_split_goes_where_answers_go() -> None:
+    one = one_each()
+    submit(one, long(splittable=False))
+    grant = only_grant(one, 0.0)
+    assert (grant.placed.backend, grant.placed.answers_on) == ("d", None)
+
+
+def test_a_pool_without_roles_splits_nothing() -> None:
+    one = split_up({"a": (Role.BOTH, 2), "b": (Role.BOTH, 2)})
+    submit(one, long())
+    assert only_grant(one, 0.0).request.stage is Stage.WHOLE
+
+
+def test_never_splits_nothing() -> None:
+    one = one_each(Disaggregation(Splitting.NEVER))
+    submit(one, long())
+    assert only_grant(one, 0.0).placed.backend == "d"
+
+
+def test_a_threshold_counts_the_tokens_that_no_answering_backend_has() -> None:
+    one = one_each(Disaggregation(Splitting.TOKENS, 1_000))
+    submit(one, long(prompt_tokens=999), long(prompt_tokens=1_000))
+    stages = [grant.request.stage for grant in one.decide(0.0) if isinstance(grant, Grant)]
+    assert sorted(stages) == [Stage.PREFILL, Stage.WHOLE]
+
+
+@pytest.mark.parametrize(("prompt_tokens", "stage"), [(30, Stage.WHOLE), (20_000, Stage.PREFILL)])
+def test_auto_splits_what_would_delay_streams_and_nothing_else(prompt_tokens: int, stage: Stage) -> None:
+    one = one_each(Disaggregation(), limit=20)
+    for _ in range(8):
+        submit(one, long(splittable=False, prompt_tokens=30, output_tokens=1_000))
+        one.started(only_grant(one, 0.0), 0.032)
+    submit(one, long(prompt_tokens=prompt_tokens))
+    assert only_grant(one, 1.0).request.stage is stage
+
+
+def test_no_prompt_is_begun_without_a_place_for_its_answer() -> None:
+    one = split_up({"p": (Role.PREFILL, 8), "d": (Role.DECODE, 2)})
+    submit(one, *(long(band=CRITICAL) for _ in range(5)))
+    first, second = one.decide(0.0)
+    assert isinstance(first, Grant)
+    assert isinstance(second, Grant)
+    assert loads(one) == {"p": 2, "d": 2}
+    # A place that is given up is for who waits.
+    one.finish(first, Verdict.CLIENT_GONE, 1.0)
+    assert [type(decision) for decision in one.decide(1.0)] == [Grant]
+    assert loads(one, 1.0) == {"p": 2, "d": 2}
+
+
+def test_the_answer_goes_before_all_that_waits() -> None:
+    one = split_up({"p": (Role.PREFILL, 8), "d": (Role.DECODE, 1)})
+    submit(one, asked := long(band=SHEDDABLE))
+    grant = only_grant(one, 0.0)
+    submit(one, long(band=CRITICAL), now=0.5)
+    one.decide(0.5)
+    (answer,) = (one for one in prefilled(one, grant) if isinstance(one, Grant))
+    assert answer.request.id == asked.id
+
+
+def test_a_request_between_its_stages_counts_once_under_limits_and_shares() -> None:
+    limit = {"tenant:t": UsageLimit(in_flight=1)}
+    one = one_each(limits=limit)
+    submit(one, asked := long(limits=("tenant:t",)), long(limits=("tenant:t",)))
+    grant = only_grant(one, 0.0)
+    (answer,) = prefilled(one, grant)
+    assert isinstance(answer, Grant)
+    assert answer.request.id == asked.id
+    assert one._limits.in_flight() == {"tenant:t": 1}
+    one.finish(answer, Verdict.SERVED, 2.0, Usage(20_000, 100, 0))
+    one.ended(asked, None, 2.0)
+    assert one._limits.in_flight() == {"tenant:t": 0}
+    assert only_grant(one, 2.0).request.id != asked.id
+
+
+def test_both_stages_are_charged_as_much_as_the_whole() -> None:
+    standings = []
+    for how in (ALWAYS, Disaggregation(Splitting.NEVER)):
+        one = one_each(how, fairness="fair_share")
+        # Another flow waits throughout, so that counters are kept.
+        submit(one, long(flow="mine"))
+        grant = only_grant(one, 0.0)
+        usage = Usage(20_000, 100, 5_000)
+        if how is ALWAYS:
+            one.started(grant, 1.0)
+            one.finish(grant, Verdict.SERVED, 1.0, Usage(20_000, 1, 5_000))
+            original = structs.replace(grant.request, stage=Stage.WHOLE, output_tokens=100)
+            one.submit(original, 1.0, frozenset(), Entry.PREFILLED)
+            grant = only_grant(one, 1.0)
+        one.finish(grant, Verdict.SERVED, 2.0, usage)
+        standings.append(dict(one.schedulers["base"]._room.band(DEFAULT).fairness.standing("mine")))
+    assert standings[0] == standings[1]
+    assert standings[0]["counter"] > 0.0
+
+
+def test_a_client_that_leaves_between_the_stages_leaves_nothing() -> None:
+    one = one_each(limits={"tenant:t": UsageLimit(in_flight=1)})
+    submit(one, asked := long(limits=("tenant:t",)))
+    grant = only_grant(one, 0.0)
+    one.started(grant, 1.0)
+    one.finish(grant, Verdict.SERVED, 1.0, Usage(20_000, 1))
+    assert loads(one, 1.0) == {"p": 0, "d": 1}
+    one.ended(asked, None, 1.0)
+    assert loads(one, 1.0) == {"p": 0, "d": 0}
+    assert one._limits.in_flight() == {"tenant:t": 0}
+
+
+def test_a_waiting_answer_can_be_cancelled() -> None:
+    one = one_each()
+    submit(one, asked := long())
+    grant = only_grant(one, 0.0)
+    one.finish(grant, Verdict.SERVED, 1.0, Usage(20_000, 1))
+    one.submit(asked, 1.0, frozenset(), Entry.PREFILLED)
+    one.cancel(asked)
+    one.ended(asked, None, 1.0)
+    assert one.decide(1.0) == []
+    assert loads(one, 1.0) == {"p": 0, "d": 0}
+
+
+def test_where_the_place_is_gone_another_one_is_taken() -> None:
+    one = split_up({"p": (Role.PREFILL, 2), "d": (Role.DECODE, 2), "e": (Role.DECODE, 2)})
+    submit(one, long())
+    grant = only_grant(one, 0.0)
+    kept = grant.placed.answers_on
+    assert kept is not None
+    kill(one, kept)
+    (answer,) = prefilled(one, grant)
+    assert isinstance(answer, Grant)
+    assert {answer.placed.backend, kept} == {"d", "e"}
+
+
+def test_where_no_place_is_left_the_request_is_served_from_its_beginning() -> None:
+    one = split_up({"p": (Role.PREFILL, 2), "d": (Role.DECODE, 2)})
+    submit(one, asked := long())
+    grant = only_grant(one, 0.0)
+    kill(one, "d")
+    found = prefilled(one, grant)
+    # Engines enforce no role: the only one that is left serves the whole.
+    (again,) = found or one.decide(1.0)
+    assert isinstance(again, Grant)
+    assert (again.placed.backend, again.request.stage, again.request.id) == ("p", Stage.WHOLE, asked.id)
+    one.finish(again, Verdict.SERVED, 2.0)
+    one.ended(asked, None, 2.0)
+    assert loads(one, 2.0)["p"] == 0
+
+
+def test_where_nothing_is_left_it_is_dropped() -> None:
+    one = one_each(queue=QueueSettings(hold_s=0.0))
+    submit(one, long())
+    grant = only_grant(one, 0.0)
+    kill(one, "d")
+    kill(one, "p")
+    found = [x for x in prefilled(one, grant) if isinstance(x, Drop)]
+    assert len(found) == 1
+
+
+def test_an_answer_never_goes_to_the_backend_of_its_prompt() -> None:
+    one = split_up({"a": (Role.BOTH, 4), "d": (Role.DECODE, 1)})
+    submit(one, long(splittable=False))
+    whole = only_grant(one, 0.0)
+    submit(one, long())
+    grant = only_grant(one, 0.0)
+    assert {whole.placed.backend, grant.placed.backend} <= {"a", "d"}
+    if grant.request.stage is Stage.PREFILL:
+        assert grant.placed.backend != grant.placed.answers_on
+        (answer,) = prefilled(one, grant)
+        assert isinstance(answer, Grant)
+        assert answer.placed.backend != grant.placed.backend
+
+
+def test_without_a_backend_for_answers_those_for_prompts_serve() -> None:
+    one = split_up({"p": (Role.PREFILL, 2), "q": (Role.PREFILL, 2)})
+    submit(one, long(splittable=False))
+    assert only_grant(one, 0.0).request.stage is Stage.WHOLE
+
+
+def test_a_prompt_is_preempted_for_the_place_of_its_answer_and_an_answer_never() -> None:
+    one = split_up({"p": (Role.PREFILL, 8), "d": (Role.DECODE, 2)})
+    submit(one, long(band=SHEDDABLE, id="first"))
+    first = only_grant(one, 0.0)
+    (answer,) = prefilled(one, first)
+    assert isinstance(answer, Grant)
+    submit(one, long(band=SHEDDABLE, id="second"), now=1.0)
+    second = only_grant(one, 1.0)
+    submit(one, long(band=CRITICAL, splittable=False), now=1.0)
+    (decision,) = one.decide(1.0)
+    assert isinstance(decision, Preempt)
+    assert decision.lease == second.lease
+    one.finish(second, Verdict.PREEMPTED, 1.0)
+    urgent = only_grant(one, 1.0)
+    assert (urgent.request.band, urgent.placed.backend) == (CRITICAL, "d")
+    # The answer holds the other place, and keeps it.
+    submit(one, long(band=CRITICAL, splittable=False), now=1.0)
+    assert one.decide(1.0) == []
+
+
+def test_a_failed_transfer_is_no_failure_of_the_backend() -> None:
+    one = one_each(health=Settings().health)
+    for turn in range(20):
+        submit(one, asked := long(), now=float(turn))
+        (answer,) = prefilled(one, only_grant(one, float(turn)), float(turn))
+        assert isinstance(answer, Grant)
+        one.finish(answer, Verdict.TRANSFER_FAILED, float(turn))
+        one.ended(asked, None, float(turn))
+    assert one.backends["d"].health.available(20.0)
