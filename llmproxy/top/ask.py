@@ -14,6 +14,8 @@ from yarl import URL
 from llmproxy.terminal import printable
 
 TIMEOUT_S = 5.0
+ANSWER_BYTES_MAX = 16 << 20
+"""More than any page of the proxy has: what says more is something else, and is not read to its end."""
 LIVE = "/debug/live"
 EXPLAIN = "/debug/explain"
 REQUESTS = "/debug/requests"
@@ -69,7 +71,7 @@ class Asker:
             async with self._session.get(
                 target.url.with_path(path), params=query, headers=headers, allow_redirects=False
             ) as answer:
-                body, status = await answer.read(), answer.status
+                body, status = await self._body(answer), answer.status
                 ours = answer.headers.get("Server") == "llmproxy"
         except TimeoutError:
             raise UnreachableError(f"{target} does not answer within {TIMEOUT_S:g} s") from None
@@ -82,6 +84,16 @@ class Asker:
         if status == 200 and isinstance(found, dict):
             return found
         raise self._refused(path, status, found, ours)
+
+    async def _body(self, answer: aiohttp.ClientResponse) -> bytes:
+        """The body, if it is not too large. Raises AskError."""
+        parts, size = list[bytes](), 0
+        async for part in answer.content.iter_any():
+            size += len(part)
+            if size > ANSWER_BYTES_MAX:
+                raise AskError(f"{self.target} answers with more than {ANSWER_BYTES_MAX >> 20} MB; no llmproxy does")
+            parts.append(part)
+        return b"".join(parts)
 
     def _refused(self, path: str, status: int, found: object, ours: bool) -> AskError:
         target = self.target

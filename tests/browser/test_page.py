@@ -15,7 +15,7 @@ from llmproxy.config import hash_of
 from tests.e2e.proxies import FAST, HELLO, ProxyUnderTest, one_seat, serving, until
 
 if TYPE_CHECKING:
-    from playwright.async_api import Browser, Page
+    from playwright.async_api import Browser, Page, Route
 
 VIEWS = ("now", "replicas", "flows", "requests", "decisions", "caches", "time", "configuration")
 ADMIN_KEY = "for-admins"
@@ -252,6 +252,47 @@ async def test_from_afar_it_asks_for_the_key(browser: Browser) -> None:
         await visit.page.fill("#admin-key", ADMIN_KEY)
         await visit.page.keyboard.press("Enter")
         await visit.sees("Healthy: 1 of 1 replica up", "#summary")
+
+
+DENIED = """
+for (const kind of ["localStorage", "sessionStorage"]) {
+  Object.defineProperty(window, kind, { get() { throw new DOMException("denied", "SecurityError"); } });
+}
+"""
+
+
+async def test_a_browser_that_keeps_nothing(browser: Browser) -> None:
+    afar = {"x-forwarded-for": "1.2.3.4"}
+    async with serving(FAST, **WITH_KEY) as proxy, visiting(browser, proxy, extra_http_headers=afar) as visit:
+        visit.expected = ("404 (Not Found)",)
+        await visit.page.add_init_script(DENIED)
+        await visit.go("now")
+        await visit.sees("its admin key", "dialog[open]")
+        await visit.page.fill("#admin-key", ADMIN_KEY)
+        await visit.page.keyboard.press("Enter")
+        await visit.sees("Healthy: 1 of 1 replica up", "#summary")
+        before = await visit.page.evaluate("document.documentElement.dataset.theme")
+        await visit.page.keyboard.press("t")
+        assert await visit.page.evaluate("document.documentElement.dataset.theme") != before
+
+
+async def test_it_says_which_replicas_have_no_history(browser: Browser) -> None:
+    async with serving(FAST) as proxy, visiting(browser, proxy) as visit:
+
+        async def many(route: Route) -> None:
+            answer = await route.fetch()
+            if answer.status == 204:
+                await route.fulfill(response=answer)
+                return
+            live = await answer.json()
+            live["backends"] *= 70
+            await route.fulfill(response=answer, json=live)
+
+        await visit.page.route("**/debug/live*", many)
+        for view in ("replicas", "time"):
+            await visit.go(view)
+            await visit.page.reload()
+            await visit.sees("The first 64 of 70 replicas have a history", "main")
 
 
 async def test_an_outage_and_a_restart_under_an_open_page(browser: Browser) -> None:

@@ -18,6 +18,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from llmproxy.top.ask import ANSWER_BYTES_MAX
+
 LIVE, STORY = (Path(__file__).parent / name for name in ("live.json", "story.json"))
 KEY = "secret"
 
@@ -90,6 +92,25 @@ async def test_another_server_is_told(unused_tcp_port: int) -> None:
     async with TestServer(web.Application(), port=unused_tcp_port):
         code, _, err = await printed("top", f"127.0.0.1:{unused_tcp_port}", "--once")
     assert (code, "is not an llmproxy" in err) == (1, True)
+
+
+async def test_a_body_without_end_is_left(unused_tcp_port: int) -> None:
+    sent = 0
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" " * 65_536)
+            sent += 65_536
+
+    app = web.Application()
+    app.router.add_get("/debug/live", endless)
+    async with TestServer(app, port=unused_tcp_port):
+        code, _, err = await printed("top", f"127.0.0.1:{unused_tcp_port}", "--once")
+    assert (code, err.count("\n"), "more than 16 MB" in err) == (1, 1, True)
+    assert sent < 2 * ANSWER_BYTES_MAX
 
 
 class AlternateScreen(pyte.Screen):

@@ -9,7 +9,7 @@ there is nothing newer. `GET /debug/history?span=900&columns=fleet/,band/` is th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from struct import pack
 from typing import Any
 
@@ -47,14 +47,15 @@ PREFIXES_MAX = 50
 CHOICES_MAX = 20
 """Choices shown in the story of one request, the newest first."""
 SETTINGS_MAX = 5_000
-FILTERS: dict[str, Callable[[RequestExit], str | None]] = {
-    "outcome": lambda ended: ended.result.outcome.value,
-    "kind": kind_of,
-    "model": lambda ended: ended.input.model,
-    "tenant": lambda ended: ended.input.tenant,
-    "band": lambda ended: ended.input.band,
-    "backend": lambda ended: ended.routing.last.backend,
-}  # fmt: skip
+FILTERS: dict[str, Callable[[RequestExit], Iterable[str | None]]] = {
+    "outcome": lambda ended: (ended.result.outcome.value,),
+    "kind": lambda ended: (kind_of(ended),),
+    "model": lambda ended: (ended.input.model,),
+    "tenant": lambda ended: (ended.input.tenant,),
+    "band": lambda ended: (ended.input.band,),
+    "backend": lambda ended: [attempt.backend for attempt in ended.routing.tried] or (None,),
+}
+"""The values of a request, of which one has to be the one that is asked for; an empty one asks for None."""
 
 
 class LivePages:
@@ -130,11 +131,11 @@ class LivePages:
         limit = number_asked(request, "limit", REQUESTS_SHOWN, REQUESTS_SHOWN)
         if limit is None:
             return refusal(400, f"`limit` should be an integer from 1 to {REQUESTS_SHOWN}.")
-        chosen = [(value_of, request.query[name]) for name, value_of in FILTERS.items() if name in request.query]
+        chosen = [(values_of, request.query[name]) for name, values_of in FILTERS.items() if name in request.query]
         shown: list[dict[str, Any]] = []
         more = 0
         for ended in self._recorder.recent.newest_first():
-            if any(str(value_of(ended) or "") != value for value_of, value in chosen):
+            if any(all((one or "") != value for one in values_of(ended)) for values_of, value in chosen):
                 continue
             if len(shown) < limit:
                 shown.append(self._ended(ended, now))

@@ -5,6 +5,7 @@ import { history, json, key, LockedError, RefusedError, UnreachableError } from 
 import { h, put } from "./lib/dom.js";
 import { clock } from "./lib/format.js";
 import { History } from "./lib/history.js";
+import { inBrowser } from "./lib/kept.js";
 import { caches } from "./views/caches.js";
 import { configuration } from "./views/configuration.js";
 import { decisions } from "./views/decisions.js";
@@ -23,6 +24,7 @@ const RETRY_MS = 1000;
 const COARSE_EVERY_S = 10;
 const EVENTS_MAX = 500;
 const AROUND_S = 60;
+const THEME = "llmproxy-theme";
 const element = (id) => document.getElementById(id);
 
 /** What the views read. `offset` is what has to be added to the proxy's clock for a Unix time. */
@@ -208,7 +210,7 @@ function wear() {
 
 function turn() {
   store.chosen = store.theme === "dark" ? "light" : "dark";
-  localStorage.setItem("llmproxy-theme", store.chosen);
+  inBrowser.set(THEME, store.chosen);
   wear();
 }
 
@@ -271,7 +273,7 @@ function begin() {
   element("theme").addEventListener("click", turn);
   element("key").addEventListener("click", () => askKey("A drain needs it, and everything where the proxy is on another machine."));
   element("help").addEventListener("click", () => KEYS.at(-1)[2]());
-  store.chosen = localStorage.getItem("llmproxy-theme") ?? "";
+  store.chosen = inBrowser.get(THEME);
   wear();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", wear);
   addEventListener("keydown", press);

@@ -66,6 +66,11 @@ async def test_a_retry_is_a_second_attempt(ended: dict[str, RequestExit]) -> Non
         assert last.why is not None
         assert last.predicted_ttft is not None
         in_order(record)
+        # A request is found by each backend that it was sent to.
+        for attempt in record.routing.tried:
+            found = (await proxy.get(f"/debug/requests?backend={attempt.backend}")).json
+            assert [one["request_id"] for one in found["requests"]] == ["r"]
+        assert (await proxy.get("/debug/requests?backend=")).json["requests"] == []
 
 
 async def test_a_preempted_attempt_says_when_it_was_withdrawn(ended: dict[str, RequestExit]) -> None:

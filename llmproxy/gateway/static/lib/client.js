@@ -1,5 +1,7 @@
 // Everything that the page asks of the proxy.
 
+import { inTab } from "./kept.js";
+
 const TIMEOUT_MS = 5000;
 const KEY = "llmproxy-admin-key";
 
@@ -17,8 +19,8 @@ export class RefusedError extends Error {
 
 /** The key is kept for this tab alone, until it is closed. */
 export const key = {
-  get: () => sessionStorage.getItem(KEY) ?? "",
-  set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
+  get: () => inTab.get(KEY),
+  set: (value) => inTab.set(KEY, value),
 };
 
 async function ask(path, options = {}) {

@@ -4,6 +4,8 @@ import { h, put } from "./dom.js";
 import { colour } from "./chart.js";
 
 const ROW = 18;
+// As many as the proxy keeps a history of.
+const ROWS_MAX = 64;
 const STATES = ["up", "drained", "leaving", "ejected", "down"];
 const HATCHED = { 1: "quiet", 2: "quiet", 3: "warning", 4: "bad" };
 
@@ -20,7 +22,7 @@ export class Lanes {
     host.append(this.element);
   }
 
-  update(history) {
+  update(history, live) {
     if (history === null) return;
     const names = history.names("backend/", "/state");
     const times = history.times(this.time.offset);
@@ -52,7 +54,9 @@ export class Lanes {
       const at = event.at_s + this.time.offset;
       if (at >= low && at <= high) ctx.fillRect(place(at), 0, 1, height);
     }
-    put(this.note, names.length ? "" : "No replica has been seen yet.");
+    const all = live ? live.backends.length + live.more_backends : 0;
+    const part = all > ROWS_MAX ? `The first ${ROWS_MAX} of ${all} replicas have a history, here and in the plots; the table of replicas has all.` : "";
+    put(this.note, names.length ? part : "No replica has been seen yet.");
   }
 
   close() {

@@ -37,7 +37,7 @@ function open(host, store) {
   return {
     update({ live, history }) {
       table.update(live);
-      lanes.update(history);
+      lanes.update(history, live);
       for (const chart of charts) chart.update(history);
       return poll.update();
     },

@@ -46,12 +46,12 @@ function open(host, store, argument) {
   if (argument && Number.isFinite(at)) store.lookAt(at);
   return {
     update(now) {
-      const { history } = now;
+      const { history, live } = now;
       if (history === null) return;
       const [low, high] = now.zoom ?? history.window(now.offset);
       put(shown, `${clock(low)} to ${clock(high)}, one value every ${duration(history.step)}`);
       whole.disabled = now.zoom === null;
-      lanes.update(history);
+      lanes.update(history, live);
       for (const chart of charts) chart.update(history);
       events.update(now, now.zoom);
     },
