@@ -10,6 +10,8 @@ ERROR_BUDGET = 0.001
 """Share of requests that may fail: an objective of 99.9 %."""
 OBJECTIVE_MISSED_MAX = 0.1
 """Share of critical requests that may miss their objective."""
+FAILURES_MIN = 5
+"""Failures in the long window below which no budget alerts: one failure is a large share of a quiet hour."""
 
 FAILED = (
     "rejected_capacity|rejected_no_backends|expired|expired_no_backends|connect_failed|upstream_timeout|broken_stream|"
@@ -52,20 +54,23 @@ class Alert:
         }
 
 
+_FAILED, _COUNTED = f'outcome=~"{FAILED}"', f'outcome!~"{NOT_OURS}"'
+
+
+def _ended(function: str, window: str, outcomes: str, by: str = "job, band", band: str = 'band=~".*"') -> str:
+    found = f"{function}(llmproxy_requests_total{{{outcomes},{band}}}[{window}])"
+    server = f'{function}(llmproxy_requests_total{{outcome="upstream_status",code="5xx",{band}}}[{window}])'
+    return f"sum by ({by}) ({found} or {server})"
+
+
 def _errors(window: str) -> str:
     """By band. What failed before it had a band is a share of everything, since only that has the band `none`."""
-
-    def ended(outcomes: str, by: str, band: str) -> str:
-        found = f"rate(llmproxy_requests_total{{{outcomes},{band}}}[{window}])"
-        server = f'rate(llmproxy_requests_total{{outcome="upstream_status",code="5xx",{band}}}[{window}])'
-        return f"sum by ({by}) ({found} or {server})"
-
-    named, none, any_band = 'band!="none"', 'band="none"', 'band=~".*"'
-    failed, counted = f'outcome=~"{FAILED}"', f'outcome!~"{NOT_OURS}"'
-    of_band = ended(counted, "job, band", named)
+    named, none = 'band!="none"', 'band="none"'
+    of_band = _ended("rate", window, _COUNTED, band=named)
     return (
-        f"({ended(failed, 'job, band', named)} or 0 * {of_band}) / {of_band}"
-        f" or {ended(failed, 'job, band', none)} / on (job) group_left () {ended(counted, 'job', any_band)}"
+        f"({_ended('rate', window, _FAILED, band=named)} or 0 * {of_band}) / {of_band}"
+        f" or {_ended('rate', window, _FAILED, band=none)}"
+        f" / on (job) group_left () {_ended('rate', window, _COUNTED, 'job')}"
     )
 
 
@@ -92,7 +97,8 @@ def _burn(long: str, short: str, times: float, lasts: str, severity: str) -> Ale
     most = f"{times:g} * {ERROR_BUDGET}"
     return Alert(
         "LlmproxyErrorBudgetBurn",
-        f"llmproxy:errors:ratio_rate{long} > {most} and llmproxy:errors:ratio_rate{short} > {most}",
+        f"llmproxy:errors:ratio_rate{long} > {most} and llmproxy:errors:ratio_rate{short} > {most}"
+        f" and {_ended('increase', long, _FAILED)} >= {FAILURES_MIN}",
         lasts,
         severity,
         "Band {{ $labels.band }} of {{ $labels.job }} uses up its error budget",
@@ -109,7 +115,8 @@ ALERTS = (
     Alert(
         "LlmproxyObjectiveBurn",
         f'llmproxy:objective_missed:ratio_rate1h{{band="critical"}} > {OBJECTIVE_MISSED_MAX}'
-        f' and llmproxy:objective_missed:ratio_rate5m{{band="critical"}} > {OBJECTIVE_MISSED_MAX}',
+        f' and llmproxy:objective_missed:ratio_rate5m{{band="critical"}} > {OBJECTIVE_MISSED_MAX}'
+        f' and sum by (job, band) (increase(llmproxy_objectives_total{{met="false"}}[1h])) >= {FAILURES_MIN}',
         "2m", "page", "Critical requests of {{ $labels.job }} miss their objective",
         "{{ $value | humanizePercentage }} of the critical requests with an objective missed it in the last hour.",
     ),
