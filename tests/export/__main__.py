@@ -39,6 +39,8 @@ EMPTY = {
     "Share by tenant": "the demo has no tenants with keys",
     "Looks at sources of backends": "all backends are configured",
     "Orders to change adapters": "nobody loads an adapter by the proxy",
+    "Replicas needed by group": "no groups are configured",
+    "Start of replicas": "all replicas are there when the demo begins",
     "Attempts by verdict": "only if an attempt fails in the time that is watched",
     "Failed polls": "only if the replica that dies is looked at in the time that is watched",
 }
