@@ -50,6 +50,27 @@ REPLICA: Options = {
         ),
         "now",
     ),
+    "kv_transfer": (
+        _option(
+            Literal["nixl", "store"] | None,
+            metavar="nixl|store",
+            help="Pass KV to other replicas: kept until one reads it, or in a store that they share.",
+        ),
+        None,
+    ),
+    "kv_store": (_option(Path | None, metavar="DIR", help="Folder of the store."), None),
+    "kv_lease_s": (_option(float, help="Seconds for which KV is kept for another replica."), 30.0),
+    "kv_load_failure_policy": (
+        _option(
+            Literal["fail", "recompute"],
+            metavar="fail|recompute",
+            help="What becomes of a request whose KV cannot be had.",
+        ),
+        "fail",
+    ),
+    "kv_gb_per_s": (_option(float, help="Gigabytes of KV that are moved in a second."), 25.0),
+    "kv_latency_s": (_option(float, min=0, help="Seconds that each transfer takes besides."), 0.005),
+    "kv_handshake_s": (_option(float, min=0, help="Seconds more for the first one between two replicas."), 0.5),
 }
 SIMULATE: Options = {
     "trace": (_option(str, metavar="FILE", help="A trace (.gz too), or a generator: gen:NAME,key=value,..."), REQUIRED),

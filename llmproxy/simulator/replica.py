@@ -107,12 +107,16 @@ class Replica:
         )
         listener = socket.create_server((self.host, self.port), backlog=1024)
         self.port = listener.getsockname()[1]
+        if self._service.nixl is not None:
+            self._service.nixl.open(self.host, self.port)
         self._listening = await loop.create_server(self._server, sock=listener)
         self._stepping = asyncio.create_task(self._service.pacer.run(), name=f"engine of {self.url}")
 
     async def _stop(self) -> None:
         self._listening.close()
         self._cut(self._server.connections)
+        if self._service.nixl is not None:
+            await self._service.nixl.close()
         self._stepping.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._stepping

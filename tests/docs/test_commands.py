@@ -1,4 +1,4 @@
-"""The commands of README.md and of the tutorial do what these pages say."""
+"""The commands of README.md, of the tutorial and of simulated replicas do what these pages say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tests import ROOT
 from tests.docs.shell import matches, run
 
 MISSING = [tool for tool in ("bash", "curl", "jq") if shutil.which(tool) is None]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorial").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted((DOCS / "tutorial").glob("*.md")), DOCS / "how-to" / "simulated-replicas.md"]
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"the pages use {', '.join(MISSING)}, which this machine lacks")

@@ -21,7 +21,7 @@ class ResponsesAnswer(AnswerWriter):
         self._sequence = 0
         self._item = f"msg_{secrets.token_hex(8)}"
         # The id of the request is the body's member alone here: the header does not count, as it does elsewhere.
-        self.id: str = generation.body.get("request_id", f"resp_{secrets.token_hex(8)}")
+        self.id = generation.body.get("request_id", f"resp_{secrets.token_hex(8)}")
 
     def prologue(self) -> list[bytes]:
         """The response without output, twice."""
@@ -114,12 +114,12 @@ class MessagesAnswer(AnswerWriter):
 
     def __init__(self, generation: GenerationRequest, head: Head) -> None:
         self._model = generation.model
-        self._id = "chatcmpl-" + head.id
+        self.id = "chatcmpl-" + head.id
         self._count_details = head.count_details
 
     def opening(self, usage: AnswerUsage) -> list[bytes]:
         """The empty message and its one text block."""
-        message: Body = {"id": self._id, "type": "message", "role": "assistant", "content": [], "model": self._model}
+        message: Body = {"id": self.id, "type": "message", "role": "assistant", "content": [], "model": self._model}
         counted = {"input_tokens": usage.prompt_tokens, "output_tokens": 0}
         message |= {"stop_reason": None, "stop_sequence": None, "usage": counted}
         return [
@@ -142,7 +142,7 @@ class MessagesAnswer(AnswerWriter):
 
     def whole(self, choices: list[Choice], usage: AnswerUsage) -> Body:
         return {
-            "id": self._id,
+            "id": self.id,
             "type": "message",
             "role": "assistant",
             "content": [{"type": "text", "text": choices[0].text}],

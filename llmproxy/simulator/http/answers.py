@@ -71,7 +71,11 @@ class Choice:
 
 
 class AnswerWriter(Protocol):
-    """Writes the answer to one request; see the module. Most streams have no event before the first token."""
+    """Writes the answer to one request, which clients know by `id`; see the module. Most streams have no event before
+    the first token.
+    """
+
+    id: str
 
     def prologue(self) -> list[bytes]:
         return []
@@ -95,8 +99,9 @@ class _OpenAiAnswer(AnswerWriter):
     def __init__(self, generation: GenerationRequest, head: Head) -> None:
         self._generation = generation
         self._details = head.count_details
+        self.id = self.prefix + head.id
         self._begin = {
-            "id": self.prefix + head.id,
+            "id": self.id,
             "object": self.noun,
             "created": head.created,
             "model": generation.model,

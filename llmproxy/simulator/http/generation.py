@@ -17,10 +17,11 @@ from llmproxy.simulator.http.answer_events import ResponsesAnswer
 from llmproxy.simulator.http.answers import KEEP_ALIVE, AnswerUsage, AnswerWriter, Choice, Head
 from llmproxy.simulator.server.faults import FaultKind
 from llmproxy.simulator.server.metrics import unix_now_s
-from llmproxy.simulator.server.pacer import GenerationJob
-from llmproxy.simulator.server.requests import Body, GenerationRequest, Limits, items
+from llmproxy.simulator.server.nixl import KvLoadError
+from llmproxy.simulator.server.pacer import GenerationJob, SequenceProgress
+from llmproxy.simulator.server.requests import ApiError, Body, GenerationRequest, Limits, items
 from llmproxy.simulator.server.service import BLOCK_SIZE, Service, engine_dead
-from llmproxy.simulator.server.text import seed_of, words
+from llmproxy.simulator.server.text import WRONG_WORD, seed_of, words
 
 STREAM_TYPE = "text/event-stream; charset=utf-8"
 
@@ -51,15 +52,21 @@ async def generate(
     service: Service, request: web.BaseRequest, writer_type: AnswerWriterType, body: Body
 ) -> web.StreamResponse:
     """Answer one request. Raises ApiError. A client that disconnects cancels this, which aborts the work."""
-    if writer_type is ResponsesAnswer:
-        body = service.continued(body)
-    generation = writer_type.parse(body, service.limits)
+    try:
+        if writer_type is ResponsesAnswer:
+            body = service.continued(body)
+        generation = writer_type.parse(body, service.limits)
+    except ApiError:
+        if service.nixl is not None:
+            service.nixl.reject(body.get("kv_transfer_params"))
+        raise
     service.refuse_if_due()
     arrived_s = asyncio.get_running_loop().time()
     request_id = request.headers.get("x-request-id") or body.get("request_id") or secrets.token_hex(8)
     head = Head(str(request_id), int(unix_now_s()), service.options.prompt_tokens_details)
-    job = service.job(generation, f"{request_id}-{secrets.token_hex(4)}", arrived_s)
-    exchange = _Exchange(service, request, generation, job, writer_type(generation, head))
+    answer = writer_type(generation, head)
+    job = service.job(generation, f"{answer.id}-{secrets.token_hex(4)}", arrived_s)
+    exchange = _Exchange(service, request, generation, job, answer)
     with service.counted():
         try:
             await asyncio.sleep(service.frontend_s)
@@ -101,12 +108,14 @@ class _Exchange:
         """The answer in one piece: nothing is sent before its end."""
         if self.service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
             raise engine_dead()
-        self.service.pacer.submit(self.job)
+        self.service.submit(self.job)
         while not self.job.ended:
             await self.job.news()
         if self.job.error is not None:
             raise self.job.error
         body = self.answer.whole(self._choices(), self._usage())
+        if self.service.nixl is not None and (params := self.service.nixl.params_of(self.job)) is not None:
+            body["kv_transfer_params"] = params
         self._keep(body)
         data = orjson.dumps(body)
         response = web.StreamResponse(headers=headers_of(self.service, self.request, "application/json", len(data)))
@@ -121,12 +130,14 @@ class _Exchange:
         if self.service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
             await self._events(response, self.answer.broken(engine_dead()))
             return response
-        self.service.pacer.submit(self.job)
+        self.service.submit(self.job)
         await self._events(response, self.answer.prologue())
         while not self.job.ended:
             await self._news(response)
             await self._events(response, self._fresh_events())
         if self.job.error is not None:
+            if isinstance(self.job.error, KvLoadError):
+                await self._events(response, self._opening())
             await self._events(response, self.answer.broken(self.job.error))
             return response
         choices, usage = self._choices(), self._usage()
@@ -152,23 +163,28 @@ class _Exchange:
         for index, (sent, progress) in enumerate(zip(self.sent, self.job.progress, strict=True)):
             if progress.tokens == sent.tokens:
                 continue
-            if not self.opened:
-                self.opened = True
-                events += self.answer.opening(replace(self._usage(), output_tokens=0))
+            events += self._opening()
             sent.tokens = progress.tokens
             reason = self.job.reasons[index] if progress.finished else None
             turn = (sent.seed + sent.tokens) % 8 if self.service.options.ragged_deltas and reason is None else -1
             if turn == 0:
                 continue
-            text = "" if turn == 1 else words(sent.seed, sent.text_tokens, sent.tokens)
+            text = "" if turn == 1 else _text(sent, progress, sent.text_tokens)
             if turn != 1:
                 sent.text_tokens = sent.tokens
             events += self.answer.delta(index, text, reason, self._usage())
         return events
 
+    def _opening(self) -> list[bytes]:
+        """What goes before everything else, once."""
+        if self.opened:
+            return []
+        self.opened = True
+        return self.answer.opening(replace(self._usage(), output_tokens=0))
+
     def _choices(self) -> list[Choice]:
         return [
-            Choice(words(sent.seed, 0, progress.tokens), reason)
+            Choice(_text(sent, progress, 0), reason)
             for sent, progress, reason in zip(self.sent, self.job.progress, self.job.reasons, strict=True)
         ]
 
@@ -217,6 +233,13 @@ class _Exchange:
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_on_for_zero_s)
             transport.abort()
         await _until_cancelled()
+
+
+def _text(sent: _Sent, progress: SequenceProgress, first: int) -> str:
+    """What a sequence has got from its token `first` on."""
+    if progress.wrong:
+        return WRONG_WORD * (progress.tokens - first)
+    return words(sent.seed, first, progress.tokens)
 
 
 async def _until_cancelled() -> None:

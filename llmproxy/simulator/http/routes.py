@@ -14,6 +14,7 @@ from prometheus_client.exposition import choose_encoder
 from llmproxy.simulator.http.answer_events import MessagesAnswer, ResponsesAnswer
 from llmproxy.simulator.http.answers import ChatAnswer, CompletionAnswer, error_body, models_body
 from llmproxy.simulator.http.generation import AnswerWriterType, generate, headers_of
+from llmproxy.simulator.server import nixl
 from llmproxy.simulator.server.faults import FaultKind
 from llmproxy.simulator.server.requests import (
     ApiError,
@@ -24,7 +25,7 @@ from llmproxy.simulator.server.requests import (
     parse_object,
     resolve,
 )
-from llmproxy.simulator.server.service import Service
+from llmproxy.simulator.server.service import Service, engine_dead
 from llmproxy.simulator.server.text import text_of, tokens_of
 
 Handler = Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]
@@ -67,6 +68,8 @@ class Routes:
             "/v1/unload_lora_adapter": {"POST": self._unload_adapter},
             "/sim/fault": {"POST": self._fault},
         }
+        if service.nixl is not None:
+            self._routes[nixl.PATH] = {"POST": self._kv_transfer}
 
     async def answer(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         """Answer one request whose body is read; every error becomes an answer here."""
@@ -236,6 +239,18 @@ class Routes:
             # The answer is on its way before the connection that it needs is closed.
             asyncio.get_running_loop().call_later(0.01, switch_on)
         return self._json(request, {"kind": kind})
+
+    async def _kv_transfer(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+        """Not vLLM's either: another replica tells something of KV that it fetches from here."""
+        connector = self._service.nixl
+        if connector is None or self._service.faults.kind is FaultKind.ENGINE_DEAD:
+            raise engine_dead()
+        fields = _object(request, body)
+        notice, engine_id, request_id = (_text_field(fields, name) for name in ("notice", "engine_id", "request_id"))
+        if notice not in list(nixl.Notice):
+            raise ApiError(400, f"there is no notice {notice!r}; known: {', '.join(nixl.Notice)}", param="notice")
+        kept = connector.told(nixl.Notice(notice), engine_id, request_id)
+        return self._json(request, {"kept": kept}, 200 if kept else 410)
 
     # --- answers ------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -49,6 +50,21 @@ _HISTOGRAMS = {
     "request_prefill_time_seconds": ("Histogram of time spent in PREFILL phase for request.", _WHOLE_S),
     "request_decode_time_seconds": ("Histogram of time spent in DECODE phase for request.", _WHOLE_S),
 }
+_NIXL_HISTOGRAMS = {
+    "nixl_xfer_time_seconds": (
+        "Histogram of transfer duration for NIXL KV Cache transfers.",
+        (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0),
+    ),
+    "nixl_bytes_transferred": (
+        "Histogram of bytes transferred per NIXL KV Cache transfers.",
+        tuple(2.0**power for power in range(11, 35, 2)),
+    ),
+}
+_NIXL_COUNTERS = {
+    "nixl_num_failed_transfers": "Number of failed NIXL KV Cache transfers.",
+    "nixl_num_kv_expired_reqs": "Number of requests that had their KV expire.",
+    "nixl_num_notifications_after_expiry": "Number of notifications for requests whose KV had expired.",
+}
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
@@ -77,17 +93,21 @@ class _Histogram:
 class ReplicaMetrics:
     """Everything that one replica counts; `registry` renders it."""
 
-    def __init__(self, model: str, max_loras: int, cache: dict[str, str]) -> None:
-        """`cache` holds the labels of `vllm:cache_config_info`."""
+    def __init__(self, model: str, max_loras: int, cache: dict[str, str], nixl: bool = False) -> None:
+        """`cache` holds the labels of `vllm:cache_config_info`. With `nixl` the page has the families of its connector,
+        too.
+        """
         self.registry = CollectorRegistry(auto_describe=True)
         self.requests: Counter[tuple[str, str, str]] = Counter()
         self.rejections = 0
         self.gauges = Gauges()
         self.lies = False
         """Whether the page says that the engine is idle, whatever it does."""
-        self._counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        self._totals = Counters()
         self._finished: Counter[str] = Counter()
-        self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self._nixl: dict[str, int] = dict.fromkeys(_NIXL_COUNTERS, 0) if nixl else {}
+        self._families = _HISTOGRAMS | (_NIXL_HISTOGRAMS if nixl else {})
+        self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in self._families.items()}
         self._lora_series: OrderedDict[str, float] = OrderedDict()
         self._model = model
         self._max_loras = max_loras
@@ -102,7 +122,7 @@ class ReplicaMetrics:
 
     def publish(self, gauges: Gauges, counters: Counters) -> None:
         self.gauges = gauges
-        self._counters = {name: getattr(counters, source) for name, (_, source) in _COUNTERS.items()}
+        self._totals = replace(counters)
         if self._max_loras:
             names = ",".join(self.gauges.running_adapters)
             self._lora_series[names] = unix_now_s()
@@ -144,6 +164,19 @@ class ReplicaMetrics:
         for name, value in observed.items():
             self._histograms[name].observe(value)
 
+    def failed(self) -> None:
+        """A sequence ended with an error."""
+        self._finished["error"] += 1
+
+    def count(self, name: str) -> None:
+        """One more of a counter of the NIXL connector."""
+        self._nixl[name] += 1
+
+    def transferred(self, took_s: float, transferred_bytes: int) -> None:
+        """The KV of a request has come from another engine."""
+        self._histograms["nixl_xfer_time_seconds"].observe(took_s)
+        self._histograms["nixl_bytes_transferred"].observe(transferred_bytes)
+
     def _now(self) -> Iterator[Metric]:
         gauges = Gauges() if self.lies else self.gauges
         running, waiting, used = gauges.running, gauges.waiting, gauges.kv_used
@@ -152,8 +185,22 @@ class ReplicaMetrics:
         by_reason = {"capacity": waiting - gauges.deferred, "deferred": gauges.deferred}
         yield self._family(_Gauge, "num_requests_waiting_by_reason", "Waiting requests by reason.", by_reason, "reason")
         yield self._family(_Gauge, "kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", used)
-        for name, total in self._counters.items():
-            yield self._family(_Counter, name, _COUNTERS[name][0], total)
+        totals = self._totals
+        for name, (text, source) in _COUNTERS.items():
+            yield self._family(_Counter, name, text, getattr(totals, source))
+        # Hits count at admission, and a prompt only with its first token.
+        computed = max(totals.prompt - totals.prefix_hits - totals.external, 0)
+        by_source = {"local_compute": computed, "local_cache_hit": totals.prefix_hits}
+        by_source["external_kv_transfer"] = totals.external
+        text = "Number of prompt tokens by source."
+        yield self._family(_Counter, "prompt_tokens_by_source", text, by_source, "source")
+        if self._nixl:
+            stages = {"waiting_to_start": gauges.to_fetch, "in_progress": gauges.fetching}
+            stages["completed_waiting"] = gauges.fetched
+            text = "Requests that wait for KV of another engine, by stage."
+            yield self._family(_Gauge, "num_requests_kv_fetch_by_stage", text, stages, "stage")
+        for name, total in self._nixl.items():
+            yield self._family(_Counter, name, _NIXL_COUNTERS[name], total)
         success = {reason: self._finished[reason] for reason in _FINISH_REASONS}
         text = "Count of successfully processed requests."
         yield self._family(_Counter, "request_success", text, success, "finished_reason")
@@ -177,7 +224,7 @@ class ReplicaMetrics:
 
     def _histogram_families(self) -> Iterator[Metric]:
         for name, histogram in self._histograms.items():
-            text, _ = _HISTOGRAMS[name]
+            text, _ = self._families[name]
             family = HistogramMetricFamily(f"vllm:{name}", text, labels=["engine", "model_name"])
             family.add_metric(["0", self._model], list(histogram.buckets()), histogram.sum)
             yield family
@@ -206,6 +253,7 @@ class ReplicaMetrics:
 _COUNTERS = {
     "prefix_cache_queries": ("Prefix cache queries, in terms of number of queried tokens.", "prefix_queries"),
     "prefix_cache_hits": ("Prefix cache hits, in terms of number of cached tokens.", "prefix_hits"),
+    "external_prefix_cache_hits": ("External prefix cache hits, in terms of number of cached tokens.", "external"),
     "num_preemptions": ("Cumulative number of preemption from the engine.", "preemptions"),
     "prompt_tokens": ("Number of prefill tokens processed.", "prompt"),
     "prompt_tokens_cached": ("Number of cached prompt tokens (local + external).", "prefix_hits"),

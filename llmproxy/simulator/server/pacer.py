@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from llmproxy.simulator.engine.engine import Engine
 from llmproxy.simulator.engine.sequence import EngineRequest
@@ -17,10 +18,11 @@ _LAG_MAX_S = 0.05
 
 @dataclass(slots=True)
 class SequenceProgress:
-    """What one sequence of a job has got so far."""
+    """What one sequence of a job has got so far; `wrong` says that it was computed from KV that is not its prompt's."""
 
     tokens: int = 0
     cached_tokens: int = 0
+    wrong: bool = False
     finished: bool = False
     admitted_s: float = 0.0
     first_s: float = 0.0
@@ -29,13 +31,17 @@ class SequenceProgress:
 @dataclass(slots=True, eq=False)
 class GenerationJob:
     """The sequences of one HTTP request and why each will end (`length`, `stop`). `each_token` says whether its owner
-    is notified of every token or of the end only. `error` is set when the engine died under it.
+    is notified of every token or of the end only. `kv_transfer_params` are those of its request, and
+    `remote_cached_tokens` what the replica that computed its prompt found cached. `error` is set when the engine died
+    under it, or when the KV that it needs cannot be had.
     """
 
     sequences: Sequence[EngineRequest]
     reasons: Sequence[str]
     each_token: bool
     arrived_s: float
+    kv_transfer_params: Mapping[str, Any] = field(default_factory=dict)
+    remote_cached_tokens: int | None = None
     progress: list[SequenceProgress] = field(init=False)
     error: ApiError | None = None
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -61,21 +67,32 @@ class GenerationJob:
 
 
 class Pacer:
-    """Steps one engine, `speed` times as fast as real, and keeps its metrics. `run` is a task of the owner."""
+    """Steps one engine, `speed` times as fast as real, and keeps its metrics. `run` is a task of the owner.
+
+    `on_fetch` is called with a sequence whose KV is to be fetched from now on, and with how many tokens it lacks;
+    `on_finished` with one that got its last token, `on_abort` with one that is aborted.
+    """
 
     def __init__(self, engine: Engine, speed: float, metrics: ReplicaMetrics) -> None:
         self.engine = engine
         self.speed = speed
-        self._metrics = metrics
+        self.metrics = metrics
         self._jobs: dict[str, tuple[GenerationJob, int]] = {}
         self._work = asyncio.Event()
         self._thawed = asyncio.Event()
         self._thawed.set()
+        self.on_fetch: Callable[[str, int], None] = _nothing
+        self.on_finished: Callable[[str], None] = _nothing
+        self.on_abort: Callable[[str], None] = _nothing
 
     def submit(self, job: GenerationJob) -> None:
         for index, sequence in enumerate(job.sequences):
             self.engine.add(sequence)
             self._jobs[sequence.id] = (job, index)
+        self.wake()
+
+    def wake(self) -> None:
+        """The engine may have something to do, and its gauges may have changed."""
         self._work.set()
 
     def drop(self, job: GenerationJob) -> None:
@@ -83,6 +100,7 @@ class Pacer:
         for sequence in job.sequences:
             if self._jobs.pop(sequence.id, None) is not None:
                 self.engine.abort(sequence.id)
+                self.on_abort(sequence.id)
 
     def freeze(self, frozen: bool) -> None:
         """Stop time, or let it go on: no token, no gauge moves in between."""
@@ -91,8 +109,9 @@ class Pacer:
         else:
             self._thawed.set()
 
-    def fail(self, error: ApiError) -> None:
-        for job in {id(job): job for job, _ in self._jobs.values()}.values():
+    def fail(self, error: ApiError, jobs: Iterable[GenerationJob] | None = None) -> None:
+        """End these jobs with an error; without `jobs` all of them."""
+        for job in {id(job): job for job, _ in self._jobs.values()}.values() if jobs is None else jobs:
             job.error = error
             self.drop(job)
             job.notify()
@@ -107,7 +126,7 @@ class Pacer:
             await self._thawed.wait()
             if not self.engine.busy:
                 self._work.clear()
-                self._metrics.publish(self.engine.gauges(), self.engine.counters)
+                self.metrics.publish(self.engine.gauges(), self.engine.counters)
                 continue
             started_s = loop.time()
             result = self.engine.step()
@@ -116,15 +135,20 @@ class Pacer:
             due_s = max(due_s, started_s - _LAG_MAX_S) + result.duration_s / self.speed
             for request_id, cached_tokens in result.admitted:
                 if held := self._jobs.get(request_id):
-                    progress = held[0].progress[held[1]]
+                    progress, remote = held[0].progress[held[1]], held[0].remote_cached_tokens
                     progress.admitted_s = progress.admitted_s or started_s
-                    progress.cached_tokens = cached_tokens
+                    progress.cached_tokens = cached_tokens if remote is None else remote
+            for request_id in result.wrong:
+                if held := self._jobs.get(request_id):
+                    held[0].progress[held[1]].wrong = True
+            for request_id, lacking_tokens in result.fetches:
+                self.on_fetch(request_id, lacking_tokens)
             await asyncio.sleep(max(due_s - loop.time(), 0.0))
             await self._thawed.wait()
             now_s = loop.time()
             firsts = self._hand_out(result.emitted, result.finished, now_s)
-            self._metrics.step(result, now_s - started_s, len(result.emitted) - firsts)
-            self._metrics.publish(gauges, counters)
+            self.metrics.step(result, now_s - started_s, len(result.emitted) - firsts)
+            self.metrics.publish(gauges, counters)
 
     def _hand_out(self, emitted: Sequence[str], finished: Sequence[str], now_s: float) -> int:
         """Give every emitted token to its job, all in one turn of the loop; how many were first ones."""
@@ -138,17 +162,22 @@ class Pacer:
             if progress.tokens == 1:
                 firsts += 1
                 progress.first_s = now_s
-                self._metrics.first_token(job.arrived_s, progress.admitted_s, now_s)
+                self.metrics.first_token(job.arrived_s, progress.admitted_s, now_s)
             if job.each_token:
                 job.notify()
         for request_id in finished:
+            self.on_finished(request_id)
             if (held := self._jobs.pop(request_id, None)) is None:
                 continue
             job, index = held
             progress = job.progress[index]
             progress.finished = True
             times_s = (job.arrived_s, progress.admitted_s, progress.first_s, now_s)
-            self._metrics.finished(job.sequences[index], job.reasons[index], *times_s)
+            self.metrics.finished(job.sequences[index], job.reasons[index], *times_s)
             if job.finished or job.each_token:
                 job.notify()
         return firsts
+
+
+def _nothing(*_: object) -> None:
+    pass

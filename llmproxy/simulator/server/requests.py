@@ -58,6 +58,11 @@ class GenerationRequest:
         """Tokens of all prompts together, each counted once."""
         return sum(map(len, self.prompts))
 
+    @property
+    def kv_transfer_params(self) -> Body:
+        """What the body says of KV that is kept for another engine, or fetched from one."""
+        return self.body.get("kv_transfer_params") or {}
+
 
 def invalid(kind: str, loc: str, message: str, value: object, extra: str = "") -> ApiError:
     """A failed validation, in the words of the framework; `loc` is dotted."""
@@ -232,6 +237,8 @@ def _checked(
         shown = float(temperature)
         message = f"temperature must be non-negative, got {shown}. (parameter=temperature, value={shown})"
         raise ApiError(400, message, param="temperature")
+    if not isinstance(params := body.get("kv_transfer_params"), dict | None):
+        raise invalid("dict_type", "body.kv_transfer_params", "Input should be a valid dictionary", _shown(params))
     model, adapter = resolve(body, limits)
     longest = max(map(len, prompts))
     include_usage = stream and bool(options.get("include_usage"))

@@ -8,14 +8,18 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from llmproxy.simulator.engine.engine import Engine
 from llmproxy.simulator.engine.kv_cache import block_hashes
+from llmproxy.simulator.engine.kv_store import KvStore, StoreFile
+from llmproxy.simulator.engine.kv_transfer import KvTransfer
 from llmproxy.simulator.engine.profiles import Noise, profile_named
 from llmproxy.simulator.engine.sequence import EngineRequest
 from llmproxy.simulator.server.faults import FaultKind, FaultSwitch
 from llmproxy.simulator.server.metrics import ReplicaMetrics, unix_now_s
+from llmproxy.simulator.server.nixl import NixlConnector
 from llmproxy.simulator.server.pacer import GenerationJob, Pacer
 from llmproxy.simulator.server.requests import ApiError, Body, GenerationRequest, Limits, items, resolve
 from llmproxy.simulator.server.text import seed_of, tokens_of, words
@@ -37,6 +41,11 @@ class ReplicaOptions:
     with an empty delta or merged into the next one. `noise` lets step times scatter, from `seed`. `requests_kept`
     bounds how many requests are remembered for tests. `shutdown` is what SIGTERM does to a served replica: stop `now`,
     or `hang` its open streams as vLLM does by default.
+
+    `kv_transfer` says how KV goes from one replica to another: pulled from the one that a request names (`nixl`), or by
+    a store that they share (`store`). `kv_store` is that store, or its folder for replicas of several processes. Blocks
+    are kept for `kv_lease_s`; a request whose KV cannot be had fails or is computed (`kv_load_failure_policy`).
+    KV moves at `kv_gb_per_s` after `kv_latency_s`, and between two replicas for the first time after `kv_handshake_s`.
     """
 
     model: str = "sim"
@@ -60,6 +69,13 @@ class ReplicaOptions:
     ragged_deltas: bool = False
     requests_kept: int = 1000
     shutdown: Literal["now", "hang"] = "now"
+    kv_transfer: Literal["nixl", "store"] | None = None
+    kv_store: KvStore | Path | None = None
+    kv_lease_s: float = 30.0
+    kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
+    kv_gb_per_s: float = 25.0
+    kv_latency_s: float = 0.005
+    kv_handshake_s: float = 0.5
 
     def __post_init__(self) -> None:
         if not self.speed > 0:
@@ -68,6 +84,21 @@ class ReplicaOptions:
             raise ValueError(f"reply_tokens must be (least, most) with 1 <= least <= most, got {self.reply_tokens}")
         if self.model in self.adapters or len(set(self.adapters)) < len(self.adapters):
             raise ValueError(f"the model and its adapters need different names, got {(self.model, *self.adapters)}")
+        if not self.kv_lease_s > 0 or not self.kv_gb_per_s > 0:
+            raise ValueError(f"kv_lease_s and kv_gb_per_s must be above 0, got {self.kv_lease_s}, {self.kv_gb_per_s}")
+        if (self.kv_transfer == "store") != (self.kv_store is not None):
+            raise ValueError("kv_transfer store needs a kv_store, and nothing else uses one")
+
+    @property
+    def kv_times(self) -> KvTransfer:
+        """What transfers of KV take, and what comes of failed ones."""
+        return KvTransfer(
+            bytes_per_s=self.kv_gb_per_s * 1e9,
+            latency_s=self.kv_latency_s,
+            handshake_s=self.kv_handshake_s,
+            lease_s=self.kv_lease_s,
+            on_failure=self.kv_load_failure_policy,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +126,16 @@ class Service:
             step_tokens=options.max_num_batched_tokens,
             noise=Noise() if options.noise else None,
             seed=options.seed,
+            store=_store(options),
         )
         room = self.engine.kv_room_tokens
         self.max_model_len = min(_DEFAULT_MODEL_LEN, room) if options.max_model_len is None else options.max_model_len
         if self.max_model_len > room:
             raise ValueError(f"max_model_len {self.max_model_len} does not fit the KV cache of {room} tokens")
-        self.metrics = ReplicaMetrics(options.model, options.max_loras, self._cache_labels())
+        nixl = options.kv_transfer == "nixl"
+        self.metrics = ReplicaMetrics(options.model, options.max_loras, self._cache_labels(), nixl)
         self.pacer = Pacer(self.engine, options.speed, self.metrics)
+        self.nixl = NixlConnector(self.pacer, options.kv_times, options.speed, faults) if nixl else None
         self.models: dict[str, ServedModel] = {}
         self.list_model(options.model, options.model)
         for name in options.adapters:
@@ -161,17 +195,28 @@ class Service:
         """The sequences of a request, one per prompt and choice, in the order of their index."""
         sequences: list[EngineRequest] = []
         reasons: list[str] = []
+        params = generation.kv_transfer_params if self.nixl is not None else {}
+        remote = bool(params.get("do_remote_prefill"))
+        pins = not remote and bool(params.get("do_remote_decode"))
+        alone = len(generation.prompts) * generation.choices == 1
         for tokens in generation.prompts:
             for choice in range(generation.choices):
-                index = len(sequences)
                 seed = seed_of(tokens, generation.model, choice)
                 output_tokens, reason = self._length(generation, seed)
                 answer = tokens_of(words(seed, 0, output_tokens))
                 hashes = block_hashes((*tokens, *answer), BLOCK_SIZE, generation.adapter, generation.cache_salt)
-                name = f"{request_id}-{index}"
-                sequences.append(EngineRequest(name, len(tokens), output_tokens, hashes, generation.adapter))
+                name = request_id if alone else f"{len(sequences)}_{request_id}"
+                sequences.append(
+                    EngineRequest(name, len(tokens), output_tokens, hashes, generation.adapter, pins, remote)
+                )
                 reasons.append(reason)
-        return GenerationJob(sequences, reasons, generation.stream, arrived_s)
+        return GenerationJob(sequences, reasons, generation.stream, arrived_s, params)
+
+    def submit(self, job: GenerationJob) -> None:
+        """A job enters the engine."""
+        if self.nixl is not None:
+            self.nixl.submit(job)
+        self.pacer.submit(job)
 
     def continued(self, body: Body) -> Body:
         """The body of `/v1/responses` with the conversation before it, but for instructions; ApiError 404."""
@@ -219,6 +264,14 @@ class Service:
             "prefix_caching_hash_algo": "sha256",
             "sliding_window": "None",
         }
+
+
+def _store(options: ReplicaOptions) -> tuple[KvStore, KvTransfer] | None:
+    store = options.kv_store
+    if isinstance(store, Path):
+        store.mkdir(parents=True, exist_ok=True)
+        store = StoreFile(store / "blocks")
+    return None if store is None else (store, options.kv_times)
 
 
 def engine_dead() -> ApiError:

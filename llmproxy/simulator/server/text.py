@@ -12,6 +12,8 @@ import zlib
 from collections.abc import Iterable, Sequence
 
 TOKEN_BYTES = 4
+WRONG_WORD = " BAD"
+"""Every token of an answer that was computed from KV which is not that of its prompt."""
 _CONSONANTS = "bcdfghjklmnprstvwxyz"
 _VOWELS = "aeiou"
 
