@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -12,6 +13,7 @@ import pytest
 from llmproxy.simulator.replica import Replica, ReplicaOptions
 
 FAST = ReplicaOptions(model="base", adapters=("lora-0", "lora-1"), profile="tiny", noise=False)
+NIXL = replace(FAST, kv_transfer="nixl", kv_latency_s=0.0, kv_handshake_s=0.0)
 CHAT_PATH = "/v1/chat/completions"
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 3}
 ENDLESS = CHAT | {"stream": True, "max_tokens": 30_000, "ignore_eos": True}
@@ -28,6 +30,18 @@ async def client(replica: Replica) -> AsyncIterator[aiohttp.ClientSession]:
     """A client of `replica` where a path is asked for, and of any other where a whole URL is."""
     async with aiohttp.ClientSession(replica.url) as session:
         yield session
+
+
+@pytest.fixture
+async def prefiller() -> AsyncIterator[Replica]:
+    async with Replica(NIXL) as replica:
+        yield replica
+
+
+@pytest.fixture
+async def decoder() -> AsyncIterator[Replica]:
+    async with Replica(NIXL) as replica:
+        yield replica
 
 
 async def post(client: aiohttp.ClientSession, url: str, body: object) -> tuple[int, Any]:
