@@ -12,10 +12,14 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from llmproxy.core.domain import Entry, Request, Verdict
+from llmproxy.core.domain import Entry, Request, Stage, Verdict
 from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
 from llmproxy.lease import Lease, Leasing
 from llmproxy.telemetry.exit import AttemptRecord
+
+FAILED_STAGES_MAX = 2
+"""After so many failed stages a request is not split any more. They count against neither limit nor budget: one replica
+would have served the request, and it is not to pay for being split."""
 
 
 @dataclass(slots=True)
@@ -24,27 +28,35 @@ class AttemptResult:
 
     `retryable` says that another backend might do better, and that the client has seen nothing yet. `elsewhere` says
     that another backend has what the request refers to; such attempts are bounded by neither limit nor budget.
+    `prefilled`: the prompt is computed, and the answer comes next, from another backend. `unsplit`: the request would
+    do better as a whole.
     """
 
     verdict: Verdict = Verdict.CLIENT_GONE
     retryable: bool = False
     elsewhere: bool = False
+    prefilled: bool = False
+    unsplit: bool = False
 
 
 Result = TypeVar("Result", bound=AttemptResult)
+
+_STAYS = frozenset({Verdict.BUSY, Verdict.TRANSFER_FAILED})
 
 
 @dataclass(slots=True)
 class Routing:
     """Where one request waited and which backends it tried.
 
-    `attempts` counts leases, `preemptions` those given back for a request of a higher band. `lease` is the latest one,
+    `attempts` counts leases, `preemptions` those given back for a request of a higher band. Both stages of a request
+    that is split are one attempt, and `failed_stages` counts attempts of which one failed. `lease` is the latest one,
     and `tried` has a record for each. Backends in `excluded` are not tried again.
     """
 
     request: Request
     attempts: int = 0
     preemptions: int = 0
+    failed_stages: int = 0
     lease: Lease | None = None
     waited_s: float = 0.0
     waits_since_s: float | None = None
@@ -84,7 +96,7 @@ async def run_attempts(
             left_s = lease.grant.left_s
             routing.waited_s += lease.grant.at_s - now
             routing.waits_since_s = None
-            routing.attempts += 1
+            routing.attempts += entry is not Entry.PREFILLED
             routing.lease = lease
             routing.tried.append(AttemptRecord.begun(lease.grant, now))
             result = await attempt(lease)
@@ -92,17 +104,27 @@ async def run_attempts(
             routing.preemptions += 1
             entry = Entry.PREEMPTED
             continue
+        if result.prefilled:
+            entry = Entry.PREFILLED
+            continue
+        staged = lease.grant.request.stage is not Stage.WHOLE and routing.failed_stages < FAILED_STAGES_MAX
         if result.elsewhere and dispatcher.granting:
             entry = Entry.SEEKING
+        elif staged and (result.retryable or result.unsplit) and dispatcher.granting:
+            entry = Entry.RETRY
+            routing.failed_stages += 1
+            if result.unsplit or routing.failed_stages == FAILED_STAGES_MAX:
+                routing.request = structs.replace(routing.request, splittable=False)
         elif (
             result.retryable
-            and routing.attempts - routing.preemptions <= extra_attempts
+            and routing.attempts - routing.preemptions - routing.failed_stages <= extra_attempts
             and dispatcher.granting
             and budget.take(result.verdict)
         ):
             entry = Entry.RETRY
         else:
             return result
-        # A busy backend is full, not broken, and may be the first to have room again.
-        if result.verdict is not Verdict.BUSY and routing.request.backend is None:
+        # A busy backend is full, not broken, and may be the first to have room again. One that could not fetch what
+        # another one computed may compute it.
+        if result.verdict not in _STAYS and not result.unsplit and routing.request.backend is None:
             routing.excluded.add(lease.backend)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from llmproxy.core.backends.catalogue import Target
@@ -127,10 +127,10 @@ class Dispatcher:
 
     def _finish(self, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
         self.pools.finish(grant, verdict, now, usage)
-        self._note_emptied(grant.placed.backend)
+        self._note_emptied()
 
-    def _note_emptied(self, backend: str) -> None:
-        if backend in self._emptied and not self.in_flight(backend):
+    def _note_emptied(self) -> None:
+        for backend in [name for name in self._emptied if self._is_empty(name)]:
             self._emptied.pop(backend).set()
 
     @contextmanager
@@ -152,13 +152,14 @@ class Dispatcher:
             cuts.remove(cut)
             if not cuts:
                 del self._direct[backend]
-            self._note_emptied(backend)
+            self._note_emptied()
 
     # --- events of leases ---------------------------------------------------------------------------------------------
 
     def started(self, grant: Grant, now: float) -> None:
         """The first token arrived: the backend may be given a further prompt, or has passed its probe."""
         self.pools.started(grant, now)
+        self._note_emptied()
         if self._waiting:
             self._decide_soon()
 
@@ -255,9 +256,16 @@ class Dispatcher:
         self.reconsider()
 
     async def emptied(self, backend: str) -> None:
-        """Wait until nothing is in flight on a backend. It must be drained, or it may get more meanwhile."""
-        while self.in_flight(backend):
-            await self._emptied.setdefault(backend, asyncio.Event()).wait()
+        """Wait until nothing is in flight on a backend, and no prompt there is still to be fetched by another one.
+
+        It must be drained, or it may get more meanwhile.
+        """
+        while not self._is_empty(backend):
+            emptied = self._emptied.setdefault(backend, asyncio.Event())
+            # That nobody fetched a prompt is no event.
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self.pools.backends[backend].keeps_until_s(_now())):
+                    await emptied.wait()
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 
@@ -351,6 +359,10 @@ class Dispatcher:
     def in_flight(self, backend: str) -> int:
         """Requests that were sent to a backend and have not ended."""
         return len(self.pools.backends[backend].bookings) + len(self._direct.get(backend, ()))
+
+    def _is_empty(self, backend: str) -> bool:
+        """Whether nothing is in flight on a backend, and it keeps no prompt for another one."""
+        return not self.in_flight(backend) and self.pools.backends[backend].keeps_until_s(_now()) is None
 
     def close(self) -> None:
         if self._timer is not None:

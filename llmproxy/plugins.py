@@ -15,6 +15,8 @@ from llmproxy.core.queueing.fairness import FairnessPolicy
 from llmproxy.core.queueing.fairness import policies as fairness_policies
 from llmproxy.core.queueing.ordering import Ordering, Rank, orderings
 from llmproxy.core.settings import Settings
+from llmproxy.kv_connectors import KvConnector, NotHandedOver, Parameters
+from llmproxy.kv_connectors import connectors as kv_connectors
 
 __all__ = [
     "NO_CAPACITY",
@@ -22,9 +24,12 @@ __all__ = [
     "NO_MATCH_FOR_MODEL",
     "Charge",
     "FairnessPolicy",
+    "KvConnector",
     "NoCapacity",
     "NoMatch",
+    "NotHandedOver",
     "Ordering",
+    "Parameters",
     "Placed",
     "Placement",
     "Rank",
@@ -36,6 +41,7 @@ __all__ = [
     "View",
     "charges",
     "fairness_policies",
+    "kv_connectors",
     "orderings",
     "placements",
 ]

@@ -9,7 +9,7 @@ from math import fsum, inf
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from llmproxy.config.checks import (
     CEILINGS,
@@ -51,8 +51,8 @@ from llmproxy.config.value_types import (
     Module,
     Networks,
     Number,
+    backend_from_text,
     criticality_of,
-    from_text,
     hash_of,
     integer_of,
     nearest,
@@ -62,10 +62,12 @@ from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE, Role
 from llmproxy.core.scaling.groups import Group
 from llmproxy.core.settings import (
     CapacitySettings,
+    Disaggregation,
     HealthSettings,
     QueueSettings,
     ScalingSettings,
     Settings,
+    Splitting,
     UsageLimit,
 )
 
@@ -127,7 +129,7 @@ class Config(Section):
     """Python modules that are imported at the start and can register policies."""
     reload: Annotated[str, one_of(RELOADS)] = "watch"
     """When the configuration file is read again: watch (when it changes, and on SIGHUP) or signal (only on SIGHUP)."""
-    backends: tuple[Annotated[BackendConfig, from_text("url")], ...] = ()
+    backends: tuple[Annotated[BackendConfig, BeforeValidator(backend_from_text)], ...] = ()
     """The vLLM servers: plain URLs, or entries with further keys."""
     discovery: DiscoveryConfig = DiscoveryConfig()
     """Where further backends are found while the proxy runs."""
@@ -353,7 +355,7 @@ class Config(Section):
 class BackendsFile(Section):
     """The content of the file that `discovery.file` names."""
 
-    backends: tuple[Annotated[BackendConfig, from_text("url")], ...]
+    backends: tuple[Annotated[BackendConfig, BeforeValidator(backend_from_text)], ...]
 
     @field_validator("backends")
     @classmethod
@@ -394,7 +396,8 @@ def settings_of(config: Config) -> Settings:
     """The settings of the core."""
     scheduling, health = config.scheduling, config.health
     return Settings(
-        **_same_names(Settings, scheduling, but=("ceilings", "min_shares")),
+        **_same_names(Settings, scheduling, but=("ceilings", "min_shares", "disaggregation")),
+        disaggregation=_disaggregation(scheduling),
         ceilings=config.ceilings(),
         min_shares=config.by_band(scheduling.min_shares),
         limits=_limits(config),
@@ -413,6 +416,13 @@ def settings_of(config: Config) -> Settings:
             groups=tuple(Group(one.name, one.cost, min=one.min, max=one.max) for one in config.replica_groups),
         ),
     )
+
+
+def _disaggregation(scheduling: SchedulingConfig) -> Disaggregation:
+    chosen = scheduling.disaggregation
+    if isinstance(chosen, int):
+        return Disaggregation(Splitting.TOKENS, chosen, scheduling.kv_lease_s)
+    return Disaggregation(Splitting(chosen), lease_s=scheduling.kv_lease_s)
 
 
 def _same_names(settings: type, section: Section, but: Sequence[str] = ()) -> dict[str, Any]:

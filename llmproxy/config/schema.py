@@ -21,6 +21,7 @@ from llmproxy.config.value_types import (
     ApiKey,
     Count,
     Criticality,
+    Disaggregated,
     Fraction,
     Integer,
     KeyHash,
@@ -46,6 +47,7 @@ from llmproxy.core.placement.policy import presets
 from llmproxy.core.queueing.charge import charges
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.ordering import orderings
+from llmproxy.kv_connectors import connectors
 
 
 class Section(BaseModel):
@@ -297,6 +299,14 @@ class SchedulingConfig(Section):
     prompt_window_s: Seconds | None = 0.3
     """A backend gets no more prompts while those it has take longer than this to compute. They wait in the queue, where
     a request may still go to another backend. Placement `cost` only. null: no such limit."""
+    disaggregation: Disaggregated = Field(default="auto", examples=[512])
+    """Whether a backend with the role prefill computes a prompt for another one, which answers: auto (where that costs
+    less time), always, never, or for prompts of which so many tokens are in no cache of a backend for answers."""
+    kv_connector: Annotated[str, named_in(connectors.names)] = "nixl"
+    """How backends hand the KV cache of a prompt over: nixl (NixlConnector, the second engine pulls) or store (a store
+    that they share: LMCache, Mooncake, a folder)."""
+    kv_lease_s: Seconds = 30.0
+    """How long an engine keeps a prompt for another one: kv_lease_duration of vLLM."""
     start_limit: Count = 4
     """Batch limit assumed for an engine until its own numbers are known."""
     kv_full: Fraction = 1.0

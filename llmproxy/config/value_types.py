@@ -23,6 +23,7 @@ TRUST_WORDS: Mapping[str, tuple[Network, ...]] = {
 KEY_PATTERN = r"^[\x21-\x7e]+$"
 KEY_CHARS_MAX = 4096
 AUTO_SALT = "auto"
+DISAGGREGATION = ("auto", "always", "never")
 SALT_CHARS_MIN = 16
 
 
@@ -70,6 +71,18 @@ def integer_of(text: object) -> int | None:
     if isinstance(text, str) and re.fullmatch(r"\s*[-+]?\d{1,9}\s*", text):
         return int(text)
     return text if isinstance(text, int) and not isinstance(text, bool) else None
+
+
+def disaggregation_of(value: object) -> str | int:
+    tokens = integer_of(value)
+    if tokens is not None:
+        if tokens < 1:
+            raise ValueError("should be at least 1 token; never splits nothing, and always splits every prompt")
+        return tokens
+    if isinstance(value, str) and (word := value.strip().lower()) in DISAGGREGATION:
+        return word
+    meant = f' (nearest: "{nearest(value, DISAGGREGATION)}")' if isinstance(value, str) else ""
+    raise ValueError(f"{value!r} is none of {', '.join(DISAGGREGATION)}, and no number of tokens{meant}")
 
 
 def criticality_of(value: object) -> str | int:
@@ -244,6 +257,16 @@ def from_text(key: str) -> BeforeValidator:
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
+def backend_from_text(value: object) -> object:
+    """Accept a URL in place of a backend, perhaps behind its role: `prefill=http://gpu-0:8000`."""
+    if not isinstance(value, str):
+        return value
+    role, separator, url = value.partition("=")
+    if not separator or ":" in role:
+        return {"url": value}
+    return {"role": role.strip(), "url": url.strip()}
+
+
 Number = Annotated[float, BeforeValidator(_no_bool)]
 Seconds = Annotated[Number, Field(gt=0)]
 Integer = Annotated[int, BeforeValidator(_no_bool)]
@@ -254,6 +277,7 @@ Rate = Annotated[Number, Field(ge=1)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 ApiKey = Annotated[str, Field(pattern=KEY_PATTERN, max_length=KEY_CHARS_MAX)]
 Criticality = Annotated[str | int, PlainValidator(criticality_of), TypeName("band")]
+Disaggregated = Annotated[str | int, PlainValidator(disaggregation_of), TypeName("auto, always, never or tokens")]
 KeyHash = Annotated[str, PlainValidator(key_hash), TypeName("hash of a key")]
 Networks = Annotated[
     tuple[Network, ...], PlainValidator(networks_of), PlainSerializer(words_of, return_type=str), TypeName("networks")

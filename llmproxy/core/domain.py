@@ -274,6 +274,7 @@ class Placed(Struct, frozen=True):
     `cached_tokens` of the prompt are expected in its prefix cache, and `held_tokens` in the KV-cache in any case,
     because requests in flight hold them. `ttft` (from dispatch) and `tpot` are as in `Price`, None without a
     prediction. `answers_on`: only the prompt is computed here, and that backend keeps a place for the answer.
+    `unsplit`: the backends have roles, and this one is given the whole request.
     """
 
     backend: str
@@ -286,6 +287,7 @@ class Placed(Struct, frozen=True):
     ttft: Predicted | None = None
     tpot: Predicted | None = None
     answers_on: str | None = None
+    unsplit: bool = False
 
 
 class Explained(Struct, frozen=True):

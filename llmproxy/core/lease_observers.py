@@ -10,6 +10,7 @@ from llmproxy.core.domain import Stage, Usage, Verdict
 from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.leases import LeaseObserver, LeaseRecord
 from llmproxy.core.placement.policy import Placement
+from llmproxy.core.placement.staged import StagedPlacement
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.charge import charges
 from llmproxy.core.queueing.min_share import MinShares
@@ -112,6 +113,31 @@ class PlaceObserver(LeaseObserver):
         for backend in {id(one[0]): one[0] for one in self._kept.values()}.values():
             mine = sum(sequences for keeper, sequences, _ in self._kept.values() if keeper is backend)
             assert backend.kept >= mine, "a place that is kept for an answer is not counted"
+
+
+class TransferObserver(LeaseObserver):
+    """Notes on each backend for whom it keeps a computed prompt, and tells `placement` whether prompts arrive.
+
+    A prompt is kept from the end of the prefill until its answer begins or fails, and for a lease at most.
+    """
+
+    def __init__(self, placement: StagedPlacement) -> None:
+        self._placement = placement
+
+    def started(self, lease: LeaseRecord, now: float) -> None:
+        if lease.prefilled_on is not None:
+            lease.prefilled_on.fetched(lease.request.id)
+
+    def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
+        if goes_on(lease, verdict):
+            lease.backend.keep_for(lease.request.id, now + self._placement.settings.lease_s, now)
+            return
+        first = lease.backend if lease.request.stage is Stage.PREFILL else lease.prefilled_on
+        if first is None:
+            return
+        first.fetched(lease.request.id)
+        if verdict is Verdict.TRANSFER_FAILED or (verdict is Verdict.SERVED and lease.prefilled_on is not None):
+            self._placement.transferred(first.name, now, arrived=verdict is Verdict.SERVED)
 
 
 class LimitObserver(LeaseObserver):

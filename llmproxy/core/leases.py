@@ -14,7 +14,8 @@ class LeaseRecord:
     """`request` has a place on `backend` since `at_s`.
 
     `guaranteed`: it was granted by the minimum share of its band. `cold`: its adapter was not believed to be resident.
-    `answers_on` keeps a place for the answer, where the lease is for the prompt alone.
+    `answers_on` keeps a place for the answer, where the lease is for the prompt alone. `prefilled_on` is the backend
+    that computed the prompt, where the lease is for the answer alone.
     `on_old_process`: it runs on a process that another one has replaced, so that it does not end with the new one.
     """
 
@@ -26,6 +27,7 @@ class LeaseRecord:
     guaranteed: bool
     cold: bool
     answers_on: Backend | None = None
+    prefilled_on: Backend | None = None
     on_old_process: bool = False
 
 
@@ -133,12 +135,15 @@ class Leases:
         *,
         guaranteed: bool = False,
         answers_on: Backend | None = None,
+        prefilled_on: Backend | None = None,
     ) -> int:
         """Open a lease and return its number. `guaranteed`: its band has it by its minimum share."""
         number = self._newest = next(self._serial)
         cold = backend.lacks(request.adapter)
         backend.book(number, request, now, placed.held_tokens)
-        lease = self._held[number] = LeaseRecord(number, request, placed, backend, now, guaranteed, cold, answers_on)
+        lease = self._held[number] = LeaseRecord(
+            number, request, placed, backend, now, guaranteed, cold, answers_on, prefilled_on
+        )
         for booked in self._on_booked:
             booked(lease, now)
         return number

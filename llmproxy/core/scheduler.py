@@ -29,6 +29,7 @@ from llmproxy.core.lease_observers import (
     OutlierObserver,
     PlacementObserver,
     PlaceObserver,
+    TransferObserver,
 )
 from llmproxy.core.leases import LeaseObserver, Leases
 from llmproxy.core.placement.first_fit import Found, Limited, Unmatched, first_fit, head, limited, passes_over
@@ -107,11 +108,13 @@ class Scheduler:
         self._preemption = Preemption(settings, self._headroom)
         self.charges = ChargeObserver(settings, self._room, self._min_shares, self.faults)
         self._places = PlaceObserver()
+        self._transfers = TransferObserver(placement)
         self._prefilled: list[tuple[Request, frozenset[str]]] = []
         self.leases = Leases(
             lease_serial,
             [
                 self._places,
+                self._transfers,
                 OutlierObserver(self._backends.outliers),
                 LimitObserver(limits),
                 self._preemption,
@@ -263,7 +266,8 @@ class Scheduler:
             answer = decode_of(request)
             placed = self._placement.place(answer, self._backends.views(now), 1.0, others, now)
             if isinstance(placed, Placed):
-                lease = self.leases.book(answer, placed, self._backends.by_name[placed.backend], now)
+                backend, first = self._backends.by_name[placed.backend], self._backends.by_name.get(prefilled_on or "")
+                lease = self.leases.book(answer, placed, backend, now, prefilled_on=first)
                 why = Why(self._room.sizes(), 1, (), 0)
                 decisions.append(Grant(lease, answer, placed, now, 0, why, request.deadline_s - now))
                 continue

@@ -95,10 +95,14 @@ class Splitting(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Disaggregation:
-    """See `core.placement.staged`. `min_uncached_tokens` is for `Splitting.TOKENS`, and 0 for any other."""
+    """See `core.placement.staged`. `min_uncached_tokens` is for `Splitting.TOKENS`, and 0 for any other.
+
+    An engine keeps a prompt for another one for `lease_s`.
+    """
 
     splitting: Splitting = Splitting.AUTO
     min_uncached_tokens: int = 0
+    lease_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,6 +209,12 @@ REPLICAS = Board(
         Panel("Attempts by verdict", "What attempts proved of their backends, per second, without those that were "
               "served.", ((rate("attempts_total", f'{BACKEND},verdict!="served"', "backend, verdict"),
                            "{{backend}} {{verdict}}"),), "ops"),
+        Panel("Prefill and decode apart", "Requests per second in pools with roles: split, whole, or why not split.",
+              ((rate("disaggregation_total", HERE, "how"), "{{how}}"),), "reqps", stacked=True),
+        Panel("Time of a prefill", "Split requests: from the grant of the prompt to its answer.",
+              quantiles("prefill_seconds", HERE, "instance"), "s"),
+        Panel("Time of a handover", "Split requests: from that answer to the first token.",
+              quantiles("handover_seconds", HERE, "instance"), "s"),
         Panel("Failed polls", "Readings of backends that failed, per second.",
               ((rate("poll_failures_total", BACKEND, "backend, trouble"), "{{backend}} {{trouble}}"),), "ops"),
         Panel("Looks at sources of backends", "Looks at DNS and files per second, by their success.",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Protocol
 
 from msgspec import Struct, field
 
-from llmproxy.core.domain import Grant, Outcome, Predicted, Slo, Verdict, Why
+from llmproxy.core.domain import Grant, Outcome, Predicted, Slo, Stage, Verdict, Why
 from llmproxy.telemetry.trace_context import TraceContext
 
 UNKNOWN_MODEL = "unknown"
@@ -19,6 +20,26 @@ ERROR_CHARS_MAX = 2_000
 """Of the error in a record, which may quote a client: a pipe may mix a line that is longer than it takes at once (4 KB)
 with the lines of other processes."""
 _BEGINNING_CHARS = 160
+
+
+class Split(StrEnum):
+    """How a request was served in a pool whose backends have roles, or what kept it from being split.
+
+    `split`: in two stages. `whole`: by one backend, because that was cheaper, or nothing else was possible. All others
+    name the stage that failed, or the parameters between the two, after which one backend served the whole.
+    """
+
+    SPLIT = "split"
+    WHOLE = "whole"
+    PREFILL_FAILED = "prefill_failed"
+    PREFILL_REFUSED = "prefill_refused"
+    NO_PARAMETERS = "no_parameters"
+    BAD_PARAMETERS = "bad_parameters"
+    LATE = "late_parameters"
+    UNREACHABLE = "unreachable"
+    TRANSFER_FAILED = "transfer_failed"
+    DECODE_FAILED = "decode_failed"
+    DECODE_REFUSED = "decode_refused"
 
 
 class RequestInput(Struct, kw_only=True):
@@ -72,10 +93,12 @@ class AttemptRecord(Struct, kw_only=True):
     `predicted_ttft` (from the grant) and `predicted_tpot` are what the placement expected; None where it predicts
     nothing. `first_byte_s` is the first body byte of an answer that the client got, `status` that of the backend, None
     where it sent none, and `error` what was wrong, in words. A preempted attempt was withdrawn at `ended_s`. `span_id`
-    is what the backend got as its parent in the trace of the request, None without tracing.
+    is what the backend got as its parent in the trace of the request, None without tracing. `stage` is the part of the
+    request that the backend was given.
     """
 
     backend: str | None = None
+    stage: Stage = Stage.WHOLE
     queued_s: float | None = None
     granted_s: float | None = None
     queued_ahead: int | None = None
@@ -98,6 +121,7 @@ class AttemptRecord(Struct, kw_only=True):
         placed, request = grant.placed, grant.request
         return cls(
             backend=placed.backend,
+            stage=request.stage,
             queued_s=queued_s,
             granted_s=grant.at_s,
             queued_ahead=grant.queued_ahead,
@@ -131,8 +155,12 @@ class RequestRouting(Struct, kw_only=True):
     """Where it waited and which backends it tried.
 
     `attempts` counts the backends tried, `preemptions` those given back for a request of a higher band; `tried` has the
-    latest ATTEMPTS_MAX of them, in their order. `queue_wait_s` is the time in the waiting room over all attempts, or
-    from arrival to the end without a grant. `queued_s` is since when it waited at its end, None where it did not wait.
+    latest ATTEMPTS_MAX of them, in their order. Both stages of a split request are one attempt and have a record each.
+    `queue_wait_s` is the time in the waiting room over all attempts, or from arrival to the end without a grant.
+    `queued_s` is since when it waited at its end, None where it did not wait.
+
+    `split` is None in a pool without roles. Where it is `split`, `prefill_backend` took `prefill_s` for the prompt from
+    its grant on, and the first token came `handover_s` after that; without a stream, the second backend was asked then.
     """
 
     tried: tuple[AttemptRecord, ...] = ()
@@ -140,6 +168,23 @@ class RequestRouting(Struct, kw_only=True):
     preemptions: int = 0
     queue_wait_s: float | None = None
     queued_s: float | None = None
+    split: Split | None = None
+    prefill_backend: str | None = None
+    prefill_s: float | None = None
+    handover_s: float | None = None
+
+    def note_split(self, split: Split) -> None:
+        """Say how the request was split, by the records of its attempts."""
+        self.split = split
+        if len(self.tried) < 2 or self.last.stage is not Stage.DECODE:
+            return
+        prefill, decode = self.tried[-2:]
+        self.prefill_backend = prefill.backend
+        if prefill.granted_s is None or prefill.ended_s is None:
+            return
+        self.prefill_s = prefill.ended_s - prefill.granted_s
+        began_s = decode.first_byte_s or decode.granted_s
+        self.handover_s = None if began_s is None else began_s - prefill.ended_s
 
     @property
     def last(self) -> AttemptRecord:

@@ -17,7 +17,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from llmproxy import __version__
-from llmproxy.core.domain import Outcome, Predicted, Verdict
+from llmproxy.core.domain import Outcome, Predicted, Stage, Verdict
 from llmproxy.telemetry.exit import AttemptRecord, RequestExit
 from llmproxy.telemetry.exit_fields import why_fields
 from llmproxy.telemetry.trace_context import TraceContext
@@ -61,9 +61,11 @@ class SpanTree:
             )
         ]  # fmt: skip
         routing, request = ended.routing, made.context(trace.span_id)
-        first = routing.attempts - len(routing.tried)
-        for number, attempt in enumerate(routing.tried, first):
+        # Both stages of a split request are one attempt.
+        number = routing.attempts - sum(attempt.stage is not Stage.DECODE for attempt in routing.tried) - 1
+        for attempt in routing.tried:
             assert attempt.granted_s is not None
+            number += attempt.stage is not Stage.DECODE
             spans.append(
                 made.span(
                     "queue", SpanKind.INTERNAL, None, request, attempt.queued_s, attempt.granted_s,
@@ -76,7 +78,7 @@ class SpanTree:
                     _named(ended), SpanKind.CLIENT, attempt.span_id, request, attempt.granted_s,
                     ended_s if attempt.ended_s is None else attempt.ended_s,
                     _of_attempt(ended, attempt, number, is_last=is_last), error=_error_of(attempt),
-                    events=list(_events(attempt, retried=not is_last)),
+                    events=list(_events(attempt, retried=not is_last and attempt.verdict is not Verdict.SERVED)),
                 )
             )  # fmt: skip
         if routing.queued_s is not None:
@@ -197,6 +199,7 @@ def _of_attempt(ended: RequestExit, attempt: AttemptRecord, number: int, *, is_l
         "http.request.resend_count": number or None,
         "http.response.status_code": attempt.status,
         "llmproxy.backend": attempt.backend,
+        "llmproxy.stage": None if attempt.stage is Stage.WHOLE else attempt.stage.value,
         "llmproxy.verdict": None if attempt.verdict is None else attempt.verdict.value,
         "llmproxy.candidates": attempt.candidates,
         "llmproxy.expected_cached_tokens": attempt.expected_cached_tokens,

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from llmproxy.core.domain import Stage
 from llmproxy.terminal import printable
 from llmproxy.top.ask import AskError
 from llmproxy.top.picture import duration
@@ -54,7 +55,8 @@ def _waits(waits: Mapping[str, Any]) -> Text:
 
 def _attempt(number: int, attempt: Mapping[str, Any]) -> Iterator[Text]:
     """What happened when; times are from the arrival of the request."""
-    yield Text(printable(f"attempt {number}" + (f" on {attempt['backend']}" if attempt["backend"] else "")), "bold")
+    what = f"attempt {number}" if attempt["stage"] == Stage.WHOLE else f"{number}. {attempt['stage']}"
+    yield Text(printable(what + (f" on {attempt['backend']}" if attempt["backend"] else "")), "bold")
     ahead = attempt["queued_ahead"]
     predicted = attempt["predicted_ttft"]
     moments = [

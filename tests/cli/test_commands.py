@@ -90,6 +90,21 @@ def test_backends_are_given_by_variables(serve: Serve, monkeypatch: pytest.Monke
     assert [backend.url for backend in serve(flag.name, "http://d", "http://e").backends] == ["http://d", "http://e"]
 
 
+def test_a_role_stands_before_the_url(serve: Serve) -> None:
+    given = serve("--backend", "prefill=http://a,decode=http://b", "--backend", "http://c", "both=http://d")
+    assert [(one.url, one.role) for one in given.backends] == [
+        ("http://a", "prefill"),
+        ("http://b", "decode"),
+        ("http://c", "both"),
+        ("http://d", "both"),
+    ]
+
+
+def test_a_wrong_role_is_named() -> None:
+    said = refused(["serve", "--backend", "prefil=http://a"])
+    assert "backends[0].role: 'prefil' is none of both, prefill, decode (nearest: \"prefill\")" in said
+
+
 OTHER_THAN_DEFAULT = {
     "host": "::1",
     "log_format": "json",
@@ -107,6 +122,7 @@ OTHER_THAN_DEFAULT = {
     "scheduling.preemption": "false",
     "scheduling.refuse_late": "true",
     "scheduling.kv_full": "0.5",
+    "scheduling.kv_connector": "store",
     "retry.budget_ratio": "0.5",
     "health.ejected_max": "0.4",
     "body_bytes_total_max": "99999999",

@@ -14,7 +14,7 @@ import pytest
 
 from llmproxy.config import Config, hash_of, load, settings_of
 from llmproxy.core.queueing.fairness import policies
-from llmproxy.core.settings import QueueSettings, ScalingSettings, Settings, UsageLimit
+from llmproxy.core.settings import Disaggregation, QueueSettings, ScalingSettings, Settings, Splitting, UsageLimit
 from llmproxy.gateway.http.headers import PRIVILEGED
 from tests import ROOT
 from tests.config.test_load import problems
@@ -200,6 +200,8 @@ scheduling:
   preemption: false
   refuse_late: true
   look_ahead: 0
+  disaggregation: 512
+  kv_lease_s: 20
 queue:
   requests_max: 1
   bytes_max: 100000002
@@ -222,6 +224,7 @@ scaling: {{pools: [m], from_band: batch, min: 2, max: 5, utilisation: 0.7}}
         "tenant:acme": UsageLimit(in_flight=3, tokens_per_min=1000.0),
         "model:m": UsageLimit(requests_per_min=90.5),
     }
+    assert message.disaggregation == Disaggregation(Splitting.TOKENS, 512, lease_s=20.0)
     assert message.scaling == ScalingSettings(pools=("m",), from_band=-50, min=2, max=5, utilisation=0.7)
     plain = {
         "fairness": "slo", "ordering": "edf", "placement": "random", "charged": "kv_seconds", "headroom_s": 7.0,

@@ -251,18 +251,23 @@ async def serving(
     wait: bool = True,
     file: Path | None = None,
     state: StateFile | None = None,
+    roles: Mapping[str, str] = MappingProxyType({}),
     **config: Any,
 ) -> AsyncIterator[ProxyUnderTest]:
     """Start a proxy over one replica for each of `options`; `config` goes over the quick settings of tests.
 
     `fixed_limit` is every backend's `max_in_flight`. `extra` are URLs of further backends. With `wait`, every backend
     was read when the block is entered. With a `file`, the configuration is in it and can be read again. `state` keeps
-    what is learned.
+    what is learned. `roles` are those of backends by name.
     """
     async with nothing_left(), AsyncExitStack() as stack:
         replicas = [await stack.enter_async_context(Replica(o)) for o in options]
         urls = [replica.url for replica in replicas] + list(extra)
-        backends = [{"url": url, "name": f"b{i}", "max_in_flight": fixed_limit} for i, url in enumerate(urls)]
+        named = [(f"b{number}", url) for number, url in enumerate(urls)]
+        backends = [
+            {"url": url, "name": name, "max_in_flight": fixed_limit, "role": roles.get(name, "both")}
+            for name, url in named
+        ]
         config_data = _merged(_QUICK | {"backends": backends}, config)
         reread = _written(file, config_data) if file is not None else None
         app = await stack.enter_async_context(running(Config.model_validate(config_data), reread, state=state))

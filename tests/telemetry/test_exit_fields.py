@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from llmproxy.core.domain import Outcome, Predicted, Slo, Verdict, Why
-from llmproxy.telemetry.exit import AttemptRecord, RequestExit, RequestInput, RequestResult, RequestRouting
+from llmproxy.core.domain import Outcome, Predicted, Slo, Stage, Verdict, Why
+from llmproxy.telemetry.exit import AttemptRecord, RequestExit, RequestInput, RequestResult, RequestRouting, Split
 from llmproxy.telemetry.exit_fields import exit_fields, why_fields
 from llmproxy.telemetry.logs import FORMATS, configure, log_exit
 from tests.exits import exit_of
@@ -37,6 +37,8 @@ STRATEGIES: dict[Any, st.SearchStrategy[Any]] = {
     Why: WHYS,
     Predicted: st.none(),
     Verdict: st.sampled_from(Verdict),
+    Stage: st.sampled_from(Stage),
+    Split: st.sampled_from(Split),
 }
 
 

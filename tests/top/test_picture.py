@@ -200,6 +200,15 @@ def test_the_story_of_a_request_has_its_times_and_prices() -> None:
     assert all(len(line.split("s", 1)[1].strip()) > 20 for line in bars)
 
 
+def test_both_stages_of_a_split_request_are_told() -> None:
+    split = found("story.json")
+    first = split["attempts"][0]
+    split["attempts"] = [first | {"stage": "prefill"}, first | {"stage": "decode", "backend": "replica-2"}]
+    lines = drawn(story(split, 80))
+    assert "1. prefill on replica-1" in lines
+    assert "2. decode on replica-2" in lines
+
+
 def test_a_request_that_waits_has_a_story() -> None:
     waits = {
         "band": "default", "flow": "\x1b[2Jacme", "ahead_in_higher_bands": 3, "ahead_in_flow": 2, "waited_s": 1.5,

@@ -45,6 +45,7 @@ class Backend:
         self._own = Bookings()
         self.bookings = self._own.by_lease
         self._kept = 0
+        self._keeps_for: dict[str, float] = {}
         self._drained = False
         self.exploration: Exploration | None = None
         lowest_ceiling, self._highest_ceiling = ceiling_range
@@ -224,6 +225,7 @@ class Backend:
     def _forget_process(self) -> None:
         self.reading = None
         self._look_ahead = LookAhead()
+        self._keeps_for.clear()
         self._resident.clear()
         self._others = self._others_seen = self._numberless_polls = 0
         self._unread = False
@@ -274,6 +276,23 @@ class Backend:
         """Keep places for so many sequences whose prompts another backend computes; fewer where it is negative."""
         self._kept += sequences
         self._view = None
+
+    def keep_for(self, request_id: str, until_s: float, now: float) -> None:
+        """The prompt of a request was computed, and stays until another backend has fetched it, or until then."""
+        self.keeps_until_s(now)
+        self._keeps_for[request_id] = until_s
+
+    def fetched(self, request_id: str) -> None:
+        """The prompt of a request was fetched, or never will be."""
+        self._keeps_for.pop(request_id, None)
+
+    def keeps_until_s(self, now: float) -> float | None:
+        """When the first of the kept prompts may go although nobody fetched it; None where none is kept."""
+        while (first := next(iter(self._keeps_for), None)) is not None:
+            if self._keeps_for[first] > now:
+                return self._keeps_for[first]
+            del self._keeps_for[first]
+        return None
 
     def started(self, lease: int, now: float) -> None:
         self._own.begin(lease)

@@ -27,6 +27,10 @@ from llmproxy.core.domain import (
 from llmproxy.core.placement.policy import Placement, Quote
 from llmproxy.core.settings import Disaggregation, Splitting
 
+FAILURES_MAX = 3
+"""After so many prompts in a row that did not arrive, a backend computes none for others for a while."""
+REST_S, REST_MAX_S = 5.0, 60.0
+"""How long that while is: the first, doubled with each further failure, and the longest."""
 SURE_S = 0.005
 """A split has to be cheaper by so much: no estimate is better, and one call is simpler than two."""
 
@@ -62,27 +66,38 @@ class StagedPlacement(Placement):
     def __init__(self, inner: Placement, settings: Disaggregation) -> None:
         self.inner = inner
         self.settings = settings
-        self._split_up = self._answers = True
+        self._split_up = True
+        self._answers: set[str] = set()
+        self._failures: dict[str, int] = {}
+        self._rests_until_s: dict[str, float] = {}
 
     def begin(self, views: Iterable[View]) -> None:
         """A pass over these backends begins. What it asks for later may leave some of them out."""
-        self._split_up = self._answers = False
+        self._split_up = False
+        self._answers = set()
         for view in views:
             self._split_up |= view.role is not Role.BOTH
-            self._answers |= view.available and view.role is not Role.PREFILL
+            if view.available and view.role is not Role.PREFILL:
+                self._answers.add(view.backend)
 
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
         if not self._split_up or request.backend is not None:
             return self.inner.place(request, views, ceiling, excluded, now)
-        answering = self._answering(views)
+        # Those that failed this request are none for it.
+        answers = not self._answers <= excluded
+        # Engines enforce no role, so that backends for prompts are there for want of others.
+        answering = [view for view in views if view.role is not Role.PREFILL] if answers else views
         splits = request.stage is Stage.WHOLE and request.splittable
-        if splits and self._answers and self.settings.splitting is not Splitting.NEVER:
+        if splits and answers and self.settings.splitting is not Splitting.NEVER:
             split = self._split(request, views, answering, ceiling, excluded, now)
             if split is not None:
                 return split
-        return self.inner.place(request, answering, ceiling, excluded, now)
+        placed = self.inner.place(request, answering, ceiling, excluded, now)
+        if isinstance(placed, Placed) and request.stage is Stage.WHOLE:
+            return replace(placed, unsplit=True)
+        return placed
 
     def _split(
         self,
@@ -96,7 +111,8 @@ class StagedPlacement(Placement):
         """A place for the prompt, beside one for the answer; None where the request is to be served as a whole."""
         inner = self.inner
         prompt = prefill_of(request)
-        prefilling = [view for view in views if view.role is not Role.DECODE]
+        rests = self._rests_until_s
+        prefilling = [view for view in views if view.role is not Role.DECODE and rests.get(view.backend, now) <= now]
         prefill = inner.quote(prompt, prefilling, ceiling, excluded, now)
         whole = inner.quote(request, answering, ceiling, excluded, now)
         if prefill is None:
@@ -120,9 +136,16 @@ class StagedPlacement(Placement):
         cached_tokens = 0.0 if whole is None else whole.cached_tokens
         return request.prompt_tokens - cached_tokens >= tokens
 
-    def _answering(self, views: Sequence[View]) -> Sequence[View]:
-        """The backends for answers. Engines enforce no role, so that those for prompts are there for want of others."""
-        return [view for view in views if view.role is not Role.PREFILL] if self._answers else views
+    def transferred(self, backend: str, now: float, *, arrived: bool) -> None:
+        """A prompt that `backend` computed for another one arrived there, or did not."""
+        if arrived:
+            self._failures.pop(backend, None)
+            self._rests_until_s.pop(backend, None)
+            return
+        failures = self._failures[backend] = self._failures.get(backend, 0) + 1
+        if failures >= FAILURES_MAX:
+            rest_s = min(REST_S * 2.0 ** min(failures - FAILURES_MAX, 10), REST_MAX_S)
+            self._rests_until_s[backend] = now + rest_s
 
     # --- all else is for the other placement --------------------------------------------------------------------------
 
@@ -144,6 +167,8 @@ class StagedPlacement(Placement):
         self.inner.cached(backend, hashes)
 
     def lost(self, backend: str) -> None:
+        self._failures.pop(backend, None)
+        self._rests_until_s.pop(backend, None)
         self.inner.lost(backend)
 
     def ready(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[View]:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from math import inf
 
 from llmproxy.attempts import AttemptResult
 from llmproxy.config import TimeoutsConfig
-from llmproxy.core.domain import Outcome, Usage, Verdict
+from llmproxy.core.domain import Outcome, Stage, Usage, Verdict
 from llmproxy.gateway.http.headers import Headers
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.sse import StreamTap
-from llmproxy.telemetry.exit import AttemptRecord, shortened
+from llmproxy.kv_connectors import KvConnector, Parameters
+from llmproxy.telemetry.exit import AttemptRecord, Split, shortened
 from llmproxy.upstream.port import Body
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is sent to any backend. `usage_max` is the most that the answer may cost, None where it costs nothing."""
+    """What is sent to any backend. `usage_max` is the most that the answer may cost, None where it costs nothing.
+
+    The answer to a prefill is for the proxy, and `connector` reads it. A stream is held back until more than its
+    `opening_events` have come.
+    """
 
     method: str
     path_qs: str
@@ -27,6 +33,9 @@ class Call:
     hide_usage: bool
     dialect: Dialect
     usage_max: Usage | None
+    stage: Stage = Stage.WHOLE
+    connector: KvConnector | None = None
+    opening_events: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +55,7 @@ class Attempt(AttemptResult):
     Until it is `committed`, the client has seen nothing. `answer` is the backend's own error, where it sent one.
     `message` is for the client; `detail` is for the log alone, because it may have addresses. While `writing`, the
     client is slower than the backend; once `ended`, all of the answer was handed to the client, which has to take it.
+    `parameters` are what a prefill handed over, and `split` is why a stage failed.
     """
 
     outcome: Outcome = Outcome.INTERNAL
@@ -64,6 +74,8 @@ class Attempt(AttemptResult):
     head: bytes = b""
     tail: bytes = b""
     usage: Usage | None = None
+    parameters: Parameters | None = None
+    split: Split | None = None
     tap: StreamTap | None = field(default=None, repr=False)
 
     def fail(self, outcome: Outcome, verdict: Verdict, message: str, *, retryable: bool) -> None:
@@ -87,7 +99,8 @@ class AttemptTimer:
     Streams have a limit for their first token and one for silence after it; every attempt has one in total.
     """
 
-    def __init__(self, timeouts: TimeoutsConfig, streams: bool) -> None:
+    def __init__(self, timeouts: TimeoutsConfig, streams: bool, first_byte_s: float = inf) -> None:
+        """`first_byte_s` is a limit for the first byte of this attempt alone, beside the configured one."""
         loop = asyncio.get_running_loop()
         self.now = loop.time
         self.streams = streams
@@ -97,8 +110,11 @@ class AttemptTimer:
         self._stall_s = timeouts.stall_s
         self._moved_s = 0.0
         self._phase = f"sent no first byte within {timeouts.first_byte_s:g} s (timeouts.first_byte_s)"
+        if first_byte_s < timeouts.first_byte_s:
+            self._phase = f"did not compute the prompt within {first_byte_s:.0f} s, long after it should have"
+        first_byte_s = min(first_byte_s, timeouts.first_byte_s)
         self._total = f"did not finish within {timeouts.total_s:g} s (timeouts.total_s)"
-        self.deadline_s = min(self._end_s, began_s + timeouts.first_byte_s) if streams else self._end_s
+        self.deadline_s = min(self._end_s, began_s + first_byte_s) if streams else self._end_s
         self._streaming = False
 
     def streaming(self, now: float) -> None:

@@ -11,36 +11,33 @@ from math import ceil
 from os import urandom
 
 from aiohttp import web
-from msgspec import structs
 
 from llmproxy.attempts import Routing, run_attempts
 from llmproxy.config import BackendConfig, Config
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Outcome, Refused, Request, Usage, Verdict
-from llmproxy.core.estimates.tokens import TURNS_MAX, Estimator, usage_max
+from llmproxy.core.domain import Outcome, Refused, Request, Stage, Verdict
+from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.core.retry import RetryBudget
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure
 from llmproxy.gateway.http.headers import check as check_fields
-from llmproxy.gateway.http.routes import BodyKind, Dialect, Route, Work
+from llmproxy.gateway.http.routes import Dialect, Route, Work
 from llmproxy.gateway.proxying.answers import Answers
-from llmproxy.gateway.proxying.attempt import Attempt, Call
+from llmproxy.gateway.proxying.attempt import Attempt
+from llmproxy.gateway.proxying.calls import UNKNOWN_SHAPES, call_for
 from llmproxy.gateway.proxying.relay import end_broken
 from llmproxy.gateway.proxying.request_context import ReceivedRequest, RequestContext
 from llmproxy.gateway.proxying.response_writer import ResponseWriter, read_body, within
 from llmproxy.gateway.proxying.rules import Rulebook
+from llmproxy.gateway.proxying.stages import Handover, Warnings, refuse_unreachable
 from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.request.body_budget import BodyBudget, HeldBody
-from llmproxy.gateway.request.body_reader import SEQUENCES_MAX
 from llmproxy.gateway.request.identity import request_id
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, ID_BYTES, SALT
 from llmproxy.lease import Lease, Leasing
-from llmproxy.telemetry.exit import ExitSink
+from llmproxy.telemetry.exit import ExitSink, Split
 from llmproxy.telemetry.logs import log_exit, log_internal
 from llmproxy.telemetry.trace_context import Sampler, new_span_id
-
-_UNKNOWN_SHAPES = frozenset({BodyKind.OTHER, BodyKind.FORM})
-"""Bodies that are understood in part: how much they ask for may be deeper in them, or the length of a sound."""
 
 
 class RequestHandler:
@@ -69,6 +66,7 @@ class RequestHandler:
         self._sampler = sampler
         self._stored = stored
         self._answers = answers
+        self._warnings = Warnings()
         config = rulebook.current.config
         self.budget = RetryBudget(config.retry.budget_ratio)
         self.bodies, self._processes = BodyBudget(), config.workers
@@ -252,6 +250,7 @@ class RequestHandler:
             prefix=prefix,
             prefix_tokens=prefix_tokens,
             session=identity.session(http, parsed.sessions, tenant),
+            splittable=parsed.splittable and received.previous is None,
             backend=received.previous.backend if received.previous is not None else None,
         )
 
@@ -283,42 +282,41 @@ class RequestHandler:
         assert routing is not None
         tried = routing.tried[-1]
         http, rules, tenant, dialect = received.http, received.rules, received.tenant, received.route.dialect
-        backend, request = self._backends[lease.backend], lease.grant.request
+        backend, stage = self._backends[lease.backend], lease.grant.request.stage
         if received.trace is not None:
             tried.span_id = new_span_id()
-        trusted = rules.identity.trusts(http.remote, tenant)
         if rules.identity.shows_backend(http.remote, tenant):
             context.extra["x-llmproxy-backend"] = backend.name
         context.extra["x-llmproxy-queue-ms"] = f"{routing.waited_s * 1e3:.1f}"
         context.extra["x-llmproxy-attempts"] = str(routing.attempts)
-        # In the engine's own priority, lower comes first.
-        priority = -request.band if backend.forward_priority else None
-        spliced = parsed.spliced(
-            model=request.model, want_usage=True, priority=priority, salt=received.salt, trusted=trusted
-        )
-        query = http.rel_url.raw_query_string
-        call = Call(
-            received.route.method,
-            f"{received.route.path}?{query}" if query else received.route.path,
-            rules.identity.to_backend(http, received.id, backend, tenant, received.trace, tried.span_id or ""),
-            spliced.parts,
-            request.stream,
-            spliced.hides_usage,
-            dialect,
-            _usage_max(received),
-        )
+        # Parameters serve one request once: what is not taken here is taken by nobody.
+        handover, context.handover = context.handover if stage is Stage.DECODE else None, None
         # Assigned before it runs, so that the record of a request that is cut off in mid-stream has its numbers.
         attempt = context.attempt = Attempt()
-        if dialect is Dialect.RESPONSES:
+        if handover is not None and handover.too_late(lease.grant.at_s):
+            # The backend computes the prompt: what is read too late is that of another one.
+            attempt.split, handover = Split.LATE, None
+        if dialect is Dialect.RESPONSES and stage is not Stage.PREFILL:
             # It must not refer to the context, which has this client: a cycle would keep both, with the body, for the
             # garbage collector.
             context.client.on_commit = self._stored.noting(attempt, backend.name, tenant, received.previous, parsed)
         try:
-            await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
+            if handover is not None and handover.unreachable_from(backend.url):
+                refuse_unreachable(attempt, handover, lease)
+            else:
+                call = call_for(received, parsed, lease, backend, tried.span_id or "", handover)
+                await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
         finally:
             # Also where its client has left, as many do when they read the end mark.
             self._exits.attempted(lease.backend, attempt.verdict)
             attempt.note(tried)
+        if attempt.parameters is not None:
+            context.handover = Handover(
+                backend.name, backend.url, attempt.parameters, asyncio.get_running_loop().time()
+            )
+        if attempt.split is not None:
+            self._warnings.note(attempt.split, backend.name, attempt)
+        context.note_split(attempt, lease.grant)
         if attempt.status == 401 and not rules.config.forward_credentials:
             attempt.detail = rules.identity.key_hint(backend)
         attempt.elsewhere = received.previous is not None and received.previous.sought(attempt)
@@ -351,7 +349,7 @@ class RequestHandler:
         if attempt.outcome is Outcome.COMPLETED and attempt.usage is not None:
             facts = received.parsed.facts
             prompt_bytes = facts.prompt_bytes if facts.prompt_tokens is None else None
-            known = received.route.work is Work.GENERATES and received.route.kind not in _UNKNOWN_SHAPES
+            known = received.route.work is Work.GENERATES and received.route.kind not in UNKNOWN_SHAPES
             # For other bodies it is not known how many answers the usage adds up.
             sequences = received.parsed.sequences if known else None
             self._estimator.learn(routing.request.model, prompt_bytes, sequences, attempt.usage)
@@ -384,16 +382,3 @@ class RequestHandler:
             self._answers.ended(context.kept, lease.grant if completed and lease is not None else None)
         self._exits.record(ended)
         log_exit(ended)
-
-
-def _usage_max(received: ReceivedRequest) -> Usage | None:
-    """The most that an answer may cost; None where nothing is computed."""
-    if not received.route.computes or received.parsed is None or received.target is None:
-        return None
-    facts, sequences = received.parsed.facts, received.parsed.sequences
-    if received.route.dialect is Dialect.RESPONSES:
-        sequences = TURNS_MAX
-    elif received.route.kind in _UNKNOWN_SHAPES:
-        facts, sequences = structs.replace(facts, max_tokens=None), max(SEQUENCES_MAX, sequences)
-    most = usage_max(facts, received.target.context_tokens, sequences)
-    return most if received.route.work is Work.GENERATES else Usage(most.prompt_tokens, sequences)

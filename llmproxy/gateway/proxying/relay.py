@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from llmproxy.config import TimeoutsConfig
-from llmproxy.core.domain import Outcome, Request, Usage, Verdict
+from llmproxy.core.domain import Outcome, Request, Stage, Usage, Verdict
 from llmproxy.core.estimates.tokens import believable
 from llmproxy.gateway.http.errors import error_event
 from llmproxy.gateway.http.headers import to_client
@@ -17,6 +17,7 @@ from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.attempt import Answer, Attempt, AttemptTimer, Call
 from llmproxy.gateway.proxying.response_writer import ResponseWriter, within
 from llmproxy.gateway.proxying.sse import EncodedTap, StreamTap, usage_of_tail
+from llmproxy.gateway.proxying.stages import not_handed_over, prefill_limit_s, settle_failed
 from llmproxy.gateway.proxying.stream_relay import (
     HELD_BYTES_MAX,
     TAIL_BYTES,
@@ -25,6 +26,7 @@ from llmproxy.gateway.proxying.stream_relay import (
     check_lease,
     event_fields,
 )
+from llmproxy.kv_connectors import KvConnector, NotHandedOver
 from llmproxy.lease import Lease
 from llmproxy.upstream.port import ConnectFailed, Exchange, LocalFailure, Upstream, UpstreamBroken
 
@@ -53,7 +55,7 @@ class Relay:
 
         Raises nothing for what a backend does. Raises OSError when the client is gone.
         """
-        timer = AttemptTimer(self._timeouts, call.stream)
+        timer = AttemptTimer(self._timeouts, call.stream or call.connector is not None, prefill_limit_s(lease.grant))
         try:
             await self._exchange(attempt, timer, lease, base_url, call, client)
         except LocalFailure as error:
@@ -74,6 +76,8 @@ class Relay:
             if not await self._was_complete(attempt, client):
                 self._timed_out(attempt, timer, lease)
         finally:
+            if call.stage is not Stage.WHOLE:
+                settle_failed(attempt, call.stage)
             self._account(attempt, lease, call.usage_max)
 
     async def _exchange(
@@ -104,6 +108,8 @@ class Relay:
                     attempt.status = 502
                 elif exchange.status >= 300:
                     await self._hold_error(attempt, exchange)
+                elif call.connector is not None:
+                    await self._take_prefill(attempt, lease, exchange, call.connector)
                 elif is_event_stream(exchange):
                     await self._relay_stream(attempt, timer, lease, exchange, call, client)
                 else:
@@ -142,6 +148,23 @@ class Relay:
             # A 4xx is the client's fault, and 501 says that the engine has no such function: no failure of the backend.
             attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.SERVED, message, retryable=False)
 
+    # --- a prefill ---------------------------------------------------------------------------------------------------
+
+    async def _take_prefill(self, attempt: Attempt, lease: Lease, exchange: Exchange, connector: KvConnector) -> None:
+        body = await _read_held(exchange)
+        attempt.tail = body[-TAIL_BYTES:]
+        check_lease(lease)
+        lease.started()
+        try:
+            if len(body) > HELD_BYTES_MAX:
+                raise NotHandedOver(f"The answer is longer than {HELD_BYTES_MAX} bytes.", missing=False)
+            attempt.parameters = connector.parameters(body)
+        except NotHandedOver as error:
+            not_handed_over(attempt, error)
+            return
+        attempt.complete()
+        attempt.prefilled = True
+
     # --- an answer without a stream ----------------------------------------------------------------------------------
 
     async def _relay_plain(
@@ -178,9 +201,9 @@ class Relay:
             tap = EncodedTap()
         else:
             tap = attempt.tap = StreamTap(hide_usage=call.hide_usage)
-        relay = StreamRelay(attempt, timer, exchange, client, tap, lease)
+        relay = StreamRelay(attempt, timer, exchange, client, tap, lease, call.opening_events)
         await exchange.flow(relay.take)
-        if tap.error_first and not attempt.committed:
+        if tap.error_seen and not attempt.committed:
             # Through the tap too, because it may hold the beginning of the next event.
             events = relay.first + tap.feed(await _read_held(exchange)) + tap.flush()
             message = "The backend answered with an error event and no token."

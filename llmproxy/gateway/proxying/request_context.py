@@ -9,17 +9,26 @@ from aiohttp import web
 
 from llmproxy.attempts import Routing
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Outcome
+from llmproxy.core.domain import Grant, Outcome, Stage
 from llmproxy.gateway.http.routes import Route
 from llmproxy.gateway.proxying.answers import KeptAnswer
 from llmproxy.gateway.proxying.attempt import Attempt
 from llmproxy.gateway.proxying.response_writer import ResponseWriter
 from llmproxy.gateway.proxying.rules import Rules
+from llmproxy.gateway.proxying.stages import Handover
 from llmproxy.gateway.proxying.stored import Previous
 from llmproxy.gateway.request.auth import NO_TENANT, Tenant
 from llmproxy.gateway.request.body_budget import HeldBody
 from llmproxy.gateway.request.parsed_body import ParsedBody
-from llmproxy.telemetry.exit import ATTEMPTS_MAX, RequestExit, RequestInput, RequestResult, RequestRouting, shortened
+from llmproxy.telemetry.exit import (
+    ATTEMPTS_MAX,
+    RequestExit,
+    RequestInput,
+    RequestResult,
+    RequestRouting,
+    Split,
+    shortened,
+)
 from llmproxy.telemetry.trace_context import Sampler, TraceContext
 
 _MODEL_CHARS_MAX = 100
@@ -83,7 +92,7 @@ class RequestContext:
     """One request: what came in, how it was routed, and what became of it.
 
     `extra` are the proxy's own header fields for the answer. `attempt` is the latest one, `kept` the copy of the answer
-    that is read at the end.
+    that is read at the end. `handover` is what the first stage of a split request left for the second one.
     """
 
     input: ReceivedRequest
@@ -92,9 +101,20 @@ class RequestContext:
     routing: Routing | None = None
     attempt: Attempt | None = None
     kept: KeptAnswer | None = None
+    handover: Handover | None = None
+    split: Split | None = None
     outcome: Outcome = Outcome.INTERNAL
     status: int = 0
     error: str = ""
+
+    def note_split(self, attempt: Attempt, grant: Grant) -> None:
+        """An attempt has ended: say how the request was served, or what kept it from being split."""
+        if attempt.split is not None:
+            self.split = attempt.split
+        elif self.split is None and grant.request.stage is Stage.DECODE:
+            self.split = Split.SPLIT
+        elif self.split is None and grant.placed.unsplit:
+            self.split = Split.WHOLE
 
     def end(self, outcome: Outcome, status: int, error: str) -> None:
         self.outcome, self.status, self.error = outcome, status, error
@@ -102,6 +122,8 @@ class RequestContext:
     def record(self, now: float, band_names: Mapping[int, str]) -> RequestExit:
         """The record of a request that ends at `now`."""
         routing = _routing_record(self.routing, now) if self.routing is not None else RequestRouting()
+        if self.split is not None:
+            routing.note_split(self.split)
         return RequestExit(self.input.record(self.routing, band_names), self._result(now), routing, self.input.trace)
 
     def _result(self, now: float) -> RequestResult:

@@ -18,6 +18,7 @@ from llmproxy.gateway.request.auth import Keys
 from llmproxy.gateway.request.body_reader import BodyReader
 from llmproxy.gateway.request.identity import Identity
 from llmproxy.gateway.request.parsed_body import ParsedBody
+from llmproxy.kv_connectors import KvConnector, connectors
 from llmproxy.upstream.port import Upstream
 
 
@@ -35,6 +36,7 @@ class Rules:
     relay: Relay
     band_names: Mapping[int, str]
     cors: Cors | None
+    connector: KvConnector
 
     @classmethod
     def of(cls, config: Config, upstream: Upstream) -> Rules:
@@ -50,6 +52,7 @@ class Rules:
             Relay(upstream, config.timeouts),
             config.band_names(),
             Cors.of(config),
+            connectors.get(config.scheduling.kv_connector)(config.scheduling.kv_lease_s),
         )
 
     async def read(self, route: Route, http: web.BaseRequest, body: bytes) -> ParsedBody:

@@ -60,11 +60,12 @@ class ResponseRelay:
 class StreamRelay(ResponseRelay):
     """Relays the events of a stream, and notes what they say.
 
-    The answer begins with the first whole event or comment. If that is an error, nothing is sent, because another
-    backend may be tried: the flow halts, and `first` has what came.
+    The answer begins with the first whole event or comment, or with the first event behind the `opening_events`. If an
+    error comes before, nothing is sent, because another backend may be tried: the flow halts, and `first` has what
+    came.
     """
 
-    __slots__ = ("_lease", "_reported", "_reported_s", "_tap", "first")
+    __slots__ = ("_lease", "_opening_events", "_reported", "_reported_s", "_tap", "first")
 
     def __init__(
         self,
@@ -74,8 +75,10 @@ class StreamRelay(ResponseRelay):
         client: ResponseWriter,
         tap: StreamTap,
         lease: Lease,
+        opening_events: int = 0,
     ) -> None:
         super().__init__(attempt, timer, exchange, client)
+        self._opening_events = opening_events
         self._tap = tap
         self._lease = lease
         self._reported = 0
@@ -99,9 +102,11 @@ class StreamRelay(ResponseRelay):
         attempt, tap = self._attempt, self._tap
         attempt.head = (attempt.head + data)[:4096]
         self.first += tap.feed(data)
-        if tap.error_first:
+        if tap.error_first or (self._opening_events and tap.error_seen):
             self._exchange.halt()
-        elif tap.first_event_complete or len(self.first) > HELD_BYTES_MAX:
+        elif len(self.first) > HELD_BYTES_MAX or (
+            tap.data_events > self._opening_events if self._opening_events else tap.first_event_complete
+        ):
             self._begin()
 
     def _begin(self) -> None:

@@ -35,6 +35,8 @@ from llmproxy.gateway.request.parsed_body import (
     FALSE,
     GUARDED,
     KEPT,
+    LIMITS,
+    PROMPT_ALONE,
     TRANSFER,
     TRUE,
     ParsedBody,
@@ -62,17 +64,12 @@ _TEXT = (
     "messages", "prompt", "input", "system", "instructions", "query", "queries", "documents", "items", "text_1",
     "text_2", "data_1", "data_2", "texts", "inputs", "token_ids", "tokens", "tools",
 )  # fmt: skip
-# By kind of body, in the order in which the engine looks: the first one given counts.
-_MAX_TOKENS: dict[BodyKind, tuple[str, ...]] = {
-    BodyKind.CHAT: ("max_completion_tokens", "max_tokens"),
-    BodyKind.COMPLETION: ("max_tokens",),
-    BodyKind.RESPONSES: ("max_output_tokens",),
-    BodyKind.MESSAGES: ("max_tokens",),
-    BodyKind.OTHER: ("max_completion_tokens", "max_tokens"),
-}
 _OPTIONS = (
     "model", "stream", "stream_options", "n", "best_of", "max_completion_tokens", "max_tokens", "max_output_tokens",
 )  # fmt: skip
+# Members by which the engine needs its own prompt for the answer, or answers in several turns.
+_INDIVISIBLE = ("echo", "prompt_logprobs", "use_beam_search", "background")
+_SPLITTABLE = frozenset({BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES, BodyKind.MESSAGES})
 # Members inside messages that the chat template does not turn into text, and those that hold an image or a sound.
 _NOT_TEXT = frozenset(
     {"role", "type", "id", "tool_call_id", "call_id", "cache_control", "detail", "format", "media_type", "status"}
@@ -166,14 +163,16 @@ def read_large(
     body: bytes, kind: BodyKind, prefixes: bool = False, session_members: Sequence[str] = ()
 ) -> Slices[ParsedBody]:
     """Scan a JSON body of any size in slices. Raises BadBody, but not for broken values that nobody here needs."""
-    options = (*_OPTIONS, *KEPT) if kind is BodyKind.RESPONSES else _OPTIONS
-    found = yield from scan_every(body, (*_TEXT, *options, SALT, *GUARDED, *session_members))
+    options = (*_OPTIONS, *_INDIVISIBLE, *(KEPT if kind is BodyKind.RESPONSES else ()))
+    found = yield from scan_every(body, (*_TEXT, *options, SALT, *GUARDED, *PROMPT_ALONE, *session_members))
     members = dict(found)
     fields = {name: _option(body, name, members[name]) for name in options if name in members}
     sizes = [_size_of_member(members[name]) for name in _TEXT if name in members]
     chain = (yield from chain_of_large(body, members, kind)) if prefixes else None
     named = {name: _scanned_text(body, members[name]) for name in session_members if name in members}
     guarded = yield from guarded_in(body, found)
+    if "tools" in members:
+        fields["tools"] = ABSENT
     return _assembled(body, kind, fields, sizes, _sessions(named, session_members), guarded, members, chain)
 
 
@@ -191,7 +190,14 @@ def _assembled(
     facts = _facts(fields, sizes, kind, sequences)
     kept = {name: fields[name] for name in KEPT if name in fields} if kind is BodyKind.RESPONSES else {}
     options = fields.get("stream_options", ABSENT)
-    return ParsedBody(facts, kind, body, options, members, chain, sessions, kept, guarded, sequences)
+    splittable = sequences == 1 and _is_splittable(kind, fields)
+    return ParsedBody(facts, kind, body, options, members, chain, sessions, kept, guarded, sequences, splittable)
+
+
+def _is_splittable(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
+    # With tools, the engine may answer one request for a response in several turns, each with a prompt of its own.
+    names = (*_INDIVISIBLE, "tools") if kind is BodyKind.RESPONSES else _INDIVISIBLE
+    return kind in _SPLITTABLE and all(fields.get(name) is None or fields[name] is False for name in names)
 
 
 def read_form(body: bytes, content_type: str, session_members: Sequence[str] = ()) -> Slices[ParsedBody]:
@@ -231,7 +237,7 @@ def _facts(fields: Mapping[str, Any], sizes: list[_Size], kind: BodyKind, sequen
         raise BadBody("The field stream must be true or false.", "body.stream")
     text_bytes = sum(size.text_bytes for size in sizes)
     tokens = [size.tokens for size in sizes if size.tokens is not None]
-    max_tokens = next((fields[name] for name in _MAX_TOKENS[kind] if fields.get(name) is not None), None)
+    max_tokens = next((fields[name] for name in LIMITS[kind] if fields.get(name) is not None), None)
     return RequestFacts(
         model=model or None,
         stream=stream is True,

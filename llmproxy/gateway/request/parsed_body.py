@@ -18,7 +18,8 @@ from llmproxy.gateway.http.routes import BodyKind
 from llmproxy.gateway.request.json_scan import BadBody, Kind, Member, Slices, drain, scan_every, scan_members
 from llmproxy.gateway.request.prefix_hash import PREVIOUS, SALT, Chain
 
-TRANSFER = ("kv_transfer_params", "ec_transfer_params")
+KV_TRANSFER = "kv_transfer_params"
+TRANSFER = (KV_TRANSFER, "ec_transfer_params")
 """Members by which an engine reads the cache of another engine or keeps its own for another, and on which some versions
 crash. They are for operators, never for clients."""
 # Members with the engine's own arguments, in which transfer parameters count as well, and the path to them inside.
@@ -29,6 +30,18 @@ GUARDED = frozenset({*TRANSFER, *_ARGUMENTS, PRIORITY})
 # Members of `/v1/responses` about stored responses: the response to continue, the id of the new one, whether to store.
 REQUEST_ID, STORE = "request_id", "store"
 KEPT = (PREVIOUS, REQUEST_ID, STORE)
+
+LIMITS: dict[BodyKind, tuple[str, ...]] = {
+    BodyKind.CHAT: ("max_completion_tokens", "max_tokens"),
+    BodyKind.COMPLETION: ("max_tokens",),
+    BodyKind.RESPONSES: ("max_output_tokens",),
+    BodyKind.MESSAGES: ("max_tokens",),
+    BodyKind.OTHER: ("max_completion_tokens", "max_tokens"),
+}
+"""The members that limit the tokens of an answer, in the order in which the engine looks: the first given one counts.
+"""
+PROMPT_ALONE = {"stream": b"false", "stream_options": b"null", "min_tokens": b"0", STORE: b"false"}
+"""Members of a body that a prefill has otherwise: it is one token in one piece, and nothing is kept of it."""
 
 ABSENT = object()
 _USAGE_ON = b'"include_usage":true'
@@ -60,7 +73,8 @@ class ParsedBody:
     a splice needs it. `chain` is the chain of the prompt, if it was asked for. `sessions` holds the texts of the
     members that name a session, by member name. `kept` holds the members of a `/v1/responses` body about stored
     responses. `guarded` holds every transfer parameter and priority, repeated names included. `sequences` is the number
-    of sequences that the engine may run, without the limit that `facts` has.
+    of sequences that the engine may run, without the limit that `facts` has. `splittable`: one engine may compute the
+    prompt and another one the answer.
     """
 
     facts: RequestFacts
@@ -73,6 +87,7 @@ class ParsedBody:
     kept: Mapping[str, Any] = field(default_factory=dict, repr=False)
     guarded: tuple[tuple[str, Member], ...] = field(default=(), repr=False)
     sequences: int = 1
+    splittable: bool = False
 
     @property
     def stores(self) -> bool:
@@ -97,21 +112,29 @@ class ParsedBody:
         priority: int | None = None,
         salt: str | None = None,
         trusted: bool = True,
+        transfer: bytes | None = None,
+        prompt_alone: bool = False,
     ) -> Spliced:
-        """The body with these edits, and with null for every transfer parameter.
+        """The body with these edits, and with null for every transfer parameter of the client.
 
         `model` replaces the model name; a body without a name stays without one. `want_usage` asks for usage in chat
         and completion streams whose client did not ask for it. `priority` is the engine's priority, lower first; it
         replaces the client's where the endpoint has such a field. Elsewhere the priority of a client that is not
-        `trusted` becomes the usual one, 0. `salt` replaces `cache_salt`.
+        `trusted` becomes the usual one, 0. `salt` replaces `cache_salt`. `transfer` is the JSON value of the proxy's
+        own `kv_transfer_params`. `prompt_alone` asks for one token in one piece.
         """
         if not self.body:
             return Spliced(())
-        edits: list[_Edit] = [(member.start, member.end, b"null") for name, member in self.guarded if name in TRANSFER]
+        params = dict.fromkeys(TRANSFER, b"null") | ({} if transfer is None else {KV_TRANSFER: transfer})
+        edits: list[_Edit] = [(one.start, one.end, params[name]) for name, one in self.guarded if name in params]
         added: list[bytes] = []
+        if transfer is not None and all(name != KV_TRANSFER for name, _ in self.guarded):
+            added.append(b'"' + KV_TRANSFER.encode() + b'":' + transfer)
+        if prompt_alone:
+            self._alone(edits, added)
         if model is not None and model != self.facts.model and self.facts.model is not None:
             self._set("model", model.encode() if self.kind is BodyKind.FORM else orjson.dumps(model), edits, added)
-        usage = self._usage_option() if want_usage else None
+        usage = self._usage_option() if want_usage and not prompt_alone else None
         if usage is not None and self.stream_options is ABSENT:
             added.append(b'"stream_options":' + usage)
         elif usage is not None:
@@ -130,6 +153,15 @@ class ParsedBody:
             last = b"" if not self.facts.stream and _CLOSES.match(self.body, start) else b","
             edits.append((start, start, b",".join(added) + last))
         return Spliced(_spliced(self.body, sorted(edits)), usage is not None)
+
+    def _alone(self, edits: list[_Edit], added: list[bytes]) -> None:
+        """Ask for the prompt and one token."""
+        limits = LIMITS[self.kind]
+        members = drain(scan_members(self.body, (*PROMPT_ALONE, *limits))) if self.members is None else self.members
+        asked = PROMPT_ALONE | dict.fromkeys(limits, b"1")
+        edits += [(members[name].start, members[name].end, new) for name, new in asked.items() if name in members]
+        if not any(name in members for name in limits):
+            added.append(b'"' + limits[-1].encode() + b'":1')
 
     def _usage_option(self) -> bytes | None:
         """The `stream_options` that ask for usage; None where they should stay as they are."""

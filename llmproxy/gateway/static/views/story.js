@@ -26,7 +26,7 @@ function parts(found, now) {
     made.push(card("How it ended", h("p", {}, result(found.ended, now - found.ended.ended_age_s))));
     made.push(card("Its time", timeline(found)));
   }
-  found.attempts.forEach((one, at) => made.push(card(`Attempt ${at + 1}: ${one.backend ?? "no replica"}`, h("ul", {}, attempt(one).map((line) => h("li", {}, line))))));
+  found.attempts.forEach((one, at) => made.push(card(`${one.stage === "whole" ? "Attempt" : one.stage === "prefill" ? "Prefill" : "Decode"} ${at + 1}: ${one.backend ?? "no replica"}`, h("ul", {}, attempt(one).map((line) => h("li", {}, line))))));
   for (const choice of found.choices) made.push(priceCard(choice));
   if (found.attempts.length && found.choices.length === 0) made.push(h("p", { className: "quiet" }, "The prices of the other replicas are kept for the last 100 choices of a pool. Those of this request are no longer among them."));
   if (found.ended) made.push(h("details", { className: "card" }, h("summary", {}, "All fields of its log line"), fields(found.ended)));

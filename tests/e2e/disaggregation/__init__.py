@@ -1,0 +1,1 @@
+"""Requests whose prompt one replica computes and another one answers, through the whole proxy."""

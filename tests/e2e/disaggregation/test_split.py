@@ -1,0 +1,176 @@
+"""What both replicas are sent, and what the client, the log and the pages get."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.disaggregation.conftest import NIXL, hows, split
+from tests.e2e.proxies import CHAT, FAST, HELLO, ProxyUnderTest, until
+from tests.simulator.legs import BODIES, WORDS, kv_used
+
+LONG = {"model": "base", "messages": [{"role": "user", "content": WORDS}], "max_tokens": 5, "ignore_eos": True}
+KEY = "kv_transfer_params"
+
+
+def text(path: str, body: Any) -> str:
+    """The text of an answer that came in one piece."""
+    if path == "/v1/responses":
+        return str(body["output"][0]["content"][0]["text"])
+    if path == "/v1/messages":
+        return str(body["content"][0]["text"])
+    choice = body["choices"][0]
+    return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+
+def sent(proxy: ProxyUnderTest, backend: str) -> dict[str, Any]:
+    """The body of the latest call, which was not made by the other replica."""
+    seen = [one for one in proxy.replica(backend).requests_seen if one.path.startswith("/v1/") and one.method == "POST"]
+    body: dict[str, Any] = json.loads(seen[-1].body)
+    return body
+
+
+@pytest.mark.parametrize("path", list(BODIES))
+async def test_the_answer_is_that_of_one_replica(path: str) -> None:
+    async with split() as proxy:
+        both = await proxy.post(path, BODIES[path])
+        alone = await proxy.post(proxy.replicas[0].url + path, BODIES[path])
+        assert (both.status, both.backend, both.headers["x-llmproxy-attempts"]) == (200, "b1", "1")
+        assert text(path, both.json) == text(path, alone.json)
+        assert hows(proxy) == {"split": 1}
+        await until(lambda: kv_used(proxy.replicas[0]) == 0.0)
+
+
+@pytest.mark.parametrize("path", list(BODIES))
+async def test_a_stream_is_that_of_one_replica(path: str) -> None:
+    async with split() as proxy:
+        both = await proxy.post(path, BODIES[path] | {"stream": True})
+        alone = await proxy.post(proxy.replicas[0].url + path, BODIES[path] | {"stream": True})
+        assert len(both.events) == len(alone.events)
+        assert b"error" not in both.body
+        assert hows(proxy) == {"split": 1}
+
+
+@pytest.mark.parametrize("filler", ["", "word " * 20_000], ids=["parsed", "scanned"])
+async def test_the_first_call_asks_for_one_token_in_one_piece(filler: str) -> None:
+    asked: dict[str, Any] = LONG | {
+        "messages": [{"role": "user", "content": WORDS + filler}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "min_tokens": 2,
+        "max_completion_tokens": 5,
+        "temperature": 0.5,
+    }
+    async with split() as proxy:
+        assert (await proxy.chat(asked)).status == 200
+        first, second = sent(proxy, "b0"), sent(proxy, "b1")
+        assert first.pop(KEY)["do_remote_decode"] is True
+        changed = {
+            "stream": False,
+            "stream_options": None,
+            "min_tokens": 0,
+            "max_tokens": 1,
+            "max_completion_tokens": 1,
+        }
+        assert first == asked | changed
+        assert second.pop(KEY)["do_remote_prefill"] is True
+        assert second == asked
+
+
+async def test_a_body_without_a_limit_gets_one() -> None:
+    async with split() as proxy:
+        await proxy.post("/v1/responses", {"model": "base", "input": WORDS, "max_output_tokens": None})
+        assert (sent(proxy, "b0")["max_output_tokens"], sent(proxy, "b1")["max_output_tokens"]) == (1, None)
+        await proxy.post(CHAT, {"model": "base", "messages": LONG["messages"], "stop": ["a"]})
+        assert sent(proxy, "b0")["max_tokens"] == 1
+        assert "max_tokens" not in sent(proxy, "b1")
+
+
+async def test_parameters_of_clients_never_travel() -> None:
+    own = '"kv_transfer_params":{"remote_host":"evil"},"ec_transfer_params":{"a":1},"kv_transfer_params":{"b":2}'
+    body = json.dumps(LONG)[:-1] + "," + own + "}"
+    async with split() as proxy:
+        assert (await proxy.chat(body.encode())).status == 200
+        for name in ("b0", "b1"):
+            assert "evil" not in str(sent(proxy, name))
+            assert sent(proxy, name)["ec_transfer_params"] is None
+        assert sent(proxy, "b1")[KEY]["remote_host"] == "127.0.0.1"
+        assert (await proxy.chat(body.encode(), headers={"x-request-id": "2"})).status == 200
+        assert hows(proxy) == {"split": 2}
+
+
+async def test_cached_tokens_are_those_of_the_first_replica() -> None:
+    async with split(*[replace(NIXL, prompt_tokens_details=True)] * 2) as proxy:
+        await proxy.chat(LONG)
+        again = await proxy.chat(LONG)
+        assert again.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+
+
+INDIVISIBLE: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, LONG | {"n": 2}),
+    ("/v1/completions", BODIES["/v1/completions"] | {"prompt": [WORDS, WORDS]}),
+    ("/v1/completions", BODIES["/v1/completions"] | {"echo": True}),
+    (CHAT, LONG | {"prompt_logprobs": 0}),
+    ("/v1/responses", BODIES["/v1/responses"] | {"tools": [{"type": "function", "name": "f", "parameters": {}}]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), INDIVISIBLE)
+@pytest.mark.parametrize("large", [False, True])
+async def test_what_cannot_be_split_is_served_by_one_replica(path: str, body: dict[str, Any], large: bool) -> None:
+    if large:
+        body = body | {"metadata": {"m": ["x"] * 20_000}}
+    async with split() as proxy:
+        await proxy.post(path, body)
+        assert hows(proxy) == {"whole": 1}
+        assert not [seen for seen in proxy.replicas[0].requests_seen if seen.path == path]
+
+
+async def test_a_short_prompt_is_not_worth_two_calls() -> None:
+    async with split(how=100) as proxy:
+        assert (await proxy.chat(HELLO)).backend == "b1"
+        await proxy.chat(LONG)
+        assert hows(proxy) == {"whole": 1, "split": 1}
+
+
+async def test_without_roles_nothing_is_split_or_counted() -> None:
+    async with split(roles="both both") as proxy:
+        await proxy.chat(LONG)
+        assert hows(proxy) == {}
+        assert KEY not in sent(proxy, (await proxy.chat(LONG)).backend)
+
+
+async def test_a_store_needs_no_parameters(tmp_path: Path) -> None:
+    stored = replace(FAST, kv_transfer="store", kv_store=tmp_path)
+    async with split(stored, stored, scheduling={"kv_connector": "store"}) as proxy:
+        both = await proxy.chat(LONG)
+        assert sent(proxy, "b0")["max_tokens"] == 1
+        assert KEY not in sent(proxy, "b0") | sent(proxy, "b1")
+        assert both.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+        alone = await proxy.post(proxy.replicas[0].url + CHAT, LONG)
+        assert text(CHAT, both.json) == text(CHAT, alone.json)
+        assert hows(proxy) == {"split": 1}
+
+
+async def test_log_and_story_tell_both_stages(log: io.StringIO) -> None:
+    async with split() as proxy:
+        await proxy.chat(LONG | {"stream": True}, headers={"x-request-id": "two-stages"})
+        await proxy.settled()
+        (line,) = [line for line in log.getvalue().splitlines() if "two-stages" in line and " request " in line]
+        assert "disaggregation=split prefill_backend=b0 prefill_s=0." in line
+        assert " handover_s=0." in line
+        assert " backend=b1 attempts=1 " in line
+        story = (await proxy.get("/debug/requests?request=two-stages")).json
+        assert [(one["backend"], one["stage"]) for one in story["attempts"]] == [("b0", "prefill"), ("b1", "decode")]
+        assert proxy.metric("llmproxy_prefill_seconds_count") == proxy.metric("llmproxy_handover_seconds_count") == 1
+        assert proxy.metric("llmproxy_retries_total") == 0
+
+
+async def test_workers_split_too() -> None:
+    async with split(workers=2) as proxy:
+        assert (await proxy.chat(LONG)).status == 200

@@ -1,0 +1,345 @@
+"""Stages that fail: the client gets its answer, later, and the cause is counted and logged once."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from llmproxy.core.placement.staged import FAILURES_MAX
+from llmproxy.gateway.proxying.stages import Handover
+from llmproxy.kv_connectors import Parameters, connectors
+from llmproxy.kv_connectors.nixl import Nixl
+from llmproxy.simulator.server.text import WRONG_WORD
+from tests.e2e.disaggregation.conftest import NIXL, hows, split
+from tests.e2e.disaggregation.test_split import LONG, sent, text
+from tests.e2e.proxies import CHAT, ProxyUnderTest, serving, until
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Script, answering, breaking, chunk, scripted, whole
+from tests.simulator.legs import kv_used
+from tests.upstream.raw_server import Peer
+
+STREAM = LONG | {"stream": True}
+SLOW = replace(NIXL, kv_latency_s=5.0)
+ENDLESS = STREAM | {"max_tokens": 20_000}
+
+
+async def right_answer(proxy: ProxyUnderTest, body: dict[str, Any] = LONG, replica: int = -1) -> None:
+    """The client gets what one replica answers."""
+    answer = await proxy.chat(body)
+    assert answer.status == 200, answer.body
+    alone = await proxy.post(proxy.replicas[replica].url + CHAT, body)
+    if body.get("stream"):
+        assert len(answer.events) == len(alone.events)
+        assert answer.body.count(b'"role"') == 1
+        assert b"error" not in answer.body
+    else:
+        assert text(CHAT, answer.json) == text(CHAT, alone.json)
+    assert WRONG_WORD.encode() not in answer.body
+
+
+# --- the first stage --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [LONG, STREAM])
+async def test_a_prefill_replica_that_dies_at_work_costs_time_alone(body: dict[str, Any]) -> None:
+    slow = replace(NIXL, speed=0.01)
+    async with split(slow, NIXL) as proxy:
+        asked = asyncio.create_task(proxy.chat(body))
+        await until(lambda: proxy.replicas[0].in_flight)
+        await proxy.replicas[0].restart()
+        assert (await asked).status == 200
+        assert hows(proxy) == {"prefill_failed": 1}
+
+
+@pytest.mark.parametrize("fault", ["busy_503", "draining_500", "engine_dead", "reset"])
+async def test_a_failing_prefill_replica_costs_time_alone(fault: str) -> None:
+    async with split() as proxy:
+        proxy.replicas[0].faults.set(fault)
+        await right_answer(proxy)
+        assert hows(proxy) == {"prefill_failed": 1}
+        assert proxy.metric("llmproxy_retries_total") >= 1
+
+
+async def test_another_prefill_replica_is_tried_first() -> None:
+    async with split(NIXL, NIXL, NIXL, roles="prefill prefill decode") as proxy:
+        proxy.replicas[0].faults.set("engine_dead")
+        await right_answer(proxy)
+        answered = [seen for seen in proxy.replicas[2].requests_seen if b"do_remote_prefill" in bytes(seen.body)]
+        assert len(answered) == 1
+
+
+async def test_a_prefill_that_never_answers_ends_by_its_own_limit() -> None:
+    async with split(timeouts={"first_byte_s": 0.2}, health={"hung_s": None}) as proxy:
+        proxy.replicas[0].faults.set("frozen")
+        assert (await proxy.chat(LONG)).status == 200
+        assert hows(proxy) == {"prefill_failed": 1}
+        proxy.replicas[0].faults.clear()
+
+
+async def test_a_hung_prefill_is_found_and_left() -> None:
+    async with split(health={"hung_s": 0.1}) as proxy:
+        for _ in range(3):
+            await right_answer(proxy)
+        # Whether a replica hangs is seen beside others that do not.
+        async with proxy.stream(ENDLESS) as other:
+            await other.content.readany()
+            proxy.replicas[0].faults.set("frozen")
+            assert (await proxy.chat(STREAM)).status == 200
+            assert hows(proxy) == {"split": 3, "prefill_failed": 1}
+            proxy.replicas[0].faults.clear()
+
+
+PARAMS = {
+    "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2]], "remote_engine_id": "e",
+    "remote_request_id": "r", "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1,
+}  # fmt: skip
+
+
+def without(name: str) -> dict[str, Any]:
+    return {key: value for key, value in PARAMS.items() if key != name}
+
+
+def prefilled(params: object) -> Script:
+    """A prefill replica that answers with these parameters."""
+    return answering(whole(json.dumps({"choices": [], "kv_transfer_params": params}).encode()))
+
+
+@asynccontextmanager
+async def scripted_prefill(script: Script, **config: Any) -> AsyncIterator[ProxyUnderTest]:
+    """A real decode replica, b0, and a scripted one for prompts, b1."""
+    async with scripted(script) as backend, split(NIXL, roles="decode prefill", extra=[backend.url], **config) as proxy:
+        yield proxy
+
+
+ANSWERS: dict[str, tuple[Script, str]] = {
+    "none": (answering(whole(b'{"choices":[]}')), "no_parameters"),
+    "null": (prefilled(None), "no_parameters"),
+    "no object": (prefilled([1]), "bad_parameters"),
+    "no json": (answering(whole(b"<html>")), "bad_parameters"),
+    "empty": (answering(whole(b"")), "bad_parameters"),
+    "not for reading": (prefilled(PARAMS | {"do_remote_prefill": False}), "bad_parameters"),
+    "no port": (prefilled(without("remote_port")), "bad_parameters"),
+    "port of text": (prefilled(PARAMS | {"remote_port": "1"}), "bad_parameters"),
+    "no request": (prefilled(without("remote_request_id")), "bad_parameters"),
+    "no host": (prefilled(PARAMS | {"remote_host": ""}), "bad_parameters"),
+    "too long": (prefilled(PARAMS | {"more": "x" * (1 << 20)}), "bad_parameters"),
+    "a stream": (answering(STREAM_HEAD, chunk(b"data: {}\n\n"), STREAM_END), "bad_parameters"),
+    "redirect": (answering(whole(b"", "302 Found")), "prefill_failed"),
+    "refusal": (answering(whole(b'{"error":{}}', "400 Bad Request")), "prefill_refused"),
+    "error": (answering(whole(b'{"error":{}}', "500 Internal Server Error")), "prefill_failed"),
+    "cut": (breaking(b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n{"), "prefill_failed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(ANSWERS))
+@pytest.mark.parametrize("body", [LONG, STREAM])
+async def test_whatever_a_prefill_replica_answers(case: str, body: dict[str, Any]) -> None:
+    script, how = ANSWERS[case]
+    async with scripted_prefill(script) as proxy:
+        await right_answer(proxy, body)
+        assert hows(proxy) == {how: 1}
+        # No engine is given what would kill it.
+        assert not sent(proxy, "b0").get("kv_transfer_params")
+
+
+async def test_a_cause_is_logged_once_with_what_to_do(log: io.StringIO) -> None:
+    async with scripted_prefill(prefilled(None)) as proxy:
+        for _ in range(3):
+            await proxy.chat(LONG)
+        (line,) = [line for line in log.getvalue().splitlines() if "disaggregation_failed" in line]
+        assert "cause=no_parameters" in line
+        assert "backend=b1" in line
+        assert "--kv-transfer-config" in line
+
+
+async def test_a_prefill_replica_whose_prompts_never_arrive_rests() -> None:
+    calls = 0
+
+    async def script(peer: Peer, _: bytes) -> None:
+        nonlocal calls
+        calls += 1
+        await peer.send(whole(json.dumps({"choices": [], "kv_transfer_params": PARAMS}).encode()))
+
+    # Nobody listens on that port.
+    async with scripted_prefill(script) as proxy:
+        for _ in range(FAILURES_MAX + 3):
+            await right_answer(proxy, LONG, 0)
+        assert calls == FAILURES_MAX
+        assert hows(proxy) == {"transfer_failed": FAILURES_MAX, "whole": 3}
+
+
+async def test_unknown_members_travel_as_they_came() -> None:
+    odd = '{"do_remote_prefill": true,  "new_in_2030":{"a" :[1.50, "\\u00e9"]}, "remote_block_ids":[],'
+    odd += '"remote_engine_id":"e","remote_request_id":"r","remote_host":"h","remote_port":1,"tp_size":2 }'
+    script = answering(whole(b'{"id":1, "kv_transfer_params" : ' + odd.encode() + b', "choices":[]}'))
+    asked: list[bytes] = []
+
+    async def decode(peer: Peer, request: bytes) -> None:
+        asked.append(request)
+        await peer.send(whole(b'{"choices":[{"message":{"content":"x"}}]}'))
+
+    async with scripted(script) as first, scripted(decode) as second:
+        roles = {"b0": "prefill", "b1": "decode"}
+        scheduling = {"disaggregation": "always"}
+        async with serving(extra=[first.url, second.url], roles=roles, scheduling=scheduling) as proxy:
+            assert (await proxy.chat(LONG)).status == 200
+    assert b'"kv_transfer_params":' + odd.encode() + b"," in asked[0]
+
+
+# --- the second stage -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [LONG, STREAM])
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+async def test_a_prefill_replica_that_dies_between_the_stages(body: dict[str, Any], policy: Any) -> None:
+    async with split(NIXL, replace(SLOW, kv_load_failure_policy=policy)) as proxy:
+        asked = asyncio.create_task(proxy.chat(body))
+        await until(lambda: proxy.replicas[1].in_flight)
+        await proxy.replicas[0].restart()
+        answer = await asked
+        assert answer.status == 200
+        assert b"error" not in answer.body
+        assert WRONG_WORD.encode() not in answer.body
+        assert answer.body.count(b'"role"') == 1
+        assert hows(proxy) == ({"transfer_failed": 1} if policy == "fail" else {"split": 1})
+        assert proxy.app.pools.backends["b1"].health.available(asyncio.get_running_loop().time())
+
+
+async def test_a_decode_replica_that_dies_before_its_first_token() -> None:
+    async with split(NIXL, SLOW, NIXL, roles="prefill decode decode") as proxy:
+        proxy.replicas[2].faults.set("busy_503")
+        asked = asyncio.create_task(proxy.chat(STREAM))
+        await until(lambda: proxy.replicas[1].in_flight or proxy.replicas[2].in_flight)
+        proxy.replicas[2].faults.clear()
+        await until(lambda: proxy.replicas[1].in_flight)
+        await proxy.replicas[1].restart()
+        answer = await asked
+        assert answer.status == 200
+        assert answer.body.count(b'"role"') == 1
+
+
+REFUSALS: dict[str, tuple[Script, str]] = {
+    "400": (answering(whole(b'{"error":{"message":"no params here"}}', "400 Bad Request")), "decode_refused"),
+    "500": (answering(whole(b'{"error":{}}', "500 Internal Server Error")), "transfer_failed"),
+    "503": (answering(whole(b"{}", "503 Service Unavailable")), "decode_failed"),
+    "cut": (breaking(b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n"), "decode_failed"),
+    "error behind the role": (
+        answering(
+            STREAM_HEAD,
+            chunk(b'data: {"id":"1","choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'),
+            chunk(b'data: {"error":{"message":"Internal server error","code":500}}\n\ndata: [DONE]\n\n'),
+            STREAM_END,
+        ),
+        "transfer_failed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSALS))
+async def test_a_decode_replica_that_refuses_what_was_computed(case: str) -> None:
+    script, how = REFUSALS[case]
+    times = 0
+
+    async def once(peer: Peer, request: bytes) -> None:
+        nonlocal times
+        times += 1
+        if times == 1:
+            await script(peer, request)
+            return
+        await peer.send(STREAM_HEAD + chunk(b'data: {"id":"1","choices":[{"delta":{"content":"x"}}]}\n\n'))
+        await peer.send(chunk(b"data: [DONE]\n\n") + STREAM_END)
+
+    async with scripted(once) as decode, split(NIXL, roles="prefill decode", extra=[decode.url]) as proxy:
+        # A prefill replica answers as well as any, where no other is left.
+        answer = await proxy.chat(STREAM)
+        assert answer.status == 200
+        assert b"error" not in answer.body
+        assert hows(proxy) == {how: 1}
+        assert times == (2 if how in ("decode_refused", "transfer_failed") else 1)
+
+
+class Late(Nixl):
+    """Its parameters are too old when they come."""
+
+    def parameters(self, answer: bytes) -> Parameters:
+        return structs.replace(super().parameters(answer), age_max_s=-1.0)
+
+
+async def test_parameters_that_are_too_old_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(connectors._factories, "late", Late)
+    handover = Handover("p", "http://p", Parameters(b"{}", age_max_s=10.0), 100.0)
+    assert (handover.too_late(110.0), handover.too_late(110.1)) == (False, True)
+    # In a lease of 3 s they are old after one.
+    assert Nixl(3.0).parameters(json.dumps({"kv_transfer_params": PARAMS}).encode()).age_max_s == 1.0
+    async with split(scheduling={"kv_connector": "late"}) as proxy:
+        await right_answer(proxy)
+        assert hows(proxy) == {"late_parameters": 1}
+        assert "kv_transfer_params" not in sent(proxy, "b1")
+
+
+@pytest.mark.parametrize(
+    ("host", "first", "second", "unreachable"),
+    [
+        ("localhost", "http://gpu-0:1", "http://gpu-1:1", True),
+        ("127.0.0.1", "http://gpu-0:1", "http://gpu-1:1", True),
+        ("localhost", "http://gpu-0:1", "http://gpu-0:2", False),
+        ("localhost", "http://localhost:1", "http://127.0.0.1:2", False),
+        ("gpu-0", "http://gpu-0:1", "http://gpu-1:1", False),
+        (None, "http://gpu-0:1", "http://gpu-1:1", False),
+    ],
+)
+def test_localhost_of_another_machine_is_not_asked(
+    host: str | None, first: str, second: str, unreachable: bool
+) -> None:
+    assert Handover("p", first, Parameters(b"{}", host), 0.0).unreachable_from(second) is unreachable
+
+
+# --- clients that leave -----------------------------------------------------------------------------------------------
+
+
+async def test_a_client_that_leaves_during_the_prefill_leaves_nothing() -> None:
+    async with split(replace(NIXL, speed=0.01), NIXL) as proxy:
+        asked = asyncio.create_task(proxy.chat(LONG))
+        await until(lambda: proxy.replicas[0].in_flight)
+        asked.cancel()
+        await proxy.settled()
+        await until(lambda: kv_used(proxy.replicas[0]) == 0.0)
+
+
+async def test_a_client_that_leaves_during_the_transfer_leaves_nothing() -> None:
+    async with split(NIXL, replace(SLOW, kv_latency_s=0.2)) as proxy:
+        asked = asyncio.create_task(proxy.chat(LONG))
+        await until(lambda: proxy.replicas[1].in_flight)
+        asked.cancel()
+        await proxy.settled()
+        await until(lambda: kv_used(proxy.replicas[0]) == kv_used(proxy.replicas[1]) == 0.0)
+
+
+async def test_a_drained_prefill_replica_waits_until_its_prompts_are_fetched() -> None:
+    async with split(NIXL, replace(SLOW, kv_latency_s=0.3)) as proxy:
+        asked = asyncio.create_task(proxy.chat(LONG))
+        await until(lambda: proxy.replicas[1].in_flight)
+        assert proxy.app.dispatcher.in_flight("b0") == 0
+        empty = asyncio.create_task(proxy.app.dispatcher.emptied("b0"))
+        await asyncio.sleep(0)
+        assert not empty.done()
+        assert (await asked).status == 200
+        await empty
+
+
+async def test_a_broken_stream_ends_with_one_error_event() -> None:
+    async with split() as proxy, proxy.stream(ENDLESS) as stream:
+        await stream.content.readuntil(b"\n\n")
+        proxy.replicas[1].faults.set("engine_dead")
+        received = bytearray()
+        async for data, _ in stream.content.iter_chunks():
+            received += data
+        assert received.count(b'"error"') == 1
+        assert hows(proxy) == {"split": 1}
