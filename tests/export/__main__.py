@@ -42,8 +42,7 @@ EMPTY = {
     "Replicas needed by group": "no groups are configured",
     "Start of replicas": "all replicas are there when the demo begins",
     "Prefill and decode apart": "no replica of the demo has a role",
-    "Time of a prefill": "no replica of the demo has a role",
-    "Time of a handover": "no replica of the demo has a role",
+    "Stages of split requests": "no replica of the demo has a role",
     "Attempts by verdict": "only if an attempt fails in the time that is watched",
     "Failed polls": "only if the replica that dies is looked at in the time that is watched",
 }
