@@ -350,7 +350,8 @@ class Scheduler:
             if kept:
                 found = limited(head(band, this.now), self._limits) or NO_CAPACITY
             else:
-                patient = self._room.levels()[-1] == level
+                # Those that are blocked may come back in this pass, and take what a higher band did not want.
+                patient = self._room.levels()[-1] == level and not self._room.blocked.any_below(level)
                 found = first_fit(
                     band, self._placement, views, ceiling, self._limits, unmatched, this.now, patient=patient
                 )

@@ -87,6 +87,10 @@ class BlockedRequests:
         """(Band, usage limit or backend) -> blocked requests."""
         return {where: blocked for where, blocked in self._by_band.items() if blocked}
 
+    def any_below(self, level: int) -> bool:
+        """Whether a blocked request is of a lower band."""
+        return bool(self.size) and any(band < level for (band, _), blocked in self._by_band.items() if blocked)
+
     def before(self, queued: Queued) -> int | None:
         """How many are before `queued` in its queue, None when there are too many to count."""
         assert queued.blocked_by is not None

@@ -352,10 +352,11 @@ def assert_nothing_left(pools: Pools, now: float) -> None:
         assert one._preemption.open == one._preemption.pending == 0
         assert not one.charges._charged
         assert not one.charges._credits
-        if isinstance(one._placement, CostPlacement):
-            assert not one._placement._flights
-            assert one._placement._backend_loads.keys() <= one._backends.by_name.keys()
-            for backend_load in one._placement._backend_loads.values():
+        inner = one._placement.inner
+        if isinstance(inner, CostPlacement):
+            assert not inner._flights
+            assert inner._backend_loads.keys() <= one._backends.by_name.keys()
+            for backend_load in inner._backend_loads.values():
                 left = (
                     backend_load.in_flight,
                     backend_load._unstarted,
