@@ -69,9 +69,11 @@ def with_reloadable(old: Config, new: Config) -> Config:
     """`new`, but with the old value of each key that needs a restart."""
     top = {key: getattr(old, key) for key in NEEDS_RESTART if "." not in key}
     for section in {key.partition(".")[0] for key in NEEDS_RESTART if "." in key}:
-        was = getattr(old, section)
+        was, now = getattr(old, section), getattr(new, section)
         kept = {key.partition(".")[2] for key in NEEDS_RESTART if key.startswith(f"{section}.")}
-        top[section] = getattr(new, section).model_copy(update={key: getattr(was, key) for key in kept})
+        # What is copied counts as given, also where it is a default.
+        changed = {key: getattr(was, key) for key in kept if getattr(was, key) != getattr(now, key)}
+        top[section] = now.model_copy(update=changed)
     return new.model_copy(update=top)
 
 

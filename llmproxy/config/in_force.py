@@ -41,15 +41,18 @@ def origins_in_force(old: Config, new: Config) -> dict[Place, str]:
 
 
 def _settings(
-    value: Any, key: str, place: Place, origins: Mapping[Place, str]
+    value: Any, key: str, place: Place, origins: Mapping[Place, str], given: bool = True
 ) -> Iterator[tuple[Place, SettingInForce]]:
+    """`given` says that somebody wrote the value; the rest of a section that was written has defaults."""
     if isinstance(value, Section):
         for name in type(value).model_fields:
-            yield from _settings(getattr(value, name), f"{key}.{name}".lstrip("."), (*place, name), origins)
+            part = f"{key}.{name}".lstrip(".")
+            yield from _settings(getattr(value, name), part, (*place, name), origins, name in value.model_fields_set)
     elif isinstance(value, tuple) and value and all(isinstance(one, Section) for one in value):
         for i, one in enumerate(value):
             yield from _settings(one, f"{key}[{getattr(one, 'name', i)}]", (*place, i), origins)
     else:
         text = HIDDEN if value and place[-1] in SECRET else value_text(value)
-        found = (origins[place[:end]] for end in range(len(place), 0, -1) if place[:end] in origins)
+        ends = range(len(place), 0 if given else len(place) - 1, -1)
+        found = (origins[place[:end]] for end in ends if place[:end] in origins)
         yield place, SettingInForce(key, text, next(found, DEFAULT), read_at_start(key))

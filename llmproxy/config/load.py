@@ -55,7 +55,9 @@ def load(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
     config = validated(Config, document, origins)
     warnings = [f"{document.at(line)}: {warning}" for line, warning in document.old_names()]
     warnings += [f"{one.origin}: {advice(one.key, one.instead)}" for one in overrides if one.instead]
-    return config.with_old_names(warnings).with_origins({**document.origins(), **origins})
+    of_file = document.origins().items()
+    kept = {place: at for place, at in of_file if not any(place[:n] in origins for n in range(1, len(place)))}
+    return config.with_old_names(warnings).with_origins({**kept, **origins})
 
 
 def load_backends(path: Path) -> tuple[BackendConfig, ...]:

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from llmproxy.config import Config, ConfigError, WatchedFile, changes_between, hash_of, load_backends, with_reloadable
+from llmproxy.config import (
+    Config,
+    ConfigError,
+    Override,
+    WatchedFile,
+    changes_between,
+    hash_of,
+    load,
+    load_backends,
+    with_reloadable,
+)
 from llmproxy.config.changes import NEEDS_RESTART, SECRET
 from llmproxy.config.in_force import in_force, origins_in_force
 from llmproxy.config.keys import leaves, sections_in
@@ -100,6 +110,21 @@ def test_what_stays_in_force_until_a_restart_keeps_its_origin() -> None:
         assert shown["workers"] == ("1", "default")
         assert shown["queue.ttl_s"] == ("2.0", "file:3")
     assert new.origins["port",] == "file:1"
+
+
+def test_only_what_was_written_comes_from_a_file_or_a_flag(tmp_path: Path) -> None:
+    file = tmp_path / "llmproxy.yaml"
+    file.write_text("queue: {requests_max: 9}\nscheduling:\n  start_limit: 4\nbackends: [http://a]\n")
+    first = load(file, [Override("backends", ["http://b"], "--backend")])
+    again = load(file, [Override("backends", ["http://b"], "--backend")])
+    for now in (first, with_reloadable(first, again).with_origins(origins_in_force(first, again))):
+        origin = {one.key: one.origin for one in in_force(now)}
+        assert origin["queue.requests_max"] == f"{file}:1"
+        assert origin["scheduling.start_limit"] == f"{file}:3"
+        assert origin["backends[b].url"] == "--backend"
+        of_files = {key for key, source in origin.items() if source.startswith(str(file))}
+        assert of_files == {"queue.requests_max", "scheduling.start_limit"}
+        assert {key for key, source in origin.items() if source == "--backend"} == {"backends[b].url"}
 
 
 def test_every_key_that_needs_a_restart_is_one() -> None:
