@@ -15,6 +15,8 @@ from llmproxy.demo.processes import Processes
 QUIET_S = 6.0
 SLOWER = 8.0
 NEW_ADAPTER = f"{MODEL}-legal"
+LAST_ONES_S = 5.0
+"""After the last request for the new adapter until it is unloaded. One that still waits would wait until it expires."""
 ADMIN_KEY = "demo-admin"
 LEAD = " "
 """The key that lets the demo lead again."""
@@ -129,6 +131,7 @@ class Stage:
         elif scene is SLOW:
             await self._post(f"{self.victim_url}/sim/fault", {"kind": None})
         elif scene is ADAPTER:
+            await asyncio.sleep(LAST_ONES_S)
             await self._post("/v1/unload_lora_adapter", {"lora_name": NEW_ADAPTER})
         self.say(f"{scene.name}: over")
 

@@ -4,78 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llmproxy.config import hash_of
-from tests.e2e.proxies import FAST, HELLO, ProxyUnderTest, one_seat, serving, until
+from tests.browser.visit import ADMIN_KEY, VIEWS, WITH_KEY, visiting, worked
+from tests.e2e.proxies import FAST, HELLO, one_seat, serving
 
 if TYPE_CHECKING:
-    from playwright.async_api import Browser, Page, Route
+    from playwright.async_api import Browser, Route
 
-VIEWS = ("now", "replicas", "flows", "requests", "decisions", "caches", "time", "configuration")
-ADMIN_KEY = "for-admins"
-WITH_KEY: dict[str, Any] = {"admin_key": hash_of(ADMIN_KEY)}
 FIRST_PAINT_BYTES_MAX = 300_000
-HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=1</script>"\'&'
-
-
-class Visit:
-    """One page, and everything that went wrong on it."""
-
-    def __init__(self, page: Page, url: str) -> None:
-        self.page = page
-        self.url = url
-        self.wrong: list[str] = []
-        self.expected: tuple[str, ...] = ()
-        page.on("console", lambda said: self.wrong.append(said.text) if said.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        page.on("request", lambda asked: self._foreign(asked.url))
-
-    def _foreign(self, url: str) -> None:
-        if not url.startswith((self.url, "data:", "blob:")):
-            self.wrong.append(f"it asked {url}")
-
-    async def go(self, view: str) -> None:
-        await self.page.goto(f"{self.url}/ui#{view}")
-
-    async def sees(self, text: str, selector: str = "body") -> None:
-        await self.page.locator(selector, has_text=text).first.wait_for(timeout=10_000)
-
-    def check(self) -> None:
-        assert [one for one in self.wrong if not any(part in one for part in self.expected)] == []
-
-
-@asynccontextmanager
-async def visiting(browser: Browser, proxy: ProxyUnderTest, **options: Any) -> AsyncIterator[Visit]:
-    context = await browser.new_context(**options)
-    try:
-        visit = Visit(await context.new_page(), proxy.url)
-        yield visit
-        visit.check()
-    finally:
-        await context.close()
-
-
-async def worked(proxy: ProxyUnderTest) -> None:
-    """Some requests of two flows ended, and their second is over."""
-    for name in ("one", "two", "three"):
-        assert (await proxy.chat(HELLO, headers={"x-request-id": name})).status == 200
-    assert (await proxy.chat(HELLO | {"model": "lora-0"}, headers={"x-request-id": "tuned"})).status == 200
-    assert (await proxy.chat(HELLO | {"model": "nothing"}, headers={"x-request-id": "lost"})).status == 404
-    last = proxy.app.recorder.history.last_s
-    await until(lambda: proxy.app.recorder.history.last_s > last)
+LONG = "team-" * 30
 
 
 async def test_every_view_is_clean_and_accessible_in_both_themes(browser: Browser, axe: str) -> None:
     async with serving(FAST, FAST) as proxy:
         await worked(proxy)
         for theme in ("light", "dark"):
-            async with visiting(browser, proxy, color_scheme=theme, bypass_csp=True) as visit:
+            async with visiting(browser, proxy.url, color_scheme=theme, bypass_csp=True) as visit:
                 await visit.page.add_init_script(axe)
                 for view in VIEWS:
                     await visit.go(view)
@@ -93,20 +41,26 @@ async def test_every_view_is_clean_and_accessible_in_both_themes(browser: Browse
 
 @pytest.mark.parametrize("width", [375, 1280, 2560])
 async def test_no_view_is_wider_than_the_window(browser: Browser, width: int) -> None:
-    async with serving(FAST, FAST) as proxy:
+    async with serving(FAST, FAST, scheduling={"flow": "header:x-team"}) as proxy:
+        assert (await proxy.chat(HELLO, headers={"x-team": LONG})).status == 200
         await worked(proxy)
-        async with visiting(browser, proxy, viewport={"width": width, "height": 900}) as visit:
+        async with visiting(browser, proxy.url, viewport={"width": width, "height": 900}) as visit:
             for view in VIEWS:
                 await visit.go(view)
                 await visit.sees("Healthy", "#summary")
                 await asyncio.sleep(0.2)
                 assert await visit.page.evaluate("document.documentElement.scrollWidth") <= width, view
+                link = await visit.page.locator("nav [aria-current]").bounding_box()
+                assert link is not None
+                assert -1 < link["x"] < link["x"] + link["width"] < width + 1, f"{view} is not seen to be here"
+            await visit.go("flows")
+            assert await visit.page.locator("th[scope=row]", has_text=LONG).first.get_attribute("title") == LONG
 
 
 async def test_what_it_shows_is_what_happened(browser: Browser) -> None:
     async with serving(FAST, FAST) as proxy:
         await worked(proxy)
-        async with visiting(browser, proxy) as visit:
+        async with visiting(browser, proxy.url) as visit:
             await visit.go("now")
             await visit.sees("4 requests in", ".tiles")
             await visit.go("requests")
@@ -132,10 +86,55 @@ async def test_what_it_shows_is_what_happened(browser: Browser) -> None:
             )
 
 
+async def test_choices_are_found_by_what_came_of_them(browser: Browser) -> None:
+    async with serving(FAST, FAST) as proxy:
+        await worked(proxy)
+        async with visiting(browser, proxy.url) as visit:
+            found = visit.page.locator("main .card h3")
+            await visit.go("decisions")
+            await visit.sees("base, band default: completed after", "main")
+            for text, names in (
+                ("lora-0", ["tuned"]),
+                ("COMPLETED", ["tuned", "three", "two", "one"]),
+                ("expired", []),
+            ):
+                await visit.page.fill("#find", text)
+                if not names:
+                    await visit.sees("None of the last choices fits.", "main")
+                await found.nth(len(names)).wait_for(state="detached")
+                await found.nth(len(names) - 1).wait_for() if names else None
+                assert await found.all_inner_texts() == names
+
+
+async def test_of_many_candidates_the_cheapest_are_shown(browser: Browser) -> None:
+    async with serving(FAST) as proxy:
+        await worked(proxy)
+        async with visiting(browser, proxy.url) as visit:
+
+            async def many(route: Route) -> None:
+                explained = await (await route.fetch()).json()
+                for choice in explained["pools"][0]["choices"]:
+                    choice["candidates"] = [choice["candidates"][0] | {"total_s": i / 100} for i in range(1, 201)]
+                await route.fulfill(json=explained)
+
+            await visit.page.route("**/debug/explain*", many)
+            await visit.go("decisions")
+            await visit.sees("190 more candidates, of 110 ms to 2.00 s.", "main")
+            assert await visit.page.locator("main .prices").first.locator("li").count() == 10
+
+
+async def test_times_are_written_as_closely_as_they_are_read(browser: Browser) -> None:
+    async with serving(FAST) as proxy, visiting(browser, proxy.url) as visit:
+        await visit.go("now")
+        times = [0.0004, 0.25, 1.5, 60, 99.9, 100, 300, 599, 7200]
+        shown = await visit.page.evaluate(f"import('/ui/lib/format.js').then((m) => {times}.map(m.duration))")
+        assert shown == ["0 ms", "250 ms", "1.50 s", "60.0 s", "99.9 s", "1.7 min", "5 min", "10 min", "2 h"]
+
+
 async def test_who_waits_and_why(browser: Browser) -> None:
     async with one_seat() as (proxy, seat):
         waits = await proxy.enter("waits")
-        async with visiting(browser, proxy) as visit:
+        async with visiting(browser, proxy.url) as visit:
             await visit.go("now")
             await visit.sees("base: 1 default request waits", "#summary")
             await visit.sees("Why: all backends are full.", ".band[data-band=default]")
@@ -149,7 +148,7 @@ async def test_who_waits_and_why(browser: Browser) -> None:
 async def test_the_first_paint_is_small_and_soon(browser: Browser) -> None:
     async with serving(FAST, FAST) as proxy:
         await worked(proxy)
-        async with visiting(browser, proxy) as visit:
+        async with visiting(browser, proxy.url) as visit:
             session = await visit.page.context.new_cdp_session(visit.page)
             sizes: list[float] = []
             session.on("Network.loadingFinished", lambda event: sizes.append(event["encodedDataLength"]))
@@ -163,14 +162,14 @@ async def test_a_replica_that_is_up_says_how_often_it_was_not(browser: Browser) 
     async with serving(FAST, FAST) as proxy:
         for name in ("ejected", "ejected", "back", "ejected", "down", "back", "up"):
             proxy.app.recorder.heard("info", f"backend_{name}", {"backend": "b1"})
-        async with visiting(browser, proxy) as visit:
+        async with visiting(browser, proxy.url) as visit:
             await visit.go("replicas")
             await visit.sees("not up 2 times in 5 min", "tr:has-text('b1')")
             assert "not up" not in await visit.page.locator("tr", has_text="b0").first.inner_text()
 
 
 async def test_how_many_replicas_are_wanted(browser: Browser) -> None:
-    async with serving(FAST, FAST) as proxy, visiting(browser, proxy) as visit:
+    async with serving(FAST, FAST) as proxy, visiting(browser, proxy.url) as visit:
         await visit.go("now")
         await visit.sees("2 up; too little is known yet", ".tile")
 
@@ -189,7 +188,7 @@ async def test_how_many_replicas_are_wanted(browser: Browser) -> None:
 
 
 async def test_what_the_last_reload_did(browser: Browser) -> None:
-    async with serving(FAST) as proxy, visiting(browser, proxy) as visit:
+    async with serving(FAST) as proxy, visiting(browser, proxy.url) as visit:
         heard = proxy.app.recorder.heard
         await visit.go("configuration")
         await visit.sees("It was not reloaded since it started.", "main")
@@ -209,7 +208,7 @@ async def test_what_the_last_reload_did(browser: Browser) -> None:
 
 
 async def test_an_adapter_is_shown_in_words(browser: Browser) -> None:
-    async with serving(FAST, FAST, **WITH_KEY) as proxy, visiting(browser, proxy) as visit:
+    async with serving(FAST, FAST, **WITH_KEY) as proxy, visiting(browser, proxy.url) as visit:
         key = {"authorization": f"Bearer {ADMIN_KEY}"}
         body = {"lora_name": "legal", "lora_path": "/adapters/legal"}
         await proxy.post("/v1/load_lora_adapter", body, headers=key)
@@ -220,7 +219,7 @@ async def test_an_adapter_is_shown_in_words(browser: Browser) -> None:
 
 
 async def test_a_drain_needs_the_key(browser: Browser) -> None:
-    async with serving(FAST, FAST, **WITH_KEY) as proxy, visiting(browser, proxy) as visit:
+    async with serving(FAST, FAST, **WITH_KEY) as proxy, visiting(browser, proxy.url) as visit:
         visit.expected = ("401 (Unauthorized)",)
         await visit.go("replicas")
         await visit.page.get_by_role("button", name="Drain b1").click()
@@ -240,7 +239,7 @@ async def test_a_drain_needs_the_key(browser: Browser) -> None:
 
 async def test_from_afar_it_asks_for_the_key(browser: Browser) -> None:
     afar = {"x-forwarded-for": "1.2.3.4"}
-    async with serving(FAST, **WITH_KEY) as proxy, visiting(browser, proxy, extra_http_headers=afar) as visit:
+    async with serving(FAST, **WITH_KEY) as proxy, visiting(browser, proxy.url, extra_http_headers=afar) as visit:
         visit.expected = ("404 (Not Found)",)
         await visit.go("now")
         await visit.sees("its admin key", "dialog[open]")
@@ -254,91 +253,8 @@ async def test_from_afar_it_asks_for_the_key(browser: Browser) -> None:
         await visit.sees("Healthy: 1 of 1 replica up", "#summary")
 
 
-DENIED = """
-for (const kind of ["localStorage", "sessionStorage"]) {
-  Object.defineProperty(window, kind, { get() { throw new DOMException("denied", "SecurityError"); } });
-}
-"""
-
-
-async def test_a_browser_that_keeps_nothing(browser: Browser) -> None:
-    afar = {"x-forwarded-for": "1.2.3.4"}
-    async with serving(FAST, **WITH_KEY) as proxy, visiting(browser, proxy, extra_http_headers=afar) as visit:
-        visit.expected = ("404 (Not Found)",)
-        await visit.page.add_init_script(DENIED)
-        await visit.go("now")
-        await visit.sees("its admin key", "dialog[open]")
-        await visit.page.fill("#admin-key", ADMIN_KEY)
-        await visit.page.keyboard.press("Enter")
-        await visit.sees("Healthy: 1 of 1 replica up", "#summary")
-        before = await visit.page.evaluate("document.documentElement.dataset.theme")
-        await visit.page.keyboard.press("t")
-        assert await visit.page.evaluate("document.documentElement.dataset.theme") != before
-
-
-async def test_it_says_which_replicas_have_no_history(browser: Browser) -> None:
-    async with serving(FAST) as proxy, visiting(browser, proxy) as visit:
-
-        async def many(route: Route) -> None:
-            answer = await route.fetch()
-            if answer.status == 204:
-                await route.fulfill(response=answer)
-                return
-            live = await answer.json()
-            live["backends"] *= 70
-            await route.fulfill(response=answer, json=live)
-
-        await visit.page.route("**/debug/live*", many)
-        for view in ("replicas", "time"):
-            await visit.go(view)
-            await visit.page.reload()
-            await visit.sees("The first 64 of 70 replicas have a history", "main")
-
-
-async def test_an_outage_and_a_restart_under_an_open_page(browser: Browser) -> None:
-    async with serving(FAST) as proxy, visiting(browser, proxy) as visit:
-        visit.expected = ("ERR_FAILED",)
-        await visit.go("now")
-        await visit.sees("Healthy", "#summary")
-        await visit.page.route("**/debug/**", lambda route: route.abort())
-        await visit.sees("not reachable since", "#summary")
-        await visit.page.unroute("**/debug/**")
-        await visit.sees("Healthy", "#summary")
-
-        async def restarted(route: Any) -> None:
-            answer = await route.fetch()
-            changed = (await answer.json()) | {"instance": "another", "second": 5, "now_s": 6.0}
-            await route.fulfill(json=changed)
-
-        await visit.page.route("**/debug/live*", restarted)
-        await visit.sees("process another", "#footer")
-        await visit.sees("Healthy", "#summary")
-
-
-async def test_names_are_never_markup(browser: Browser) -> None:
-    async with serving(FAST, FAST, scheduling={"flow": "header:x-team"}) as proxy:
-        team = {"x-team": HOSTILE, "x-request-id": "plain"}
-        assert (await proxy.chat(HELLO, headers=team)).status == 200
-        assert (await proxy.chat(HELLO | {"model": HOSTILE})).status == 404
-        last = proxy.app.recorder.history.last_s
-        await until(lambda: proxy.app.recorder.history.last_s > last)
-        async with visiting(browser, proxy) as visit:
-            for view in (*VIEWS, "requests/plain", f"requests/{HOSTILE.replace('/', '%2F')}"):
-                visit.expected = ("404 (Not Found)",)
-                await visit.go(view)
-                await visit.sees("Healthy", "#summary")
-                await asyncio.sleep(0.3)
-                assert await visit.page.locator("main img, main script").count() == 0
-                assert await visit.page.title() == "llmproxy"
-            await visit.go("flows")
-            await visit.sees(HOSTILE, "tbody")
-            await visit.page.goto(f"{proxy.url}/debug/plain")
-            await visit.sees(HOSTILE, "tbody")
-            assert await visit.page.locator("main img, main script").count() == 0
-
-
 async def test_a_moment_before_the_span_of_the_plots_is_shown(browser: Browser) -> None:
-    async with serving(FAST, FAST) as proxy, visiting(browser, proxy) as visit:
+    async with serving(FAST, FAST) as proxy, visiting(browser, proxy.url) as visit:
         page, span = visit.page, visit.page.locator("#span input:checked")
         proxy.app.recorder.heard("info", "backend_up", {"backend": "b0"})
         await visit.go("time")
@@ -359,21 +275,10 @@ async def test_a_moment_before_the_span_of_the_plots_is_shown(browser: Browser) 
         assert await span.input_value() == "86400"
 
 
-@pytest.mark.parametrize(
-    ("address", "seen"), [("requests/100%", "100%"), ("requests/%E0%A4%A", "%E0%A4%A"), ("constructor", "Bands,")]
-)
-async def test_an_address_that_makes_no_sense_is_still_a_page(browser: Browser, address: str, seen: str) -> None:
-    async with serving(FAST) as proxy, visiting(browser, proxy) as visit:
-        # The request is unknown to the proxy, and the console says that it was refused.
-        visit.expected = ("404",)
-        await visit.go(address)
-        await visit.sees(seen, "h2")
-
-
 async def test_zoom_span_theme_pause_and_files(browser: Browser) -> None:
     async with serving(FAST, FAST) as proxy:
         await worked(proxy)
-        async with visiting(browser, proxy, color_scheme="light") as visit:
+        async with visiting(browser, proxy.url, color_scheme="light") as visit:
             page = visit.page
             await visit.go("time")
             await visit.sees("one value every 1.00 s", "main")
@@ -413,12 +318,3 @@ async def test_zoom_span_theme_pause_and_files(browser: Browser) -> None:
             await visit.sees("Healthy", "#summary")
             await page.keyboard.press("?")
             await visit.sees("find a request", "dialog[open]")
-
-
-async def test_without_javascript_there_are_tables(browser: Browser) -> None:
-    async with serving(FAST, FAST) as proxy:
-        await worked(proxy)
-        async with visiting(browser, proxy, java_script_enabled=False) as visit:
-            await visit.page.goto(f"{proxy.url}/ui")
-            await visit.page.wait_for_url("**/debug/plain")
-            assert "Healthy: 2 of 2 replicas up" in await visit.page.content()

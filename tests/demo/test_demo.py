@@ -29,7 +29,7 @@ from llmproxy.demo import GUIDE, KEYS, _adapters, _config
 from llmproxy.demo.clients import ADAPTERS, CALM, MODEL, BandOutcomes, DemoClients, Source
 from llmproxy.demo.display import DemoReplica, Display, parsed, picture, summed
 from llmproxy.demo.processes import DemoError, Processes, held_port
-from llmproxy.demo.scenes import ADAPTER, ADMIN_KEY, BURST, FLOOD, NOISY, QUIET_S, SCENES, SLOW, Stage
+from llmproxy.demo.scenes import ADAPTER, ADMIN_KEY, BURST, FLOOD, LAST_ONES_S, NOISY, QUIET_S, SCENES, SLOW, Stage
 from llmproxy.fleet.state_file import place
 from tests.dispatching import virtual
 
@@ -280,6 +280,17 @@ async def test_every_scene_ends_what_it_began() -> None:
                 "/v1/unload_lora_adapter sim-8b-legal",
             ],
         }.get(scene.name, [])
+
+
+@virtual
+async def test_an_adapter_is_unloaded_once_its_last_requests_had_time_to_be_served() -> None:
+    played = Played()
+    task = played.stage.begin(ADAPTER)
+    await asyncio.sleep(ADAPTER.seconds + LAST_ONES_S - 0.1)
+    assert played.sources == set(CALM)
+    assert not any("unload" in line for line in played.seen)
+    await task
+    assert any("unload" in line for line in played.seen)
 
 
 @virtual

@@ -166,8 +166,13 @@ async function route() {
   shown.view = null;
   shown.view = VIEWS[view].open(content, store, argument);
   for (const link of element("nav").children) {
-    if (link.hash === `#${view}`) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
+    if (link.hash === `#${view}`) {
+      link.setAttribute("aria-current", "page");
+      // On a phone the views are wider than the screen.
+      link.scrollIntoView({ block: "nearest", inline: "nearest" });
+    } else {
+      link.removeAttribute("aria-current");
+    }
   }
   draw();
   if (store.live && String(before) !== String(VIEWS[view].columns)) await reload();

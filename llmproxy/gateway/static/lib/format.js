@@ -26,6 +26,8 @@ export function duration(seconds) {
   const size = Math.abs(seconds);
   if (size < 0.9995) return `${sign}${Math.round(size * 1000)} ms`;
   if (size < 99.95) return `${sign}${size.toFixed(size < 9.995 ? 2 : 1)} s`;
+  // 100 s are no 2 minutes.
+  if (size < 570) return `${sign}${Number((size / 60).toFixed(1))} min`;
   if (size < 5970) return `${sign}${Math.round(size / 60)} min`;
   if (size < 172800) return `${sign}${Math.round(size / 3600)} h`;
   return `${sign}${Math.round(size / 86400)} d`;

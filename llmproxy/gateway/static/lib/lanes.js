@@ -46,7 +46,9 @@ export class Lanes {
       const full = history.get(`backend/${name}/saturation`);
       for (let at = 0; at < history.size; at += 1) {
         if (Number.isNaN(states[at]) || times[at] < low || times[at] > high) continue;
-        drawCell(ctx, place(times[at]) - cell, row * ROW + 1, cell + 0.6, ROW - 2, Math.round(states[at]), full?.[at] ?? 0);
+        // Whole pixels: where two cells share one, its colour would be mixed of both.
+        const [from, to] = [place(times[at]) - cell, place(times[at])].map((x) => Math.round(x * scale) / scale);
+        drawCell(ctx, from, row * ROW + 1, Math.max(to - from, 1 / scale), ROW - 2, Math.round(states[at]), full?.[at] ?? 0);
       }
     });
     ctx.fillStyle = colour("text");

@@ -4,6 +4,7 @@ import { h, put, Keyed } from "./dom.js";
 import { plural } from "./format.js";
 
 const ROWS_MAX = 200;
+const CUT_CHARS = 20;
 
 export class Table {
   /**
@@ -50,7 +51,7 @@ export class Table {
     this.rows.update(shown, this.key, (row, item) => {
       this.columns.forEach((column, at) => {
         if (column.fill) column.fill(row.cells[at], item);
-        else put(row.cells[at], column.text(item));
+        else write(row.cells[at], column.text(item));
       });
     });
     this.columns.forEach((column, at) => {
@@ -73,6 +74,13 @@ export class Table {
       return sign * (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
     });
   }
+}
+
+/** Writes a text, with all of it as the hint where the cell may cut it. */
+function write(cell, text) {
+  put(cell, text);
+  const hint = String(text).length > CUT_CHARS ? text : "";
+  if (cell.title !== hint) cell.title = hint;
 }
 
 /** A link in a cell, which stays the same element while its text stays. */

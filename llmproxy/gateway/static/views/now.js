@@ -68,7 +68,7 @@ function open(host, store) {
 export function bandCharts(host, store) {
   const lines = (suffix, extra = {}) => (history) => bands(store, history).map((band, at) => ({ label: band, column: `band/${band}/${suffix}`, ...bandLooks(band, at), ...extra }));
   return [
-    new Chart(host, store, { title: "Waiting requests", lines: lines("waiting"), write: count, stacked: true }),
+    new Chart(host, store, { title: "Waiting requests", note: "One band on top of the other: the highest line is all that wait.", lines: lines("waiting"), write: count, stacked: true }),
     new Chart(host, store, { title: "Wait in the queue, p95", note: "Of requests that ended in the last minute. A higher band should be below a lower one.", lines: lines("wait_p95_s"), write: duration, log: true }),
   ];
 }

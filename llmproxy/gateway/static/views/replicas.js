@@ -64,11 +64,11 @@ export function replicaTable(store, full) {
   ];
   if (full) {
     columns.push(
+      { title: "Prompt pace", value: (one) => one.prompts_slower, text: (one) => pace(one, one.prompts_slower), hint: "Its pace for prompts against its pool, as placement has learned it" },
+      { title: "Token pace", value: (one) => one.tokens_slower, text: (one) => pace(one, one.tokens_slower), hint: "Its pace for output tokens against its pool, as placement has learned it" },
       { title: "Failed", number: true, value: (one) => one.failed, text: (one) => `${count(one.failed)} of ${count(one.ended)}`, hint: "Attempts of the last minute" },
       { title: "Adapters", value: (one) => one.adapters.length, text: (one) => one.adapters.join(", ") || "none" },
       { title: "Read", number: true, value: (one) => one.reading_age_s, text: (one) => (one.reading_age_s === null ? "never" : `${duration(one.reading_age_s)} ago`), hint: "Age of the newest reading of its metrics" },
-      { title: "Prompts", value: (one) => one.prompts_slower, text: (one) => pace(one, one.prompts_slower), hint: "Its pace for prompts against its pool, as placement has learned it" },
-      { title: "Tokens", value: (one) => one.tokens_slower, text: (one) => pace(one, one.tokens_slower), hint: "Its pace for output tokens against its pool, as placement has learned it" },
       { title: "Pool", value: (one) => one.pool, text: (one) => one.pool ?? "none" },
       { title: "Address", value: (one) => one.url, text: (one) => one.url },
     );
