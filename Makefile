@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types contracts unit browser tour newest fuzz hostile chaos compat monitoring bench lab lab-full docs reference lock audit sbom clean
+.PHONY: demo test lint types contracts unit browser tour numbers newest fuzz hostile chaos compat monitoring bench lab lab-full docs reference lock audit sbom clean
 
 .venv: pyproject.toml .ci/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("llmproxy needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -43,6 +43,10 @@ browser: .venv
 # The pictures of the documentation, of the demo in a real browser; two minutes.
 tour: browser
 	$(BIN)/python -m tests.browser.tour
+
+# The numbers of the page beside those of /metrics and of a client, over a minute.
+numbers: browser
+	$(BIN)/python -m tests.browser.numbers
 
 # What leans on the libraries from inside, with their newest releases in the place of those that `make test` has.
 newest: .venv
