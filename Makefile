@@ -84,9 +84,10 @@ COMPAT ?=
 compat: .venv
 	$(BIN)/python -m tests.compat $(COMPAT)
 
-# The dashboards and rules of `llmproxy export` on a real Prometheus that reads the demo, for a minute and a half.
+# The dashboards and rules of `llmproxy export` on a real Prometheus that reads the demo, and alerts in its scenes.
 monitoring: .venv
 	$(BIN)/python -m tests.export
+	$(BIN)/python -m tests.export.scenes
 
 bench: .venv
 	$(BIN)/python -m benchmarks.peers $(BENCH)

@@ -353,6 +353,7 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
             kv_used=backend.reading.kv_used if backend.reading is not None else None,
             reading_age_s=now - backend.reading.taken_at_s if backend.reading is not None else None,
             ejected=backend.health.ejected,
+            down=backend.health.down,
             pool=pools.pool_of(name) or "",
         )
         for name, backend in pools.backends.items()

@@ -181,6 +181,8 @@ REPLICAS = Board(
     (
         Panel("Available", "1: healthy, and may be given work.",
               ((gauge("backend_available", BACKEND, "backend", "min"), "{{backend}}"),), kind="state-timeline"),
+        Panel("Down", "1: its polls fail, because nothing answers or its /health does not.",
+              ((gauge("backend_down", BACKEND, "backend", "max"), "{{backend}}"),), kind="state-timeline"),
         Panel("Ejected", "1: requests failed, hung or became slow there.",
               ((gauge("backend_ejected", BACKEND, "backend", "max"), "{{backend}}"),), kind="state-timeline"),
         Panel("Drained", "1: nothing new is sent there, because somebody drains it.",

@@ -155,14 +155,14 @@ ALERTS = (
     ),
     Alert(
         "LlmproxyBackendDown",
-        f"llmproxy_backend_available == 0 and on ({PROXY}, backend) llmproxy_backend_drained == 0"
-        f" unless on ({PROXY}, backend) llmproxy_backend_ejected == 1",
+        f"llmproxy_backend_down == 1 and on ({PROXY}, backend) llmproxy_backend_drained == 0",
         "5m", "ticket", "Backend {{ $labels.backend }} is down",
         "It does not answer the polls of {{ $labels.instance }}, and nobody drained it.",
     ),
     Alert(
         "LlmproxyBackendEjected",
-        "avg_over_time(llmproxy_backend_ejected[15m]) > 0.5",
+        # One that died is ejected by the requests that it had.
+        f"avg_over_time(llmproxy_backend_ejected[15m]) > 0.5 unless on ({PROXY}, backend) llmproxy_backend_down == 1",
         "", "ticket", "Backend {{ $labels.backend }} is ejected",
         "It was ejected for most of the last 15 minutes, because requests failed, hung or became slow there.",
     ),

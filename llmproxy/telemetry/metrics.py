@@ -67,6 +67,7 @@ class BackendState:
     kv_used: float | None = None
     reading_age_s: float | None = None
     ejected: bool = False
+    down: bool = False
     pool: str = ""
 
 
@@ -94,6 +95,7 @@ _BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], 
     ("backend_available", "1 while the backend is healthy and may be given work.", lambda b: b.available),
     ("backend_drained", "1 while nothing new is to be sent there, because somebody drains it.", lambda b: b.drained),
     ("backend_ejected", "1 while requests speak against the backend, half open included.", lambda b: b.ejected),
+    ("backend_down", "1 while polls find that the backend does not answer, or is unhealthy.", lambda b: b.down),
     ("backend_running", "Requests running, by the backend's last reading.", lambda b: b.running),
     ("backend_waiting", "Requests waiting in the engine, by the backend's last reading.", lambda b: b.waiting),
     ("backend_kv_used", "KV-cache in use, 0 to 1, by the backend's last reading.", lambda b: b.kv_used),

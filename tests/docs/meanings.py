@@ -34,6 +34,7 @@ METRICS = {
     "llmproxy_in_flight_requests": "Requests sent to the backend that have not ended, including requests about stored responses.",
     "llmproxy_backend_available": "1 while the backend is healthy and may be given work.",
     "llmproxy_backend_drained": "1 while nothing new is sent to the backend, because it is drained or leaves.",
+    "llmproxy_backend_down": "1 while the polls of the backend fail, because nothing answers or its `/health` does not. One that died with requests on it is ejected, too.",
     "llmproxy_backend_ejected": "1 while the backend is ejected because requests failed, hung or became slow there. Half open counts as ejected.",
     "llmproxy_backend_saturation": "Load divided by the limit. 1 is full.",
     "llmproxy_backend_limit": "Requests that the backend runs at once, as configured or learned.",

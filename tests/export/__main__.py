@@ -5,29 +5,16 @@ Each query of each panel must have data, but for those in `EMPTY`, and each rule
 
 from __future__ import annotations
 
-import json
 import shutil
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
-from urllib.parse import urlencode
-from urllib.request import urlopen
 
-import yaml
-
-from llmproxy.export import files_of
 from llmproxy.export.boards import BOARDS
+from tests.export.beside import asked, watched
 from tests.export.promql import plain
 
 LASTS_S = 60.0
 """How long the demo is watched; its rates are over 30 s."""
-TRIES_S = 30.0
 EMPTY = {
     "Blocked": "no usage limit is used up in the demo",
     "Objectives missed": "no objective is configured",
@@ -47,45 +34,6 @@ EMPTY = {
     "Failed polls": "only if the replica that dies is looked at in the time that is watched",
 }
 """Panels that may be without data, and why."""
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-@contextmanager
-def running(command: list[str], log: Path) -> Iterator[None]:
-    """A process that is ended with the block, and killed where it does not end."""
-    with log.open("wb") as out, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=out) as process:
-        try:
-            yield
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def asked(url: str, **query: str) -> Any:
-    """The JSON that `url` answers."""
-    with urlopen(f"{url}?{urlencode(query)}", timeout=10) as response:
-        return json.load(response)
-
-
-def until_it_answers(url: str, log: Path) -> None:
-    ends = time.monotonic() + TRIES_S
-    while True:
-        try:
-            urlopen(url, timeout=10).close()
-        except OSError:
-            if time.monotonic() > ends:
-                raise RuntimeError(f"{url} does not answer:\n{log.read_text()[-2_000:]}") from None
-            time.sleep(0.3)
-        else:
-            return
 
 
 def without_data(prometheus: str) -> dict[str, list[str]]:
@@ -111,29 +59,9 @@ def main() -> int:
     if shutil.which("prometheus") is None:
         print("skipped: prometheus is not installed (Debian: prometheus)")
         return 0
-    with TemporaryDirectory() as made:
-        folder = Path(made)
-        proxy, prometheus = free_port(), free_port()
-        for kind in ("alerts", "prometheus"):
-            for name, text in files_of(kind).items():
-                (folder / name).write_text(text)
-        config = yaml.safe_load((folder / "prometheus.yml").read_text())
-        config["global"] = {"scrape_interval": "2s", "evaluation_interval": "2s"}
-        config["scrape_configs"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{proxy}"]}]
-        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        logs = folder / "demo.log", folder / "prometheus.log"
-        reads = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
-                 f"--web.listen-address=127.0.0.1:{prometheus}"]  # fmt: skip
-        url = f"http://127.0.0.1:{prometheus}"
-        with (
-            running([sys.executable, "-m", "llmproxy", "demo", "--port", str(proxy)], logs[0]),
-            running(reads, logs[1]),
-        ):
-            until_it_answers(f"http://127.0.0.1:{proxy}/health", logs[0])
-            until_it_answers(f"{url}/-/ready", logs[1])
-            time.sleep(LASTS_S)
-            empty, sick = without_data(url), unhealthy(url)
-            alerts = asked(f"{url}/api/v1/alerts")["data"]["alerts"]
+    with watched(interval_s=2) as (_, prometheus):
+        time.sleep(LASTS_S)
+        empty, sick = without_data(prometheus), unhealthy(prometheus)
     count = sum(len(board.panels) for board in BOARDS)
     wrong = {title: queries for title, queries in empty.items() if title not in EMPTY}
     print(f"{count - len(empty)} of {count} panels have data.")
@@ -143,7 +71,6 @@ def main() -> int:
         print(f"WRONG: {title} has no data:", *queries, sep="\n    ")
     for problem in sick:
         print(f"WRONG: rule {problem}")
-    print("Alerts:", ", ".join(sorted({f"{one['labels']['alertname']} {one['state']}" for one in alerts})) or "none")
     return 1 if wrong or sick else 0
 
 

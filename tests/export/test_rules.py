@@ -72,8 +72,8 @@ def pool(*saturations: float, waiting: int = 3) -> Series:
     return series
 
 
-def backend(available: int, drained: int = 0, ejected: int = 0) -> Series:
-    states = {"backend_available": available, "backend_drained": drained, "backend_ejected": ejected}
+def backend(down: int, drained: int = 0, ejected: int = 0) -> Series:
+    states = {"backend_down": down, "backend_drained": drained, "backend_ejected": ejected}
     return {proxy(name, backend="gpu-0"): f"{value}x30" for name, value in states.items()}
 
 
@@ -126,8 +126,9 @@ CASES = (
          {**HERE, "band": "default"}, {proxy("queued_requests", band="default"): "0x30"}),
     Case("LlmproxyInversion", "10m", {proxy("inversions_total"): "0 0 0 1x20"}, HERE,
          {proxy("inversions_total"): "1x20"}),
-    Case("LlmproxyBackendDown", "10m", backend(0), ON, backend(0, drained=1)),
-    Case("LlmproxyBackendDown", "10m", backend(0), ON, backend(0, ejected=1)),
+    Case("LlmproxyBackendDown", "10m", backend(1), ON, backend(1, drained=1)),
+    Case("LlmproxyBackendDown", "10m", backend(1, ejected=1), ON, backend(0, ejected=1)),
+    Case("LlmproxyBackendEjected", "16m", backend(0, ejected=1), ON, backend(1, ejected=1)),
     Case("LlmproxyBackendEjected", "16m", backend(0, ejected=1), ON,
          {proxy("backend_ejected", backend="gpu-0"): "0x12 1x5"}),
     Case("LlmproxyKvPressure", "20m", {proxy("backend_kv_used", backend="gpu-0"): "0.99x30"}, ON,

@@ -1,0 +1,77 @@
+"""Alerts in the scenes of the demo that they are for: the last part of `make monitoring`, three to four minutes.
+
+A real Prometheus has the rules of `llmproxy export alerts` with a second in the place of each minute. Each alert must
+be silent before its scene, and fire in it. The others need what the demo does not play (a lost worker, a wrong file);
+`test_rules.py` has all of them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from urllib.request import Request, urlopen
+
+from llmproxy.demo.scenes import ADMIN_KEY
+from tests.export.beside import asked, watched
+
+SCENES: tuple[tuple[tuple[str, ...], str, dict[str, str]], ...] = (
+    (("flood",), "LlmproxyErrorBudgetBurn", {"band": "sheddable"}),
+    (("noisy-tenant",), "LlmproxyErrorBudgetBurn", {"band": "default"}),
+    (("flood", "noisy-tenant"), "LlmproxyStarvation", {"band": "sheddable"}),
+    (("slow",), "LlmproxyBackendEjected", {"backend": "replica-3"}),
+    (("kill",), "LlmproxyBackendDown", {"backend": "replica-3"}),
+)
+"""The scenes that are played at once, again and again, and the alert that must fire in them, with its labels."""
+WAIT_S = 60.0
+CALM_S = 150.0
+"""An hour of a rule is a minute here; what is over must have left it."""
+
+
+Alert = tuple[str, dict[str, str]]
+
+
+def firing(prometheus: str, alert: Alert) -> bool:
+    alerts = asked(f"{prometheus}/api/v1/alerts")["data"]["alerts"]
+    wanted = {"alertname": alert[0], **alert[1]}.items()
+    return any(one["state"] == "firing" and wanted <= one["labels"].items() for one in alerts)
+
+
+def play(proxy: str, scene: str) -> None:
+    """Play a scene; one that is under way goes on."""
+    key = {"authorization": f"Bearer {ADMIN_KEY}"}
+    urlopen(Request(f"{proxy}/admin/scenes/{scene}", method="POST", headers=key), timeout=10).close()
+
+
+def fires_in(scenes: tuple[str, ...], alert: Alert, proxy: str, prometheus: str) -> str:
+    """What is wrong, or empty. Prints after how many seconds of the scenes it fires."""
+    ends = time.monotonic() + CALM_S
+    while firing(prometheus, alert):
+        if time.monotonic() > ends:
+            return "it fires before its scene"
+        time.sleep(1.0)
+    began = time.monotonic()
+    while not firing(prometheus, alert):
+        if time.monotonic() > began + WAIT_S:
+            return f"it does not fire within {WAIT_S:.0f} s"
+        for scene in scenes:
+            play(proxy, scene)
+        time.sleep(1.0)
+    print(f"{' and '.join(scenes)}: {alert[0]} {alert[1]} after {time.monotonic() - began:.0f} s", flush=True)
+    return ""
+
+
+def main() -> int:
+    if shutil.which("prometheus") is None:
+        print("skipped: prometheus is not installed (Debian: prometheus)")
+        return 0
+    with watched(interval_s=1, times=60) as (proxy, prometheus):
+        found = {scenes: fires_in(scenes, (name, labels), proxy, prometheus) for scenes, name, labels in SCENES}
+    for scenes, problem in found.items():
+        if problem:
+            print(f"WRONG: {' and '.join(scenes)}: {problem}")
+    return int(any(found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
