@@ -171,7 +171,9 @@ class Sums:
                 band.tpot_s[bucket_of(tpot_s)] += 1
         for attempt in routing.tried:
             if attempt.backend is not None:
-                served = self.backends.setdefault(attempt.backend, BackendSums())
+                served = self.backends.get(attempt.backend)
+                if served is None:
+                    served = self.backends[attempt.backend] = BackendSums()
                 served.ends += 1
                 served.failures += attempt.verdict not in NO_FAILURES
         last = routing.last
@@ -224,7 +226,9 @@ class Sums:
             if not backend.ends:
                 del self.backends[name]
         for key, theirs_of_flow in other.flows.items():
-            flow = self.flows.setdefault(key, FlowSums())
+            flow = self.flows.get(key)
+            if flow is None:
+                flow = self.flows[key] = FlowSums()
             flow.ends += sign * theirs_of_flow.ends
             flow.tokens += sign * theirs_of_flow.tokens
             if not flow.ends:
