@@ -16,6 +16,7 @@ import random
 import statistics
 import tempfile
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -25,7 +26,7 @@ from benchmarks.peers.cases import Case
 from benchmarks.peers.competitors import llmproxy
 from benchmarks.peers.measure import Bench, Running, Window
 
-LOAD = Case(name="json", title="500 JSON requests a second", clients=64, rate=500.0, warmup_s=1.0)
+LOAD = Case(name="json", title="JSON requests", clients=64, rate=500.0, warmup_s=1.0)
 COLUMNS = "fleet/,band/"
 
 
@@ -55,10 +56,10 @@ class Viewers:
             self.read_bytes += len(await answer.read())
 
 
-async def window(bench: Bench, served: Running, viewers: Viewers, seconds: float) -> Window:
+async def window(bench: Bench, served: Running, viewers: Viewers, load: Case, seconds: float) -> Window:
     looks = asyncio.create_task(viewers.look())
     try:
-        return await asyncio.to_thread(bench.measure, LOAD, served, seconds)
+        return await asyncio.to_thread(bench.measure, load, served, seconds)
     finally:
         looks.cancel()
         await asyncio.gather(looks, return_exceptions=True)
@@ -66,12 +67,12 @@ async def window(bench: Bench, served: Running, viewers: Viewers, seconds: float
 
 async def measure(bench: Bench, served: Running, options: argparse.Namespace) -> None:
     url = f"http://127.0.0.1:{served.port}"
-    counts = (0, *options.viewers)
+    counts, load = (0, *options.viewers), replace(LOAD, rate=options.rate)
     found: dict[int, list[Window]] = {count: [] for count in counts}
     for turn in range(options.rounds):
         for count in counts if turn % 2 == 0 else counts[::-1]:
             viewers = Viewers(url, count)
-            found[count].append(await window(bench, served, viewers, options.seconds))
+            found[count].append(await window(bench, served, viewers, load, options.seconds))
             print(f"{count} viewers: {viewers.read_bytes / 1e3:,.0f} kB read", flush=True)
     print("\n| viewers | of a core | more than without | latency p50 | p99 ms | failures |\n" + "| --: " * 6 + "|")
     alone = [_share(one) for one in found[0]]
@@ -95,6 +96,7 @@ def _share(one: Window) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.viewers", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--viewers", type=int, nargs="*", default=[10, 50])
+    parser.add_argument("--rate", type=float, default=LOAD.rate, help="requests a second; fewer where others work too")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=8.0, help="length of a window")
     options = parser.parse_args()

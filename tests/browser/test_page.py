@@ -269,6 +269,9 @@ async def test_a_moment_before_the_span_of_the_plots_is_shown(browser: Browser) 
         await page.fill("#moment", f"{now:%H:%M:%S}")
         await page.get_by_role("button", name="Show").click()
         await visit.sees("backend_up", ".events")
+        place = await page.locator(".events li", has_text="backend_up").first.bounding_box()
+        assert place is not None
+        assert place["y"] < 720, "what happened is seen without scrolling"
         await page.fill("#moment", f"{now + timedelta(minutes=5):%H:%M:%S}")
         await page.get_by_role("button", name="Show").click()
         await visit.sees("Nothing happened in this time.", ".card")

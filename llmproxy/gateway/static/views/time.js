@@ -23,6 +23,9 @@ function open(host, store, argument) {
     h("button", { type: "button", onclick: () => saveCsv(store) }, "Save CSV"),
     h("button", { type: "button", onclick: () => savePng(charts) }, "Save PNG"),
     h("p", { className: "quiet" }, "Drag over a plot to zoom in, double-click to see the whole span. Vertical lines are events.")));
+  // What happened is the answer; the plots after it are long.
+  const events = new EventList(host, 200);
+  events.list.classList.add("short");
   const lanes = new Lanes(host, store);
   const byBand = (suffix) => (history) => bands(store, history).map((band, at) => ({ label: band, column: `band/${band}/${suffix}`, ...bandLooks(band, at) }));
   const strips = h("div", { className: "strips" });
@@ -41,7 +44,6 @@ function open(host, store, argument) {
     strip("Tokens per second", () => [{ label: "input", column: "fleet/input_tokens_per_s", colour: "series-1" }, { label: "output", column: "fleet/output_tokens_per_s", colour: "series-3", line: "dashed" }], number),
     strip("Prompt tokens from caches, error of predicted TTFT", () => [{ label: "from caches", column: "fleet/hit_share", colour: "series-3" }, { label: "error", column: "fleet/ttft_error", colour: "series-2", line: "dashed" }], percent),
   ];
-  const events = new EventList(host, 200);
   const at = Number(argument);
   if (argument && Number.isFinite(at)) store.lookAt(at);
   return {
