@@ -31,6 +31,8 @@ START_TIMEOUT_S = 60.0
 BATCH = 4
 """Sequences that a replica runs at once: few, so that a little traffic is too much, and costs little to simulate."""
 QUEUE_REQUESTS_MAX = 48
+CRITICAL_TTFT_S = 0.5
+"""The objective of critical requests, so that something is kept or missed."""
 FOLLOWED_S = 0.5
 """How often the proxy's numbers are read."""
 
@@ -130,6 +132,7 @@ def _config(port: int, replicas: Sequence[DemoReplica]) -> dict[str, Any]:
         # The state file is that of the person's own proxy, too.
         "state_file": "none",
         "scheduling": {"start_limit": BATCH},
+        "objectives": [{"name": "critical", "criticality": "critical", "ttft_s": CRITICAL_TTFT_S}],
         # A tenant that floods the queue is refused, and the others are not.
         "queue": {"requests_max": QUEUE_REQUESTS_MAX, "flow_requests_max": QUEUE_REQUESTS_MAX // 2},
         "backends": [{"name": replica.name, "url": replica.url} for replica in replicas],

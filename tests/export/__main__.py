@@ -10,28 +10,26 @@ import sys
 import time
 
 from llmproxy.export.boards import BOARDS
-from tests.export.beside import asked, watched
+from tests.export.beside import asked, play, watched
 from tests.export.promql import plain
 
 LASTS_S = 60.0
 """How long the demo is watched; its rates are over 30 s."""
+SCENES = ("kill", "adapter")
+"""What is played first, so that there are failures and orders to see; then the demo leads."""
 EMPTY = {
     "Blocked": "no usage limit is used up in the demo",
-    "Objectives missed": "no objective is configured",
-    "Objectives kept": "no objective is configured",
     "Preemptions": "only if a critical request finds all full, which is up to chance",
     "Requests by tenant": "the demo has no tenants with keys",
     "Queue wait by tenant": "the demo has no tenants with keys",
     "Tokens by tenant": "the demo has no tenants with keys",
     "Share by tenant": "the demo has no tenants with keys",
     "Looks at sources of backends": "all backends are configured",
-    "Orders to change adapters": "nobody loads an adapter by the proxy",
     "Replicas needed by group": "no groups are configured",
     "Start of replicas": "all replicas are there when the demo begins",
     "Prefill and decode apart": "no replica of the demo has a role",
     "Stages of split requests": "no replica of the demo has a role",
     "Attempts by verdict": "only if an attempt fails in the time that is watched",
-    "Failed polls": "only if the replica that dies is looked at in the time that is watched",
 }
 """Panels that may be without data, and why."""
 
@@ -59,7 +57,9 @@ def main() -> int:
     if shutil.which("prometheus") is None:
         print("skipped: prometheus is not installed (Debian: prometheus)")
         return 0
-    with watched(interval_s=2) as (_, prometheus):
+    with watched(interval_s=2) as (proxy, prometheus):
+        for scene in (*SCENES, "lead"):
+            play(proxy, scene)
         time.sleep(LASTS_S)
         empty, sick = without_data(prometheus), unhealthy(prometheus)
     count = sum(len(board.panels) for board in BOARDS)

@@ -14,10 +14,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlencode
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import yaml
 
+from llmproxy.demo.scenes import ADMIN_KEY
 from llmproxy.export import files_of
 from llmproxy.export.files import RULES
 
@@ -72,6 +73,12 @@ def faster(rules: str, times: int) -> str:
 
     in_ranges = re.sub(r"(?<=\[)()(\d+)([mhd])(?=\])", shorter, rules)
     return re.sub(r"^( +for: )(\d+)([mhd])$", lambda found: found[1] + shorter(found), in_ranges, flags=re.MULTILINE)
+
+
+def play(proxy: str, scene: str) -> None:
+    """Play a scene; one that is under way goes on."""
+    key = {"authorization": f"Bearer {ADMIN_KEY}"}
+    urlopen(Request(f"{proxy}/admin/scenes/{scene}", method="POST", headers=key), timeout=10).close()
 
 
 @contextmanager

@@ -10,10 +10,8 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from urllib.request import Request, urlopen
 
-from llmproxy.demo.scenes import ADMIN_KEY
-from tests.export.beside import asked, watched
+from tests.export.beside import asked, play, watched
 
 SCENES: tuple[tuple[tuple[str, ...], str, dict[str, str]], ...] = (
     (("flood",), "LlmproxyErrorBudgetBurn", {"band": "sheddable"}),
@@ -35,12 +33,6 @@ def firing(prometheus: str, alert: Alert) -> bool:
     alerts = asked(f"{prometheus}/api/v1/alerts")["data"]["alerts"]
     wanted = {"alertname": alert[0], **alert[1]}.items()
     return any(one["state"] == "firing" and wanted <= one["labels"].items() for one in alerts)
-
-
-def play(proxy: str, scene: str) -> None:
-    """Play a scene; one that is under way goes on."""
-    key = {"authorization": f"Bearer {ADMIN_KEY}"}
-    urlopen(Request(f"{proxy}/admin/scenes/{scene}", method="POST", headers=key), timeout=10).close()
 
 
 def fires_in(scenes: tuple[str, ...], alert: Alert, proxy: str, prometheus: str) -> str:
