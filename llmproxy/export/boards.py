@@ -169,6 +169,8 @@ WAITING = Board(
         Panel("Decision time", "Duration of one decision pass of a scheduler.",
               ((quantile(0.5, "decision_seconds", HERE, ""), "p50"),
                (quantile(0.99, "decision_seconds", HERE, ""), "p99")), "s"),
+        Panel("Prefill and decode apart", "Requests per second in pools with roles: split, whole, or why not split.",
+              ((rate("disaggregation_total", HERE, "how"), "{{how}}"),), "reqps", stacked=True),
         Panel("Decisions", "Decision passes per second.",
               ((rate("decision_seconds_count", HERE, "instance"), "{{instance}}"),), "ops"),
     ),
@@ -211,8 +213,6 @@ REPLICAS = Board(
         Panel("Attempts by verdict", "What attempts proved of their backends, per second, without those that were "
               "served.", ((rate("attempts_total", f'{BACKEND},verdict!="served"', "backend, verdict"),
                            "{{backend}} {{verdict}}"),), "ops"),
-        Panel("Prefill and decode apart", "Requests per second in pools with roles: split, whole, or why not split.",
-              ((rate("disaggregation_total", HERE, "how"), "{{how}}"),), "reqps", stacked=True),
         Panel("Stages of split requests", "From the grant of a prompt to its answer, and from that to the first token.",
               (*((query, f"prefill {name}") for query, name in quantiles("prefill_seconds", HERE, "instance")),
                *((query, f"handover {name}") for query, name in quantiles("handover_seconds", HERE, "instance"))), "s"),
