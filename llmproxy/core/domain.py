@@ -187,6 +187,7 @@ class Reading(Struct, frozen=True):
     """The numbers of one scrape of one backend; a value the backend does not publish is None.
 
     `taken_at_s` is when the scrape was *sent*: work booked after it cannot be in these numbers. `kv_used` is 0..1.
+    Of those `waiting`, the `deferred` ones wait for something else than a place, such as KV of another engine.
     `running_adapters` are those of the newest `lora_requests_info` series; they are surely resident, others may be.
     """
 
@@ -197,6 +198,7 @@ class Reading(Struct, frozen=True):
     kv_tokens: int | None = None
     running_adapters: frozenset[str] = frozenset()
     max_adapters: int | None = None
+    deferred: int = 0
 
 
 class Trouble(StrEnum):

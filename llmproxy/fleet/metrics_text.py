@@ -18,9 +18,10 @@ KV_USED = b"vllm:kv_cache_usage_perc"
 KV_USED_OLD = b"vllm:gpu_cache_usage_perc"
 CACHE_CONFIG = b"vllm:cache_config_info"
 LORA_INFO = b"vllm:lora_requests_info"
+WAITING_BY_REASON = b"vllm:num_requests_waiting_by_reason"
 
 METRIC_NAMES: tuple[str, ...] = tuple(
-    name.decode() for name in (RUNNING, WAITING, KV_USED, KV_USED_OLD, CACHE_CONFIG, LORA_INFO)
+    name.decode() for name in (RUNNING, WAITING, KV_USED, KV_USED_OLD, CACHE_CONFIG, LORA_INFO, WAITING_BY_REASON)
 )
 """The names to ask for where a backend can filter its page."""
 
@@ -59,6 +60,7 @@ def parse_reading(text: bytes, taken_at_s: float) -> Generator[None, None, Readi
         kv_tokens=(yield from _kv_tokens(text)),
         running_adapters=adapters,
         max_adapters=max_adapters,
+        deferred=round((yield from _deferred(text))),
     )
 
 
@@ -108,6 +110,16 @@ def _values(text: bytes, name: bytes) -> Generator[None, None, list[float]]:
         elif (value := _number(sample[1])) is not None:
             values.append(value)
     return values
+
+
+def _deferred(text: bytes) -> Generator[None, None, float]:
+    total = 0.0
+    for sample in _samples(text, WAITING_BY_REASON):
+        if sample is None:
+            yield
+        elif b'"deferred"' in sample[0]:
+            total += _number(sample[1]) or 0.0
+    return total
 
 
 def _newest_adapters(text: bytes) -> Generator[None, None, tuple[frozenset[str], int | None]]:

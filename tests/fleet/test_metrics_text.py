@@ -38,7 +38,7 @@ vllm:cache_config_info{_block_size_resolved="True",block_size="32",cache_dtype="
 """  # noqa: E501 - recorded lines
 EXPECTED = Reading(
     taken_at_s=7.0, running=8, waiting=4, kv_used=0.06457925636007833, kv_tokens=16384,
-    running_adapters=frozenset({"lora-1", "lora-2"}), max_adapters=2,
+    running_adapters=frozenset({"lora-1", "lora-2"}), max_adapters=2, deferred=1,
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from llmproxy.core.backends.bookings import GAUGE_LAG_S, Bookings, ResidentAdapt
 from llmproxy.core.backends.health import Hang, Health
 from llmproxy.core.backends.look_ahead import LookAhead
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import KnownLimit, Listing, Reading, Request, Role, Trouble, Verdict
+from llmproxy.core.domain import KnownLimit, Listing, Reading, Request, Role, Stage, Trouble, Verdict
 from llmproxy.core.settings import CapacitySettings, HealthSettings
 
 STARTED_AFTER_S = 1.0
@@ -188,8 +188,9 @@ class Backend:
         if not self._waits_for_adapter(reading):
             proven = self._waits_for_batch(reading, visible_s)
             # A stream that has begun was run, also where the reading is of a time before.
-            running = reading.running if reading.waiting else max(reading.running, self._own.begun)
-            self.limit.observe(running, reading.waiting, self.in_flight, proven=proven, pool=self.exploration)
+            waiting = reading.waiting - self._fetching(reading)
+            running = reading.running if waiting else max(reading.running, self._own.begun)
+            self.limit.observe(running, waiting, self.in_flight, proven=proven, pool=self.exploration)
         if self.exploration is not None:
             self.exploration.learned(self.limit)
         for adapter in sorted(reading.running_adapters & self._adapters):
@@ -239,6 +240,14 @@ class Backend:
         return any(
             b.request.adapter not in reading.running_adapters for b in self.bookings.values() if b.request.adapter
         )
+
+    def _fetching(self, reading: Reading) -> int:
+        """Sequences in the engine's queue that wait for no place, but for what another backend has computed."""
+        if not reading.deferred:
+            return 0
+        unstarted = (one.request for one in self.bookings.values() if not one.started)
+        answers = sum(request.sequences for request in unstarted if request.stage is Stage.DECODE)
+        return min(answers, reading.deferred, reading.waiting)
 
     def _waits_for_batch(self, reading: Reading, visible_s: float) -> bool:
         """Whether the engine's queue can wait only for places in the batch.
@@ -385,7 +394,7 @@ class Backend:
         if reading is not None:
             until_s = min(until_s, reading.taken_at_s + capacity.stale_after_s)
             load += self._others
-            waiting, max_adapters = reading.waiting, reading.max_adapters
+            waiting, max_adapters = reading.waiting - self._fetching(reading), reading.max_adapters
             kv_used, kv_tokens = reading.kv_used or 0.0, reading.kv_tokens
             if kv_tokens:
                 kv_used += own.debit_tokens / kv_tokens

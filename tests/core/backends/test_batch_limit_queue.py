@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, KnownLimit
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, KnownLimit, Stage
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, HealthSettings, Settings
 from tests.core.make import BASE, listing, pools, reading, request, submit
@@ -47,6 +47,30 @@ def test_low_band_waits_while_every_engine_has_a_queue() -> None:
     assert went(of, SHEDDABLE) == set()
     of.backends["a"].observe(reading(1.2, running=5, waiting=0))
     assert {one.placed.backend for one in of.decide(1.3) if isinstance(one, Grant)} == {"a"}
+
+
+# --- what waits for something else than a place -----------------------------------------------------------------------
+
+
+def receiving(stage: Stage, deferred: int) -> Backend:
+    """Four requests are in the engine's queue, `deferred` of them for something else than a place."""
+    one = backend()
+    for lease in range(4):
+        one.book(lease, request(stage=stage, stream=True), 0.0)
+    for at_s in (1.0, 1.2, 1.4, 1.6):
+        one.observe(reading(at_s, running=1, waiting=4, deferred=deferred, kv_used=0.1, kv_tokens=10_000))
+    return one
+
+
+def test_answers_that_fetch_their_prompts_are_no_queue_of_the_engine() -> None:
+    one = receiving(Stage.DECODE, 4)
+    assert (one.view(1.7).waiting, one.limit.settled) == (0, False)
+
+
+@pytest.mark.parametrize(("stage", "deferred"), [(Stage.DECODE, 0), (Stage.WHOLE, 4)])
+def test_all_others_are(stage: Stage, deferred: int) -> None:
+    one = receiving(stage, deferred)
+    assert (one.view(1.7).waiting, one.limit.settled) == (4, True)
 
 
 # --- where a batch limit begins -------------------------------------------------------------------------------------
