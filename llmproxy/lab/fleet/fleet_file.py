@@ -1,8 +1,10 @@
-"""Fleets from their names, such as `4xllama-8b-h100+4xllama-8b-a100`, and from YAML files with faults:
+"""Fleets from names like `4xllama-8b-h100+4xllama-8b-a100` or `3xllama-8b-h100:prefill+5xllama-8b-h100:decode`, and
+from YAML files with faults:
 
 proxies: 2
+kv_transfer: {bytes_per_s: 1.25e+9, latency_s: 0.01}
 replicas:
-  - {count: 6, profile: llama-8b-h100, max_num_seqs: 128}
+  - {count: 6, profile: llama-8b-h100, max_num_seqs: 128, role: decode}
   - name: late
     joins_s: 120
     profile: {name: my-8b, small_ms: [5.7, 0.006], large_ms: [0.2, 0.018], decode_ms: [0.4, 4.5e-5],
@@ -31,7 +33,9 @@ from llmproxy.config.schema import Section
 
 # The loader of the configuration knows the line of every value; a fleet's file deserves the same care.
 from llmproxy.config.value_types import Count, Integer, Name, Number, nearest, one_of
+from llmproxy.core.domain import Role
 from llmproxy.lab.fleet.spec import (
+    KV_TRANSFER,
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
     STEP_TOKENS,
@@ -42,6 +46,7 @@ from llmproxy.lab.fleet.spec import (
     SimulatedFleet,
 )
 from llmproxy.lab.scaling.signals import SIGNALS
+from llmproxy.simulator.engine.kv_transfer import KvTransfer
 from llmproxy.simulator.engine.profiles import PROFILES, Profile
 
 REPLICAS_MAX = 4_096
@@ -49,7 +54,10 @@ PROXIES_MAX = 256
 FAULTS_MAX = 1_000
 EVERY = "all"
 """The name by which a fault hits every replica."""
-EXAMPLE = "write it like 8xllama-8b-h100, 4xllama-8b-h100+4xllama-8b-a100, or as the path of a YAML file"
+EXAMPLE = (
+    "write it like 8xllama-8b-h100, 4xllama-8b-h100+4xllama-8b-a100, 3xllama-8b-h100:prefill+5xllama-8b-h100:decode,"
+    " or as the path of a YAML file"
+)
 
 KNOWN_PROFILES = tuple(PROFILES)
 RESTARTS = frozenset({FleetFaultKind.RESTART, FleetFaultKind.ROLL})
@@ -65,8 +73,9 @@ class FleetError(ConfigError):
 
 
 def fleet_named(text: str) -> SimulatedFleet:
-    """The fleet that `text` stands for: COUNTxPROFILE, several of them joined by `+`, or a YAML file (a path that ends
-    in .yaml or .yml, or that exists). Replicas are gpu-0, gpu-1, and so on, padded so that sorted names keep the order.
+    """The fleet that `text` stands for: COUNTxPROFILE or COUNTxPROFILE:ROLE, several of them joined by `+`, or a YAML
+    file (a path that ends in .yaml or .yml, or that exists). Replicas are gpu-0, gpu-1, and so on, padded so that
+    sorted names keep the order.
 
     Raises FleetError with everything that is wrong.
     """
@@ -74,23 +83,25 @@ def fleet_named(text: str) -> SimulatedFleet:
     if text.endswith((".yaml", ".yml")) or os.path.isfile(text):  # noqa: PTH113
         return _fleet_in(Path(text))
     groups = [_group(part) for part in text.split("+")]
-    count = sum(number for number, _ in groups)
+    count = sum(number for number, _, _ in groups)
     if count > REPLICAS_MAX:
         raise FleetError([f"fleet {reprlib.repr(text)}: has {count} replicas, more than {REPLICAS_MAX}"])
     names = iter(_numbered("gpu", count))
     return SimulatedFleet(
         text,
         tuple(
-            ReplicaSpec(next(names), profile_name, profile, profile.kv_tokens, _context_tokens(profile.kv_tokens, 16))
-            for number, profile_name in groups
+            ReplicaSpec(
+                next(names), profile_name, profile, profile.kv_tokens, _context_tokens(profile.kv_tokens, 16), role=role
+            )
+            for number, profile_name, role in groups
             for profile in (PROFILES[profile_name],)
             for _ in range(number)
         ),
     )
 
 
-def _group(part: str) -> tuple[int, str]:
-    found = re.fullmatch(r"([0-9]{1,9})x(.+)", part.strip())
+def _group(part: str) -> tuple[int, str, Role]:
+    found = re.fullmatch(r"([0-9]{1,9})x([^:]+)(?::(.*))?", part.strip())
     if found is None:
         raise FleetError([f"fleet: {reprlib.repr(part.strip())} is no COUNTxPROFILE and no file; {EXAMPLE}"])
     count, profile = int(found[1]), found[2]
@@ -98,7 +109,12 @@ def _group(part: str) -> tuple[int, str]:
         raise FleetError([f"fleet: {reprlib.repr(part.strip())} should be of 1 to {REPLICAS_MAX} replicas"])
     if profile not in PROFILES:
         raise FleetError([f"fleet: {_unknown_profile(profile)}"])
-    return count, profile
+    role = Role.BOTH if found[3] is None else found[3]
+    if role not in tuple(Role):
+        known = ", ".join(Role)
+        near = nearest(role, tuple(Role))
+        raise FleetError([f'fleet: there is no role {role!r} (nearest: "{near}"; known: {known})'])
+    return count, profile, Role(role)
 
 
 def _unknown_profile(name: str) -> str:
@@ -174,6 +190,7 @@ class _ReplicaEntry(Section):
     max_loras: Annotated[Integer, Field(ge=0)] = 8
     max_cpu_loras: Annotated[Integer, Field(ge=0)] | None = None
     joins_s: Cost = 0.0
+    role: Annotated[str, one_of(tuple(Role))] = Role.BOTH
 
     @property
     def cache_tokens(self) -> int:
@@ -196,6 +213,7 @@ class _ReplicaEntry(Section):
                 kv_tokens=self.cache_tokens,
                 max_model_len=self.max_model_len or context_tokens,
                 max_cpu_loras=self.host_loras,
+                role=Role(self.role),
                 **alike,
             )
 
@@ -257,11 +275,19 @@ class _AutoscaleEntry(Section):
     ask_s: Annotated[Number, Field(gt=0)] = 15.0
 
 
+class _KvTransferEntry(Section):
+    bytes_per_token: Count = KV_TRANSFER.bytes_per_token
+    bytes_per_s: Annotated[Number, Field(gt=0)] = KV_TRANSFER.bytes_per_s
+    latency_s: Cost = KV_TRANSFER.latency_s
+    handshake_s: Cost = KV_TRANSFER.handshake_s
+
+
 class _FleetEntry(Section):
     replicas: tuple[_ReplicaEntry, ...]
     faults: Annotated[tuple[_FaultEntry, ...], Field(max_length=FAULTS_MAX)] = ()
     proxies: Annotated[Integer, Field(ge=1, le=PROXIES_MAX)] = 1
     autoscale: _AutoscaleEntry | None = None
+    kv_transfer: _KvTransferEntry = _KvTransferEntry()
 
 
 def _fleet_in(path: Path) -> SimulatedFleet:
@@ -301,7 +327,8 @@ def _fleet_of(name: str, entry: _FleetEntry, findings: list[Finding]) -> Simulat
     if scale is not None and scale.min > total:
         findings.append((("autoscale", "min"), f"should be at most the {total} replicas of the fleet, not {scale.min}"))
     autoscale = None if scale is None else Autoscale(scale.policy, scale.min, scale.start_s, scale.ask_s)
-    return SimulatedFleet(name, tuple(specs.values()), faults, entry.proxies, autoscale)
+    transfer = KvTransfer(**entry.kv_transfer.model_dump())
+    return SimulatedFleet(name, tuple(specs.values()), faults, entry.proxies, autoscale, transfer)
 
 
 def _specs(entries: Sequence[_ReplicaEntry], total: int, findings: list[Finding]) -> dict[str, ReplicaSpec]:

@@ -17,6 +17,10 @@ class Broken(Exception):  # noqa: N818 - an event of the simulation, not an erro
         self.by_timeout = by_timeout
 
 
+class TransferFailed(Exception):  # noqa: N818
+    """The KV that a request needs from another server could not be had: an error before the first token."""
+
+
 class Refusing(Exception):  # noqa: N818
     """No process listens."""
 

@@ -6,13 +6,16 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Protocol
 
-from llmproxy.lab.fleet.job import Broken, Leaving, Refusing, ServerJob, TooLong
-from llmproxy.lab.fleet.spec import ReplicaSpec
+from llmproxy.lab.fleet.job import Broken, Leaving, Refusing, ServerJob, TooLong, TransferFailed
+from llmproxy.lab.fleet.kv_connector import KeptKv, KvConnector
+from llmproxy.lab.fleet.spec import KV_TRANSFER, ReplicaSpec
 from llmproxy.simulator.engine.engine import Engine
 from llmproxy.simulator.engine.kv_cache import Changes
+from llmproxy.simulator.engine.kv_transfer import KvTransfer
 from llmproxy.simulator.engine.profiles import Noise
 from llmproxy.simulator.engine.reports import Counters, Gauges, StepResult
 from llmproxy.simulator.engine.sequence import EngineRequest
@@ -70,6 +73,7 @@ class SimulatedServer:
         seed: int,
         loop: asyncio.AbstractEventLoop,
         noise: Noise = NOISE,
+        kv_transfer: KvTransfer = KV_TRANSFER,
     ) -> None:
         self.spec = spec
         self.alive = False
@@ -90,6 +94,7 @@ class SimulatedServer:
         self._visible = self._coming = Gauges()
         self._seen: deque[tuple[float, Gauges]] = deque()
         self._subscribers: list[Subscriber] = []
+        self._kv = KvConnector(kv_transfer, loop, self._before_change, self._after_change)
         self._install()
 
     def _install(self) -> None:
@@ -106,6 +111,7 @@ class SimulatedServer:
             noise=self._noise,
             seed=self._rng.getrandbits(32),
         )
+        self._kv.restarted(self.engine)
         self._visible = self._coming = Gauges()
         self._seen.clear()
         if self._subscribers:
@@ -160,15 +166,16 @@ class SimulatedServer:
 
     def slow_down(self, factor: float) -> None:
         """Every step from the next one on takes `factor` times as long as it should."""
-        if not self.faults.frozen:
-            self._interrupt()
+        self._before_change()
         self.faults.slow = factor
 
     # --- what clients do ----------------------------------------------------------------------------------------------
 
-    def open(self, request: EngineRequest, on_first: Callable[[], None]) -> ServerJob:
-        """Send a request. Raises Refusing when it is not alive, Leaving where the server is about to stop, and TooLong
-        for a request that it answers with 400.
+    def open(self, request: EngineRequest, on_first: Callable[[], None], kept: KeptKv | None = None) -> ServerJob:
+        """Send a request; one that is `remote` comes with what another server has `kept` for it.
+
+        Raises Refusing when it is not alive, Leaving where the server is about to stop, and TooLong for a request that
+        it answers with 400.
         """
         if not self.alive:
             raise Refusing
@@ -181,6 +188,8 @@ class SimulatedServer:
             job.cut_short = True
             job.request = replace(request, output_tokens=self._rng.randint(1, request.output_tokens))
         self._jobs[request.id] = job
+        if kept is not None:
+            self._kv.accepted(request.id, kept)
         self._loop.call_later(self._profile.frontend_s, self._enter, job)
         return job
 
@@ -211,9 +220,13 @@ class SimulatedServer:
         if self._leaving_for_s is not None:
             self._loop.call_soon(self._stop_when_done)
         if self._before_first_token.pop(request_id, None) is not None or job.first_s is not None:
-            if not self.faults.frozen:
-                self._interrupt()
+            self._before_change()
             self.engine.abort(request_id)
+        self._kv.left(request_id)
+
+    def kept(self, job: ServerJob) -> KeptKv:
+        """The blocks of a job that `pins` and has just ended, for another server."""
+        return self._kv.keep(job.request.id, job.hit_tokens or 0)
 
     def scrape(self) -> Gauges | None:
         """What the metrics page shows; None where it is lost on its way. Raises Refusing, Leaving of a server whose
@@ -268,12 +281,27 @@ class SimulatedServer:
         """The front end has tokenised the prompt."""
         if self._jobs.get(job.request.id) is not job:
             return
-        if not self.faults.frozen:
-            self._interrupt()
+        self._before_change()
         self.engine.add(job.request)
         self._before_first_token[job.request.id] = job
+        self._after_change()
+
+    def _before_change(self) -> None:
+        """Something is about to change in the engine from outside."""
+        if not self.faults.frozen:
+            self._interrupt()
+
+    def _after_change(self) -> None:
         if self._timer is None and not self.faults.frozen:
             self._next()
+
+    def _fetched(self, request_id: str, found: bool) -> None:
+        """The KV of a request was read, or could not be had."""
+        fails = not found and self._kv.times.on_failure == "fail"
+        if fails and (job := self._jobs.pop(request_id, None)) is not None:
+            del self._before_first_token[request_id]
+            if not job.ended.done():
+                job.ended.set_exception(TransferFailed())
 
     def _next(self) -> None:
         self._stretch = self._step = None
@@ -285,6 +313,8 @@ class SimulatedServer:
             self._timer = self._loop.call_at(now + self.engine.stretch_s(steps) * factor, self._stretch_done)
         elif self.engine.busy:
             self._step = self.engine.step()
+            for request_id, lacking_tokens in self._step.fetches:
+                self._kv.fetch(request_id, lacking_tokens, partial(self._fetched, request_id))
             # Taken here, because what arrives while the step runs is unknown to its gauges.
             self._coming = self.engine.gauges()
             self._timer = self._loop.call_at(now + self._step.duration_s * self.faults.slow, self._step_done)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from llmproxy.core.domain import Role
+from llmproxy.simulator.engine.kv_transfer import KvTransfer
 from llmproxy.simulator.engine.profiles import Profile
 
 STEP_TOKENS = 8_192
 MAX_NUM_SEQS = 256
 MAX_MODEL_LEN = 131_072
+KV_TRANSFER = KvTransfer()
 
 
 class FleetFaultKind(StrEnum):
@@ -64,6 +67,7 @@ class ReplicaSpec:
     max_loras: int = 8
     max_cpu_loras: int = 32
     joins_s: float = 0.0
+    role: Role = Role.BOTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,8 @@ class Autoscale:
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
     """Replicas with distinct names, the faults of the timeline in the order of their times, and how many proxies stand
-    in front, each knowing only its own requests. All replicas serve, unless the fleet scales.
+    in front, each knowing only its own requests. All replicas serve, unless the fleet scales. `kv_transfer` says what
+    it takes to hand KV from one to another, where they have roles.
     """
 
     name: str
@@ -89,3 +94,9 @@ class SimulatedFleet:
     faults: tuple[Fault, ...] = ()
     proxies: int = 1
     autoscale: Autoscale | None = None
+    kv_transfer: KvTransfer = KV_TRANSFER
+
+    @property
+    def split_up(self) -> bool:
+        """Whether any replica has a role of its own."""
+        return any(spec.role is not Role.BOTH for spec in self.replicas)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
+from llmproxy.core.domain import Stage
 from llmproxy.lab.baselines.policy import KnownPrompt
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.traces.arrival import Arrival
@@ -40,12 +41,13 @@ class Blocks:
 @dataclass(slots=True)
 class World:
     """`prompts` and `arrivals` are those of the live requests by request id: what a proxy can know of each, and what is
-    hidden from all but the oracle.
+    hidden from all but the oracle. `split_up`: replicas have roles.
     """
 
     replicas: dict[str, SimulatedServer]
     adapters: tuple[str, ...]
     blocks: Blocks
+    split_up: bool = False
     prompts: dict[str, KnownPrompt] = field(default_factory=dict)
     arrivals: dict[str, Arrival] = field(default_factory=dict)
     serial: Iterator[int] = field(default_factory=lambda: count(1))
@@ -58,11 +60,17 @@ class World:
         self.arrivals[request_id] = arrival
         return request_id
 
-    def sequence(self, request_id: str, name: str) -> EngineRequest:
-        """A live request as an engine gets it, called `name` there."""
+    def sequence(self, request_id: str, name: str, stage: Stage = Stage.WHOLE) -> EngineRequest:
+        """A stage of a live request as an engine gets it, called `name` there."""
         arrival = self.arrivals[request_id]
         return EngineRequest(
-            name, arrival.prompt_tokens, arrival.output_tokens, self.blocks.hashes(arrival), arrival.adapter
+            name,
+            arrival.prompt_tokens,
+            1 if stage is Stage.PREFILL else arrival.output_tokens,
+            self.blocks.hashes(arrival),
+            arrival.adapter,
+            pins=stage is Stage.PREFILL,
+            remote=stage is Stage.DECODE,
         )
 
     def sequence_of(self, request_id: str) -> EngineRequest:

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import Decision, Drop, Entry, Grant, Request, Usage, Verdict
+from llmproxy.core.domain import Decision, Drop, Entry, Grant, Request, Stage, Usage, Verdict
 from llmproxy.core.placement.policy import could_serve
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.charge import charges
@@ -87,10 +87,11 @@ class Audit:
                 self._floors[request.band] = self._counters[request.band, request.flow]
 
     def granted(self, grant: Grant, view: View) -> None:
-        """`view` is the backend that was granted."""
+        """`view` is the backend that was granted: of a request that is split, the one of its answer."""
         request = grant.request
         self.left(request)
-        if not grant.why.guaranteed:
+        # The place of an answer whose prompt is computed was given to it with the grant of the prompt.
+        if not grant.why.guaranteed and request.stage is not Stage.DECODE:
             self.inversions += any(
                 not other.limits and could_serve(other, excluded, view) for other, excluded in self._above(request.band)
             )
@@ -163,7 +164,8 @@ class AuditedPools(Pools):
         decisions = super().decide(now)
         for decision in decisions:
             if isinstance(decision, Grant):
-                self.audit.granted(decision, self.backends[decision.placed.backend].view(now))
+                placed = decision.placed
+                self.audit.granted(decision, self.backends[placed.answers_on or placed.backend].view(now))
             elif isinstance(decision, Drop):
                 self.audit.left(decision.request)
         if decisions:

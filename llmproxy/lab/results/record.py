@@ -16,7 +16,8 @@ class Record:
     `hit_tokens` (prompt tokens found cached) are those of the last attempt. `tpot_s` is the mean time per output token
     after the first, None for answers of one token. `backend_ttft_s` counts from the last grant; `predicted_ttft` of it
     and `predicted_tpot` are what the placement expected, None where it predicts nothing. `preemptions` are leases that
-    were taken back, which are no attempts. `met` says whether a completed answer kept both objectives.
+    were taken back, which are no attempts. `prefilled_on` computed the prompt, where another replica did. `met` says
+    whether a completed answer kept both objectives.
     """
 
     arrival: Arrival
@@ -25,6 +26,7 @@ class Record:
     outcome: Outcome = Outcome.INTERNAL
     ended_s: float = 0.0
     backend: str | None = None
+    prefilled_on: str | None = None
     attempts: int = 0
     preemptions: int = 0
     queue_wait_s: float | None = None

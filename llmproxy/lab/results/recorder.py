@@ -86,6 +86,7 @@ class RunRecorder:
         self._ttft_foresight, self._tpot_foresight = PredictionErrors(), PredictionErrors()
         self._outcomes: Counter[Outcome] = Counter()
         self._attempts = 0
+        self._split = 0
         self._adapter_requests = 0
         self._adapter_loads = 0
         self._ended_s = 0.0
@@ -120,6 +121,8 @@ class RunRecorder:
         self._ended_s = max(self._ended_s, record.ended_s)
         if record.backend is not None:
             self._backends[record.backend].add(record)
+            self._backends[record.prefilled_on or record.backend].add_prompt(record)
+            self._split += record.prefilled_on is not None
         if record.queue_wait_s is not None:
             self._waits.add(band, record.arrived_s, record.queue_wait_s)
         if record.outcome is Outcome.COMPLETED:
@@ -203,6 +206,7 @@ class RunRecorder:
             duration_s=duration_s,
             replicas=self._scaled,
             attempts=self._attempts,
+            split=self._split,
             preemptions=self._preemptions,
             inversions=self._inversions,
             ejections=self._ejections,

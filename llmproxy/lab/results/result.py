@@ -61,7 +61,7 @@ class GroupResult(_Model):
 
 
 class BackendResult(_Model):
-    """One replica: the requests whose last attempt it had, and what it did for those that got a first token.
+    """One replica: the requests whose last answer it gave, and what it did for those that got a first token.
 
     `prefill_tokens` are prompt tokens that it computed, `hit_tokens` those that it found cached. `engine_preemptions`
     are those of its engine in the whole run. The means are over samples taken all along the trace: sequences in the
@@ -183,7 +183,8 @@ class RunResult(_Model):
     the trace to the last end. `service_difference_tokens` is the most by which the weighted service (1 per prompt
     token, 2 per output token) of two tenants differed over a time in which both were backlogged, null where there were
     no two. A tenant is backlogged while a request of it waits in the proxy, or, under policies that bind at once, has
-    no first token. `preemptions` are leases taken back for a request of a higher band, and `inversions` grants to a
+    no first token. The last attempt of `split` requests had its prompt computed on one replica and its answer on
+    another one. `preemptions` are leases taken back for a request of a higher band, and `inversions` grants to a
     request while one of a higher band could have had them. `ejections` counts how often a replica was ejected,
     `noticed` says how soon each fault was detected, `replicas` how the fleet scaled, null where it did not. `by_tenant`
     names the largest tenants by tokens, and all others together as "(other)".
@@ -208,6 +209,7 @@ class RunResult(_Model):
     service_difference_tokens: float | None
     duration_s: float
     attempts: int
+    split: int = 0
     preemptions: int
     inversions: int
     ejections: int = 0

@@ -43,9 +43,12 @@ class BackendSums:
         self.requests += 1
         # Without a first token it is unknown how much of the prompt was computed.
         if record.ttft_s is not None:
+            self.output_tokens += record.output_tokens
+
+    def add_prompt(self, record: Record) -> None:
+        if record.ttft_s is not None:
             self.prefill_tokens += record.arrival.prompt_tokens - record.hit_tokens
             self.hit_tokens += record.hit_tokens
-            self.output_tokens += record.output_tokens
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -17,6 +18,7 @@ from llmproxy.core.domain import (
     Refused,
     Request,
     RequestFacts,
+    Stage,
     Trouble,
     Usage,
     Verdict,
@@ -24,7 +26,8 @@ from llmproxy.core.domain import (
 from llmproxy.core.retry import RetryBudget
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.lab.baselines.policy import Surroundings
-from llmproxy.lab.fleet.job import Broken, Leaving, Refusing, ServerJob, TooLong
+from llmproxy.lab.fleet.job import Broken, Leaving, Refusing, ServerJob, TooLong, TransferFailed
+from llmproxy.lab.fleet.kv_connector import KeptKv
 from llmproxy.lab.fleet.kv_events import KvEvents
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.world import World
@@ -69,7 +72,9 @@ class LabProxy:
         )
         configured = {backend.name: backend.max_in_flight for backend in config.backends}
         limits = {name: configured.get(name) for name in self._replicas}
-        self.pools = AuditedPools(plan.settings, limits, {}, lambda: plan.make_placement(around, world))
+        roles = {name: replica.spec.role for name, replica in self._replicas.items()}
+        settings = replace(plan.settings, roles=roles)
+        self.pools = AuditedPools(settings, limits, {}, lambda: plan.make_placement(around, world))
         self.dispatcher = Dispatcher(self.pools)
         cards = [ModelCard(name, BASE_MODEL, None) for name in world.adapters]
         self._cards = {
@@ -77,6 +82,7 @@ class LabProxy:
             for name, replica in self._replicas.items()
         }
         self._streams: dict[str, tuple[Lease, ServerJob, SimulatedServer]] = {}
+        self._kept: dict[str, KeptKv] = {}
         self._stopped = False
 
     # --- polling ------------------------------------------------------------------------------------------------------
@@ -119,6 +125,7 @@ class LabProxy:
                 kv_tokens=engine.kv_blocks * engine.block_size,
                 running_adapters=frozenset(gauges.running_adapters),
                 max_adapters=engine.max_loras if len(self._cards[name]) > 1 else None,
+                deferred=gauges.deferred,
             )
             self.dispatcher.observe(name, reading)
         self.dispatcher.answered(name)
@@ -210,6 +217,7 @@ class LabProxy:
             prefix=self._world.prompts[request_id].blocks[: arrival.prompt_tokens // self._world.blocks.block_tokens],
             prefix_tokens=self._world.blocks.block_tokens * prompt_tokens / arrival.prompt_tokens,
             session=arrival.session,
+            splittable=self._world.split_up,
         )
         routing = Routing(request)
         attempt, extra_attempts = partial(self._attempt, record, routing), self._config.retry.extra_attempts
@@ -222,6 +230,7 @@ class LabProxy:
         finally:
             # A preempted attempt is not counted: nothing was wrong with it.
             record.attempts, record.preemptions = routing.attempts - routing.preemptions, routing.preemptions
+            self._kept.pop(request.id, None)
             self.dispatcher.ended(request, _met(request, record))
 
     def _learn(self, record: Record, routing: Routing) -> None:
@@ -241,8 +250,12 @@ class LabProxy:
         """One attempt on one backend. Sets the verdict and usage of the lease, and the outcome of the record."""
         record.queue_wait_s, record.backend = routing.waited_s, lease.backend
         record.predicted_ttft, record.predicted_tpot = lease.grant.placed.ttft, lease.grant.placed.tpot
+        stage = lease.grant.request.stage
+        if stage is Stage.WHOLE:
+            record.prefilled_on = None
         retryable = await self._run(record, routing, lease)
-        return AttemptResult(lease.verdict, retryable)
+        prefilled = stage is Stage.PREFILL and lease.verdict is Verdict.SERVED
+        return AttemptResult(lease.verdict, retryable, prefilled=prefilled)
 
     async def _run(self, record: Record, routing: Routing, lease: Lease) -> bool:
         """Have the replica of the lease serve the request; whether another attempt may be made."""
@@ -250,8 +263,9 @@ class LabProxy:
         if lease.preempted and not lease.revoked:
             lease.verdict = Verdict.PREEMPTED
             return True
-        attempt_id = f"{request.id}.{routing.attempts - routing.preemptions}.{routing.preemptions}"
-        sequence = self._world.sequence(request.id, attempt_id)
+        stage, leases = lease.grant.request.stage, len(routing.tried)
+        sequence = self._world.sequence(request.id, f"{request.id}.{leases}", stage)
+        kept = self._kept.pop(request.id, None) if stage is Stage.DECODE else None
         timers: list[asyncio.TimerHandle] = []
 
         def first() -> None:
@@ -259,7 +273,7 @@ class LabProxy:
             timers.pop().cancel()
 
         try:
-            job = replica.open(sequence, first)
+            job = replica.open(sequence, first, kept)
         except (Refusing, Leaving) as failed:
             leaving = isinstance(failed, Leaving)
             lease.verdict = Verdict.DRAINING if leaving else Verdict.CONNECT_FAILED
@@ -285,6 +299,9 @@ class LabProxy:
                 await job.ended
         except Broken as broken:
             return self._broke(request, record, lease, job, broken.by_timeout)
+        except TransferFailed:
+            lease.verdict, record.outcome = Verdict.TRANSFER_FAILED, Outcome.UPSTREAM_STATUS
+            return True
         except TimeoutError:
             return self._broke(request, record, lease, job, by_timeout=True)
         finally:
@@ -293,7 +310,14 @@ class LabProxy:
             replica.leave(job)
             for timer in timers:
                 timer.cancel()
-        lease.verdict, record.outcome = Verdict.SERVED, Outcome.COMPLETED
+        lease.verdict = Verdict.SERVED
+        if stage is Stage.PREFILL:
+            self._kept[request.id], record.prefilled_on = replica.kept(job), lease.backend
+            lease.usage = Usage(arrival.prompt_tokens, 1, job.hit_tokens)
+            return False
+        if kept is not None:
+            job.hit_tokens = kept.cached_tokens
+        record.outcome = Outcome.COMPLETED
         self._measure(record, lease, job, arrival.output_tokens)
         lease.usage = Usage(arrival.prompt_tokens, arrival.output_tokens, job.hit_tokens)
         return False
@@ -303,7 +327,7 @@ class LabProxy:
             lease.verdict = Verdict.PREEMPTED
             return True
         lease.verdict = Verdict.LOST if lease.revoked else Verdict.FAILED
-        if job.first_s is None:
+        if job.first_s is None or lease.grant.request.stage is Stage.PREFILL:
             record.outcome = Outcome.UPSTREAM_TIMEOUT if by_timeout else Outcome.CONNECT_FAILED
             return True
         record.outcome = Outcome.BROKEN_STREAM

@@ -109,7 +109,9 @@ class Run:
     async def go(self) -> RunRecorder:
         setup, loop = self._setup, asyncio.get_running_loop()
         replicas = {
-            spec.name: SimulatedServer(spec, setup.prefill_scale, self._rng.getrandbits(32), loop)
+            spec.name: SimulatedServer(
+                spec, setup.prefill_scale, self._rng.getrandbits(32), loop, kv_transfer=setup.fleet.kv_transfer
+            )
             for spec in setup.fleet.replicas
         }
         if setup.fleet.autoscale is not None:
@@ -123,7 +125,7 @@ class Run:
                 replicas[spec.name].start()
         blocks = Blocks(setup.trace.block_tokens, setup.fleet.replicas[0].block_size)
         self._replicas = replicas
-        self._world = World(replicas, setup.adapters, blocks)
+        self._world = World(replicas, setup.adapters, blocks, setup.fleet.split_up)
         self.proxies = self._start_proxies(self._world)
         schedule(setup.fleet.faults, replicas, SETTLE_S)
         for fault in setup.fleet.faults:

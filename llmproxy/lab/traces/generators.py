@@ -320,3 +320,31 @@ def mixed_objectives(
         tenant = "tight" if rng.random() < tight else "lax"
         prompt, ttft_s, tpot_s = kinds[tenant]
         yield Arrival(at_s, prompt.tokens(rng), output.tokens(rng), tenant=tenant, ttft_slo_s=ttft_s, tpot_slo_s=tpot_s)
+
+
+def mixed_lengths(
+    *,
+    rate: Rate = 20.0,
+    duration_s: Seconds = 120.0,
+    long: Share = 0.25,
+    long_prompt_tokens: Tokens = 8_000,
+    long_output_tokens: Tokens = 100,
+    short_prompt_tokens: Tokens = 300,
+    short_output_tokens: Tokens = 500,
+    sigma: Sigma = 0.6,
+    seed: int = 0,
+) -> Iterator[Arrival]:
+    """A share `long` of long prompts with short answers among short prompts with long answers (Poisson).
+
+    Lengths are log-normal with these means, and share nothing. The tenant says which.
+    """
+    kinds = {
+        "long": (LogNormal(long_prompt_tokens, sigma), LogNormal(long_output_tokens, sigma)),
+        "short": (LogNormal(short_prompt_tokens, sigma), LogNormal(short_output_tokens, sigma)),
+    }
+
+    rng = Random(seed)
+    for at_s in poisson_times(rng, rate, duration_s):
+        tenant = "long" if rng.random() < long else "short"
+        prompt, output = kinds[tenant]
+        yield Arrival(at_s, prompt.tokens(rng), output.tokens(rng), tenant=tenant)

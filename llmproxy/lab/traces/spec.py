@@ -24,6 +24,7 @@ GENERATORS: Mapping[str, Callable[..., Iterator[Arrival]]] = {
         generators.lora_zipf,
         conversations.multi_round_chat,
         generators.noisy_neighbour,
+        generators.mixed_lengths,
         generators.mixed_objectives,
         generators.priority_mix,
         generators.shared_system_prompts,

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from llmproxy.core.domain import Role
 from llmproxy.lab.fleet import fleet_file
 from llmproxy.lab.fleet.fleet_file import FAULTS_MAX, REPLICAS_MAX, FleetError, fleet_named
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind
 from llmproxy.simulator.engine.engine import Engine
+from llmproxy.simulator.engine.kv_transfer import KvTransfer
 from llmproxy.simulator.engine.profiles import PROFILES, Profile
 
 Write = Callable[[str], str]
@@ -59,6 +61,13 @@ def test_mixed_fleets_number_their_replicas_through() -> None:
     ]
 
 
+def test_a_name_may_give_replicas_roles() -> None:
+    fleet = fleet_named("1xtiny:prefill+2xtiny:decode+1xtiny")
+    assert [spec.role for spec in fleet.replicas] == [Role.PREFILL, Role.DECODE, Role.DECODE, Role.BOTH]
+    assert fleet.split_up
+    assert not fleet_named("2xtiny+1xtiny:both").split_up
+
+
 @pytest.mark.parametrize("count", [1, 10, 11, 100, 101])
 def test_sorted_names_keep_the_order(count: int) -> None:
     names = [replica.name for replica in fleet_named(f"{count}xtiny").replicas]
@@ -76,6 +85,8 @@ def test_sorted_names_keep_the_order(count: int) -> None:
         ("x" * 5_000, "is no COUNTxPROFILE"),
         ("a\0b", "is no COUNTxPROFILE"),
         ("2xllama-8b-h10", "there is no engine profile 'llama-8b-h10' (nearest: \"llama-8b-h100\"; known: llama-70b"),
+        ("1xtiny:decoder", "there is no role 'decoder' (nearest: \"decode\"; known: both, prefill, decode)"),
+        ("1xtiny:", "there is no role ''"),
         ("0xtiny", "'0xtiny' should be of 1 to 4096 replicas"),
         ("99999xtiny", "'99999xtiny' should be of 1 to 4096 replicas"),
         ("4096xtiny+1xtiny", "has 4097 replicas, more than 4096"),
@@ -127,6 +138,8 @@ def test_the_example_is_a_fleet(write: Write) -> None:
     fleet = fleet_named(write(textwrap.dedent(fleet_file.__doc__.partition("\n\n")[2])))
     assert [spec.name for spec in fleet.replicas] == [*(f"gpu-{i}" for i in range(6)), "late"]
     assert (len(fleet.faults), fleet.proxies) == (2, 2)
+    assert [spec.role for spec in fleet.replicas] == [*[Role.DECODE] * 6, Role.BOTH]
+    assert fleet.kv_transfer == KvTransfer(bytes_per_s=1.25e9, latency_s=0.01)
 
 
 def test_a_file_needs_no_telling_ending(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llmproxy.config import PLACEMENT_PRESETS, Config
+from llmproxy.core.settings import Disaggregation, Splitting
 from llmproxy.lab.baselines import baseline_named, baselines
 from llmproxy.lab.policies.by_name import is_own, names, own_name, plan_named
 from llmproxy.lab.run.replay import records_of
@@ -83,6 +84,19 @@ def test_parameters_of_ours_are_keys_of_the_configuration() -> None:
     assert config.scheduling.look_ahead is None
 
 
+@pytest.mark.parametrize(
+    ("given", "splitting"),
+    [
+        ("auto", Disaggregation(Splitting.AUTO)),
+        ("never", Disaggregation(Splitting.NEVER)),
+        ("always", Disaggregation(Splitting.ALWAYS)),
+        ("2048", Disaggregation(Splitting.TOKENS, 2_048)),
+    ],
+)
+def test_what_is_split_can_be_said_in_a_name(given: str, splitting: Disaggregation) -> None:
+    assert plan_named(f"cost(disaggregation={given})", Config()).settings.disaggregation == splitting
+
+
 def test_who_goes_next_can_be_said_in_a_name() -> None:
     text = "blend(fairness=slo,ordering=least_slack,preemption=false,charged=requests,ceilings=1/0.9/0.6)"
     settings = plan_named(text, Config()).settings
@@ -134,6 +148,7 @@ def test_parameters_of_baselines_are_their_own() -> None:
         ("blend(ceilings=0.8/0.9/0.7)", r"do not rise"),
         ("blend(ceilings=1/x/0.5)", r"ceilings are written like"),
         ("blend(ceilings=1/1/0)", r"ceilings"),
+        ("cost(disaggregation=some)", r"disaggregation is auto, always, never or a number of tokens, not 'some'"),
         ("blend(ordering=lifo)", r"ordering: "),
         ("late_random(match=0.5)", r"unknown key 'match'"),
         ("blend(look_ahead=-1)", r"look_ahead: "),

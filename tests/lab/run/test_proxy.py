@@ -110,6 +110,7 @@ def test_readings_are_what_the_gauges_published_and_no_more(calls: SchedulerCall
                 kv_tokens=10_000,
                 running_adapters=frozenset(gauges.running_adapters),
                 max_adapters=2,
+                deferred=gauges.deferred,
             ),
         )
         for at_s, replica, gauges in calls.published

@@ -338,6 +338,16 @@ def test_shares_that_fill_the_whole_are_right() -> None:
     assert {a.band for a in made("priority_mix,critical=0.9,sheddable=0.1")} == {"critical", "sheddable"}
 
 
+def test_mixed_lengths_are_long_prompts_among_long_answers() -> None:
+    arrivals = made("mixed_lengths,duration_s=300,rate=30,long=0.25")
+    long = [one for one in arrivals if one.tenant == "long"]
+    short = [one for one in arrivals if one.tenant == "short"]
+    assert len(long) / len(arrivals) == pytest.approx(0.25, abs=0.02)
+    for some, prompt, output in ((long, 8_000, 100), (short, 300, 500)):
+        assert fmean(one.prompt_tokens for one in some) == pytest.approx(prompt, rel=0.1)
+        assert fmean(one.output_tokens for one in some) == pytest.approx(output, rel=0.1)
+
+
 def test_mixed_objectives_are_narrow_for_short_prompts() -> None:
     arrivals = made("mixed_objectives,duration_s=300,tight=0.25")
     tight = [one for one in arrivals if one.tenant == "tight"]
