@@ -1,4 +1,4 @@
-"""The laboratory's standing comparison: W1 to W9, every policy, in virtual time.
+"""The laboratory's standing comparison: W1 to W11, every policy, in virtual time.
 
     make lab         # the quick set, one seed
     make lab-full    # the decisive points: more loads, five paired seeds, three baselines tuned, 95 % intervals

@@ -101,8 +101,8 @@ def test_the_case_that_is_tuned_on_has_other_traffic_for_every_seed(scenario: Sc
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
-def test_workloads_are_w1_to_w9_with_unique_labels() -> None:
-    workloads = ["W1", "W2", "W3", "W4", "W4b", "W5", "W5b", *(f"W{i}" for i in range(6, 10))]
+def test_workloads_are_those_with_a_case_for_make_lab_and_unique_labels() -> None:
+    workloads = ["W1", "W2", "W3", "W4", "W4b", "W5", "W5b", *(f"W{i}" for i in range(6, 10)), "W11"]
     assert [scenario.key for scenario in SCENARIOS] == [*workloads, "A"]
     labels = [place_of(scenario, case, load).label for scenario, case in CASES for load in case.loads]
     assert len(set(labels)) == len(labels)

@@ -34,7 +34,7 @@ from llmproxy.core.lease_observers import (
 from llmproxy.core.leases import LeaseObserver, Leases
 from llmproxy.core.placement.first_fit import Found, Limited, Unmatched, first_fit, head, limited, passes_over
 from llmproxy.core.placement.policy import NO_CAPACITY, Placement
-from llmproxy.core.placement.staged import StagedPlacement, decode_of, prefill_of
+from llmproxy.core.placement.staged import decode_of, prefill_of, staged
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.pool_backends import PoolBackends
 from llmproxy.core.preemption import Preemption
@@ -94,7 +94,7 @@ class Scheduler:
         self._settings = settings
         # Shared by all pools: a tenant may use several models, and a backend that moves still holds leases of the old.
         self._limits = limits
-        self._placement = placement = StagedPlacement(placement, settings.disaggregation)
+        self._placement = placement = staged(placement, settings.disaggregation)
         self._backends = PoolBackends(settings.health)
         self.faults = Faults()
         self._room = WaitingRoom(settings, occupancy, limits, self.faults, self._room_on)

@@ -13,6 +13,7 @@ from benchmarks.scenarios.workloads import (
     w7_mixed_fleet,
     w8_failure,
     w9_stale_state,
+    w11_disaggregation,
 )
 
 SCENARIOS = tuple(
@@ -29,6 +30,7 @@ SCENARIOS = tuple(
         w7_mixed_fleet,
         w8_failure,
         w9_stale_state,
+        w11_disaggregation,
         ablations,
     )
 )

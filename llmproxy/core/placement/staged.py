@@ -51,6 +51,11 @@ def decode_of(request: Request) -> Request:
     return replace(request, stage=Stage.DECODE)
 
 
+def staged(placement: Placement, settings: Disaggregation) -> StagedPlacement:
+    """A placement that places stages, by `settings` unless it has an own way to split requests."""
+    return placement if isinstance(placement, StagedPlacement) else StagedPlacement(placement, settings)
+
+
 class StagedPlacement(Placement):
     """Places whole requests and stages by another placement.
 

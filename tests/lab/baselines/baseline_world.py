@@ -21,6 +21,9 @@ NAMES = (
     "epp_sticky",
     "dynamo_cost",
     "session",
+    "vllm_router_pd",
+    "llmd_pd",
+    "dynamo_pd",
 )
 NONE: frozenset[str] = frozenset()
 BLOCK = 512

@@ -34,7 +34,11 @@ def seen(*given: View) -> list[View]:
 def test_the_names_are_fixed() -> None:
     assert set(baselines.names()) == set(NAMES)
     assert [baseline_named(name).name for name in NAMES] == list(NAMES)
-    assert [name for name in NAMES if baseline_named(name).scrape_s is not None] == ["epp_blend", "epp_sticky"]
+    assert [name for name in NAMES if baseline_named(name).scrape_s is not None] == [
+        "epp_blend",
+        "epp_sticky",
+        "llmd_pd",
+    ]
     assert {baseline_named(name).scrape_s for name in GATED} == {0.05}
     assert {baseline_named(name).fairness for name in NAMES} == {"fcfs"}
 

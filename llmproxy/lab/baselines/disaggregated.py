@@ -1,0 +1,140 @@
+"""Routers that split requests between replicas for prompts and for answers, as they decide and choose.
+
+Each chooses both replicas when a request comes. Simplified: where a decode replica is gone when the prompt is computed,
+another one is chosen, and a prompt without a replica for it is computed where its answer is. Theirs answer with an
+error, or serve as they are configured. In a fleet without roles they are the routers that their parts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from llmproxy.core.backends.view import View
+from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Role, Stage, Usage, Verdict
+from llmproxy.core.placement.epp import sticky
+from llmproxy.core.placement.policy import Placement
+from llmproxy.core.placement.staged import StagedPlacement, prefill_of
+from llmproxy.core.settings import Disaggregation
+from llmproxy.lab.baselines.common import prompt_blocks
+from llmproxy.lab.baselines.dynamo import KvCost, KvEventCaches, PredictedCaches
+from llmproxy.lab.baselines.epp import SCRAPE_S, DeployedPicker
+from llmproxy.lab.baselines.plain import PowerOfTwo
+from llmproxy.lab.baselines.policy import Baseline, Surroundings, baselines
+from llmproxy.lab.baselines.sglang import CacheAware
+
+Splits = Callable[[int, int], bool]
+"""Whether a prompt is computed elsewhere: its tokens, and those of them that the chosen decode replica has cached."""
+
+
+@dataclass(slots=True)
+class KnownCaches:
+    """How many tokens of a prompt a replica is believed to have."""
+
+    around: Surroundings
+    caches: KvEventCaches | PredictedCaches
+
+    def tokens(self, request: Request, backend: str) -> tuple[int, int]:
+        """(Tokens of the prompt, those of them that the replica has)."""
+        blocks = prompt_blocks(request, self.around)
+        return sum(blocks.values()), self.caches.tokens(request, blocks, [backend])[0]
+
+    def routed(self, request: Request, backend: str) -> None:
+        self.caches.routed(backend, prompt_blocks(request, self.around))
+
+
+class SplitRouter(StagedPlacement):
+    """Chooses a decode replica first, then perhaps another one for the prompt, each by a policy of its own."""
+
+    def __init__(self, prefill: Placement, decode: Placement, known: KnownCaches, splits: Splits) -> None:
+        super().__init__(decode, Disaggregation())
+        self._prefill = prefill
+        self._known = known
+        self._splits = splits
+        self._chosen: dict[str, str] = {}
+        self._leases: dict[int, tuple[Placement, Request]] = {}
+
+    def place(
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
+    ) -> Placed | NoCapacity | NoMatch:
+        answering = self._answering(views)
+        if request.stage is Stage.DECODE:
+            chosen = self._chosen.pop(request.id)
+            here = [view for view in answering if view.backend == chosen and view.available]
+            return self.inner.place(request, here or answering, ceiling, excluded, now)
+        placed = self.inner.place(request, answering, ceiling, excluded, now)
+        if not isinstance(placed, Placed) or not request.splittable:
+            return placed
+        others = [view for view in views if view.role is not Role.DECODE and view.backend != placed.backend]
+        if not self._split_up or not others or not self._splits(*self._known.tokens(request, placed.backend)):
+            return placed
+        prompt = self._prefill.place(prefill_of(request), others, ceiling, excluded, now)
+        if not isinstance(prompt, Placed):
+            return placed
+        self._chosen[request.id] = placed.backend
+        return replace(prompt, answers_on=placed.backend)
+
+    def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
+        part = self._prefill if request.stage is Stage.PREFILL else self.inner
+        self._leases[lease] = part, request
+        if part is self.inner:
+            self._known.routed(request, placed.backend)
+        part.booked(lease, request, placed, now)
+
+    def started(self, lease: int, now: float) -> None:
+        self._leases[lease][0].started(lease, now)
+
+    def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
+        part, request = self._leases.pop(lease)
+        if request.stage is Stage.PREFILL and verdict is not Verdict.SERVED:
+            self._chosen.pop(request.id, None)
+        part.finished(lease, verdict, usage, now)
+
+    def lost(self, backend: str) -> None:
+        self._known.caches.lost(backend)
+        for part in (self._prefill, self.inner):
+            part.lost(backend)
+
+
+@baselines.register("vllm_router_pd")
+def vllm_router_pd() -> Baseline:
+    def make(around: Surroundings) -> Placement:
+        known = KnownCaches(around, PredictedCaches(around))
+        prefill = CacheAware(around, 0.3, 64.0, 1.5)
+        return SplitRouter(prefill, PowerOfTwo(around.rng), known, lambda *_: True)
+
+    about = "vllm-router with two pools: every prompt is computed elsewhere, cache-aware; decode by power of two"
+    return Baseline("vllm_router_pd", about, make)
+
+
+@baselines.register("llmd_pd")
+def llmd_pd(*, uncached: float = 512.0) -> Baseline:
+    """`uncached` tokens of a prompt have to be missing at the decode replica."""
+
+    def make(around: Surroundings) -> Placement:
+        known = KnownCaches(around, PredictedCaches(around))
+        # That of `epp_sticky`.
+        profile = sticky(0.8, 18.0, 15_928.0)
+        prefill, decode = (DeployedPicker(around, gate=False, profile=profile) for _ in range(2))
+        return SplitRouter(prefill, decode, known, lambda prompt, cached: prompt - cached >= uncached)
+
+    about = "llm-d: the endpoint picker for each pool, split from so many tokens that the decode replica has not cached"
+    return Baseline("llmd_pd", about, make, SCRAPE_S)
+
+
+@baselines.register("dynamo_pd")
+def dynamo_pd(*, uncached: float = 2_048.0, share: float = 0.7) -> Baseline:
+    """A prompt stays whole where fewer than `uncached` tokens, and less than `share` of it, are not cached."""
+
+    def make(around: Surroundings) -> Placement:
+        known = KnownCaches(around, KvEventCaches(around))
+        prefill, decode = (KvCost(around, KvEventCaches(around), 1.0, 1.0) for _ in range(2))
+
+        def splits(prompt: int, cached: int) -> bool:
+            return prompt - cached >= uncached or prompt - cached >= share * prompt
+
+        return SplitRouter(prefill, decode, known, splits)
+
+    return Baseline("dynamo_pd", "NVIDIA Dynamo: its KV router for each pool, conditional disaggregation", make)
