@@ -126,6 +126,7 @@ SIMULATE: Options = {
         ),
         None,
     ),
+    "roles": (_option(bool, "--roles", help="Try each number of replicas for prompts, and say which is best."), False),
     "objective": (
         _option(
             str | None,

@@ -32,6 +32,7 @@ from llmproxy.core.queueing.occupancy import Occupancy
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.scaling.need import Need
 from llmproxy.core.scaling.observer import Scaling, facts_of
+from llmproxy.core.scaling.roles import apart
 from llmproxy.core.scheduler import Scheduler
 from llmproxy.core.settings import Settings
 from llmproxy.core.snapshot import (
@@ -270,7 +271,8 @@ class Pools:
             views = () if scheduler is None else scheduler.views(now)
             paces = {} if name not in learned else {pace.backend: pace for pace in learned[name].backends}
             replicas = [facts_of(view, self.backends[view.backend].limit, paces.get(view.backend)) for view in views]
-            found[name] = watched.need(learned.get(name), replicas, self.settings.capacity.kv_full, now)
+            need = watched.need(learned.get(name), replicas, self.settings.capacity.kv_full, now)
+            found[name] = apart(need, views)
         return found
 
     def pool_of(self, backend: str) -> str | None:

@@ -134,6 +134,8 @@ WAITING = Board(
               ((gauge("scale_term_replicas", HERE, "pool, term", "max"), "{{pool}} {{term}}"),)),
         Panel("Replicas needed by group", "The same by kind of replica, the cheapest work first.",
               ((gauge("scale_group_need_replicas", HERE, "pool, group", "max"), "{{pool}} {{group}}"),)),
+        Panel("Replicas needed by role", "The same for prompts and for answers, where a pool has roles.",
+              ((gauge("scale_role_need_replicas", HERE, "pool, role", "max"), "{{pool}} {{role}}"),)),
         Panel("Start of replicas", "From when a new backend is known until it serves.",
               quantiles("replica_start_seconds", HERE, "pool"), "s"),
         Panel("What a replica can do", "Requests per second that one replica can serve, of those that come now.",

@@ -22,11 +22,12 @@ from llmproxy.lab.results.objectives import Wanted
 from llmproxy.lab.results.report import Extra, ReportUnavailable, page
 from llmproxy.lab.results.result import Bound, Point, SimulationResult, load_label, to_bytes
 from llmproxy.lab.results.sizes import Sizes, print_sizes, sizes_of
+from llmproxy.lab.results.splits import Splits, print_splits, splits_of
 from llmproxy.lab.results.table import print_tables
 from llmproxy.lab.run.runs import Finished, Simulation, points, prepared, run_all
 from llmproxy.lab.traces import Survey
 from llmproxy.lab.traces.arrival import Trace, TraceError
-from llmproxy.lab.variants import fleets, labelled
+from llmproxy.lab.variants import fleets, labelled, prefilling
 
 if TYPE_CHECKING:
     from llmproxy.lab.results.plots import Plot
@@ -53,6 +54,7 @@ class Options:
     proxies: int | None = None
     scales: tuple[str, ...] = ()
     sizes: str | None = None
+    roles: bool = False
     objective: str | None = None
     workers: int | None = None
     out: Path | None = None
@@ -91,7 +93,7 @@ def _simulate(options: Options) -> None:
         wanted=_wanted(options),
     )  # fmt: skip
     try:
-        tried = fleets(fleet, options.scales, options.sizes)
+        tried = fleets(fleet, options.scales, options.sizes, options.roles)
     except ValueError as error:
         raise Unusable(str(error)) from None
     chosen = points(tuple(plans), options.seeds, tuple(rates), tuple(prefills))
@@ -109,6 +111,8 @@ def _simulate(options: Options) -> None:
     by_label = {label: plain[i * len(chosen) : (i + 1) * len(chosen)] for i, label in enumerate(tried)}
     finished = list(labelled(by_label))
     sizes = sizes_of([(one.run.policy, one.run) for one in plain]) if options.sizes is not None else []
+    of_roles = [(one.run.policy, prefilling(tasks[i][0].fleet), one.run) for i, one in enumerate(plain)]
+    splits = splits_of(of_roles) if options.roles else []
     # Bounds are those of one fleet.
     with Console(stderr=True).status("computing bounds"):
         bounds = _bounds(simulation, chosen) if len(tried) == 1 and not sizes else {}
@@ -119,6 +123,8 @@ def _simulate(options: Options) -> None:
     )
     if sizes:
         print_sizes(sizes, simulation.wanted, console)
+    elif splits:
+        print_splits(splits, simulation.wanted, console)
     else:
         print_tables(result, console)
     for run in result.runs:
@@ -129,7 +135,7 @@ def _simulate(options: Options) -> None:
             console.print(f"{run.policy}, seed {run.seed}: {text}", markup=False)
     if options.out is not None:
         own = [one.run.policy for one, as_named in zip(finished, plain, strict=True) if is_own(as_named.run.policy)]
-        _write(options.out, options, result, finished, own, _extra(finished, sizes, simulation.wanted), console)
+        _write(options.out, options, result, finished, own, _extra(finished, sizes, splits, simulation.wanted), console)
 
 
 def _wanted(options: Options) -> Wanted:
@@ -140,16 +146,17 @@ def _wanted(options: Options) -> Wanted:
         raise Unusable(f"--objective {options.objective}: {error}") from None
 
 
-def _extra(finished: Sequence[Finished], sizes: Sequence[Sizes], wanted: Wanted) -> Extra:
-    """What the report shows of fleets that scale, and of several sizes: of the first seed and load."""
+def _extra(finished: Sequence[Finished], sizes: Sequence[Sizes], splits: Sequence[Splits], wanted: Wanted) -> Extra:
+    """What the report shows of fleets that scale, of several sizes and divisions: of the first seed and load."""
     scaled = {one.run.policy: one.trail for one in reversed(finished) if one.trail.scaled}
-    if not scaled and not sizes:
+    if not scaled and not sizes and not splits:
         return Extra()
 
     def draw() -> list[Plot]:
         from llmproxy.lab.results import scaling_plots
 
         plots = [scaling_plots.sizes_plot(sizes, wanted)] if sizes else []
+        plots += [scaling_plots.splits_plot(splits, wanted)] if splits else []
         return [*plots, scaling_plots.replicas_plot(list(scaled.items())[::-1])] if scaled else plots
 
     return Extra(draw=draw)

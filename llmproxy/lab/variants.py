@@ -1,4 +1,4 @@
-"""The same trace on several fleets: of several sizes, or following several signals."""
+"""The same trace on several fleets: of several sizes, divided in several ways, or following several signals."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from llmproxy.core.domain import Role
 from llmproxy.lab.fleet.fleet_file import REPLICAS_MAX
 from llmproxy.lab.fleet.spec import Autoscale, SimulatedFleet
 from llmproxy.lab.run.runs import Finished
@@ -16,8 +17,18 @@ OF_FUTURE = "oracle"
 """The signal that needs a fleet's costs before it can be followed."""
 
 
-def fleets(fleet: SimulatedFleet, scales: Sequence[str], sizes: str | None) -> dict[str, SimulatedFleet]:
+def fleets(
+    fleet: SimulatedFleet, scales: Sequence[str], sizes: str | None, roles: bool = False
+) -> dict[str, SimulatedFleet]:
     """The fleets to run, by what is added to the names of policies. Raises ValueError with what is wrong."""
+    if roles:
+        if scales or sizes is not None or fleet.autoscale is not None:
+            raise ValueError(
+                "--roles: a fleet that is divided has one size; leave out --scale, --fleet-size, autoscale"
+            )
+        if len(fleet.replicas) < 2:
+            raise ValueError("--roles: one replica cannot be divided")
+        return {f"{prefill} for prompts": divided(fleet, prefill) for prefill in range(len(fleet.replicas))}
     if sizes is not None:
         if scales or fleet.autoscale is not None:
             raise ValueError("--fleet-size: a fleet of given sizes does not scale; leave out --scale and autoscale")
@@ -40,6 +51,19 @@ def resized(fleet: SimulatedFleet, count: int) -> SimulatedFleet:
     width = len(str(count - 1))
     chosen = (replace(kinds[i % len(kinds)], name=f"gpu-{i:0{width}}") for i in range(count))
     return replace(fleet, name=f"{count} of {fleet.name}", replicas=tuple(chosen))
+
+
+def divided(fleet: SimulatedFleet, prefill: int) -> SimulatedFleet:
+    """The fleet with its first `prefill` replicas for prompts and the others for answers; without roles where 0."""
+    roles = [Role.PREFILL] * prefill + [Role.DECODE if prefill else Role.BOTH] * (len(fleet.replicas) - prefill)
+    return replace(
+        fleet, replicas=tuple(replace(spec, role=role) for spec, role in zip(fleet.replicas, roles, strict=True))
+    )
+
+
+def prefilling(fleet: SimulatedFleet) -> int:
+    """How many replicas of a fleet are for prompts alone."""
+    return sum(spec.role is Role.PREFILL for spec in fleet.replicas)
 
 
 def labelled(found: Mapping[str, Sequence[Finished]]) -> Iterator[Finished]:

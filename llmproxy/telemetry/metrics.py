@@ -159,6 +159,12 @@ def _scale(needs: Mapping[str, Need]) -> Iterator[GaugeMetricFamily]:
         for group, one in need.groups.items():
             groups.add_metric([pool, group], one.need)
     yield groups
+    role_text = "Replicas of a role that the pool should have, not rounded, where it has roles."
+    roles = GaugeMetricFamily("llmproxy_scale_role_need_replicas", role_text, labels=["pool", "role"])
+    for pool, need in needs.items():
+        for role, of_role in need.roles.items():
+            roles.add_metric([pool, role], of_role.need)
+    yield roles
     capacity = ((pool, need.capacity.requests_per_s) for pool, need in needs.items() if need.capacity is not None)
     text = "Requests per second that one replica can serve, of those that come now."
     yield _gauge("replica_capacity_requests_per_second", text, "pool", capacity)

@@ -35,6 +35,8 @@ def scale(found: dict[str, Any]) -> RenderableType:
         parts: list[RenderableType] = [_pools(pools), Text(), _terms(pools)]
         if any(pool["groups"] for pool in pools):
             parts += [Text(), _groups(pools)]
+        if any(pool["roles"] for pool in pools):
+            parts += [Text(), _roles(pools)]
         return Group(*parts)
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise AskError(f"this is not the scale of this version of llmproxy: {error!r}") from None
@@ -74,6 +76,17 @@ def _groups(pools: list[dict[str, Any]]) -> Table:
         for name, one in pool["groups"].items():
             wants = Text(f"{one['desired']:,}", "" if one["desired"] == one["up"] else "bold yellow")
             cells = f"{one['up']:,}", f"{one['need']:.2f}", wants, f"{one['cost']:g}"
+            table.add_row(Text(printable(name)), Text(printable(pool["pool"])), *cells)
+    return table
+
+
+def _roles(pools: list[dict[str, Any]]) -> Table:
+    """How many for prompts and how many for answers, where a pool has roles."""
+    table = _table("role", "pool", "up", "needs", "wants")
+    for pool in pools:
+        for name, one in pool["roles"].items():
+            wants = Text(f"{one['desired']:,}", "" if one["desired"] == one["up"] else "bold yellow")
+            cells = f"{one['up']:,}", f"{one['need']:.2f}", wants
             table.add_row(Text(printable(name)), Text(printable(pool["pool"])), *cells)
     return table
 

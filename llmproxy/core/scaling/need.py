@@ -42,7 +42,10 @@ DIGITS = 2
 
 
 class ReplicaFacts(Struct, frozen=True):
-    """One replica as scaling sees it. `limit` is its batch limit where that is known, `pace` its speed (1: usual)."""
+    """One replica as scaling sees it. `limit` is its batch limit where that is known, `pace` its speed (1: usual).
+
+    `for_prompts`: it computes prompts for others.
+    """
 
     up: bool
     limit: int | None
@@ -50,6 +53,7 @@ class ReplicaFacts(Struct, frozen=True):
     kv_used: float | None
     max_adapters: int | None = None
     pace: float = 1.0
+    for_prompts: bool = False
 
 
 class Demand(Struct, frozen=True):
@@ -80,6 +84,14 @@ class Capacity(Struct, frozen=True):
         return 1.0 / self.request_s if self.request_s > 0.0 else inf
 
 
+class RoleNeed(Struct, frozen=True):
+    """How many replicas of one role are needed (`desired` is rounded up), and how many are up."""
+
+    desired: int
+    need: float
+    up: int
+
+
 class Need(Struct, frozen=True):
     """How many replicas a pool needs, and why. `terms` are in replicas; `sure` is False where it only holds on."""
 
@@ -96,6 +108,7 @@ class Need(Struct, frozen=True):
     waiting_s: float
     start_s: float
     groups: dict[str, GroupNeed] = {}
+    roles: dict[str, RoleNeed] = {}
 
 
 def capacity_of(
@@ -111,7 +124,11 @@ def capacity_of(
         return None
     base_s, slope_s = line.base_s, line.sequence_s
     attention = 0.0 if learned is None else learned.prefill_attention
-    prompt_s = line.token_s * came.compute * (1.0 + attention * came.before) / came.requests
+    token_s = line.token_s
+    if learned is not None and any(one.for_prompts for one in replicas):
+        # Beside answers few prompts are computed, or none: their streams say little of what a token of one takes.
+        token_s = learned.prefill_token_s
+    prompt_s = token_s * came.compute * (1.0 + attention * came.before) / came.requests
     tokens = came.output / came.requests
     held_tokens = came.prompt / came.requests + tokens / 2.0
     most = min(

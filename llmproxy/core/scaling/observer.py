@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from llmproxy.core.backends.batch_limit import BatchLimit
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import BackendPace, KnownCapacity, Learned, Request, Stage, Usage, Verdict
+from llmproxy.core.domain import BackendPace, KnownCapacity, Learned, Request, Role, Stage, Usage, Verdict
 from llmproxy.core.estimates.learning import follow, gain
 from llmproxy.core.leases import LeaseObserver, LeaseRecord
 from llmproxy.core.scaling.curve import StepCurve
@@ -278,7 +278,8 @@ def facts_of(view: View, limit: BatchLimit, pace: BackendPace | None) -> Replica
     used = view.kv_used if view.reading is not None else None
     known = limit.value if limit.proven else None
     speed = 1.0 if pace is None else speed_of(pace)
-    return ReplicaFacts(view.available, known, view.kv_tokens, used, view.max_adapters, speed)
+    for_prompts = view.role is Role.PREFILL
+    return ReplicaFacts(view.available, known, view.kv_tokens, used, view.max_adapters, speed, for_prompts)
 
 
 def speed_of(pace: BackendPace) -> float:

@@ -131,6 +131,9 @@ def shown(pool: str, need: Need, states: Mapping[str, int], *, named: bool) -> d
             name: {"desired": one.desired, "need": round(one.need, 3), "up": one.up, "cost": one.cost}
             for name, one in need.groups.items()
         },
+        "roles": {
+            name: {"desired": one.desired, "need": round(one.need, 3), "up": one.up} for name, one in need.roles.items()
+        },
     }
 
 

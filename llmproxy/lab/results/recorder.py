@@ -87,6 +87,7 @@ class RunRecorder:
         self._outcomes: Counter[Outcome] = Counter()
         self._attempts = 0
         self._split = 0
+        self.prefill_share: float | None = None
         self._adapter_requests = 0
         self._adapter_loads = 0
         self._ended_s = 0.0
@@ -207,6 +208,7 @@ class RunRecorder:
             replicas=self._scaled,
             attempts=self._attempts,
             split=self._split,
+            prefill_share=self.prefill_share,
             preemptions=self._preemptions,
             inversions=self._inversions,
             ejections=self._ejections,

@@ -184,7 +184,8 @@ class RunResult(_Model):
     token, 2 per output token) of two tenants differed over a time in which both were backlogged, null where there were
     no two. A tenant is backlogged while a request of it waits in the proxy, or, under policies that bind at once, has
     no first token. The last attempt of `split` requests had its prompt computed on one replica and its answer on
-    another one. `preemptions` are leases taken back for a request of a higher band, and `inversions` grants to a
+    another one, and `prefill_share` is the part of the replicas that prompts need, by the work that the proxy saw.
+    `preemptions` are leases taken back for a request of a higher band, and `inversions` grants to a
     request while one of a higher band could have had them. `ejections` counts how often a replica was ejected,
     `noticed` says how soon each fault was detected, `replicas` how the fleet scaled, null where it did not. `by_tenant`
     names the largest tenants by tokens, and all others together as "(other)".
@@ -210,6 +211,7 @@ class RunResult(_Model):
     duration_s: float
     attempts: int
     split: int = 0
+    prefill_share: float | None = None
     preemptions: int
     inversions: int
     ejections: int = 0

@@ -1,4 +1,4 @@
-"""Plots of fleets that scale, and of fleets of several sizes.
+"""Plots of fleets that scale, of fleets of several sizes, and of fleets that are divided.
 
 This module needs the optional dependency matplotlib; only the report imports it.
 """
@@ -14,6 +14,7 @@ from llmproxy.lab.results.objectives import Wanted
 from llmproxy.lab.results.plots import BOUND_STYLE, Plot
 from llmproxy.lab.results.result import Trail
 from llmproxy.lab.results.sizes import Sizes
+from llmproxy.lab.results.splits import Splits
 
 DASHES = "-", (0, (5, 1.6)), (0, (1.2, 1.2))
 
@@ -80,3 +81,35 @@ def sizes_plot(found: Sequence[Sizes], wanted: Wanted) -> Plot:
         f"what 1,000 requests that kept it cost. {advice}"
     )
     return Plot("How many replicas", text, figure)
+
+
+def splits_plot(found: Sequence[Splits], wanted: Wanted) -> Plot:
+    """Attainment and both times by the number of replicas for prompts."""
+    figure = new_figure(3.6)
+    kept, ttft, tpot = figure.subplots(1, 3)
+    for look, splits in enumerate(found):
+        style = {"color": SERIES[look % len(SERIES)], "markersize": 3.5}
+        count = [row.prefill for row in splits.rows]
+        kept.plot(
+            count, [row.kept for row in splits.rows], "o-", label=short(splits.name), gid=f"series-{look}", **style
+        )
+        first = [(row.prefill, row.ttft_p99_s) for row in splits.rows if row.ttft_p99_s is not None]
+        ttft.plot([x for x, _ in first], [y for _, y in first], "o-", **style)
+        each = [(row.prefill, 1_000.0 * row.tpot_p99_s) for row in splits.rows if row.tpot_p99_s is not None]
+        tpot.plot([x for x, _ in each], [y for _, y in each], "o-", **style)
+    kept.axhline(wanted.share, **BOUND_STYLE)
+    kept.set(ylim=(0, 1.04), xlabel="replicas for prompts", ylabel="kept objectives")
+    kept.yaxis.set_major_formatter(PercentFormatter(1.0))
+    ttft.set(xlabel="replicas for prompts", ylabel="TTFT p99 in s")
+    tpot.set(xlabel="replicas for prompts", ylabel="TPOT p99 in ms")
+    for axes in (kept, ttft, tpot):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (ttft, tpot):
+        axes.set_ylim(bottom=0)
+    add_legend(figure, kept)
+    advice = " ".join(f"{splits.name}: {splits.advice(wanted)}" for splits in found)
+    text = (
+        f"Left: share of all offered requests that kept {wanted}; the dashed line is the share that is wanted. Then "
+        f"the time to the first token and that of each further one. At 0 all replicas may do both. {advice}"
+    )
+    return Plot("How many replicas for prompts", text, figure)

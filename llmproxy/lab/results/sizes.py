@@ -76,14 +76,15 @@ def _size(replicas: int, runs: Sequence[RunResult]) -> Size:
         replicas,
         kept,
         {band: fmean(run.by_band[band].goodput or 0.0 for run in runs if band in run.by_band) for band in bands},
-        _mean([run.ttft_s.p99 for run in runs]),
-        _mean([run.tpot_s.p99 for run in runs]),
+        mean_of([run.ttft_s.p99 for run in runs]),
+        mean_of([run.tpot_s.p99 for run in runs]),
         fmean(run.refused / run.offered if run.offered else 0.0 for run in runs),
         replicas * sum(run.duration_s for run in runs) / HOUR_S / good * THOUSAND if good else None,
     )
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def mean_of(values: Sequence[float | None]) -> float | None:
+    """The mean of what is known, None where nothing is."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 

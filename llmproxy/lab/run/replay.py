@@ -12,6 +12,7 @@ from random import Random
 
 from llmproxy.config import Config
 from llmproxy.core.domain import Outcome
+from llmproxy.core.scaling.roles import Ratio
 from llmproxy.lab.fleet.fault_schedule import schedule
 from llmproxy.lab.fleet.scaled import ScaledFleet
 from llmproxy.lab.fleet.server import SimulatedServer
@@ -135,6 +136,7 @@ class Run:
         loop.call_at(SETTLE_S + max(LOOK_EVERY_S, setup.warmup_s), self._look_at_service, loop)
         for at_s in (setup.warmup_s, setup.duration_s):
             loop.call_at(SETTLE_S + at_s, self._look_at_output)
+        loop.call_at(SETTLE_S + setup.duration_s, self._look_at_ratio, loop)
         await self._feed(loop)
         if self._tasks:
             self._drained = loop.create_future()
@@ -231,6 +233,12 @@ class Run:
         self.recorder.service.look(under_way, {self._world.arrivals[one].tenant: None for one in waiting})
         if not self._over:
             loop.call_later(LOOK_EVERY_S, self._look_at_service, loop)
+
+    def _look_at_ratio(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Which part of the replicas should be for prompts, by what the first proxy has learned."""
+        for need in self.proxies[0].pools.needs(loop.time()).values():
+            if need.prefill + need.decode > 0.0:
+                self.recorder.prefill_share = Ratio(need.prefill, need.decode).share
 
     def _look_at_output(self) -> None:
         """How many tokens were streamed by now, by band."""

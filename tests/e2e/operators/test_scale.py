@@ -62,9 +62,10 @@ async def test_groups_share_the_need_by_price(monkeypatch: pytest.MonkeyPatch) -
         )
 
 
-async def test_a_pool_without_groups_has_none() -> None:
+async def test_a_pool_without_groups_and_roles_has_none() -> None:
     async with serving(FAST) as proxy:
-        assert (await proxy.get("/scale/base")).json["groups"] == {}
+        found = (await proxy.get("/scale/base")).json
+        assert (found["groups"], found["roles"]) == ({}, {})
 
 
 async def test_what_nobody_has_is_404_and_what_is_not_known_503() -> None:

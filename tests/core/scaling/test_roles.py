@@ -1,0 +1,77 @@
+"""How many replicas for prompts and how many for answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmproxy.core.backends.view import View
+from llmproxy.core.domain import Learned, Role
+from llmproxy.core.scaling.curve import StepCurve
+from llmproxy.core.scaling.mix import Tokens
+from llmproxy.core.scaling.need import Need, ReplicaFacts, capacity_of
+from llmproxy.core.scaling.roles import Ratio, apart
+from tests.core.make import view
+
+
+def need(of: float, prefill: float, decode: float) -> Need:
+    return Need(round(of), of, "work", True, 3, {}, prefill, decode, None, 0, 0.0, 60.0)
+
+
+def views(**count: int) -> list[View]:
+    return [view(f"{role}-{i}", role=Role(role)) for role, many in count.items() for i in range(many)]
+
+
+def found(of: Need, **count: int) -> dict[str, tuple[int, Any, int]]:
+    roles = apart(of, views(**count)).roles
+    return {name: (one.desired, pytest.approx(one.need), one.up) for name, one in roles.items()}
+
+
+def test_the_need_is_shared_out_by_the_work_of_prompts_and_of_answers() -> None:
+    assert found(need(8.0, 1.5, 4.5), prefill=3, decode=5) == {"prefill": (2, 2.0, 3), "decode": (6, 6.0, 5)}
+
+
+def test_what_may_do_both_counts_as_for_answers() -> None:
+    assert found(need(4.0, 1.0, 1.0), prefill=1, decode=1, both=2)["decode"] == (2, 2.0, 3)
+
+
+def test_where_nothing_is_known_there_are_as_many_as_there_are() -> None:
+    assert found(need(3.0, 0.0, 0.0), prefill=1, decode=2) == {"prefill": (1, 1.0, 1), "decode": (2, 2.0, 2)}
+
+
+def test_each_role_is_rounded_up() -> None:
+    assert found(need(0.5, 0.1, 0.4), prefill=1, decode=1) == {"prefill": (1, 0.1, 1), "decode": (1, 0.4, 1)}
+
+
+def test_a_backend_that_is_down_is_not_up() -> None:
+    down = [view("prefill-0", role=Role.PREFILL, available=False), *views(decode=1)]
+    assert apart(need(2.0, 1.0, 1.0), down).roles["prefill"].up == 0
+
+
+def test_a_pool_without_roles_has_none() -> None:
+    assert apart(need(2.0, 1.0, 1.0), views(both=2)).roles == {}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "best"), [(1.0, 1.0, 4), (3.0, 5.0, 3), (0.0, 1.0, 1), (1.0, 0.0, 7), (2.4, 5.6, 2)]
+)
+def test_a_number_of_replicas_is_split_by_the_same_share(prefill: float, decode: float, best: int) -> None:
+    assert Ratio(prefill, decode).of(8) == best
+
+
+def test_the_time_of_a_prompt_is_that_of_where_prompts_are_computed() -> None:
+    """Where answers are beside no prompts, their steps teach nothing of what a token of a prompt takes."""
+    curve, learned = StepCurve(), Learned(0.03, 1e-4, 0.0, 0.01, 1e-4, 0.0, 1.0, 1.0, ())
+    for sequences in (8.0, 32.0):
+        curve.learn(100.0, 1.0 + sequences / 100.0, sequences, 0.0, 0.0)
+    came = Tokens(10.0, 10_000.0, 10_000.0, 0.0, 1_000.0)
+    answering = ReplicaFacts(True, 64, 200_000, 0.2)
+    alone = capacity_of(came, learned, curve, [answering], None, 1.0)
+    apart = capacity_of(
+        came, learned, curve, [answering, ReplicaFacts(True, 64, 200_000, 0.2, for_prompts=True)], None, 1.0
+    )
+    assert alone is not None
+    assert apart is not None
+    assert apart.prompt_s == pytest.approx(0.1)
+    assert alone.prompt_s < 0.05
