@@ -59,7 +59,8 @@ class SplitRouter(StagedPlacement):
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        answering = self._answering(views)
+        answers = not self._answers <= excluded
+        answering = [view for view in views if view.role is not Role.PREFILL] if answers else views
         if request.stage is Stage.DECODE:
             chosen = self._chosen.pop(request.id)
             here = [view for view in answering if view.backend == chosen and view.available]

@@ -14,7 +14,7 @@ from llmproxy.config.value_types import nearest
 from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.placement.policy import Placement, make, presets
 from llmproxy.core.placement.price import TERMS
-from llmproxy.core.settings import Disaggregation, Settings, Splitting
+from llmproxy.core.settings import Settings
 from llmproxy.lab.baselines import baseline_named, baselines
 from llmproxy.lab.baselines.policy import Surroundings
 from llmproxy.lab.baselines.tuning import taken_apart
@@ -78,8 +78,7 @@ def plan_named(text: str, config: Config) -> PolicyPlan:
     given = dict(pairs)
     if name in _own():
         without = _without(text, given.pop("without", ""))
-        splitting = _splitting(text, given.pop("disaggregation", Splitting.AUTO))
-        return _own_plan(text, _own()[name], _with(config, text, given), without, splitting)
+        return _own_plan(text, _own()[name], _with(config, text, given), without)
     if name == ORACLE:
         if given:
             raise ValueError(f"policy {text!r}: the oracle takes no parameters")
@@ -110,8 +109,8 @@ def plan_named(text: str, config: Config) -> PolicyPlan:
     )
 
 
-def _own_plan(text: str, preset: str, config: Config, without: frozenset[str], splitting: Disaggregation) -> PolicyPlan:
-    settings = replace(settings_of(config), placement=preset, disaggregation=splitting)
+def _own_plan(text: str, preset: str, config: Config, without: frozenset[str]) -> PolicyPlan:
+    settings = replace(settings_of(config), placement=preset)
     about = f"ours: placement {preset}, fairness {settings.fairness}, late binding from a waiting room"
 
     def placement(around: Surroundings, world: World) -> Placement:
@@ -128,16 +127,6 @@ def _without(text: str, given: str) -> frozenset[str]:
     if names - known or (names and not text.startswith("cost(")):
         raise ValueError(f"policy {text!r}: only `cost` can be without something, of {', '.join(sorted(known))}")
     return names
-
-
-def _splitting(text: str, given: str) -> Disaggregation:
-    """What `cost(disaggregation=auto)` says: `auto`, `always`, `never`, or how many tokens must not be cached."""
-    if given.isdecimal():
-        return Disaggregation(Splitting.TOKENS, int(given))
-    known = [one for one in Splitting if one is not Splitting.TOKENS]
-    if given not in known:
-        raise ValueError(f"policy {text!r}: disaggregation is {', '.join(known)} or a number of tokens, not {given!r}")
-    return Disaggregation(Splitting(given))
 
 
 def _with(config: Config, text: str, given: Mapping[str, str]) -> Config:
