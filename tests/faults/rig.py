@@ -6,11 +6,12 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from structlog.testing import capture_logs
 
+from llmproxy.core.domain import Stage
 from llmproxy.simulator.replica import Replica
 from llmproxy.simulator.server.faults import FaultKind
 from tests.e2e.proxies import FAST, HELLO, STREAM, ProxyUnderTest, raw_post, serving, until
@@ -135,35 +136,47 @@ async def read_answer(reader: asyncio.StreamReader) -> Received:
 
 @asynccontextmanager
 async def faulty_fleet(
-    fault: Misbehaviour, ask: str, alone: bool
+    fault: Misbehaviour, ask: str, alone: bool, stage: Stage = Stage.WHOLE
 ) -> AsyncIterator[tuple[ProxyUnderTest, Scripted | Replica]]:
-    """A proxy whose `b0` misbehaves, and whose `b1`, unless `alone`, does not."""
-    config = {**QUICK, **fault.config}
+    """A proxy whose `b0` misbehaves, and whose `b1`, unless `alone`, does not.
+
+    `b0` has the role of a `stage`, then, and `b1` takes answers. A third one computes the prompts for a decode.
+    """
+    config: dict[str, Any] = {**QUICK, **fault.config}
+    good = FAST
+    if stage is not Stage.WHOLE:
+        good = replace(FAST, kv_transfer="nixl", kv_latency_s=0.0, kv_handshake_s=0.0, kv_lease_s=0.2)
+        config |= {"scheduling": {"placement": "round_robin", "disaggregation": "always"}}
+        config |= {"roles": {"b0": stage.value, "b1": "decode", "b2": "prefill"}}
     async with AsyncExitStack() as stack:
         bad: Scripted | Replica
         script = fault.plain if ask == "whole" and fault.plain is not None else fault.script
         if script is not None:
             bad = await stack.enter_async_context(scripted(script))
         else:
-            bad = await stack.enter_async_context(Replica(FAST))
-        urls = [bad.url]
-        if not alone:
-            urls.append((await stack.enter_async_context(Replica(FAST))).url)
-        proxy = await stack.enter_async_context(serving(extra=urls, **config))
+            bad = await stack.enter_async_context(Replica(good))
+        others = [Replica(good) for _ in range(0 if alone else 2 if stage is Stage.DECODE else 1)]
+        for other in others:
+            await stack.enter_async_context(other)
+        proxy = await stack.enter_async_context(serving(extra=[one.url for one in (bad, *others)], **config))
         if isinstance(bad, Scripted):
             if fault.before is not None:
                 fault.before(bad)
         elif fault.fault is not None:
             bad.faults.set(fault.fault)
         yield proxy, bad
+        await until(lambda: not any(other.engine.kv.kept for other in others))
         if isinstance(bad, Replica):
             await until(lambda: not bad.in_flight or bad.faults.kind in (FaultKind.HANG, FaultKind.FROZEN))
 
 
-async def play(fault: Misbehaviour, ask: str = "stream", *, alone: bool = False) -> Seen:
-    """Send one request to a proxy whose backend misbehaves so; on return the proxy was closed and checked."""
+async def play(fault: Misbehaviour, ask: str = "stream", *, alone: bool = False, stage: Stage = Stage.WHOLE) -> Seen:
+    """Send one request to a proxy whose backend misbehaves so; on return the proxy was closed and checked.
+
+    With a `stage`, the backend misbehaves in that part of a split request.
+    """
     with capture_logs() as log:
-        async with faulty_fleet(fault, ask, alone) as (proxy, bad):
+        async with faulty_fleet(fault, ask, alone, stage) as (proxy, bad):
             received = await receive(proxy, raw_post(ASKS[ask]))
             await proxy.settled()
             if isinstance(bad, Scripted):

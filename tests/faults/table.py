@@ -12,6 +12,7 @@ import re
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from llmproxy.core.domain import Stage
 from tests import ROOT
 from tests.e2e.leftovers import CountingLoop
 from tests.faults.clients import CLIENT_FAULTS, Observed, observe
@@ -22,6 +23,10 @@ from tests.faults.scenes import SCENES, perform
 
 PAGE = ROOT / "docs" / "reference" / "faults.md"
 TEXT_MAX = 110
+STAGES = """\
+One stage of a [split request](../how-to/disaggregation.md), which asks for an answer in one piece where the prefill
+misbehaves, and for a stream where the decode does. Others are well: one for answers, and for a decode that misbehaves
+one for prompts. Of a prefill the client saw nothing: 200 from another one, each time."""
 
 
 def client_saw(received: Received, seen: Seen) -> str:
@@ -87,6 +92,14 @@ async def page() -> str:
         kinds = ["either"] if rows[0] == rows[1] else ["stream", "one piece"]
         for kind, row in zip(kinds, rows, strict=False):
             lines.append("| " + " | ".join((_cell(fault.name), kind, *row)) + " |")
+    lines += ["", "## Stages", "", STAGES, ""]
+    lines += ["| a replica that… | as prefill | as decode, the client saw | as decode |", "| --- " * 4 + "|"]
+    for fault in MISBEHAVIOURS:
+        first = await play(fault, "whole", stage=Stage.PREFILL)
+        second = await play(fault, "stream", stage=Stage.DECODE)
+        saw = client_saw(second.received, second)
+        hows = [f"`{seen.exit['disaggregation']}`" for seen in (first, second)]
+        lines.append("| " + " | ".join((_cell(fault.name), hows[0], saw, hows[1])) + " |")
     lines += [
         "",
         "## Clients",

@@ -6,12 +6,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, raw_post, serving
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, raw_post, serving, until
 from tests.e2e.scripted import answering, scripted, serving_script, whole
 from tests.faults.misbehaviours import status
 from tests.faults.rig import read_answer
@@ -44,6 +44,17 @@ async def one_that_refuses() -> AsyncIterator[ProxyUnderTest]:
 
 
 @asynccontextmanager
+async def two_stages() -> AsyncIterator[ProxyUnderTest]:
+    """A replica for prompts and one for answers. A prompt that nobody fetches is kept for a short lease."""
+    nixl = replace(FAST, kv_transfer="nixl", kv_latency_s=0.0, kv_handshake_s=0.0, kv_lease_s=0.05)
+    scheduling = {"disaggregation": "always", "kv_lease_s": 0.05}
+    async with serving(nixl, nixl, roles={"b0": "prefill", "b1": "decode"}, scheduling=scheduling) as proxy:
+        yield proxy
+        await until(lambda: all(replica.engine.gauges().kv_used == 0.0 for replica in proxy.replicas))
+        assert not any(scheduler._places._kept for scheduler in proxy.app.pools.schedulers.values())
+
+
+@asynccontextmanager
 async def large_answers() -> AsyncIterator[ProxyUnderTest]:
     answer = answering(whole(b"x" * (4 << 20)))
     async with serving_script(answer) as (proxy, _):
@@ -67,6 +78,8 @@ CASES = [
     Case("a response", two_replicas, RESPONSE, "/v1/responses"),
     Case("a large body", two_replicas, LARGE),
     Case("a large answer", large_answers, HELLO),
+    Case("a split stream", two_stages, STREAM),
+    Case("a split answer in one piece", two_stages, HELLO),
     Case("a queue", one_seat, STREAM, crowd=4),
     Case("a retry", one_that_refuses, STREAM, crowd=2),
 ]

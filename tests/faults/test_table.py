@@ -6,6 +6,8 @@ from operator import attrgetter
 
 import pytest
 
+from llmproxy.core.domain import Stage
+from llmproxy.telemetry.exit import Split
 from tests.e2e.proxies import serving
 from tests.e2e.scripted import answering, scripted
 from tests.faults.clients import CLIENT_FAULTS, ClientFault, observe
@@ -15,6 +17,7 @@ from tests.faults.rig import Misbehaviour, Seen, play
 from tests.faults.scenes import SCENES, Scene, perform
 
 NAME = attrgetter("name")
+PREFILL_CAUSES = (Split.PREFILL_FAILED, Split.PREFILL_REFUSED, Split.NO_PARAMETERS, Split.BAD_PARAMETERS)
 
 
 def holds(seen: Seen) -> None:
@@ -47,6 +50,27 @@ async def test_a_replica_that(fault: Misbehaviour, ask: str, alone: bool) -> Non
         verdict = fault.whole_verdict if ask == "whole" and fault.whole_verdict is not None else fault.verdict
         assert seen.verdicts == (verdict,)
         assert seen.retries == (seen.client == "other")
+
+
+@pytest.mark.parametrize("fault", MISBEHAVIOURS, ids=NAME)
+async def test_a_prefill_replica_that(fault: Misbehaviour) -> None:
+    """Its answer is for the proxy alone, so that the client sees nothing of it."""
+    seen = await play(fault, "whole", stage=Stage.PREFILL)
+    holds(seen)
+    assert seen.client == "other"
+    assert seen.retries == 1
+    assert seen.exit["disaggregation"] in PREFILL_CAUSES
+
+
+@pytest.mark.parametrize("fault", MISBEHAVIOURS, ids=NAME)
+async def test_a_decode_replica_that(fault: Misbehaviour) -> None:
+    """Before its first token it costs time; after that, or alone, it is what it would be without a prefill."""
+    seen = await play(fault, "stream", stage=Stage.DECODE)
+    holds(seen)
+    # Who answered with an error may be asked for the whole, once more.
+    assert seen.client in ("other", fault.client("stream", alone=False))
+    if seen.exit["disaggregation"] != Split.SPLIT:
+        assert seen.exit["disaggregation"] in (Split.DECODE_FAILED, Split.DECODE_REFUSED, Split.TRANSFER_FAILED)
 
 
 @pytest.mark.parametrize("fault", CLIENT_FAULTS, ids=NAME)
