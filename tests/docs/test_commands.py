@@ -12,7 +12,8 @@ from tests.docs.shell import matches, run
 
 MISSING = [tool for tool in ("bash", "curl", "jq") if shutil.which(tool) is None]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted((DOCS / "tutorial").glob("*.md")), DOCS / "how-to" / "simulated-replicas.md"]
+HOW_TOS = ("disaggregation.md", "simulated-replicas.md")
+PAGES = [ROOT / "README.md", *sorted((DOCS / "tutorial").glob("*.md")), *(DOCS / "how-to" / name for name in HOW_TOS)]
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"the pages use {', '.join(MISSING)}, which this machine lacks")

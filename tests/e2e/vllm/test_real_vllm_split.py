@@ -1,0 +1,151 @@
+"""Split requests before real vLLM servers: opt in with LLMPROXY_TEST_VLLM_SPLIT=prefill-url,decode-url,...
+
+They run with NixlConnector, serve the model `tiny` with the adapters `lora-0` and `lora-1`, and have a
+`kv_lease_duration` of 20 s. On a CPU the first transfer between two of them takes seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from llmproxy.app import Proxy
+from llmproxy.config import BackendConfig, SchedulingConfig
+from llmproxy.telemetry.exit import Split
+from tests.e2e.vllm.test_real_vllm import proxy_before, until
+from tests.e2e.vllm.vllm_requests import CASES, FRESH, Case
+
+URLS = [url for url in os.environ.get("LLMPROXY_TEST_VLLM_SPLIT", "").split(",") if url]
+LEASE_S = 20.0
+WHOLE = ("completion-batch-prompts",)
+"""The requests that one server answers."""
+SPLIT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+LONG = "Tell me about load balancers, one fact after the other. " * 60
+LATE = "vllm:nixl_num_notifications_after_expiry_total"
+late_before: list[list[float]] = []
+HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        len(URLS) < 2, reason="needs real vLLM servers: set LLMPROXY_TEST_VLLM_SPLIT=prefill,decode,..."
+    ),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as opened:
+        yield opened
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def proxy(session: aiohttp.ClientSession) -> AsyncIterator[Proxy]:
+    backends = [BackendConfig(url=url, role="decode" if number else "prefill") for number, url in enumerate(URLS)]
+    scheduling = SchedulingConfig(disaggregation="always", kv_lease_s=LEASE_S)
+    late_before[:] = [await gauges(session, url, LATE) for url in URLS]
+    async with proxy_before(*backends, scheduling=scheduling) as opened:
+        # Engines that meet for the first time shake hands.
+        for _ in range(2 * len(URLS)):
+            await post(session, opened.url, chat("warm"))
+        yield opened
+
+
+def chat(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0} | more
+
+
+async def post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    async with session.post(url + "/v1/chat/completions", json=body) as answer:
+        return answer.status, await answer.read()
+
+
+async def hows(session: aiohttp.ClientSession, proxy: Proxy) -> dict[str, float]:
+    """How often requests were served in each way so far."""
+    async with session.get(proxy.url + "/metrics") as answer:
+        page = await answer.text()
+    found = re.findall(r'^llmproxy_disaggregation_total\{how="(\w+)"\} (\S+)$', page, re.MULTILINE)
+    return {name: float(count) for name, count in found if float(count)}
+
+
+async def gauges(session: aiohttp.ClientSession, url: str, *names: str) -> list[float]:
+    async with session.get(url + "/metrics") as answer:
+        page = await answer.text()
+    return [sum(map(float, re.findall(rf"^{name}\{{.*\}} (\S+)$", page, re.MULTILINE))) for name in names]
+
+
+def meaning(case: Case, body: bytes) -> list[Any]:
+    """What an answer says: its texts, why they ended, and how many tokens there were."""
+    events = [line.removeprefix(b"data: ") for line in body.splitlines() if line.startswith(b"data: {")]
+    texts: list[str] = []
+    rest: list[Any] = []
+    for found in map(json.loads, events if case.streams else [body]):
+        for choice in found.get("choices", ()):
+            part = choice.get("message") or choice.get("delta") or {}
+            texts.append(str(part.get("content") or choice.get("text") or ""))
+            texts += [str(call["function"].get("arguments")) for call in part.get("tool_calls") or ()]
+            rest += [choice["finish_reason"]] if choice.get("finish_reason") else []
+        texts += re.findall(r'"text": ?"([^"]*)"', json.dumps(found)) if case.path in SPLIT_PATHS[2:] else []
+        texts += [found["delta"]] if isinstance(found.get("delta"), str) else []
+        usage = found.get("usage") or {}
+        rest += [usage[name] for name in ("prompt_tokens", "completion_tokens", "output_tokens") if name in usage][-1:]
+    return ["".join(texts), rest[-2:]]
+
+
+DIVISIBLE = [case for case in CASES if case.path in SPLIT_PATHS and case.method == "POST" and "n2-" not in case.name]
+"""Without the streams of several answers, whose events come in any order."""
+
+
+@pytest.mark.parametrize("case", DIVISIBLE, ids=lambda case: case.name)
+async def test_an_answer_is_that_of_one_server(session: aiohttp.ClientSession, proxy: Proxy, case: Case) -> None:
+    body, headers = case.body.replace(FRESH, b"fresh"), dict(case.headers)
+    before = await hows(session, proxy)
+    answers = []
+    for url in (URLS[0], proxy.url):
+        async with session.post(url + case.path, data=io.BytesIO(body), headers=headers) as answer:
+            answers.append((answer.status, meaning(case, await answer.read()) if answer.status == 200 else []))
+    assert answers[0] == answers[1]
+    after = await hows(session, proxy)
+    if answers[0][0] == 200:
+        changed = {name for name in after if after[name] != before.get(name, 0.0)}
+        assert changed == {Split.WHOLE if case.name in WHOLE else Split.SPLIT}
+
+
+async def test_parameters_of_clients_kill_no_server(session: aiohttp.ClientSession, proxy: Proxy) -> None:
+    for params in ({"do_remote_prefill": True}, {"do_remote_decode": True}):
+        status, _ = await post(session, proxy.url, chat("evil", kv_transfer_params=params))
+        assert status == 200
+    for url in URLS:
+        assert (await post(session, url, chat("alive")))[0] == 200
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.1, 0.2, 0.4])
+async def test_a_client_that_leaves_leaves_nothing_in_engines(
+    session: aiohttp.ClientSession, proxy: Proxy, after_s: float
+) -> None:
+    body = chat(f"{after_s} {LONG}", max_tokens=400, ignore_eos=True, stream=True)
+    asked = [asyncio.create_task(post(session, proxy.url, body)) for _ in range(3)]
+    await asyncio.sleep(after_s)
+    for task in asked:
+        task.cancel()
+    loop = asyncio.get_running_loop()
+    left_s = loop.time()
+    for url in URLS:
+        # What nobody fetches goes with its lease at the latest.
+        await until(lambda url=url: gauges(session, url, *HELD), [0.0, 0.0, 0.0], LEASE_S + 5.0)  # type: ignore[misc]
+    print(f"left after {after_s} s, empty {loop.time() - left_s:.1f} s later")
+
+
+async def test_no_block_was_read_after_its_lease(session: aiohttp.ClientSession, proxy: Proxy) -> None:
+    assert (await hows(session, proxy))[Split.SPLIT] > 0
+    assert [await gauges(session, url, LATE) for url in URLS] == late_before
