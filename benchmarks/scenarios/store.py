@@ -17,7 +17,9 @@ from llmproxy.lab.run.runs import Finished, Simulation
 PACKAGE = Path(llmproxy.__file__).parent
 ROOMS = ("core", "config", "simulator", "lab", "dispatcher.py")
 """The code that a run passes through."""
-PRESENTATION = frozenset({"drawing.py", "plots.py", "report.py", "simulate.py", "table.py"})
+PRESENTATION = frozenset(
+    {"drawing.py", "plots.py", "report.py", "scaling_plots.py", "simulate.py", "sizes.py", "table.py"}
+)
 
 
 class Store:
@@ -60,7 +62,7 @@ class Store:
 def code_digest(rivals: bool) -> str:
     """Of every file that a run passes through; those of the baselines only where they matter."""
     digest = hashlib.sha256()
-    for path in _code():
+    for path in code_files():
         if "baselines" in path.parts and not rivals:
             continue
         digest.update(path.relative_to(PACKAGE).as_posix().encode())
@@ -68,7 +70,8 @@ def code_digest(rivals: bool) -> str:
     return digest.hexdigest()
 
 
-def _code() -> Iterator[Path]:
+def code_files() -> Iterator[Path]:
+    """Every file that a run passes through."""
     for room in ROOMS:
         place = PACKAGE / room
         files = sorted(place.rglob("*.py")) if place.is_dir() else [place]

@@ -176,11 +176,12 @@ class KnownCapacity(Struct, frozen=True):
     """What an earlier process learned of the replicas of a pool and of its requests, for `core.scaling`.
 
     `sums` are those of `StepCurve`. `sizes` are (size class of the prompt, answers seen, their tokens on average, the
-    share of the prompt that was cached).
+    share of the prompt that was cached), and `squares` the means of the squares of those tokens, in the same order.
     """
 
     sums: tuple[float, ...]
     sizes: tuple[tuple[int, int, float, float], ...]
+    squares: tuple[float, ...] = ()
 
 
 class Reading(Struct, frozen=True):

@@ -55,6 +55,7 @@ class _Pool(msgspec.Struct):
     sums: tuple[float, ...]
     sizes: tuple[tuple[int, int, float, float], ...]
     seen_s: float
+    squares: tuple[float, ...] = ()
 
 
 class _Content(msgspec.Struct):
@@ -118,7 +119,7 @@ class StateFile:
                 url: KnownLimit(entry.limit, entry.settled, entry.models, entry.max_model_len)
                 for url, entry in content.limits.items()
             },
-            {name: KnownCapacity(pool.sums, pool.sizes) for name, pool in content.pools.items()},
+            {name: KnownCapacity(pool.sums, pool.sizes, pool.squares) for name, pool in content.pools.items()},
         )
 
     def write(self, known: State, *, last: bool = False) -> None:
@@ -134,7 +135,7 @@ class StateFile:
                     for url, one in known.limits.items()
                 }
                 pools = content.pools | {
-                    name: _Pool(one.sums, one.sizes, now) for name, one in known.capacities.items()
+                    name: _Pool(one.sums, one.sizes, now, one.squares) for name, one in known.capacities.items()
                 }
                 kept = _Content(FORMAT, _last_seen(limits, ENTRIES_MAX), _last_seen(pools, POOLS_MAX))
                 self._replace(msgspec.json.format(msgspec.json.encode(kept)))

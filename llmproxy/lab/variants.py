@@ -13,8 +13,8 @@ from llmproxy.lab.run.runs import Finished
 from llmproxy.lab.scaling.signals import SIGNALS
 
 SIZES_MAX = 64
-OF_FUTURE = "oracle"
-"""The signal that needs a fleet's costs before it can be followed."""
+OF_FUTURE = frozenset({"oracle", "instant"})
+"""Signals that need the work of a trace before they can be followed."""
 
 
 def fleets(
@@ -36,7 +36,7 @@ def fleets(
             raise ValueError("--fleet-size: the faults of the fleet's file name replicas that may not be there")
         counts = _counts(sizes)
         return {f"{count} replicas" if count > 1 else "1 replica": resized(fleet, count) for count in counts}
-    known = [name for name in SIGNALS if name != OF_FUTURE]
+    known = [name for name in SIGNALS if name not in OF_FUTURE]
     for signal in scales:
         if signal not in known:
             raise ValueError(f"--scale {signal}: is no signal (known: {', '.join(known)})")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, sqrt
 from typing import NamedTuple
 
 from llmproxy.core.domain import Usage
@@ -18,6 +18,9 @@ KEPT_S = 180
 GAIN = 1 / 50
 SEEN_MIN = 3
 """Answers of a size that are seen before its outputs are believed; until then such requests count by their prompts."""
+BLOCK = 10
+"""So many answers of a size that clearly differ from those before replace them: its mix is another one now."""
+BLOCK_SIGMAS = 3.0
 RECALLED_MAX = 50
 """Answers of a size that an earlier process saw weigh at most as so many."""
 SIZES_MAX = 64
@@ -28,11 +31,31 @@ KEPT_SLOTS = KEPT_S // SLOT_S
 
 @dataclass(slots=True)
 class SizeClass:
-    """Requests whose prompts have as many binary digits of tokens. Shares are of prompt tokens, 0..1."""
+    """Requests whose prompts have as many binary digits of tokens. Shares are of prompt tokens, 0..1. `output_squares`
+    is the mean of the squares of the answers' tokens, and the `block` has the last few answers."""
 
     seen: int = 0
     output_tokens: float = 0.0
+    output_squares: float = 0.0
     cached_share: float = 0.0
+    block: int = 0
+    block_tokens: float = 0.0
+    block_squares: float = 0.0
+
+    def learn(self, output_tokens: float, weight: float) -> None:
+        """An answer had so many tokens."""
+        self.output_tokens = follow(self.output_tokens, output_tokens, weight)
+        self.output_squares = follow(self.output_squares, output_tokens * output_tokens, weight)
+        self.block += 1
+        self.block_tokens += output_tokens
+        self.block_squares += output_tokens * output_tokens
+        if self.block == BLOCK:
+            mean, squares = self.block_tokens / BLOCK, self.block_squares / BLOCK
+            variances = max(0.0, self.output_squares - self.output_tokens**2) + max(0.0, squares - mean**2)
+            # Welch's test: one long answer makes the variance of its block large, and proves nothing.
+            if abs(mean - self.output_tokens) > BLOCK_SIGMAS * sqrt(variances / BLOCK):
+                self.seen, self.output_tokens, self.output_squares = BLOCK, mean, squares
+            self.block, self.block_tokens, self.block_squares = 0, 0.0, 0.0
 
 
 @dataclass(slots=True)
@@ -53,16 +76,17 @@ def size_of(prompt_tokens: int) -> int:
 
 class Tokens(NamedTuple):
     """Requests, the tokens of their prompts, those of them that are to `compute`, how many stand `before` such a one on
-    average, and the tokens of their answers."""
+    average, the tokens of their answers, and those that a replica holds for an answer on average over its time."""
 
     requests: float
     prompt: float
     compute: float
     before: float
     output: float
+    held: float
 
 
-NO_TOKENS = Tokens(0.0, 0.0, 0.0, 0.0, 0.0)
+NO_TOKENS = Tokens(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class _Window:
@@ -107,16 +131,23 @@ class Mix:
         self.ended = 0
         self.recalled = False
 
-    def recall(self, sizes: Iterable[tuple[int, int, float, float]]) -> bool:
-        """Begin with what an earlier process learned of sizes: (class, answers seen, output tokens, cached share).
+    def recall(self, sizes: Sequence[tuple[int, int, float, float]], squares: Sequence[float]) -> bool:
+        """Begin with what an earlier process learned of sizes: (class, answers seen, output tokens, cached share), and
+        the mean `squares` of those tokens, none where they were not kept.
 
         False, and nothing happens, for numbers that cannot be some.
         """
-        found = {size: SizeClass(seen, output_tokens, cached) for size, seen, output_tokens, cached in sizes}
+        if len(squares) != len(sizes):
+            squares = [tokens * tokens for _, _, tokens, _ in sizes]
+        found = {
+            size: SizeClass(seen, tokens, square, cached)
+            for (size, seen, tokens, cached), square in zip(sizes, squares, strict=True)
+        }
         sound = all(
             0 < size <= SIZES_MAX and one.seen > 0 and 0.0 <= one.output_tokens < inf and 0.0 <= one.cached_share <= 1.0
+            and one.output_tokens**2 <= one.output_squares * 1.001 < inf
             for size, one in found.items()
-        )
+        )  # fmt: skip
         if not sound or not found:
             return False
         for one in found.values():
@@ -149,7 +180,7 @@ class Mix:
         size.seen += 1
         self.ended += 1
         weight = gain(GAIN, size.seen)
-        size.output_tokens = follow(size.output_tokens, float(usage.output_tokens), weight)
+        size.learn(float(usage.output_tokens), weight)
         if usage.cached_tokens is not None and usage.prompt_tokens > 0:
             size.cached_share = follow(
                 size.cached_share, usage.cached_tokens / (usage.prompt_tokens * sequences), weight
@@ -188,7 +219,7 @@ class Mix:
         """What these counts are in tokens."""
         if not sizes:
             return NO_TOKENS
-        requests = prompt = compute = before = output = 0.0
+        requests = prompt = compute = before = output = held = 0.0
         for size, count in sizes.items():
             learned = self._learned(size)
             prompt += count.prompt_tokens
@@ -198,7 +229,10 @@ class Mix:
             compute += uncached
             before += uncached * (cached + uncached / 2.0) / max(1.0, count.requests)
             output += count.requests * learned.output_tokens
-        return Tokens(requests, prompt, compute, before / compute if compute else 0.0, output)
+            # An answer that grows to n tokens holds its prompt and n / 2 of them, for n steps.
+            held += count.prompt_tokens * learned.output_tokens + count.requests * learned.output_squares / 2.0
+        held = held / output if output else prompt / max(1.0, requests)
+        return Tokens(requests, prompt, compute, before / compute if compute else 0.0, output, held)
 
     def _learned(self, size: int) -> SizeClass:
         found = self.sizes.get(size)
@@ -211,7 +245,9 @@ class Mix:
             return SizeClass()
         other = self.sizes[nearest]
         believed = other.seen >= SEEN_MIN and abs(nearest - size) <= 1
-        return SizeClass(0, other.output_tokens if believed else 0.0, other.cached_share)
+        if not believed:
+            return SizeClass(cached_share=other.cached_share)
+        return SizeClass(0, other.output_tokens, other.output_squares, other.cached_share)
 
 
 def requests_of(sizes: Iterable[Count]) -> float:

@@ -5,8 +5,8 @@ The unit of every term is one replica that is fully, but not overly, used:
     p     = seconds of a replica for a prompt: its tokens that are not cached, times the seconds of one (`curve`)
     s(n)  = seconds of a step with n sequences (`curve`)
     u     = p / (p + output * s(n) / n), the share of its time that a replica spends on prompts
-    seats = the most sequences with which it keeps its objective: least of batch limit, KV-cache / tokens of a request,
-            and the largest n with s(n) / (1 - u) below 0.8 of the objective per token
+    seats = the most sequences with which it keeps its objective: least of batch limit, KV-cache / tokens that an answer
+            holds on average over its time, and the largest n with s(n) / (1 - u) below 0.8 of the objective per token
     w     = p + output * s(seats) / seats, what one request costs
 """
 
@@ -130,10 +130,9 @@ def capacity_of(
         token_s = learned.prefill_token_s
     prompt_s = token_s * came.compute * (1.0 + attention * came.before) / came.requests
     tokens = came.output / came.requests
-    held_tokens = came.prompt / came.requests + tokens / 2.0
     most = min(
         _usual([one.limit for one in replicas], UNPUBLISHED),
-        KV_MARGIN * kv_full * _usual([one.kv_tokens for one in replicas]) / held_tokens,
+        KV_MARGIN * kv_full * _usual([one.kv_tokens for one in replicas]) / max(1.0, came.held),
     )
     seats = most = max(1.0, most)
     if tpot_s is not None:

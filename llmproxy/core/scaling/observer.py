@@ -75,8 +75,12 @@ class PoolScaling(LeaseObserver):
         """What a later process may begin with; None while too little was seen."""
         if self.mix.ended < ENDED_MIN:
             return None
-        sizes = ((size, one.seen, one.output_tokens, one.cached_share) for size, one in self.mix.sizes.items())
-        return KnownCapacity(self.curve.sums, tuple(sorted(sizes)))
+        sizes = sorted(self.mix.sizes.items())
+        return KnownCapacity(
+            self.curve.sums,
+            tuple((size, one.seen, one.output_tokens, one.cached_share) for size, one in sizes),
+            tuple(one.output_squares for _, one in sizes),
+        )
 
     def replica_started(self, took_s: float) -> None:
         """A new replica took so long to serve."""
@@ -94,7 +98,7 @@ class PoolScaling(LeaseObserver):
     def recall(self, known: KnownCapacity) -> None:
         """Begin with what an earlier process learned, if nothing was learned here."""
         if not self.mix.ended and self.curve.recall(known.sums):
-            self.mix.recall(known.sizes)
+            self.mix.recall(known.sizes, known.squares)
 
     # --- requests ------------------------------------------------------------------------------------------------
 

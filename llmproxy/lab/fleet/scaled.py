@@ -12,6 +12,10 @@ from llmproxy.lab.scaling.hpa import Hpa
 from llmproxy.lab.scaling.signals import SIGNALS, Look
 
 
+ZERO_ASK_S = 5.0
+"""How often a fleet without any replica is looked at: KEDA's `pollingInterval` of the exported manifests."""
+
+
 class ScaledFleet:
     """Starts and ends `servers` as the autoscaler wants. A replica costs from the moment it is asked for until it is
     gone; one that leaves takes nothing new and ends what it has."""
@@ -37,6 +41,11 @@ class ScaledFleet:
     @property
     def asked(self) -> int:
         return self._hpa.replicas
+
+    @property
+    def ask_s(self) -> float:
+        """When to look again."""
+        return self.autoscale.ask_s if self.asked else min(ZERO_ASK_S, self.autoscale.ask_s)
 
     def begin(self) -> None:
         """The first replicas serve at once."""

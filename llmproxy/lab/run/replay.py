@@ -213,7 +213,7 @@ class Run:
         )  # fmt: skip
         self.scaled.look(look, loop)
         self.looked(look, self.scaled.asked)
-        loop.call_later(self.scaled.autoscale.ask_s, self._scale, loop)
+        loop.call_later(self.scaled.ask_s, self._scale, loop)
 
     def looked(self, look: Look, wanted: int) -> None:
         """For those who want to know each look of an autoscaler."""
@@ -279,11 +279,13 @@ class Run:
         self._ended += 1
         if self._ended % 256 == 0:
             self._progress(self._ended)
-        if arrival.then is None:
-            return
         if record.outcome is Outcome.COMPLETED:
-            await asyncio.sleep(arrival.think_s)
-            self._begin(arrival.then)
+            if arrival.then is not None:
+                await asyncio.sleep(arrival.think_s)
+                self._begin(arrival.then)
+        elif arrival.retries:
+            await asyncio.sleep(arrival.retry_after_s)
+            self._begin(replace(arrival, retries=arrival.retries - 1))
         else:
             self._give_up(arrival.then, record)
 

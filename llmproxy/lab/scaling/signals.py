@@ -61,7 +61,7 @@ PREFILL_TOKENS_PER_S, BACKLOG_S = 15_928.0, 1.5
 
 
 def _ours(look: Look) -> float | None:
-    return look.need.need if look.need is not None and look.need.sure else None
+    return None if look.need is None else look.need.need
 
 
 def _running(look: Look) -> float:
@@ -147,6 +147,7 @@ SIGNALS: Mapping[str, Signal] = {
     "token_aware": _gauge("seconds of prompts (Qwen3-32B on two H100), or KV-cache", _tokens, 1.0),
     "wva": Signal("tokens in use and in queues over what a replica holds, two-sided", _Saturation, 1.0),
     "slo_p90": _gauge("90 % quantile of the time to the first token over its objective", _late, 1.0),
+    "instant": _gauge("the work that comes from now on, known without a measurement", _coming, 1.0, FOLLOWING),
     "oracle": _gauge("the work that will come, known in advance", _coming, 1.0, FOLLOWING),
 }  # fmt: skip
 """By the names of `--scale`."""
