@@ -233,7 +233,9 @@ def _trend(mix: Mix, start_s: float, now: float) -> float:
     old = mix.requests_within(now, LONG_S + TREND_S, LONG_S)
     if new <= 0.0 or new - old <= SIGMAS * sqrt(new + old):
         return 0.0
-    slope = (new - old) / TREND_S / LONG_S
+    # After a step the rate has risen as much, and rises no more.
+    middle = mix.requests_within(now, 2 * TREND_S, TREND_S)
+    slope = max(0.0, min((new - old) / LONG_S, (new - middle) / TREND_S)) / TREND_S
     return min(AHEAD_MAX, slope * (start_s + ASK_S) / (new / TREND_S))
 
 

@@ -11,7 +11,6 @@ from llmproxy.lab.fleet.spec import Autoscale
 from llmproxy.lab.scaling.hpa import Hpa
 from llmproxy.lab.scaling.signals import SIGNALS, Look
 
-
 ZERO_ASK_S = 5.0
 """How often a fleet without any replica is looked at: KEDA's `pollingInterval` of the exported manifests."""
 

@@ -22,9 +22,9 @@ class Arrival:
     the base model. `band` is a name or an integer as in the configuration. `ttl_s` is the longest wait in the queue
     that the client asks for; `ttft_slo_s` and `tpot_slo_s` are its own objectives, None for the fleet's. `then` is the
     next turn of a closed loop: it arrives `think_s` seconds after this answer ended, whatever its `at_s` says, and
-    never when this request failed. A client whose request failed or was refused sends it again `retry_after_s` later, at
-    most `retries` times: each is a request of its own. `guessed` says that the real one got none, and its length is an
-    assumption.
+    never when this request failed. A client whose request failed or was refused sends it again `retry_after_s` later,
+    at most `retries` times: each is a request of its own. `guessed` says that the real one got none, and its length is
+    an assumption.
     """
 
     at_s: float

@@ -123,6 +123,15 @@ def test_a_ramp_is_followed_and_noise_is_not() -> None:
     assert steady.terms["ahead"] == steady.terms["work"]
 
 
+def test_a_step_that_is_over_is_no_trend() -> None:
+    mix = mix_of(2.0, 4000, 1000, 0, 175)
+    for second in range(175, 300):
+        for _ in range(8):
+            mix.arrived(4000, float(second))
+    found = need(mix)
+    assert found.terms["ahead"] == found.terms["work"]
+
+
 def test_a_burst_counts_before_the_long_window_shows_it() -> None:
     mix = mix_of(2.0, 4000, 1000, 0, 270)
     for second in range(270, 300):
@@ -176,3 +185,41 @@ def replace_demand(**changes: object) -> Demand:
 
 def replace_facts(**changes: object) -> ReplicaFacts:
     return replace(REPLICA, **changes)
+
+
+def test_seats_count_what_answers_hold_over_their_time() -> None:
+    # A hundred long answers beside short prompts and a hundred short ones beside long prompts: nearly all of the time
+    # it is the long answers that hold the cache.
+    mix = mix_of(1.0, 500, 1_500)
+    for _ in range(60):
+        mix.learn(Usage(9_000, 10, 0), 1)
+    sizes = {size_of(500): Count(100.0, 50_000.0), size_of(9_000): Count(100.0, 900_000.0)}
+    assert mix.tokens(sizes).held == pytest.approx((1_500 * (500 + 750) + 10 * (9_000 + 5)) / 1_510, rel=0.01)
+
+
+def test_answers_that_vary_hold_more_than_equal_ones() -> None:
+    equal, varied = Mix(), Mix()
+    for tokens in (100, 1_900) * 40:
+        equal.learn(Usage(500, 1_000, 0), 1)
+        varied.learn(Usage(500, tokens, 0), 1)
+    count = {size_of(500): Count(1.0, 500.0)}
+    assert equal.tokens(count).held == pytest.approx(500 + 500)
+    # The mean square over twice the mean, and not half of the mean.
+    assert varied.tokens(count).held == pytest.approx(500 + (100**2 + 1_900**2) / 2 / 2_000, rel=0.05)
+
+
+def test_a_new_mix_is_believed_after_ten_answers() -> None:
+    rng, mix = Random(4), Mix()
+    for _ in range(200):
+        mix.learn(Usage(3_000, rng.randint(340, 660), 0), 1)
+    for _ in range(10):
+        mix.learn(Usage(3_000, rng.randint(900, 1_100), 0), 1)
+    assert mix.sizes[size_of(3_000)].output_tokens == pytest.approx(1_000.0, rel=0.1)
+
+
+def test_one_long_answer_is_no_new_mix() -> None:
+    rng, mix = Random(4), Mix()
+    for number in range(210):
+        mix.learn(Usage(3_000, 20_000 if number == 205 else rng.randint(340, 660), 0), 1)
+    # It counts as one of fifty, and does not make a mean of ten.
+    assert mix.sizes[size_of(3_000)].output_tokens < 1.8 * 500

@@ -65,7 +65,7 @@ def test_the_time_of_a_prompt_is_that_of_where_prompts_are_computed() -> None:
     curve, learned = StepCurve(), Learned(0.03, 1e-4, 0.0, 0.01, 1e-4, 0.0, 1.0, 1.0, ())
     for sequences in (8.0, 32.0):
         curve.learn(100.0, 1.0 + sequences / 100.0, sequences, 0.0, 0.0)
-    came = Tokens(10.0, 10_000.0, 10_000.0, 0.0, 1_000.0)
+    came = Tokens(10.0, 10_000.0, 10_000.0, 0.0, 1_000.0, 1_050.0)
     answering = ReplicaFacts(True, 64, 200_000, 0.2)
     alone = capacity_of(came, learned, curve, [answering], None, 1.0)
     apart = capacity_of(

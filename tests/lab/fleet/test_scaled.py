@@ -19,16 +19,19 @@ from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.traces.arrival import Arrival, Trace
 
 
-def simulated(signal: str, rates: list[tuple[float, float]]) -> tuple[RunResult, Run]:
-    """A run at these (seconds, requests per second), on at most four replicas that take 30 s to start."""
+def simulated(signal: str, rates: list[tuple[float, float]], least: int = 1) -> tuple[RunResult, Run]:
+    """A run at these (seconds, requests per second), on `least` to four replicas that take 30 s to start."""
     rng, begin_s, came = Random(1), 0.0, list[Arrival]()
     for lasts_s, rate in rates:
         at_s = 0.0
         while (at_s := at_s + rng.expovariate(rate)) < lasts_s:
             came.append(Arrival(begin_s + at_s, 3_000, 100))
         begin_s += lasts_s
-    config = Config.model_validate({"backends": [{"url": "http://a:1"}], "scaling": {"start_s": 30.0}})
-    fleet = replace(fleet_named("4xllama-8b-h100"), autoscale=Autoscale(signal, 1, 30.0))
+    scaling = {"start_s": 30.0, "pools": ["base"], "min": least}
+    config = Config.model_validate(
+        {"backends": [{"url": "http://a:1"}], "scaling": scaling, "queue": {"hold_s": 120.0, "ttl_s": 120.0}}
+    )
+    fleet = replace(fleet_named("4xllama-8b-h100"), autoscale=Autoscale(signal, least, 30.0))
     setup = Setup(Trace("t", lambda: iter(came)), fleet, plan_named("cost", config), config, 1, 1.0, begin_s, ())
     one = Run(setup)
     return run(one.go()).result(signal, 1, 1.0, 1.0), one
@@ -48,6 +51,18 @@ def test_our_number_follows_the_load_up_and_down_and_loses_nothing() -> None:
     first = next(at_s for at_s, count, _ in one.scaled.trail if count > 1)
     assert all(serving == 1 for at_s, _, serving in one.scaled.trail if at_s < first + 30.0)
     assert result.replicas.mean < 4.0
+
+
+def test_a_fleet_without_replicas_starts_with_its_first_request_and_answers_all() -> None:
+    result, one = simulated("ours", [(60.0, 2.0)], least=0)
+    assert one.scaled is not None
+    assert (result.refused, result.failed) == (0, 0)
+    # Asked within five seconds of the first request, and served as soon as a replica was there.
+    asked_s, served_s = (next(trail[0] for trail in one.scaled.trail if trail[column] > 0) for column in (1, 2))
+    assert asked_s <= 2.0 + 5.0 + 1.0
+    assert served_s <= asked_s + 30.0 + 15.0
+    assert result.ttft_s.p99 is not None
+    assert 30.0 < result.ttft_s.p99 < 45.0
 
 
 def test_a_static_fleet_costs_all_of_its_replicas() -> None:
