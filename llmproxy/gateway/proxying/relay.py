@@ -162,8 +162,8 @@ class Relay:
         except NotHandedOver as error:
             not_handed_over(attempt, error)
             return
-        attempt.complete()
-        attempt.prefilled = True
+        # The request has no outcome yet: its client may leave now, or no backend may be left for the answer.
+        attempt.verdict, attempt.prefilled = Verdict.SERVED, True
 
     # --- an answer without a stream ----------------------------------------------------------------------------------
 

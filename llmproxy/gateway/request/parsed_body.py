@@ -160,6 +160,8 @@ class ParsedBody:
         members = drain(scan_members(self.body, (*PROMPT_ALONE, *limits))) if self.members is None else self.members
         asked = PROMPT_ALONE | dict.fromkeys(limits, b"1")
         edits += [(members[name].start, members[name].end, new) for name, new in asked.items() if name in members]
+        if self.kind is BodyKind.RESPONSES and STORE not in members:
+            added.append(b'"' + STORE.encode() + b'":false')
         if not any(name in members for name in limits):
             added.append(b'"' + limits[-1].encode() + b'":1')
 

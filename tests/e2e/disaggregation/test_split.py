@@ -86,6 +86,8 @@ async def test_a_body_without_a_limit_gets_one() -> None:
     async with split() as proxy:
         await proxy.post("/v1/responses", {"model": "base", "input": WORDS, "max_output_tokens": None})
         assert (sent(proxy, "b0")["max_output_tokens"], sent(proxy, "b1")["max_output_tokens"]) == (1, None)
+        # An engine stores what nobody asked it not to store.
+        assert (sent(proxy, "b0")["store"], "store" in sent(proxy, "b1")) == (False, False)
         await proxy.post(CHAT, {"model": "base", "messages": LONG["messages"], "stop": ["a"]})
         assert sent(proxy, "b0")["max_tokens"] == 1
         assert "max_tokens" not in sent(proxy, "b1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 from collections.abc import AsyncIterator
@@ -10,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
 import pytest
 from msgspec import structs
 
@@ -320,6 +322,40 @@ async def test_a_client_that_leaves_during_the_transfer_leaves_nothing() -> None
         asked.cancel()
         await proxy.settled()
         await until(lambda: kv_used(proxy.replicas[0]) == kv_used(proxy.replicas[1]) == 0.0)
+        assert proxy.outcomes() == {"cancelled": 1}
+
+
+async def test_a_shutdown_between_the_stages_is_said_as_one() -> None:
+    opened: list[ProxyUnderTest] = []
+
+    async def script(peer: Peer, _: bytes) -> None:
+        opened[0].app.dispatcher.drain()
+        await peer.send(whole(json.dumps({"choices": [], "kv_transfer_params": PARAMS}).encode()))
+
+    async with scripted_prefill(script) as proxy:
+        opened.append(proxy)
+        answer = await proxy.chat(LONG)
+        assert (answer.status, answer.json["error"]["message"]) == (503, "The proxy is shutting down. Try again.")
+        assert proxy.outcomes() == {"draining": 1}
+
+
+async def test_a_client_that_leaves_between_the_stages_has_left() -> None:
+    class Leaves(Nixl):
+        """The client is gone when the parameters are read."""
+
+        def parameters(self, answer: bytes) -> Parameters:
+            asyncio.current_task().cancel()  # type: ignore[union-attr]
+            return super().parameters(answer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(connectors._factories, "leaves", Leaves)
+        async with split(replace(NIXL, kv_lease_s=0.05), NIXL, scheduling={"kv_connector": "leaves"}) as proxy:
+            with contextlib.suppress(aiohttp.ClientError):
+                await proxy.chat(LONG)
+            await proxy.settled()
+            assert proxy.outcomes() == {"cancelled": 1}
+            assert hows(proxy) == {}
+            await until(lambda: kv_used(proxy.replicas[0]) == 0.0)
 
 
 async def test_a_drained_prefill_replica_waits_until_its_prompts_are_fetched() -> None:
