@@ -8,6 +8,7 @@ from operator import attrgetter
 from llmproxy.config.checks import Problem
 from llmproxy.config.config import Config
 from llmproxy.config.document import Place
+from llmproxy.core.domain import Role
 
 WEIGHTLESS = frozenset({"fcfs", "round_robin"})
 """Fairness policies that ignore weights."""
@@ -95,6 +96,11 @@ def _unread(config: Config) -> list[Problem]:
     rules["retry.budget_ratio"] = config.retry.extra_attempts > 0, "retry.extra_attempts is 0"
     # Without a backend in the file, flags may add one.
     looked_up = not config.backends or any(backend.looked_up for backend in config.backends)
+    has_roles = config.discovery.file is not None or any(one.role != Role.BOTH for one in config.backends)
+    # Without a backend in the file, flags may add one.
+    has_roles |= not config.backends
+    for key in ("disaggregation", "kv_connector", "kv_lease_s"):
+        rules[f"scheduling.{key}"] = has_roles, "no backend has a role"
     for key in ("dns_interval_s", "gone_after"):
         rules[f"discovery.{key}"] = looked_up, "the url of no backend begins with dns+ or srv+"
     idle: list[Problem] = [
@@ -102,11 +108,23 @@ def _unread(config: Config) -> list[Problem]:
         for key, (is_read, reason) in rules.items()
         if not is_read and attrgetter(key)(config) != attrgetter(key)(DEFAULTS)
     ]
+    idle += _alone(config)
     if config.scheduling.placement != "cost" and not config.plugins:
         reason = f"has no effect: placement is {config.scheduling.placement}, not cost"
         given = [i for i, backend in enumerate(config.backends) if backend.prompt_tokens is not None]
         idle += [(("backends", i, "prompt_tokens"), reason) for i in given]
     return idle
+
+
+def _alone(config: Config) -> list[Problem]:
+    """Roles without a partner, so that nothing can be split."""
+    roles = {backend.role for backend in config.backends}
+    # A file may bring others.
+    if len(roles) != 1 or roles == {Role.BOTH} or config.discovery.file is not None:
+        return []
+    lacks = "answers, so these answer too" if roles == {Role.PREFILL} else "computes prompts for others"
+    reason = f"has no effect: no backend {lacks}"
+    return [(("backends", i, "role"), reason) for i in range(len(config.backends))]
 
 
 def _read_by_policies(config: Config) -> dict[str, tuple[bool, str]]:

@@ -34,6 +34,15 @@ def warned(tmp_path: Path, text: str) -> list[str]:
             "3: scheduling.weights: fairness round_robin looks at no weights",
         ),
         ("scheduling:\n  refuse_late: true", "2: scheduling.refuse_late: no model,"),
+        (
+            "backends: [http://a]\nscheduling:\n  disaggregation: always",
+            "3: scheduling.disaggregation: no backend has a role",
+        ),
+        (
+            "backends:\n- url: http://a\n  role: prefill",
+            "3: backends[0].role: no backend answers, so these answer too",
+        ),
+        ("backends:\n- url: http://a\n  role: decode", "3: backends[0].role: no backend computes prompts for others"),
         ("scheduling:\n  session: body:user", "2: scheduling.session: placement is cost, which looks at no sessions"),
         (
             "scheduling:\n  fairness: fcfs\n  charged: requests",
