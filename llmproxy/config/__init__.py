@@ -1,7 +1,8 @@
 """The configuration: one YAML file, and what flags and the environment put over it, become one frozen `Config`."""
 
 from llmproxy.config.changes import changes_between, with_reloadable
-from llmproxy.config.config import Config, model_limit, settings_of, tenant_limit
+from llmproxy.config.config import Config
+from llmproxy.config.core_settings import model_limit, settings_of, tenant_limit
 from llmproxy.config.document import ConfigError
 from llmproxy.config.keys import keys, keys_of_files
 from llmproxy.config.load import Override, load, load_backends, unused_settings, warnings_of

@@ -1,11 +1,10 @@
-"""The whole configuration, the checks between its sections, and what it says to the core."""
+"""The whole configuration, and the checks between its sections."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from importlib import import_module
-from math import fsum, inf
+from math import fsum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +27,6 @@ from llmproxy.config.schema import (
     ClientsConfig,
     DiscoveryConfig,
     HealthConfig,
-    LimitsConfig,
     ModelConfig,
     ObjectiveConfig,
     PollConfig,
@@ -58,18 +56,7 @@ from llmproxy.config.value_types import (
     nearest,
     one_of,
 )
-from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE, Role
-from llmproxy.core.scaling.groups import Group
-from llmproxy.core.settings import (
-    CapacitySettings,
-    Disaggregation,
-    HealthSettings,
-    QueueSettings,
-    ScalingSettings,
-    Settings,
-    Splitting,
-    UsageLimit,
-)
+from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE
 
 LOG_FORMATS = ("text", "json")
 RELOADS = ("watch", "signal")
@@ -387,65 +374,3 @@ def _above_their_ceiling(tenants: Iterable[TenantConfig], bands: Mapping[str, in
             if band > band_max:
                 problems.append(((i, "criticality"), f"is band {band}, above band_max, which is {band_max}"))
     return problems
-
-
-# --- the settings of the core -----------------------------------------------------------------------------------------
-
-
-def settings_of(config: Config) -> Settings:
-    """The settings of the core."""
-    scheduling, health = config.scheduling, config.health
-    return Settings(
-        **_same_names(Settings, scheduling, but=("ceilings", "min_shares", "disaggregation")),
-        disaggregation=_disaggregation(scheduling),
-        ceilings=config.ceilings(),
-        min_shares=config.by_band(scheduling.min_shares),
-        limits=_limits(config),
-        prompt_ranges={one.name: one.prompt_tokens for one in config.backends if one.prompt_tokens is not None},
-        roles={one.name: Role(one.role) for one in config.backends if one.role != Role.BOTH},
-        capacity=CapacitySettings(**_same_names(CapacitySettings, scheduling), stale_after_s=config.poll.stale_after_s),
-        health=HealthSettings(
-            **_same_names(HealthSettings, health, but=("hung_s", "slow_factor")),
-            hung_s=inf if health.hung_s is None else health.hung_s,
-            slow_factor=inf if health.slow_factor is None else health.slow_factor,
-        ),
-        queue=QueueSettings(**_same_names(QueueSettings, config.queue)),
-        scaling=ScalingSettings(
-            **_same_names(ScalingSettings, config.scaling, but=("from_band",)),
-            from_band=config.band(config.scaling.from_band),
-            groups=tuple(Group(one.name, one.cost, min=one.min, max=one.max) for one in config.replica_groups),
-        ),
-    )
-
-
-def _disaggregation(scheduling: SchedulingConfig) -> Disaggregation:
-    chosen = scheduling.disaggregation
-    if isinstance(chosen, int):
-        return Disaggregation(Splitting.TOKENS, chosen, scheduling.kv_lease_s)
-    return Disaggregation(Splitting(chosen), lease_s=scheduling.kv_lease_s)
-
-
-def _same_names(settings: type, section: Section, but: Sequence[str] = ()) -> dict[str, Any]:
-    """The values of a section for the fields of the same name."""
-    names = {field.name for field in fields(settings)} & type(section).model_fields.keys()
-    return {name: getattr(section, name) for name in names - set(but)}
-
-
-def tenant_limit(name: str) -> str:
-    """The name of a tenant's usage limit in `Settings.limits` and `Request.limits`."""
-    return f"tenant:{name}"
-
-
-def model_limit(name: str) -> str:
-    """The name of the usage limit of a model there."""
-    return f"model:{name}"
-
-
-def _limits(config: Config) -> dict[str, UsageLimit]:
-    entries = [(tenant_limit(tenant.name), tenant.limits) for tenant in config.tenants]
-    entries += [(model_limit(model.name), model.limits) for model in config.models]
-    return {
-        name: UsageLimit(limits.in_flight, limits.requests_per_min, limits.tokens_per_min)
-        for name, limits in entries
-        if limits != LimitsConfig()
-    }

@@ -1,0 +1,82 @@
+"""What a configuration says to the core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from math import inf
+from typing import Any
+
+from llmproxy.config.config import Config
+from llmproxy.config.schema import LimitsConfig, SchedulingConfig, Section
+from llmproxy.core.domain import Role
+from llmproxy.core.scaling.groups import Group
+from llmproxy.core.settings import (
+    CapacitySettings,
+    Disaggregation,
+    HealthSettings,
+    QueueSettings,
+    ScalingSettings,
+    Settings,
+    Splitting,
+    UsageLimit,
+)
+
+
+def settings_of(config: Config) -> Settings:
+    """The settings of the core."""
+    scheduling, health = config.scheduling, config.health
+    return Settings(
+        **_same_names(Settings, scheduling, but=("ceilings", "min_shares", "disaggregation")),
+        disaggregation=_disaggregation(scheduling),
+        ceilings=config.ceilings(),
+        min_shares=config.by_band(scheduling.min_shares),
+        limits=_limits(config),
+        prompt_ranges={one.name: one.prompt_tokens for one in config.backends if one.prompt_tokens is not None},
+        roles={one.name: Role(one.role) for one in config.backends if one.role != Role.BOTH},
+        capacity=CapacitySettings(**_same_names(CapacitySettings, scheduling), stale_after_s=config.poll.stale_after_s),
+        health=HealthSettings(
+            **_same_names(HealthSettings, health, but=("hung_s", "slow_factor")),
+            hung_s=inf if health.hung_s is None else health.hung_s,
+            slow_factor=inf if health.slow_factor is None else health.slow_factor,
+        ),
+        queue=QueueSettings(**_same_names(QueueSettings, config.queue)),
+        scaling=ScalingSettings(
+            **_same_names(ScalingSettings, config.scaling, but=("from_band",)),
+            from_band=config.band(config.scaling.from_band),
+            groups=tuple(Group(one.name, one.cost, min=one.min, max=one.max) for one in config.replica_groups),
+        ),
+    )
+
+
+def _disaggregation(scheduling: SchedulingConfig) -> Disaggregation:
+    chosen = scheduling.disaggregation
+    if isinstance(chosen, int):
+        return Disaggregation(Splitting.TOKENS, chosen, scheduling.kv_lease_s)
+    return Disaggregation(Splitting(chosen), lease_s=scheduling.kv_lease_s)
+
+
+def _same_names(settings: type, section: Section, but: Sequence[str] = ()) -> dict[str, Any]:
+    """The values of a section for the fields of the same name."""
+    names = {field.name for field in fields(settings)} & type(section).model_fields.keys()
+    return {name: getattr(section, name) for name in names - set(but)}
+
+
+def tenant_limit(name: str) -> str:
+    """The name of a tenant's usage limit in `Settings.limits` and `Request.limits`."""
+    return f"tenant:{name}"
+
+
+def model_limit(name: str) -> str:
+    """The name of the usage limit of a model there."""
+    return f"model:{name}"
+
+
+def _limits(config: Config) -> dict[str, UsageLimit]:
+    entries = [(tenant_limit(tenant.name), tenant.limits) for tenant in config.tenants]
+    entries += [(model_limit(model.name), model.limits) for model in config.models]
+    return {
+        name: UsageLimit(limits.in_flight, limits.requests_per_min, limits.tokens_per_min)
+        for name, limits in entries
+        if limits != LimitsConfig()
+    }
