@@ -284,7 +284,7 @@ def test_shells_complete_commands_and_flags(shell: str, tmp_path: Path) -> None:
     ("text", "parts"),
     [
         (
-            "port: 81\nbackends: [{url: http://a, name: left, role: decode, max_in_flight: 4}]\n"
+            "port: 81\nbackends: [{url: http://a, name: left, role: decode, max_in_flight: 4}, http://b]\n"
             "scheduling: {fairness: fcfs}\n",
             ["0.0.0.0:81", "left", "http://a, decode only, at most 4 in flight", "fairness fcfs", "100 % (critical),"],
         ),
