@@ -5,10 +5,10 @@
 Up to twelve Qwen3-32B replicas, on two H100 each, take 110 s to start and are asked for every 15 s, by every signal of
 `llmproxy.lab.scaling.signals`. Runs are kept in `.cache/scaling`, so a set that was stopped goes on where it was.
 Prints rows of Markdown: *attained* is the share of all requests that kept 3 s to the first token and 0.1 s per token,
-where there are several bands of each; *replicas* are paid ones on average, starting and leaving ones included;
-*violated* are seconds in which fewer than 95 % of the arrivals kept their objectives; *turns* are changes of direction
-within two start-up times; *lost* are requests that were refused or failed. Means over the seeds. `oracle` knows the
-work that will come, `instant` that which comes from now on.
+by band where there are several; *replicas* are paid ones on average, starting and leaving ones included; *violated* are
+seconds in which fewer than 95 % of the arrivals kept their objectives; *turns* are changes of direction within two
+start-up times; *lost* are requests that were refused or failed. Means over the seeds. `oracle` knows the work that will
+come, `instant` that which comes from now on.
 """
 
 from __future__ import annotations

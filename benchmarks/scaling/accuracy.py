@@ -14,11 +14,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from random import Random
 
 from benchmarks.scaling.runs import work_of
-from benchmarks.scaling.workloads import TPOT_S, TTFT_S
+from benchmarks.scaling.workloads import TPOT_S, TTFT_S, steady
 from llmproxy.config import Config
 from llmproxy.core.domain import Outcome
 from llmproxy.core.scaling.need import Need
@@ -64,8 +63,8 @@ def watched(
         rng, at_s, most = Random(seed), 0.0, max(rate_at(0.0), rate_at(LASTS_S))
         while (at_s := at_s + rng.expovariate(most)) < LASTS_S:
             if rng.random() * most <= rate_at(at_s):
-                prompt_tokens, output_tokens = (round(mean * rng.uniform(0.67, 1.33)) for mean in mix)
-                yield Arrival(at_s, prompt_tokens, output_tokens, ttft_slo_s=TTFT_S, tpot_slo_s=TPOT_S)
+                prompt, output = (round(mean * rng.uniform(0.67, 1.33)) for mean in mix)
+                yield Arrival(at_s, prompt, output, ttft_slo_s=TTFT_S, tpot_slo_s=TPOT_S)
 
     came, ended = list(arrivals()), list[Record]()
     config = Config.model_validate({"backends": [{"url": "http://a:1"}]})
@@ -84,11 +83,7 @@ def true_capacity(mix: tuple[int, int], scale: float, seed: int = 1) -> float:
     spec = fleet_named(f"1x{PROFILE}").replicas[0]
     scaled = replace(spec, profile=replace(spec.profile, prefill_factor=scale))
     rates = [one / work_of(Arrival(0.0, *mix), scaled) for one in OFFERED]
-    return max(watched(partial(_steady, rate), mix, 1, scale, seed)[1] for rate in rates)
-
-
-def _steady(rate: float, _: float) -> float:
-    return rate
+    return max(watched(steady(rate), mix, 1, scale, seed)[1] for rate in rates)
 
 
 def learned_ratios(mix: tuple[int, int], scale: float, true: float, seed: int = 1) -> list[float]:

@@ -56,10 +56,9 @@ def poisson(phases: Sequence[Phase], seed: int) -> Iterator[Arrival]:
         at_s, most = 0.0, max(phase.rate_at(phase.lasts_s * part / 50.0) for part in range(51))
         while most and (at_s := at_s + rng.expovariate(most)) < phase.lasts_s:
             if rng.random() * most <= phase.rate_at(at_s):
-                prompt_tokens = round(phase.prompt_tokens * rng.uniform(0.67, 1.33))
-                output_tokens = round(phase.output_tokens * rng.uniform(0.67, 1.33))
-                one = Arrival(begin_s + at_s, prompt_tokens, output_tokens, ttft_slo_s=TTFT_S, tpot_slo_s=TPOT_S)
-                yield replace(one, **phase.more)
+                means = phase.prompt_tokens, phase.output_tokens
+                prompt, output = (round(mean * rng.uniform(0.67, 1.33)) for mean in means)
+                yield Arrival(begin_s + at_s, prompt, output, ttft_slo_s=TTFT_S, tpot_slo_s=TPOT_S, **phase.more)
         begin_s += phase.lasts_s
 
 

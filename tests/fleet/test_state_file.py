@@ -231,7 +231,7 @@ def test_where_it_lies(setting: str, environ: dict[str, str], path: str | None) 
 
 # --- capacities -------------------------------------------------------------------------------------------------------
 
-LEARNED = KnownCapacity((1.0, 2.0), ((7, 40, 100.0, 0.5),))
+LEARNED = KnownCapacity((1.0, 2.0), ((7, 40, 100.0, 0.5),), (12_000.0,))
 MORE = KnownCapacity((3.0, 4.0), ((7, 50, 100.0, 0.5),))
 
 

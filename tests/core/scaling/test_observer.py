@@ -208,6 +208,9 @@ def test_what_was_learned_here_is_not_replaced_by_what_an_earlier_process_knew()
         KnownCapacity((1.0,) * 9, ((7, 40, float("inf"), 0.5),)),
         KnownCapacity((1.0,) * 9, ((7, 40, 100.0, 1.5),)),
         KnownCapacity((1.0,) * 9, ((999, 40, 100.0, 0.5),)),
+        # The mean of squares is never below the square of the mean.
+        KnownCapacity((1.0,) * 9, ((7, 40, 100.0, 0.5),), (9_000.0,)),
+        KnownCapacity((1.0,) * 9, ((7, 40, 100.0, 0.5),), (float("inf"),)),
     ],
 )
 def test_numbers_that_cannot_be_right_are_not_recalled(known: KnownCapacity) -> None:
