@@ -5,6 +5,8 @@ They are added by `llmproxy.cli.demo_child` alone, so no other proxy knows of sc
 
 from __future__ import annotations
 
+import os
+import sys
 from functools import partial
 from importlib.resources import files
 
@@ -49,5 +51,6 @@ def _file(text: str, content_type: str, _: web.BaseRequest) -> web.Response:
 
 
 def _press(key: str, _: web.BaseRequest) -> web.Response:
-    print(f"{PRESSED}{key}", flush=True)
+    # The log goes into the same pipe: one write of whole lines is the only one that its lines cannot break in two.
+    os.write(sys.stdout.fileno(), f"\n{PRESSED}{key}\n".encode())
     return web.Response(status=204)

@@ -22,10 +22,12 @@ from urllib.error import HTTPError, URLError
 
 import aiohttp
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from rich.console import Console
 
 from llmproxy.config import Config
 from llmproxy.demo import GUIDE, KEYS, _adapters, _config
+from llmproxy.demo.buttons import _press
 from llmproxy.demo.clients import ADAPTERS, CALM, MODEL, BandOutcomes, DemoClients, Source
 from llmproxy.demo.display import DemoReplica, Display, parsed, picture, summed
 from llmproxy.demo.processes import DemoError, Processes, held_port
@@ -127,6 +129,14 @@ def test_buttons_on_the_page_play_scenes() -> None:
             assert news
             # By itself, the demo would play this one before.
             assert SLOW.news not in news
+
+
+def test_a_pressed_button_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe2(os.O_DIRECT)  # Each read of such a pipe gets one write.
+    with os.fdopen(reader, "rb", 0) as pipe, os.fdopen(writer, "wb", 0) as end:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(end, write_through=True))
+        _press("a", make_mocked_request("POST", "/"))
+        assert pipe.read(4096) == b"\nscene:a\n"
 
 
 def test_the_demo_keeps_out_of_the_state_file_of_others() -> None:
