@@ -176,7 +176,10 @@ class Mix:
 
     def learn(self, usage: Usage, sequences: int) -> None:
         """An answer ended; `usage` is what its engine counted."""
-        size = self.sizes.setdefault(size_of(usage.prompt_tokens), SizeClass())
+        key = size_of(usage.prompt_tokens)
+        size = self.sizes.get(key)
+        if size is None:
+            size = self.sizes[key] = SizeClass()
         size.seen += 1
         self.ended += 1
         weight = gain(GAIN, size.seen)

@@ -20,7 +20,7 @@ from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.traces.arrival import Arrival, Trace
 
 ROOT = "llama-8b-h100"
-LASTS_S = 240.0
+LASTS_S = 160.0
 
 
 class Watched(Run):
@@ -40,7 +40,7 @@ class Watched(Run):
 
 
 def watched(rate: float, prompt: int, output: int, replicas: int, scale: float) -> tuple[Need, float]:
-    """(The number after four minutes, requests per second that ended in the second half of them)."""
+    """(The number at the end, requests per second that ended in the second half of the time)."""
     rng, at_s, arrivals = Random(3), 0.0, list[Arrival]()
     while (at_s := at_s + rng.expovariate(rate)) < LASTS_S:
         varied = rng.uniform(0.7, 1.3), rng.uniform(0.7, 1.3)
@@ -62,7 +62,7 @@ def watched(rate: float, prompt: int, output: int, replicas: int, scale: float) 
 def test_capacity_is_known_within_a_tenth_before_it_is_reached(
     prompt: int, output: int, rate: float, scale: float
 ) -> None:
-    _, capacity = watched(4.0 * rate, prompt, output, 1, scale)
+    _, capacity = watched(1.5 * rate, prompt, output, 1, scale)
     need, _ = watched(2.0 * capacity * 0.6, prompt, output, 2, scale)
     assert need.capacity is not None
     assert need.capacity.requests_per_s == pytest.approx(capacity, rel=0.1)
