@@ -173,7 +173,8 @@ def need_of(
         "ahead": ahead / settings.utilisation,
         "queue": waiting_s / settings.drain_s,
         "seats": demand.running / capacity.seats,
-        "kv": counted * sum(one.kv_used or 0.0 for one in replicas if one.up) / kv_full,
+        # A full one counts as one, so that replicas whose cache is always full ask for themselves alone.
+        "kv": counted * sum(one.pace * min(1.0, (one.kv_used or 0.0) / kv_full) for one in replicas if one.up),
         "adapters": demand.adapters / min(adapters_max) if adapters_max else 0.0,
     }
     by = {name: terms[name] for name in ("seats", "kv", "adapters")}

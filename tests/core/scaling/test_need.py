@@ -87,6 +87,15 @@ def test_answers_under_way_are_not_squeezed() -> None:
     assert found.desired >= 5
 
 
+@pytest.mark.parametrize(("pace", "kv_full"), [(1.0, 1.0), (1.0, 0.9), (0.8, 1.0)])
+@pytest.mark.parametrize("replicas", [2, 3, 50])
+def test_caches_that_are_always_full_ask_for_as_many_as_there_are(pace: float, kv_full: float, replicas: int) -> None:
+    full, mix = [replace_facts(pace=pace, kv_used=1.0)] * replicas, mix_of(0.2, 400, 10)
+    busy = replace_demand(running=1)
+    found = need_of(mix, None, known_curve(), full, busy, SETTINGS, None, 120.0, kv_full, 300.0)
+    assert (found.desired, found.reason) == (replicas, "kv")
+
+
 def test_nothing_known_holds_what_there_is() -> None:
     found = need_of(Mix(), None, StepCurve(), [REPLICA] * 3, NOBODY, SETTINGS, None, 120.0, 1.0, 10.0)
     assert (found.desired, found.sure, found.reason) == (3, False, "unknown")
