@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import msgspec
 
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Entry, Outcome, Placed, Request, Usage, Verdict, Why
+from llmproxy.core.domain import Entry, Outcome, Placed, Request, Stage, Usage, Verdict, Why
 from llmproxy.core.estimates.tokens import Estimate
 from llmproxy.telemetry.exit import RequestExit
 
@@ -203,10 +203,11 @@ class ShutdownState(Message, frozen=True, tag=21):
 
 
 class LeaseGranted(Message, frozen=True, tag=22):
-    """The `Grant` of a request; the answer to `Admit`."""
+    """The `Grant` of one stage of a request; the answer to `Admit`."""
 
     call: int
     lease: int
+    stage: Stage
     placed: Placed
     at_s: float
     queued_ahead: int

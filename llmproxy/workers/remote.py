@@ -12,6 +12,7 @@ from aiohttp import web
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Entry, Grant, Refused, Request, Usage, Verdict
 from llmproxy.core.estimates.tokens import Estimator
+from llmproxy.core.placement.staged import stage_of
 from llmproxy.dispatcher import shutting_down
 from llmproxy.gateway.admin.adapters import BODY_BYTES_MAX
 from llmproxy.gateway.http.errors import Failure
@@ -123,7 +124,8 @@ class RemoteDispatcher:
         # A loop reads the clock once a turn: the scheduler may have read it before this worker asked.
         at_s = max(asked_s, granted.at_s)
         grant = Grant(
-            granted.lease, request, granted.placed, at_s, granted.queued_ahead, granted.why, granted.left_s
+            granted.lease, stage_of(request, granted.stage), granted.placed, at_s, granted.queued_ahead, granted.why,
+            granted.left_s,
         )  # fmt: skip
         lease = self._leases[granted.lease] = Lease(grant, self)
         return lease

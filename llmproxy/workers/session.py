@@ -98,7 +98,8 @@ class WorkerSession:
             self._context.update_workers()
             self.send(
                 protocol.LeaseGranted(
-                    ask.call, grant.lease, grant.placed, grant.at_s, grant.queued_ahead, grant.why, grant.left_s
+                    ask.call, grant.lease, grant.request.stage, grant.placed, grant.at_s, grant.queued_ahead, grant.why,
+                    grant.left_s,
                 )
             )  # fmt: skip
             lease.on_cut = lambda: self.send(protocol.LeaseCut(grant.lease, lease.revoked))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Entry, Outcome, Placed, Predicted, Slo, Usage, Verdict, Why
+from llmproxy.core.domain import Entry, Outcome, Placed, Predicted, Slo, Stage, Usage, Verdict, Why
 from llmproxy.workers import protocol
 from llmproxy.workers.channel import FROM_WORKER, INTEGER_MAX, TO_WORKER, BrokenFrameError, Channel, Frames, frame
 from tests.core.make import request
@@ -66,7 +66,17 @@ UP: st.SearchStrategy[list[protocol.Message]] = st.lists(
     max_size=6,
 )
 DOWN: st.SearchStrategy[list[protocol.Message]] = st.lists(
-    st.builds(protocol.LeaseGranted, NUMBERS, NUMBERS, PLACED, TIMES, NUMBERS, WHYS, TIMES | st.just(inf))
+    st.builds(
+        protocol.LeaseGranted,
+        NUMBERS,
+        NUMBERS,
+        st.sampled_from(Stage),
+        PLACED,
+        TIMES,
+        NUMBERS,
+        WHYS,
+        TIMES | st.just(inf),
+    )
     | st.builds(protocol.CallRefused, NUMBERS, st.sampled_from(Outcome), TEXTS, st.none() | TIMES)
     | st.builds(protocol.NameResolved, NUMBERS, st.builds(Target, TEXTS, TEXTS, TEXTS, st.none() | TEXTS))
     | st.builds(

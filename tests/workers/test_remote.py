@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from llmproxy.core.domain import (
     CRITICAL,
@@ -21,18 +22,21 @@ from llmproxy.core.domain import (
     Outcome,
     Placed,
     Refused,
+    Request,
+    Role,
+    Stage,
     Trouble,
     Usage,
     Verdict,
     Why,
 )
-from llmproxy.core.settings import QueueSettings, Settings
+from llmproxy.core.settings import Disaggregation, QueueSettings, Settings, Splitting
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.telemetry import logs
 from llmproxy.workers.channel import FROM_WORKER, TO_WORKER, Channel
 from llmproxy.workers.protocol import LeaseGranted, PageRequest, PageResponse, ResponseStored, ShutdownState
 from tests.core.make import listing, request
-from tests.dispatching import dispatcher, now, refusal_of, turns, virtual
+from tests.dispatching import SETTINGS, dispatcher, now, refusal_of, turns, virtual
 from tests.exits import exit_of
 from tests.workers.link import ENOUGH, RecordedEvents, WorkerLink, finished, leased, linked, nothing_left, refused
 
@@ -104,11 +108,37 @@ async def test_nobody_is_granted_anything_before_he_asked() -> None:
     await asyncio.sleep(5.0)
 
     async def answer(_: object) -> LeaseGranted:
-        return LeaseGranted(1, 1, Placed("a", 0.0, (), 1), 4.999, 0, Why((), 1, (), 0), 60.0)
+        return LeaseGranted(1, 1, Stage.WHOLE, Placed("a", 0.0, (), 1), 4.999, 0, Why((), 1, (), 0), 60.0)
 
     line.calls.answer = answer  # type: ignore[assignment, method-assign]
     async with line.remote.admit(request()) as lease:
         assert lease.grant.at_s == 5.0
+
+
+@virtual
+async def test_a_worker_is_told_which_stage_it_has_a_lease_for() -> None:
+    """Both faces grant the same: the prompt with one token, and then the answer as it was asked for."""
+    roles = {"p": Role.PREFILL, "d": Role.DECODE}
+    always = Disaggregation(Splitting.ALWAYS)
+    one = dispatcher(settings=Settings(capacity=SETTINGS.capacity, roles=roles, disaggregation=always), p=2, d=2)
+    line, granted = WorkerLink(one), list[list[tuple[str, Request]]]()
+    for face in (one, line.remote):
+        asked, stages = request(splittable=True, output_tokens=7), list[tuple[str, Request]]()
+        for entry in (Entry.NEW, Entry.PREFILLED):
+            async with face.admit(asked, entry=entry) as lease:
+                stages.append((lease.backend, structs.replace(lease.grant.request, id="", deadline_s=0.0)))
+                lease.verdict = Verdict.SERVED
+        face.ended(asked, None)
+        granted.append(stages)
+    here, there = granted
+    assert here == there
+    assert [(name, of.stage, of.output_tokens) for name, of in there] == [
+        ("p", Stage.PREFILL, 1), ("d", Stage.DECODE, 7)
+    ]  # fmt: skip
+    await turns(ENOUGH)
+    line.check()
+    one.pools.check(now())
+    assert {name: view.load for name, view in one.pools.views(now()).items()} == {"p": 0, "d": 0}
 
 
 @virtual

@@ -51,6 +51,13 @@ def decode_of(request: Request) -> Request:
     return replace(request, stage=Stage.DECODE)
 
 
+def stage_of(request: Request, stage: Stage) -> Request:
+    """One stage of `request`, which is a whole one."""
+    if stage is Stage.WHOLE:
+        return request
+    return prefill_of(request) if stage is Stage.PREFILL else decode_of(request)
+
+
 def staged(placement: Placement, settings: Disaggregation) -> StagedPlacement:
     """A placement that places stages, by `settings` unless it has an own way to split requests."""
     return placement if isinstance(placement, StagedPlacement) else StagedPlacement(placement, settings)

@@ -7,10 +7,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import aiohttp
 import pytest
 
+from llmproxy.simulator.replica import Replica
 from tests.e2e.disaggregation.conftest import NIXL, hows, split
+from tests.e2e.processes import served
 from tests.e2e.proxies import CHAT, FAST, HELLO, ProxyUnderTest, until
 from tests.simulator.legs import BODIES, WORDS, kv_used
 
@@ -173,6 +177,21 @@ async def test_log_and_story_tell_both_stages(log: io.StringIO) -> None:
         assert proxy.metric("llmproxy_retries_total") == 0
 
 
-async def test_workers_split_too() -> None:
-    async with split(workers=2) as proxy:
-        assert (await proxy.chat(LONG)).status == 200
+async def test_workers_split_too(tmp_path: Path) -> None:
+    """As processes: in one process there are none, whatever the configuration says."""
+    async with Replica(NIXL) as first, Replica(NIXL) as second, aiohttp.ClientSession() as http:
+        backends = ("--backend", f"prefill={first.url}", "--backend", f"decode={second.url}")
+        options = ("--port", "0", "--workers", "2", "--scheduling-disaggregation", "always")
+        async with served(tmp_path / "log", *options, *backends) as process:
+            url = await process.url()
+            async with http.post(url + CHAT, json=LONG) as answer, http.post(second.url + CHAT, json=LONG) as alone:
+                assert text(CHAT, await answer.json()) == text(CHAT, await alone.json())
+            (line,) = [await process.event("request")]
+            assert (line["disaggregation"], line["attempts"]) == ("split", 1)
+            assert (line["prefill_backend"], line["backend"]) == (
+                urlsplit(first.url).netloc,
+                urlsplit(second.url).netloc,
+            )
+        bodies = [json.loads(seen.body) for one in (first, second) for seen in one.requests_seen if seen.path == CHAT]
+        assert [body["max_tokens"] for body in bodies[:2]] == [1, LONG["max_tokens"]]
+        assert "do_remote_prefill" in bodies[1][KEY]
