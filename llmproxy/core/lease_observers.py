@@ -79,8 +79,11 @@ class ChargeObserver(LeaseObserver):
 
 
 def goes_on(lease: LeaseRecord, verdict: Verdict) -> bool:
-    """Whether the request of a lease that ends so goes on with its answer, on another backend."""
-    return lease.request.stage is Stage.PREFILL and verdict is Verdict.SERVED
+    """Whether the request of a lease that ends so goes on with its answer, on another backend.
+
+    An engine that refused the prompt has served it as well, but computed nothing.
+    """
+    return lease.request.stage is Stage.PREFILL and verdict is Verdict.SERVED and lease.started
 
 
 class PlaceObserver(LeaseObserver):
@@ -136,8 +139,9 @@ class TransferObserver(LeaseObserver):
         if first is None:
             return
         first.fetched(lease.request.id)
-        if verdict is Verdict.TRANSFER_FAILED or (verdict is Verdict.SERVED and lease.prefilled_on is not None):
-            self._placement.transferred(first.name, now, arrived=verdict is Verdict.SERVED)
+        arrived = verdict is Verdict.SERVED and lease.prefilled_on is not None and lease.started
+        if arrived or verdict is Verdict.TRANSFER_FAILED:
+            self._placement.transferred(first.name, now, arrived=arrived)
 
 
 class LimitObserver(LeaseObserver):

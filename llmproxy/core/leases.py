@@ -16,6 +16,7 @@ class LeaseRecord:
     `guaranteed`: it was granted by the minimum share of its band. `cold`: its adapter was not believed to be resident.
     `answers_on` keeps a place for the answer, where the lease is for the prompt alone. `prefilled_on` is the backend
     that computed the prompt, where the lease is for the answer alone.
+    `started`: the first token of its answer arrived.
     `on_old_process`: it runs on a process that another one has replaced, so that it does not end with the new one.
     """
 
@@ -28,6 +29,7 @@ class LeaseRecord:
     cold: bool
     answers_on: Backend | None = None
     prefilled_on: Backend | None = None
+    started: bool = False
     on_old_process: bool = False
 
 
@@ -151,6 +153,7 @@ class Leases:
     def started(self, number: int, now: float) -> None:
         """The first token of the answer arrived."""
         lease = self._held[number]
+        lease.started = True
         lease.backend.started(number, now)
         for started in self._on_started:
             started(lease, now)

@@ -182,10 +182,37 @@ def test_a_client_that_leaves_between_the_stages_leaves_nothing() -> None:
     assert one._limits.in_flight() == {"tenant:t": 0}
 
 
+def test_a_refused_prompt_keeps_nothing() -> None:
+    """The engine has served the request by its refusal, and there is no answer to come for it."""
+    one = one_each(limits={"tenant:t": UsageLimit(in_flight=1)}, limit=1)
+    submit(one, asked := long(limits=("tenant:t",)))
+    one.finish(only_grant(one, 0.0), Verdict.SERVED, 1.0, Usage(0, 0))
+    assert loads(one, 1.0) == {"p": 0, "d": 0}
+    assert one.backends["p"].keeps_until_s(1.0) is None
+    one.submit(structs.replace(asked, splittable=False), 1.0, frozenset(), Entry.RETRY)
+    assert only_grant(one, 1.0).placed.backend == "d"
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_only_an_answer_that_began_proves_that_prompts_arrive(refused: bool) -> None:
+    """Two fail, the third is refused or begins, and one more fails: three in a row, or not."""
+    one = one_each()
+    for turn, verdict in enumerate((*[Verdict.TRANSFER_FAILED] * 2, Verdict.SERVED, Verdict.TRANSFER_FAILED)):
+        submit(one, asked := long(), now=float(turn))
+        (answer,) = prefilled(one, only_grant(one, float(turn)), float(turn))
+        if verdict is Verdict.SERVED and not refused:
+            one.started(answer, float(turn))
+        one.finish(answer, verdict, float(turn), Usage(0, 0))
+        one.ended(asked, None, float(turn))
+    submit(one, long(), now=3.0)
+    assert only_grant(one, 3.0).request.stage is (Stage.WHOLE if refused else Stage.PREFILL)
+
+
 def test_a_waiting_answer_can_be_cancelled() -> None:
     one = one_each()
     submit(one, asked := long())
     grant = only_grant(one, 0.0)
+    one.started(grant, 1.0)
     one.finish(grant, Verdict.SERVED, 1.0, Usage(20_000, 1))
     one.submit(asked, 1.0, frozenset(), Entry.PREFILLED)
     one.cancel(asked)

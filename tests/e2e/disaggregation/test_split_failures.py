@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 from msgspec import structs
 
+from llmproxy.config import hash_of
 from llmproxy.core.placement.staged import FAILURES_MAX
 from llmproxy.gateway.proxying.stages import Handover
 from llmproxy.kv_connectors import Parameters, connectors
@@ -149,6 +150,22 @@ async def test_whatever_a_prefill_replica_answers(case: str, body: dict[str, Any
         assert hows(proxy) == {how: 1}
         # No engine is given what would kill it.
         assert not sent(proxy, "b0").get("kv_transfer_params")
+
+
+ONE_AT_A_TIME = [{"name": "t", "keys": [hash_of("k")], "limits": {"in_flight": 1}}]
+
+
+@pytest.mark.parametrize(
+    "config", [{"fixed_limit": 1, "scheduling": {"look_ahead": 0}}, {"tenants": ONE_AT_A_TIME}], ids=["place", "limit"]
+)
+async def test_a_refused_prompt_does_not_wait_for_its_own_place(config: dict[str, Any]) -> None:
+    script, how = ANSWERS["refusal"]
+    async with scripted_prefill(script, queue={"ttl_s": 5.0}, **config) as proxy:
+        answer = await proxy.chat(LONG, headers={"authorization": "Bearer k"})
+        assert answer.status == 200, answer.body
+        assert hows(proxy) == {how: 1}
+        # Nothing was computed that another one could fetch.
+        assert proxy.app.pools.backends["b1"].keeps_until_s(0.0) is None
 
 
 async def test_a_cause_is_logged_once_with_what_to_do(log: io.StringIO) -> None:
