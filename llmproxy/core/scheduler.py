@@ -15,6 +15,7 @@ from llmproxy.core.domain import (
     Grant,
     Learned,
     NoCapacity,
+    NoMatch,
     Outcome,
     Placed,
     Refused,
@@ -258,13 +259,17 @@ class Scheduler:
         A place was kept for it. Where that backend is gone meanwhile and no other has room, the request goes back to
         the waiting room, before all that had no turn yet, and is served from its beginning.
         """
-        prefilled, self._prefilled = self._prefilled, []
         self._placement.begin(self._backends.views(now))
+        prefilled, self._prefilled = self._prefilled, []
         for request, excluded in prefilled:
             prefilled_on = self._places.give_up(request.id)
             others = excluded if prefilled_on is None else excluded | {prefilled_on}
             answer = decode_of(request)
-            placed = self._placement.place(answer, self._backends.views(now), 1.0, others, now)
+            placed: Placed | NoCapacity | NoMatch = NO_CAPACITY
+            try:
+                placed = self._placement.place(answer, self._backends.views(now), 1.0, others, now)
+            except Exception as fault:  # noqa: BLE001 - a policy may be anybody's, and those behind must not be lost
+                self.faults.note(fault)
             if isinstance(placed, Placed):
                 backend, first = self._backends.by_name[placed.backend], self._backends.by_name.get(prefilled_on or "")
                 lease = self.leases.book(answer, placed, backend, now, prefilled_on=first)

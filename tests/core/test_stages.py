@@ -248,6 +248,24 @@ def test_where_no_place_is_left_the_request_is_served_from_its_beginning() -> No
     assert loads(one, 2.0)["p"] == 0
 
 
+@pytest.mark.parametrize("part", ["place", "begin"])
+def test_a_fault_of_a_placement_loses_no_request_between_its_stages(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    one = one_each(limit=4)
+    submit(one, long(), long())
+    prompts = [grant for grant in one.decide(0.0) if isinstance(grant, Grant)]
+    (scheduler,) = one.schedulers.values()
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler._placement.inner if part == "place" else scheduler._placement, part, fails)
+        assert [decided for grant in prompts for decided in prefilled(one, grant)] == []
+    assert [type(fault) for fault, _ in one.faults(1.0)] == [ZeroDivisionError]
+    served = {grant.request.id for now in (2.5, 3.5) for grant in one.decide(now)}
+    assert served == {grant.request.id for grant in prompts}
+
+
 def test_where_nothing_is_left_it_is_dropped() -> None:
     one = one_each(queue=QueueSettings(hold_s=0.0))
     submit(one, long())
