@@ -310,6 +310,8 @@ class RequestHandler:
             # Also where its client has left, as many do when they read the end mark.
             self._exits.attempted(lease.backend, attempt.verdict)
             attempt.note(tried)
+            if attempt.committed:
+                context.note_split(attempt, lease.grant)
         if attempt.parameters is not None:
             context.handover = Handover(
                 backend.name, backend.url, attempt.parameters, asyncio.get_running_loop().time()

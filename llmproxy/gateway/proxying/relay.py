@@ -196,12 +196,13 @@ class Relay:
         client: ResponseWriter,
     ) -> None:
         tap: StreamTap
+        opening_events = call.opening_events
         if is_encoded(exchange):
-            # No event can be taken out or added, and its progress is not seen.
-            tap = EncodedTap()
+            # No event can be taken out or added, its progress is not seen, and nobody knows where its opening ends.
+            tap, opening_events = EncodedTap(), 0
         else:
             tap = attempt.tap = StreamTap(hide_usage=call.hide_usage)
-        relay = StreamRelay(attempt, timer, exchange, client, tap, lease, call.opening_events)
+        relay = StreamRelay(attempt, timer, exchange, client, tap, lease, opening_events)
         await exchange.flow(relay.take)
         if tap.error_seen and not attempt.committed:
             # Through the tap too, because it may hold the beginning of the next event.
@@ -256,7 +257,8 @@ class Relay:
     def _account(self, attempt: Attempt, lease: Lease, most: Usage | None) -> None:
         """Set the verdict and the usage of the lease, however the attempt ended; `most` bounds the usage."""
         lease.verdict = attempt.verdict
-        if most is None:
+        if most is None or attempt.verdict is Verdict.TRANSFER_FAILED:
+            # What cannot be handed over is computed anew, and that costs what it costs.
             lease.usage = Usage(0, 0)
             return
         if attempt.tap is not None:

@@ -17,9 +17,11 @@ from msgspec import structs
 
 from llmproxy.config import hash_of
 from llmproxy.core.placement.staged import FAILURES_MAX
+from llmproxy.gateway.proxying import stages
 from llmproxy.gateway.proxying.stages import Handover
 from llmproxy.kv_connectors import Parameters, connectors
 from llmproxy.kv_connectors.nixl import Nixl
+from llmproxy.simulator.replica import ReplicaOptions
 from llmproxy.simulator.server.text import WRONG_WORD
 from tests.e2e.disaggregation.conftest import NIXL, hows, split
 from tests.e2e.disaggregation.test_split import LONG, sent, text
@@ -30,6 +32,8 @@ from tests.upstream.raw_server import Peer
 
 STREAM = LONG | {"stream": True}
 SLOW = replace(NIXL, kv_latency_s=5.0)
+QUICK = replace(NIXL, speed=20.0)
+"""It finds in 0.25 s that nobody is there who keeps a prompt for it."""
 ENDLESS = STREAM | {"max_tokens": 20_000}
 
 
@@ -86,16 +90,20 @@ async def test_a_prefill_that_never_answers_ends_by_its_own_limit() -> None:
         proxy.replicas[0].faults.clear()
 
 
-async def test_a_hung_prefill_is_found_and_left() -> None:
+async def test_a_prefill_that_hangs_before_its_work_ends_by_its_own_limit(
+    monkeypatch: pytest.MonkeyPatch, log: io.StringIO
+) -> None:
+    """Polls see an idle engine, which may be about to begin, so nothing but time shows that it hangs."""
+    monkeypatch.setattr(stages, "PREFILL_LIMIT_S", 0.3)
     async with split(health={"hung_s": 0.1}) as proxy:
         for _ in range(3):
             await right_answer(proxy)
-        # Whether a replica hangs is seen beside others that do not.
         async with proxy.stream(ENDLESS) as other:
             await other.content.readany()
             proxy.replicas[0].faults.set("frozen")
             assert (await proxy.chat(STREAM)).status == 200
             assert hows(proxy) == {"split": 3, "prefill_failed": 1}
+            assert "did not compute the prompt within 0 s" in log.getvalue()
             proxy.replicas[0].faults.clear()
 
 
@@ -115,9 +123,14 @@ def prefilled(params: object) -> Script:
 
 
 @asynccontextmanager
-async def scripted_prefill(script: Script, **config: Any) -> AsyncIterator[ProxyUnderTest]:
+async def scripted_prefill(
+    script: Script, decode: ReplicaOptions = NIXL, **config: Any
+) -> AsyncIterator[ProxyUnderTest]:
     """A real decode replica, b0, and a scripted one for prompts, b1."""
-    async with scripted(script) as backend, split(NIXL, roles="decode prefill", extra=[backend.url], **config) as proxy:
+    async with (
+        scripted(script) as backend,
+        split(decode, roles="decode prefill", extra=[backend.url], **config) as proxy,
+    ):
         yield proxy
 
 
@@ -168,6 +181,19 @@ async def test_a_refused_prompt_does_not_wait_for_its_own_place(config: dict[str
         assert proxy.app.pools.backends["b1"].keeps_until_s(0.0) is None
 
 
+async def test_what_was_not_handed_over_is_not_charged() -> None:
+    usage = {"prompt_tokens": 211, "completion_tokens": 1, "total_tokens": 212}
+    script = answering(whole(json.dumps({"choices": [], "usage": usage}).encode()))
+    rated = [{"name": "t", "keys": [hash_of("k")], "limits": {"tokens_per_min": 600.0}}]
+    async with scripted_prefill(script, tenants=rated) as proxy:
+        answer = await proxy.chat(LONG, headers={"authorization": "Bearer k"})
+        await proxy.settled()
+        _, left = proxy.app.pools._limits.left_per_min("tenant:t", asyncio.get_running_loop().time())
+        # Ten a second come back, and both stages together would be twice the prompt.
+        assert left is not None
+        assert left >= 600 - answer.json["usage"]["total_tokens"]
+
+
 async def test_a_cause_is_logged_once_with_what_to_do(log: io.StringIO) -> None:
     async with scripted_prefill(prefilled(None)) as proxy:
         for _ in range(3):
@@ -187,7 +213,7 @@ async def test_a_prefill_replica_whose_prompts_never_arrive_rests() -> None:
         await peer.send(whole(json.dumps({"choices": [], "kv_transfer_params": PARAMS}).encode()))
 
     # Nobody listens on that port.
-    async with scripted_prefill(script) as proxy:
+    async with scripted_prefill(script, QUICK) as proxy:
         for _ in range(FAILURES_MAX + 3):
             await right_answer(proxy, LONG, 0)
         assert calls == FAILURES_MAX
@@ -218,7 +244,7 @@ async def test_unknown_members_travel_as_they_came() -> None:
 @pytest.mark.parametrize("body", [LONG, STREAM])
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 async def test_a_prefill_replica_that_dies_between_the_stages(body: dict[str, Any], policy: Any) -> None:
-    async with split(NIXL, replace(SLOW, kv_load_failure_policy=policy)) as proxy:
+    async with split(NIXL, replace(SLOW, speed=5.0, kv_load_failure_policy=policy)) as proxy:
         asked = asyncio.create_task(proxy.chat(body))
         await until(lambda: proxy.replicas[1].in_flight)
         await proxy.replicas[0].restart()
@@ -284,6 +310,25 @@ async def test_a_decode_replica_that_refuses_what_was_computed(case: str) -> Non
         assert times == (2 if how in ("decode_refused", "transfer_failed") else 1)
 
 
+async def test_a_compressed_answer_is_not_held_to_its_end() -> None:
+    """Nobody knows where its opening events end."""
+    ends = asyncio.Event()
+
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(STREAM_HEAD.replace(b"\r\n\r\n", b"\r\ncontent-encoding: x-own\r\n\r\n") + chunk(b"begin"))
+        await ends.wait()
+        await peer.send(chunk(b"end") + STREAM_END)
+
+    async with scripted(script) as decode, split(NIXL, roles="prefill decode", extra=[decode.url]) as proxy:
+        async with proxy.stream(STREAM) as stream:
+            try:
+                assert await asyncio.wait_for(stream.content.readany(), 5.0) == b"begin"
+            finally:
+                ends.set()
+            assert await stream.content.read() == b"end"
+        assert hows(proxy) == {"split": 1}
+
+
 class Late(Nixl):
     """Its parameters are too old when they come."""
 
@@ -340,6 +385,17 @@ async def test_a_client_that_leaves_during_the_transfer_leaves_nothing() -> None
         await proxy.settled()
         await until(lambda: kv_used(proxy.replicas[0]) == kv_used(proxy.replicas[1]) == 0.0)
         assert proxy.outcomes() == {"cancelled": 1}
+
+
+async def test_a_client_that_leaves_in_mid_stream_was_served_in_two_stages(log: io.StringIO) -> None:
+    """So are those that leave when they have read the end mark, as many do."""
+    async with split() as proxy:
+        async with proxy.stream(ENDLESS) as stream:
+            await stream.content.readany()
+        await proxy.settled()
+        assert proxy.outcomes() == {"cancelled": 1}
+        assert hows(proxy) == {"split": 1}
+        assert "disaggregation=split prefill_backend=b0" in log.getvalue()
 
 
 async def test_a_shutdown_between_the_stages_is_said_as_one() -> None:
