@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from graphlib import TopologicalSorter
 from gzip import compress
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +21,7 @@ VENDORED = {
 }
 PACKED_BYTES_MAX = 100_000
 REFERENCE = re.compile(r"""(?:from|href=|src=)\s*"([^"#:]+\.(?:js|css))\"""")
+IMPORT = re.compile(r"""\bfrom "(\.[^"]+)\"""")
 MARKUP = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|https?://(?!www\.w3\.org/2000/svg)"
 )
@@ -36,6 +38,17 @@ def test_every_reference_leads_to_a_file() -> None:
     for path, name in references:
         target = STATIC / name.removeprefix("/ui/") if name.startswith("/ui/") else path.parent / name
         assert target.is_file(), f"{path.name} names {name}"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    imports = {
+        path: {(path.parent / name).resolve() for name in IMPORT.findall(path.read_text())}
+        for path in OURS
+        if path.suffix == ".js"
+    }
+    assert len(imports) > 15
+    # Raises CycleError with the names of those in the circle.
+    assert [path.name for path in TopologicalSorter(imports).static_order()][-1] == "app.js"
 
 
 def test_no_text_becomes_markup_and_nothing_is_fetched_from_elsewhere() -> None:

@@ -1,11 +1,11 @@
 // Are caches used, are predictions good, and where is which adapter.
 
+import { asking } from "../lib/asking.js";
 import { Chart } from "../lib/chart.js";
 import { json } from "../lib/client.js";
 import { card, h, put, putMeter } from "../lib/dom.js";
 import { count, duration, number, percent, plural } from "../lib/format.js";
 import { Table } from "../lib/table.js";
-import { asking } from "./requests.js";
 
 export const caches = { title: "Caches and adapters", columns: ["fleet/hit_share", "fleet/ttft_error", "fleet/input_tokens"], open };
 

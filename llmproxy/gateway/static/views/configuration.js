@@ -1,10 +1,10 @@
 // What is in force, and where each value came from.
 
+import { asking } from "../lib/asking.js";
 import { json } from "../lib/client.js";
 import { card, h, Keyed, put } from "../lib/dom.js";
 import { clock } from "../lib/format.js";
 import { Table } from "../lib/table.js";
-import { asking } from "./requests.js";
 
 export const configuration = { title: "Configuration", columns: [], open };
 

@@ -1,12 +1,12 @@
 // Is all well, who waits and why, and which replica is full: the first view.
 
+import { asking } from "../lib/asking.js";
 import { bandLooks, Chart } from "../lib/chart.js";
 import { json } from "../lib/client.js";
 import { bar, card, h, Keyed, put } from "../lib/dom.js";
 import { count, duration, number, percent, plural } from "../lib/format.js";
 import { EventList } from "./events.js";
 import { replicaTable } from "./replicas.js";
-import { asking } from "./requests.js";
 import { needed } from "./scale.js";
 
 const DOT_PX = 9;

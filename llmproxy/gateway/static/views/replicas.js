@@ -1,12 +1,12 @@
 // Which replica is slow, full or sick, and since when.
 
+import { asking } from "../lib/asking.js";
 import { Chart, looks } from "../lib/chart.js";
 import { json, LockedError, post, RefusedError, UnreachableError } from "../lib/client.js";
 import { card, h, put, putMeter } from "../lib/dom.js";
 import { count, duration, factor, number, percent, plural } from "../lib/format.js";
 import { Lanes } from "../lib/lanes.js";
 import { Table } from "../lib/table.js";
-import { asking } from "./requests.js";
 import { scaleTable } from "./scale.js";
 
 export const replicas = { title: "Replicas", columns: ["backend/"], open };

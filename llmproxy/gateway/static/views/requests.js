@@ -1,6 +1,7 @@
 // The last requests that ended, and the whole story of one.
 
-import { json, LockedError, RefusedError, UnreachableError } from "../lib/client.js";
+import { asking } from "../lib/asking.js";
+import { json } from "../lib/client.js";
 import { card, h, put } from "../lib/dom.js";
 import { clock, count, duration } from "../lib/format.js";
 import { link, Table } from "../lib/table.js";
@@ -8,32 +9,11 @@ import { story } from "./story.js";
 
 export const requests = { title: "Requests", columns: [], open };
 
-const EVERY_S = 3;
 const FILTERS = ["kind", "band", "model", "tenant", "backend"];
 const KINDS = ["completed", "refused", "failed", "cancelled", "client_error"];
 
 function open(host, store, argument) {
   return argument ? story(host, store, argument) : list(host, store);
-}
-
-/** Asks again every few seconds, and at once when told; `show` gets what came, `say` what went wrong. */
-export function asking(store, ask, show, say) {
-  let next = 0;
-  let turn = 0;
-  const now = async () => {
-    next = performance.now() + EVERY_S * 1000;
-    turn += 1;
-    const mine = turn;
-    try {
-      const found = await ask();
-      if (mine === turn) show(found);
-      say("");
-    } catch (error) {
-      if (error instanceof RefusedError) say(error.message);
-      else if (!(error instanceof UnreachableError || error instanceof LockedError)) throw error;
-    }
-  };
-  return { now, update: () => (!store.paused && performance.now() >= next ? now() : undefined) };
 }
 
 function list(host, store) {

@@ -1,10 +1,10 @@
 // One request from its arrival to its end: what it waited for, where it went and why, and what came of it.
 
+import { asking } from "../lib/asking.js";
 import { json } from "../lib/client.js";
 import { card, h, put } from "../lib/dom.js";
 import { clock, count, duration, plural } from "../lib/format.js";
-import { priceCard } from "./decisions.js";
-import { asking } from "./requests.js";
+import { priceCard } from "./price.js";
 
 export function story(host, store, id) {
   const content = h("div");

@@ -1,0 +1,81 @@
+// What a choice of a replica cost: a bar of terms for each candidate.
+
+import { looks } from "../lib/chart.js";
+import { h } from "../lib/dom.js";
+import { count, duration, plural } from "../lib/format.js";
+
+const CANDIDATES_MAX = 10;
+/** Terms in the order of their colours; a term of a plugin gets the next one. */
+const TERMS = ["queue", "prefill", "stream", "harm", "eviction", "adapter", "memory", "slot"];
+const HINTS = {
+  queue: "Until the prompts before it are computed",
+  prefill: "Computing what is not cached of its prompt",
+  stream: "The rest of its answer; a second of it counts a tenth",
+  harm: "The delay of others",
+  eviction: "Computing again what it displaces from the cache",
+  adapter: "Loading its adapter",
+  memory: "Its share of the KV cache, where that is scarce",
+  slot: "Until a full replica has room",
+};
+const ALIKE_S = 0.005;
+
+/** What the colours of the bars mean. */
+export const termList = () => h("ul", { className: "terms" }, TERMS.map((term) => h("li", { title: HINTS[term] }, swatch(term), term)));
+
+/** One choice: a bar of its terms for each candidate, the chosen one first. */
+export function priceCard(choice) {
+  const most = Math.max(...choice.candidates.map((one) => one.total_s), 1e-6);
+  const rows = choice.candidates.slice(0, CANDIDATES_MAX).map((one) => {
+    const bar = h("span", { className: "price", "aria-hidden": "true" }, Object.entries(one.terms).filter(([, seconds]) => seconds > 0).map(([term, seconds]) => {
+      const part = h("span", { title: `${term} ${duration(seconds)}` });
+      part.style.width = `${(seconds / most) * 100}%`;
+      part.style.backgroundColor = `var(--${lookOf(term)})`;
+      return part;
+    }));
+    const chosen = one.backend === choice.chosen;
+    return h("li", { className: chosen ? "chosen" : "" }, h("span", { className: "candidate" }, chosen ? "✓ " : "", one.backend), bar,
+      h("span", { className: "price-text" }, priceText(one, choice.prompt_tokens)));
+  });
+  return h("section", { className: "card" },
+    h("h3", {}, h("a", { className: "mono", href: `#requests/${encodeURIComponent(choice.request)}` }, choice.request)),
+    h("p", { className: "quiet" }, `${count(choice.prompt_tokens)} prompt tokens for ${choice.model ?? "no model"}, ${duration(choice.age_s)} ago, ${choice.chosen ?? "no replica"} chosen${whyChosen(choice)}${cameOfIt(choice)}`),
+    h("ol", { className: "prices" }, rows), dearer(choice.candidates));
+}
+
+function cameOfIt({ ended }) {
+  return ended ? `. ${ended.tenant ?? ended.flow ?? "No flow"}, band ${ended.band ?? "none"}: ${ended.outcome} after ${duration(ended.duration_s)}` : "";
+}
+
+/** The candidates that have no bar; they come in the order of their prices. */
+function dearer(candidates) {
+  const left = candidates.length - CANDIDATES_MAX;
+  if (left <= 0) return null;
+  return h("p", { className: "quiet" }, `${plural(left, "more candidate")}, of ${duration(candidates[CANDIDATES_MAX].total_s)} to ${duration(candidates.at(-1).total_s)}.`);
+}
+
+/** What the bars do not say: another may be cheaper, by so little that it counts as equal. */
+function whyChosen({ chosen, candidates }) {
+  if (candidates.length === 1) return ": the only candidate";
+  const mine = candidates.find((one) => one.backend === chosen);
+  const least = Math.min(...candidates.map((one) => one.total_s));
+  if (!mine) return "";
+  if (mine.total_s <= least) return ": the cheapest";
+  return mine.total_s - least <= ALIKE_S ? `: of the cheapest, within ${duration(ALIKE_S)}, the least loaded` : ": the cheapest with room";
+}
+
+function priceText({ total_s, terms, cached_tokens, fits }, promptTokens) {
+  const parts = Object.entries(terms).filter(([, seconds]) => seconds >= 0.0005).map(([term, seconds]) =>
+    `${term} ${duration(seconds)}${term === "prefill" ? ` (${count(promptTokens - cached_tokens)} of ${count(promptTokens)} tokens uncached)` : ""}`);
+  return `${duration(total_s)}${parts.length ? ` = ${parts.join(" + ")}` : ""}${fits ? "" : "; it takes no request now"}`;
+}
+
+function lookOf(term) {
+  const at = TERMS.indexOf(term);
+  return looks(at < 0 ? TERMS.length - 1 : at).colour;
+}
+
+function swatch(term) {
+  const made = h("span", { className: "dot" });
+  made.style.backgroundColor = `var(--${lookOf(term)})`;
+  return made;
+}
