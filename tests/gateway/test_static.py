@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from graphlib import TopologicalSorter
 from gzip import compress
@@ -9,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import llmproxy.gateway
+from llmproxy.core.placement.price import NAMES
 from llmproxy.gateway.admin.static import TYPES
 
 STATIC = Path(llmproxy.gateway.__file__).parent / "static"
@@ -49,6 +51,16 @@ def test_no_module_imports_itself_through_others() -> None:
     assert len(imports) > 15
     # Raises CycleError with the names of those in the circle.
     assert [path.name for path in TopologicalSorter(imports).static_order()][-1] == "app.js"
+
+
+def test_every_term_of_a_price_has_a_name_a_colour_and_a_hint() -> None:
+    source = (STATIC / "views" / "price.js").read_text()
+    (listed,) = re.findall(r"const TERMS = (\[.*?\]);", source)
+    (hints,) = re.findall(r"const HINTS = \{(.*?)\n\};", source, re.DOTALL)
+    assert set(json.loads(listed)) == set(NAMES) == set(re.findall(r"(\w+): \"", hints))
+    light, dark = re.findall(r"^:root.*?\{(.*?)^\}", (STATIC / "app.css").read_text(), re.DOTALL | re.MULTILINE)[:2]
+    for theme in (light, dark):
+        assert len({colour for _, colour in re.findall(r"--series-(\d+): (#\w+);", theme)}) >= len(NAMES)
 
 
 def test_no_text_becomes_markup_and_nothing_is_fetched_from_elsewhere() -> None:

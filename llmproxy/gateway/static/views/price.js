@@ -1,12 +1,11 @@
 // What a choice of a replica cost: a bar of terms for each candidate.
 
-import { looks } from "../lib/chart.js";
 import { h } from "../lib/dom.js";
 import { count, duration, plural } from "../lib/format.js";
 
 const CANDIDATES_MAX = 10;
-/** Terms in the order of their colours; a term of a plugin gets the next one. */
-const TERMS = ["queue", "prefill", "stream", "harm", "eviction", "adapter", "memory", "slot"];
+/** Terms in the order of their colours; those of plugins are grey. */
+const TERMS = ["queue", "prefill", "stream", "harm", "eviction", "adapter", "memory", "slot", "headroom", "transfer", "range"];
 const HINTS = {
   queue: "Until the prompts before it are computed",
   prefill: "Computing what is not cached of its prompt",
@@ -16,6 +15,9 @@ const HINTS = {
   adapter: "Loading its adapter",
   memory: "Its share of the KV cache, where that is scarce",
   slot: "Until a full replica has room",
+  headroom: "What it leaves of the objective, which others may need more",
+  transfer: "Moving the KV cache of its prompt to another replica",
+  range: "It is meant for prompts of other lengths",
 };
 const ALIKE_S = 0.005;
 
@@ -71,7 +73,7 @@ function priceText({ total_s, terms, cached_tokens, fits }, promptTokens) {
 
 function lookOf(term) {
   const at = TERMS.indexOf(term);
-  return looks(at < 0 ? TERMS.length - 1 : at).colour;
+  return at < 0 ? "quiet" : `series-${at + 1}`;
 }
 
 function swatch(term) {
