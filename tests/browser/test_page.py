@@ -168,6 +168,27 @@ async def test_a_replica_that_is_up_says_how_often_it_was_not(browser: Browser) 
             assert "not up" not in await visit.page.locator("tr", has_text="b0").first.inner_text()
 
 
+async def test_a_replica_that_is_slower_than_its_pool_stands_out(browser: Browser) -> None:
+    async with serving(FAST, FAST, FAST) as proxy, visiting(browser, proxy.url) as visit:
+
+        async def slower(route: Any) -> None:
+            document = await (await route.fetch()).json()
+            for one, tpot_s in zip(document["backends"], (0.008, 0.019, 0.009), strict=True):
+                one["tpot_s"] = tpot_s
+            await route.fulfill(json=document)
+
+        await visit.page.route("**/debug/live*", slower)
+        for view in ("now", "replicas"):
+            await visit.go(view)
+            await visit.sees("19 ms, 2.1x", "tr:has-text('b1') td.stands-out")
+            assert await visit.page.locator("td.stands-out").count() == 1
+        region = await visit.page.locator(".scroll", has_text="Token pace").first.bounding_box()
+        pace = await visit.page.locator("th", has_text="Token pace").bounding_box()
+        assert region is not None
+        assert pace is not None
+        assert pace["x"] + pace["width"] <= region["x"] + region["width"], "the pace is out of sight"
+
+
 async def test_how_many_replicas_are_wanted(browser: Browser) -> None:
     async with serving(FAST, FAST) as proxy, visiting(browser, proxy.url) as visit:
         await visit.go("now")

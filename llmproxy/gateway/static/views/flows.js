@@ -1,7 +1,7 @@
 // Who waits and why, and does each flow get its share.
 
 import { Chart, looks } from "../lib/chart.js";
-import { card, putMeter } from "../lib/dom.js";
+import { card, h, putMeter } from "../lib/dom.js";
 import { count, duration, number, percent } from "../lib/format.js";
 import { link, Table } from "../lib/table.js";
 
@@ -49,7 +49,7 @@ function open(host, store) {
       { title: "Tokens left", number: true, value: (one) => one.tokens_left, text: (one) => number(one.tokens_left), hint: "What the rate allows now; below 0 more was used than estimated" },
     ],
   });
-  host.append(card("Shares of the last minute", shares.element), card("Who waits, in the order of service", heads.element));
+  host.append(card("Shares of the last minute", h("p", { className: "quiet" }, "What each got of its band's tokens; the mark is what is due by weight. A flow that asks for less leaves the rest to others. Only one that waits and stays below its mark gets too little."), shares.element), card("Who waits, in the order of service", heads.element));
   const chart = new Chart(host, store, {
     title: "Tokens per second by flow", note: "The flows with most tokens. Mean of the last minute.", write: number, stacked: true, height: 190,
     lines: (history) => history.names("flow/", "/tokens_per_s").map((name, at) => ({ label: name, column: `flow/${name}/tokens_per_s`, ...looks(at) })),

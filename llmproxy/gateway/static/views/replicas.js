@@ -13,6 +13,8 @@ export const replicas = { title: "Replicas", columns: ["backend/"], open };
 
 const WORDS = { resting: "ejected" };
 const RECENT_S = 300;
+/** Times as slow as the others that are worth a word: replicas of one kind differ by less. */
+const SLOW = 1.5;
 const BEGINS = ["backend_ejected", "backend_down"];
 const ENDS = ["backend_back", "backend_up"];
 
@@ -55,17 +57,19 @@ export function replicaTable(store, full) {
     { title: "State", value: (one) => one.state, fill: (cell, one) => fillState(cell, one, made.failures?.get(one.backend) ?? 0) },
     ...(full ? [{ title: "", fill: (cell, one) => fillDrain(cell, one, store, made) }] : []),
     { title: "Load", number: true, value: (one) => share(one), fill: (cell, one) => fillLoad(cell, one, made.marks?.get(one.pool) ?? []), hint: "Requests that the proxy sent there, and how many it sends at most" },
+    { title: "TTFT", number: true, value: (one) => one.ttft_s, text: (one) => duration(one.ttft_s), hint: "Mean time of the replica to the first token of a stream, last minute" },
+    { title: "Per token", number: true, value: (one) => one.tpot_s, fill: (cell, one) => fillPerToken(cell, one, made.slower?.get(one.backend)), hint: "Mean time per token after the first, last minute; 2.0x is twice the median of its pool" },
+    ...(full ? [
+      { title: "Token pace", value: (one) => one.tokens_slower, text: (one) => pace(one, one.tokens_slower), hint: "Its pace for output tokens against its pool, as placement has learned it" },
+      { title: "Prompt pace", value: (one) => one.prompts_slower, text: (one) => pace(one, one.prompts_slower), hint: "Its pace for prompts against its pool, as placement has learned it" },
+    ] : []),
     { title: "KV cache", number: true, value: (one) => one.kv_used, fill: (cell, one) => putMeter(cell, one.kv_used, percent(one.kv_used), one.kv_used > 0.9 ? "warning" : "") },
     { title: "Engine queue", number: true, value: (one) => one.waiting, text: (one) => count(one.waiting), hint: "Requests that wait inside the engine" },
     { title: "Tokens/s", number: true, value: (one) => one.output_tokens_per_s, text: (one) => number(one.output_tokens_per_s), hint: "Output tokens of the last minute" },
     { title: "Cache hits", number: true, value: (one) => one.hit_share, text: (one) => percent(one.hit_share), hint: "Share of the prompt tokens that its prefix cache had, last minute" },
-    { title: "TTFT", number: true, value: (one) => one.ttft_s, text: (one) => duration(one.ttft_s), hint: "Mean time of the replica to the first token of a stream, last minute" },
-    { title: "Per token", number: true, value: (one) => one.tpot_s, text: (one) => duration(one.tpot_s), hint: "Mean time per token after the first, last minute" },
   ];
   if (full) {
     columns.push(
-      { title: "Prompt pace", value: (one) => one.prompts_slower, text: (one) => pace(one, one.prompts_slower), hint: "Its pace for prompts against its pool, as placement has learned it" },
-      { title: "Token pace", value: (one) => one.tokens_slower, text: (one) => pace(one, one.tokens_slower), hint: "Its pace for output tokens against its pool, as placement has learned it" },
       { title: "Failed", number: true, value: (one) => one.failed, text: (one) => `${count(one.failed)} of ${count(one.ended)}`, hint: "Attempts of the last minute" },
       { title: "Adapters", value: (one) => one.adapters.length, text: (one) => one.adapters.join(", ") || "none" },
       { title: "Read", number: true, value: (one) => one.reading_age_s, text: (one) => (one.reading_age_s === null ? "never" : `${duration(one.reading_age_s)} ago`), hint: "Age of the newest reading of its metrics" },
@@ -77,6 +81,7 @@ export function replicaTable(store, full) {
   return Object.assign(made, {
     element: table.element,
     update(live) {
+      made.slower = slower(live.backends);
       made.failures = failures(store.events(), live.now_s - RECENT_S);
       made.marks = new Map(live.pools.map((pool) => [pool.pool, pool.bands.filter((band) => band.ceiling !== null && band.ceiling < 1).map((band) => ({ at: band.ceiling, style: `band-${band.band}` }))]));
       table.update(live.backends, live.more_backends);
@@ -96,6 +101,20 @@ function failures(events, since) {
   return found;
 }
 
+/** How many times the median of its pool each backend takes for a token, where that is much more. Of two it is the faster. */
+function slower(backends) {
+  const groups = new Map();
+  for (const one of backends.filter((each) => each.tpot_s)) {
+    const name = JSON.stringify([one.pool, one.role]);
+    groups.set(name, [...(groups.get(name) ?? []), one]);
+  }
+  return new Map([...groups.values()].flatMap((group) => {
+    group.sort((one, other) => one.tpot_s - other.tpot_s);
+    const median = group[(group.length - 1) >> 1].tpot_s;
+    return group.filter((one) => one.tpot_s >= SLOW * median).map((one) => [one.backend, one.tpot_s / median]);
+  }));
+}
+
 const pace = (one, value) => (one.state === "up" ? factor(value) : "–");
 
 const share = (one) => (one.limit ? one.load / one.limit : null);
@@ -108,6 +127,11 @@ function fillState(cell, one, failed) {
   const more = one.state !== "up" ? one.why : failed ? `not up ${plural(failed, "time")} in ${duration(RECENT_S)}` : "";
   put(why, `for ${duration(one.since_s)}${more ? `: ${more}` : ""}`);
   if (cell.title !== more) cell.title = more;
+}
+
+function fillPerToken(cell, one, times) {
+  put(cell, `${duration(one.tpot_s)}${times ? `, ${times.toFixed(1)}x` : ""}`);
+  cell.classList.toggle("stands-out", Boolean(times));
 }
 
 function fillLoad(cell, one, marks) {
