@@ -16,7 +16,7 @@ from rich.text import Text
 from llmproxy.terminal import can_draw, pressed
 from llmproxy.top.ask import EXPLAIN, LIVE, REQUESTS, SCALE, Asker, Target, UnreachableError, asking
 from llmproxy.top.document import Document, Explained, read
-from llmproxy.top.picture import picture
+from llmproxy.top.picture import TALL, picture
 from llmproxy.top.scale import scale as scale_table
 from llmproxy.top.story import story
 from llmproxy.top.view import View
@@ -115,8 +115,11 @@ class _Screen:
         width, height = self._console.size
         if self._document is None:
             return Text(f"{self._trouble}; trying again. q quit", "red")
-        shown = self._choices if self._view.choices else None
+        shown = self._choices if self._wants_choices() else None
         return picture(self._document, self._view, width, height, choices=shown, trouble=self._trouble)
+
+    def _wants_choices(self) -> bool:
+        return self._view.choices or self._console.size.height >= TALL
 
     async def _poll(self) -> None:
         try:
@@ -134,7 +137,7 @@ class _Screen:
     async def _ask(self) -> None:
         try:
             document = read(await self._asker.get(LIVE), Document)
-            if self._view.choices:
+            if self._wants_choices():
                 limit = CHOICES_FILTERED if self._view.filter else CHOICES
                 self._choices = read(await self._asker.get(EXPLAIN, {"limit": str(limit)}), Explained)
         except UnreachableError as error:

@@ -27,6 +27,10 @@ LINES_MIN = 2
 """Fewest lines of a section below its titles: one row, and how many more there are."""
 ROOMY = 30
 """From this height on, there is a blank line between sections."""
+TALL = 40
+"""From this height on, there may be lines left for choices below everything else."""
+BELOW_MIN = 5
+"""Fewest lines for them: one choice among three replicas, and how many more there are."""
 PRICE = 7
 """Width of a column of prices, if its title is not wider."""
 PLAIN, WIDE = 60, 110
@@ -80,12 +84,13 @@ def picture(
 ) -> RenderableType:
     """The state of one second in `width` columns and `height` lines, None: as many as it takes.
 
-    `choices` are shown in the place of everything else. `trouble` says that the document is old.
+    `choices` are shown in the place of everything else if the person asked for them, otherwise in the lines that are
+    left below it. `trouble` says that the document is old.
     """
     head = _head(document, view, width, height, trouble)
     if view.help:
         sections = _help()
-    elif choices is not None:
+    elif choices is not None and view.choices:
         sections = [_choices(choices, view, width)]
     else:
         sections = [
@@ -98,6 +103,11 @@ def picture(
         sections.pop()
         room += above
     counts = _shares([one.wanted for one in sections], room)
+    if choices is not None and not (view.help or view.choices) and room is not None:
+        below, left = _choices(choices, view, width), room - sum(counts) - above
+        if below.wanted and left >= BELOW_MIN:
+            sections, room = [*sections, below], room - above
+            counts.append(min(left, below.wanted))
     lines: list[RenderableType] = [*head]
     for section, count in zip(sections, counts, strict=True):
         lines += [Text()] * (above - 1) + [_table(section, count, width)]

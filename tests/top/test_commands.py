@@ -126,20 +126,22 @@ class AlternateScreen(pyte.Screen):
 
 
 class OnTerminal:
-    """`llmproxy top` on a pseudo terminal of 80 columns and 24 lines; `screen` is what a person sees there."""
+    """`llmproxy top` on a pseudo terminal of 80 columns; `screen` is what a person sees there."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, lines: int = 24) -> None:
         self.master, self.slave = pty.openpty()
         self.before = termios.tcgetattr(self.slave)
         self.arguments = arguments
-        self._screen = AlternateScreen(80, 24)
+        self._lines = lines
+        self._screen = AlternateScreen(80, lines)
         self._stream = pyte.ByteStream(self._screen)
         self._read_more = asyncio.Event()
 
     async def __aenter__(self) -> OnTerminal:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "llmproxy", "top", *self.arguments, "--admin-key", KEY,
-            stdin=self.slave, stdout=self.slave, stderr=self.slave, env=environment(), start_new_session=True,
+            stdin=self.slave, stdout=self.slave, stderr=self.slave, env=environment(LINES=str(self._lines)),
+            start_new_session=True,
         )  # fmt: skip
         asyncio.get_running_loop().add_reader(self.master, self._read)
         return self
@@ -179,6 +181,12 @@ class OnTerminal:
         assert self.screen.isspace()
         assert not self._screen.cursor.hidden
         return status
+
+
+async def test_a_tall_terminal_shows_the_last_choices_too(proxy: TestServer) -> None:
+    async with OnTerminal(f"127.0.0.1:{proxy.port}", "--interval", "3600", lines=60) as top:
+        await top.shows("last choices")
+        assert "replica ▲" in top.screen
 
 
 async def test_keys_act_at_once_and_the_terminal_is_left_as_it_was(proxy: TestServer) -> None:

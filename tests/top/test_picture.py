@@ -169,15 +169,30 @@ def test_choices_show_what_decides() -> None:
     choice["candidates"][2] |= {"fits": False, "total_s": 1.25}
     choice["candidates"][2]["terms"] |= {"slot": 1.155, "queue": -0.0001}
     explained = read({"pools": [{"choices": [choice]}]}, Explained)
-    lines = drawn(picture(live(), View(), 80, choices=explained))
+    lines = drawn(picture(live(), View(choices=True), 80, choices=explained))
     (titles,) = (index for index, line in enumerate(lines) if line.startswith("last choices"))
     names = lines[titles].split()[2:]
     row = dict(zip(["mark", "replica", *names], lines[-1].split(), strict=True))
     assert row | {"mark": "×", "replica": "replica-2", "price": "1.250", "slot": "1.155", "queue": "0.000"} == row
     assert [line[0] for line in lines[titles + 2 :]].count("→") == 1
     assert lines[titles + 1].startswith(f"{choice['request']}: ")
-    nothing = drawn(picture(live(), View(filter="another"), 80, choices=explained))
+    nothing = drawn(picture(live(), View(filter="another", choices=True), 80, choices=explained))
     assert choice["request"] not in "\n".join(nothing)
+
+
+def test_lines_that_are_left_show_the_last_choices() -> None:
+    (choice,) = found("story.json")["choices"]
+    explained = read({"pools": [{"choices": [choice | {"request": f"r{number}"} for number in range(20)]}]}, Explained)
+    lines = drawn(picture(live(), View(), 200, 60, choices=explained), 200)
+    (titles,) = (index for index, line in enumerate(lines) if line.startswith("last choices"))
+    assert len(lines) == 60
+    assert "" not in lines[titles:]
+    assert any("backend_up" in line for line in lines[:titles]), "they took the place of something"
+    assert lines[titles + 1].startswith("r0: ")
+    assert lines[-2].strip() == f"{80 - (58 - titles - 1)} more"
+    many = live(backends=tuple(replace(live().backends[0], backend=f"gpu-{n}") for n in range(60)))
+    assert "last choices" not in "\n".join(drawn(picture(many, View(), 200, 60, choices=explained), 200))
+    assert "r0: " not in "\n".join(drawn(picture(live(), View(help=True), 200, 60, choices=explained), 200))
 
 
 def test_another_document_is_refused() -> None:
