@@ -231,3 +231,9 @@ def test_an_alert_leads_to_a_paragraph(name: str) -> None:
 def test_every_paragraph_is_of_an_alert() -> None:
     page = ROOT / RUNBOOK.partition("/main/")[2].rstrip("#")
     assert re.findall(r"^## (\w+)$", page.read_text(), re.MULTILINE) == list(dict.fromkeys(one.name for one in ALERTS))
+
+
+def test_the_page_says_of_every_alert_how_it_fires_in_the_demo() -> None:
+    page = ROOT / RUNBOOK.partition("/main/")[2].rstrip("#")
+    rows = re.findall(r"^\| (Llmproxy\w+) \| \S.* \|$", page.read_text(), re.MULTILINE)
+    assert rows == list(dict.fromkeys(one.name for one in ALERTS))
