@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
-from llmproxy.core.domain import Outcome, Refused, Trouble, Verdict
+from llmproxy.core.domain import Entry, Outcome, Refused, Request, Role, Trouble, Verdict
 from llmproxy.core.queueing.fairness.fair_share import FairShare
+from llmproxy.core.settings import Disaggregation, Settings, Splitting
 from llmproxy.dispatcher import Dispatcher
 from tests.core.make import request
-from tests.dispatching import Client, dispatcher, emptied, empty, now, turns, virtual
+from tests.dispatching import SETTINGS, Client, dispatcher, emptied, empty, now, turns, virtual
 
 # --- drain ------------------------------------------------------------------------------------------------------------
 
@@ -87,6 +88,51 @@ async def test_a_policy_that_raises_leaves_no_request_waiting() -> None:
             await client.task
     assert [type(error) for error in reported] == [ValueError], "the second one a moment later is counted alone"
     empty(one)
+
+
+# --- prompts that are kept for other backends ---
+
+
+def of_two_roles() -> Dispatcher:
+    roles = {"p": Role.PREFILL, "d": Role.DECODE}
+    disaggregation = Disaggregation(Splitting.ALWAYS, lease_s=30.0)
+    settings = Settings(capacity=SETTINGS.capacity, roles=roles, disaggregation=disaggregation)
+    return dispatcher(settings=settings, p=1, d=1)
+
+
+async def computed(one: Dispatcher) -> Request:
+    """A request whose prompt was computed, and is kept."""
+    asked = request(splittable=True, stream=True)
+    async with one.admit(asked) as lease:
+        assert lease.backend == "p"
+        lease.started()
+        lease.verdict = Verdict.SERVED
+    return asked
+
+
+@virtual
+async def test_a_prompt_that_nobody_fetches_is_waited_for_until_its_lease_ends() -> None:
+    one = of_two_roles()
+    asked = await computed(one)
+    one.ended(asked, None)
+    began_s = now()
+    await asyncio.wait_for(one.emptied("p"), 100.0)
+    assert now() - began_s == pytest.approx(30.0, abs=0.1)
+
+
+@virtual
+async def test_a_prompt_is_waited_for_until_its_answer_begins_and_no_longer() -> None:
+    one = of_two_roles()
+    asked = await computed(one)
+    emptied = asyncio.create_task(one.emptied("p"))
+    async with one.admit(asked, entry=Entry.PREFILLED) as lease:
+        await asyncio.sleep(5.0)
+        assert not emptied.done()
+        lease.started()
+        await turns()
+        assert emptied.done()
+        lease.verdict = Verdict.SERVED
+    one.ended(asked, None)
 
 
 # --- past the waiting room --------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
+from llmproxy.core.placement.staged import FAILURES_MAX
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Disaggregation, QueueSettings, Settings, Splitting, UsageLimit
 from tests.core.make import kill, listing, only_grant, pools, request, submit, tight
@@ -206,6 +207,27 @@ def test_only_an_answer_that_began_proves_that_prompts_arrive(refused: bool) -> 
         one.ended(asked, None, float(turn))
     submit(one, long(), now=3.0)
     assert only_grant(one, 3.0).request.stage is (Stage.WHOLE if refused else Stage.PREFILL)
+
+
+def test_each_further_failure_doubles_the_rest() -> None:
+    one = one_each()
+    (scheduler,) = one.schedulers.values()
+    now, rests = 0.0, list[float]()
+    for failures in range(1, FAILURES_MAX + 6):
+        scheduler._placement.transferred("p", now, arrived=False)
+        if failures < FAILURES_MAX:
+            assert not scheduler._placement._rests_until_s
+            continue
+        rest_s = scheduler._placement._rests_until_s["p"] - now
+        rests.append(rest_s)
+        for passed_s, stage in ((rest_s - 0.1, Stage.WHOLE), (0.1, Stage.PREFILL)):
+            now += passed_s
+            submit(one, asked := long(arrived_s=now, deadline_s=now + 60.0), now=now)
+            grant = only_grant(one, now)
+            assert grant.request.stage is stage
+            one.finish(grant, Verdict.CLIENT_GONE, now)
+            one.ended(asked, None, now)
+    assert rests == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
 
 
 def test_a_waiting_answer_can_be_cancelled() -> None:

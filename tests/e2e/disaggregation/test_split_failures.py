@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 from msgspec import structs
 
+from llmproxy.attempts import FAILED_STAGES_MAX
 from llmproxy.config import hash_of
 from llmproxy.core.placement.staged import FAILURES_MAX
 from llmproxy.gateway.proxying import stages
@@ -80,6 +81,18 @@ async def test_another_prefill_replica_is_tried_first() -> None:
         await right_answer(proxy)
         answered = [seen for seen in proxy.replicas[2].requests_seen if b"do_remote_prefill" in bytes(seen.body)]
         assert len(answered) == 1
+
+
+async def test_after_two_failed_stages_a_request_is_served_as_a_whole() -> None:
+    """Beside the limit of attempts, which allows none here, because one replica would have served it."""
+    retry = {"extra_attempts": 0}
+    async with split(*[NIXL] * 4, roles="prefill prefill prefill decode", retry=retry) as proxy:
+        for replica in proxy.replicas[:3]:
+            replica.faults.set("engine_dead")
+        await right_answer(proxy)
+        assert hows(proxy) == {"prefill_failed": 1}
+        asked = [one for replica in proxy.replicas[:3] for one in replica.requests_seen if one.path == CHAT]
+        assert len(asked) == FAILED_STAGES_MAX
 
 
 async def test_a_prefill_that_never_answers_ends_by_its_own_limit() -> None:
