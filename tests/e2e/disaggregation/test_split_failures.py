@@ -95,6 +95,18 @@ async def test_after_two_failed_stages_a_request_is_served_as_a_whole() -> None:
         assert len(asked) == FAILED_STAGES_MAX
 
 
+async def test_failed_stages_leave_the_whole_its_further_attempts() -> None:
+    retry = {"extra_attempts": 1}
+    async with split(*[NIXL] * 4, roles="prefill prefill decode decode", retry=retry) as proxy:
+        for replica in proxy.replicas[:3]:
+            replica.faults.set("reset")
+        # The other one is asked first.
+        proxy.app.pools.backends["b3"].keep_place(1)
+        await right_answer(proxy)
+        proxy.app.pools.backends["b3"].keep_place(-1)
+        assert [one.path for one in proxy.replicas[2].requests_seen].count(CHAT) == 1
+
+
 async def test_a_prefill_that_never_answers_ends_by_its_own_limit() -> None:
     async with split(timeouts={"first_byte_s": 0.2}, health={"hung_s": None}) as proxy:
         proxy.replicas[0].faults.set("frozen")
