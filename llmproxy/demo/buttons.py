@@ -10,9 +10,10 @@ import sys
 from functools import partial
 from importlib.resources import files
 
+import structlog
 from aiohttp import web
 
-from llmproxy.demo.scenes import ADMIN_KEY, LEAD, SCENES
+from llmproxy.demo.scenes import ADMIN_KEY, LEAD, SCENES, Scene
 from llmproxy.gateway.admin.debug import UI
 from llmproxy.gateway.admin.static import FOLDER, HEADERS, INDEX, PACKAGE
 from llmproxy.gateway.pages import ADDED
@@ -21,16 +22,14 @@ PRESSED = "scene:"
 """A line that the proxy of the demo prints begins so, and goes on with the key of the scene."""
 SCRIPT = "buttons.js"
 
+_log = structlog.get_logger()
+
 
 def add(keys: str) -> None:
     """Add a button for each of these keys to the page of this process."""
-    places = {one.key: f"/admin/scenes/{one.name.replace(' ', '-')}" for one in SCENES if one.key in keys}
-    places[LEAD] = "/admin/scenes/lead"
-    shown = [
-        _button(places[one.key], one.name, one.seconds, one.news.format(victim="the last replica"))
-        for one in SCENES
-        if one.key in places
-    ]
+    scenes = [one for one in SCENES if one.key in keys]
+    places = {one.key: one.place for one in scenes} | {LEAD: "/admin/scenes/lead"}
+    shown = [_button(one.place, one.name, one.seconds, _news(one)) for one in scenes]
     lead = _button(places[LEAD], "play all", 0.0, "The demo plays all scenes in turn")
     tools = f'<div class="tools">Demo: {"".join(shown)}{lead}</div>'
     bar = f'<div class="bar-top" id="scenes" data-key="{ADMIN_KEY}">{tools}</div>'
@@ -40,6 +39,12 @@ def add(keys: str) -> None:
     ADDED[f"{UI}/{SCRIPT}"] = "GET", partial(_file, (files(__package__) / SCRIPT).read_text(), "text/javascript")
     for key, place in places.items():
         ADDED[place] = "POST", partial(_press, key)
+    for one in scenes:
+        ADDED[f"{one.place}/began"] = "POST", partial(_began, one)
+
+
+def _news(scene: Scene) -> str:
+    return scene.news.format(victim="the last replica")
 
 
 def _button(place: str, name: str, seconds: float, hint: str) -> str:
@@ -53,4 +58,10 @@ def _file(text: str, content_type: str, _: web.BaseRequest) -> web.Response:
 def _press(key: str, _: web.BaseRequest) -> web.Response:
     # The log goes into the same pipe: one write of whole lines is the only one that its lines cannot break in two.
     os.write(sys.stdout.fileno(), f"\n{PRESSED}{key}\n".encode())
+    return web.Response(status=204)
+
+
+def _began(scene: Scene, _: web.BaseRequest) -> web.Response:
+    # Lines of the log are the events of the page, and the marks of its plots.
+    _log.info("scene", scene=scene.name, why=_news(scene))
     return web.Response(status=204)

@@ -26,7 +26,7 @@ QUESTIONS = (
     "Explain continuous batching to a child.",
 )
 PREAMBLE = (
-    "You are the assistant of a small shop that sells bicycles. Be brief, be kind, and never invent a price. " * 8
+    "You are the assistant of a small shop that sells bicycles. Be brief, be kind, and never invent a price. " * 20
 )
 
 

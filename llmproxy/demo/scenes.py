@@ -32,6 +32,11 @@ class Scene:
     news: str
     sources: tuple[Source, ...] = ()
 
+    @property
+    def place(self) -> str:
+        """The path of its button at the proxy. Below it, `/began` takes note that it began."""
+        return f"/admin/scenes/{self.name.replace(' ', '-')}"
+
 
 FLOOD = Scene(
     "f", "flood", 15.0, "flood of batch work: sheddable requests wait, critical ones go first",
@@ -115,6 +120,7 @@ class Stage:
 
     async def _play(self, scene: Scene) -> None:
         self.say(scene.news.format(victim=self.victim))
+        await self._post(f"{scene.place}/began", {})
         if scene is KILL:
             await self.processes.kill(self.victim)
         elif scene is SLOW:

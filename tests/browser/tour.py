@@ -30,13 +30,13 @@ STOPS = (
     ("flood of batch work", 8.0, "now", "#summary:has-text('sheddable requests wait')", "now"),
     ("burst of critical", 4.0, "time", ".u-over", ""),
     ("a noisy tenant", 12.0, "flows", "tbody:has-text('noisy')", "flows"),
-    ("8 times slower", 2.0, "replicas", ".state[data-state=resting]", "replicas"),
+    ("8 times slower", 8.0, "replicas", "tr:has-text('replica-3') .stands-out", "replicas"),
     ("was killed", 4.0, "now", "#summary:has-text('is down')", ""),
     ("a new adapter", 6.0, "caches", "tbody:has-text('sim-8b-legal')", ""),
     ("adapter: over", 1.0, "decisions", ".prices .chosen", "decisions"),
     ("", 1.0, "requests", ".outcome[data-kind=completed]", ""),
     ("", 1.0, "configuration", "tbody:has-text('queue.ttl_s')", ""),
-    ("", 1.0, "time", ".events:has-text('backend_ejected')", "time"),
+    ("", 1.0, "time", ".events:has-text('scene=kill')", "time"),
 )
 
 

@@ -129,6 +129,13 @@ def test_buttons_on_the_page_play_scenes() -> None:
             assert news
             # By itself, the demo would play this one before.
             assert SLOW.news not in news
+        events: list[Any] = []
+        while not events:
+            asked = urllib.request.Request(f"{base[1]}/debug/events", headers={"Authorization": f"Bearer {ADMIN_KEY}"})
+            with urllib.request.urlopen(asked, timeout=WAIT_MAX_S) as answer:
+                events = [one for one in json.load(answer)["events"] if one["event"] == "scene"]
+            time.sleep(0.05)
+        assert ADAPTER.news in events[0]["text"]
 
 
 def test_a_pressed_button_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,8 +288,9 @@ async def test_every_scene_ends_what_it_began() -> None:
         await task
         assert played.sources == set(CALM)
         assert played.seen[0] == scene.news.format(victim="replica-3")
+        assert played.seen[1] == f"{scene.place}/began "
         assert played.seen[-1] == f"{scene.name}: over"
-        assert played.seen[1:-1] == {
+        assert played.seen[2:-1] == {
             "kill": ["kill replica-3", "restart"],
             "slow": ["http://r3/sim/fault slow 8.0", "http://r3/sim/fault None"],
             "adapter": [
@@ -308,7 +316,7 @@ async def test_the_demo_leads_until_a_key_is_pressed_and_again_after_a_blank() -
     played = Played()
     leading = asyncio.create_task(played.stage.lead())
     await asyncio.sleep(QUIET_S + 1.0)
-    assert played.seen[-1] == FLOOD.news
+    assert played.seen[-2:] == [FLOOD.news, f"{FLOOD.place}/began "]
     played.stage.pressed("N")
     await asyncio.sleep(1_000.0)
     assert NOISY.news in played.seen

@@ -14,7 +14,7 @@ function open(host, store) {
     caption: "Prefix caches by replica", key: (one) => one.backend, sort: "Replica", empty: "No replica is known.", what: "replica",
     columns: [
       { title: "Replica", value: (one) => one.backend, text: (one) => one.backend },
-      { title: "Expected", number: true, value: (one) => one.expected_share, fill: (cell, one) => putMeter(cell, one.expected_share, percent(one.expected_share)), hint: "Share of prompt tokens that the proxy expected in the cache when it chose the replica" },
+      { title: "Expected", number: true, value: (one) => one.expected_share, fill: (cell, one) => putMeter(cell, one.expected_share, percent(one.expected_share)), hint: "Share of prompt tokens that the proxy expected in the cache when it chose the replica. It counts whole blocks of 512 bytes, so it expects too little of short prompts" },
       { title: "Found", number: true, value: (one) => one.hit_share, fill: (cell, one) => putMeter(cell, one.hit_share, percent(one.hit_share)), hint: "Share of prompt tokens that the replica found there" },
       { title: "Prompt tokens/s", number: true, value: (one) => one.input_tokens_per_s, text: (one) => number(one.input_tokens_per_s) },
       { title: "Index used", number: true, value: (one) => one.indexed_share, text: (one) => percent(one.indexed_share), hint: "Blocks that the proxy believes to be cached, of those that the replica can hold" },
