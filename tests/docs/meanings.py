@@ -173,6 +173,7 @@ EVENTS = {
     "restart_failed": "A successor did not start. This process goes on.",
     "restart_ignored": "SIGUSR2 came while another restart is under way.",
     "restarting": "SIGUSR2 came; a successor starts.",
+    "scene": "A scene of the demo began.",
     "scheduler_lost": "A worker lost its connection to the scheduler.",
     "setting_renamed": "The configuration uses the old name of a key. It works for one more release.",
     "setting_without_effect": "A key of the configuration has no effect here.",
