@@ -29,6 +29,7 @@ EMPTY = {
     "Start of replicas": "all replicas are there when the demo begins",
     "Prefill and decode apart": "no replica of the demo has a role",
     "Stages of split requests": "no replica of the demo has a role",
+    "Replicas needed by role": "no replica of the demo has a role",
     "Attempts by verdict": "only if an attempt fails in the time that is watched",
 }
 """Panels that may be without data, and why."""
@@ -40,7 +41,7 @@ def without_data(prometheus: str) -> dict[str, list[str]]:
     for board in BOARDS:
         for panel in board.panels:
             for expression, _ in panel.queries:
-                query = plain(expression.replace("$__rate_interval", "30s"))
+                query = plain(expression.replace("$__rate_interval", f"{LASTS_S:g}s"))
                 found = asked(f"{prometheus}/api/v1/query", query=query)["data"]["result"]
                 if not found:
                     empty.setdefault(panel.title, []).append(query)
