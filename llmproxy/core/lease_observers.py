@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.outlier_detection import OutlierDetection
-from llmproxy.core.domain import Stage, Usage, Verdict
+from llmproxy.core.domain import Request, Stage, Usage, Verdict
 from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.leases import LeaseObserver, LeaseRecord
 from llmproxy.core.placement.policy import Placement
@@ -24,6 +24,9 @@ class ChargeObserver(LeaseObserver):
 
     A flow is charged an estimate at the grant, more when the answer grows beyond it, and the real cost at the end. An
     attempt that gave nothing costs nothing: its retry is charged anew, and a failure is not the client's debt.
+
+    What was charged for a prompt that another backend computed goes over to the next lease of its request. So a prompt
+    is paid once where a backend then computes it again with the whole, and not at all where no answer comes.
     """
 
     def __init__(self, settings: Settings, room: WaitingRoom, min_shares: MinShares, faults: Faults) -> None:
@@ -32,20 +35,22 @@ class ChargeObserver(LeaseObserver):
         self._min_shares = min_shares
         self._notify = faults.notify
         self._charged: dict[int, float] = {}
+        self._carried: dict[int, float] = {}
+        self._between: dict[str, float] = {}
         self._credits: dict[int, Mapping[int, float]] = {}
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         request, fairness = lease.request, self._room.band(lease.request.band).fairness
-        self._charged[lease.number] = 0.0
+        self._charged[lease.number] = self._carried[lease.number] = self._between.pop(request.id, 0.0)
         if request.stage is not Stage.DECODE:
             self._notify(fairness.dispatched, request.flow)
         if not request.stream:
             # Its first token cannot be seen; all that can be known is that it was granted in time.
             self._notify(fairness.started, request, now)
         self._notify(self._charge_by, lease, self.charge.estimate)
-        if self._min_shares.shares:
-            charged, waiting = self._charged[lease.number], self._room.levels()
-            self._credits[lease.number] = self._min_shares.granted(request.band, charged, waiting)
+        own = self._own(lease)
+        if self._min_shares.shares and own > 0.0:
+            self._credits[lease.number] = self._min_shares.granted(request.band, own, self._room.levels())
 
     def started(self, lease: LeaseRecord, now: float) -> None:
         if lease.request.stream and lease.request.stage is not Stage.PREFILL:
@@ -55,19 +60,41 @@ class ChargeObserver(LeaseObserver):
         self._notify(self._charge_so_far, lease, output_tokens, now)
 
     def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        if verdict is not Verdict.SERVED and (usage is None or not (usage.prompt_tokens or usage.output_tokens)):
-            self._min_shares.undone(self._credits.get(lease.number, {}), self._charged[lease.number])
-            self._notify(self._charge_to, lease, 0.0)
-        elif usage is not None:
-            self._notify(self._charge_by, lease, self.charge.final, usage, now - lease.at_s)
-        del self._charged[lease.number]
+        tokens = None if usage is None else usage.prompt_tokens + usage.output_tokens
+        carried = self._carried[lease.number]
+        # A second stage that was refused is served as well, and the whole comes after it.
+        if (verdict is not Verdict.SERVED and not tokens) or (lease.request.stage is Stage.DECODE and tokens == 0):
+            self._min_shares.undone(self._credits.get(lease.number, {}), self._own(lease))
+            self._notify(self._charge_to, lease, carried)
+        else:
+            if usage is not None:
+                self._notify(self._charge_by, lease, self.charge.final, usage, now - lease.at_s)
+            carried = self._charged[lease.number] if goes_on(lease, verdict) else 0.0
+        if carried:
+            self._between[lease.request.id] = carried
+        del self._charged[lease.number], self._carried[lease.number]
         self._credits.pop(lease.number, None)
 
+    def ended(self, request: Request) -> None:
+        """The request is over, perhaps without an answer to the prompt that was computed for it."""
+        carried = self._between.pop(request.id, 0.0)
+        if carried:
+            fairness = self._room.band(request.band).fairness
+            self._notify(fairness.charge, request.flow, -carried / request.weight)
+
+    def _own(self, lease: LeaseRecord) -> float:
+        """What was charged beyond what the lease took over."""
+        return self._charged[lease.number] - self._carried[lease.number]
+
     def _charge_by(self, lease: LeaseRecord, cost: Callable[..., float], *known: object) -> None:
-        self._charge_to(lease, cost(lease.request, *known))
+        self._charge_to(lease, self._prompt(lease) + cost(lease.request, *known))
+
+    def _prompt(self, lease: LeaseRecord) -> float:
+        """What was charged for a prompt that this lease does not compute."""
+        return self._carried[lease.number] if lease.request.stage is Stage.DECODE else 0.0
 
     def _charge_so_far(self, lease: LeaseRecord, output_tokens: int, now: float) -> None:
-        so_far = self.charge.so_far(lease.request, output_tokens, now - lease.at_s)
+        so_far = self._prompt(lease) + self.charge.so_far(lease.request, output_tokens, now - lease.at_s)
         if so_far > self._charged[lease.number]:
             self._charge_to(lease, so_far)
 

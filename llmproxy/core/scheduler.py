@@ -202,6 +202,7 @@ class Scheduler:
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """The request is over. `met` says whether it kept its objective, None when it had none."""
         self._places.give_up(request.id)
+        self.charges.ended(request)
         self._room.band(request.band).ended(request, met, now)
 
     # --- decisions -----------------------------------------------------------------------------------------------

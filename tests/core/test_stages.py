@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +25,8 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.placement.staged import FAILURES_MAX
 from llmproxy.core.pools import Pools
+from llmproxy.core.queueing.fairness import FairnessPolicy, policies
+from llmproxy.core.queueing.min_share import MinShares
 from llmproxy.core.settings import Disaggregation, QueueSettings, Settings, Splitting, UsageLimit
 from tests.core.make import kill, listing, only_grant, pools, request, submit, tight
 
@@ -169,6 +173,114 @@ def test_both_stages_are_charged_as_much_as_the_whole() -> None:
         standings.append(dict(one.schedulers["base"]._room.band(DEFAULT).fairness.standing("mine")))
     assert standings[0] == standings[1]
     assert standings[0]["counter"] > 0.0
+
+
+def charged(of: Pools) -> float:
+    ledger = of.schedulers["base"]._room.band(DEFAULT).fairness
+    assert isinstance(ledger, Ledger)
+    return ledger.charged["mine"]
+
+
+class Ledger(FairnessPolicy):
+    """Adds up what flows are charged."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._flows: dict[str, None] = {}
+        self.charged: defaultdict[str, float] = defaultdict(float)
+
+    def backlogged(self, flow: str, head: Request) -> None:
+        self._flows[flow] = None
+
+    def emptied(self, flow: str) -> None:
+        del self._flows[flow]
+
+    def candidates(self, now: float) -> Iterator[str]:
+        return iter(self._flows)
+
+    def charge(self, flow: str, cost: float) -> None:
+        self.charged[flow] += cost
+
+
+UNANSWERED: dict[str, tuple[Verdict, Usage | None]] = {
+    "not arrived": (Verdict.TRANSFER_FAILED, Usage(0, 0)),
+    "refused": (Verdict.SERVED, Usage(0, 0)),
+    "lost": (Verdict.FAILED, None),
+}
+
+
+@pytest.mark.parametrize("unit", ["tokens", "requests", "kv_seconds"])
+@pytest.mark.parametrize("case", [*UNANSWERED, "no place"])
+@pytest.mark.parametrize("then", ["whole", "refused", "left"])
+def test_a_prompt_is_paid_once_where_its_answer_failed(
+    unit: str, case: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(policies._factories, "ledger", Ledger)
+    costs = []
+    for splits in (True, False):
+        one = one_each(fairness="ledger", charged=unit)
+        submit(one, asked := long(flow="mine", weight=2.0, splittable=splits))
+        grant = only_grant(one, 1.0)
+        if splits:
+            if case == "no place":
+                kill(one, "d")
+            (answer,) = prefilled(one, grant) or one.decide(1.0)
+            assert isinstance(answer, Grant)
+            if case in UNANSWERED:
+                verdict, usage = UNANSWERED[case]
+                one.finish(answer, verdict, 1.0, usage)
+                one.submit(structs.replace(asked, splittable=False), 1.0, frozenset(), Entry.RETRY)
+                answer = only_grant(one, 1.0)
+            grant = answer
+        assert grant.request.stage is Stage.WHOLE
+        if then == "whole":
+            one.finish(grant, Verdict.SERVED, 2.0, Usage(20_000, 100, 5_000))
+        elif then == "refused":
+            one.finish(grant, Verdict.FAILED, 2.0)
+        else:
+            one.finish(grant, Verdict.CLIENT_GONE, 2.0, Usage(20_000, 3))
+        one.ended(asked, None, 2.0)
+        costs.append(charged(one))
+    assert costs[0] == pytest.approx(costs[1])
+    assert (costs[0] > 0.0) is (then != "refused")
+
+
+@pytest.mark.parametrize("answer_ends", [False, True])
+def test_a_prompt_without_an_answer_is_not_paid(answer_ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(policies._factories, "ledger", Ledger)
+    one = one_each(fairness="ledger")
+    submit(one, asked := long(flow="mine"))
+    grant = only_grant(one, 0.0)
+    if answer_ends:
+        (answer,) = prefilled(one, grant)
+        one.finish(answer, Verdict.TRANSFER_FAILED, 1.0, Usage(0, 0))
+    else:
+        one.started(grant, 1.0)
+        one.finish(grant, Verdict.SERVED, 1.0, Usage(20_000, 1))
+    one.ended(asked, None, 1.0)
+    assert charged(one) == 0.0
+
+
+@pytest.mark.parametrize("unit", ["tokens", "requests"])
+@pytest.mark.parametrize("way", ["split", "failed"])
+def test_minimum_shares_count_a_prompt_once(unit: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    granted, undone = list[float](), list[float]()
+
+    def note(_: MinShares, __: int, cost: float, ___: object) -> dict[int, float]:
+        granted.append(cost)
+        return {}
+
+    monkeypatch.setattr(MinShares, "granted", note)
+    monkeypatch.setattr(MinShares, "undone", lambda _, __, cost: undone.append(cost))
+    one = one_each(min_shares={SHEDDABLE: 0.5}, charged=unit)
+    submit(one, asked := long())
+    (answer,) = prefilled(one, only_grant(one, 0.0))
+    if way == "failed":
+        one.finish(answer, Verdict.TRANSFER_FAILED, 1.0, Usage(0, 0))
+        one.submit(structs.replace(asked, splittable=False), 1.0, frozenset(), Entry.RETRY)
+        assert only_grant(one, 1.0).request.stage is Stage.WHOLE
+    assert sum(granted) - sum(undone) == {"tokens": 20_200.0, "requests": 1.0}[unit]
+    # The most credit is in grants of the latest cost: one that costs nothing would take it all away.
+    assert min(granted) > 0.0
 
 
 def test_a_client_that_leaves_between_the_stages_leaves_nothing() -> None:
