@@ -21,6 +21,7 @@ from llmproxy.fleet import discovery
 from llmproxy.fleet.adapter_keeper import AdapterKeeper
 from llmproxy.fleet.discovery import Discovery, addresses, services
 from llmproxy.fleet.events import BackendEvents, BackendLog, PollCounter
+from llmproxy.fleet.pair_warm_up import PairWarmUp
 from llmproxy.fleet.registry import BackendRegistry
 from llmproxy.fleet.start_times import StartTimes
 from llmproxy.fleet.state_file import State, StateFile
@@ -242,7 +243,9 @@ async def _wired(
         metrics.adapter_changed,
     )  # fmt: skip
     stack.push_async_callback(keeper.close)
-    events.observers.append(keeper)
+    pairs = PairWarmUp(pools, registry.backends, upstream, lambda: gateway.rulebook.current.config)
+    stack.push_async_callback(pairs.close)
+    events.observers += [keeper, pairs]
     found = Discovery(
         registry, dispatcher.expects_backends, metrics.looked, (partial(addresses, endpoints.resolver), services)
     )

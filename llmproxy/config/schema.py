@@ -307,6 +307,9 @@ class SchedulingConfig(Section):
     that they share: LMCache, Mooncake, a folder)."""
     kv_lease_s: Seconds = 30.0
     """How long an engine keeps a prompt for another one: kv_lease_duration of vLLM."""
+    warm_up_pairs: bool = True
+    """Send each pair of a backend for prompts and one for answers a short prompt after a start, because the first
+    transfer between two engines takes longer than any later one."""
     start_limit: Count = 4
     """Batch limit assumed for an engine until its own numbers are known."""
     kv_full: Fraction = 1.0

@@ -99,7 +99,7 @@ def _unread(config: Config) -> list[Problem]:
     has_roles = config.discovery.file is not None or any(one.role != Role.BOTH for one in config.backends)
     # Without a backend in the file, flags may add one.
     has_roles |= not config.backends
-    for key in ("disaggregation", "kv_connector", "kv_lease_s"):
+    for key in ("disaggregation", "kv_connector", "kv_lease_s", "warm_up_pairs"):
         rules[f"scheduling.{key}"] = has_roles, "no backend has a role"
     for key in ("dns_interval_s", "gone_after"):
         rules[f"discovery.{key}"] = looked_up, "the url of no backend begins with dns+ or srv+"

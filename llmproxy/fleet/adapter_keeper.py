@@ -19,7 +19,8 @@ from llmproxy.core.adapters import AdapterChange, AdapterPlan, Adapters, Reply, 
 from llmproxy.core.domain import Listing
 from llmproxy.core.pools import Pools
 from llmproxy.fleet.events import BackendObserver
-from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken, read_body
+from llmproxy.fleet.own_requests import post
+from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken
 
 PATHS = {"load": "/v1/load_lora_adapter", "unload": "/v1/unload_lora_adapter"}
 ANSWER_BYTES_MAX = 64 << 10
@@ -159,13 +160,10 @@ class AdapterKeeper(BackendObserver):
         return Reply(backend, status, taken, _message(status, body))
 
     async def _post(self, backend: BackendConfig, change: AdapterChange) -> tuple[int, bytes]:
-        key = backend.api_key or self._backend_api_key
-        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-        body = (orjson.dumps(change.fields),)
-        exchange = await self._upstream.open(
-            backend.url, "POST", PATHS[change.kind], headers, body, self._timeouts.connect_s
-        )
-        return exchange.status, await read_body(exchange, ANSWER_BYTES_MAX)
+        return await post(
+            self._upstream, backend, self._backend_api_key, PATHS[change.kind], change.fields,
+            self._timeouts.connect_s, ANSWER_BYTES_MAX,
+        )  # fmt: skip
 
 
 def _message(status: int, body: bytes) -> str:

@@ -123,6 +123,7 @@ OTHER_THAN_DEFAULT = {
     "scheduling.refuse_late": "true",
     "scheduling.kv_full": "0.5",
     "scheduling.kv_connector": "store",
+    "scheduling.warm_up_pairs": "false",
     "retry.budget_ratio": "0.5",
     "health.ejected_max": "0.4",
     "body_bytes_total_max": "99999999",

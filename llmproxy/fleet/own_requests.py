@@ -1,0 +1,23 @@
+"""Requests of the proxy itself to one backend, which no client sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from llmproxy.config import BackendConfig
+from llmproxy.upstream.port import Upstream, read_body
+
+
+async def post(
+    upstream: Upstream, backend: BackendConfig, key: str | None, path: str, body: Any, connect_s: float, bytes_max: int
+) -> tuple[int, bytes]:
+    """Send `body` as JSON; the status, and up to `bytes_max` bytes of the answer, or more if it is longer.
+
+    `key` is used for backends without one of their own. Raises ConnectFailed or UpstreamBroken.
+    """
+    key = backend.api_key or key
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    exchange = await upstream.open(backend.url, "POST", path, headers, (msgspec.json.encode(body),), connect_s)
+    return exchange.status, await read_body(exchange, bytes_max)
