@@ -58,8 +58,11 @@ COMMON: Mapping[str, tuple[str, ...]] = {
 """The flags that `serve --help` shows, by panel."""
 
 PLACEMENTS_ELSEWHERE = {"roundrobin": "round_robin"} | {name.replace("_", "-"): name for name in PLACEMENT_PRESETS}
-LIST_SEPARATORS = {"backends": re.compile(r"[,\s]+"), "api_keys": re.compile(r"\s+")}
-"""Separators of list items in one text. An API key may contain a comma."""
+LIST_SEPARATORS = {
+    "backends": re.compile(r"(?:\s|,(?![\w./-]+!?=[\w.-]*(?:,|$|:(?!//))))+"),
+    "api_keys": re.compile(r"\s+"),
+}
+"""Separators of list items in one text. An API key may contain a comma, and so may a label selector (app=a,tier=b)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -347,7 +347,7 @@ class BackendsFile(Section):
     @field_validator("backends")
     @classmethod
     def _plain(cls, backends: tuple[BackendConfig, ...]) -> tuple[BackendConfig, ...]:
-        reason = "is to be looked up in DNS: such backends stand in the configuration itself"
+        reason = "is to be looked up: such backends stand in the configuration itself"
         report([((i, "url"), reason) for i, one in enumerate(backends) if one.looked_up])
         report(repeated_backends(backends))
         return backends

@@ -14,10 +14,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from pydantic.fields import FieldInfo
 
 from llmproxy.config.other_routers import nearest_placement
+from llmproxy.config.pods_url import KUBERNETES
 from llmproxy.config.value_types import (
-    DNS,
+    LOOKED_UP,
     SESSIONS,
-    SRV,
     ApiKey,
     Count,
     Criticality,
@@ -36,6 +36,7 @@ from llmproxy.config.value_types import (
     Sessions,
     Weight,
     backend_url,
+    base_url,
     flow_of,
     from_text,
     named_in,
@@ -116,15 +117,18 @@ class BackendTlsConfig(Section):
 
 class BackendConfig(Section):
     url: Annotated[str, AfterValidator(backend_url)] = Field(examples=["http://gpu-0:8000"])
-    """Base URL of a vLLM server. dns+http://HOST:PORT: every address of HOST. srv+http://NAME: its SRV records."""
-    name: Name = Field(default_factory=lambda data: urlsplit(data.get("url", "")).netloc, examples=["gpu-0"])
-    """Name in logs, metrics and the x-llmproxy-backend header. Without it: host:port of the URL."""
+    """Base URL of a vLLM server. dns+http://HOST:PORT: every address of HOST. srv+http://NAME: its SRV records.
+    kubernetes+http://service/NAME, pods/SELECTOR or inferencepool/NAME: their pods."""
+    name: Name = Field(default_factory=lambda data: _place_of(data.get("url", "")), examples=["gpu-0"])
+    """Name in logs, metrics and the x-llmproxy-backend header. Without it: host:port of the URL, or name of the pod."""
     max_in_flight: Count | None = None
     """Most requests in flight at once: the --max-num-seqs of the server. null: the proxy learns it."""
     prompt_tokens: PromptRange | None = Field(default=None, examples=[[1, 4000]])
     """Prompt lengths that the backend is meant for: [from, to]. Others only if the rest is much slower. null: any."""
     group: Name | None = None
     """Group of equal replicas that an autoscaler scales as one; see replica_groups."""
+    group_label: Name | None = Field(default=None, examples=["pool"])
+    """Label of pods whose value is the group. null, and for pods without it: group."""
     role: Annotated[str, one_of(tuple(Role))] = "both"
     """What the server is meant to compute: both, prefill (prompts for others) or decode (answers to them)."""
     api_key: ApiKey | None = Field(default=None, repr=False)
@@ -150,12 +154,16 @@ class BackendConfig(Section):
 
     @property
     def looked_up(self) -> bool:
-        """Whether DNS names the servers. Each of them gets this configuration."""
-        return self.url.startswith((DNS, SRV))
+        """Whether DNS or Kubernetes names the servers. Each of them gets this configuration."""
+        return self.url.startswith(LOOKED_UP)
 
 
 def _by_https(url: str) -> bool:
-    return url.removeprefix(DNS).removeprefix(SRV).startswith("https:")
+    return url[url.startswith(LOOKED_UP) and url.index("+") + 1 :].startswith("https:")
+
+
+def _place_of(url: str) -> str:
+    return url if url.startswith(KUBERNETES) else urlsplit(url).netloc
 
 
 class DiscoveryConfig(Section):
@@ -165,6 +173,10 @@ class DiscoveryConfig(Section):
     """Time between two DNS lookups of a backend whose url begins with dns+ or srv+."""
     gone_after: Count = 3
     """Lookups in a row without an address that remove its backend; four times as many if a lookup finds none."""
+    kubernetes_api: Annotated[str, AfterValidator(base_url)] | None = Field(
+        default=None, examples=["http://127.0.0.1:8001"]
+    )
+    """URL of the API server, such as that of `kubectl proxy`. null: that of the cluster in which the proxy runs."""
 
 
 class LimitsConfig(Section):

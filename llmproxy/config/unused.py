@@ -8,6 +8,8 @@ from operator import attrgetter
 from llmproxy.config.checks import Problem
 from llmproxy.config.config import Config
 from llmproxy.config.document import Place
+from llmproxy.config.pods_url import KUBERNETES
+from llmproxy.config.value_types import DNS, SRV
 from llmproxy.core.domain import Role
 
 WEIGHTLESS = frozenset({"fcfs", "round_robin"})
@@ -95,20 +97,25 @@ def _unread(config: Config) -> list[Problem]:
     rules["admin.host"] = config.admin.port is not None, "there is no admin.port"
     rules["retry.budget_ratio"] = config.retry.extra_attempts > 0, "retry.extra_attempts is 0"
     # Without a backend in the file, flags may add one.
-    looked_up = not config.backends or any(backend.looked_up for backend in config.backends)
-    has_roles = config.discovery.file is not None or any(one.role != Role.BOTH for one in config.backends)
-    # Without a backend in the file, flags may add one.
-    has_roles |= not config.backends
+    in_dns = not config.backends or any(one.url.startswith((DNS, SRV)) for one in config.backends)
+    in_kubernetes = not config.backends or any(one.url.startswith(KUBERNETES) for one in config.backends)
+    has_roles = not config.backends or _others_may_come(config) or any(b.role != Role.BOTH for b in config.backends)
     for key in ("disaggregation", "kv_connector", "kv_lease_s", "warm_up_pairs"):
         rules[f"scheduling.{key}"] = has_roles, "no backend has a role"
     for key in ("dns_interval_s", "gone_after"):
-        rules[f"discovery.{key}"] = looked_up, "the url of no backend begins with dns+ or srv+"
+        rules[f"discovery.{key}"] = in_dns, "the url of no backend begins with dns+ or srv+"
+    rules["discovery.kubernetes_api"] = in_kubernetes, f"the url of no backend begins with {KUBERNETES}"
     idle: list[Problem] = [
         (tuple(key.split(".")), f"has no effect: {reason}")
         for key, (is_read, reason) in rules.items()
         if not is_read and attrgetter(key)(config) != attrgetter(key)(DEFAULTS)
     ]
     idle += _alone(config)
+    idle += [
+        (("backends", i, "group_label"), f"has no effect: {one.url} names no pods with labels")
+        for i, one in enumerate(config.backends)
+        if one.group_label is not None and not (one.url.startswith(KUBERNETES) and "/service/" not in one.url)
+    ]
     if config.scheduling.placement != "cost" and not config.plugins:
         reason = f"has no effect: placement is {config.scheduling.placement}, not cost"
         given = [i for i, backend in enumerate(config.backends) if backend.prompt_tokens is not None]
@@ -119,12 +126,16 @@ def _unread(config: Config) -> list[Problem]:
 def _alone(config: Config) -> list[Problem]:
     """Roles without a partner, so that nothing can be split."""
     roles = {backend.role for backend in config.backends}
-    # A file may bring others.
-    if len(roles) != 1 or roles == {Role.BOTH} or config.discovery.file is not None:
+    if len(roles) != 1 or roles == {Role.BOTH} or _others_may_come(config):
         return []
     lacks = "answers, so these answer too" if roles == {Role.PREFILL} else "computes prompts for others"
     reason = f"has no effect: no backend {lacks}"
     return [(("backends", i, "role"), reason) for i in range(len(config.backends))]
+
+
+def _others_may_come(config: Config) -> bool:
+    """Whether a file, or labels of pods, may bring other roles."""
+    return config.discovery.file is not None or any(one.url.startswith(KUBERNETES) for one in config.backends)
 
 
 def _read_by_policies(config: Config) -> dict[str, tuple[bool, str]]:

@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator
 
+from llmproxy.config.pods_url import KUBERNETES, PodsUrl
+
 Network = IPv4Network | IPv6Network
 TRUST_WORDS: Mapping[str, tuple[Network, ...]] = {
     "loopback": (ip_network("127.0.0.0/8"), ip_network("::1/128")),
@@ -133,10 +135,15 @@ def base_url(value: str) -> str:
 
 DNS, SRV = "dns+", "srv+"
 """Prefixes of a URL that DNS resolves: to all addresses of a host, or to its SRV records."""
+LOOKED_UP = (DNS, SRV, KUBERNETES)
+"""Prefixes of a URL that stands for all servers which are found by it."""
 
 
 def backend_url(value: str) -> str:
-    """The base URL of one server; with the prefix `dns+` or `srv+`, of all servers that DNS names."""
+    """The base URL of one server; with the prefix `dns+` or `srv+`, of all servers that DNS names; with `kubernetes+`,
+    of all pods that it describes."""
+    if value.lower().startswith(KUBERNETES):
+        return PodsUrl.of(value).text
     prefix = next((prefix for prefix in (DNS, SRV) if value.lower().startswith(prefix)), "")
     url = base_url(value[len(prefix) :])
     if prefix == DNS and url.startswith("https"):

@@ -1,4 +1,4 @@
-"""Backends that are found while the proxy runs: in a file that others write, or by names in DNS.
+"""Backends that are found while the proxy runs: in a file that others write, by names in DNS, or in Kubernetes.
 
 Every source returns its whole set of backends at each look; the registry acts on the differences. A source that fails
 changes nothing: its last set holds.
@@ -11,42 +11,28 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Protocol
 from urllib.parse import urlsplit
 
 import structlog
 
-from llmproxy.config import DNS, SRV, BackendConfig, Config, ConfigError, WatchedFile, load_backends
+from llmproxy.config import DNS, SRV, BackendConfig, Config, ConfigError, DiscoveryConfig, WatchedFile, load_backends
+from llmproxy.config.pods_url import KUBERNETES
+from llmproxy.fleet.kubernetes.api import KubernetesApi
+from llmproxy.fleet.kubernetes.source import KubernetesSource
 from llmproxy.fleet.registry import BackendRegistry
+from llmproxy.fleet.source import BACKENDS_MAX, BackendSource, SourceFailedError
 from llmproxy.upstream.resolver import Resolver
 
 FILE_LOOK_S = 1.0
 LOOK_UP_TIMEOUT_S = 5.0
 EMPTY_TIMES = 4
 """How many times as long an empty answer is doubted: whole services vanish from DNS by mistake."""
-BACKENDS_MAX = 1_024
-"""The most backends of one source."""
 
 Address = tuple[str, int]
 LookUp = Callable[[str, int], Awaitable[list[Address]]]
 """Answers (host, port) of everything behind a name, none where it does not exist. Raises SourceFailedError."""
 
 _log = structlog.get_logger()
-
-
-class SourceFailedError(Exception):
-    """A source did not answer, or its answer makes no sense."""
-
-
-class BackendSource(Protocol):
-    """A source of backends."""
-
-    @property
-    def interval_s(self) -> float:
-        """Time between two looks."""
-
-    async def look(self) -> Sequence[BackendConfig] | None:
-        """All backends of the source, None where nothing has changed since the last look. Raises SourceFailedError."""
 
 
 class FileSource:
@@ -71,6 +57,9 @@ class FileSource:
             raise SourceFailedError("; ".join(error.problems)) from None
         self._was_read = True
         return backends
+
+    async def close(self) -> None:
+        pass
 
 
 class DnsSource:
@@ -108,6 +97,9 @@ class DnsSource:
     def _backend(self, host: str, port: int) -> BackendConfig:
         place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return self._template.model_copy(update={"url": f"{self._scheme}://{place}", "name": place})
+
+    async def close(self) -> None:
+        pass
 
 
 async def addresses(resolver: Resolver, host: str, port: int) -> list[Address]:
@@ -183,7 +175,7 @@ class Discovery:
             wanted["file"] = file, lambda: FileSource(WatchedFile(file))
         for backend in config.backends:
             if backend.looked_up:
-                wanted[backend.url] = (backend, chosen), self._dns(backend, chosen.dns_interval_s, chosen.gone_after)
+                wanted[backend.url] = (backend, chosen), self._looked_up(backend, chosen)
         for name in [name for name in self._running if name not in wanted]:
             self._running.pop(name).task.cancel()
             self._unanswered.discard(name)
@@ -199,11 +191,19 @@ class Discovery:
             self._running[name] = _Running(definition, asyncio.create_task(self._ask(name, make()), name=f"ask {name}"))
         self._expects(bool(self._unanswered))
 
-    def _dns(self, template: BackendConfig, interval_s: float, gone_after: int) -> Callable[[], BackendSource]:
+    def _looked_up(self, template: BackendConfig, chosen: DiscoveryConfig) -> Callable[[], BackendSource]:
+        if template.url.startswith(KUBERNETES):
+            return lambda: KubernetesSource(template, KubernetesApi(chosen.kubernetes_api))
         look_up = self._look_ups[0] if template.url.startswith(DNS) else self._look_ups[1]
-        return lambda: DnsSource(template, interval_s, gone_after, look_up)
+        return lambda: DnsSource(template, chosen.dns_interval_s, chosen.gone_after, look_up)
 
     async def _ask(self, name: str, source: BackendSource) -> None:
+        try:
+            await self._ask_on(name, source)
+        finally:
+            await source.close()
+
+    async def _ask_on(self, name: str, source: BackendSource) -> None:
         wrong, found_some = "", True
         while True:
             try:

@@ -29,10 +29,18 @@ from llmproxy.upstream.tls import peers_tls
 _log = structlog.get_logger()
 
 
+class Instance(BackendConfig):
+    """A backend whose platform knows which process it is (`uid`), and whether it is ready for requests."""
+
+    uid: str
+    ready: bool
+
+
 class MemberState(StrEnum):
     """The state of a backend, as the admin API shows it."""
 
     UP = "up"
+    STARTING = "starting"
     RESTING = "resting"
     DOWN = "down"
     DRAINED = "drained"
@@ -152,7 +160,7 @@ class BackendRegistry:
         _log.info("backend_drained" if drained else "backend_undrained", backend=member.config.name)
 
     def _apply_drain(self, member: _Member) -> None:
-        drained = member.drained or member.leaving is not None
+        drained = member.drained or member.leaving is not None or not _is_ready(member.config)
         self._pools.backends[member.config.name].drained = drained
         self._dispatcher.reconsider()
 
@@ -193,6 +201,8 @@ class BackendRegistry:
         self._backends[backend.name] = backend
         self._members[backend.name] = _Member(backend, source, self._now(), self._polling(backend))
         _log.info("backend_added", backend=backend.name, url=backend.url, source=source)
+        if not _is_ready(backend):
+            self._apply_drain(self._members[backend.name])
         if backend.name in self._drained_before:
             self._drained_before.remove(backend.name)
             self.drain(backend.name)
@@ -211,11 +221,15 @@ class BackendRegistry:
         member.config = self._backends[backend.name] = backend
         held = self._pools.backends[backend.name]
         held.meant_for(backend.max_in_flight, backend.prompt_tokens, Role(backend.role))
-        if before.url != backend.url:
+        replaced = (before.url, _uid(before)) != (backend.url, _uid(backend))
+        if replaced:
             self._pools.replace_process(backend.name)
             _log.info("backend_moved", backend=backend.name, url=backend.url)
-        if (before.url, before.api_key, before.tls) != (backend.url, backend.api_key, backend.tls):
+        if replaced or (before.api_key, before.tls) != (backend.api_key, backend.tls):
             self._poll_anew(member)
+        if _is_ready(before) != _is_ready(backend):
+            member.since_s = self._now()
+            self._apply_drain(member)
 
     def _leave(self, member: _Member) -> None:
         name = member.config.name
@@ -273,6 +287,8 @@ class BackendRegistry:
             state = MemberState.LEAVING
         elif member.drained:
             state = MemberState.DRAINED
+        elif not _is_ready(member.config):
+            state = MemberState.STARTING
         elif backend.health.down:
             state = MemberState.DOWN
         else:
@@ -282,3 +298,11 @@ class BackendRegistry:
         return BackendStatus(
             config.name, config.url, config.role, member.source, state, in_flight, member.since_s, config.group
         )
+
+
+def _uid(backend: BackendConfig) -> str:
+    return backend.uid if isinstance(backend, Instance) else ""
+
+
+def _is_ready(backend: BackendConfig) -> bool:
+    return not isinstance(backend, Instance) or backend.ready

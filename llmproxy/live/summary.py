@@ -41,9 +41,9 @@ def summary_of(
         name, _ = limits.most_common(1)[0]
         more = f" and {len(limits) - 1} other limits" if len(limits) > 1 else ""
         parts.append((OK, f"{_requests(sum(limits.values()))} for the limit {name}{more}."))
-    drained = _in(statuses, "drained")
-    if drained:
-        parts.append((OK, f"{_listed([one.name for one in drained])} {_is(drained)} drained."))
+    for state in ("drained", "starting"):
+        if found := _in(statuses, state):
+            parts.append((OK, f"{_listed([one.name for one in found])} {_is(found)} {state}."))
     if not any(level != OK for level, _ in parts):
         quiet = "nothing waits" if not limits else "nothing else waits"
         parts.insert(0, (OK, f"Healthy: {len(up)} of {_count(len(statuses), 'replica')} up, {quiet}."))

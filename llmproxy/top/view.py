@@ -8,7 +8,7 @@ from typing import Any
 
 from llmproxy.top.document import Backend
 
-STATES = ("down", "resting", "leaving", "drained", "up")
+STATES = ("down", "resting", "leaving", "drained", "starting", "up")
 FILTER_MAX = 64
 KEYS = {
     "q": ("quit", "leave"),

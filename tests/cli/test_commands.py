@@ -130,6 +130,7 @@ OTHER_THAN_DEFAULT = {
     "queue.bytes_max": "99999999",
     "queue.band_bytes_max": "99999999",
     "queue.flow_bytes_max": "99999999",
+    "discovery.kubernetes_api": "http://127.0.0.1:8001",
     "admin_key": hash_of("k"),
     "forward_credentials": "true",
     "decision_log_sample": "0.5",
@@ -150,6 +151,19 @@ def test_every_flag_and_its_variable_reach_their_keys(
     assert serve("http://a").model_dump() == by_flag.model_dump()
     changed = {key for key in keys() if attrgetter(key)(by_flag) != attrgetter(key)(Config())}
     assert changed == {"backends", *flag.keys}
+
+
+def test_a_selector_may_have_commas(serve: Serve) -> None:
+    found = serve(
+        "--backend", "kubernetes+http://pods/app=vllm,tier=a,llm-d.ai/role!=decode:8000,decode=http://b,http://c",
+        "--backend", "prefill=kubernetes+http://pods/app=vllm,tier=b",
+    ).backends  # fmt: skip
+    assert [(one.role, one.url) for one in found] == [
+        ("both", "kubernetes+http://pods/app=vllm,tier=a,llm-d.ai/role!=decode:8000"),
+        ("decode", "http://b"),
+        ("both", "http://c"),
+        ("prefill", "kubernetes+http://pods/app=vllm,tier=b"),
+    ]
 
 
 def test_flags_override_variables_file_and_defaults(

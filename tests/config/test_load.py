@@ -288,6 +288,7 @@ OTHER_THAN_DEFAULT: dict[str, str | list[str]] = {
     "trust_headers": "all",
     "backend_api_key": "k",
     "admin_key": hash_of("k"),
+    "discovery.kubernetes_api": "http://127.0.0.1:8001",
     "admin.port": "9100",
     "decision_log": "decisions.jsonl",
     "clients.address_requests_per_s": "0.5",

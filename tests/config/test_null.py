@@ -26,7 +26,11 @@ from llmproxy.config.schema import Section, may_be_null
 
 NULLABLE = [key for key, field in keys().items() if may_be_null(field)]
 BY_FLAG = [flag for flag in FLAGS if flag.keys[0] in NULLABLE]
-OTHER_THAN_NULL = {"admin_key": hash_of("k"), "queue.flow_bytes_max": "99999999"}
+OTHER_THAN_NULL = {
+    "admin_key": hash_of("k"),
+    "discovery.kubernetes_api": "http://127.0.0.1:8001",
+    "queue.flow_bytes_max": "99999999",
+}
 """Where the text 7 is no value."""
 NEEDED: dict[str, Any] = {"url": "https://a", "name": "n", "hash": hash_of("k"), "keys": [hash_of("k")]}
 

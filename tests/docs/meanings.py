@@ -33,7 +33,7 @@ METRICS = {
     "llmproxy_retries_total": "Attempts after one that failed. An attempt after a preemption is not a retry.",
     "llmproxy_in_flight_requests": "Requests sent to the backend that have not ended, including requests about stored responses.",
     "llmproxy_backend_available": "1 while the backend is healthy and may be given work.",
-    "llmproxy_backend_drained": "1 while nothing new is sent to the backend, because it is drained or leaves.",
+    "llmproxy_backend_drained": "1 while nothing new is sent to the backend, because it is drained, leaves, or is a pod that is not ready.",
     "llmproxy_backend_down": "1 while the polls of the backend fail, because nothing answers or its `/health` does not. One that died with requests on it is ejected, too.",
     "llmproxy_backend_ejected": "1 while the backend is ejected because requests failed, hung or became slow there. Half open counts as ejected.",
     "llmproxy_backend_saturation": "Load divided by the limit. 1 is full.",
@@ -55,7 +55,7 @@ METRICS = {
     "llmproxy_config_reloads_total": "How often the configuration was read again. `ok` is `false` if it was wrong, in which case nothing changed.",
     "llmproxy_config_last_reload_successful": "0 while the configuration that was read last is not in use because it is wrong.",
     "llmproxy_config_last_reload_timestamp_seconds": "When a configuration was last read and taken into use, in seconds since 1970.",
-    "llmproxy_discovery_looks_total": "Looks at the sources of backends: names in DNS, and a watched file each time it was read.",
+    "llmproxy_discovery_looks_total": "Looks at the sources of backends: names in DNS, a watched file each time it was read, and pods each time one changed.",
     "llmproxy_build_info": "Always 1. The version is in the label.",
 }
 

@@ -14,10 +14,11 @@ from llmproxy.config import BackendConfig, BackendTlsConfig, Config, ConfigError
 from llmproxy.core.domain import Verdict
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.fleet import discovery
-from llmproxy.fleet.discovery import BACKENDS_MAX, Address, Discovery, DnsSource, SourceFailedError, addresses, check
+from llmproxy.fleet.discovery import Address, Discovery, DnsSource, addresses, check
 from llmproxy.fleet.events import BackendObserver
 from llmproxy.fleet.poller import Poller
 from llmproxy.fleet.registry import BackendRegistry, MemberState
+from llmproxy.fleet.source import BACKENDS_MAX, SourceFailedError
 from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.resolver import Resolver

@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 from dns import asyncresolver, flags, message, rcode, rdatatype, rrset
 
-from llmproxy.fleet.discovery import SourceFailedError, services
+from llmproxy.fleet.discovery import services
+from llmproxy.fleet.source import SourceFailedError
 
 NAME = "_vllm._tcp.svc.test"
 

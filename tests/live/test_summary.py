@@ -87,6 +87,12 @@ UP = [status("gpu-0"), status("gpu-1"), status("gpu-2")]
             ("ok", "Healthy: 3 of 4 replicas up, nothing waits. gpu-3 is drained."),
         ),
         (
+            [pool()],
+            [*UP, status("gpu-3", "starting"), status("gpu-4", "starting")],
+            {},
+            ("ok", "Healthy: 3 of 5 replicas up, nothing waits. gpu-3, gpu-4 are starting."),
+        ),
+        (
             [pool(band(0, blocked=MappingProxyType({"tenant acme": 4})))],
             UP,
             {},

@@ -23,7 +23,7 @@ from llmproxy.gateway.admin.debug import page_response, refusal
 SCALE = "/scale"
 KEPT_S = 1.0
 """A number is found at most once a second, however many ask."""
-STATES = ("up", "resting", "down", "drained", "leaving")
+STATES = ("up", "starting", "resting", "down", "drained", "leaving")
 
 
 class ScalePages:
@@ -95,13 +95,30 @@ class ScalePages:
         if name and name not in needs:
             known = ", ".join(f"`{one}`" for one in sorted(needs)) or "none"
             return refusal(404, f"There is no pool `{name[:256]}`. Known pools: {known}; scaling.pools names others.")
-        states: dict[str, Counter[str]] = {}
-        for status in self._statuses():
-            states.setdefault(self._pools.pool_of(status.name) or "", Counter())[status.state] += 1
+        states = self._states()
         pages = [shown(pool, need, states.get(pool, {}), named=pool in named) for pool, need in sorted(needs.items())]
         if name:
             return page_response(next(one for one in pages if one["pool"] == name))
         return page_response({"pools": pages})
+
+    def _states(self) -> dict[str, Counter[str]]:
+        """Pool -> how many backends are in each state. One that has listed no model yet is in the pool of all others of
+        its source, if that is one."""
+        pools: dict[str, set[str]] = {}
+        found: list[tuple[BackendStatus, str | None]] = []
+        for status in self._statuses():
+            pool = self._pools.pool_of(status.name)
+            found.append((status, pool))
+            if pool is not None:
+                pools.setdefault(status.source, set()).add(pool)
+        states: dict[str, Counter[str]] = {}
+        for status, pool in found:
+            of_source = pools.get(status.source, set())
+            if pool is None and len(of_source) == 1:
+                (pool,) = of_source
+            if pool is not None:
+                states.setdefault(pool, Counter())[status.state] += 1
+        return states
 
 
 def shown(pool: str, need: Need, states: Mapping[str, int], *, named: bool) -> dict[str, Any]:

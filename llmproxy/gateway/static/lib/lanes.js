@@ -6,8 +6,8 @@ import { colour } from "./chart.js";
 const ROW = 18;
 // As many as the proxy keeps a history of.
 const ROWS_MAX = 64;
-const STATES = ["up", "drained", "leaving", "ejected", "down"];
-const HATCHED = { 1: "quiet", 2: "quiet", 3: "warning", 4: "bad" };
+const STATES = ["up", "starting", "drained", "leaving", "ejected", "down"];
+const HATCHED = { 1: "quiet", 2: "quiet", 3: "quiet", 4: "warning", 5: "bad" };
 
 export class Lanes {
   constructor(host, time) {
@@ -17,7 +17,7 @@ export class Lanes {
     this.note = h("p", { className: "quiet" });
     this.element = h("figure", { className: "card chart" },
       h("figcaption", {}, h("h3", {}, "Replicas over time"),
-        h("p", { className: "quiet" }, "Darker is fuller. Hatched: grey drained, yellow ejected, red down.")),
+        h("p", { className: "quiet" }, "Darker is fuller. Hatched: grey starting or drained, yellow ejected, red down.")),
       h("div", { className: "lanes" }, this.names, this.canvas), this.note);
     host.append(this.element);
   }

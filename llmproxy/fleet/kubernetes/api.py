@@ -1,0 +1,109 @@
+"""The API server of a cluster: who this process is there, and requests to it."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where a pod finds the token, the CA and the namespace of its service account."""
+ANSWER_S = 30.0
+SILENCE_S = 330.0
+"""A watch brings a bookmark about once a minute, and the server ends it earlier. So it is lost after this silence."""
+BUFFER_BYTES = 4 << 20
+"""A slice of 1,000 endpoints has 286 kB."""
+
+
+class ApiError(Exception):
+    """The API server refused a request, or did not answer. `status` is 0 where it did not; `cut` where it had begun."""
+
+    def __init__(self, why: str, status: int = 0, *, cut: bool = False) -> None:
+        super().__init__(why)
+        self.status = status
+        self.cut = cut
+
+
+class KubernetesApi:
+    """Requests with the rights of this process. Closed by `close`.
+
+    `url` is that of the server, None for the cluster in which this process runs.
+    """
+
+    def __init__(self, url: str | None, account: Path = ACCOUNT) -> None:
+        self._url = url
+        self._account = account
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def namespace(self) -> str:
+        """That of this process; `default` outside of a cluster."""
+        return self._read("namespace") or "default"
+
+    @asynccontextmanager
+    async def get(self, path: str, query: Mapping[str, str], silence_s: float) -> AsyncIterator[aiohttp.StreamReader]:
+        """The body of an answer 200, as it comes. Raises ApiError before the first byte, and while it is read."""
+        server, begun = self._server(), False
+        try:
+            async with self._opened().get(
+                f"{server}{path}",
+                params=query,
+                headers=self._headers(),
+                ssl=self._trust(server),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_S, sock_read=silence_s),
+            ) as answer:
+                if answer.status != 200:
+                    raise ApiError(f"{path} answered {answer.status}{_advice(answer.status, path)}", answer.status)
+                begun = True
+                yield answer.content
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ApiError(f"the API server {server} cannot be asked: {str(error) or repr(error)}", cut=begun) from None
+
+    def _server(self) -> str:
+        if self._url is not None:
+            return self._url
+        host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+        if not host:
+            raise ApiError(
+                "this process runs in no cluster: set discovery.kubernetes_api to the URL of `kubectl proxy`"
+            )
+        return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(read_bufsize=BUFFER_BYTES)
+        return self._session
+
+    def _headers(self) -> dict[str, str]:
+        # The token is replaced about once an hour, so it is read for each request.
+        token = self._read("token")
+        return {"Accept": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+
+    def _trust(self, server: str) -> ssl.SSLContext | bool:
+        authorities = self._account / "ca.crt"
+        if not server.startswith("https:") or not authorities.exists():
+            return True
+        return ssl.create_default_context(cafile=authorities)
+
+    def _read(self, name: str) -> str | None:
+        try:
+            return (self._account / name).read_text("utf-8").strip()
+        except OSError:
+            return None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+def _advice(status: int, path: str) -> str:
+    what = path.rpartition("/")[2]
+    return {
+        401: ": the token of the service account is not accepted",
+        403: f": the service account needs the verbs list and watch for {what} there",
+        404: f": this cluster has no {what}",
+    }.get(status, "")

@@ -1,0 +1,47 @@
+"""kubectl reads what the API server of the tests says, so that it says nothing of its own invention."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.fleet.kubernetes.api_server import api_server, endpoint, endpoint_slice, inference_pool, pod
+
+pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+
+
+async def kubectl(home: Path, server: str, *arguments: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        "kubectl", "--server", server, "--cache-dir", str(home / "cache"), *arguments,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, "HOME": str(home)},
+    )  # fmt: skip
+    out, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    return out.decode()
+
+
+async def test_kubectl_lists_and_watches_every_kind(tmp_path: Path) -> None:
+    async with api_server() as api:
+        api.put("pods", pod("vllm-0", "10.0.0.1", labels={"app": "vllm"}))
+        api.put("pods", pod("web-0", "10.0.0.2", labels={"app": "web"}))
+        api.put("endpointslices", endpoint_slice("vllm-x", endpoint("vllm-0", ready=True, terminating=False)))
+        api.put("inferencepools", inference_pool("qwen", {"app": "vllm"}, 8000))
+        listed = json.loads(await kubectl(tmp_path, api.url, "get", "pods", "-l", "app=vllm", "-o", "json"))
+        assert [one["metadata"]["name"] for one in listed["items"]] == ["vllm-0"]
+        for kind, name in (("endpointslices", "vllm-x"), ("inferencepools.inference.networking.k8s.io", "qwen")):
+            shown = await kubectl(tmp_path, api.url, "get", kind, "-o", "name")
+            assert shown.strip().endswith(f"/{name}"), shown
+        api.bookmarks = True
+        watching = asyncio.create_task(
+            kubectl(tmp_path, api.url, "get", "pods", "-w", "-o", "name", "--request-timeout", "2s")
+        )
+        async with asyncio.timeout(30):
+            while "pods" not in api.watching:  # noqa: ASYNC110 - it has no event of its own
+                await asyncio.sleep(0.01)
+        api.put("pods", pod("vllm-1", "10.0.0.3", labels={"app": "vllm"}))
+        assert (await watching).split() == ["pod/vllm-0", "pod/web-0", "pod/vllm-1"]
