@@ -62,8 +62,12 @@ async def test_a_pod_gets_requests_from_when_it_is_ready_until_it_terminates() -
         await until(lambda: states(proxy).get("vllm-1") == "starting")
         await until(lambda: proxy.app.pools.pool_of("vllm-1") == "base")
         assert {(await proxy.chat()).backend for _ in range(8)} == {"vllm-0"}
+        # One that still loads its model has listed none; it is of the pool of all others.
+        api.put("pods", pod("vllm-2", "127.0.0.1", ready=False, labels=LABELS, ports={"http": 1}))
+        await until(lambda: states(proxy).get("vllm-2") == "starting")
         replicas = (await proxy.get("/scale/base")).json["replicas"]
-        assert (replicas["up"], replicas["starting"]) == (1, 1)
+        assert (replicas["up"], replicas["starting"]) == (1, 2)
+        api.delete("pods", "vllm-2")
         assert proxy.metric("llmproxy_backend_drained", backend="vllm-1") == 1.0
         api.put("pods", as_pod("vllm-1", second))
         await until(lambda: states(proxy)["vllm-1"] == "up")
