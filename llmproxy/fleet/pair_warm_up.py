@@ -1,7 +1,7 @@
 """Lets new pairs of engines meet before a client's request needs it.
 
-The first transfer of KV between two engines takes up to seconds longer than any later one, because they connect and
-compare their layouts. So a backend that starts is sent one short prompt with each partner.
+The first transfer of KV between two engines takes longer than any later one, because they connect and compare their
+layouts. So a backend that starts is sent one short prompt with each partner.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ PROMPT_TOKENS = 256
 """More than a block of the KV-cache of any engine: less than one block may not be handed over."""
 TOKENS_KNOWN = 1_000
 """Every vocabulary has so many tokens. Prompts of different ones are in no cache, so that KV is read."""
+FIRST_TOKENS = 8
+"""Less than a block, so that nothing of the prompt above is in a cache."""
 LIMIT_S = 30.0
 ANSWER_BYTES_MAX = 64 << 10
 
@@ -129,9 +131,14 @@ class PairWarmUp(BackendObserver):
             return "It lists no base model."
         token = next(self._serials) % TOKENS_KNOWN
         body = {"model": name, "prompt": [token] * PROMPT_TOKENS, "max_tokens": 1, "temperature": 0}
-        status, answer = await self._ask(first, body, connector.asks)
-        if status != 200:
-            return f"{first} answered {status}: {answer.decode(errors='replace')}"
+        # vLLM 0.32 on a CPU with AMX dies where the first thing that an engine computes is an answer to KV it fetched.
+        for asked, one, transfer in (
+            (second, body | {"prompt": [token] * FIRST_TOKENS}, None),
+            (first, body, connector.asks),
+        ):
+            status, answer = await self._ask(asked, one, transfer)
+            if status != 200:
+                return f"{asked} answered {status}: {answer.decode(errors='replace')}"
         try:
             value = connector.parameters(answer).value
         except NotHandedOver as error:

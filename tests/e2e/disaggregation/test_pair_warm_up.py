@@ -17,10 +17,15 @@ from tests.simulator.legs import kv_used
 ON = {"warm_up_pairs": True}
 
 
-def legs(proxy: ProxyUnderTest, number: int) -> list[dict[str, Any]]:
-    """The parameters of transfers that a replica was asked with by the proxy itself."""
+def asked(proxy: ProxyUnderTest, number: int) -> list[dict[str, Any]]:
+    """What a replica was asked by the proxy itself."""
     seen = [one for one in proxy.replicas[number].requests_seen if one.path == "/v1/completions"]
-    return [json.loads(bytes(one.body))["kv_transfer_params"] for one in seen]
+    return [json.loads(bytes(one.body)) for one in seen]
+
+
+def legs(proxy: ProxyUnderTest, number: int) -> list[dict[str, Any]]:
+    """The parameters of transfers that it was asked with."""
+    return [body["kv_transfer_params"] for body in asked(proxy, number) if "kv_transfer_params" in body]
 
 
 async def test_each_pair_meets_once(log: io.StringIO) -> None:
@@ -36,6 +41,12 @@ async def test_each_pair_meets_once(log: io.StringIO) -> None:
         assert (await proxy.chat(LONG)).status == 200
         assert hows(proxy) == {"split": 1}
         assert len(legs(proxy, 2)) == 2
+
+
+async def test_what_an_engine_computes_first_is_a_prompt_of_its_own() -> None:
+    async with split(scheduling=ON) as proxy:
+        await until(lambda: legs(proxy, 1))
+        assert ["kv_transfer_params" in body for body in asked(proxy, 1)] == [False, True]
 
 
 async def test_a_backend_that_comes_back_meets_its_partners_again(log: io.StringIO) -> None:
@@ -66,4 +77,4 @@ async def test_a_pair_that_fails_is_said_once_and_not_tried_again(number: int, l
         await proxy.app.registry.pollers["b0"].list_now()
         await asyncio.sleep(0)
         assert (await proxy.chat(LONG)).status == 200
-        assert len(legs(proxy, 0)) == 1
+        assert len(asked(proxy, number)) == 1
