@@ -109,7 +109,7 @@ class Relay:
                 elif exchange.status >= 300:
                     await self._hold_error(attempt, exchange)
                 elif call.connector is not None:
-                    await self._take_prefill(attempt, lease, exchange, call.connector)
+                    await self._take_prefill(attempt, lease, exchange, call, call.connector)
                 elif is_event_stream(exchange):
                     await self._relay_stream(attempt, timer, lease, exchange, call, client)
                 else:
@@ -150,14 +150,18 @@ class Relay:
 
     # --- a prefill ---------------------------------------------------------------------------------------------------
 
-    async def _take_prefill(self, attempt: Attempt, lease: Lease, exchange: Exchange, connector: KvConnector) -> None:
-        body = await _read_held(exchange)
+    async def _take_prefill(
+        self, attempt: Attempt, lease: Lease, exchange: Exchange, call: Call, connector: KvConnector
+    ) -> None:
+        # Some answers repeat members of the request, and a long request is no fault of the backend.
+        bytes_max = HELD_BYTES_MAX + sum(map(len, call.body))
+        body = await _read_held(exchange, bytes_max)
         attempt.tail = body[-TAIL_BYTES:]
         check_lease(lease)
         lease.started()
         try:
-            if len(body) > HELD_BYTES_MAX:
-                raise NotHandedOver(f"The answer is longer than {HELD_BYTES_MAX} bytes.", missing=False)
+            if len(body) > bytes_max:
+                raise NotHandedOver(f"The answer is longer than {bytes_max} bytes.", missing=False)
             attempt.parameters = connector.parameters(body)
         except NotHandedOver as error:
             not_handed_over(attempt, error)
@@ -327,9 +331,9 @@ async def end_with_error(event: bytes, client: ResponseWriter) -> None:
         await client.abort()
 
 
-async def _read_held(exchange: Exchange) -> bytes:
+async def _read_held(exchange: Exchange, bytes_max: int = HELD_BYTES_MAX) -> bytes:
     body = bytearray()
-    while len(body) <= HELD_BYTES_MAX:
+    while len(body) <= bytes_max:
         data = await exchange.chunk()
         if not data:
             break

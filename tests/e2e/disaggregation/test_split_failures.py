@@ -170,7 +170,7 @@ ANSWERS: dict[str, tuple[Script, str]] = {
     "port of text": (prefilled(PARAMS | {"remote_port": "1"}), "bad_parameters"),
     "no request": (prefilled(without("remote_request_id")), "bad_parameters"),
     "no host": (prefilled(PARAMS | {"remote_host": ""}), "bad_parameters"),
-    "too long": (prefilled(PARAMS | {"more": "x" * (1 << 20)}), "bad_parameters"),
+    "too long": (prefilled(PARAMS | {"more": "x" * (1 << 21)}), "bad_parameters"),
     "a stream": (answering(STREAM_HEAD, chunk(b"data: {}\n\n"), STREAM_END), "bad_parameters"),
     "redirect": (answering(whole(b"", "302 Found")), "prefill_failed"),
     "refusal": (answering(whole(b'{"error":{}}', "400 Bad Request")), "prefill_refused"),
@@ -188,6 +188,16 @@ async def test_whatever_a_prefill_replica_answers(case: str, body: dict[str, Any
         assert hows(proxy) == {how: 1}
         # No engine is given what would kill it.
         assert not sent(proxy, "b0").get("kv_transfer_params")
+
+
+async def test_a_long_request_makes_no_prefill_replica_look_broken() -> None:
+    filler = "x" * (3 << 18)
+    answer = json.dumps({"choices": [], "metadata": {"a": filler, "b": filler}}).encode()
+    async with scripted_prefill(answering(whole(answer))) as proxy:
+        assert (await proxy.chat(LONG | {"metadata": {"a": filler}})).status == 200
+        assert hows(proxy) == {"no_parameters": 1}
+        await right_answer(proxy)
+        assert hows(proxy) == {"no_parameters": 1, "bad_parameters": 1}
 
 
 ONE_AT_A_TIME = [{"name": "t", "keys": [hash_of("k")], "limits": {"in_flight": 1}}]
