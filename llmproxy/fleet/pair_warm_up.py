@@ -56,21 +56,22 @@ class PairWarmUp(BackendObserver):
         self._upstream = upstream
         self._config = config
         self._met: set[Pair] = set()
-        self._listed = False
+        self._listed: set[str] = set()
         self._serials = count(1)
         self._task: asyncio.Task[None] | None = None
 
     def listed(self, backend: str, listing: Listing) -> None:
-        del backend, listing
-        self._listed = True
+        del listing
+        self._listed.add(backend)
 
     def answered(self, backend: str) -> None:
         """Only now a backend that was down is known to be up; its models were listed before."""
-        del backend
-        if self._listed and (self._task is None or self._task.done()):
-            self._listed = False
-            if next(self._new(self._config()), None) is not None:
-                self._task = asyncio.create_task(self._warm_up())
+        if backend not in self._listed:
+            return
+        # Its partners may still be down; their own first answer comes here too.
+        self._listed.remove(backend)
+        if (self._task is None or self._task.done()) and next(self._new(self._config()), None) is not None:
+            self._task = asyncio.create_task(self._warm_up())
 
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
         """An engine that is down comes back as another process, which knows nobody."""
@@ -79,6 +80,7 @@ class PairWarmUp(BackendObserver):
             self.removed(backend)
 
     def removed(self, backend: str) -> None:
+        self._listed.discard(backend)
         self._met = {pair for pair in self._met if backend not in pair}
 
     async def close(self) -> None:

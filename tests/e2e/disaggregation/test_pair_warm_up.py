@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from llmproxy.core.domain import Listing
+from llmproxy.fleet.pair_warm_up import PairWarmUp
+from llmproxy.upstream.client import HttpUpstream
 from tests.e2e.disaggregation.conftest import NIXL, hows, split
 from tests.e2e.disaggregation.test_split import LONG
 from tests.e2e.proxies import ProxyUnderTest, until
@@ -47,6 +51,28 @@ async def test_what_an_engine_computes_first_is_a_prompt_of_its_own() -> None:
     async with split(scheduling=ON) as proxy:
         await until(lambda: legs(proxy, 1))
         assert ["kv_transfer_params" in body for body in asked(proxy, 1)] == [False, True]
+
+
+async def test_a_pair_meets_when_the_second_of_two_that_were_listed_comes_up(log: io.StringIO) -> None:
+    async with split() as proxy:
+        app, up = proxy.app, dict.fromkeys(("b0", "b1"), False)
+        backends = {
+            name: SimpleNamespace(health=SimpleNamespace(down=True), listing=app.pools.backends[name].listing)
+            for name in up
+        }
+        pools: Any = SimpleNamespace(backends=backends, pool_of=app.pools.pool_of)
+        warm = app.config.model_copy(update={"scheduling": app.config.scheduling.model_copy(update=ON)})
+        async with HttpUpstream() as upstream:
+            pairs = PairWarmUp(pools, app.registry.backends, upstream, lambda: warm)
+            for name in up:
+                pairs.listed(name, Listing(0.0, ()))
+            for name in ("b1", "b0"):
+                assert not legs(proxy, 0)
+                backends[name].health.down = False
+                pairs.answered(name)
+                await asyncio.sleep(0)
+            await until(lambda: "pair_warmed_up" in log.getvalue())
+            await pairs.close()
 
 
 async def test_a_backend_that_comes_back_meets_its_partners_again(log: io.StringIO) -> None:
