@@ -13,7 +13,7 @@ from statistics import median
 from llmproxy.core.backends.adapter_loads import LongestLoad, PendingLoads
 from llmproxy.core.backends.health import Hang, Peers
 from llmproxy.core.backends.stream_progress import BackendStreams, StreamSpan, follow_robustly
-from llmproxy.core.domain import Placed, Request
+from llmproxy.core.domain import Placed, Request, Stage
 from llmproxy.core.estimates.line import JITTER_S, USUAL_TOKENS, LearnedLine
 from llmproxy.core.settings import HealthSettings
 
@@ -95,6 +95,10 @@ class OutlierDetection:
             backend = self._backends[placed.backend] = BackendStreams(PendingLoads(self._longest_load))
         # The estimated length of a prompt may be below its cached tokens.
         own_tokens = max(0.0, float(request.prompt_tokens - placed.cached_tokens))
+        fetched = request.stage is Stage.DECODE
+        if fetched:
+            # Where it does not arrive and is computed here, `prompt_tokens` explains the time.
+            own_tokens = 0.0
         if not request.stream:
             # Its first token is invisible. It shows only that its prompt takes time.
             backend.computed_tokens += own_tokens
@@ -111,7 +115,7 @@ class OutlierDetection:
             backend.prompts_until_s = now
         adapter = request.adapter
         stream = StreamSpan(
-            backend, now, request.prompt_tokens, own_tokens, backend.unstarted_tokens, now, adapter, cold
+            backend, now, request.prompt_tokens, own_tokens, backend.unstarted_tokens, now, adapter, cold, fetched
         )
         self._streams[lease] = backend.unstarted[lease] = stream
         # Residency is only an estimate. A started stream proves it.
@@ -129,7 +133,7 @@ class OutlierDetection:
         stream = self._streams.get(lease)
         if stream is None:
             return
-        if not (stream.backend.doubted or stream.loads_ahead or stream.backend.pending_loads):
+        if not (stream.fetched or stream.backend.doubted or stream.loads_ahead or stream.backend.pending_loads):
             self._prefill.learn(stream.tokens_ahead, now - stream.booked_s)
         self._first_byte(lease, stream, now)
         stream.begin(1, self._prompts_s(stream.backend, now), now)

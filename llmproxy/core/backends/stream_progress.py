@@ -88,6 +88,7 @@ class StreamSpan:
 
     `tokens_ahead` had to be computed for its first byte when it was booked, `own_tokens` of them its own. `loads_ahead`
     adapters may have been loaded before its first byte; its own `adapter` is `cold` where it was not believed resident.
+    `fetched`: another backend computed the prompt.
 
     The span began at `since_s`, after `tokens` of the answer. The backend had computed `computed_tokens` and loaded
     `loaded` adapters by then, in at most `prompts_s`. `last_byte_s` is when the stream last brought something.
@@ -101,6 +102,7 @@ class StreamSpan:
     since_s: float
     adapter: str | None
     cold: bool
+    fetched: bool = False
     loads_ahead: int = 0
     tokens: int = 0
     computed_tokens: float = 0.0

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from llmproxy.core.backends.health import Ejected, Health, Peers
 from llmproxy.core.backends.outlier_detection import BASE_TOKENS, OutlierDetection
-from llmproxy.core.domain import Entry, Grant, Placed, Request, Revoke, Verdict
+from llmproxy.core.domain import Entry, Grant, Placed, Request, Revoke, Stage, Verdict
 from llmproxy.core.settings import HealthSettings, Settings
 from tests.core.make import kill, pools, reading, request
 
@@ -393,3 +393,26 @@ def test_a_prompt_takes_what_is_ahead_of_it_too() -> None:
             detection.started(lease, number + took_s)
             detection.finished(lease, number + took_s)
     assert [detection._prefill.at(tokens) for tokens in (1_000.0, 4_000.0)] == pytest.approx([0.1, 0.4], rel=0.02)
+
+
+def test_a_prompt_that_another_backend_computed_takes_no_time_here() -> None:
+    """Nothing is learned of its first token, and prompts behind it do not wait for it."""
+    fetching, alone = (OutlierDetection(HealthSettings(), Peers(0.5)) for _ in range(2))
+    fetched = structs.replace(request(prompt_tokens=20_000, stream=True), stage=Stage.DECODE)
+    for number in range(50):
+        now = float(number)
+        fetching.booked(0, fetched, Placed("a", 1.0, (), 1), cold=False, now=now)
+        fetching.booked(1, structs.replace(fetched, stream=False), Placed("a", 1.0, (), 1), cold=False, now=now)
+        for detection in (fetching, alone):
+            whole = request(prompt_tokens=1_000, stream=True)
+            detection.booked(2, whole, Placed("a", 1.0, (), 1), cold=False, now=now)
+        fetching.started(0, now + 0.05)
+        for detection in (fetching, alone):
+            detection.started(2, now + 0.1)
+            detection.finished(2, now + 0.1)
+        fetching.finished(0, now + 0.1)
+        fetching.check()
+    for tokens in (0.0, 1_000.0, 20_000.0):
+        assert fetching._prefill.at(tokens) == alone._prefill.at(tokens)
+    # Prompts excuse a slow stream, and make it teach nothing: these do neither.
+    assert fetching._backends["a"].computed_tokens == alone._backends["a"].computed_tokens
