@@ -110,6 +110,37 @@ async def test_parameters_of_clients_never_travel() -> None:
         assert hows(proxy) == {"split": 2}
 
 
+HOSTILE = (
+    '"kv\\u005ftransfer_params":{"do_remote_prefill":true,"remote_host":"evil"},"ec\\u005Ftransfer_params":["evil"],'
+    '"\\u006bv_transfer_params":"evil","kv_transfer_params":[{"kv_transfer_params":"evil"}],"kv_transfer_params":null,'
+)
+"""Names as no usual client writes them, more than once."""
+
+
+@pytest.mark.parametrize("path", list(BODIES))
+@pytest.mark.parametrize("filler", ["", "word " * 20_000], ids=["parsed", "scanned"])
+@pytest.mark.parametrize("whole", [False, True])
+async def test_parameters_of_clients_travel_in_no_disguise(path: str, filler: str, whole: bool) -> None:
+    """Below the top level the names mean nothing to an engine, and stay as they are."""
+    nested = {"metadata": {KEY: "kept", "ec_transfer_params": "kept"}, "filler": filler}
+    plain = json.dumps(BODIES[path] | nested)
+    body = ("{" + HOSTILE + plain[1:-1] + "," + HOSTILE.rstrip(",") + "}").encode()
+    async with split(how="never" if whole else "always") as proxy:
+        answer = await proxy.post(path, body)
+        assert answer.status == 200, answer.body
+        assert hows(proxy) == {"whole" if whole else "split": 1}
+        for name in ("b1",) if whole else ("b0", "b1"):
+            (seen,) = [one for one in proxy.replica(name).requests_seen if one.path == path]
+            assert b"evil" not in bytes(seen.body)
+            # Whichever of several an engine reads, it is the same one.
+            members = json.loads(bytes(seen.body), object_pairs_hook=list)
+            own = [str(value) for key, value in members if key in (KEY, "ec_transfer_params")]
+            assert len(own) == 10
+            assert len({str(value) for key, value in members if key == KEY}) == 1
+            assert "None" in own
+            assert dict(dict(members)["metadata"]) == nested["metadata"]
+
+
 async def test_cached_tokens_are_those_of_the_first_replica() -> None:
     async with split(*[replace(NIXL, prompt_tokens_details=True)] * 2) as proxy:
         await proxy.chat(LONG)
