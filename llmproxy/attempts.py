@@ -96,7 +96,10 @@ async def run_attempts(
             left_s = lease.grant.left_s
             routing.waited_s += lease.grant.at_s - now
             routing.waits_since_s = None
-            routing.attempts += entry is not Entry.PREFILLED
+            answers = lease.grant.request.stage is Stage.DECODE
+            routing.attempts += not answers
+            # The place for its answer was gone: it begins anew, and is not to pay for that either.
+            routing.failed_stages += entry is Entry.PREFILLED and not answers
             routing.lease = lease
             routing.tried.append(AttemptRecord.begun(lease.grant, now))
             result = await attempt(lease)
