@@ -156,6 +156,10 @@ class Dispatcher:
 
     # --- events of leases ---------------------------------------------------------------------------------------------
 
+    def recomputing(self, grant: Grant) -> None:
+        self.pools.recomputing(grant)
+        self._note_emptied()
+
     def started(self, grant: Grant, now: float) -> None:
         """The first token arrived: the backend may be given a further prompt, or has passed its probe."""
         self.pools.started(grant, now)

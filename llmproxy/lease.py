@@ -15,6 +15,7 @@ from llmproxy.core.domain import Entry, Grant, Request, Usage, Verdict
 class AttemptProgress(Protocol):
     """Takes note of how the attempt of a lease goes on, at `now` on the clock of the loop."""
 
+    def recomputing(self, grant: Grant) -> None: ...
     def started(self, grant: Grant, now: float) -> None: ...
     def committed(self, grant: Grant, now: float) -> None: ...
     def progress(self, grant: Grant, output_tokens: int, now: float) -> None: ...
@@ -68,6 +69,10 @@ class Lease:
     @property
     def backend(self) -> str:
         return self.grant.placed.backend
+
+    def recomputing(self) -> None:
+        """What another backend computed for this answer is not fetched: this one computes it."""
+        self._progress.recomputing(self.grant)
 
     def started(self) -> None:
         """The first token of the answer arrived."""

@@ -15,7 +15,7 @@ class LeaseRecord:
 
     `guaranteed`: it was granted by the minimum share of its band. `cold`: its adapter was not believed to be resident.
     `answers_on` keeps a place for the answer, where the lease is for the prompt alone. `prefilled_on` is the backend
-    that computed the prompt, where the lease is for the answer alone.
+    that computed the prompt, where the lease is for the answer alone and fetches it.
     `started`: the first token of its answer arrived.
     `on_old_process`: it runs on a process that another one has replaced, so that it does not end with the new one.
     """
@@ -149,6 +149,13 @@ class Leases:
         for booked in self._on_booked:
             booked(lease, now)
         return number
+
+    def recomputing(self, number: int) -> None:
+        """What another backend computed for this answer is fetched by nobody, which proves nothing of that backend."""
+        lease = self._held[number]
+        if lease.prefilled_on is not None:
+            lease.prefilled_on.fetched(lease.request.id)
+            lease.prefilled_on = None
 
     def started(self, number: int, now: float) -> None:
         """The first token of the answer arrived."""

@@ -191,6 +191,9 @@ class Pools:
     def cancel(self, request: Request) -> None:
         self.schedulers[request.pool].cancel(request.id)
 
+    def recomputing(self, grant: Grant) -> None:
+        self.schedulers[grant.request.pool].leases.recomputing(grant.lease)
+
     def started(self, grant: Grant, now: float) -> None:
         self.schedulers[grant.request.pool].leases.started(grant.lease, now)
 

@@ -70,6 +70,12 @@ class CancelCall(Message, frozen=True, tag=5):
     call: int
 
 
+class LeaseRecomputing(Message, frozen=True, tag=31):
+    """`Lease.recomputing`."""
+
+    lease: int
+
+
 class LeaseStarted(Message, frozen=True, tag=6):
     """`Lease.started`."""
 
@@ -255,7 +261,7 @@ class StopWorker(Message, frozen=True, tag=27):
 FromWorker = (
     Listening | Admit | Resolve | PageRequest | DirectRequest | CancelCall | LeaseStarted | LeaseCommitted
     | LeaseProgress | LeaseReturned | RequestEnded | PrefixCached | AttemptEnded | ExitReport | UsageLearned
-    | WorkerIdle | ResponseStored | LogLinesLost | HeldBytes
+    | WorkerIdle | ResponseStored | LogLinesLost | HeldBytes | LeaseRecomputing
 )  # fmt: skip
 ToWorker = (
     WorkerStart | NewConfig | KnownBackends | LearnedEstimates | ResponseStored | ShutdownState | LeaseGranted

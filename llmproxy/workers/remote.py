@@ -168,6 +168,9 @@ class RemoteDispatcher:
 
     # --- events of leases -------------------------------------------------------------------------------------------
 
+    def recomputing(self, grant: Grant) -> None:
+        self._channel.send(protocol.LeaseRecomputing(grant.lease))
+
     def started(self, grant: Grant, now: float) -> None:
         del now
         self._channel.send(protocol.LeaseStarted(grant.lease))

@@ -158,6 +158,8 @@ class WorkerSession:
                 self._pools.estimator.learn(model, prompt_bytes, sequences, answered)
                 self._context.learned(model)
             # The kinds are tried in this order, and those from here on are rare.
+            case protocol.LeaseRecomputing(lease):
+                self._leases[lease][0].recomputing()
             case protocol.CancelCall(call):
                 if call in self._calls:
                     self._calls[call].cancel()

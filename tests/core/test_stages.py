@@ -321,6 +321,25 @@ def test_only_an_answer_that_began_proves_that_prompts_arrive(refused: bool) -> 
     assert only_grant(one, 3.0).request.stage is (Stage.WHOLE if refused else Stage.PREFILL)
 
 
+def test_a_prompt_that_is_not_fetched_proves_nothing() -> None:
+    """Between failures it neither ends their row nor makes it longer."""
+    one = one_each()
+    for turn, late in enumerate((*[False] * (FAILURES_MAX - 1), True, False)):
+        submit(one, asked := long(), now=float(turn))
+        grant = only_grant(one, float(turn))
+        # The first of those below would find it at rest, and be served as a whole.
+        assert grant.request.stage is Stage.PREFILL
+        (answer,) = prefilled(one, grant, float(turn))
+        if late:
+            one.recomputing(answer)
+            assert one.backends["p"].keeps_until_s(float(turn)) is None
+            one.started(answer, float(turn))
+        one.finish(answer, Verdict.SERVED if late else Verdict.TRANSFER_FAILED, float(turn), Usage(0, 0))
+        one.ended(asked, None, float(turn))
+    submit(one, long(), now=4.0)
+    assert only_grant(one, 4.0).request.stage is Stage.WHOLE
+
+
 def test_each_further_failure_doubles_the_rest() -> None:
     one = one_each()
     (scheduler,) = one.schedulers.values()

@@ -61,6 +61,7 @@ UP: st.SearchStrategy[list[protocol.Message]] = st.lists(
             protocol.ResponseStored("resp_1", "a", ""),
             protocol.LogLinesLost(3),
             protocol.HeldBytes(4),
+            protocol.LeaseRecomputing(5),
         ]
     ),
     max_size=6,

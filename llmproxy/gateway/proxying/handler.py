@@ -296,6 +296,7 @@ class RequestHandler:
         if handover is not None and handover.too_late(lease.grant.at_s):
             # The backend computes the prompt: what is read too late is that of another one.
             attempt.split, handover = Split.LATE, None
+            lease.recomputing()
         if dialect is Dialect.RESPONSES and stage is not Stage.PREFILL:
             # It must not refer to the context, which has this client: a cycle would keep both, with the body, for the
             # garbage collector.

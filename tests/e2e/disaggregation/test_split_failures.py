@@ -381,6 +381,11 @@ async def test_parameters_that_are_too_old_are_not_used(monkeypatch: pytest.Monk
         await right_answer(proxy)
         assert hows(proxy) == {"late_parameters": 1}
         assert "kv_transfer_params" not in sent(proxy, "b1")
+        (scheduler,) = proxy.app.pools.schedulers.values()
+        scheduler._placement.transferred("b0", 0.0, arrived=False)
+        await right_answer(proxy)
+        # A prompt that nobody fetched did not arrive either.
+        assert scheduler._placement._failures == {"b0": 1}
 
 
 @pytest.mark.parametrize(
