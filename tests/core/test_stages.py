@@ -449,6 +449,20 @@ def test_without_a_backend_for_answers_those_for_prompts_serve() -> None:
     assert only_grant(one, 0.0).request.stage is Stage.WHOLE
 
 
+@pytest.mark.parametrize("splittable", [True, False])
+def test_where_no_backend_for_answers_has_the_adapter_those_for_prompts_serve(splittable: bool) -> None:
+    roles = {"p": Role.PREFILL, "d": Role.DECODE}
+    listings = {"p": listing("lora", max_model_len=100_000), "d": LISTING}
+    one = pools({"p": 2, "d": 2}, tight(disaggregation=ALWAYS, roles=roles), listings=listings)
+    submit(one, long(model="lora", adapter="lora", splittable=splittable), long())
+    grants = [grant for grant in one.decide(0.0) if isinstance(grant, Grant)]
+    assert [(grant.request.model, grant.request.stage, grant.placed.answers_on) for grant in grants] == [
+        ("lora", Stage.WHOLE, None),
+        (grants[1].request.model, Stage.PREFILL, "d"),
+    ]
+    assert grants[0].placed.backend == "p"
+
+
 def test_a_prompt_is_preempted_for_the_place_of_its_answer_and_an_answer_never() -> None:
     one = split_up({"p": (Role.PREFILL, 8), "d": (Role.DECODE, 2)})
     submit(one, long(band=SHEDDABLE, id="first"))

@@ -66,7 +66,8 @@ def staged(placement: Placement, settings: Disaggregation) -> StagedPlacement:
 class StagedPlacement(Placement):
     """Places whole requests and stages by another placement.
 
-    Whole requests and answers go to backends that are not meant for prompts alone, while one of those is available.
+    Whole requests and answers go to backends that are not meant for prompts alone, while one of those that serves their
+    model is available.
     What `settings` ask for:
 
     - `auto`: a request is split where both stages together cost less, by the prices of the other placement. A placement
@@ -79,30 +80,28 @@ class StagedPlacement(Placement):
         self.inner = inner
         self.settings = settings
         self._split_up = True
-        self._answers: set[str] = set()
+        self._answering: list[View] = []
+        self._answering_for: dict[str, set[str]] = {}
         self._failures: dict[str, int] = {}
         self._rests_until_s: dict[str, float] = {}
 
     def begin(self, views: Iterable[View]) -> None:
         """A pass over these backends begins. What it asks for later may leave some of them out."""
         self._split_up = False
-        self._answers = set()
+        self._answering, self._answering_for = [], {}
         for view in views:
             self._split_up |= view.role is not Role.BOTH
             if view.available and view.role is not Role.PREFILL:
-                self._answers.add(view.backend)
+                self._answering.append(view)
 
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
         if not self._split_up or request.backend is not None:
             return self.inner.place(request, views, ceiling, excluded, now)
-        # Those that failed this request are none for it.
-        answers = not self._answers <= excluded
-        # Engines enforce no role, so that backends for prompts are there for want of others.
-        answering = [view for view in views if view.role is not Role.PREFILL] if answers else views
+        answering = self.answering(request, views, excluded)
         splits = request.stage is Stage.WHOLE and request.splittable
-        if splits and answers and self.settings.splitting is not Splitting.NEVER:
+        if splits and answering is not views and self.settings.splitting is not Splitting.NEVER:
             split = self._split(request, views, answering, ceiling, excluded, now)
             if split is not None:
                 return split
@@ -110,6 +109,18 @@ class StagedPlacement(Placement):
         if isinstance(placed, Placed) and request.stage is Stage.WHOLE:
             return replace(placed, unsplit=True)
         return placed
+
+    def answering(self, request: Request, views: Sequence[View], excluded: frozenset[str]) -> Sequence[View]:
+        """Those of `views` that are meant for answers; `views` itself where none that is available is for `request`.
+
+        Engines enforce no role, so that backends for prompts are there for want of others.
+        """
+        model = request.model
+        if model not in self._answering_for:
+            self._answering_for[model] = {view.backend for view in self._answering if model in view.served}
+        if self._answering_for[model] <= excluded:
+            return views
+        return [view for view in views if view.role is not Role.PREFILL]
 
     def _split(
         self,

@@ -59,8 +59,7 @@ class SplitRouter(StagedPlacement):
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        answers = not self._answers <= excluded
-        answering = [view for view in views if view.role is not Role.PREFILL] if answers else views
+        answering = self.answering(request, views, excluded)
         if request.stage is Stage.DECODE:
             chosen = self._chosen.pop(request.id)
             here = [view for view in answering if view.backend == chosen and view.available]

@@ -472,6 +472,26 @@ async def test_a_client_that_leaves_between_the_stages_has_left() -> None:
             await until(lambda: kv_used(proxy.replicas[0]) == 0.0)
 
 
+async def test_a_decode_replica_that_leaves_between_the_stages(log: io.StringIO) -> None:
+    opened: list[ProxyUnderTest] = []
+
+    class Leaves(Nixl):
+        """The decode replica takes nothing new when the parameters are read."""
+
+        def parameters(self, answer: bytes) -> Parameters:
+            opened[0].app.registry.drain("b1")
+            return super().parameters(answer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(connectors._factories, "leaves", Leaves)
+        async with split(scheduling={"kv_connector": "leaves"}) as proxy:
+            opened.append(proxy)
+            await right_answer(proxy)
+            await proxy.settled()
+            assert proxy.outcomes() == {"completed": 1}
+            assert "attempts=2 " in log.getvalue()
+
+
 async def test_a_drained_prefill_replica_waits_until_its_prompts_are_fetched() -> None:
     async with split(NIXL, replace(SLOW, kv_latency_s=0.3)) as proxy:
         asked = asyncio.create_task(proxy.chat(LONG))
