@@ -328,8 +328,10 @@ class Pools:
         return {name: backend.view(now) for name, backend in self.backends.items()}
 
     def ready(self, now: float) -> bool:
-        """Some backend that was read is available: up, and not resting after failures."""
-        return any(b.listing is not None and b.view(now).available for b in self.backends.values())
+        """Requests can be taken: some backend that was read is available (up, and not resting after failures), or pools
+        are named, which hold theirs while they have no replica."""
+        holds = self.settings.queue.hold_s > 0.0 and bool(self.settings.scaling.pools)
+        return holds or any(b.listing is not None and b.view(now).available for b in self.backends.values())
 
     def check(self, now: float) -> None:
         for scheduler in self.schedulers.values():

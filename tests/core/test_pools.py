@@ -12,7 +12,7 @@ from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.scheduler import FAULT_RETRY_S
-from llmproxy.core.settings import QueueSettings, Settings, UsageLimit
+from llmproxy.core.settings import QueueSettings, ScalingSettings, Settings, UsageLimit
 from tests.core.machine.account import assert_nothing_left
 from tests.core.make import cached, grants, kill, listing, names, only_grant, pools, refusal, request, submit, tight
 
@@ -33,6 +33,26 @@ def test_a_saturated_model_does_not_hold_up_another() -> None:
     one = two_pools()
     submit(one, *(request(band=CRITICAL) for _ in range(3)), request(pool="other", model="other"))
     assert sorted(granted(one)) == ["base", "other"]
+
+
+@pytest.mark.parametrize(
+    ("named", "hold_s", "ready"), [((), 30.0, False), (("base",), 30.0, True), (("base",), 0.0, False)]
+)
+def test_named_pools_that_hold_requests_need_no_backend_to_be_ready(
+    named: tuple[str, ...], hold_s: float, ready: bool
+) -> None:
+    settings = Settings(scaling=ScalingSettings(pools=named, min=0), queue=QueueSettings(hold_s=hold_s))
+    one = pools({}, settings)
+    assert one.ready(0.0) is ready
+    one.add_backend("a", 1)
+    assert one.ready(0.0) is ready, "while the first replica starts"
+    one.listed("a", listing())
+    one.backends["a"].answered(0.0)
+    assert one.ready(0.0)
+    kill(one, "a")
+    assert one.ready(0.0) is ready
+    one.reconfigure(Settings(), {}, 0.0)
+    assert not one.ready(0.0)
 
 
 def test_a_placement_that_raises_in_one_pool_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

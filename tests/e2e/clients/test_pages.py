@@ -60,6 +60,14 @@ async def test_ready_follows_the_backends(proxy: ProxyUnderTest) -> None:
     assert (await proxy.get("/ready")).status == 200
 
 
+async def test_ready_without_a_replica_if_requests_are_held_for_one() -> None:
+    scaling = {"pools": ["base"], "min": 0}
+    async with serving(wait=False, extra=["http://127.0.0.1:9"], scaling=scaling, queue={"hold_s": 30.0}) as proxy:
+        assert (await proxy.get("/ready")).json == {"ready": True}
+    async with serving(wait=False, extra=["http://127.0.0.1:9"], scaling=scaling, queue={"hold_s": 0.0}) as proxy:
+        assert (await proxy.get("/ready")).status == 503
+
+
 @pytest.mark.parametrize("path", ["/", "/ping"])
 async def test_probes_of_clients_are_answered_and_no_bad_requests(proxy: ProxyUnderTest, path: str) -> None:
     got = await proxy.get(path)
