@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types contracts unit browser tour numbers newest fuzz hostile chaos compat monitoring bench lab lab-full docs reference lock audit sbom clean
+.PHONY: demo test lint types contracts unit browser deploy-test tour numbers newest fuzz hostile chaos compat monitoring bench lab lab-full docs reference lock audit sbom clean
 
 .venv: pyproject.toml .ci/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("llmproxy needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -39,6 +39,12 @@ browser: .venv
 	@if $(BIN)/python -m tests.browser; then \
 	    $(PYTHON) .ci/install.py $(BIN)/python .ci/browser.txt && $(BIN)/pytest tests/browser; \
 	fi
+
+# The chart and the bases of kustomize, rendered and judged without a cluster. What is installed for it takes 300 MB, so
+# that `make test` skips the parts that need it.
+deploy-test: .venv
+	@$(PYTHON) .ci/install.py $(BIN)/python .ci/deploy.txt
+	$(BIN)/pytest tests/deploy
 
 # The pictures of the documentation, of the demo in a real browser; two minutes.
 tour: browser
@@ -110,16 +116,17 @@ docs: .venv-docs
 	@$(PYTHON) .ci/install.py .venv-docs/bin/python .ci/docs.txt
 	@touch .venv-docs
 
-# The pages that the code generates.
+# The pages that the code generates, and the schema of the chart's values.
 reference: .venv
 	$(BIN)/llmproxy config > config.example.yaml
 	$(BIN)/llmproxy config --markdown > docs/reference/configuration.md
 	$(BIN)/llmproxy config --cli > docs/reference/cli.md
 	$(BIN)/python -m llmproxy.lab.results.result > docs/reference/simulate-result.schema.json
 	$(BIN)/python -m tests.docs.reference
+	$(BIN)/python -m tests.deploy.values_schema
 
 # Resolves anew and writes the hashed locks without any index address in them: for work on it, for what is shipped, for
-# building that, and for the tools of `audit`, `sbom`, `docs`, `browser`, `hostile` and `compat`. Those are no dependencies of
+# building that, and for the tools of `audit`, `sbom`, `docs`, `browser`, `deploy-test`, `hostile` and `compat`. Those are no dependencies of
 # anything. Of the clients, those with most dependencies have pins without hashes: these would be 900 KB.
 # Versions of those for Node are raised by hand (`npm install --package-lock-only --omit-lockfile-registry-resolved`).
 COMPILE = $(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header
@@ -131,6 +138,7 @@ lock: .venv
 	printf 'pip-audit\ncyclonedx-bom\n' | $(COMPILE) --upgrade - --output-file .ci/tools.txt
 	echo zensical | $(COMPILE) --upgrade - --output-file .ci/docs.txt
 	printf 'axe-playwright-python\nplaywright\n' | $(COMPILE) --upgrade --constraint .ci/requirements.txt - --output-file .ci/browser.txt
+	$(COMPILE) --upgrade --constraint .ci/requirements.txt --group deploy --output-file .ci/deploy.txt
 	echo schemathesis | $(COMPILE) --upgrade - --output-file .ci/hostile.txt
 	echo openai | $(COMPILE) --upgrade - --output-file .ci/compat/openai.txt
 	printf 'anthropic\nlangchain-openai\nopenai-agents\n' | $(COMPILE) --upgrade - --output-file .ci/compat/agents.txt

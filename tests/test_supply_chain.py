@@ -155,6 +155,10 @@ def test_shipped_and_build_packages_are_the_tested_ones() -> None:
     assert set(project["build-system"]["requires"]) <= locked("build.txt").keys()
     assert {"pip-audit", "cyclonedx-bom"} <= locked("tools.txt").keys()
     assert "zensical" in locked("docs.txt")
+    # What is installed beside the tested packages must not replace any of them.
+    assert set(project["dependency-groups"]["deploy"]) <= locked("deploy.txt").keys()
+    shared = locked("deploy.txt").keys() & everything.keys()
+    assert {name: everything[name] for name in shared}.items() <= locked("deploy.txt").items()
 
 
 # --- installing it ----------------------------------------------------------------------------------------------------
