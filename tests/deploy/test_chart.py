@@ -261,7 +261,7 @@ def test_of_two_proxies_the_work_adds_up_and_the_need_does_not() -> None:
         for scaled in (first, second)
     ]
     # Where nothing is known, the need is what there is: a sum of it would grow without end.
-    assert asked == [[("need", "max"), ("terms.ahead", "sum")], [("groups.spot.need", "max")]]
+    assert asked == [[("need", "max"), ("own", "sum")], [("groups.spot.need", "max")]]
 
 
 @pytest.mark.parametrize(

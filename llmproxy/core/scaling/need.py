@@ -93,7 +93,10 @@ class RoleNeed(Struct, frozen=True):
 
 
 class Need(Struct, frozen=True):
-    """How many replicas a pool needs, and why. `terms` are in replicas; `sure` is False where it only holds on."""
+    """How many replicas a pool needs, and why. `terms` are in replicas; `sure` is False where it only holds on.
+
+    `own` is what the requests of this proxy alone need, 0 while that is not known: of several proxies it adds up.
+    """
 
     desired: int
     need: float
@@ -107,6 +110,7 @@ class Need(Struct, frozen=True):
     waiting: int
     waiting_s: float
     start_s: float
+    own: float = 0.0
     groups: dict[str, GroupNeed] = {}
     roles: dict[str, RoleNeed] = {}
 
@@ -178,21 +182,20 @@ def need_of(
         "adapters": demand.adapters / min(adapters_max) if adapters_max else 0.0,
     }
     by = {name: terms[name] for name in ("seats", "kv", "adapters")}
-    by["queue" if terms["queue"] > terms["ahead"] else "ahead" if ahead > work else "work"] = (
-        terms["ahead"] + terms["queue"]
-    )
+    own = terms["ahead"] + terms["queue"]
+    by["queue" if terms["queue"] > terms["ahead"] else "ahead" if ahead > work else "work"] = own
     reason = max(by, key=lambda name: by[name])
     need = by[reason]
     if demand.idle_s >= settings.idle_s and not waiting:
-        reason, need = "idle", 0.0
+        reason, need, own = "idle", 0.0, 0.0
     # In replicas as fast as those that are up.
-    need = round(need * up / supply if up else need, DIGITS)
+    need, own = (round(number * up / supply if up else number, DIGITS) for number in (need, own))
     desired, reason = _bounded(ceil(need), reason, settings)
     if waiting and desired == 0:
         desired, reason = 1, "queue"
     return Need(
         desired, need, reason, True, up, terms, prefill / settings.utilisation, (work - prefill) / settings.utilisation,
-        capacity, waiting, waiting_s, start_s,
+        capacity, waiting, waiting_s, start_s, own,
     )  # fmt: skip
 
 

@@ -128,6 +128,7 @@ def shown(pool: str, need: Need, states: Mapping[str, int], *, named: bool) -> d
         "pool": pool,
         "desired": need.desired,
         "need": round(need.need, 3),
+        "own": round(need.own, 3),
         "reason": need.reason,
         "sure": need.sure,
         "named": named,

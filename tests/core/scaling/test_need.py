@@ -55,6 +55,23 @@ def test_twice_the_rate_needs_twice_the_replicas() -> None:
     assert one.need == pytest.approx(2.0 / one.capacity.requests_per_s / SETTINGS.utilisation, rel=0.02)
 
 
+def test_of_two_proxies_what_their_own_requests_need_adds_up() -> None:
+    full = [replace(REPLICA, kv_used=1.0)] * 4
+    busy = replace(NOBODY, running=4)
+    half = need_of(mix_of(2.0, 4000, 1000), None, known_curve(), full, busy, SETTINGS, None, 120.0, 1.0, 300.0)
+    whole = need(mix_of(4.0, 4000, 1000))
+    assert half.reason == "kv"
+    assert 2 * half.own == pytest.approx(whole.own, rel=0.02)
+    assert whole.own == whole.need
+    waits = need(mix_of(2.0, 4000, 1000), replace(NOBODY, waiting={size_of(4000): Count(40.0, 160_000.0)}))
+    assert waits.own == pytest.approx(waits.terms["ahead"] + waits.terms["queue"], abs=0.01)
+    assert waits.terms["queue"] > 0.1
+    unknown = need(Mix(), replicas=3)
+    assert (unknown.need, unknown.own) == (3.0, 0.0)
+    idle = need(mix_of(2.0, 4000, 1000), replace(NOBODY, idle_s=1_000.0))
+    assert (idle.need, idle.own) == (0.0, 0.0)
+
+
 @given(prompt=st.integers(200, 20_000), output=st.integers(20, 2_000), more=st.floats(1.2, 3.0))
 def test_longer_prompts_and_answers_never_need_fewer(prompt: int, output: int, more: float) -> None:
     curve = known_curve()

@@ -20,7 +20,9 @@ LONG = STREAM | {"max_tokens": 60, "ignore_eos": True}
 async def test_it_says_how_many_replicas_the_work_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(FAST, FAST) as proxy:
         page = (await proxy.get("/scale")).json
-        assert [(one["pool"], one["desired"], one["sure"]) for one in page["pools"]] == [("base", 2, False)]
+        assert [(one["pool"], one["desired"], one["own"], one["sure"]) for one in page["pools"]] == [
+            ("base", 2, 0.0, False)
+        ]
         # On a busy machine the times of a few requests may tell nothing.
         for _ in range(20):
             await asyncio.gather(*(proxy.chat(LONG) for _ in range(40)))
@@ -31,6 +33,7 @@ async def test_it_says_how_many_replicas_the_work_needs(monkeypatch: pytest.Monk
             if found["terms"]["work"] > 0.0:
                 break
         assert found["sure"]
+        assert found["own"] == pytest.approx(found["terms"]["ahead"] + found["terms"]["queue"], rel=0.2, abs=0.02)
         assert found["replicas"]["up"] == 2
         # They may be so little for one replica that only `scaling.min` asks for it.
         assert found["reason"] in ("work", "ahead", "queue") if found["need"] > 1.0 else found["desired"] == 1
