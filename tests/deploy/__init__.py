@@ -4,4 +4,5 @@ from tests import ROOT
 
 DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "llmproxy"
+PAGE = ROOT / "docs" / "how-to" / "kubernetes.md"
 KUSTOMIZE = DEPLOY / "kustomize"

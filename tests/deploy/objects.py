@@ -16,6 +16,7 @@ import yaml
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
+from llmproxy.config.pods_url import INFERENCE_POOL, PODS, SERVICE
 from tests.deploy import CHART
 from tests.deploy.custom_resources import SCHEMAS
 
@@ -64,6 +65,13 @@ def pods(objects: Iterable[Object]) -> list[Object]:
     return [one["spec"] for one in kind(objects, "Pod")] + [
         one["spec"]["template"]["spec"] for one in kind(objects, "Deployment")
     ]
+
+
+SLICES = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
+POD_RIGHTS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
+POOLS = {"apiGroups": ["inference.networking.k8s.io"], "resources": ["inferencepools"], "verbs": ["list", "watch"]}
+RIGHTS = {SERVICE: [SLICES], PODS: [POD_RIGHTS], INFERENCE_POOL: [POD_RIGHTS, POOLS]}
+"""All that the proxy reads of a cluster, as docs/how-to/kubernetes.md says."""
 
 
 # --- schemas ----------------------------------------------------------------------------------------------------------

@@ -19,12 +19,15 @@ from llmproxy.config.keys import walk
 from llmproxy.config.pods_url import INFERENCE_POOL, NAMES, PODS, SERVICE, PodsUrl
 from llmproxy.config.reference import default
 from llmproxy.export.scaling import HPA, KEDA
-from tests import ROOT
-from tests.deploy import CHART
+from tests.deploy import CHART, PAGE
 from tests.deploy.objects import (
     KUBERNETES,
     MISSING,
     NAMESPACE,
+    POD_RIGHTS,
+    POOLS,
+    RIGHTS,
+    SLICES,
     Object,
     complaints,
     kind,
@@ -38,19 +41,12 @@ from tests.docs.pages import blocks
 from tests.e2e.proxies import FAST, serving
 
 VALUES = sorted((CHART / "ci").glob("*-values.yaml"))
-PAGE = ROOT / "docs" / "how-to" / "kubernetes.md"
 IN_PAGE = [block.text for block in blocks(PAGE) if block.title and block.title.endswith("values.yaml")]
 EVERY = [path.read_text() for path in VALUES] + IN_PAGE
 IDS = [path.stem.removesuffix("-values") for path in VALUES] + [f"page-{n}" for n in range(len(IN_PAGE))]
 MINIMAL = (CHART / "ci" / "minimal-values.yaml").read_text()
 HELPERS = (CHART / "templates" / "_helpers.tpl").read_text()
 every = pytest.mark.parametrize("values", EVERY, ids=IDS)
-
-SLICES = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
-POD_RIGHTS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
-POOLS = {"apiGroups": ["inference.networking.k8s.io"], "resources": ["inferencepools"], "verbs": ["list", "watch"]}
-RIGHTS = {SERVICE: [SLICES], PODS: [POD_RIGHTS], INFERENCE_POOL: [POD_RIGHTS, POOLS]}
-"""All that the proxy reads of a cluster, as docs/how-to/kubernetes.md says."""
 
 
 def of(config: Any = None, **values: Any) -> list[Object]:
