@@ -120,7 +120,7 @@ def test_the_program_takes_its_configuration(values: str, tmp_path: Path) -> Non
         return
     [holder] = kind(objects, "ConfigMap", "Secret")
     assert holder["kind"] == given.get("configKind", "ConfigMap")
-    text = (holder.get("data") or holder["stringData"])["llmproxy.yaml"]
+    text = holder["data" if holder["kind"] == "ConfigMap" else "stringData"]["llmproxy.yaml"]
     (tmp_path / "llmproxy.yaml").write_text(text)
     config = load(tmp_path / "llmproxy.yaml")
     assert len(config.backends) == len(given["config"]["backends"])
