@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from math import inf
 
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.backends.health import EjectionEvent
@@ -17,6 +18,7 @@ from llmproxy.core.domain import (
     Grant,
     Listing,
     Outcome,
+    Placed,
     Preempt,
     Reading,
     Refused,
@@ -24,6 +26,7 @@ from llmproxy.core.domain import (
     Trouble,
     Usage,
     Verdict,
+    Why,
 )
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.admission import refusal
@@ -70,6 +73,7 @@ class Dispatcher:
     _waiting: dict[str, _Waiter] = field(default_factory=dict)
     _leases: dict[tuple[str, int], Lease] = field(default_factory=dict)
     _scheduled: bool = False
+    _until_s: float = inf
     _timer: asyncio.TimerHandle | None = None
     nameless: int = 0
     _nameless_bytes: int = 0
@@ -112,6 +116,15 @@ class Dispatcher:
             self._abandon(waiter)
             raise
         return self._leases[request.pool, grant.lease]
+
+    def resume(self, request: Request, placed: Placed, at_s: float) -> Lease | None:
+        """The lease of what another scheduler granted and what still runs; see `Pools.resume`."""
+        number = self.pools.resume(request, placed, at_s)
+        if number is None:
+            return None
+        lease = Lease(Grant(number, request, placed, at_s, 0, Why((), 0, (), 0)), self)
+        self._leases[request.pool, number] = lease
+        return lease
 
     def _abandon(self, waiter: _Waiter) -> None:
         """Cancel a request whose client left while it waited, or in the same turn in which it was granted."""
@@ -273,6 +286,11 @@ class Dispatcher:
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 
+    def decide_until(self, until_s: float) -> None:
+        """Decide nothing from `until_s` on, unless this is called again: another process may decide then."""
+        self._until_s = until_s
+        self._decide_soon()
+
     def _decide_soon(self) -> None:
         if not self._scheduled:
             self._scheduled = True
@@ -285,6 +303,8 @@ class Dispatcher:
             self._timer = None
         loop = asyncio.get_running_loop()
         now = loop.time()
+        if now >= self._until_s:
+            return
         for decision in self.pools.decide(now):
             self._carry_out(decision)
         for fault, unreported in self.pools.faults(now):

@@ -52,6 +52,11 @@ class ChargeObserver(LeaseObserver):
         if self._min_shares.shares and own > 0.0:
             self._credits[lease.number] = self._min_shares.granted(request.band, own, self._room.levels())
 
+    def taken_over(self, request: Request, number: int) -> None:
+        """What was just booked was charged by another process, whose balances were recalled."""
+        fairness = self._room.band(request.band).fairness
+        self._notify(fairness.charge, request.flow, (self._carried[number] - self._charged[number]) / request.weight)
+
     def started(self, lease: LeaseRecord, now: float) -> None:
         if lease.request.stream and lease.request.stage is not Stage.PREFILL:
             self._notify(self._room.band(lease.request.band).fairness.started, lease.request, now)

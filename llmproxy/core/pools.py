@@ -18,6 +18,7 @@ from llmproxy.core.domain import (
     Learned,
     Listing,
     Outcome,
+    Placed,
     Refused,
     Request,
     Role,
@@ -187,6 +188,33 @@ class Pools:
         scheduler.submit(request, now, excluded, entry)
         limited = bool(request.limits) and any(limit in request.limits for _, limit in scheduler.blocked())
         self.scaling.pool(request.pool).arrived(request, now, new=entry is Entry.NEW, counts=not limited)
+
+    def resume(self, request: Request, placed: Placed, at_s: float) -> int | None:
+        """Book what another scheduler granted at `at_s` and what still runs; returns the lease.
+
+        None where the backend is unknown here, or of another pool: then only its own readings tell of it.
+        """
+        if self._pool_of.get(placed.backend) != request.pool:
+            return None
+        answers_on = None if placed.answers_on is None else self.backends.get(placed.answers_on)
+        backend = self.backends[placed.backend]
+        scheduler = self.schedulers[request.pool]
+        lease = scheduler.leases.book(request, placed, backend, at_s, answers_on=answers_on)
+        scheduler.charges.taken_over(request, lease)
+        return lease
+
+    def balances(self) -> dict[tuple[str, int], Mapping[str, float]]:
+        """(Pool, band) -> what its fairness policy knows of flows; see `FairnessPolicy.balances`."""
+        return {
+            (name, level): balances
+            for name, scheduler in self.schedulers.items()
+            for level, balances in scheduler.balances().items()
+        }
+
+    def recall(self, pool: str, band: int, balances: Mapping[str, float]) -> None:
+        """Take over what another process knew of the flows of a band; see `FairnessPolicy.recall`."""
+        if pool in self.schedulers:
+            self.schedulers[pool].recall(band, balances)
 
     def cancel(self, request: Request) -> None:
         self.schedulers[request.pool].cancel(request.id)

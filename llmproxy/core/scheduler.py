@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -204,6 +204,14 @@ class Scheduler:
         self._places.give_up(request.id)
         self.charges.ended(request)
         self._room.band(request.band).ended(request, met, now)
+
+    def balances(self) -> dict[int, Mapping[str, float]]:
+        """Band -> what its fairness policy knows of flows; see `FairnessPolicy.balances`."""
+        return {level: self._room.band(level).fairness.balances() for level in self._room.order}
+
+    def recall(self, band: int, balances: Mapping[str, float]) -> None:
+        """Take over what another process knew of the flows of a band."""
+        self.faults.notify(self._room.band(band).fairness.recall, balances)
 
     # --- decisions -----------------------------------------------------------------------------------------------
 

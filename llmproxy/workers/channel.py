@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -22,6 +22,16 @@ INTEGER_MAX = (1 << 64) - 1
 _LENGTH = struct.Struct(">I")
 
 MessageT = TypeVar("MessageT")
+DecodedT = TypeVar("DecodedT", covariant=True)
+
+
+class Decoder(Protocol[DecodedT]):
+    """Decodes the body of a frame."""
+
+    def decode(self, data: memoryview, /) -> Sequence[DecodedT]:
+        """Its messages. Raises msgspec.DecodeError."""
+
+
 FROM_WORKER: msgspec.msgpack.Decoder[list[FromWorker]] = msgspec.msgpack.Decoder(list[FromWorker])
 TO_WORKER: msgspec.msgpack.Decoder[list[ToWorker]] = msgspec.msgpack.Decoder(list[ToWorker])
 
@@ -65,8 +75,9 @@ class BrokenFrameError(Exception):
 class Frames(Generic[MessageT]):
     """Takes bytes as they arrive, and returns the messages of complete frames in their order."""
 
-    def __init__(self, decoder: msgspec.msgpack.Decoder[list[MessageT]]) -> None:
+    def __init__(self, decoder: Decoder[MessageT], bytes_max: int = FRAME_BYTES_MAX) -> None:
         self._decoder = decoder
+        self._bytes_max = bytes_max
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[MessageT]:
@@ -77,7 +88,7 @@ class Frames(Generic[MessageT]):
         try:
             while len(held) - begin >= _LENGTH.size:
                 (size,) = _LENGTH.unpack_from(held, begin)
-                if size > FRAME_BYTES_MAX:
+                if size > self._bytes_max:
                     raise BrokenFrameError(f"a frame of {size} bytes")
                 end = begin + _LENGTH.size + size
                 if len(held) < end:
@@ -101,11 +112,12 @@ class Channel(asyncio.Protocol, Generic[MessageT]):
 
     def __init__(
         self,
-        decoder: msgspec.msgpack.Decoder[list[MessageT]],
+        decoder: Decoder[MessageT],
         on_message: Callable[[MessageT], None],
         on_lost: Callable[[], None],
+        frame_bytes_max: int = FRAME_BYTES_MAX,
     ) -> None:
-        self._frames = Frames(decoder)
+        self._frames = Frames(decoder, frame_bytes_max)
         self._on_message = on_message
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()

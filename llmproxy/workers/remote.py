@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
+from typing import Any
 
 from aiohttp import web
 
@@ -32,9 +33,10 @@ _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect"})
 class Calls:
     """Calls of this worker that were not answered yet. When the scheduler is gone, every new call is refused."""
 
-    def __init__(self, channel: Channel[protocol.ToWorker]) -> None:
+    def __init__(self, channel: Channel[Any], serial: Iterator[int] | None = None) -> None:
+        """`serial` numbers the calls; from 1 upwards unless given."""
         self._channel = channel
-        self._serial = count(1)
+        self._serial = count(1) if serial is None else serial
         self._open: dict[int, asyncio.Future[CallAnswer]] = {}
 
     async def answer(self, message: Callable[[int], protocol.Message]) -> CallAnswer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from llmproxy.core.domain import Outcome, Refused, Request, Usage, Verdict
 from llmproxy.core.pools import Pools
@@ -51,7 +51,7 @@ class WorkerSession:
         self._dispatcher = context.dispatcher
         self._pools: Pools = context.dispatcher.pools
         self._loop = asyncio.get_running_loop()
-        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._leases: dict[int, tuple[Lease, asyncio.Future[tuple[Verdict, Usage | None]]]] = {}
         self._requests: dict[str, Request] = {}
         self._direct = 0
@@ -77,8 +77,12 @@ class WorkerSession:
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def _call(self, work: Callable[[CallT], Awaitable[None]], asked: CallT) -> None:
-        task = self._calls[asked.call] = self._loop.create_task(self._answered(work, asked))
-        task.add_done_callback(lambda _: self._calls.pop(asked.call))
+        self._note_call(asked.call, self._loop.create_task(self._answered(work, asked)))
+
+    def _note_call(self, call: int, answer: asyncio.Future[Any]) -> None:
+        """Remember an open call until it is answered, or cancelled."""
+        self._calls[call] = answer
+        answer.add_done_callback(lambda _: self._calls.pop(call))
 
     async def _answered(self, work: Callable[[CallT], Awaitable[None]], asked: CallT) -> None:
         call = asked.call
@@ -92,25 +96,39 @@ class WorkerSession:
 
     async def _admit(self, ask: protocol.Admit) -> None:
         async with self._dispatcher.admit(ask.request, ask.excluded, ask.entry) as lease:
-            grant = lease.grant
-            returned: asyncio.Future[tuple[Verdict, Usage | None]] = self._loop.create_future()
-            self._leases[grant.lease] = lease, returned
             self._context.update_workers()
-            self.send(
-                protocol.LeaseGranted(
-                    ask.call, grant.lease, grant.request.stage, grant.placed, grant.at_s, grant.queued_ahead, grant.why,
-                    grant.left_s,
-                )
-            )  # fmt: skip
-            lease.on_cut = lambda: self.send(protocol.LeaseCut(grant.lease, lease.revoked))
-            if lease.revoked or lease.preempted:
-                lease.on_cut()
-            try:
-                lease.verdict, lease.usage = await returned
-            finally:
-                del self._leases[grant.lease]
-                # The callback refers to the lease: the cycle would stay until the garbage collector runs.
-                lease.on_cut = None
+            await self._lend(ask.call, lease)
+
+    async def _lend(self, call: int, lease: Lease) -> None:
+        """Tell the worker of its lease, and wait until it gives that back."""
+        granted = self._granted(call, lease)
+        returned = self._book(granted.lease, lease)
+        self.send(granted)
+        if lease.on_cut is not None and (lease.revoked or lease.preempted):
+            lease.on_cut()
+        try:
+            lease.verdict, lease.usage = await returned
+        finally:
+            self._forget(granted.lease)
+
+    def _book(self, key: int, lease: Lease) -> asyncio.Future[tuple[Verdict, Usage | None]]:
+        """Note that the worker has a lease, which it names by `key`. The future has the message that gives it back."""
+        returned: asyncio.Future[tuple[Verdict, Usage | None]] = self._loop.create_future()
+        self._leases[key] = lease, returned
+        lease.on_cut = lambda: self.send(protocol.LeaseCut(key, lease.revoked))
+        return returned
+
+    def _forget(self, key: int) -> None:
+        lease, _ = self._leases.pop(key)
+        # The callback refers to the lease: the cycle would stay until the garbage collector runs.
+        lease.on_cut = None
+
+    def _granted(self, call: int, lease: Lease) -> protocol.LeaseGranted:
+        grant = lease.grant
+        return protocol.LeaseGranted(
+            call, grant.lease, grant.request.stage, grant.placed, grant.at_s, grant.queued_ahead, grant.why,
+            grant.left_s,
+        )  # fmt: skip
 
     async def _resolve(self, call: protocol.Resolve) -> None:
         target = await self._dispatcher.resolve(call.name, call.hold_s, call.body_bytes)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, Grant, Outcome, Revoke, Usage, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, Grant, Outcome, Placed, Predicted, Revoke, Usage, Verdict, Why
 from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.fairness import policies
@@ -310,3 +310,32 @@ def test_a_policy_that_raises_leaves_every_account_settled(
     one.check(4.0)
     assert_nothing_left(one, 4.0)
     assert one.snapshot(4.0).limits[0].in_flight == 0
+
+
+# --- after another process --------------------------------------------------------------------------------------------
+
+
+def test_what_another_process_granted_is_booked_and_charged_by_it_alone() -> None:
+    one = pools({"a": 2}, tight())
+    known = request(id="r", flow="f", prompt_tokens=30, output_tokens=10, stream=True)
+    placed = Placed("a", 0.0, (), 1, ttft=Predicted(0.1, 0.2), tpot=Predicted(0.01, 0.02))
+    one.recall(known.pool, known.band, {"f": 5.0})
+    lease = one.resume(known, placed, -3.0)
+    assert lease is not None
+    assert one.views(0.0)["a"].load == 1
+    assert one.balances()[known.pool, known.band]["f"] == 5.0
+    grant = Grant(lease, known, placed, -3.0, 0, Why((), 0, (), 0))
+    one.started(grant, -2.0)
+    one.finish(grant, Verdict.SERVED, 1.0, Usage(30, 12))
+    one.ended(known, None, 1.0)
+    # Only what its answer had beyond the estimate is new.
+    assert one.balances()[known.pool, known.band]["f"] == 5.0 + 2.0 * Settings().output_weight
+    assert one.views(1.0)["a"].load == 0
+    one.check(1.0)
+
+
+def test_a_lease_on_a_backend_that_is_not_known_is_not_booked() -> None:
+    one = pools({"a": 2}, tight())
+    assert one.resume(request(), Placed("b", 0.0, (), 1), 0.0) is None
+    assert one.resume(request(pool="other"), Placed("a", 0.0, (), 1), 0.0) is None
+    one.check(0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 IDLE_FLOWS_MAX = 10_000
@@ -26,6 +26,11 @@ class Accounts(Generic[Account]):
 
     def find(self, flow: str) -> Account | None:
         return self._waiting.get(flow) or self._idle.get(flow)
+
+    def all(self) -> Iterator[tuple[str, Account]]:
+        """Every flow with its account."""
+        yield from self._waiting.items()
+        yield from self._idle.items()
 
     def of(self, flow: str) -> Account:
         """The account of `flow`, opened where there is none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llmproxy.core.domain import Request
@@ -95,6 +95,16 @@ class FairShare(FairnessPolicy):
         account.counter += cost
         if flow in self._flows:
             self._flows.set(flow, account.counter)
+
+    def balances(self) -> Mapping[str, float]:
+        return {flow: account.counter - self._level for flow, account in self._accounts.all()}
+
+    def recall(self, balances: Mapping[str, float]) -> None:
+        for flow, balance in balances.items():
+            account = self._accounts.of(flow)
+            account.counter = self._level + balance
+            if flow in self._flows:
+                self._flows.set(flow, account.counter)
 
     def standing(self, flow: str) -> tuple[tuple[str, float], ...]:
         return (("counter", self.counter(flow)),)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 
 from llmproxy.core.domain import Request
 from llmproxy.core.queueing.fairness.accounts import Accounts
@@ -93,6 +93,19 @@ class LocalityFairShare(FairnessPolicy):
             self._positive.discard(flow)
             self._spent.discard(flow)
             self._list(flow, account)
+
+    def balances(self) -> Mapping[str, float]:
+        found = ((flow, account.counter - self._level) for flow, account in self._accounts.all())
+        return {flow: balance for flow, balance in found if isfinite(balance)}
+
+    def recall(self, balances: Mapping[str, float]) -> None:
+        for flow, balance in balances.items():
+            account = self._accounts.of(flow)
+            account.counter = self._level + balance
+            if flow in self._positive or flow in self._spent:
+                self._positive.discard(flow)
+                self._spent.discard(flow)
+                self._list(flow, account)
 
     def standing(self, flow: str) -> tuple[tuple[str, float], ...]:
         """The deficit in units of the charged resource per unit of weight, and the rounds of quanta granted so far."""

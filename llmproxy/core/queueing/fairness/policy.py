@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from llmproxy.core.domain import Request
 from llmproxy.core.policy_registry import Registry
@@ -54,6 +54,14 @@ class FairnessPolicy(ABC):
 
         `met` is None when there was no objective, or when the client left.
         """
+
+    def balances(self) -> Mapping[str, float]:
+        """What each known flow was charged beyond the others, for `recall` of a process that goes on in the place of
+        this one; none where this policy keeps nothing of the past."""
+        return {}
+
+    def recall(self, balances: Mapping[str, float]) -> None:
+        """Take over what another process knew of these flows, when those that waited there wait here."""
 
     def standing(self, flow: str) -> tuple[tuple[str, float], ...]:
         """(Name, value) pairs that show an operator what this policy counts for `flow` now."""

@@ -135,3 +135,22 @@ def test_the_oldest_idle_flow_is_forgotten_and_waiting_ones_never(monkeypatch: p
     kept.rest("nobody")
     kept.drop("waits")
     assert kept.find("waits") is None
+
+
+@pytest.mark.parametrize("name", ["fair_share", "locality_fair_share"])
+def test_a_process_that_goes_on_in_the_place_of_another_goes_on_in_its_order(name: str) -> None:
+    settings = Settings(quantum_tokens=10.0)
+    before, after = policies.get(name)(settings), policies.get(name)(settings)
+    arrive(before, "a", "b", "c")
+    for flow, cost in (("a", 100.0), ("b", 40.0)):
+        before.charge(flow, cost)
+    arrive(after, "a", "b", "c")
+    after.recall(before.balances())
+    orders: list[list[str]] = []
+    for policy in (before, after):
+        orders.append([])
+        for _ in range(12):
+            orders[-1].append(next(iter(offered(policy, 0.0))))
+            policy.charge(orders[-1][-1], 15.0)
+    assert orders[0] == orders[1]
+    assert orders[0].count("a") < orders[0].count("b") < orders[0].count("c")
