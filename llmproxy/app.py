@@ -11,6 +11,10 @@ from functools import partial
 from random import Random
 from uuid import uuid4
 
+from llmproxy.cluster.build import member_of
+from llmproxy.cluster.cluster import Cluster
+from llmproxy.cluster.pages import MemberPages, status_of
+from llmproxy.cluster.relay import RelayDispatcher
 from llmproxy.config import BackendConfig, ClientsConfig, Config, ConfigError, settings_of
 from llmproxy.config.reload import Reloader, Reread
 from llmproxy.core.adapters import Adapters
@@ -62,6 +66,7 @@ CONFIGURED = "config"
 class Proxy:
     """A running proxy: its parts, and what is done to all of them together.
 
+    `leasing` is what requests of its clients ask for leases: the dispatcher, or a member's way to that of the leader.
     `clients` counts what addresses use of this process, `recorder` remembers for those who look. `front` is where
     clients come in, and `admin_listener` the port of those who run the proxy, None where they share the one of clients.
     """
@@ -69,6 +74,7 @@ class Proxy:
     gateway: Gateway
     pools: Pools
     dispatcher: Dispatcher
+    leasing: Dispatcher | RelayDispatcher
     metrics: Metrics
     registry: BackendRegistry
     keeper: AdapterKeeper
@@ -77,11 +83,12 @@ class Proxy:
     clients: ClientLimits
     recorder: Recorder
     scale: ScalePages = field(init=False)
-    pages: OwnPages = field(init=False)
+    pages: OwnPages | MemberPages = field(init=False)
     front: Frontend = field(init=False)
     admin_listener: Listener | None = None
     reloader: Reloader | None = None
     supervisor: WorkerSupervisor | None = None
+    cluster: Cluster | None = None
 
     @property
     def config(self) -> Config:
@@ -130,6 +137,8 @@ class Proxy:
         """See `RequestHandler.begin_shutdown`."""
         self.gateway.handler.begin_shutdown(replaced=replaced)
         self.front.begin_shutdown(replaced=replaced)
+        if self.cluster is not None:
+            self.cluster.begin_shutdown()
 
     async def drain(self) -> bool:
         """Refuse what is new, and let leases end; requests that wait are refused or served first (`drain_queued`).
@@ -142,13 +151,13 @@ class Proxy:
         if self.front.held:
             await self.front.close_sockets()
         else:
-            self.dispatcher.drain(finish_waiting=self.config.drain_queued == "finish")
+            self.leasing.drain(finish_waiting=self.config.drain_queued == "finish")
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.config.drain_timeout_s):
                     await self.front.wait_idle()
         finally:
-            self.dispatcher.drain()
+            self.leasing.drain()
         return self.open_requests == 0
 
     async def hand_over(self) -> None:
@@ -200,13 +209,19 @@ async def running(
         await stack.enter_async_context(background_task(endpoints.follow_authorities()))
         if proxy.reloader is not None and config.reload == "watch":
             await stack.enter_async_context(background_task(proxy.reloader.watch()))
+        if proxy.cluster is not None:
+            stack.push_async_callback(proxy.cluster.close)
         # Requests that are cut on the way out still return their lease and report their end; then the rest may close.
         stack.push_async_callback(proxy.gateway.handler.idle.wait)
         if sockets.ready_fd is not None:
             # A predecessor still serves, and no client need come to a process that knows no backend yet. A poll asks
             # three questions.
             await unless(backend_log.all_polled, asyncio.sleep(3 * config.poll.timeout_s))
-        await _listen(stack, proxy, sockets, proxy.gateway.router(proxy.pages, proxy.clients))
+        router = proxy.gateway.router(proxy.pages, proxy.clients)
+        if proxy.cluster is not None:
+            admin_router = router if config.admin.port is None else router.of_admin_port(proxy.clients)
+            await proxy.cluster.start(partial(answer_page, admin_router))
+        await _listen(stack, proxy, sockets, router)
         stack.callback(proxy.gateway.handler.cut)
         stack.callback(proxy.dispatcher.close)
         yield proxy
@@ -235,8 +250,13 @@ async def _wired(
     recorder = Recorder(dispatcher, registry.statuses, lambda: gateway.rulebook.current.band_names)
     stack.enter_context(logs.heard_by(recorder.heard))
     await stack.enter_async_context(background_task(recorder.run()))
-    exits = Exits(metrics, recorder.record, *_exit_readers(stack, config, metrics, now()))
-    gateway = Gateway.build(config, registry.backends, upstream, dispatcher, pools.estimator, exits)
+    incarnation = uuid4().hex[:8]
+    relay = None if config.cluster.listen is None else RelayDispatcher(dispatcher, registry.backends)
+    readers = [recorder.record, *_exit_readers(stack, config, metrics, now()), *([relay.exited] if relay else [])]
+    exits = Exits(metrics, *readers)
+    # Ids of requests differ between members.
+    ids = "" if relay is None else f"{incarnation}-"
+    gateway = Gateway.build(config, registry.backends, upstream, relay or dispatcher, pools.estimator, exits, ids)
     adapters = Adapters(pools)
     keeper = AdapterKeeper(
         adapters, pools, registry.backends, config.backend_api_key, upstream, registry.pollers, config.timeouts,
@@ -252,16 +272,20 @@ async def _wired(
     stack.push_async_callback(found.close)
     admin_pages = AdminPages(config, dispatcher, adapters, now)
     proxy = Proxy(
-        gateway, pools, dispatcher, metrics, registry, keeper, found, admin_pages, _clients(config), recorder
+        gateway, pools, dispatcher, relay or dispatcher, metrics, registry, keeper, found, admin_pages,
+        _clients(config), recorder,
     )  # fmt: skip
     if reread is not None:
         proxy.reloader = Reloader(config, reread, proxy.reconfigure, metrics.reloaded)
     proxy.scale = ScalePages(pools, registry.statuses, now)
-    proxy.pages = OwnPages(
+    pages = proxy.pages = OwnPages(
         gateway.rulebook, pools, gateway.handler, metrics, admin_pages,
         AdapterRoutes(adapters, keeper, dispatcher, gateway.rulebook), BackendRoutes(registry, proxy.reloader, now),
         _live_pages(proxy, now), proxy.scale,
     )  # fmt: skip
+    if relay is not None:
+        cluster = proxy.cluster = member_of(config, incarnation, dispatcher, relay, gateway, registry, recorder.record)
+        proxy.pages = MemberPages(pages, cluster, gateway.rulebook)
     return proxy
 
 
@@ -287,8 +311,11 @@ async def _listen(stack: AsyncExitStack, proxy: Proxy, sockets: Sockets, router:
 
 
 def _live_pages(proxy: Proxy, now: Callable[[], float]) -> LivePages:
+    def cluster() -> dict[str, object] | None:
+        return None if proxy.cluster is None else status_of(proxy.cluster)
+
     # Readers want the time of day; everything else runs on the clock of the loop.
-    snapshot = LiveSnapshot(proxy.recorder, uuid4().hex[:12], now, time.time)  # noqa: TID251
+    snapshot = LiveSnapshot(proxy.recorder, uuid4().hex[:12], now, time.time, cluster)  # noqa: TID251
     return LivePages(proxy.recorder, snapshot, proxy.admin_pages, lambda: proxy.config, now)
 
 
@@ -367,5 +394,6 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
     )
     body_bytes = (proxy.supervisor or proxy.gateway.handler.bodies).held_bytes
     return LiveState(
-        queues, pools.blocked(), backends, body_bytes, pools.work_s(now), dispatcher.inversions, proxy.scale.needs()
-    )
+        queues, pools.blocked(), backends, body_bytes, pools.work_s(now), dispatcher.inversions, proxy.scale.needs(),
+        None if proxy.cluster is None else proxy.cluster.state(),
+    )  # fmt: skip

@@ -113,7 +113,7 @@ async def _shut_down(proxy: Proxy, signals: ProcessSignals) -> bool:
         if await unless(signals.stop, proxy.hand_over(), config.drain_timeout_s):
             return True
         if not signals.stop.is_set():
-            proxy.dispatcher.drain()
+            proxy.leasing.drain()
             return proxy.open_requests == 0
     else:
         notify("STOPPING=1")

@@ -25,6 +25,7 @@ from llmproxy.config.schema import (
     AdminConfig,
     BackendConfig,
     ClientsConfig,
+    ClusterConfig,
     DiscoveryConfig,
     HealthConfig,
     ModelConfig,
@@ -120,6 +121,8 @@ class Config(Section):
     """The vLLM servers: plain URLs, or entries with further keys."""
     discovery: DiscoveryConfig = DiscoveryConfig()
     """Where further backends are found while the proxy runs."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Several proxies that decide as one."""
     bands: dict[str, Integer] = Field(default_factory=dict, examples=[{"urgent": 50}])
     """Names for further bands, beside critical 100, default 0 and sheddable -100. Larger integers go first."""
     models: tuple[ModelConfig, ...] = ()

@@ -39,6 +39,8 @@ from llmproxy.config.value_types import (
     base_url,
     flow_of,
     from_text,
+    host_and_port,
+    lock_of,
     named_in,
     one_of,
     salt_of,
@@ -177,6 +179,52 @@ class DiscoveryConfig(Section):
         default=None, examples=["http://127.0.0.1:8001"]
     )
     """URL of the API server, such as that of `kubectl proxy`. null: that of the cluster in which the proxy runs."""
+
+
+class ClusterTlsConfig(Section):
+    cert: Path | None = None
+    """Certificate chain that this member shows to the others (PEM). null: members talk without TLS."""
+    key: Path | None = None
+    """Private key of the certificate (PEM), without a passphrase. null: the key is in the same file."""
+    ca: Path | None = None
+    """CA certificates (PEM) that must have signed the certificates of all members. null: members talk without TLS."""
+    name: Name = "llmproxy"
+    """DNS name that the certificate of every member must hold."""
+
+
+class ClusterConfig(Section):
+    listen: Annotated[str, AfterValidator(host_and_port)] | None = Field(default=None, examples=["0.0.0.0:8090"])
+    """HOST:PORT for the other members of a cluster of proxies that decide as one. null: this proxy is alone."""
+    advertise: Annotated[str, AfterValidator(host_and_port)] | None = Field(default=None, examples=["10.0.0.7:8090"])
+    """HOST:PORT at which other members reach this one. null: `listen`, with the address of this machine's name."""
+    lock: Annotated[str, AfterValidator(lock_of)] = Field(
+        default="kubernetes", examples=["valkey://valkey:6379"], repr=False
+    )
+    """Where the lock is that makes one member the leader: kubernetes (a Lease), or valkey://HOST:PORT (Redis too)."""
+    lock_s: Annotated[Number, Field(ge=1)] = 4.0
+    """Time for which the lock is held without a renewal. When a leader dies, grants pause for it and up to 1 s more."""
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,250}[a-z0-9])?$")] = "llmproxy"
+    """Name of the cluster, and of its lock."""
+    member: Name | None = None
+    """Name of this member. null: that of its machine."""
+    plaintext: bool = False
+    """Let members talk without TLS where they listen on more than this machine. Anyone who can connect is trusted."""
+    tls: ClusterTlsConfig = ClusterTlsConfig()
+    """TLS between members, with certificates on both sides."""
+
+    @model_validator(mode="after")
+    def _is_guarded(self) -> ClusterConfig:
+        """Raises ValueError for members that would trust anyone without having been told to."""
+        tls, listen = self.tls, self.listen
+        if listen is None:
+            return self
+        if tls.cert is not None and tls.ca is None:
+            raise ValueError("tls.ca is missing: members are those with a certificate of that authority")
+        if tls.cert is None and (tls.ca is not None or tls.key is not None):
+            raise ValueError("tls.cert is missing")
+        if tls.cert is None and not self.plaintext and not listen.startswith(("127.", "[::1]", "localhost:")):
+            raise ValueError("members need tls.cert and tls.ca, or plaintext: true where no one else can connect")
+        return self
 
 
 class LimitsConfig(Section):

@@ -95,6 +95,8 @@ def _unread(config: Config) -> list[Problem]:
     rules = {} if config.plugins else _read_by_policies(config)
     rules["decision_log_sample"] = config.decision_log is not None, "there is no decision_log"
     rules["admin.host"] = config.admin.port is not None, "there is no admin.port"
+    for key in ("advertise", "lock", "lock_s", "name", "member", "plaintext", "tls"):
+        rules[f"cluster.{key}"] = config.cluster.listen is not None, "there is no cluster.listen"
     rules["retry.budget_ratio"] = config.retry.extra_attempts > 0, "retry.extra_attempts is 0"
     # Without a backend in the file, flags may add one.
     in_dns = not config.backends or any(one.url.startswith((DNS, SRV)) for one in config.backends)

@@ -207,6 +207,21 @@ def origin_of(value: str) -> str:
     return origin
 
 
+def host_and_port(value: str) -> str:
+    """HOST:PORT, with an IPv6 address in brackets."""
+    host, _, port = value.rpartition(":")
+    if not host or (":" in host and not host.startswith("[")) or integer_of(port) is None or not 0 <= int(port) < 65536:
+        raise ValueError(f"{value!r} is no HOST:PORT")
+    return value
+
+
+def lock_of(value: str) -> str:
+    """`kubernetes`, or the URL of a Valkey or Redis server."""
+    if value != "kubernetes" and not value.startswith(("valkey://", "valkeys://", "redis://", "rediss://")):
+        raise ValueError("should be kubernetes, valkey://HOST:PORT, or valkeys://HOST:PORT with TLS")
+    return value
+
+
 def listed(value: object) -> object:
     """The items of a list, also if it is one text with commas."""
     return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value

@@ -114,6 +114,25 @@ OVERVIEW = Board(
     ),
 )  # fmt: skip
 
+CLUSTER = Board(
+    "llmproxy-cluster",
+    "llmproxy: cluster",
+    "Several proxies that decide as one: who leads, and how long there was nobody.",
+    (
+        Panel("Cluster", "Of several proxies: who leads, whether members have a leader, how many there are, and "
+              "whether the lock is out of reach.",
+              ((gauge("cluster_leader", HERE, "instance", "max"), "{{instance}} leads"),
+               (gauge("cluster_led", HERE, "instance", "min"), "{{instance}} is led"),
+               (gauge("cluster_members", HERE, "instance", "max"), "members by {{instance}}"),
+               (gauge("cluster_lock_away", HERE, "instance", "max"), "{{instance}} misses the lock"))),
+        Panel("Changes of the leader", "The number of the leader's turn, changes, and seconds without a leader before "
+              "the last one.",
+              ((gauge("cluster_epoch", HERE, "job", "max"), "epoch"),
+               (f"increase(llmproxy_cluster_leader_changes_total{{{HERE}}}{RATE})", "changes {{instance}}"),
+               (gauge("cluster_last_gap_seconds", HERE, "instance", "max"), "gap {{instance}}"))),
+    ),
+)  # fmt: skip
+
 WAITING = Board(
     "llmproxy-waiting",
     "llmproxy: waiting room and fairness",
@@ -243,4 +262,4 @@ REPLICAS = Board(
     ),
 )  # fmt: skip
 
-BOARDS = (OVERVIEW, WAITING, REPLICAS)
+BOARDS = (OVERVIEW, WAITING, REPLICAS, CLUSTER)

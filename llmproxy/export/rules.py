@@ -197,6 +197,24 @@ ALERTS = (
         "Its requests were cut, and another worker was started.",
     ),
     Alert(
+        "LlmproxyNoLeader",
+        "llmproxy_cluster_led == 0",
+        "30s", "page", "{{ $labels.instance }} has no leader to ask for leases",
+        "Its requests are held, and refused after cluster.lock_s and 5 s.",
+    ),
+    Alert(
+        "LlmproxyTwoLeaders",
+        "sum by (job) (llmproxy_cluster_leader) > 1",
+        "1m", "page", "{{ $value }} members of {{ $labels.job }} lead at once",
+        "Each decides without the other. More than one cluster under one job looks the same.",
+    ),
+    Alert(
+        "LlmproxyLockAway",
+        "llmproxy_cluster_lock_away == 1",
+        "1m", "ticket", "The lock of the cluster does not answer {{ $labels.instance }}",
+        "A leader that cannot renew it decides no more.",
+    ),
+    Alert(
         "LlmproxyLogLost",
         "increase(llmproxy_log_lines_lost_total[15m]) > 0 or increase(llmproxy_decision_log_lost_total[15m]) > 0",
         "", "ticket", "{{ $labels.instance }} loses lines of its log",

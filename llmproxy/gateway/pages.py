@@ -87,8 +87,12 @@ class OwnPages:
         own = self._own.get(path)
         return self._one_model(request, path.removeprefix(MODELS + "/")) if own is None else own(request)
 
-    async def administer(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> web.Response:
+    def check(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> None:
+        """See `AdminPages.check`."""
         self._admin.check(path, request, on_admin_port)
+
+    async def administer(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> web.Response:
+        self.check(path, request, on_admin_port)
         if path in ADDED:
             method, added = ADDED[path]
             check_method(request, method)

@@ -38,16 +38,19 @@ STATE_EVENTS = frozenset(
 class LiveSnapshot:
     """The document of the present second. `instance` names this process, `clock` is the loop's, `wall` that of the day.
 
-    `nameless` counts requests that wait for a model that no backend lists yet.
+    `nameless` counts requests that wait for a model that no backend lists yet. `cluster` says who leads the cluster of
+    this proxy; None for a proxy that is alone.
     """
 
     def __init__(
-        self, recorder: Recorder, instance: str, clock: Callable[[], float], wall: Callable[[], float]
-    ) -> None:
+        self, recorder: Recorder, instance: str, clock: Callable[[], float], wall: Callable[[], float],
+        cluster: Callable[[], Mapping[str, object] | None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._recorder = recorder
         self._instance = instance
         self._clock = clock
         self._wall = wall
+        self._cluster = cluster
         self._second = -2
         self._plain = b""
         self._packed: bytes | None = None
@@ -80,6 +83,7 @@ class LiveSnapshot:
             "second": recorder.history.last_s,
             "summary": {"level": level, "text": text},
             "placement": pools.settings.placement,
+            "cluster": self._cluster(),
             "minute": {
                 "span_s": minute.span_s,
                 **{kind: minute.total.kind(kind) for kind in KINDS},

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from llmproxy.core.domain import Grant, Outcome, Predicted, Slo, Stage, Verdict, Why
 from llmproxy.telemetry.trace_context import TraceContext
@@ -226,6 +227,23 @@ class RequestExit(Struct):
     def ended_s(self) -> float | None:
         """The end as an instant on the scheduler's clock."""
         return None if self.input.arrived_s is None else self.input.arrived_s + self.result.duration_s
+
+    def later(self, by_s: float) -> RequestExit:
+        """The same with all instants `by_s` later, as another clock has them."""
+
+        def moved(at_s: float | None) -> float | None:
+            return None if at_s is None else at_s + by_s
+
+        tried = tuple(
+            replace(
+                one, queued_s=moved(one.queued_s), granted_s=moved(one.granted_s), first_byte_s=moved(one.first_byte_s),
+                ended_s=moved(one.ended_s),
+            )
+            for one in self.routing.tried
+        )  # fmt: skip
+        routing = replace(self.routing, tried=tried, queued_s=moved(self.routing.queued_s))
+        asked = replace(self.input, arrived_s=moved(self.input.arrived_s))
+        return RequestExit(asked, self.result, routing, self.trace)
 
     @property
     def prompt_tokens(self) -> int | None:

@@ -72,11 +72,24 @@ class BackendState:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterState:
+    """A cluster as one member sees it. `changes` counts leaders, `gap_s` is the time without one before the last."""
+
+    leads: bool
+    led: bool
+    epoch: int
+    members: int
+    changes: int
+    gap_s: float | None
+    lock_away: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LiveState:
     """The state that all gauges show. `blocked` counts the blocked requests by what they wait for.
 
     `work_s` are the seconds of work that wait, by pool; `inversions` is a count since the start. `needs` are the
-    replicas that pools need.
+    replicas that pools need. `cluster` is None for a proxy that is alone.
     """
 
     queues: tuple[QueueState, ...] = ()
@@ -86,6 +99,7 @@ class LiveState:
     work_s: Mapping[str, float] = field(default_factory=dict)
     inversions: int = 0
     needs: Mapping[str, Need] = field(default_factory=dict)
+    cluster: ClusterState | None = None
 
 
 _BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], ...] = (
@@ -112,7 +126,7 @@ class _LiveCollector(Collector):
 
     def describe(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         # Registering asks for the names, and the state may not exist yet at that time.
-        return _gauges(LiveState())
+        return _gauges(LiveState(cluster=ClusterState(False, False, 0, 0, 0, 0.0, False)))
 
 
 def _gauges(state: LiveState) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
@@ -137,6 +151,24 @@ def _gauges(state: LiveState) -> Iterator[CounterMetricFamily | GaugeMetricFamil
     for one in state.backends:
         info.add_metric([one.backend, one.pool], 1)
     yield info
+    if state.cluster is not None:
+        yield from _cluster(state.cluster)
+
+
+def _cluster(cluster: ClusterState) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    values: tuple[tuple[str, str, float | None], ...] = (
+        ("leader", "1 at the member that schedules for the cluster.", cluster.leads),
+        ("led", "1 while there is a leader that this member can ask.", cluster.led),
+        ("epoch", "The number of the leader's turn, which only rises.", cluster.epoch),
+        ("members", "Members that the leader knows.", cluster.members),
+        ("last_gap_seconds", "How long there was no leader before the one that there is.", cluster.gap_s),
+        ("lock_away", "1 while the lock of the cluster cannot be asked.", cluster.lock_away),
+    )
+    for name, text, value in values:
+        if value is not None:
+            yield GaugeMetricFamily(f"llmproxy_cluster_{name}", text, value=value)
+    changes_text = "Leaders that this member followed, or times that it began to lead."
+    yield CounterMetricFamily("llmproxy_cluster_leader_changes", changes_text, value=cluster.changes)
 
 
 def _scale(needs: Mapping[str, Need]) -> Iterator[GaugeMetricFamily]:

@@ -29,6 +29,9 @@ BY_FLAG = [flag for flag in FLAGS if flag.keys[0] in NULLABLE]
 OTHER_THAN_NULL = {
     "admin_key": hash_of("k"),
     "discovery.kubernetes_api": "http://127.0.0.1:8001",
+    "cluster.listen": "127.0.0.1:8090",
+    "cluster.advertise": "10.0.0.7:8090",
+    "cluster.lock": "valkey://127.0.0.1:6379",
     "queue.flow_bytes_max": "99999999",
 }
 """Where the text 7 is no value."""

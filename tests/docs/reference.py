@@ -18,7 +18,7 @@ from llmproxy.gateway.http.errors import STATUS, error_fields
 from llmproxy.telemetry.exit import RequestExit
 from llmproxy.telemetry.exit_fields import FIELDS as EXIT_FIELDS
 from llmproxy.telemetry.logs import LEVELS
-from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState
+from llmproxy.telemetry.metrics import BackendState, ClusterState, LiveState, Metrics, QueueState
 from tests import ROOT
 from tests.docs.meanings import EVENTS, FIELDS, METRICS, OUTCOMES
 from tests.exits import exit_of
@@ -56,8 +56,9 @@ def live_state() -> LiveState:
     """A state in which every gauge has a series."""
     backend = BackendState("b", 1, 1, 1.0, True, running=1, waiting=1, kv_used=0.5, reading_age_s=0.1, pool="m")
     return LiveState(
-        queues=(QueueState("default", 1, 1),), blocked={"limit": 1}, backends=(backend,), work_s={"m": 1.0}
-    )
+        queues=(QueueState("default", 1, 1),), blocked={"limit": 1}, backends=(backend,), work_s={"m": 1.0},
+        cluster=ClusterState(leads=True, led=True, epoch=1, members=1, changes=1, gap_s=0.0, lock_away=False),
+    )  # fmt: skip
 
 
 def metrics() -> str:

@@ -39,7 +39,7 @@ STREAM = HELLO | {"stream": True}
 ENDLESS = STREAM | {"max_tokens": 30_000, "ignore_eos": True}
 """A stream that only ends when it is cut."""
 
-_QUICK: dict[str, Any] = {
+QUICK: dict[str, Any] = {
     "host": "127.0.0.1",
     "port": 0,
     "log_level": "error",
@@ -268,7 +268,7 @@ async def serving(
             {"url": url, "name": name, "max_in_flight": fixed_limit, "role": roles.get(name, "both")}
             for name, url in named
         ]
-        config_data = _merged(_QUICK | {"backends": backends}, config)
+        config_data = merged_with(QUICK | {"backends": backends}, config)
         reread = _written(file, config_data) if file is not None else None
         app = await stack.enter_async_context(running(Config.model_validate(config_data), reread, state=state))
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
@@ -301,9 +301,9 @@ def all_up(proxy: ProxyUnderTest) -> bool:
     return all(b.listing is not None and b.health.available(now) for b in backends)
 
 
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merged_with(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = merged_with(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged

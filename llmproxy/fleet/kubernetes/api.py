@@ -7,6 +7,7 @@ import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -62,6 +63,24 @@ class KubernetesApi:
                 yield answer.content
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ApiError(f"the API server {server} cannot be asked: {str(error) or repr(error)}", cut=begun) from None
+
+    async def send(self, method: str, path: str, content: object = None) -> Any:
+        """The object of an answer. Raises ApiError, with the status of any answer that is no success."""
+        server = self._server()
+        try:
+            async with self._opened().request(
+                method,
+                f"{server}{path}",
+                json=content,
+                headers=self._headers(),
+                ssl=self._trust(server),
+                timeout=aiohttp.ClientTimeout(total=ANSWER_S),
+            ) as answer:
+                if not answer.ok:
+                    raise ApiError(f"{method} {path} answered {answer.status}", answer.status)
+                return await answer.json(content_type=None)
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise ApiError(f"the API server {server} cannot be asked: {str(error) or repr(error)}") from None
 
     def _server(self) -> str:
         if self._url is not None:

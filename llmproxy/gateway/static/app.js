@@ -121,8 +121,9 @@ async function take(found, before) {
 function draw() {
   if (store.live === null) return;
   shown.view?.update?.(store);
-  const { version, placement, instance } = store.live;
-  put(element("footer"), `llmproxy ${version} · placement ${placement} · process ${instance} · the proxy's time is ${clock(store.live.unix_s)}`);
+  const { version, placement, instance, cluster } = store.live;
+  const led = cluster ? ` · ${cluster.leader ? `${cluster.leader} leads ${cluster.members.length} members (${cluster.members.join(", ")}), epoch ${cluster.epoch}` : "the cluster has no leader"}` : "";
+  put(element("footer"), `llmproxy ${version} · placement ${placement} · process ${instance}${led} · the proxy's time is ${clock(store.live.unix_s)}`);
 }
 
 function drawStatus() {

@@ -1,0 +1,89 @@
+"""Makes a process a member of a cluster, as its configuration says."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from hashlib import sha256
+
+from llmproxy import __version__
+from llmproxy.cluster import stores
+from llmproxy.cluster.cluster import Cluster, Shared
+from llmproxy.cluster.network import TcpNetwork
+from llmproxy.cluster.protocol import PROTOCOL, Hello
+from llmproxy.cluster.relay import RelayDispatcher
+from llmproxy.config import Config, ConfigError
+from llmproxy.core.domain import Verdict
+from llmproxy.dispatcher import Dispatcher
+from llmproxy.fleet.registry import BackendRegistry
+from llmproxy.gateway.build import Gateway
+from llmproxy.telemetry.exit import Exits, RequestExit
+from llmproxy.workers import protocol
+from llmproxy.workers.session import SchedulerContext
+
+OF_A_MACHINE = frozenset(
+    {"host", "port", "tls", "admin", "cluster", "log_format", "log_level", "decision_log", "decision_log_sample",
+     "state_file", "tracing", "reload", "workers"}
+)  # fmt: skip
+"""Keys that may differ between members, because they decide nothing about requests."""
+
+
+class _NotCounted:
+    """Every member counts its own requests in its own metrics."""
+
+    def record(self, ended: RequestExit) -> None: ...
+
+    def attempted(self, backend: str, verdict: Verdict) -> None: ...
+
+    def log_lines_lost(self, lines: int) -> None: ...
+
+
+def member_of(
+    config: Config,
+    incarnation: str,
+    dispatcher: Dispatcher,
+    relay: RelayDispatcher,
+    gateway: Gateway,
+    registry: BackendRegistry,
+    seen: Callable[[RequestExit], None],
+) -> Cluster:
+    """A member that is to be started. `seen` gets the requests of other members. Raises ConfigError."""
+    chosen = config.cluster
+    if config.workers > 1:
+        raise ConfigError(["workers: a member of a cluster is one process; run more members in the place of workers"])
+    store = stores.opened(chosen, config.discovery.kubernetes_api)
+    me = Hello(PROTOCOL, __version__, chosen.member or socket.gethostname(), incarnation, "", _hash_of(config), 0)
+
+    def stored(response: protocol.ResponseStored) -> protocol.ResponseStored:
+        gateway.stored.note(response.response_id, response.backend, response.tenant)
+        return protocol.ResponseStored(response.response_id, *gateway.stored.made_by[response.response_id])
+
+    def settle(response: protocol.ResponseStored) -> None:
+        gateway.stored.note(response.response_id, response.backend, response.tenant, settled=True)
+
+    def drain(backends: frozenset[str]) -> None:
+        here = registry.drained()
+        for name in registry.backends:
+            if name in backends and name not in here:
+                registry.drain(name)
+            elif name in here and name not in backends:
+                registry.undrain(name)
+        registry.drain_on_join(backends - registry.backends.keys())
+
+    async def no_page(page: protocol.PageRequest) -> protocol.PageResponse:
+        return protocol.PageResponse(page.call, 503, "", (), b"")
+
+    context = SchedulerContext(
+        gateway.rulebook, dispatcher, Exits(_NotCounted(), seen), lambda: None, no_page, lambda _: None,
+        lambda response, by: cluster.stored(response, by),
+    )  # fmt: skip
+    gateway.stored.on_made = relay.response_stored
+    shared = Shared(stored, settle, lambda: frozenset(registry.drained()), drain)
+    cluster = Cluster(me, chosen.lock_s, store, dispatcher, relay, context, shared, TcpNetwork(chosen))
+    gateway.stored.catch_up = cluster.caught_up
+    return cluster
+
+
+def _hash_of(config: Config) -> str:
+    """What members of one cluster should have in common."""
+    return sha256(config.model_dump_json(exclude=set(OF_A_MACHINE)).encode()).hexdigest()[:12]

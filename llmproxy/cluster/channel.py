@@ -1,0 +1,100 @@
+"""The connection between two members: the frames of relay workers over TCP, watched, bounded and with TLS both ways."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from llmproxy.cluster.protocol import KnownMessages, Ping
+from llmproxy.workers.channel import Channel, frame
+from llmproxy.workers.protocol import Message
+
+PING_S = 1.0
+SILENCE_S = 3.0
+"""A connection on which nothing came for so long is lost."""
+FRAME_BYTES_MAX = 16 << 20
+"""A longer frame is not from this program."""
+FRAME_MESSAGES_MAX = 256
+"""An `Admit` has 37 kB at most, so that a frame of them stays below its limit."""
+UNSENT_BYTES_MAX = 64 << 20
+"""A peer that takes nothing while so much waits for it is lost."""
+
+MessageT = TypeVar("MessageT")
+
+
+class Sender(Protocol):
+    """Where messages for the other side go. `local`: it is in this process."""
+
+    local: bool
+
+    def send(self, message: Message) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+class MemberChannel(Channel[MessageT]):
+    """One end of a connection between members. It ends when the peer is silent."""
+
+    local = False
+
+    def __init__(
+        self,
+        decoder: KnownMessages[MessageT],
+        on_message: Callable[[MessageT], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        super().__init__(decoder, on_message, on_lost, FRAME_BYTES_MAX)
+        self._heard_s = self._loop.time()
+        self._beat: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._heard_s = self._loop.time()
+        self._beat = self._loop.call_later(PING_S, self._check)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_s = self._loop.time()
+        super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._beat is not None:
+            self._beat.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def transport(self) -> asyncio.BaseTransport:
+        """The connection itself, once it is made."""
+        assert self._transport is not None
+        return self._transport
+
+    def _check(self) -> None:
+        assert self._transport is not None
+        silent_s = self._loop.time() - self._heard_s
+        if silent_s > SILENCE_S or self._transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+            self.abort()
+            return
+        self.send(Ping())
+        self._beat = self._loop.call_later(PING_S, self._check)
+
+    def flush(self) -> None:
+        if self._transport is None:
+            return
+        messages, self._unsent = self._unsent, []
+        for begin in range(0, len(messages), FRAME_MESSAGES_MAX):
+            self._transport.write(frame(messages[begin : begin + FRAME_MESSAGES_MAX]))
+
+
+class LocalChannel:
+    """The connection of the leader to itself: what one side sends, the other takes at once."""
+
+    local = True
+
+    def __init__(self, take: Callable[[Any], None]) -> None:
+        self._take = take
+
+    def send(self, message: Message) -> None:
+        self._take(message)
+
+    def flush(self) -> None:
+        """Nothing waits to be sent."""

@@ -1,0 +1,469 @@
+"""One member of a cluster: it stands for election, schedules for all while it leads, and relays in any case."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from dataclasses import replace as replace_field
+from itertools import count
+from math import inf
+
+import structlog
+from msgspec.structs import replace
+
+from llmproxy.cluster.balances import KnownBalances
+from llmproxy.cluster.channel import LocalChannel, MemberChannel, Sender
+from llmproxy.cluster.election import SEEK_S, Election, Leadership, LockStore
+from llmproxy.cluster.network import Network
+from llmproxy.cluster.protocol import (
+    FROM_MEMBER,
+    PROTOCOL,
+    TO_MEMBER,
+    Balances,
+    Drained,
+    FromMember,
+    Hello,
+    Members,
+    NotLeader,
+    Ping,
+    ToMember,
+    Welcome,
+)
+from llmproxy.cluster.relay import RelayDispatcher
+from llmproxy.cluster.session import MemberSession
+from llmproxy.core.domain import Refused
+from llmproxy.dispatcher import Dispatcher
+from llmproxy.telemetry.metrics import ClusterState
+from llmproxy.workers import protocol
+from llmproxy.workers.protocol import Message
+from llmproxy.workers.remote import Calls
+from llmproxy.workers.session import SchedulerContext
+
+SETTLE_S = 0.3
+"""A new leader decides nothing before all members said what they have, or so long."""
+WITHOUT_LEADER_S = 5.0
+"""Without any leader, requests are held for the time of the lock and this one more, and then refused."""
+BALANCES_S = 1.0
+"""How old the balances of flows may be that a next leader begins with."""
+MEMBERS_MAX = 256
+CONNECT_S = 2.0
+
+Page = Callable[[protocol.PageRequest], Awaitable[protocol.PageResponse]]
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What members share beside leases.
+
+    `stored` notes a response that was stored for a client of a member, and returns what holds; `settle` notes what the
+    leader says of one. `drained` are the backends that were drained by hand, and `drain` makes them these.
+    """
+
+    stored: Callable[[protocol.ResponseStored], protocol.ResponseStored]
+    settle: Callable[[protocol.ResponseStored], object]
+    drained: Callable[[], frozenset[str]]
+    drain: Callable[[frozenset[str]], None]
+
+
+class Cluster:
+    """A member, from `start` to `close`. It is the `Candidate` of its own election."""
+
+    def __init__(
+        self, me: Hello, held_s: float, store: LockStore, dispatcher: Dispatcher, relay: RelayDispatcher,
+        context: SchedulerContext, shared: Shared, network: Network,
+    ) -> None:  # fmt: skip
+        self.me = me
+        self._held_s = held_s
+        self._store = store
+        self._dispatcher = dispatcher
+        self.relay = relay
+        self._context = context
+        self._shared = shared
+        self.network = network
+        self._loop = asyncio.get_running_loop()
+        self.leads = False
+        self.epoch = 0
+        self.leadership: Leadership | None = None
+        self.members: tuple[str, ...] = ()
+        """Who is there, by what the leader said last."""
+        self.sessions: dict[str, MemberSession] = {}
+        """By name: the members for which this one schedules, itself included."""
+        self.store_away: str | None = None
+        self.changes = 0
+        """How often another leader was followed, or this member began to lead."""
+        self.last_gap_s: float | None = None
+        """How long there was no leader before the one that is there now."""
+        self._expected: frozenset[str] = frozenset()
+        self._until_s = -inf
+        self._settling: asyncio.TimerHandle | None = None
+        self._unled_s = self._loop.time()
+        self._link: _LeaderLink | None = None
+        self._linking: asyncio.Task[None] | None = None
+        self._incoming: set[_Incoming] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._election: Election | None = None
+        self._balances = KnownBalances()
+        self._drained = frozenset[str]()
+        self._differing: set[str] = set()
+        dispatcher.decide_until(-inf)
+        dispatcher.on_change = self._changed
+
+    @property
+    def id(self) -> str:
+        """The name of this process, which no other process has."""
+        return f"{self.me.name}/{self.me.incarnation}"
+
+    # --- start and end ------------------------------------------------------------------------------------------------
+
+    async def start(self, page: Page) -> None:
+        """Accept other members, and stand for election. `page` answers what their clients ask of the leader.
+
+        Raises OSError, ConfigError.
+        """
+        self._context = replace_field(self._context, page=page)
+        self.me = replace(self.me, address=await self.network.listen(lambda: _Incoming(self).channel))
+        self._election = Election(self._store, self.id, self.me.address, self._held_s, self, self._store_away)
+        self._tasks = [
+            self._loop.create_task(self._election.run(), name="election"),
+            self._loop.create_task(self._watch(), name="cluster"),
+        ]
+
+    @property
+    def led(self) -> bool:
+        """Whether there is a leader that this member can ask."""
+        return self.relay.led
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody is known who could lead in the place of this member."""
+        return len(self.members) < 2
+
+    def begin_shutdown(self) -> None:
+        """Let another member lead, if there is one. Requests of this member go on."""
+        if not (self.leads and self.alone):
+            self._tasks.append(self._loop.create_task(self._resign(), name="resign"))
+
+    async def _resign(self) -> None:
+        if self._election is not None:
+            await self._election.resign()
+
+    async def close(self) -> None:
+        """Leave the cluster."""
+        self.network.close()
+        await self._resign()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.leads:
+            self._stop_leading("the leader ends")
+        if self._linking is not None:
+            self._linking.cancel()
+            await asyncio.gather(self._linking, return_exceptions=True)
+        if self._link is not None:
+            self._link.channel.close()
+        for one in [*self._incoming]:
+            one.channel.close()
+        await self._store.close()
+
+    async def _watch(self) -> None:
+        """Refuse what waits for too long while nobody leads; tell members what they need to lead."""
+        told_s = 0.0
+        while True:
+            await asyncio.sleep(SEEK_S)
+            # While it settles, it still is to recall what the last leader told.
+            if self.leads and self._settling is None and self._loop.time() >= told_s + BALANCES_S:
+                told_s = self._loop.time()
+                for told in self._balances.changes(self._dispatcher.pools.balances()):
+                    self._send_all(told)
+            if not self.led:
+                self.relay.refuse_waiting(self._unled_s + self._held_s + WITHOUT_LEADER_S)
+
+    def state(self) -> ClusterState:
+        """What metrics show."""
+        return ClusterState(
+            self.leads, self.led, self.epoch, len(self.members), self.changes, self.last_gap_s,
+            self.store_away is not None,
+        )  # fmt: skip
+
+    # --- the candidate ------------------------------------------------------------------------------------------------
+
+    @property
+    def seeking(self) -> bool:
+        return not self.led
+
+    def lead(self, epoch: int, until_s: float) -> None:
+        if self.leads and epoch != self.epoch:
+            self._stop_leading("its lock was lost and taken again")
+        self._until_s = until_s
+        if not self.leads:
+            self._begin_to_lead(epoch)
+        elif self._settling is None:
+            self._dispatcher.decide_until(until_s)
+
+    def follow(self, leadership: Leadership | None) -> None:
+        if self.leads:
+            self._stop_leading("another member leads" if leadership else "its lock was not renewed, or is given up")
+        if leadership is None or leadership.holder == self.id or leadership.epoch < self.epoch:
+            return
+        link = self._link
+        if link is not None and (link.leadership.holder, link.leadership.epoch) == (
+            leadership.holder,
+            leadership.epoch,
+        ):
+            return
+        if self._linking is None or self._linking.done():
+            self._linking = self._loop.create_task(self._connect(leadership), name="connect")
+
+    def _begin_to_lead(self, epoch: int) -> None:
+        if self._link is not None:
+            self._link.channel.abort()
+            self._unlink(self._link)
+        self.leads, self.epoch = True, epoch
+        self.leadership = Leadership(self.id, self.me.address, epoch)
+        self._expected = frozenset(self.members)
+        self._settling = self._loop.call_later(SETTLE_S, self._settled)
+        gap_s = self._found_leader()
+        _log.info("cluster_leads", epoch=epoch, without_leader_s=gap_s, settle_s=SETTLE_S, expected=len(self._expected))
+        ours = LocalChannel(self._take_as_relay)
+        session = self.join(self.me, ours)
+        self.relay.follow(LocalChannel(session.take))
+
+    def _stop_leading(self, why: str) -> None:
+        _log.warning("cluster_leads_no_more", epoch=self.epoch, why=why)
+        self.leads = False
+        self._end_settling()
+        self._dispatcher.decide_until(-inf)
+        self.relay.forsake()
+        self._unled_s = self._loop.time()
+        sessions, self.sessions = self.sessions, {}
+        for session in sessions.values():
+            session.send(NotLeader(why))
+            session.end()
+
+    def _found_leader(self) -> float:
+        """Count a leader; returns the seconds for which there was none."""
+        self.last_gap_s = round(self._loop.time() - self._unled_s, 3)
+        self.changes += 1
+        return self.last_gap_s
+
+    # --- members, for the leader --------------------------------------------------------------------------------------
+
+    def join(self, hello: Hello, sender: Sender) -> MemberSession:
+        """A member is there, perhaps again, and is reached by `sender`."""
+        session = self.sessions.get(hello.name)
+        if session is not None and session.hello.incarnation != hello.incarnation:
+            session.end()
+            session = None
+        if session is None:
+            session = self.sessions[hello.name] = MemberSession(self._context, hello, self._resumed)
+            self._loop.create_task(self._until_gone(session))
+            if hello.config != self.me.config and hello.name not in self._differing:
+                self._differing.add(hello.name)
+                _log.warning("cluster_config_differs", member=hello.name, version=hello.version)
+        session.attach(sender)
+        session.send(Welcome(self.epoch, self.me.name, self.me.version, self.me.config))
+        session.send(Drained(self._shared.drained()))
+        for told in self._balances.all():
+            session.send(told)
+        self._tell_members()
+        return session
+
+    async def _until_gone(self, session: MemberSession) -> None:
+        await session.gone.wait()
+        if self.sessions.get(session.hello.name) is session:
+            del self.sessions[session.hello.name]
+            _log.info("cluster_member_gone", member=session.hello.name)
+            self._tell_members()
+
+    def _tell_members(self) -> None:
+        self.members = tuple(sorted(self.sessions))
+        self._send_all(Members(self.members))
+
+    def _resumed(self) -> None:
+        """Decide at once when all that are expected said what they have."""
+        resumed = {name for name, session in self.sessions.items() if session.resumed}
+        if self._settling is not None and self._expected <= resumed:
+            self._settled()
+
+    def _settled(self) -> None:
+        """Decide from now on: what waits is known, and the shares of flows are those that the last leader knew."""
+        self._end_settling()
+        for (pool, band), flows in self._balances.known.items():
+            self._dispatcher.pools.recall(pool, band, flows)
+        self._dispatcher.decide_until(self._until_s)
+
+    def _end_settling(self) -> None:
+        if self._settling is not None:
+            self._settling.cancel()
+            self._settling = None
+
+    def stored(self, stored: protocol.ResponseStored, by: object) -> None:
+        """A response was stored for a client of the member of the session `by`: every other member is told."""
+        holds = self._shared.stored(stored)
+        for session in self.sessions.values():
+            if session is not by or holds != stored:
+                session.send(holds)
+
+    def _changed(self) -> None:
+        if self.leads and (drained := self._shared.drained()) != self._drained:
+            self._drained = drained
+            self._send_all(Drained(drained))
+
+    def _send_all(self, message: Message) -> None:
+        for session in self.sessions.values():
+            session.send(message)
+
+    # --- the leader, for members --------------------------------------------------------------------------------------
+
+    async def _connect(self, leadership: Leadership) -> None:
+        """Connect to a leader, which then is followed as soon as it welcomes this member."""
+        link = _LeaderLink(self, leadership)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await self.network.connect(leadership.address, lambda: link.channel)
+        except (OSError, TimeoutError) as error:
+            _log.warning("cluster_leader_unreachable", leader=leadership.holder, address=leadership.address,
+                         error=str(error) or "no answer")  # fmt: skip
+            return
+        link.channel.send(replace(self.me, epoch=self.epoch))
+
+    def welcomed(self, link: _LeaderLink, welcome: Welcome) -> None:
+        """A leader took this member in."""
+        if welcome.epoch < self.epoch or self.leads:
+            # It was a leader, and does not know yet that another one is.
+            link.channel.abort()
+            return
+        if self._link is not None and self._link is not link:
+            self._link.channel.abort()
+            self._unlink(self._link)
+        self._link, self.epoch, self.leadership = link, welcome.epoch, link.leadership
+        _log.info("cluster_follows", epoch=welcome.epoch, without_leader_s=self._found_leader(), leader=welcome.name)
+        if welcome.config != self.me.config:
+            _log.warning("cluster_config_differs", member=welcome.name, version=welcome.version)
+        self.relay.follow(link.channel)
+
+    def _unlink(self, link: _LeaderLink) -> None:
+        link.calls.lost()
+        self.relay.forsake(link.channel)
+        if self._link is link:
+            self._link, self._unled_s = None, self._loop.time()
+
+    def lost(self, link: _LeaderLink, why: str) -> None:
+        """The connection to a leader ended, or it leads no more."""
+        if self._link is link:
+            _log.warning("cluster_leader_lost", leader=link.leadership.holder, epoch=self.epoch, why=why)
+            self._unlink(link)
+            assert self._election is not None
+            self._election.look()
+
+    @property
+    def calls(self) -> Calls | None:
+        """Calls of the leader beside those for leases; None where this member leads, or nobody does."""
+        return None if self._link is None else self._link.calls
+
+    async def caught_up(self) -> None:
+        """Wait until this member knows what the leader knows now. Messages arrive in order, before the answer."""
+        if self._link is not None:
+            with suppress(Refused):
+                await self._link.calls.answer(lambda call: protocol.Resolve(call, None, 0.0, 0))
+
+    def _take_as_relay(self, message: Message) -> None:
+        """A message of the leader to this member, whichever it is."""
+        match message:
+            case protocol.LeaseGranted() | protocol.CallRefused() | protocol.LeaseCut():
+                self.relay.take(message)
+            case protocol.ResponseStored():
+                self._shared.settle(message)
+            case Members(names):
+                self.members = names
+            case Balances() if not self.leads:
+                self._balances.take(message)
+            case Drained(backends) if not self.leads:
+                self._shared.drain(backends)
+            case _:
+                pass
+
+    def take(self, link: _LeaderLink, message: ToMember) -> None:
+        """A message of a leader over the network."""
+        match message:
+            case Welcome():
+                self.welcomed(link, message)
+            case NotLeader(why):
+                link.channel.abort()
+                self.lost(link, why)
+            case protocol.PageResponse() | protocol.NameResolved():
+                link.calls.answered(message)
+            case protocol.CallRefused(call) if call < 0:
+                link.calls.answered(message)
+            case _ if link is self._link:
+                self._take_as_relay(message)
+            case _:
+                pass
+
+    # --- the store ----------------------------------------------------------------------------------------------------
+
+    def _store_away(self, why: str | None) -> None:
+        if (why is None) is not (self.store_away is None):
+            if why is None:
+                _log.info("cluster_lock_back")
+            else:
+                _log.warning("cluster_lock_away", why=why)
+        self.store_away = why
+
+
+class _LeaderLink:
+    """The connection of this member to a leader."""
+
+    def __init__(self, cluster: Cluster, leadership: Leadership) -> None:
+        self.leadership = leadership
+        self.channel: MemberChannel[ToMember] = MemberChannel(
+            TO_MEMBER, lambda message: cluster.take(self, message), lambda: cluster.lost(self, "the connection ended")
+        )
+        self.calls = Calls(self.channel, count(-1, -1))
+
+
+class _Incoming:
+    """A connection that another member opened. Before its first message it may be anybody's."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._session: MemberSession | None = None
+        self.channel: MemberChannel[FromMember] = MemberChannel(FROM_MEMBER, self._take, self._lost)
+        cluster._incoming.add(self)
+
+    def _take(self, message: FromMember) -> None:
+        if self._session is not None:
+            self._session.take(message)
+        elif isinstance(message, Hello):
+            self._join(message)
+        elif not isinstance(message, Ping):
+            self._refuse("the first message is no Hello")
+
+    def _join(self, hello: Hello) -> None:
+        cluster = self._cluster
+        if hello.protocol != PROTOCOL:
+            self._refuse(f"it speaks version {hello.protocol} of the protocol, and not {PROTOCOL}")
+        elif not cluster.network.trusts(self.channel.transport):
+            self._refuse("its certificate holds another name")
+        elif not cluster.leads or hello.epoch > cluster.epoch:
+            self.channel.send(NotLeader("this member does not lead"))
+            self.channel.close()
+        elif hello.name == cluster.me.name:
+            self._refuse("it has the name of the leader: give each member a cluster.member of its own")
+        elif len(cluster.sessions) >= MEMBERS_MAX and hello.name not in cluster.sessions:
+            self._refuse(f"there are {MEMBERS_MAX} members")
+        else:
+            self._session = cluster.join(hello, self.channel)
+
+    def _refuse(self, why: str) -> None:
+        _log.warning("cluster_member_refused", peer=str(self.channel.transport.get_extra_info("peername")), why=why)
+        self.channel.send(NotLeader(why))
+        self.channel.close()
+
+    def _lost(self) -> None:
+        self._cluster._incoming.discard(self)
+        if self._session is not None:
+            self._session.detach(self.channel)

@@ -1,0 +1,170 @@
+"""The leader's side of one member: its messages become calls of the dispatcher, and what it has is kept over a cut."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+
+from msgspec.structs import replace
+
+from llmproxy.cluster.channel import Sender
+from llmproxy.cluster.protocol import FromMember, Hello, Resume, Resumed, Running, aged
+from llmproxy.core.domain import Usage, Verdict
+from llmproxy.lease import Lease
+from llmproxy.workers import protocol
+from llmproxy.workers.session import SchedulerContext, WorkerSession
+
+GRACE_S = 10.0
+"""How long the leases of a member stay booked after its connection was lost: their answers go on."""
+RETURNED_MAX = 4096
+"""Leases that were given back, of which a prefix may still be reported as cached."""
+
+
+class MemberSession(WorkerSession):
+    """Serves one member over one connection after the other, until it is gone for good.
+
+    `on_resumed` is called when the member has said what it has.
+    """
+
+    def __init__(self, context: SchedulerContext, hello: Hello, on_resumed: Callable[[], None]) -> None:
+        super().__init__(context)
+        self.hello = hello
+        self.resumed = False
+        self._on_resumed = on_resumed
+        self._sender: Sender | None = None
+        self._started: set[int] = set()
+        self._committed: set[int] = set()
+        self._numbers: OrderedDict[int, int] = OrderedDict()
+        self._grace: asyncio.TimerHandle | None = None
+
+    # --- connections --------------------------------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        """Whether the member can be reached."""
+        return self._sender is not None
+
+    @property
+    def leases(self) -> int:
+        """Leases that the member has."""
+        return len(self._leases)
+
+    def attach(self, sender: Sender) -> None:
+        """The member is there, perhaps again, and is going to say what it has."""
+        self._sender, self.resumed = sender, False
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+
+    def detach(self, sender: Sender) -> None:
+        """A connection was lost. What the member has stays booked for GRACE_S, unless it is back by another."""
+        if self._sender is sender:
+            self._sender = None
+            self._grace = self._loop.call_later(GRACE_S, self.end)
+
+    def send(self, message: protocol.Message) -> None:
+        if self._sender is not None:
+            self._sender.send(message)
+
+    def end(self) -> None:
+        """The member is gone, or another process schedules: forget all that it has."""
+        self._sender = None
+        if self._grace is not None:
+            self._grace.cancel()
+        if not self.gone.is_set():
+            self._lost()
+
+    def _end_requests(self) -> None:
+        # The member, and not the leader, tells of its requests.
+        for request in list(self._requests.values()):
+            self._ended(request.id, None)
+        self.gone.set()
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def take(self, message: FromMember) -> None:
+        """One message of the member."""
+        match message:
+            case Resume():
+                self._resume(message)
+            case Running():
+                self._take_running(message)
+            case Resumed():
+                self.resumed = True
+                self._on_resumed()
+            case protocol.Admit(call, request):
+                if call in self._leases:
+                    # Its grant was lost with the connection.
+                    self.send(self._granted(call, self._leases[call][0]))
+                elif call not in self._calls:
+                    self._take(replace(message, request=aged(request, -self._loop.time())))
+            case protocol.PrefixCached(pool, call, backend, hashes):
+                if call in self._numbers:
+                    self._take(protocol.PrefixCached(pool, self._numbers[call], backend, hashes))
+            case protocol.LeaseStarted(call) | protocol.LeaseCommitted(call):
+                # Leases that could not be booked here have no entry.
+                if call in self._leases:
+                    (self._started if isinstance(message, protocol.LeaseStarted) else self._committed).add(call)
+                    self._take(message)
+            case protocol.LeaseProgress(call) | protocol.LeaseReturned(call) | protocol.LeaseRecomputing(call):
+                if call in self._leases:
+                    self._take(message)
+            case protocol.ExitReport(ended):
+                self._context.exits.record(ended.later(self._loop.time()))
+            case Hello():
+                pass
+            case _:
+                self._take(message)  # type: ignore[arg-type]
+
+    def _book(self, key: int, lease: Lease) -> asyncio.Future[tuple[Verdict, Usage | None]]:
+        self._numbers[key] = lease.grant.lease
+        if len(self._numbers) > RETURNED_MAX + len(self._leases):
+            self._numbers.popitem(last=False)
+        return super()._book(key, lease)
+
+    def _forget(self, key: int) -> None:
+        super()._forget(key)
+        self._started.discard(key)
+        self._committed.discard(key)
+
+    def _granted(self, call: int, lease: Lease) -> protocol.LeaseGranted:
+        granted = super()._granted(call, lease)
+        return replace(granted, lease=call, at_s=granted.at_s - self._loop.time())
+
+    # --- what the member had before this connection -------------------------------------------------------------------
+
+    def _resume(self, had: Resume) -> None:
+        """Forget what the member has no more."""
+        for call, task in list(self._calls.items()):
+            if call not in had.waiting and call not in had.running:
+                task.cancel()
+
+    def _take_running(self, running: Running) -> None:
+        """Book a lease of an earlier leader, or note what came of one of ours while the member could not say it."""
+        call, now = running.call, self._loop.time()
+        if call not in self._leases:
+            request = aged(running.request, -now)
+            lease = self._dispatcher.resume(request, running.placed, now - running.age_s)
+            if lease is None:
+                return
+            self._requests[request.id] = request
+            returned = self._book(call, lease)
+            returned.add_done_callback(partial(self._given_back, call, lease))
+            self._note_call(call, returned)
+        grant = self._leases[call][0].grant
+        if running.started_age_s is not None and call not in self._started:
+            self._started.add(call)
+            self._dispatcher.started(grant, now - running.started_age_s)
+        if running.committed and call not in self._committed:
+            self._committed.add(call)
+            self._dispatcher.committed(grant, now)
+        if running.output_tokens:
+            self._dispatcher.progress(grant, running.output_tokens, now)
+
+    def _given_back(self, call: int, lease: Lease, returned: asyncio.Future[tuple[Verdict, Usage | None]]) -> None:
+        self._forget(call)
+        if not returned.cancelled():
+            lease.verdict, lease.usage = returned.result()
+        self._dispatcher.returned(lease)
