@@ -82,19 +82,34 @@ class Autoscale:
     ask_s: float = 15.0
 
 
+RTT_S = 0.0005
+"""Between two machines of one network."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyCluster:
+    """Proxies that decide as one, over a network with this time for a round trip. `leader_dies_at_s` of the trace."""
+
+    rtt_s: float = RTT_S
+    leader_dies_at_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
     """Replicas with distinct names, the faults of the timeline in the order of their times, and how many proxies stand
-    in front, each knowing only its own requests. All replicas serve, unless the fleet scales. `kv_transfer` says what
-    it takes to hand KV from one to another, where they have roles.
+    in front, each knowing only its own requests unless they are a `cluster`. All replicas serve, unless the fleet
+    scales. `kv_transfer` says what it takes to hand KV from one to another, where they have roles.
     """
 
     name: str
     replicas: tuple[ReplicaSpec, ...]
     faults: tuple[Fault, ...] = ()
     proxies: int = 1
+    cluster: ProxyCluster | None = None
     autoscale: Autoscale | None = None
     kv_transfer: KvTransfer = KV_TRANSFER
+    pinned: bool = False
+    """Whether all requests of the tenant that comes first come by one proxy, and those of others by the rest."""
 
     @property
     def split_up(self) -> bool:

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import Decision, Drop, Entry, Grant, Request, Stage, Usage, Verdict
+from llmproxy.core.domain import Decision, Drop, Entry, Grant, Placed, Request, Stage, Usage, Verdict
 from llmproxy.core.placement.policy import could_serve
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.charge import charges
@@ -100,6 +100,13 @@ class Audit:
         self.unfinished_tokens_most = max(self.unfinished_tokens_most, self._unfinished_tokens)
         self._charge_to(lease, self._charge.estimate(request))
 
+    def resumed(self, number: int, request: Request) -> None:
+        """`request` runs under a lease of another scheduler, which is booked here as this one."""
+        lease = self._leases[number] = _AuditedLease(request)
+        self._unfinished_tokens += lease.tokens
+        self._counters.setdefault((request.band, request.flow), 0.0)
+        lease.charged = self._charge.estimate(request)
+
     def progressed(self, grant: Grant, output_tokens: int, now: float) -> None:
         lease = self._leases[grant.lease]
         self._grow(lease, lease.request.prompt_tokens + output_tokens)
@@ -159,6 +166,12 @@ class AuditedPools(Pools):
     def cancel(self, request: Request) -> None:
         super().cancel(request)
         self.audit.left(request)
+
+    def resume(self, request: Request, placed: Placed, at_s: float) -> int | None:
+        lease = super().resume(request, placed, at_s)
+        if lease is not None:
+            self.audit.resumed(lease, request)
+        return lease
 
     def decide(self, now: float) -> list[Decision]:
         decisions = super().decide(now)

@@ -36,7 +36,7 @@ from llmproxy.lab.results.audit import AuditedPools
 from llmproxy.lab.results.record import Record
 from llmproxy.lab.run.identity import IdentityReader
 from llmproxy.lab.traces.arrival import BASE_MODEL, Arrival
-from llmproxy.lease import Lease
+from llmproxy.lease import Lease, Leasing
 
 BYTES_PER_TOKEN = 4.3
 """Of the prompts of a replay, on average. The proxy has to learn it from the usage of answers, as in production."""
@@ -76,6 +76,7 @@ class LabProxy:
         settings = replace(plan.settings, roles=roles)
         self.pools = AuditedPools(settings, limits, {}, lambda: plan.make_placement(around, world))
         self.dispatcher = Dispatcher(self.pools)
+        self.leasing: Leasing = self.dispatcher
         cards = [ModelCard(name, BASE_MODEL, None) for name in world.adapters]
         self._cards = {
             name: (ModelCard(BASE_MODEL, None, replica.spec.max_model_len), *cards)
@@ -84,6 +85,7 @@ class LabProxy:
         self._streams: dict[str, tuple[Lease, ServerJob, SimulatedServer]] = {}
         self._kept: dict[str, KeptKv] = {}
         self._stopped = False
+        self.dead = False
 
     # --- polling ------------------------------------------------------------------------------------------------------
 
@@ -179,6 +181,11 @@ class LabProxy:
             await self._schedule(request_id, record)
         except Refused as refused:
             self._refuse(record, refused)
+        except asyncio.CancelledError:
+            # The proxy died, and its client sees a broken connection.
+            if not self.dead:
+                raise
+            record.outcome = Outcome.CONNECT_FAILED
         finally:
             self._world.leave(request_id)
             record.ended_s = self._loop.time()
@@ -192,7 +199,7 @@ class LabProxy:
             return
         prompt_bytes = round(arrival.prompt_tokens * BYTES_PER_TOKEN * self._rng.lognormvariate(0.0, BYTES_SIGMA))
         facts = RequestFacts(arrival.adapter or BASE_MODEL, stream=True, prompt_bytes=prompt_bytes)
-        target = await self.dispatcher.resolve(facts.model, self._config.queue.hold_s, prompt_bytes)
+        target = await self.leasing.resolve(facts.model, self._config.queue.hold_s, prompt_bytes)
         self._budget.request()
         prompt_tokens, output_tokens = self.pools.estimator.tokens(target.model, facts)
         standing = self._standings.of(arrival, target, record.band)
@@ -222,7 +229,7 @@ class LabProxy:
         routing = Routing(request)
         attempt, extra_attempts = partial(self._attempt, record, routing), self._config.retry.extra_attempts
         try:
-            await run_attempts(routing, attempt, self.dispatcher, self._budget, extra_attempts)
+            await run_attempts(routing, attempt, self.leasing, self._budget, extra_attempts)
         except Refused as refused:
             self._refuse(record, refused)
         else:
@@ -231,14 +238,14 @@ class LabProxy:
             # A preempted attempt is not counted: nothing was wrong with it.
             record.attempts, record.preemptions = routing.attempts - routing.preemptions, routing.preemptions
             self._kept.pop(request.id, None)
-            self.dispatcher.ended(request, _met(request, record))
+            self.leasing.ended(request, _met(request, record))
 
     def _learn(self, record: Record, routing: Routing) -> None:
         """Learn from an answer that was completed, as the gateway does."""
         request, lease = routing.request, routing.lease
         if record.outcome is Outcome.COMPLETED and lease is not None and lease.usage is not None:
             self.pools.estimator.learn(request.model, request.body_bytes, 1, lease.usage)
-            self.dispatcher.cached(lease.grant, self._world.blocks.cached(record.arrival))
+            self.leasing.cached(lease.grant, self._world.blocks.cached(record.arrival))
 
     def _refuse(self, record: Record, refused: Refused) -> None:
         # A retry that finds no backend ends with the outcome of the attempt before it, as in the gateway.

@@ -24,6 +24,7 @@ from llmproxy.lab.results.objectives import NOTHING_WANTED, Objectives, Wanted
 from llmproxy.lab.results.record import Record
 from llmproxy.lab.results.recorder import RunRecorder
 from llmproxy.lab.run.proxy import LabProxy
+from llmproxy.lab.run.relays import LabCluster
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.scaling.signals import Future, Look
 from llmproxy.lab.traces.arrival import Arrival, Trace, turns_of
@@ -103,6 +104,9 @@ class Run:
         self._ended = 0
         self._output_tokens: Counter[int] = Counter()
         self.scaled: ScaledFleet | None = None
+        self.cluster: LabCluster | None = None
+        self._by_proxy: dict[asyncio.Task[None], LabProxy] = {}
+        self._first: str | None = None
         self.future: Future | None = None
         self._answers: deque[tuple[float, float, int, int]] = deque()
         """(When it ended, time to first token over its objective, prompt tokens, output tokens) of the last ones."""
@@ -128,6 +132,11 @@ class Run:
         self._replicas = replicas
         self._world = World(replicas, setup.adapters, blocks, setup.fleet.split_up)
         self.proxies = self._start_proxies(self._world)
+        if setup.fleet.cluster is not None and not setup.plan.central:
+            self.cluster = LabCluster(self.proxies, setup.fleet.cluster.rtt_s)
+            await self.cluster.start()
+            if (dies_at_s := setup.fleet.cluster.leader_dies_at_s) is not None:
+                loop.call_at(SETTLE_S + dies_at_s, self._kill_leader)
         schedule(setup.fleet.faults, replicas, SETTLE_S)
         for fault in setup.fleet.faults:
             if fault.kind in DETECTABLE and fault.replica is not None:
@@ -142,6 +151,8 @@ class Run:
             self._drained = loop.create_future()
             await self._drained
         self._over = True
+        if self.cluster is not None:
+            await self.cluster.close()
         if self.scaled is not None:
             self.scaled.end(loop.time())
             turn_s = 2.0 * self.scaled.autoscale.start_s
@@ -263,10 +274,33 @@ class Run:
         if self._setup.objectives_named:
             ttft_slo_s, tpot_slo_s = self._objectives.of(arrival)
             arrival = replace(arrival, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
-        proxy = self.proxies[0] if len(self.proxies) == 1 else self._rng.choice(self.proxies)
+        proxy = self._proxy_of(arrival)
         task = asyncio.get_running_loop().create_task(self._serve(proxy, arrival))
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        if self.cluster is not None:
+            self._by_proxy[task] = proxy
+            task.add_done_callback(self._by_proxy.pop)
+
+    def _proxy_of(self, arrival: Arrival) -> LabProxy:
+        """Where a request comes in: anywhere. Where tenants are pinned, the first has a proxy, and others the rest."""
+        living = [proxy for proxy in self.proxies if not proxy.dead]
+        if len(living) == 1:
+            return living[0]
+        if not self._setup.fleet.pinned:
+            return self._rng.choice(living)
+        self._first = self._first or arrival.tenant
+        return living[0] if arrival.tenant == self._first else self._rng.choice(living[1:])
+
+    def _kill_leader(self) -> None:
+        """The leader dies with its connections."""
+        assert self.cluster is not None
+        leader = self.cluster.leader
+        if leader is not None and sum(not proxy.dead for proxy in self.proxies) > 1:
+            leader.proxy.dead = True
+            self.cluster.kill(leader)
+            for task in [task for task, proxy in self._by_proxy.items() if proxy is leader.proxy]:
+                task.cancel()
 
     async def _serve(self, proxy: LabProxy, arrival: Arrival) -> None:
         record = await proxy.serve(arrival)

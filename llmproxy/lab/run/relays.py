@@ -1,0 +1,192 @@
+"""A cluster of proxies in virtual time: production election, frames, relays and sessions over a simulated network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from llmproxy.cluster.cluster import Cluster, Shared
+from llmproxy.cluster.election import Leadership, StoreError
+from llmproxy.cluster.protocol import PROTOCOL, Hello
+from llmproxy.cluster.relay import RelayDispatcher
+from llmproxy.lab.run.proxy import LabProxy
+from llmproxy.telemetry import logs
+from llmproxy.workers import protocol
+from llmproxy.workers.session import SchedulerContext
+
+LOCK_S = 4.0
+"""The default of `cluster.lock_s`."""
+
+
+class _Pipe(asyncio.Transport):
+    """One end of a connection: what is written arrives at the other end after `delay_s`, unless it was cut."""
+
+    def __init__(self, protocol: asyncio.Protocol, delay_s: float) -> None:
+        super().__init__()
+        self._loop = asyncio.get_running_loop()
+        self._protocol = protocol
+        self._delay_s = delay_s
+        self.other: _Pipe
+        self._open = True
+
+    def write(self, data: Any) -> None:
+        if self._open:
+            self._loop.call_later(self._delay_s, self.other._arrived, bytes(data))
+
+    def _arrived(self, data: bytes) -> None:
+        if self._open:
+            self._protocol.data_received(data)
+
+    def close(self) -> None:
+        if self._open:
+            self._loop.call_later(self._delay_s, self.other._ended)
+            self._ended()
+
+    abort = close
+
+    def _ended(self) -> None:
+        if self._open:
+            self._open = False
+            self._loop.call_soon(self._protocol.connection_lost, None)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+class VirtualNetwork:
+    """The connections of one member. All members share `listening`, by address."""
+
+    def __init__(self, address: str, rtt_s: float, listening: dict[str, VirtualNetwork]) -> None:
+        self.address = address
+        self._rtt_s = rtt_s
+        self._listening = listening
+        self._accepted: Callable[[], asyncio.Protocol] | None = None
+        self._pipes: list[_Pipe] = []
+
+    async def listen(self, accepted: Callable[[], asyncio.Protocol]) -> str:
+        self._accepted = accepted
+        self._listening[self.address] = self
+        return self.address
+
+    async def connect(self, address: str, connected: Callable[[], asyncio.Protocol]) -> None:
+        await asyncio.sleep(self._rtt_s)
+        there = self._listening.get(address)
+        if there is None or there._accepted is None:
+            raise ConnectionRefusedError(address)
+        ends = [(self, connected()), (there, there._accepted())]
+        pipes = [_Pipe(protocol, self._rtt_s / 2) for _, protocol in ends]
+        pipes[0].other, pipes[1].other = pipes[1], pipes[0]
+        for (network, end), pipe in zip(ends, pipes, strict=True):
+            network._pipes.append(pipe)
+            end.connection_made(pipe)
+
+    def trusts(self, transport: asyncio.BaseTransport) -> bool:
+        del transport
+        return True
+
+    def close(self) -> None:
+        self._listening.pop(self.address, None)
+
+    def die(self) -> None:
+        """All connections of this member end, and nobody can connect any more."""
+        self.close()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+class VirtualLock:
+    """The lock of all members, an answer of which takes `rtt_s`."""
+
+    def __init__(self, rtt_s: float) -> None:
+        self._rtt_s = rtt_s
+        self._held: Leadership | None = None
+        self._until_s = 0.0
+        self._epoch = 0
+        self.dead: set[str] = set()
+
+    async def take(self, wanted: Leadership, held_s: float) -> Leadership:
+        if wanted.holder in self.dead:
+            raise StoreError("this member is dead")
+        held = await self.holder()
+        now = asyncio.get_running_loop().time()
+        if held is None:
+            self._epoch = max(self._epoch, wanted.epoch) + 1
+            held = self._held = Leadership(wanted.holder, wanted.address, self._epoch)
+        if held.holder == wanted.holder:
+            self._until_s = now + held_s
+        await asyncio.sleep(self._rtt_s / 2)
+        return held
+
+    async def holder(self) -> Leadership | None:
+        await asyncio.sleep(self._rtt_s / 2)
+        if asyncio.get_running_loop().time() >= self._until_s:
+            self._held = None
+        return self._held
+
+    async def release(self, holder: str) -> None:
+        if self._held is not None and self._held.holder == holder:
+            self._held = None
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass(slots=True)
+class LabMember:
+    """One proxy of the cluster."""
+
+    proxy: LabProxy
+    cluster: Cluster
+    network: VirtualNetwork
+
+
+class LabCluster:
+    """The cluster of these proxies, over a network with this time for a round trip."""
+
+    def __init__(self, proxies: Sequence[LabProxy], rtt_s: float) -> None:
+        self._lock = VirtualLock(rtt_s)
+        listening: dict[str, VirtualNetwork] = {}
+        self.members: list[LabMember] = []
+        for number, proxy in enumerate(proxies):
+            network = VirtualNetwork(f"m{number}:1", rtt_s, listening)
+            self.members.append(LabMember(proxy, self._member(f"m{number}", proxy, network), network))
+
+    def _member(self, name: str, proxy: LabProxy, network: VirtualNetwork) -> Cluster:
+        relay = RelayDispatcher(proxy.dispatcher, proxy.pools.backends)
+        proxy.leasing = relay
+        # Without HTTP there are neither keys nor exits; only sessions of workers ask for them.
+        context = SchedulerContext(
+            cast(Any, None), proxy.dispatcher, cast(Any, None), lambda: None, _no_page, lambda _: None, lambda *_: None
+        )
+        shared = Shared(lambda stored: stored, lambda _: None, frozenset, lambda _: None)
+        me = Hello(PROTOCOL, "", name, "0", "", "", 0)
+        return Cluster(me, LOCK_S, self._lock, proxy.dispatcher, relay, context, shared, network)
+
+    async def start(self) -> None:
+        """Start all members. The first one leads."""
+        # A replay has hundreds of elections, and its reader wants a table.
+        logs.configure("text", "error")
+        for member in self.members:
+            await member.cluster.start(_no_page)
+            while not member.cluster.led:  # noqa: ASYNC110 - it costs no time
+                await asyncio.sleep(0.05)
+
+    @property
+    def leader(self) -> LabMember | None:
+        """Who leads; None while nobody does."""
+        return next((one for one in self.members if one.cluster.leads and one.cluster.id not in self._lock.dead), None)
+
+    def kill(self, member: LabMember) -> None:
+        """End a member as by kill -9: nobody hears of it but by its connections."""
+        self._lock.dead.add(member.cluster.id)
+        member.network.die()
+
+    async def close(self) -> None:
+        for member in self.members:
+            await member.cluster.close()
+
+
+async def _no_page(page: protocol.PageRequest) -> protocol.PageResponse:
+    return protocol.PageResponse(page.call, 404, "", (), b"")
