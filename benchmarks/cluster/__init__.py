@@ -1,0 +1,1 @@
+"""A cluster of real processes, and what breaks in it under load."""
