@@ -16,7 +16,9 @@ from llmproxy.fleet.kubernetes.api import ApiError, KubernetesApi
 
 ADDRESS = "llmproxy/address"
 """The annotation with the address of the holder."""
-CONFLICT, MISSING = 409, 404
+CONFLICT, MISSING, FORBIDDEN = 409, 404, 403
+TRIES = 5
+"""Each conflict of two members lets one of them have the Lease, so that more are a fault of the API server."""
 
 
 class KubernetesLock:
@@ -29,7 +31,7 @@ class KubernetesLock:
 
     async def take(self, wanted: Leadership, held_s: float) -> Leadership:
         """See `LockStore.take`."""
-        while True:
+        for _ in range(TRIES):
             lease = await self._read()
             found = None if lease is None else _leadership(lease)
             if lease is not None and found is not None and found.holder != wanted.holder and not self._over(lease):
@@ -39,7 +41,8 @@ class KubernetesLock:
             except ApiError as error:
                 # Somebody else was quicker; who that is, is seen by reading again.
                 if error.status != CONFLICT:
-                    raise StoreError(str(error)) from None
+                    raise self._refused(error) from None
+        raise StoreError("the API server refuses each change of the Lease as a conflict")
 
     async def holder(self) -> Leadership | None:
         """See `LockStore.holder`."""
@@ -56,21 +59,27 @@ class KubernetesLock:
         try:
             await self._api.send("PUT", self._path(), lease)
         except ApiError as error:
-            raise StoreError(str(error)) from None
+            raise self._refused(error) from None
 
     async def close(self) -> None:
         await self._api.close()
 
     async def _read(self) -> dict[str, Any] | None:
         try:
-            lease: dict[str, Any] = await self._api.send("GET", self._path())
+            lease = await self._api.send("GET", self._path())
         except ApiError as error:
             if error.status == MISSING:
                 return None
-            raise StoreError(str(error)) from None
-        if not isinstance(lease.get("spec"), dict) or not isinstance(lease.get("metadata"), dict):
+            raise self._refused(error) from None
+        if not _is_lease(lease):
             raise StoreError("the API server answers with something that is no Lease")
-        return lease
+        return lease  # type: ignore[no-any-return] # it was looked at
+
+    def _refused(self, error: ApiError) -> StoreError:
+        rights = (
+            f": the service account needs the verbs get and update for the lease {self._name}, and create for leases"
+        )
+        return StoreError(f"{error}{rights if error.status == FORBIDDEN else ''}")
 
     async def _write(
         self, lease: dict[str, Any] | None, found: Leadership | None, wanted: Leadership, held_s: float
@@ -78,8 +87,8 @@ class KubernetesLock:
         """Take or renew. Raises ApiError, with CONFLICT where the Lease has changed meanwhile."""
         spec = {} if lease is None else lease["spec"]
         now = _time()
-        if found is not None and found.holder == wanted.holder:
-            taken, times = found, {"renewTime": now}
+        if found is not None and found.holder == wanted.holder and found.epoch >= wanted.epoch:
+            taken, times = Leadership(wanted.holder, wanted.address, found.epoch), {"renewTime": now}
         else:
             epoch = max(_epoch(spec), wanted.epoch) + 1
             taken = Leadership(wanted.holder, wanted.address, epoch)
@@ -96,7 +105,8 @@ class KubernetesLock:
             }
             await self._api.send("POST", self._path().rpartition("/")[0], lease)
         else:
-            lease["metadata"].setdefault("annotations", {})[ADDRESS] = taken.address
+            metadata = lease["metadata"]
+            metadata["annotations"] = (metadata.get("annotations") or {}) | {ADDRESS: taken.address}
             await self._api.send("PUT", self._path(), lease)
         return taken
 
@@ -112,6 +122,17 @@ class KubernetesLock:
 
     def _path(self) -> str:
         return f"/apis/coordination.k8s.io/v1/namespaces/{self._api.namespace}/leases/{self._name}"
+
+
+def _is_lease(found: object) -> bool:
+    """Whether it is an object whose parts have the types that are relied on here; a Lease may be empty."""
+    if not isinstance(found, dict):
+        return False
+    spec, metadata = found.get("spec"), found.get("metadata")
+    if not isinstance(spec, dict) or not isinstance(metadata, dict):
+        return False
+    held_s, annotations = spec.get("leaseDurationSeconds"), metadata.get("annotations")
+    return isinstance(held_s, int | float | None) and isinstance(annotations, dict | None)
 
 
 def _leadership(lease: dict[str, Any]) -> Leadership | None:

@@ -13,9 +13,12 @@ ANSWER_S = 5.0
 TAKE = """
 local held = redis.call('GET', KEYS[1])
 if held then
-  if cjson.decode(held).holder ~= ARGV[1] then return held end
-  redis.call('PEXPIRE', KEYS[1], ARGV[4])
-  return held
+  local now = cjson.decode(held)
+  if now.holder ~= ARGV[1] then return held end
+  if now.epoch >= tonumber(ARGV[3]) then
+    redis.call('PEXPIRE', KEYS[1], ARGV[4])
+    return held
+  end
 end
 local epoch = math.max(tonumber(redis.call('GET', KEYS[2]) or '0'), tonumber(ARGV[3])) + 1
 redis.call('SET', KEYS[2], string.format('%.0f', epoch))
@@ -43,12 +46,15 @@ class ValkeyLock:
             ) from None
         self._failed: type[Exception] = ValkeyError
         # A renewal that is tried again by the library would hide how old it is.
-        self._client: Any = Valkey.from_url(
-            url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S, retry_on_timeout=False
-        )
+        try:
+            self._client: Any = Valkey.from_url(
+                url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S, retry_on_timeout=False
+            )
+        except ValueError as error:
+            raise ConfigError([f"cluster.lock: {error}"]) from None
         # The braces put both keys into one slot of a cluster of servers.
         self._keys = f"llmproxy:{{{name}}}:leader", f"llmproxy:{{{name}}}:epoch"
-        self._shown = url.rpartition("@")[2]
+        self._shown = url.partition("?")[0].rpartition("@")[2]
 
     async def take(self, wanted: Leadership, held_s: float) -> Leadership:
         """See `LockStore.take`."""

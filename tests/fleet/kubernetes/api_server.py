@@ -1,12 +1,13 @@
-"""The part of Kubernetes' API server that discovery uses: lists, watches, bookmarks, versions that are gone, discovery
-documents for kubectl."""
+"""The part of Kubernetes' API server that the proxy uses: lists, watches, bookmarks, versions that are gone, discovery
+documents for kubectl, and Leases that are read, created and replaced."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,7 +19,9 @@ KINDS = {
     "pods": ("v1", "Pod"),
     "endpointslices": ("discovery.k8s.io/v1", "EndpointSlice"),
     "inferencepools": ("inference.networking.k8s.io/v1", "InferencePool"),
+    "leases": ("coordination.k8s.io/v1", "Lease"),
 }
+WRITABLE = "leases"
 
 
 def selects(selector: str, labels: dict[str, str]) -> bool:
@@ -34,7 +37,8 @@ class ApiServer:
     """Objects that tests put and delete, and everything that may go wrong on the way.
 
     `refuses` answers every request with this status, `silent` sends nothing more on open watches, `bookmarks` sends one
-    at the start of each watch. `asked` are the queries in their order, `tokens` what came with them.
+    at the start of each watch. `asked` are the queries in their order, `tokens` what came with them. `before` is called
+    with the method before an object is read or written; it may wait, and returns a status that refuses, or None.
     """
 
     def __init__(self) -> None:
@@ -49,6 +53,7 @@ class ApiServer:
         self.asked: list[dict[str, str]] = []
         self.tokens: list[str] = []
         self.token: str | None = None
+        self.before: Callable[[str], Awaitable[int | None]] | None = None
         self.url = ""
         self._watches: dict[web.StreamResponse, str] = {}
         self._news: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
@@ -108,6 +113,9 @@ class ApiServer:
             return web.json_response(status_of(self.refuses, "refused"), status=self.refuses)
         if (document := documents().get(request.path)) is not None:
             return web.json_response(document)
+        of_kind, _, name = request.path.rstrip("/").rpartition("/")
+        if of_kind.rpartition("/")[2] == WRITABLE or (kind == WRITABLE and request.method == "POST"):
+            return await self._one(request, "" if kind == WRITABLE else name)
         if kind not in KINDS or kind in self.missing:
             return web.json_response(status_of(404, "the server could not find the requested resource"), status=404)
         fits = self._fits(query)
@@ -120,6 +128,32 @@ class ApiServer:
             )
         marks = self.bookmarks and query.get("allowWatchBookmarks") == "true"
         return await self._watch(request, kind, int(query.get("resourceVersion") or self.version), fits, marks)
+
+    async def _one(self, request: web.Request, name: str) -> web.Response:
+        """Read, create or replace one object. Who replaces it must have read its latest version."""
+        writes = request.method != "GET"
+        sent: Object = await request.json() if writes else {}
+        if self.before is not None and (refused := await self.before(request.method)) is not None:
+            return web.json_response(status_of(refused, "refused"), status=refused)
+        if writes and (wrong := _invalid(sent)):
+            return web.json_response(status_of(422, wrong), status=422)
+        name = name or sent["metadata"]["name"]
+        known, status = self.objects[WRITABLE].get(name), 200
+        if request.method == "POST":
+            if known is not None:
+                return web.json_response(status_of(409, f'leases "{name}" already exists'), status=409)
+            namespace = request.path.split("/")[5]
+            sent["metadata"] |= {"namespace": namespace, "uid": f"uid-{name}", "creationTimestamp": CREATED}
+            status = 201
+        elif known is None:
+            return web.json_response(status_of(404, f'leases "{name}" not found'), status=404)
+        elif request.method == "PUT":
+            version = sent["metadata"].get("resourceVersion")
+            if version is not None and version != known["metadata"]["resourceVersion"]:
+                return web.json_response(status_of(409, "the object has been modified"), status=409)
+        if writes:
+            self.put(WRITABLE, sent)
+        return web.json_response(self.objects[WRITABLE][name], status=status)
 
     def _fits(self, query: dict[str, str]) -> Callable[[Object], bool]:
         name = query.get("fieldSelector", "").removeprefix("metadata.name=")
@@ -152,6 +186,23 @@ class ApiServer:
                 await news.wait()
         finally:
             self._watches.pop(answer, None)
+
+
+def _invalid(lease: Object) -> str | None:
+    """What the API server finds wrong with a Lease."""
+    spec = lease["spec"]
+    if (spec.get("leaseDurationSeconds") or 0) <= 0 or not isinstance(spec["leaseDurationSeconds"], int):
+        return "spec.leaseDurationSeconds: must be greater than 0"
+    if not 0 <= spec.get("leaseTransitions", 0) < 1 << 31:
+        return "spec.leaseTransitions: must be greater than or equal to 0"
+    for key in ("acquireTime", "renewTime"):
+        if key in spec and not MICRO_TIME.fullmatch(spec[key]):
+            return f"spec.{key}: cannot be parsed"
+    return None
+
+
+MICRO_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
+CREATED = "2026-01-01T00:00:00Z"
 
 
 def status_of(code: int, message: str) -> Object:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from llmproxy.cluster.election import Leadership
+from llmproxy.cluster.stores.kubernetes import KubernetesLock
 from tests.fleet.kubernetes.api_server import api_server, endpoint, endpoint_slice, inference_pool, pod
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
@@ -45,3 +47,23 @@ async def test_kubectl_lists_and_watches_every_kind(tmp_path: Path) -> None:
                 await asyncio.sleep(0.01)
         api.put("pods", pod("vllm-1", "10.0.0.3", labels={"app": "vllm"}))
         assert (await watching).split() == ["pod/vllm-0", "pod/web-0", "pod/vllm-1"]
+
+
+async def test_kubectl_reads_and_replaces_the_lock_of_a_cluster(tmp_path: Path) -> None:
+    async with api_server() as api:
+        lock = KubernetesLock(api.url, "llmproxy")
+        await lock.take(Leadership("m0/1", "10.0.0.7:8090", 0), 4.0)
+        shown = await kubectl(tmp_path, api.url, "get", "lease", "llmproxy", "-o", "yaml")
+        for line in (
+            "apiVersion: coordination.k8s.io/v1",
+            "llmproxy/address: 10.0.0.7:8090",
+            "name: llmproxy",
+            "holderIdentity: m0/1",
+            "leaseDurationSeconds: 4",
+            "leaseTransitions: 1",
+        ):
+            assert line in shown, shown
+        (tmp_path / "lease.yaml").write_text(shown.replace("m0/1", "by-hand"))
+        await kubectl(tmp_path, api.url, "replace", "--validate=false", "-f", str(tmp_path / "lease.yaml"))
+        assert await lock.take(Leadership("m0/1", "10.0.0.7:8090", 1), 4.0) == Leadership("by-hand", "10.0.0.7:8090", 1)
+        await lock.close()
