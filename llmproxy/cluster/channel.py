@@ -45,12 +45,12 @@ class MemberChannel(Channel[MessageT]):
         on_lost: Callable[[], None],
     ) -> None:
         super().__init__(decoder, on_message, on_lost, FRAME_BYTES_MAX)
-        self._heard_s = self._loop.time()
+        self._heard_s = self._checked_s = self._loop.time()
         self._beat: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._heard_s = self._loop.time()
+        self._heard_s = self._checked_s = self._loop.time()
         self._beat = self._loop.call_later(PING_S, self._check)
 
     def data_received(self, data: bytes) -> None:
@@ -70,7 +70,12 @@ class MemberChannel(Channel[MessageT]):
 
     def _check(self) -> None:
         assert self._transport is not None
-        silent_s = self._loop.time() - self._heard_s
+        now = self._loop.time()
+        if now - self._checked_s > 2 * PING_S:
+            # This process stood still: what came meanwhile was not read yet.
+            self._heard_s = now
+        self._checked_s = now
+        silent_s = now - self._heard_s
         if silent_s > SILENCE_S or self._transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
             self.abort()
             return
@@ -81,8 +86,22 @@ class MemberChannel(Channel[MessageT]):
         if self._transport is None:
             return
         messages, self._unsent = self._unsent, []
+        if self._transport.is_closing():
+            return
         for begin in range(0, len(messages), FRAME_MESSAGES_MAX):
-            self._transport.write(frame(messages[begin : begin + FRAME_MESSAGES_MAX]))
+            self._write(messages[begin : begin + FRAME_MESSAGES_MAX])
+
+    def _write(self, messages: list[Message]) -> None:
+        assert self._transport is not None
+        data = frame(messages)
+        if len(data) <= FRAME_BYTES_MAX:
+            self._transport.write(data)
+        elif len(messages) > 1:
+            self._write(messages[: len(messages) // 2])
+            self._write(messages[len(messages) // 2 :])
+        else:
+            # The peer would end the connection.
+            self._loop.call_exception_handler({"message": f"too long to be sent: {messages[0]!r:.200}"})
 
 
 class LocalChannel:
@@ -94,7 +113,11 @@ class LocalChannel:
         self._take = take
 
     def send(self, message: Message) -> None:
-        self._take(message)
+        try:
+            self._take(message)
+        except Exception as error:  # noqa: BLE001 - as with any other member, a bug with one message ends nothing else
+            report = {"message": f"a message was not understood: {message!r:.200}", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(report)
 
     def flush(self) -> None:
         """Nothing waits to be sent."""

@@ -49,6 +49,9 @@ BALANCES_S = 1.0
 """How old the balances of flows may be that a next leader begins with."""
 MEMBERS_MAX = 256
 CONNECT_S = 2.0
+"""How long a member that connects, or is connected to, may take to say who it is."""
+PAGE_BYTES_MAX = 8 << 20
+"""A longer page would not fit into a frame."""
 
 Page = Callable[[protocol.PageRequest], Awaitable[protocol.PageResponse]]
 _log = structlog.get_logger()
@@ -102,6 +105,9 @@ class Cluster:
         self._unled_s = self._loop.time()
         self._link: _LeaderLink | None = None
         self._linking: asyncio.Task[None] | None = None
+        self._linking_to: Leadership | None = None
+        self._unreachable: tuple[str, str] | None = None
+        self._leaving = self._resigns = False
         self._incoming: set[_Incoming] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._election: Election | None = None
@@ -123,7 +129,15 @@ class Cluster:
 
         Raises OSError, ConfigError.
         """
-        self._context = replace_field(self._context, page=page)
+
+        async def bounded(asked: protocol.PageRequest) -> protocol.PageResponse:
+            answer = await page(asked)
+            if len(answer.body) <= PAGE_BYTES_MAX:
+                return answer
+            why = b"This page is too long to be passed on. Ask the member that leads."
+            return protocol.PageResponse(asked.call, 502, "Bad Gateway", (("content-type", "text/plain"),), why)
+
+        self._context = replace_field(self._context, page=bounded)
         self.me = replace(self.me, address=await self.network.listen(lambda: _Incoming(self).channel))
         self._election = Election(self._store, self.id, self.me.address, self._held_s, self, self._store_away)
         self._tasks = [
@@ -143,7 +157,12 @@ class Cluster:
 
     def begin_shutdown(self) -> None:
         """Let another member lead, if there is one. Requests of this member go on."""
-        if not (self.leads and self.alone):
+        self._leaving = True
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._leaving and not self._resigns and not (self.leads and self.alone):
+            self._resigns = True
             self._tasks.append(self._loop.create_task(self._resign(), name="resign"))
 
     async def _resign(self) -> None:
@@ -206,16 +225,16 @@ class Cluster:
     def follow(self, leadership: Leadership | None) -> None:
         if self.leads:
             self._stop_leading("another member leads" if leadership else "its lock was not renewed, or is given up")
-        if leadership is None or leadership.holder == self.id or leadership.epoch < self.epoch:
+        if leadership is None or leadership.holder == self.id:
             return
-        link = self._link
-        if link is not None and (link.leadership.holder, link.leadership.epoch) == (
-            leadership.holder,
-            leadership.epoch,
-        ):
+        if self._link is not None and self._link.leadership == leadership:
             return
-        if self._linking is None or self._linking.done():
-            self._linking = self._loop.create_task(self._connect(leadership), name="connect")
+        if self._linking is not None and not self._linking.done():
+            if self._linking_to == leadership:
+                return
+            self._linking.cancel()
+        self._linking_to = leadership
+        self._linking = self._loop.create_task(self._connect(leadership), name="connect")
 
     def _begin_to_lead(self, epoch: int) -> None:
         if self._link is not None:
@@ -223,7 +242,7 @@ class Cluster:
             self._unlink(self._link)
         self.leads, self.epoch = True, epoch
         self.leadership = Leadership(self.id, self.me.address, epoch)
-        self._expected = frozenset(self.members)
+        self._expected, self._drained = frozenset(self.members), self._shared.drained()
         self._settling = self._loop.call_later(SETTLE_S, self._settled)
         gap_s = self._found_leader()
         _log.info("cluster_leads", epoch=epoch, without_leader_s=gap_s, settle_s=SETTLE_S, expected=len(self._expected))
@@ -256,8 +275,7 @@ class Cluster:
         session = self.sessions.get(hello.name)
         if session is not None and session.hello.incarnation != hello.incarnation:
             session.end()
-            session = None
-        if session is None:
+        if session is None or session.over:
             session = self.sessions[hello.name] = MemberSession(self._context, hello, self._resumed)
             self._loop.create_task(self._until_gone(session))
             if hello.config != self.me.config and hello.name not in self._differing:
@@ -269,12 +287,14 @@ class Cluster:
         for told in self._balances.all():
             session.send(told)
         self._tell_members()
+        self._leave()
         return session
 
     async def _until_gone(self, session: MemberSession) -> None:
         await session.gone.wait()
         if self.sessions.get(session.hello.name) is session:
             del self.sessions[session.hello.name]
+            self._differing.discard(session.hello.name)
             _log.info("cluster_member_gone", member=session.hello.name)
             self._tell_members()
 
@@ -307,6 +327,11 @@ class Cluster:
             if session is not by or holds != stored:
                 session.send(holds)
 
+    def outbid(self, epoch: int) -> None:
+        """A member knows of a later turn: another one leads, or the store has forgotten the turns that were."""
+        assert self._election is not None
+        self._election.outbid(epoch)
+
     def _changed(self) -> None:
         if self.leads and (drained := self._shared.drained()) != self._drained:
             self._drained = drained
@@ -324,22 +349,29 @@ class Cluster:
         try:
             async with asyncio.timeout(CONNECT_S):
                 await self.network.connect(leadership.address, lambda: link.channel)
-        except (OSError, TimeoutError) as error:
-            _log.warning("cluster_leader_unreachable", leader=leadership.holder, address=leadership.address,
-                         error=str(error) or "no answer")  # fmt: skip
-            return
-        link.channel.send(replace(self.me, epoch=self.epoch))
+                link.channel.send(replace(self.me, epoch=self.epoch))
+                why = await link.answer
+        except (OSError, ValueError) as error:
+            why = str(error) or "no answer"
+        finally:
+            if self._link is not link:
+                link.channel.abort()
+        if why is not None and (leadership.holder, why) != self._unreachable:
+            _log.warning("cluster_leader_unreachable", leader=leadership.holder, address=leadership.address, error=why)
+            self._unreachable = leadership.holder, why
 
     def welcomed(self, link: _LeaderLink, welcome: Welcome) -> None:
         """A leader took this member in."""
         if welcome.epoch < self.epoch or self.leads:
             # It was a leader, and does not know yet that another one is.
-            link.channel.abort()
+            link.answered("another member leads by now")
             return
         if self._link is not None and self._link is not link:
             self._link.channel.abort()
             self._unlink(self._link)
         self._link, self.epoch, self.leadership = link, welcome.epoch, link.leadership
+        self._unreachable = None
+        link.answered(None)
         _log.info("cluster_follows", epoch=welcome.epoch, without_leader_s=self._found_leader(), leader=welcome.name)
         if welcome.config != self.me.config:
             _log.warning("cluster_config_differs", member=welcome.name, version=welcome.version)
@@ -353,6 +385,7 @@ class Cluster:
 
     def lost(self, link: _LeaderLink, why: str) -> None:
         """The connection to a leader ended, or it leads no more."""
+        link.answered(why)
         if self._link is link:
             _log.warning("cluster_leader_lost", leader=link.leadership.holder, epoch=self.epoch, why=why)
             self._unlink(link)
@@ -392,8 +425,8 @@ class Cluster:
             case Welcome():
                 self.welcomed(link, message)
             case NotLeader(why):
-                link.channel.abort()
                 self.lost(link, why)
+                link.channel.abort()
             case protocol.PageResponse() | protocol.NameResolved():
                 link.calls.answered(message)
             case protocol.CallRefused(call) if call < 0:
@@ -423,6 +456,12 @@ class _LeaderLink:
             TO_MEMBER, lambda message: cluster.take(self, message), lambda: cluster.lost(self, "the connection ended")
         )
         self.calls = Calls(self.channel, count(-1, -1))
+        self.answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        """None once the leader took this member in, or why it did not."""
+
+    def answered(self, why: str | None) -> None:
+        if not self.answer.done():
+            self.answer.set_result(why)
 
 
 class _Incoming:
@@ -431,12 +470,19 @@ class _Incoming:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._session: MemberSession | None = None
+        self._refused = False
         self.channel: MemberChannel[FromMember] = MemberChannel(FROM_MEMBER, self._take, self._lost)
+        self._silent = cluster._loop.call_later(CONNECT_S, self.channel.abort)
         cluster._incoming.add(self)
 
     def _take(self, message: FromMember) -> None:
         if self._session is not None:
-            self._session.take(message)
+            if self._session.hears(self.channel):
+                self._session.take(message)
+            else:
+                self.channel.abort()
+        elif self._refused:
+            pass
         elif isinstance(message, Hello):
             self._join(message)
         elif not isinstance(message, Ping):
@@ -444,26 +490,35 @@ class _Incoming:
 
     def _join(self, hello: Hello) -> None:
         cluster = self._cluster
+        other = cluster.sessions.get(hello.name)
         if hello.protocol != PROTOCOL:
             self._refuse(f"it speaks version {hello.protocol} of the protocol, and not {PROTOCOL}")
         elif not cluster.network.trusts(self.channel.transport):
             self._refuse("its certificate holds another name")
-        elif not cluster.leads or hello.epoch > cluster.epoch:
-            self.channel.send(NotLeader("this member does not lead"))
-            self.channel.close()
-        elif hello.name == cluster.me.name:
-            self._refuse("it has the name of the leader: give each member a cluster.member of its own")
-        elif len(cluster.sessions) >= MEMBERS_MAX and hello.name not in cluster.sessions:
+        elif not cluster.leads:
+            self._end("this member does not lead")
+        elif hello.epoch > cluster.epoch:
+            cluster.outbid(hello.epoch)
+            self._end("there was a later turn than that of this leader")
+        elif other is not None and other.connected and other.hello.incarnation != hello.incarnation:
+            self._refuse(f"another member has its name, {hello.name}: give each a cluster.member of its own")
+        elif len(cluster.sessions) >= MEMBERS_MAX and other is None:
             self._refuse(f"there are {MEMBERS_MAX} members")
         else:
+            self._silent.cancel()
             self._session = cluster.join(hello, self.channel)
 
     def _refuse(self, why: str) -> None:
         _log.warning("cluster_member_refused", peer=str(self.channel.transport.get_extra_info("peername")), why=why)
+        self._end(why)
+
+    def _end(self, why: str) -> None:
+        self._refused = True
         self.channel.send(NotLeader(why))
         self.channel.close()
 
     def _lost(self) -> None:
+        self._silent.cancel()
         self._cluster._incoming.discard(self)
         if self._session is not None:
             self._session.detach(self.channel)

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from llmproxy.config import ClusterConfig, ClusterTlsConfig, ConfigError
@@ -97,9 +98,10 @@ class PeerTls:
         self.name = config.name
         try:
             self._ours = ClientTls(config.cert, config.key, config.ca)
-            self.client()
+            self._client = self._read()
         except ConfigError as error:
-            raise ConfigError([f"cluster.{problem}" for problem in error.problems]) from None
+            problems = [f"cluster.{problem}".replace("tls.client_ca", "tls.ca", 1) for problem in error.problems]
+            raise ConfigError(problems) from None
         except OSError as error:
             raise ConfigError([f"cluster.tls: {error.strerror or error}"]) from None
 
@@ -113,10 +115,17 @@ class PeerTls:
         await self._ours.watch()
 
     def client(self) -> ssl.SSLContext:
-        """For a connection to another member, by the files as they are now. Raises OSError."""
+        """For a connection to another member, by the files as they are now, or as they were when they could be used."""
+        with suppress(OSError):
+            self._client = self._read()
+        return self._client
+
+    def _read(self) -> ssl.SSLContext:
+        """Raises OSError."""
         context = ssl.create_default_context(cafile=self._config.ca)
         assert self._config.cert is not None
-        context.load_cert_chain(self._config.cert, self._config.key)
+        # Without a password, OpenSSL would ask the terminal for the passphrase of an encrypted key.
+        context.load_cert_chain(self._config.cert, self._config.key, password="")
         return context
 
     def names(self, transport: asyncio.BaseTransport) -> bool:

@@ -224,7 +224,8 @@ class RelayDispatcher:
 
     def _cut(self, message: protocol.LeaseCut) -> None:
         run = self._runs.get(message.lease)
-        if run is not None:
+        # It may be said again after a connection was lost.
+        if run is not None and not (run.lease.revoked if message.revoked else run.lease.preempted):
             run.lease.cut(revoked=message.revoked)
 
     def refuse_waiting(self, since_s: float) -> None:

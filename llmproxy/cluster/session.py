@@ -32,10 +32,13 @@ class MemberSession(WorkerSession):
         super().__init__(context)
         self.hello = hello
         self.resumed = False
+        self.over = False
+        """Whether it has ended, and no connection can go on with it."""
         self._on_resumed = on_resumed
         self._sender: Sender | None = None
         self._started: set[int] = set()
         self._committed: set[int] = set()
+        self._declared: set[str] = set()
         self._numbers: OrderedDict[int, int] = OrderedDict()
         self._grace: asyncio.TimerHandle | None = None
 
@@ -45,6 +48,10 @@ class MemberSession(WorkerSession):
     def connected(self) -> bool:
         """Whether the member can be reached."""
         return self._sender is not None
+
+    def hears(self, sender: Sender) -> bool:
+        """Whether this is the connection by which the member is there: what comes by others is of the past."""
+        return self._sender is sender
 
     @property
     def leases(self) -> int:
@@ -73,7 +80,8 @@ class MemberSession(WorkerSession):
         self._sender = None
         if self._grace is not None:
             self._grace.cancel()
-        if not self.gone.is_set():
+        if not self.over:
+            self.over = True
             self._lost()
 
     def _end_requests(self) -> None:
@@ -93,11 +101,16 @@ class MemberSession(WorkerSession):
                 self._take_running(message)
             case Resumed():
                 self.resumed = True
+                for request_id in self._requests.keys() - self._declared:
+                    # Its end was lost with the connection.
+                    self._loop.call_soon(self._ended, request_id, None)
                 self._on_resumed()
             case protocol.Admit(call, request):
+                self._declared.add(request.id)
                 if call in self._leases:
                     # Its grant was lost with the connection.
                     self.send(self._granted(call, self._leases[call][0]))
+                    self._cut_again(call)
                 elif call not in self._calls:
                     self._take(replace(message, request=aged(request, -self._loop.time())))
             case protocol.PrefixCached(pool, call, backend, hashes):
@@ -137,13 +150,17 @@ class MemberSession(WorkerSession):
 
     def _resume(self, had: Resume) -> None:
         """Forget what the member has no more."""
+        self._declared.clear()
         for call, task in list(self._calls.items()):
-            if call not in had.waiting and call not in had.running:
+            # What was given back a moment ago is not over yet.
+            given_back = call in self._leases and self._leases[call][1].done()
+            if call not in had.waiting and call not in had.running and not given_back:
                 task.cancel()
 
     def _take_running(self, running: Running) -> None:
         """Book a lease of an earlier leader, or note what came of one of ours while the member could not say it."""
         call, now = running.call, self._loop.time()
+        self._declared.add(running.request.id)
         if call not in self._leases:
             request = aged(running.request, -now)
             lease = self._dispatcher.resume(request, running.placed, now - running.age_s)
@@ -162,6 +179,13 @@ class MemberSession(WorkerSession):
             self._dispatcher.committed(grant, now)
         if running.output_tokens:
             self._dispatcher.progress(grant, running.output_tokens, now)
+        self._cut_again(call)
+
+    def _cut_again(self, call: int) -> None:
+        """Say that the attempt of a lease has to end, where that was so when it could not be said."""
+        lease, _ = self._leases[call]
+        if lease.on_cut is not None and (lease.revoked or lease.preempted):
+            lease.on_cut()
 
     def _given_back(self, call: int, lease: Lease, returned: asyncio.Future[tuple[Verdict, Usage | None]]) -> None:
         self._forget(call)

@@ -111,10 +111,8 @@ class KubernetesLock:
         return taken
 
     def _over(self, lease: dict[str, Any]) -> bool:
-        """Whether nobody holds it: it was given up, or not renewed for its duration since it was first seen so."""
+        """Whether it was not renewed for its duration since it was first seen so."""
         spec, now = lease["spec"], asyncio.get_running_loop().time()
-        if not spec.get("holderIdentity"):
-            return True
         version = str(lease["metadata"].get("resourceVersion"))
         if self._seen[0] != version:
             self._seen = version, now

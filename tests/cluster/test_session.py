@@ -1,0 +1,534 @@
+"""Who is let in, who is not, and what becomes of members that come twice, come late, or leave while they lead."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from llmproxy.cluster import cluster as cluster_module
+from llmproxy.cluster.channel import FRAME_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, MemberChannel
+from llmproxy.cluster.cluster import CONNECT_S, PAGE_BYTES_MAX, SETTLE_S
+from llmproxy.cluster.protocol import PROTOCOL, TO_MEMBER, Hello, NotLeader, Ping, Resume, Resumed, Welcome
+from llmproxy.core.domain import Entry
+from llmproxy.workers import protocol
+from llmproxy.workers.channel import frame
+from tests.cluster.elections import HELD_S
+from tests.cluster.virtual import LATENCY_S, World, world
+from tests.core.make import request
+from tests.dispatching import virtual
+
+
+class Stranger:
+    """Somebody who connects to a member by hand, and remembers what came."""
+
+    def __init__(self, found: World, name: str = "stranger") -> None:
+        self.name = name
+        self.heard: list[Any] = []
+        self.lost = False
+        self.channel: MemberChannel[Any] = MemberChannel(TO_MEMBER, self.heard.append, self._lost)
+        found.net.connect(name, found.leader.name, self.channel, found.net.listening[found.leader.name]())
+
+    def _lost(self) -> None:
+        self.lost = True
+
+    def hello(self, **given: Any) -> None:
+        facts: dict[str, Any] = {"protocol": PROTOCOL, "version": "0", "name": self.name, "incarnation": "1", "address": "",
+                 "config": "config", "epoch": 0}  # fmt: skip
+        self.channel.send(Hello(**(facts | given)))
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    async def refused(self) -> str:
+        await asyncio.sleep(0.1)
+        [refusal] = self.of(NotLeader)
+        assert not self.of(Welcome)
+        assert self.lost
+        return str(refusal.why)
+
+    async def end(self) -> None:
+        self.channel.abort()
+        await asyncio.sleep(0.1)
+
+
+# --- who is let in ----------------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_who_says_hello_is_welcome() -> None:
+    async with world(2) as found:
+        one = Stranger(found)
+        one.hello()
+        await asyncio.sleep(0.1)
+        [welcome] = one.of(Welcome)
+        assert welcome == Welcome(found.leader.cluster.epoch, found.leader.name, "0", "config")
+        assert found.leader.cluster.members == ("m0", "m1", "stranger")
+        await one.end()
+
+
+@virtual
+async def test_who_says_something_else_first_is_refused_once() -> None:
+    async with world(2) as found:
+        one = Stranger(found)
+        with capture_logs() as logs:
+            for _ in range(5):
+                one.channel.send(Resumed())
+            assert await one.refused() == "the first message is no Hello"
+        assert [line["event"] for line in logs] == ["cluster_member_refused"]
+
+
+@virtual
+async def test_another_version_of_the_protocol_is_refused() -> None:
+    async with world(2) as found:
+        one = Stranger(found)
+        one.hello(protocol=PROTOCOL + 1)
+        assert f"version {PROTOCOL + 1}" in await one.refused()
+
+
+@virtual
+async def test_who_has_no_certificate_of_a_member_is_refused() -> None:
+    async with world(2) as found:
+        found.leader.network.trusting = False
+        one = Stranger(found)
+        one.hello()
+        assert "another name" in await one.refused()
+
+
+@pytest.mark.parametrize("name", ["m0", "m1"])
+@virtual
+async def test_a_name_that_another_process_has_is_refused(name: str) -> None:
+    """Otherwise each would drive the other out, again and again."""
+    async with world(2) as found:
+        one = Stranger(found)
+        one.hello(name=name, incarnation="2")
+        assert "cluster.member" in await one.refused()
+        assert all(member.cluster.led for member in found.members)
+
+
+@virtual
+async def test_a_process_that_was_restarted_replaces_the_one_that_is_gone() -> None:
+    async with world(3) as found:
+        dead = found.followers[0]
+        dead.client()
+        await asyncio.sleep(0.05)
+        found.members.remove(dead)
+        await dead.die()
+        new = await found.member(dead.name, incarnation="2")
+        await asyncio.sleep(0.5)
+        assert new.cluster.led
+        assert found.leader.dispatcher.leases == 0, "what the old process had is over"
+
+
+@virtual
+async def test_no_more_members_than_the_limit() -> None:
+    async with world(2) as found:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cluster_module, "MEMBERS_MAX", 3)
+            ones = [Stranger(found, f"s{number}") for number in range(2)]
+            for one in ones:
+                one.hello()
+                await asyncio.sleep(0.01)
+            assert "3 members" in await ones[1].refused()
+            assert ones[0].of(Welcome)
+            found.break_connections()
+            await asyncio.sleep(0.5)
+            assert all(one.cluster.led for one in found.members), "those who are in may come back"
+            await ones[0].end()
+
+
+@virtual
+async def test_who_says_nothing_is_not_kept() -> None:
+    async with world(2) as found:
+        one = Stranger(found)
+        pings = asyncio.get_running_loop()
+        for number in range(10):
+            pings.call_later(number / 4, one.channel.send, Ping())
+        await asyncio.sleep(CONNECT_S + 0.5)
+        assert one.lost
+        await asyncio.sleep(1.0)
+
+
+@virtual
+async def test_who_is_refused_says_why_once() -> None:
+    async with world(2) as found:
+        late = await found.member("late")
+        late.cluster.me = Hello(PROTOCOL + 1, "0", "late", "1", "late", "config", 0)
+        with capture_logs() as logs:
+            await asyncio.sleep(3.0)
+        said = [line for line in logs if line["event"] == "cluster_leader_unreachable"]
+        assert [line["error"] for line in said] == [
+            f"it speaks version {PROTOCOL + 1} of the protocol, and not {PROTOCOL}"
+        ]
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def reports() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context))
+    return found
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff\xff\xff\xff", b"\x01\x00\x00\x01", b"\x00\x00\x00\x01\xc1", b"GET / HTTP/1.1\r\n\r\n"], ids=repr
+)
+@pytest.mark.parametrize("member", [False, True])
+@virtual
+async def test_garbage_ends_its_connection_alone(data: bytes, member: bool) -> None:
+    reported = reports()
+    async with world(2) as found:
+        client = found.followers[0].client()
+        one = Stranger(found)
+        if member:
+            one.hello()
+        await asyncio.sleep(0.1)
+        one.channel.transport.write(data)  # type: ignore[attr-defined]
+        await asyncio.sleep(0.1)
+        assert one.lost
+        assert len(reported) == 1
+        assert client.holds() == "a"
+        assert all(each.cluster.led for each in found.members)
+
+
+@virtual
+async def test_a_frame_that_is_cut_is_nothing() -> None:
+    async with world(2) as found:
+        one = Stranger(found)
+        one.channel.transport.write(frame([Ping()])[:-1])  # type: ignore[attr-defined]
+        await one.end()
+
+
+@virtual
+async def test_a_message_that_makes_no_sense_is_skipped() -> None:
+    """A member is trusted, but its bugs are not to spread."""
+    reported = reports()
+    async with world(2) as found:
+        one = Stranger(found)
+        one.hello()
+        for message in (
+            protocol.LeaseReturned(77, "served", None),  # type: ignore[arg-type]
+            protocol.LeaseStarted(78), protocol.LeaseProgress(79, 5), protocol.CancelCall(80),
+            protocol.RequestEnded("unknown", None), Resume(frozenset({1}), frozenset({2})),
+        ):  # fmt: skip
+            one.channel.send(message)
+        one.channel.send(protocol.Admit(5, request(pool="no such pool"), frozenset(), Entry.NEW))
+        await asyncio.sleep(0.1)
+        [refused] = one.of(protocol.CallRefused)
+        assert refused.call == 5
+        assert not reported
+        one.channel.send(protocol.RequestEnded(next(iter(found.leader.cluster.sessions["stranger"]._requests)), None))
+        await asyncio.sleep(0.1)
+        await one.end()
+
+
+# --- connections that are no more -------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_silence_ends_a_connection_on_both_sides() -> None:
+    async with world(2) as found:
+        leader, one = found.leader, found.followers[0]
+        found.cut(leader, one)
+        await asyncio.sleep(SILENCE_S - 0.5)
+        assert one.cluster.calls is not None
+        await asyncio.sleep(1.6)
+        assert not one.relay.led
+        assert not leader.cluster.sessions[one.name].connected
+        found.heal()
+        await asyncio.sleep(3.0)
+        assert one.cluster.led
+
+
+@virtual
+async def test_a_process_that_stood_still_reads_before_it_gives_up() -> None:
+    async with world(2) as found:
+        link = found.followers[0].cluster._link
+        assert link is not None
+        loop: Any = asyncio.get_running_loop()
+        loop._now_s += 2.9
+        await asyncio.sleep(2.0)
+        assert found.followers[0].cluster._link is link
+
+
+@virtual
+async def test_a_peer_that_takes_nothing_is_lost() -> None:
+    async with world(2) as found:
+        one, wire = found.followers[0], found.net.wires[-1]
+        wire.unread = UNSENT_BYTES_MAX + 1
+        link = one.cluster._link
+        await asyncio.sleep(2.0)
+        assert one.cluster._link is not link
+        assert one.cluster.led
+
+
+@virtual
+async def test_what_comes_by_an_older_connection_is_of_the_past() -> None:
+    """A member connects again, and bytes of its first connection arrive after those of the second."""
+    async with world(2) as found:
+        old, new = Stranger(found), Stranger(found)
+        old.hello()
+        await asyncio.sleep(0.1)
+        new.hello()
+        await asyncio.sleep(0.1)
+        assert new.of(Welcome)
+        old.channel.send(protocol.Admit(5, request(), frozenset(), Entry.NEW))
+        await asyncio.sleep(0.1)
+        assert found.leader.dispatcher.leases == 0
+        assert old.lost
+        assert not new.lost
+        assert found.leader.cluster.sessions["stranger"].connected
+        await new.end()
+
+
+@virtual
+async def test_what_comes_to_a_leader_that_has_resigned_waits_nowhere() -> None:
+    async with world(2) as found:
+        old, one = found.leader, found.followers[0]
+        seat = old.client()
+        await asyncio.sleep(0.05)
+        waits = one.client()
+        await asyncio.sleep(LATENCY_S / 2)
+        old.cluster.begin_shutdown()
+        await asyncio.sleep(0.2)
+        assert not old.dispatcher._waiting
+        await asyncio.sleep(2.0)
+        await seat.done()
+        await asyncio.sleep(0.1)
+        assert waits.holds() == "a"
+
+
+# --- leaders ----------------------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_a_member_that_knows_of_a_later_turn_makes_the_leader_take_one_beyond() -> None:
+    """The store was emptied, and a process that had just started took the lock: nobody else would follow it."""
+    async with world(3) as found:
+        for one in found.members:
+            one.cluster.epoch = 9
+            one.cluster._election._epoch = 9  # type: ignore[union-attr]
+        found.members.remove(dead := found.leader)
+        await dead.die()
+        found.store.forget()
+        new = await found.member("new")
+        await asyncio.sleep(3.0)
+        assert found.leader is new
+        assert new.cluster.epoch == 10
+        assert all(one.cluster.led for one in found.members)
+
+
+@virtual
+async def test_a_welcome_of_an_earlier_turn_is_refused() -> None:
+    async with world(2) as found:
+        one = found.followers[0]
+        link = one.cluster._link
+        assert link is not None
+        one.cluster.epoch = 5
+        other = cluster_module._LeaderLink(one.cluster, link.leadership)
+        one.cluster.welcomed(other, Welcome(4, "old", "0", "config"))
+        assert one.cluster._link is link
+        assert one.cluster.epoch == 5
+        one.cluster.epoch = 1
+
+
+@virtual
+async def test_a_leader_that_cannot_be_connected_to_is_logged_once() -> None:
+    async with world(3) as found:
+        cut, leader = found.followers[0], found.leader
+        found.cut(cut, leader)
+        with capture_logs() as logs:
+            await asyncio.sleep(20.0)
+        said = [line["event"] for line in logs if line["event"] == "cluster_leader_unreachable"]
+        assert len(said) == 1
+        found.heal()
+        await asyncio.sleep(3.0)
+        assert cut.cluster.led
+
+
+@virtual
+async def test_an_address_that_is_none_is_no_end() -> None:
+    async with world(2) as found:
+        one = found.followers[0]
+        connect = one.network.connect
+
+        async def fails(address: str, connected: Any) -> None:
+            del address, connected
+            raise ValueError("no address")
+
+        one.network.connect = fails  # type: ignore[method-assign]
+        found.break_connections()
+        await asyncio.sleep(2.0)
+        assert not one.cluster.led
+        one.network.connect = connect  # type: ignore[method-assign]
+        await asyncio.sleep(2.0)
+        assert one.cluster.led
+
+
+@virtual
+async def test_nobody_waits_for_a_dead_leader_when_there_is_another() -> None:
+    """Its machine is gone, so that nothing answers: not even that nobody listens."""
+    async with world(3) as found:
+        dead = found.leader
+        one, other = found.followers
+        for alive in (one, other):
+            found.cut(dead, alive)
+        dead.cluster._election._stands = False  # type: ignore[union-attr]
+        found.store.held = None
+        async with asyncio.timeout(HELD_S):
+            while not all(alive.cluster.led and alive.cluster.epoch == 2 for alive in (one, other)):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        found.heal()
+        await asyncio.sleep(5.0)
+
+
+@virtual
+async def test_a_slow_leader_gets_one_connection_of_each_member() -> None:
+    async with world(2) as found:
+        one, leader = found.followers[0], found.leader
+        accepted = found.net.listening[leader.name]
+        held: list[Any] = []
+
+        def slow() -> asyncio.Protocol:
+            protocol_of_it: Any = accepted()
+            take = protocol_of_it.data_received
+            protocol_of_it.data_received = lambda data: asyncio.get_running_loop().call_later(0.7, take, data)
+            held.append(protocol_of_it)
+            return protocol_of_it  # type: ignore[no-any-return]
+
+        found.net.listening[leader.name] = slow
+        found.break_connections()
+        await asyncio.sleep(3.0)
+        assert len(held) == 1
+        assert one.cluster.led
+        found.net.listening[leader.name] = accepted
+        found.break_connections()
+        await asyncio.sleep(1.0)
+
+
+@virtual
+async def test_the_last_one_leads_until_somebody_else_is_there() -> None:
+    async with world(1) as found:
+        [old] = found.members
+        client = old.client()
+        old.cluster.begin_shutdown()
+        await asyncio.sleep(1.0)
+        assert old.cluster.leads
+        new = await found.member("new")
+        await asyncio.sleep(2.0)
+        assert new.cluster.leads
+        assert client.holds() == "a"
+        assert new.dispatcher.leases == 1
+
+
+@virtual
+async def test_a_leader_that_resigns_while_a_member_joins() -> None:
+    async with world(2) as found:
+        late = await found.member("late")
+        await asyncio.sleep(1.5 * LATENCY_S)
+        found.leader.cluster.begin_shutdown()
+        await asyncio.sleep(2.0)
+        assert late.cluster.led
+        assert len({one.cluster.epoch for one in found.members}) == 1
+
+
+@virtual
+async def test_hand_drained_backends_stay_so_under_another_leader() -> None:
+    async with world(3) as found:
+        old = found.leader
+        old.drained = frozenset({"a"})
+        old.dispatcher.on_change()
+        await asyncio.sleep(0.1)
+        assert all(one.drained == {"a"} for one in found.members)
+        old.cluster.begin_shutdown()
+        await asyncio.sleep(2.0)
+        new = found.leader
+        assert new is not old
+        new.drained = frozenset()
+        new.dispatcher.on_change()
+        late = await found.member("late")
+        await asyncio.sleep(0.5)
+        assert all(one.drained == frozenset() for one in [*found.members, late])
+
+
+@virtual
+async def test_what_flows_were_charged_is_known_to_the_next_leader() -> None:
+    async with world(2, seats=2) as found:
+        old, new = found.leader, found.followers[0]
+        clients = [old.client(flow="big", prompt_tokens=3000), old.client(flow="small")]
+        await asyncio.sleep(1.5)
+        known = {key: dict(flows) for key, flows in new.cluster._balances.known.items()}
+        assert any(known.values())
+        recalled: list[Any] = []
+        recall = new.dispatcher.pools.recall
+
+        def spy(pool: str, band: int, flows: Any) -> None:
+            recalled.append(((pool, band), dict(flows)))
+            recall(pool, band, flows)
+
+        new.dispatcher.pools.recall = spy  # type: ignore[method-assign, assignment]
+        found.cut(old, new)
+        found.store.held = None
+        old.cluster._election._stands = False  # type: ignore[union-attr]
+        await asyncio.sleep(HELD_S + SETTLE_S)
+        assert new.cluster.leads
+        assert dict(recalled) == known
+        found.heal()
+        await asyncio.sleep(5.0)
+        for client in clients:
+            await client.done()
+
+
+# --- pages, and frames that are too long ------------------------------------------------------------------------------
+
+
+@virtual
+async def test_a_page_that_is_too_long_is_refused_and_breaks_nothing() -> None:
+    async with world(2) as found:
+        one = found.followers[0]
+        calls, link = one.cluster.calls, one.cluster._link
+        assert calls is not None
+        long_ago = b"x" * (PAGE_BYTES_MAX + 1)
+        answer = await calls.answer(lambda call: protocol.PageRequest(call, long_ago, ""))
+        assert isinstance(answer, protocol.PageResponse)
+        assert answer.status == 502
+        assert one.cluster._link is link
+        answers = await asyncio.gather(
+            *(calls.answer(lambda call: protocol.PageRequest(call, long_ago[:-1], "")) for _ in range(3))
+        )
+        assert {one.status for one in answers if isinstance(one, protocol.PageResponse)} == {200}
+        assert one.cluster._link is link
+
+
+@virtual
+async def test_a_message_that_is_too_long_is_not_sent() -> None:
+    reported = reports()
+    async with world(2) as found:
+        one = found.followers[0]
+        assert one.cluster._link is not None
+        one.cluster._link.channel.send(protocol.PageRequest(-99, b"x" * FRAME_BYTES_MAX, ""))
+        one.cluster._link.channel.send(Ping())
+        await asyncio.sleep(0.5)
+        assert [report["message"][:20] for report in reported] == ["too long to be sent:"]
+        assert one.cluster.led
+
+
+# --- nothing grows ----------------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_a_thousand_broken_connections_leave_nothing() -> None:
+    async with world(3) as found:
+        client = found.followers[0].client()
+        for _ in range(1000):
+            found.break_connections()
+            await asyncio.sleep(0.25)
+        assert client.holds() == "a"
+        for one in found.members:
+            assert len(one.cluster._tasks) == 2
+            assert len(one.cluster._incoming) <= 2
+            assert len(one.cluster._differing) == 0
+        assert len(asyncio.all_tasks()) < 30

@@ -1,0 +1,251 @@
+"""Members of a cluster in virtual time: wires instead of sockets, a lock in memory, and no engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from llmproxy.cluster.cluster import Cluster, Shared
+from llmproxy.cluster.protocol import PROTOCOL, Hello
+from llmproxy.cluster.relay import RelayDispatcher
+from llmproxy.core.domain import Request
+from llmproxy.dispatcher import Dispatcher
+from llmproxy.workers import protocol
+from tests.cluster.elections import HELD_S, Store
+from tests.dispatching import SETTINGS, Client, dispatcher, empty
+from tests.workers.link import RecordedEvents
+
+LATENCY_S = 0.001
+GONE_S = 15.0
+"""Longer than the leases of a member are kept that is away."""
+
+
+class Wire(asyncio.Transport):
+    """One direction of a connection: what is written here arrives at the other end, in order, unless it is cut off."""
+
+    def __init__(self, net: Net, ends: frozenset[str], to: asyncio.Protocol) -> None:
+        super().__init__()
+        self._net = net
+        self.ends = ends
+        self._to = to
+        self._loop = asyncio.get_running_loop()
+        self.back: Wire | None = None
+        self.over = self._closing = False
+        self.unread = 0
+        self._under_way: deque[bytes] = deque()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        assert not self.is_closing(), "what is written after the end is lost"
+        self._under_way.append(bytes(data))
+        # Timers of one moment come in any order, and bytes do not.
+        self._loop.call_later(LATENCY_S, self._deliver)
+
+    def _deliver(self) -> None:
+        data = self._under_way.popleft()
+        if not self.over and self.ends not in self._net.cut:
+            self._to.data_received(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return ("virtual", 0) if name == "peername" else default
+
+    def is_closing(self) -> bool:
+        return self._closing or (self.back is not None and self.back.over)
+
+    def close(self) -> None:
+        self._closing = True
+        self._loop.call_later(2 * LATENCY_S, self._end)
+
+    def abort(self) -> None:
+        self._closing = True
+        self._loop.call_soon(self._end)
+
+    def _end(self) -> None:
+        """Both ends hear of it, and the other one later; not if the wire is cut, which nobody hears of."""
+        assert self.back is not None
+        self.back.hear_end()
+        if self.ends not in self._net.cut:
+            self._loop.call_later(LATENCY_S, self.hear_end)
+
+    def hear_end(self) -> None:
+        if not self.over:
+            self.over = True
+            self._to.connection_lost(None)
+
+
+class Net:
+    """What connects the members. `cut` are pairs of names between which nothing arrives, and nobody hears why."""
+
+    def __init__(self) -> None:
+        self.listening: dict[str, Callable[[], asyncio.Protocol]] = {}
+        self.cut: set[frozenset[str]] = set()
+        self.wires: list[Wire] = []
+        self.connects = 0
+
+    def connect(self, one: str, other: str, made: asyncio.Protocol, accepted: asyncio.Protocol) -> None:
+        self.connects += 1
+        up, down = (Wire(self, frozenset({one, other}), to) for to in (accepted, made))
+        up.back, down.back = down, up
+        self.wires.append(up)
+        made.connection_made(up)
+        accepted.connection_made(down)
+
+
+class VirtualNetwork:
+    """`Network` of one member, at the address that is its name."""
+
+    def __init__(self, net: Net, name: str) -> None:
+        self._net = net
+        self._name = name
+        self.trusting = True
+
+    async def listen(self, accepted: Callable[[], asyncio.Protocol]) -> str:
+        self._net.listening[self._name] = accepted
+        return self._name
+
+    async def connect(self, address: str, connected: Callable[[], asyncio.Protocol]) -> None:
+        await asyncio.sleep(LATENCY_S)
+        if frozenset({self._name, address}) in self._net.cut:
+            await asyncio.sleep(1000.0)
+        if address not in self._net.listening:
+            raise ConnectionRefusedError("refused")
+        self._net.connect(self._name, address, connected(), self._net.listening[address]())
+
+    def trusts(self, transport: asyncio.BaseTransport) -> bool:
+        del transport
+        return self.trusting
+
+    def close(self) -> None:
+        self._net.listening.pop(self._name, None)
+
+    def fail(self) -> None:
+        """All connections end in this moment."""
+        self.close()
+        for wire in [*self._net.wires]:
+            if self._name in wire.ends and wire.back is not None:
+                wire.hear_end()
+                wire.back.hear_end()
+
+
+class VirtualMember:
+    """One member, whose `dispatcher` schedules while it leads."""
+
+    def __init__(self, world: World, name: str, incarnation: str = "1", backends: Iterable[str] = "a") -> None:
+        self.name = name
+        self.dispatcher: Dispatcher = dispatcher(None, SETTINGS, **dict.fromkeys(world.backends, world.seats))
+        self.events = RecordedEvents()
+        self.backends = set(backends)
+        self.drained: frozenset[str] = frozenset()
+        self.settled_responses: list[protocol.ResponseStored] = []
+        self.relay = RelayDispatcher(self.dispatcher, self.backends)
+        self.network = VirtualNetwork(world.net, name)
+        self.clients: list[Client] = []
+        hello = Hello(PROTOCOL, "0", name, incarnation, "", "config", 0)
+        shared = Shared(lambda one: one, self.settled_responses.append, lambda: self.drained, self._drain)
+        self.cluster = Cluster(
+            hello, HELD_S, world.store, self.dispatcher, self.relay,
+            self.events.context(self.dispatcher, lambda: None), shared, self.network,
+        )  # fmt: skip
+
+    def _drain(self, backends: frozenset[str]) -> None:
+        self.drained = backends
+
+    async def start(self) -> None:
+        async def page(asked: protocol.PageRequest) -> protocol.PageResponse:
+            return protocol.PageResponse(asked.call, 200, "OK", (), asked.request)
+
+        await self.cluster.start(page)
+
+    def client(self, asked: Request | None = None, **facts: Any) -> Client:
+        self.clients.append(Client(self.relay, asked, **facts))
+        return self.clients[-1]
+
+    async def die(self) -> None:
+        """The process is killed: its connections end, and nothing more is said."""
+        self.network.fail()
+        election = self.cluster._election
+        assert election is not None
+        # Nobody frees its lock.
+        election._may_hold = election._leads = False
+        for client in self.clients:
+            client.task.cancel()
+        await self.cluster.close()
+
+    def check(self) -> None:
+        """Nothing is left."""
+        assert (self.relay.waiting, self.relay.running) == (0, 0)
+        for session in self.cluster.sessions.values():
+            assert (session.open_requests, session.leases, len(session._calls)) == (0, 0, 0)
+        empty(self.dispatcher)
+
+
+class World:
+    """Everything that members have in common. Every backend has so many `seats`."""
+
+    def __init__(self, seats: int = 1, backends: Iterable[str] = "a") -> None:
+        self.net = Net()
+        self.store = Store()
+        self.seats = seats
+        self.backends = tuple(backends)
+        self.members: list[VirtualMember] = []
+
+    async def member(self, name: str, **given: Any) -> VirtualMember:
+        one = VirtualMember(self, name, **{"backends": self.backends} | given)
+        self.members.append(one)
+        await one.start()
+        return one
+
+    @property
+    def leader(self) -> VirtualMember:
+        [leader] = [one for one in self.members if one.cluster.leads]
+        return leader
+
+    @property
+    def followers(self) -> list[VirtualMember]:
+        return [one for one in self.members if not one.cluster.leads]
+
+    def cut(self, one: VirtualMember, other: VirtualMember) -> None:
+        self.net.cut.add(frozenset({one.name, other.name}))
+
+    def heal(self) -> None:
+        self.net.cut.clear()
+
+    def break_connections(self) -> None:
+        """All sockets are reset."""
+        for wire in [*self.net.wires]:
+            if not wire.over:
+                wire.abort()
+
+    async def settled(self) -> None:
+        """All clients leave, and everybody has the time to hear of it."""
+        for one in self.members:
+            for client in one.clients:
+                await client.done()
+                one.relay.ended(client.request, None)
+        await asyncio.sleep(GONE_S)
+
+
+@asynccontextmanager
+async def world(count: int, seats: int = 1, backends: Iterable[str] = "a") -> AsyncIterator[World]:
+    """So many members m0, m1, ..., who follow one of them. Nothing may stay behind in any, nor any task."""
+    before = asyncio.all_tasks()
+    found = World(seats, backends)
+    for number in range(count):
+        await found.member(f"m{number}")
+    await asyncio.sleep(1.0)
+    yield found
+    await found.settled()
+    for one in found.members:
+        one.check()
+    for one in found.members:
+        await one.cluster.close()
+    await asyncio.sleep(1.0)
+    left = asyncio.all_tasks() - before
+    assert not left, left
+    for one in found.members:
+        assert not one.cluster._incoming
