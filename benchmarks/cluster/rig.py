@@ -20,7 +20,7 @@ SERVERS = ("valkey-server", "redis-server")
 REPLICAS = 2
 PLACES = 8
 """`max_in_flight` of each replica."""
-REPLICA_FLAGS = ("--model", "sim", "--max-num-seqs", "64", "--speed", "1")
+REPLICA_FLAGS = ("--model", "sim", "--max-num-seqs", "64")
 SEEN_S = 0.02
 """How often replicas are asked how many requests they have."""
 
@@ -179,10 +179,10 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(members: int, *flags: str, clustered: bool = True, more: str = "") -> AsyncIterator[Rig]:
+async def rig(members: int, *flags: str, clustered: bool = True, more: str = "", speed: int = 1) -> AsyncIterator[Rig]:
     """So many members over two replicas; where they are not `clustered`, they know nothing of each other.
 
-    `more` is configuration beside the backends.
+    `more` is configuration beside the backends, and `speed` that of the replicas.
     """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmproxy-cluster-")))
@@ -193,9 +193,8 @@ async def rig(members: int, *flags: str, clustered: bool = True, more: str = "")
             await made.start_store()
             for number in range(REPLICAS):
                 port = free_port()
-                processes.append(
-                    await start(["replica", "--port", str(port), *REPLICA_FLAGS], folder / f"r{number}.log")
-                )
+                replica = ["replica", "--port", str(port), *REPLICA_FLAGS, "--speed", str(speed)]
+                processes.append(await start(replica, folder / f"r{number}.log"))
                 made.replica_urls.append(f"http://127.0.0.1:{port}")
             backends = folder / "proxy.yaml"
             listed = "".join(f"  - {{url: {url!r}, max_in_flight: {PLACES}}}\n" for url in made.replica_urls)

@@ -51,6 +51,9 @@ class _Pipe(asyncio.Transport):
             self._open = False
             self._loop.call_soon(self._protocol.connection_lost, None)
 
+    def is_closing(self) -> bool:
+        return not self._open
+
     def get_write_buffer_size(self) -> int:
         return 0
 
