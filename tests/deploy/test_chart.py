@@ -22,6 +22,7 @@ from llmproxy.export.scaling import HPA, KEDA
 from tests.deploy import CHART, PAGE
 from tests.deploy.objects import (
     KUBERNETES,
+    LEASE,
     MISSING,
     NAMESPACE,
     POD_RIGHTS,
@@ -156,6 +157,37 @@ def test_several_sources_have_the_rights_of_each() -> None:
     assert len(kind(objects, "RoleBinding")) == 2
     assert not kind(objects, "ClusterRole", "ClusterRoleBinding")
     assert not kind(of({"backends": urls}, rbac={"create": False}), "Role", "RoleBinding")
+
+
+@pytest.mark.parametrize("lock", ["kubernetes", None, "valkey://valkey:6379"])
+def test_members_have_the_right_to_their_lease_alone(lock: str | None) -> None:
+    cluster = {"listen": "0.0.0.0:8090", "plaintext": True} | ({} if lock is None else {"lock": lock})
+    objects = of({"backends": ["http://d:8000"], "cluster": cluster})
+    roles = kind(objects, "Role")
+    if lock == "valkey://valkey:6379":
+        assert roles == []
+    else:
+        assert [role["rules"] for role in roles] == [LEASE]
+        assert pods(objects)[1]["automountServiceAccountToken"] is True
+    [container] = pods(objects)[1]["containers"]
+    assert {"name": "cluster", "containerPort": 8090} in container["ports"]
+    named = of({"backends": [], "cluster": cluster | {"name": "chat"}}) if lock is None else []
+    assert [rule.get("resourceNames") for role in kind(named, "Role") for rule in role["rules"]] == (
+        [["chat"], None] if lock is None else []
+    )
+
+
+def test_only_members_reach_the_port_of_members() -> None:
+    cluster = {"listen": "0.0.0.0:8090", "plaintext": True}
+    for listen in (True, False):
+        given = {"backends": ["http://d:8000"]} | ({"cluster": cluster} if listen else {})
+        policy = only(of(given, networkPolicy={"enabled": True}), "NetworkPolicy")["spec"]
+        rules = [rule for rule in policy["ingress"] if rule["ports"] == [{"protocol": "TCP", "port": "cluster"}]]
+        out = [rule for rule in policy["egress"] if rule["ports"] == [{"protocol": "TCP", "port": 8090}]]
+        assert len(rules) == len(out) == listen
+        peers = [{"podSelector": policy["podSelector"]}]
+        assert all(rule["from"] == peers for rule in rules)
+        assert all(rule["to"] == peers for rule in out)
 
 
 def test_without_the_cluster_there_are_neither_rights_nor_a_token() -> None:

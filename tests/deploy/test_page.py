@@ -10,7 +10,7 @@ import yaml
 from llmproxy.config import load
 from tests import ROOT
 from tests.deploy import PAGE
-from tests.deploy.objects import KUBERNETES, RIGHTS, built, complaints, kind, only, parsed
+from tests.deploy.objects import KUBERNETES, LEASE, RIGHTS, built, complaints, kind, only, parsed
 from tests.docs.pages import blocks
 
 BLOCKS = {block.title: block.text for block in blocks(PAGE) if block.title}
@@ -24,7 +24,7 @@ def test_manifests_are_those_of_kubernetes(title: str, version: str) -> None:
 
 def test_the_role_has_every_right_that_the_chart_gives() -> None:
     [role] = parsed(BLOCKS["role.yaml"])
-    given = [rule for rules in RIGHTS.values() for rule in rules]
+    given = [*(rule for rules in RIGHTS.values() for rule in rules), *LEASE]
     assert all(rule in role["rules"] for rule in given)
     assert all(rule in given for rule in role["rules"])
 

@@ -67,7 +67,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 
 {{- /* What a running proxy does not read again: a change of it replaces the pods. */ -}}
 {{- define "llmproxy.restartKeys" -}}
-admin decision_log decision_log_sample genai_metrics host log_format plugins port reload state_file tls tracing workers
+admin cluster decision_log decision_log_sample genai_metrics host log_format plugins port reload state_file tls tracing workers
 {{- end -}}
 
 {{- define "llmproxy.restartSchedulingKeys" -}}
@@ -82,7 +82,8 @@ ageing_s charged fairness input_weight ordering output_weight placement quantum_
 {{- $read | toJson | sha256sum -}}
 {{- end -}}
 
-{{- /* JSON, namespace -> resource -> true: what the URLs of `config.backends` make the proxy list and watch. */ -}}
+{{- /* JSON, namespace -> resource -> true: what the URLs of `config.backends` make the proxy list and watch, and
+     the Lease of a cluster. */ -}}
 {{- define "llmproxy.rights" -}}
 {{- $kinds := dict "service" "service" "services" "service" "svc" "service" "pods" "pods" "pod" "pods" "po" "pods" "inferencepool" "inferencepool" "inferencepools" "inferencepool" "infpool" "inferencepool" -}}
 {{- $rights := dict -}}
@@ -109,7 +110,20 @@ ageing_s charged fairness input_weight ordering output_weight placement quantum_
     {{- if eq $kind "inferencepool" -}}{{- $_ := set $found "inferencepools" true -}}{{- end -}}
   {{- end -}}
 {{- end -}}
+{{- if eq (include "llmproxy.locksByLease" .) "true" -}}
+  {{- $found := get $rights .Release.Namespace | default dict -}}
+  {{- $_ := set $found "lease" (dig "cluster" "name" "llmproxy" .Values.config) -}}
+  {{- $_ := set $rights .Release.Namespace $found -}}
+{{- end -}}
 {{- $rights | toJson -}}
+{{- end -}}
+
+{{- define "llmproxy.clusterPort" -}}
+{{- with dig "cluster" "listen" "" .Values.config -}}{{- regexFind "[0-9]+$" . -}}{{- end -}}
+{{- end -}}
+
+{{- define "llmproxy.locksByLease" -}}
+{{- and (include "llmproxy.clusterPort" . | empty | not) (eq (dig "cluster" "lock" "kubernetes" .Values.config) "kubernetes") -}}
 {{- end -}}
 
 {{- define "llmproxy.roleName" -}}
