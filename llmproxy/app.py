@@ -18,6 +18,7 @@ from llmproxy.cluster.relay import RelayDispatcher
 from llmproxy.config import BackendConfig, ClientsConfig, Config, ConfigError, settings_of
 from llmproxy.config.reload import Reloader, Reread
 from llmproxy.core.adapters import Adapters
+from llmproxy.core.backends.catalogue import Aliases
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
@@ -356,8 +357,9 @@ def _configured(config: Config) -> tuple[BackendConfig, ...]:
     return tuple(backend for backend in config.backends if not backend.looked_up)
 
 
-def _aliases(config: Config) -> dict[str, str]:
-    return {model.name: model.target for model in config.models if model.target is not None}
+def _aliases(config: Config) -> Aliases:
+    # A name with an entry of its own means itself also where `*` stands for all others.
+    return {model.name: model.stands_for or model.name for model in config.models}
 
 
 def _clients(config: Config) -> ClientLimits:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import inf
 
-from llmproxy.core.backends.catalogue import Target
+from llmproxy.core.backends.catalogue import Aliases, Target
 from llmproxy.core.backends.health import EjectionEvent
 from llmproxy.core.domain import (
     Decision,
@@ -78,8 +78,12 @@ class Dispatcher:
     nameless: int = 0
     _nameless_bytes: int = 0
     _unresolved: dict[str | None, _Unresolved] = field(default_factory=dict)
+    _aliases: Aliases = field(init=False)
     _emptied: dict[str, asyncio.Event] = field(default_factory=dict)
     _direct: dict[str, set[Callable[[], None]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._aliases = self.pools.catalogue.aliases
 
     # --- for requests -------------------------------------------------------------------------------------------------
 
@@ -194,8 +198,12 @@ class Dispatcher:
         """See `Pools.cached`."""
         self.pools.cached(grant.request.pool, grant.lease, grant.placed.backend, hashes)
 
-    async def resolve(self, name: str | None, hold_s: float, body_bytes: int) -> Target:
+    async def resolve(
+        self, name: str | None, hold_s: float, body_bytes: int, key: str = "", beside: str | None = None
+    ) -> Target:
         """What a requested name means; waits up to `hold_s` for a backend that serves it to come up.
+
+        `key` and `beside` choose where several share the name; see `Catalogue.meant`.
 
         As long as no backend was ever read, it waits for the setting `first_hold_s` at most. Requests that wait here
         are in no waiting room; the limits of a waiting room hold for all of them together. Raises Refused for a name
@@ -203,12 +211,12 @@ class Dispatcher:
         """
         limits = self.pools.settings.queue
         catalogue = self.pools.catalogue
-        named = catalogue.named_pool(name)
-        expected = catalogue.ever_read or named is not None
+        meant = catalogue.meant(name, key, beside)
+        expected = catalogue.ever_read or meant in catalogue.named
         ends_s = _now() + (hold_s if expected else min(hold_s, limits.first_hold_s))
         while True:
             try:
-                return self.pools.catalogue.resolve(name)
+                return catalogue.resolve(name, key, beside)
             except Refused as refused:
                 if refused.outcome is not Outcome.REJECTED_NO_BACKENDS or _now() >= ends_s:
                     raise
@@ -216,7 +224,9 @@ class Dispatcher:
                     raise shutting_down() from None
                 if self.nameless >= limits.requests_max or self._nameless_bytes + body_bytes > limits.bytes_max:
                     raise
-            unresolved = self._unresolved.setdefault(name, _Unresolved())
+            meant = catalogue.meant(name, key, beside)
+            named = meant if meant in catalogue.named else None
+            unresolved = self._unresolved.setdefault(meant, _Unresolved())
             unresolved.requests += 1
             self.nameless += 1
             self._nameless_bytes += body_bytes
@@ -232,7 +242,7 @@ class Dispatcher:
                 self.pools.scaling.held(named, -1, _now())
                 unresolved.requests -= 1
                 if not unresolved.requests and not unresolved.settled.is_set():
-                    del self._unresolved[name]
+                    del self._unresolved[meant]
 
     # --- for pollers --------------------------------------------------------------------------------------------------
 
@@ -365,13 +375,14 @@ class Dispatcher:
     def _wake_nameless(self) -> None:
         """Wake the requests that wait for a name about which something is known now."""
         catalogue = self.pools.catalogue
-        if self.draining:
+        if self.draining or catalogue.aliases is not self._aliases:
             settled = list(self._unresolved)
         else:
             # While names may still become known, only those that did are settled.
             asked = self._unresolved.keys()
-            among = asked if catalogue.complete else (asked & catalogue.targets.keys()) | (asked & {None})
+            among = asked if catalogue.complete else (asked & catalogue.served.keys()) | (asked & {None})
             settled = [name for name in among if not catalogue.awaits(name)]
+        self._aliases = catalogue.aliases
         for name in settled:
             self._unresolved.pop(name).settled.set()
         self.on_change()

@@ -77,9 +77,9 @@ def looks(one: Dispatcher) -> list[str | None]:
     seen: list[str | None] = []
     resolve = one.pools.catalogue.resolve
 
-    def spy(name: str | None) -> Target:
+    def spy(name: str | None, key: str = "", beside: str | None = None) -> Target:
         seen.append(name)
-        return resolve(name)
+        return resolve(name, key, beside)
 
     one.pools.catalogue.resolve = spy  # type: ignore[method-assign]
     return seen
@@ -140,6 +140,42 @@ async def test_a_promise_that_is_taken_back_is_not_waited_for() -> None:
     one.reconsider()
     assert "does not exist" in (await refusal_of(task)).message
     assert now() == 0.0
+
+
+@virtual
+async def test_a_name_that_becomes_an_alias_is_waited_for_no_longer() -> None:
+    one = unread()
+    one.pools.add_backend("b", 1)
+    one.listed("a", listing())
+    tasks = [asyncio.create_task(one.resolve(name, 30.0, 1)) for name in ("chat", "other")]
+    await turns()
+    one.pools.reconfigure(SETTINGS, {"chat": {"base": 1, "new": 1}}, now())
+    one.reconsider()
+    await turns()
+    assert [task.done() for task in tasks] == [True, False]
+    assert (await tasks[0]).model == "base", "the other one is not served so far"
+    one.drain()
+    await refusal_of(tasks[1])
+
+
+@virtual
+async def test_one_of_several_models_behind_a_name_may_have_no_replica() -> None:
+    settings = replace(SETTINGS, scaling=replace(SETTINGS.scaling, pools=("new",)))
+    one = Dispatcher(Pools(settings, {"a": 1}, {"chat": {"base": 1, "new": 1}}, partial(make, "blend", Random(0))))
+    for name in "bc":
+        one.pools.add_backend(name, 1)
+    one.listed("a", listing())
+    asked = [asyncio.create_task(one.resolve("chat", 30.0, 1, str(number))) for number in range(20)]
+    await turns()
+    served = [task for task in asked if task.done()]
+    assert 0 < len(served) < 20
+    assert {(await task).model for task in served} == {"base"}
+    assert one.nameless == 20 - len(served), "the others wait for a replica, and ask for one"
+    one.listed("b", listing(base="new"))
+    await turns()
+    assert all(task.done() for task in asked)
+    assert {(await task).model for task in asked} == {"base", "new"}
+    empty(one)
 
 
 @virtual

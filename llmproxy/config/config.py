@@ -57,6 +57,7 @@ from llmproxy.config.value_types import (
     nearest,
     one_of,
 )
+from llmproxy.core.backends.catalogue import ANY
 from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE
 
 LOG_FORMATS = ("text", "json")
@@ -187,12 +188,22 @@ class Config(Section):
     @classmethod
     def _sound_models(cls, models: tuple[ModelConfig, ...], info: ValidationInfo) -> tuple[ModelConfig, ...]:
         problems = repeated([model.name for model in models], "name") + _unknown(models, "criticality", info)
-        aliases = {model.name for model in models if model.target is not None}
+        aliases = {model.name for model in models if model.stands_for is not None}
         for i, model in enumerate(models):
-            if model.target == model.name:
-                problems.append(((i, "target"), f"{model.name!r} is an alias for itself"))
-            elif model.target in aliases:
-                problems.append(((i, "target"), f"{model.target!r} is an alias too; name the model that it stands for"))
+            if model.target is not None and model.targets:
+                problems.append(((i, "targets"), "is given beside target; put the target among them"))
+            if model.name in (model.target, *model.targets) and len(model.targets) < 2:
+                key = "targets" if model.targets else "target"
+                problems.append(((i, key), f"{model.name!r} is an alias for itself"))
+            given = {(i, "target"): model.target} | {(i, "targets", name): name for name in model.targets}
+            problems += [
+                (place, f"{name!r} is an alias too; name the model that it stands for")
+                for place, name in given.items()
+                if name in aliases and name != model.name
+            ]
+            bare = ModelConfig(name=ANY, target=model.target, targets=model.targets)
+            if model.name == ANY and (model.stands_for is None or model != bare):
+                problems.append(((i,), f"{ANY} has a target or targets, and nothing else: limits and bands are theirs"))
         report(problems)
         return models
 

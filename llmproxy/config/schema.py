@@ -6,6 +6,7 @@ The description of a field is the only place where a key is explained: the help 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 from urllib.parse import urlsplit
@@ -238,9 +239,12 @@ class LimitsConfig(Section):
 
 class ModelConfig(Section):
     name: Name = Field(examples=["gpt-4"])
-    """Name that clients request: a base model, an adapter or an alias."""
+    """Name that clients request: a base model, an adapter or an alias. *: every name that has no other entry here."""
     target: Name | None = Field(default=None, examples=["llama-3.1-8b"])
-    """Base model or adapter that an alias stands for. null: the name is no alias."""
+    """Base model or adapter that an alias stands for. null: the name is no alias, or has targets."""
+    targets: dict[str, Weight] = Field(default={}, examples=[{"llama-3.1-8b": 9, "llama-3.3-8b": 1}])
+    """Base models or adapters that share the requests of an alias, with their weights. Its own name may be one of
+    them. Requests of one session get the same one. What no backend serves gets none."""
     criticality: Criticality | None = Field(default=None, examples=["critical"])
     """Band of its requests: a name or an integer. null: that of the target, else the default band."""
     ttft_s: Seconds | None = None
@@ -250,6 +254,11 @@ class ModelConfig(Section):
     """Objective for the mean time per further token. null: that of the target; of a name that is no alias, none."""
     limits: LimitsConfig = LimitsConfig()
     """Limits for all requests of this name together. A request for an alias counts for the alias and its target."""
+
+    @property
+    def stands_for(self) -> str | Mapping[str, float] | None:
+        """The name or the names behind an alias; None where it is none."""
+        return self.target if self.target is not None else self.targets or None
 
 
 class ObjectiveConfig(Section):

@@ -147,7 +147,10 @@ def _read_by_policies(config: Config) -> dict[str, tuple[bool, str]]:
     counts = chosen.fairness in COUNTING or bool(chosen.min_shares)
     weighs = counts and chosen.charged == "tokens"
     rules = {
-        "session": (chosen.placement == "session", f"placement is {chosen.placement}, which looks at no sessions"),
+        "session": (
+            chosen.placement == "session" or any(model.targets for model in config.models),
+            f"placement is {chosen.placement}, which looks at no sessions, and no model has targets",
+        ),
         "charged": (counts, f"{fairness}, which shares out nothing, and there are no min_shares"),
         "prompt_window_s": (chosen.placement == "cost", f"placement is {chosen.placement}, not cost"),
         "quantum_tokens": (chosen.fairness == "locality_fair_share", f"{fairness}, not locality_fair_share"),

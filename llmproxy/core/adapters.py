@@ -302,14 +302,14 @@ class Adapters:
     def _pool_for(self, name: str, model: str | None) -> str:
         """The pool of `model`, or without it that of the adapter, or the only one there is. Raises Refused."""
         if model is not None:
-            target = self._catalogue.targets.get(model)
+            target = self._catalogue.served.get(model) or self._catalogue.targets.get(model)
             if target is None or target.adapter is not None:
                 message = f"`{model[:200]}` is no base model served here; there are: "
                 raise Refused(Outcome.UNKNOWN_MODEL, message + (", ".join(self._catalogue.pools[:20]) or "none") + ".")
             return target.pool
         if name in self._records:
             return self._records[name].pool
-        target = self._catalogue.targets.get(name)
+        target = self._catalogue.served.get(name)
         if target is not None and target.adapter is not None:
             return target.pool
         pools = self._catalogue.pools
@@ -323,8 +323,8 @@ class Adapters:
 
     def _check_name(self, name: str, pool: str) -> None:
         """Raises Refused for a name that would not lead to the adapter, or not only to it."""
-        target, record = self._catalogue.targets.get(name), self._records.get(name)
-        if name in self._catalogue.aliases:
+        target, record = self._catalogue.served.get(name), self._records.get(name)
+        if self._catalogue.aliases.get(name, name) != name:
             raise Refused(Outcome.BAD_REQUEST, f"The name '{name}' is an alias in the proxy's configuration.")
         if target is not None and target.adapter is None:
             raise Refused(Outcome.BAD_REQUEST, f"The lora adapter '{name}' conflicts with a served base model.")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.backends.catalogue import Catalogue
+from llmproxy.core.backends.catalogue import Aliases, Catalogue
 from llmproxy.core.backends.health import EjectionEvent
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import (
@@ -61,7 +61,7 @@ class Pools:
         self,
         settings: Settings,
         backends: Mapping[str, int | None],
-        aliases: Mapping[str, str],
+        aliases: Aliases,
         make_placement: Callable[[], Placement],
     ) -> None:
         self.settings = settings
@@ -117,7 +117,7 @@ class Pools:
             scheduler.leases.replaced(self.backends[name])
             scheduler.drop_bound(name)
 
-    def reconfigure(self, settings: Settings, aliases: Mapping[str, str], now: float) -> None:
+    def reconfigure(self, settings: Settings, aliases: Aliases, now: float) -> None:
         """Apply other settings and aliases from the next decision on.
 
         What waits, what is in flight and what was learned stays. Policies stay, with their settings.

@@ -44,6 +44,8 @@ class Resolve(Message, frozen=True, tag=3):
     name: str | None
     hold_s: float
     body_bytes: int
+    key: str = ""
+    beside: str | None = None
 
 
 class PageRequest(Message, frozen=True, tag=4):

@@ -137,12 +137,14 @@ class RemoteDispatcher:
         del self._leases[lease.grant.lease]
         self._channel.send(protocol.LeaseReturned(lease.grant.lease, lease.verdict, lease.usage))
 
-    async def resolve(self, name: str | None, hold_s: float, body_bytes: int) -> Target:
+    async def resolve(
+        self, name: str | None, hold_s: float, body_bytes: int, key: str = "", beside: str | None = None
+    ) -> Target:
         """See `Dispatcher.resolve`, which is called for names that are not known here."""
         known = self._unnamed if name is None else self._targets.get(name)
         if known is not None:
             return known
-        resolved = await self._calls.answer(lambda call: protocol.Resolve(call, name, hold_s, body_bytes))
+        resolved = await self._calls.answer(lambda call: protocol.Resolve(call, name, hold_s, body_bytes, key, beside))
         assert isinstance(resolved, protocol.NameResolved)
         return resolved.target
 

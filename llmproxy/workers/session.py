@@ -131,7 +131,7 @@ class WorkerSession:
         )  # fmt: skip
 
     async def _resolve(self, call: protocol.Resolve) -> None:
-        target = await self._dispatcher.resolve(call.name, call.hold_s, call.body_bytes)
+        target = await self._dispatcher.resolve(call.name, call.hold_s, call.body_bytes, call.key, call.beside)
         self._context.update_workers()
         self.send(protocol.NameResolved(call.call, target))
 

@@ -143,6 +143,7 @@ def test_setting_without_the_effect_that_it_seems_to_have_is_a_warning(tmp_path:
         "models: [{name: m, ttft_s: 1}]\nscheduling: {placement: random, ordering: edf}\n",
         "models: [{name: m, ttft_s: 1}]\nscheduling: {placement: random, ordering: fcfs, refuse_late: true}\n",
         "scheduling: {placement: session, session: 'body:user'}\n",
+        "scheduling: {session: 'body:user'}\nmodels: [{name: m, targets: {m: 9, n: 1}}]\n",
         "scheduling: {fairness: fcfs, charged: requests, min_shares: {sheddable: 0.1}}\n",
         "scheduling: {fairness: locality_fair_share, quantum_tokens: 1, input_weight: 2}\n",
         "scheduling: {fairness: fcfs, ordering: shortest, ageing_s: 1, output_weight: 3}\n",

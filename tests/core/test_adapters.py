@@ -353,6 +353,14 @@ def test_an_adapter_has_no_name_that_means_something_else() -> None:
     assert world.asked(world.load(model="fast")) == ["a"], "an alias of a base model names it as well"
 
 
+def test_names_stay_those_of_adapters_whatever_stands_for_all_others() -> None:
+    world = two_pools(aliases={"*": "other", "x": "x"})
+    assert world.asked(world.load("x", model=BASE)) == ["a"], "a name that stands for itself is no alias"
+    assert world.asked(world.load("y", model=BASE)) == ["a"]
+    world.lists("a", z="/z")
+    assert "that of an adapter of `base` already" in world.refusal("z", model="other").message
+
+
 def test_nothing_can_be_loaded_before_a_backend_was_read() -> None:
     world = World(listings=dict.fromkeys(FLEET, Listing(0.0, ())))
     assert world.refusal().outcome is Outcome.REJECTED_NO_BACKENDS

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
+
+from xxhash import xxh64_intdigest
 
 from llmproxy.core.domain import Listing, ModelCard, Outcome, Refused
 
+Aliases = Mapping[str, str | Mapping[str, float]]
+"""The name that each alias stands for, or those that share its requests, with their weights."""
+ANY = "*"
+"""The alias that is every name which is no other alias."""
 RETRY_UNREAD_S = 1.0
 """Retry-After while a configured backend was never read: about the time until a poll finds it."""
 
@@ -31,15 +39,17 @@ class Catalogue:
     """Name -> (pool, adapter), rebuilt whenever a listing changes.
 
     A pool is named after the first base model that a backend lists. Listings of backends that are down still count.
-    `aliases` maps configured names to the names that backends know. `promised` are adapters that a backend is being
+    `aliases` are configured. `promised` are adapters that a backend is being
     asked to load: a request for one is early, not wrong. `named` are pools that may have no backend at the moment.
     `expecting` says that discovery will still name backends.
     """
 
-    def __init__(self, backends: Iterable[str], aliases: Mapping[str, str]) -> None:
-        self.aliases: Mapping[str, str] = dict(aliases)
+    def __init__(self, backends: Iterable[str], aliases: Aliases) -> None:
+        self.aliases: Aliases = dict(aliases)
+        self.served: Mapping[str, Target] = {}
+        """Every name that a backend lists, and what it means there."""
         self.targets: Mapping[str, Target] = {}
-        """Every known name, and what it means."""
+        """Every known name that always means the same, and what it means to clients."""
         self.pools: tuple[str, ...] = ()
         self._listings: dict[str, Listing | None] = dict.fromkeys(backends)
         self._cards: dict[str, ModelCard] = {}
@@ -70,15 +80,31 @@ class Catalogue:
         self._unread.discard(backend)
         self._rebuild()
 
-    def rename(self, aliases: Mapping[str, str]) -> None:
+    def rename(self, aliases: Aliases) -> None:
         """Replace the configured aliases."""
         self.aliases = dict(aliases)
         self._rebuild()
 
-    def named_pool(self, name: str | None) -> str | None:
-        """The pool that a requested name means, if the settings name it, so that it may have no replica."""
-        meant = None if name is None else self.aliases.get(name, name)
-        return meant if meant in self.named else None
+    def meant(self, name: str | None, key: str = "", beside: str | None = None) -> str | None:
+        """The name that backends know for a requested one.
+
+        Where several share an alias, requests with the same `key` get the same one, of those that may be served now.
+        What the backend `beside` serves comes before all others.
+        """
+        stands_for = None if name is None else self._stands_for(name)
+        if stands_for is None or isinstance(stands_for, str):
+            return stands_for
+        pool = None if beside is None else self.pool_of(beside)
+        there = {one for one in stands_for if one in self.served and self.served[one].pool == pool}
+        there = there or {one for one in stands_for if self._may_be_served(one)} or set(stands_for)
+        return _drawn({one: weight for one, weight in stands_for.items() if one in there}, f"{name}\0{key}")
+
+    def _stands_for(self, name: str) -> str | Mapping[str, float]:
+        # An alias is followed once, so that its own name can be one of those that share it.
+        return self.aliases.get(name) or self.aliases.get(ANY, name)
+
+    def _may_be_served(self, name: str) -> bool:
+        return name in self.served or name in self.named or name in self.promised
 
     def pool_of(self, backend: str) -> str | None:
         """The pool of a backend; None where it was never read or lists no base model."""
@@ -96,8 +122,8 @@ class Catalogue:
         self._rebuild()
         return True
 
-    def resolve(self, name: str | None) -> Target:
-        """What `name` means; None means the base model of the only pool, as in vLLM.
+    def resolve(self, name: str | None, key: str = "", beside: str | None = None) -> Target:
+        """What `name` means; None means the base model of the only pool, as in vLLM. `key` and `beside`: see `meant`.
 
         Raises Refused with `unknown_model`, or with `rejected_no_backends` while an unread backend might still know the
         name or the adapter is promised.
@@ -107,10 +133,16 @@ class Catalogue:
         target = self.targets.get(name)
         if target is not None:
             return target
-        if self._is_promised(name):
+        meant = self.meant(name, key, beside)
+        assert meant is not None
+        if meant in self.served:
+            # Clients make up names, and `*` takes them all: those that nobody configured count as what they mean.
+            known = name in self.aliases or name in self.served
+            return replace(self.served[meant], requested=name) if known else self.served[meant]
+        if meant in self.promised:
             message = f"No backend has the adapter `{name}` loaded at the moment. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNREAD_S)
-        if self.named_pool(name) is not None:
+        if meant in self.named:
             message = f"No replica of `{name}` is up at the moment; one was asked for. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNREAD_S)
         if not self.ever_read:
@@ -124,33 +156,31 @@ class Catalogue:
                 RETRY_UNREAD_S,
             )
         what = f"The model `{name}` does not exist"
-        if name in self.aliases:
-            what = f"The model `{name}` stands for `{self.aliases[name]}`, which no backend serves"
+        if meant != name:
+            what = f"The model `{name}` stands for `{meant}`, which no backend serves"
         raise Refused(Outcome.UNKNOWN_MODEL, f"{what}. Known models: {self._known_names()}.")
 
     def awaits(self, name: str | None) -> bool:
-        """Whether `name` may become known: `resolve` raises `rejected_no_backends`."""
+        """Whether a name that `meant` returned may become known: `resolve` raises `rejected_no_backends`."""
         if name is None:
             return not self.pools and not self.complete
-        return name not in self.targets and (self._is_promised(name) or not self.complete)
+        return name not in self.served and (name in self.promised or not self.complete)
 
     def models(self) -> list[dict[str, Any]]:
         """The entries of `/v1/models`: the fields of every card, base models first, then the configured aliases."""
         cards = sorted(self._cards.items(), key=lambda item: (item[1].parent is not None, item[0]))
         entries: list[dict[str, Any]] = [{**card.fields, "id": name} for name, card in cards]
-        for alias in sorted(self.aliases):
-            card = self._cards.get(self.aliases[alias])
+        for alias in sorted(self.aliases.keys() - self._cards.keys() - {ANY}):
+            card = next((self._cards[name] for name in _names(self.aliases[alias]) if name in self._cards), None)
             if card is not None:
                 entries.append({**card.fields, "id": alias, "root": card.name, "parent": card.parent})
         return entries
 
-    def _is_promised(self, name: str) -> bool:
-        return self.aliases.get(name, name) in self.promised
-
     def _known_names(self) -> str:
         # Kept, because thousands of requests may be refused at once where backends list hundreds of names.
         if self._names_text is None:
-            self._names_text = ", ".join(sorted(self.targets)[:20]) or "none"
+            shared = {name for name in self.aliases if any(one in self.served for one in _names(self.aliases[name]))}
+            self._names_text = ", ".join(sorted({*self.served, *shared} - {ANY})[:20]) or "none"
         return self._names_text
 
     def _only_pool(self) -> Target:
@@ -183,12 +213,27 @@ class Catalogue:
                 if card.name not in targets or card.name == pool:
                     targets[card.name] = Target(card.name, card.name, pool, adapter, contexts[pool])
                     cards[card.name] = card
-        for alias, name in self.aliases.items():
-            if name in targets:
-                targets[alias] = replace(targets[name], requested=alias)
-        self.targets, self._cards, self.pools, self._contexts = targets, cards, tuple(sorted(contexts)), contexts
+        self.served, self._cards, self.pools, self._contexts = targets, cards, tuple(sorted(contexts)), contexts
+        meanings = ((name, self._stands_for(name)) for name in (targets.keys() | self.aliases) - {ANY})
+        self.targets = {
+            name: replace(targets[meant], requested=name)
+            for name, meant in meanings
+            if isinstance(meant, str) and meant in targets
+        }
         self._names_text = None
         self.revision += 1
+
+
+def _names(stands_for: str | Mapping[str, float]) -> Iterable[str]:
+    return (stands_for,) if isinstance(stands_for, str) else stands_for
+
+
+def _drawn(weights: Mapping[str, float], key: str) -> str:
+    """One of these names, each for its share of all keys. A changed weight moves few of them."""
+    ends = list(accumulate(weights.values()))
+    point = xxh64_intdigest(key.encode("utf-8", "surrogatepass")) / 2**64 * ends[-1]
+    # The largest hash is rounded up to the very end.
+    return list(weights)[min(bisect_right(ends, point), len(ends) - 1)]
 
 
 def _pool_name(listing: Listing) -> str | None:

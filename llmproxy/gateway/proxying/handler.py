@@ -170,6 +170,7 @@ class RequestHandler:
         received.body_bytes = len(body)
         received.parsed = await rules.read(received.route, http, body)
         parsed = received.parsed = await self._isolated(received, received.parsed)
+        received.session = rules.identity.session(http, parsed.sessions, received.tenant)
         received.target = await self._target(received, parsed.facts.model)
         self.budget.request()
         if self._answers is not None and received.route.computes:
@@ -197,8 +198,11 @@ class RequestHandler:
         try:
             if asked is None or tenant.allows(asked):
                 hold_s = min(rules.config.queue.hold_s, rules.identity.ttl_s(received.http.headers))
-                target = await self._dispatcher.resolve(asked, hold_s, received.body_bytes)
-                if tenant.allows(target.requested):
+                # A conversation stays with one of those that share an alias, as its prefix is in no other cache.
+                key, previous = received.session or received.id, received.previous
+                beside = None if previous is None else previous.backend
+                target = await self._dispatcher.resolve(asked, hold_s, received.body_bytes, key, beside)
+                if asked is not None or tenant.allows(target.requested):
                     return target
         except Refused as refused:
             if tenant.models is None or refused.outcome is Outcome.DRAINING:
@@ -249,7 +253,7 @@ class RequestHandler:
             label=received.id,
             prefix=prefix,
             prefix_tokens=prefix_tokens,
-            session=identity.session(http, parsed.sessions, tenant),
+            session=received.session,
             splittable=parsed.splittable and received.previous is None,
             backend=received.previous.backend if received.previous is not None else None,
         )

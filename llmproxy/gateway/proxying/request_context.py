@@ -52,6 +52,7 @@ class ReceivedRequest:
     parsed: ParsedBody | None = None
     previous: Previous | None = None
     salt: str | None = None
+    session: str | None = None
     target: Target | None = None
     ttl_s: float = 0.0
     unknown_objective: str | None = None
