@@ -12,7 +12,7 @@ from llmproxy.cluster.cluster import Cluster, Shared
 from llmproxy.cluster.network import TcpNetwork
 from llmproxy.cluster.protocol import PROTOCOL, Hello
 from llmproxy.cluster.relay import RelayDispatcher
-from llmproxy.config import Config, ConfigError
+from llmproxy.config import Config
 from llmproxy.core.domain import Verdict
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.fleet.registry import BackendRegistry
@@ -49,8 +49,6 @@ def member_of(
 ) -> Cluster:
     """A member that is to be started. `seen` gets the requests of other members. Raises ConfigError."""
     chosen = config.cluster
-    if config.workers > 1:
-        raise ConfigError(["workers: a member of a cluster is one process; run more members in the place of workers"])
     store = stores.opened(chosen, config.discovery.kubernetes_api)
     me = Hello(PROTOCOL, __version__, chosen.member or socket.gethostname(), incarnation, "", _hash_of(config), 0)
 

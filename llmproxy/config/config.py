@@ -299,6 +299,8 @@ class Config(Section):
         if self.forward_credentials and self.needs_key():
             reason = "would send the keys of this proxy to every backend; backend_api_key is what they should get"
             report([(("forward_credentials",), reason)])
+        if self.cluster.listen is not None and self.workers > 1:
+            report([(("workers",), "a member of a cluster is one process; run more members in the place of workers")])
         return self
 
     def __setstate__(self, state: dict[Any, Any]) -> None:

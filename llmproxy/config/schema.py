@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from llmproxy.config.checks import Problem, report
 from llmproxy.config.other_routers import nearest_placement
 from llmproxy.config.pods_url import KUBERNETES
 from llmproxy.config.value_types import (
@@ -41,6 +42,7 @@ from llmproxy.config.value_types import (
     flow_of,
     from_text,
     host_and_port,
+    is_loopback,
     lock_of,
     named_in,
     one_of,
@@ -219,12 +221,15 @@ class ClusterConfig(Section):
         tls, listen = self.tls, self.listen
         if listen is None:
             return self
+        problems: list[Problem] = []
         if tls.cert is not None and tls.ca is None:
-            raise ValueError("tls.ca is missing: members are those with a certificate of that authority")
-        if tls.cert is None and (tls.ca is not None or tls.key is not None):
-            raise ValueError("tls.cert is missing")
-        if tls.cert is None and not self.plaintext and not listen.startswith(("127.", "[::1]", "localhost:")):
-            raise ValueError("members need tls.cert and tls.ca, or plaintext: true where no one else can connect")
+            problems = [(("tls", "ca"), "is missing: members are those with a certificate of that authority")]
+        elif tls.cert is None and (tls.ca is not None or tls.key is not None):
+            problems = [(("tls", "cert"), "is missing")]
+        elif tls.cert is None and not self.plaintext and not is_loopback(listen.rpartition(":")[0]):
+            reason = "members need tls.cert and tls.ca, or plaintext: true where no one else can connect"
+            problems = [(("listen",), reason)]
+        report(problems)
         return self
 
 

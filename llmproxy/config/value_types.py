@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from hashlib import sha256
-from ipaddress import IPv4Network, IPv6Network, ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -217,9 +217,35 @@ def host_and_port(value: str) -> str:
 
 def lock_of(value: str) -> str:
     """`kubernetes`, or the URL of a Valkey or Redis server."""
-    if value != "kubernetes" and not value.startswith(("valkey://", "valkeys://", "redis://", "rediss://")):
-        raise ValueError("should be kubernetes, valkey://HOST:PORT, or valkeys://HOST:PORT with TLS")
+    scheme, found, _ = value.partition("://")
+    if scheme == "kubernetes" and not found:
+        return value
+    if not found or scheme not in _LOCK_SCHEMES:
+        near = nearest(scheme, ("kubernetes", *_LOCK_SCHEMES))
+        near += "" if near == "kubernetes" else "://"
+        raise ValueError(
+            f'should be kubernetes, valkey://HOST:PORT, or valkeys://HOST:PORT with TLS (nearest: "{near}")'
+        )
+    # A message must not repeat the URL, because there may be a password in it.
+    try:
+        parts = urlsplit(value)
+        named = parts.hostname and parts.port != 0
+    except ValueError:
+        named = False
+    if not named:
+        raise ValueError("should name a host, and no port but a number")
     return value
+
+
+def is_loopback(host: str) -> bool:
+    """Whether who listens on this host, with brackets around an IPv6 address, is reached from its own machine only."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+_LOCK_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
 
 
 def listed(value: object) -> object:

@@ -35,10 +35,8 @@ class Stranger:
         self.lost = True
 
     def hello(self, **given: Any) -> None:
-        facts: dict[str, Any] = {
-            "protocol": PROTOCOL, "version": "0", "name": self.name, "incarnation": "1", "address": "",
-            "config": "config", "epoch": 0,
-        }  # fmt: skip
+        facts: dict[str, Any] = {"protocol": PROTOCOL, "version": "0", "name": self.name, "incarnation": "1",
+                                 "address": "", "config": "config", "epoch": 0}  # fmt: skip
         self.channel.send(Hello(**(facts | given)))
 
     def of(self, kind: type[Any]) -> list[Any]:
