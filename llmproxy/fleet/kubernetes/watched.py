@@ -142,7 +142,8 @@ class Watched(Generic[T]):
                 raise ApiError(f"the watch of {self._path} ended: {told.message or told.code}", told.code)
             self._version = told.metadata.resource_version or self._version
             return False
-        found, objects = self._decoder.decode(event.object), self.objects or {}
+        found, objects = self._decoder.decode(event.object), self.objects
+        assert objects is not None, "it was listed before"
         if event.type == "DELETED":
             objects.pop(_key(found), None)
         else:

@@ -105,6 +105,19 @@ async def test_a_list_then_every_event(server: ApiServer, follow: Callable[..., 
     assert server.asked[1]["allowWatchBookmarks"] == "true"
 
 
+async def test_what_comes_into_an_empty_collection_is_known(
+    server: ApiServer, follow: Callable[..., Follower]
+) -> None:
+    one = follow("kubernetes+http://pods/app=vllm")
+    await one.until()
+    for _ in range(2):
+        server.put("pods", pod("a", labels={"app": "vllm"}))
+        await one.until("a")
+        server.delete("pods", "a")
+        await one.until()
+    assert len(asked(server, kind="pods")) == 2, "none of which is a list again"
+
+
 async def test_a_watch_that_ends_goes_on_from_its_last_version(
     server: ApiServer, follow: Callable[..., Follower]
 ) -> None:
