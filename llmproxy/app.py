@@ -16,7 +16,7 @@ from llmproxy.cluster.cluster import Cluster
 from llmproxy.cluster.pages import MemberPages, status_of
 from llmproxy.cluster.relay import RelayDispatcher
 from llmproxy.config import BackendConfig, ClientsConfig, Config, ConfigError, settings_of
-from llmproxy.config.reload import Reloader, Reread
+from llmproxy.config.reload import Combined, Reloader, Reread
 from llmproxy.core.adapters import Adapters
 from llmproxy.core.backends.catalogue import Aliases
 from llmproxy.core.placement.policy import make
@@ -61,6 +61,8 @@ from llmproxy.workers.supervisor import WorkerSupervisor
 
 CONFIGURED = "config"
 """The source of backends that is the configuration itself."""
+OBJECTS_S = 2.0
+"""How long the start waits for the objects of a cluster."""
 
 
 @dataclass(slots=True)
@@ -218,6 +220,8 @@ async def running(
             # A predecessor still serves, and no client need come to a process that knows no backend yet. A poll asks
             # three questions.
             await unless(backend_log.all_polled, asyncio.sleep(3 * config.poll.timeout_s))
+        # No client should meet a proxy that does not know yet what its objective or model means.
+        await unless(proxy.discovery.objects.answered, asyncio.sleep(OBJECTS_S))
         router = proxy.gateway.router(proxy.pages, proxy.clients)
         if proxy.cluster is not None:
             admin_router = router if config.admin.port is None else router.of_admin_port(proxy.clients)
@@ -267,9 +271,11 @@ async def _wired(
     pairs = PairWarmUp(pools, registry.backends, upstream, lambda: gateway.rulebook.current.config)
     stack.push_async_callback(pairs.close)
     events.observers += [keeper, pairs]
+    combined = Combined(config, lambda config: proxy.reconfigure(config))
     found = Discovery(
-        registry, dispatcher.expects_backends, metrics.looked, (partial(addresses, endpoints.resolver), services)
-    )
+        registry, dispatcher.expects_backends, metrics.looked, (partial(addresses, endpoints.resolver), services),
+        combined.take_entries,
+    )  # fmt: skip
     stack.push_async_callback(found.close)
     admin_pages = AdminPages(config, dispatcher, adapters, now)
     proxy = Proxy(
@@ -277,7 +283,7 @@ async def _wired(
         _clients(config), recorder,
     )  # fmt: skip
     if reread is not None:
-        proxy.reloader = Reloader(config, reread, proxy.reconfigure, metrics.reloaded)
+        proxy.reloader = Reloader(config, reread, combined.take, metrics.reloaded)
     proxy.scale = ScalePages(pools, registry.statuses, now)
     pages = proxy.pages = OwnPages(
         gateway.rulebook, pools, gateway.handler, metrics, admin_pages,

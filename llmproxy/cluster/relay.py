@@ -108,9 +108,11 @@ class RelayDispatcher:
         del self._runs[lease.grant.lease]
         self._report(protocol.LeaseReturned(lease.grant.lease, lease.verdict, lease.usage))
 
-    async def resolve(self, name: str | None, hold_s: float, body_bytes: int) -> Target:
+    async def resolve(
+        self, name: str | None, hold_s: float, body_bytes: int, key: str = "", beside: str | None = None
+    ) -> Target:
         """See `Dispatcher.resolve`."""
-        return await self._local.resolve(name, hold_s, body_bytes)
+        return await self._local.resolve(name, hold_s, body_bytes, key, beside)
 
     def direct(self, backend: str, cut: Callable[[], None]) -> AbstractContextManager[None]:
         """See `Dispatcher.direct`."""

@@ -4,6 +4,7 @@ from llmproxy.config.changes import changes_between, with_reloadable
 from llmproxy.config.config import Config
 from llmproxy.config.core_settings import model_limit, settings_of, tenant_limit
 from llmproxy.config.document import ConfigError
+from llmproxy.config.entries import Entries
 from llmproxy.config.keys import keys, keys_of_files
 from llmproxy.config.load import Override, load, load_backends, unused_settings, warnings_of
 from llmproxy.config.other_routers import instead_of
@@ -42,6 +43,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DiscoveryConfig",
+    "Entries",
     "ModelConfig",
     "Network",
     "ObjectiveConfig",

@@ -126,7 +126,7 @@ def _by_name(old: Mapping[str, Any], new: Mapping[str, Any], key: str) -> Iterat
 def value_text(value: Any) -> str:
     """A value in one line of bounded length, without the secrets in it."""
     if isinstance(value, Mapping):
-        shown = {k: v for k, v in value.items() if k not in SECRET and v not in (None, ())}
+        shown = {k: v for k, v in value.items() if k not in SECRET and v not in (None, (), {})}
         text = ", ".join(f"{k}: {value_text(v)}" for k, v in shown.items())
         text = f"{{{text}}}"
     elif isinstance(value, Sequence) and not isinstance(value, str):

@@ -11,10 +11,14 @@ import structlog
 
 from llmproxy.config import Config, ConfigError, WatchedFile
 from llmproxy.config.changes import Change, changes_between, read_at_start, with_reloadable
+from llmproxy.config.entries import Entries, Told, with_entries
 from llmproxy.config.in_force import origins_in_force
 
 LOOK_S = 0.25
 """Time between two looks at the file. A change is applied at the second look that finds it."""
+
+CLUSTER = "cluster"
+"""The cause of what objects of a cluster change."""
 
 T = TypeVar("T")
 _log = structlog.get_logger()
@@ -35,6 +39,47 @@ class Reread:
 
     file: WatchedFile
     read: Callable[[], Config]
+
+
+class Combined:
+    """What is read from the configuration, with the entries that a cluster keeps beside it. `apply` gets both as one.
+
+    An entry that is left out is logged once.
+    """
+
+    def __init__(self, config: Config, apply: Callable[[Config], None]) -> None:
+        self._given = self._config = config
+        self._entries = Entries()
+        self._apply = apply
+        self._told: frozenset[Told] = frozenset()
+
+    def take(self, config: Config) -> None:
+        """Apply another configuration, with the same entries. Raises ConfigError, and then nothing has changed."""
+        self._combine(config)
+        self._given = config
+
+    def take_entries(self, entries: Entries) -> None:
+        """Apply the same configuration with other entries. What changes is logged, as is why it cannot be applied."""
+        before, self._entries = self._config, entries
+        try:
+            self._combine(self._given)
+        except ConfigError as error:
+            for problem in error.problems:
+                _log.error("not_reloaded", cause=CLUSTER, problem=problem)
+            return
+        changes = changes_between(before, self._config)
+        for change in changes:
+            _log.info("config_changed", change=str(change))
+        if changes:
+            _log.info("reloaded", cause=CLUSTER, changes=len(changes), needs_restart=0)
+
+    def _combine(self, given: Config) -> None:
+        config, problems = with_entries(given, self._entries)
+        self._apply(config)
+        self._config = config
+        for origin, why in sorted(problems - self._told):
+            _log.warning("object_refused", object=origin, why=why)
+        self._told = problems
 
 
 class Reloader:

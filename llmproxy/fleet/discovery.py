@@ -15,9 +15,20 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from llmproxy.config import DNS, SRV, BackendConfig, Config, ConfigError, DiscoveryConfig, WatchedFile, load_backends
+from llmproxy.config import (
+    DNS,
+    SRV,
+    BackendConfig,
+    Config,
+    ConfigError,
+    DiscoveryConfig,
+    Entries,
+    WatchedFile,
+    load_backends,
+)
 from llmproxy.config.pods_url import KUBERNETES
 from llmproxy.fleet.kubernetes.api import KubernetesApi
+from llmproxy.fleet.kubernetes.extension_objects import ExtensionObjects
 from llmproxy.fleet.kubernetes.source import KubernetesSource
 from llmproxy.fleet.registry import BackendRegistry
 from llmproxy.fleet.source import BACKENDS_MAX, BackendSource, SourceFailedError
@@ -150,7 +161,7 @@ class Discovery:
 
     `expects` is called with whether some source has not answered yet: a model that no backend lists may then still come
     up. `on_look` is called after every look with the source and whether it succeeded. `look_ups` are the look-ups for A
-    and AAAA records, and for SRV records.
+    and AAAA records, and for SRV records. `take_entries` gets what objects of a cluster say beside its InferencePools.
     """
 
     def __init__(
@@ -159,6 +170,7 @@ class Discovery:
         expects: Callable[[bool], None],
         on_look: Callable[[str, bool], None],
         look_ups: tuple[LookUp, LookUp],
+        take_entries: Callable[[Entries], None] = lambda _: None,
     ) -> None:
         self._registry = registry
         self._expects = expects
@@ -166,6 +178,7 @@ class Discovery:
         self._look_ups = look_ups
         self._running: dict[str, _Running] = {}
         self._unanswered: set[str] = set()
+        self.objects = ExtensionObjects(take_entries, self._tell_expected)
 
     def reconfigure(self, config: Config) -> None:
         """Ask these sources from now on. Backends of a source that is missing leave."""
@@ -189,7 +202,11 @@ class Discovery:
             else:
                 self._unanswered.add(name)
             self._running[name] = _Running(definition, asyncio.create_task(self._ask(name, make()), name=f"ask {name}"))
-        self._expects(bool(self._unanswered))
+        self.objects.reconfigure(config)
+        self._tell_expected()
+
+    def _tell_expected(self) -> None:
+        self._expects(bool(self._unanswered) or self.objects.awaited)
 
     def _looked_up(self, template: BackendConfig, chosen: DiscoveryConfig) -> Callable[[], BackendSource]:
         if template.url.startswith(KUBERNETES):
@@ -210,7 +227,7 @@ class Discovery:
                 backends = await source.look()
                 if backends is not None:
                     self._unanswered.discard(name)
-                    self._expects(bool(self._unanswered))
+                    self._tell_expected()
                     self._registry.update(name, backends)
                     self._on_look(name, True)
                     if wrong:
@@ -233,3 +250,4 @@ class Discovery:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.objects.close()

@@ -120,9 +120,11 @@ class KubernetesApi:
 
 
 def _advice(status: int, path: str) -> str:
-    what = path.rpartition("/")[2]
+    first, _, rest = path.strip("/").partition("/")
+    what, group = path.rpartition("/")[2], rest.partition("/")[0] if first == "apis" else '""'
     return {
         401: ": the token of the service account is not accepted",
-        403: f": the service account needs the verbs list and watch for {what} there",
+        403: f": the role of the service account needs the rule {{apiGroups: [{group}], resources: [{what}],"
+        " verbs: [list, watch]}",
         404: f": this cluster has no {what}",
     }.get(status, "")

@@ -1,12 +1,14 @@
 """The parts of Kubernetes' objects that say where requests may go.
 
 EndpointSlice is that of discovery.k8s.io/v1, Pod that of v1, and InferencePool that of inference.networking.k8s.io/v1.
-Lists and mappings without entries may be null.
+InferenceObjective and InferenceModelRewrite are those of v1alpha2. Lists and mappings without entries may be null.
 """
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
 
 
 class Metadata(Struct, rename="camel", frozen=True):
@@ -16,6 +18,7 @@ class Metadata(Struct, rename="camel", frozen=True):
     resource_version: str = ""
     labels: dict[str, str] | None = None
     annotations: dict[str, str] | None = None
+    creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
 
 
@@ -94,3 +97,60 @@ class InferencePoolSpec(Struct, rename="camel", frozen=True):
 class InferencePool(Struct, frozen=True):
     metadata: Metadata
     spec: InferencePoolSpec
+
+
+# --- the inference extension ------------------------------------------------------------------------------------------
+
+
+class CustomObject(Struct, frozen=True):
+    """An object whose `spec` is read by itself, so that one that is wrong does not hide the others."""
+
+    metadata: Metadata
+    spec: Any = None
+
+
+class PoolRef(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    group: str = "inference.networking.k8s.io"
+    kind: str = "InferencePool"
+
+
+class PoolRefs(Struct, rename="camel", frozen=True):
+    """The InferencePools that an object is for; other fields are not looked at."""
+
+    pool_ref: PoolRef | None = None
+    pool_refs: list[PoolRef] | None = None
+    pool_selector: dict[str, Any] | None = None
+
+
+# A field that is not known may say that less is meant, so that an object with one is not taken for what is left of it.
+class ObjectiveSpec(PoolRefs, frozen=True, forbid_unknown_fields=True):
+    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
+
+
+ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
+
+
+class ModelMatch(Struct, frozen=True, forbid_unknown_fields=True):
+    value: ModelName
+    type: Literal["Exact"] | None = None
+
+
+class Match(Struct, frozen=True, forbid_unknown_fields=True):
+    model: ModelMatch
+
+
+class TargetModel(Struct, rename="camel", frozen=True, forbid_unknown_fields=True):
+    model_rewrite: ModelName
+    weight: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+
+
+class RewriteRule(Struct, frozen=True, forbid_unknown_fields=True):
+    """Without matches, it is for every model."""
+
+    matches: list[Match] | None = None
+    targets: list[TargetModel] | None = None
+
+
+class RewriteSpec(PoolRefs, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    rules: list[RewriteRule]

@@ -57,7 +57,7 @@ class Watched(Generic[T]):
     """The objects of one path, by namespace and name; None until they were listed once. Followed by `run`.
 
     `on_change` is called after every change of `objects` or `trouble`, which says why the API server cannot be asked.
-    The objects stay meanwhile.
+    The objects stay meanwhile. `status` is that of the answer which is the trouble, 0 for none.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Watched(Generic[T]):
     ) -> None:
         self.objects: dict[tuple[str, str], T] | None = None
         self.trouble: str | None = None
+        self.status = 0
         self._api = api
         self._path = path
         self._query = dict(query)
@@ -93,7 +94,7 @@ class Watched(Generic[T]):
                     self._version = None
                 elif not (error.cut and self._following):
                     # A watch that is cut is one that ends; whether the server is away shows next.
-                    self._set_trouble(str(error))
+                    self._set_trouble(str(error), error.status)
             except msgspec.MsgspecError as error:
                 # What comes next would rest on an object that is not known.
                 self._version = None
@@ -111,7 +112,7 @@ class Watched(Generic[T]):
         listed = msgspec.json.decode(body, type=_List)
         objects = [self._decoder.decode(item) for item in listed.items or ()]
         self.objects = {_key(one): one for one in objects}
-        self._version, self.trouble = listed.metadata.resource_version, None
+        self._version, self.trouble, self.status = listed.metadata.resource_version, None, 0
         self._on_change()
 
     async def _follow(self) -> None:
@@ -151,9 +152,9 @@ class Watched(Generic[T]):
         self._version = found.metadata.resource_version or self._version
         return True
 
-    def _set_trouble(self, trouble: str | None) -> None:
+    def _set_trouble(self, trouble: str | None, status: int = 0) -> None:
         if trouble != self.trouble:
-            self.trouble = trouble
+            self.trouble, self.status = trouble, status
             self._on_change()
 
 

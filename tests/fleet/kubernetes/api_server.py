@@ -20,8 +20,13 @@ KINDS = {
     "endpointslices": ("discovery.k8s.io/v1", "EndpointSlice"),
     "inferencepools": ("inference.networking.k8s.io/v1", "InferencePool"),
     "leases": ("coordination.k8s.io/v1", "Lease"),
+    "inferenceobjectives": ("llm-d.ai/v1alpha2", "InferenceObjective"),
+    "inferencemodelrewrites": ("llm-d.ai/v1alpha2", "InferenceModelRewrite"),
+    "old.inferenceobjectives": ("inference.networking.x-k8s.io/v1alpha2", "InferenceObjective"),
+    "old.inferencemodelrewrites": ("inference.networking.x-k8s.io/v1alpha2", "InferenceModelRewrite"),
 }
 WRITABLE = "leases"
+OLD = "inference.networking.x-k8s.io"
 
 
 def selects(selector: str, labels: dict[str, str]) -> bool:
@@ -37,8 +42,9 @@ class ApiServer:
     """Objects that tests put and delete, and everything that may go wrong on the way.
 
     `refuses` answers every request with this status, `silent` sends nothing more on open watches, `bookmarks` sends one
-    at the start of each watch. `asked` are the queries in their order, `tokens` what came with them. `before` is called
-    with the method before an object is read or written; it may wait, and returns a status that refuses, or None.
+    at the start of each watch. Kinds that are `missing` answer 404, and those that are `refused` a status of their
+    own. `asked` are the queries in their order, `tokens` what came with them. `before` is called with the method before
+    an object is read or written; it may wait, and returns a status that refuses, or None.
     """
 
     def __init__(self) -> None:
@@ -50,6 +56,7 @@ class ApiServer:
         self.silent = False
         self.bookmarks = False
         self.missing: set[str] = set()
+        self.refused: dict[str, int] = {}
         self.asked: list[dict[str, str]] = []
         self.tokens: list[str] = []
         self.token: str | None = None
@@ -105,6 +112,8 @@ class ApiServer:
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         query, kind = dict(request.query), request.path.rstrip("/").rpartition("/")[2]
+        if request.path.startswith(f"/apis/{OLD}/"):
+            kind = f"old.{kind}"
         self.asked.append({"kind": kind, "path": request.path, **query})
         self.tokens.append(request.headers.get("Authorization", ""))
         if self.token is not None and self.tokens[-1] != f"Bearer {self.token}":
@@ -119,6 +128,8 @@ class ApiServer:
         if kind not in KINDS or kind in self.missing:
             return web.json_response(status_of(404, "the server could not find the requested resource"), status=404)
         fits = self._fits(query)
+        if (status := self.refused.get(kind)) is not None:
+            return web.json_response(status_of(status, "refused"), status=status)
         if "watch" not in query:
             version, name = KINDS[kind]
             items = [one for one in self.objects[kind].values() if fits(one)]
@@ -211,7 +222,7 @@ def status_of(code: int, message: str) -> Object:
 
 def documents() -> dict[str, Object]:
     """What kubectl reads before it asks for objects."""
-    groups = [version.split("/") for version, _ in KINDS.values() if "/" in version]
+    groups = dict.fromkeys(tuple(version.split("/")) for version, _ in KINDS.values() if "/" in version)
     found: dict[str, Object] = {
         "/api": {"kind": "APIVersions", "versions": ["v1"]},
         "/apis": {
@@ -229,9 +240,11 @@ def documents() -> dict[str, Object]:
     }
     for plural, (version, kind) in KINDS.items():
         verbs = ["get", "list", "watch"]
-        resource = {"name": plural, "singularName": kind.lower(), "namespaced": True, "kind": kind, "verbs": verbs}
+        name = plural.removeprefix("old.")
+        resource = {"name": name, "singularName": kind.lower(), "namespaced": True, "kind": kind, "verbs": verbs}
         path = f"/apis/{version}" if "/" in version else f"/api/{version}"
-        found[path] = {"kind": "APIResourceList", "groupVersion": version, "resources": [resource]}
+        found.setdefault(path, {"kind": "APIResourceList", "groupVersion": version, "resources": []})
+        found[path]["resources"].append(resource)
     return found
 
 
@@ -304,4 +317,33 @@ def inference_pool(name: str, labels: dict[str, str], *ports: int) -> Object:
             "targetPorts": [{"number": port} for port in ports],
             "endpointPickerRef": {"name": "epp", "port": {"number": 9002}},
         },
+    }
+
+
+def objective(name: str, priority: Any = None, pool: str = "qwen", created: str = "2026-01-01", **spec: Any) -> Object:
+    """An InferenceObjective. `created` is a day; `spec` has further fields."""
+    given = {} if priority is None else {"priority": priority}
+    return _of_pool("InferenceObjective", name, pool, created, given | spec)
+
+
+def rewrite(name: str, *rules: Object, pool: str = "qwen", created: str = "2026-01-01") -> Object:
+    return _of_pool("InferenceModelRewrite", name, pool, created, {"rules": [*rules]})
+
+
+def rule(*models: str, **targets: Any) -> Object:
+    """A rule for these models (all, without any): `new=1` is a target with a weight, `new=None` one without."""
+    matches = [{"model": {"type": "Exact", "value": model}} for model in models]
+    weighted = [
+        {"modelRewrite": name} | ({} if weight is None else {"weight": weight}) for name, weight in targets.items()
+    ]
+    return ({"matches": matches} if matches else {}) | {"targets": weighted}
+
+
+def _of_pool(kind: str, name: str, pool: str, created: str, spec: Object) -> Object:
+    ref = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": pool}
+    return {
+        "apiVersion": "llm-d.ai/v1alpha2",
+        "kind": kind,
+        "metadata": {"name": name, "namespace": "default", "creationTimestamp": f"{created}T00:00:00Z"},
+        "spec": {"poolRef": ref} | spec,
     }
