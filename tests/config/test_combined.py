@@ -71,6 +71,8 @@ def test_what_cannot_be_applied_changes_nothing_until_it_can(lines: list[Any]) -
     with pytest.raises(ConfigError):
         applied.combined.take(Config.model_validate({"port": 1}))
     applied.refuses = False
+    applied.combined.take_entries(Entries((), (CHAT,)))
+    assert applied.configs[-1].port == Config().port, "what was refused is not brought in by another change"
     applied.combined.take(Config.model_validate({"port": 2}))
     last = applied.configs[-1]
     assert (last.port, last.objectives, last.models) == (2, (), (CHAT[1],))

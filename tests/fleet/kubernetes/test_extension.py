@@ -207,6 +207,9 @@ def test_what_the_configuration_says_itself_counts() -> None:
         ModelConfig(name="chat", target="old"),
         ModelConfig(name="plain", target="new", ttft_s=1),
     )
+    shown = {one.key: one.origin for one in in_force(found)}
+    assert shown["models[plain].target"] == "InferenceModelRewrite default/r"
+    assert shown["models[chat].target"] == shown["objectives[fast].criticality"] == "default"
     assert problems == [
         "InferenceModelRewrite default/r: the configuration has an alias 'chat', which counts",
         "InferenceObjective default/fast: the configuration has an objective 'fast', which counts",

@@ -154,12 +154,14 @@ async def test_a_missing_right_is_said_once_as_the_rule_that_gives_it(follower: 
     assert follower.objects.awaited is False, "nothing is going to turn up"
     asks = len(server.asked)
     await until(lambda: len(server.asked) > asks + 6)
+    server.put(OBJECTIVES, objective("batch", 2))
+    await follower.until(batch=2)
     (line,) = follower.lines("discovery_failed")
     assert line["source"] == "inferencemodelrewrites.llm-d.ai in default"
     assert "{apiGroups: [llm-d.ai], resources: [inferencemodelrewrites], verbs: [list, watch]}" in line["why"]
     server.refused.clear()
     server.put(REWRITES, rewrite("r", rule("chat", new=None)))
-    await follower.until(batch=1, chat="new")
+    await follower.until(batch=2, chat="new")
     assert [line["source"] for line in follower.lines("discovery_recovered")] == [line["source"]]
 
 
