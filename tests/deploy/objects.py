@@ -70,6 +70,11 @@ def pods(objects: Iterable[Object]) -> list[Object]:
 SLICES = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
 POD_RIGHTS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
 POOLS = {"apiGroups": ["inference.networking.k8s.io"], "resources": ["inferencepools"], "verbs": ["list", "watch"]}
+EXTENSION = {
+    "apiGroups": ["llm-d.ai", "inference.networking.x-k8s.io"],
+    "resources": ["inferenceobjectives", "inferencemodelrewrites"],
+    "verbs": ["list", "watch"],
+}
 LEASE = [
     {
         "apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "resourceNames": ["llmproxy"],
@@ -77,7 +82,7 @@ LEASE = [
     },
     {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create"]},
 ]  # fmt: skip
-RIGHTS = {SERVICE: [SLICES], PODS: [POD_RIGHTS], INFERENCE_POOL: [POD_RIGHTS, POOLS]}
+RIGHTS = {SERVICE: [SLICES], PODS: [POD_RIGHTS], INFERENCE_POOL: [POD_RIGHTS, POOLS, EXTENSION]}
 """All that the proxy reads of a cluster, as docs/how-to/kubernetes.md says."""
 
 

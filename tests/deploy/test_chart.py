@@ -21,6 +21,7 @@ from llmproxy.config.reference import default
 from llmproxy.export.scaling import HPA, KEDA
 from tests.deploy import CHART, PAGE
 from tests.deploy.objects import (
+    EXTENSION,
     KUBERNETES,
     LEASE,
     MISSING,
@@ -151,7 +152,7 @@ def test_several_sources_have_the_rights_of_each() -> None:
     urls = ["kubernetes+http://svc/a", {"url": "Kubernetes+https://serving/infpool/b", "tls": {"server_name": "b"}}]
     objects = of({"backends": [*urls, "kubernetes+http://far/po/app=c", "http://d:8000", "dns+http://e:8000"]})
     roles = {one["metadata"]["namespace"]: one for one in kind(objects, "Role")}
-    assert roles[NAMESPACE]["rules"] == [SLICES, POD_RIGHTS, POOLS]
+    assert roles[NAMESPACE]["rules"] == [SLICES, POD_RIGHTS, POOLS, EXTENSION]
     assert roles["far"]["rules"] == [POD_RIGHTS]
     assert roles["far"]["metadata"]["name"] == "llmproxy.serving", "there may be proxies in several namespaces"
     assert len(kind(objects, "RoleBinding")) == 2
