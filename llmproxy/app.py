@@ -216,16 +216,17 @@ async def running(
             stack.push_async_callback(proxy.cluster.close)
         # Requests that are cut on the way out still return their lease and report their end; then the rest may close.
         stack.push_async_callback(proxy.gateway.handler.idle.wait)
+        # A poll asks three questions.
+        polled = partial(unless, backend_log.all_polled, limit_s=3 * config.poll.timeout_s)
         if sockets.ready_fd is not None:
-            # A predecessor still serves, and no client need come to a process that knows no backend yet. A poll asks
-            # three questions.
-            await unless(backend_log.all_polled, asyncio.sleep(3 * config.poll.timeout_s))
+            # A predecessor still serves, and no client need come to a process that knows no backend yet.
+            await polled(asyncio.Event().wait())
         # No client should meet a proxy that does not know yet what its objective or model means.
         await unless(proxy.discovery.objects.answered, asyncio.sleep(OBJECTS_S))
         router = proxy.gateway.router(proxy.pages, proxy.clients)
         if proxy.cluster is not None:
             admin_router = router if config.admin.port is None else router.of_admin_port(proxy.clients)
-            await proxy.cluster.start(partial(answer_page, admin_router))
+            await proxy.cluster.start(partial(answer_page, admin_router), polled(asyncio.Event().wait()))
         await _listen(stack, proxy, sockets, router)
         stack.callback(proxy.gateway.handler.cut)
         stack.callback(proxy.dispatcher.close)

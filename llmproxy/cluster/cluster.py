@@ -124,10 +124,11 @@ class Cluster:
 
     # --- start and end ------------------------------------------------------------------------------------------------
 
-    async def start(self, page: Page) -> None:
+    async def start(self, page: Page, known: Awaitable[object] | None = None) -> None:
         """Accept other members, and stand for election. `page` answers what their clients ask of the leader.
 
-        Raises OSError, ConfigError.
+        It stands when `known` is over: a leader that knows no backend yet would refuse what waits at the others. Raises
+        OSError, ConfigError.
         """
 
         async def bounded(asked: protocol.PageRequest) -> protocol.PageResponse:
@@ -139,11 +140,20 @@ class Cluster:
 
         self._context = replace_field(self._context, page=bounded)
         self.me = replace(self.me, address=await self.network.listen(lambda: _Incoming(self).channel))
-        self._election = Election(self._store, self.id, self.me.address, self._held_s, self, self._store_away)
+        self._election = Election(
+            self._store, self.id, self.me.address, self._held_s, self, self._store_away, stands=known is None
+        )
         self._tasks = [
             self._loop.create_task(self._election.run(), name="election"),
             self._loop.create_task(self._watch(), name="cluster"),
         ]
+        if known is not None:
+            self._tasks.append(self._loop.create_task(self._stand(self._election, known), name="stand"))
+
+    async def _stand(self, election: Election, known: Awaitable[object]) -> None:
+        await known
+        if not self._resigns:
+            election.stand()
 
     @property
     def led(self) -> bool:

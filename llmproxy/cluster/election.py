@@ -75,8 +75,9 @@ class Election:
 
     def __init__(
         self, store: LockStore, name: str, address: str, held_s: float, candidate: Candidate,
-        away: Callable[[str | None], None],
+        away: Callable[[str | None], None], *, stands: bool = True,
     ) -> None:  # fmt: skip
+        """Until `stand` is called, it only follows, unless it `stands`."""
         self._store = store
         self._name = name
         self._address = address
@@ -86,7 +87,7 @@ class Election:
         self._epoch = 0
         self._leads = False
         self._until_s = 0.0
-        self._stands = True
+        self._stands = stands
         self._may_hold = False
         self._asking = asyncio.Lock()
         self._soon = asyncio.Event()
@@ -114,6 +115,11 @@ class Election:
                     await self._soon.wait()
             except TimeoutError:
                 pass
+
+    def stand(self) -> None:
+        """Stand for election from now on."""
+        self._stands = True
+        self._soon.set()
 
     def look(self) -> None:
         """Look at the lock now: the leader was lost."""

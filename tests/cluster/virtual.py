@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -155,11 +155,11 @@ class VirtualMember:
     def _drain(self, backends: frozenset[str]) -> None:
         self.drained = backends
 
-    async def start(self) -> None:
+    async def start(self, known: Awaitable[object] | None = None) -> None:
         async def page(asked: protocol.PageRequest) -> protocol.PageResponse:
             return protocol.PageResponse(asked.call, 200, "OK", (), asked.request)
 
-        await self.cluster.start(page)
+        await self.cluster.start(page, known)
 
     def client(self, asked: Request | None = None, **facts: Any) -> Client:
         self.clients.append(Client(self.relay, asked, **facts))
@@ -194,10 +194,10 @@ class World:
         self.backends = tuple(backends)
         self.members: list[VirtualMember] = []
 
-    async def member(self, name: str, **given: Any) -> VirtualMember:
+    async def member(self, name: str, known: Awaitable[object] | None = None, **given: Any) -> VirtualMember:
         one = VirtualMember(self, name, **{"backends": self.backends} | given)
         self.members.append(one)
-        await one.start()
+        await one.start(known)
         return one
 
     @property

@@ -1,0 +1,131 @@
+"""What clients and operators see of a cluster is the same whichever member they ask."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from llmproxy.config import hash_of
+from tests.cluster.fleet import cluster_of, members
+from tests.cluster.virtual import world
+from tests.dispatching import virtual
+from tests.e2e.proxies import FAST, HELLO, until
+from tests.e2e.scheduling.test_stored_responses import go_on, made
+
+ADMIN: dict[str, Any] = {"admin_key": hash_of("k"), "trust_headers": "all"}
+KEY = {"authorization": "Bearer k"}
+
+
+async def test_a_response_is_gone_on_with_through_any_member() -> None:
+    async with members(3, FAST, FAST, FAST, scheduling={"placement": "round_robin"}) as found:
+        for one in found:
+            first = await made(one)
+            for other in found:
+                then = await go_on(other, first)
+                assert (then.status, then.backend) == (200, first.backend)
+
+
+@pytest.mark.parametrize("path", ["/scale", "/debug/queue", "/debug/explain"])
+async def test_pages_about_decisions_are_those_of_the_leader(path: str) -> None:
+    async with members(3, FAST, **ADMIN) as found:
+        for one in found:
+            assert (await one.chat()).status == 200
+        pages = [await one.get(path, headers=KEY) for one in found]
+        assert [page.status for page in pages] == [200] * 3
+        if path == "/debug/explain":
+            assert [len(page.json["pools"][0]["choices"]) for page in pages] == [3] * 3
+
+
+async def test_a_backend_that_is_drained_at_any_member_stays_so_under_the_next_leader() -> None:
+    async with members(3, FAST, FAST, **ADMIN) as found:
+        follower = found.followers[0]
+        wrong = {"authorization": "Bearer wrong"}
+        assert (await follower.post("/admin/backends/b0/drain", {}, headers=wrong)).status == 401
+        assert (await follower.post("/admin/backends/b0/drain", {}, headers=KEY)).status == 200
+        await until(lambda: all(one.app.registry.drained() == {"b0"} for one in found))
+        old = found.leader
+        cluster_of(old).begin_shutdown()
+        await until(lambda: not cluster_of(old).leads)
+        await until(found.together)
+        for one in found:
+            for _ in range(3):
+                assert (await one.chat()).backend == "b1"
+        assert (await old.post("/admin/backends/b0/undrain", {}, headers=KEY)).status == 200
+        await until(lambda: not any(one.app.registry.drained() for one in found))
+
+
+async def test_the_admin_port_of_a_member_asks_the_leader_too() -> None:
+    async with members(2, FAST, admin={"port": 0}, **ADMIN) as found:
+        for one in found:
+            assert one.app.admin_url is not None
+            assert (await one.get("/debug/queue", headers=KEY)).status == 404
+            assert (await one.get(one.app.admin_url + "/debug/queue", headers=KEY)).status == 200
+            assert (await one.get(one.app.admin_url + "/admin/cluster", headers=KEY)).json["leader"] == "m0"
+
+
+async def test_a_lock_with_a_password_is_on_no_page() -> None:
+    lock = "valkey://:s3cret@127.0.0.1:6379"
+    async with members(2, FAST, cluster={"lock": lock}, **ADMIN) as found:
+        for one in found:
+            for path in ("/admin/cluster", "/debug/queue", "/debug/explain", "/metrics", "/scale"):
+                assert b"s3cret" not in (await one.get(path, headers=KEY)).body
+            assert "s3cret" not in repr(one.app.config)
+
+
+@virtual
+async def test_who_knows_no_backend_yet_does_not_lead() -> None:
+    """It would refuse what waits at all others, because it knows no model."""
+    async with world(2) as found:
+        old, one = found.leader, found.followers[0]
+        seat = one.client()
+        await asyncio.sleep(0.05)
+        waits = one.client()
+        await asyncio.sleep(0.05)
+        polled = asyncio.Event()
+        new = await found.member("new", known=polled.wait())
+        one.cluster._election._stands = False  # type: ignore[union-attr]
+        old.cluster.begin_shutdown()
+        await asyncio.sleep(3.0)
+        assert not new.relay.led
+        polled.set()
+        await asyncio.sleep(1.0)
+        assert new.cluster.leads
+        assert seat.holds() == "a"
+        assert waits.refused is None
+
+
+@virtual
+async def test_who_leaves_before_it_knows_anything_does_not_lead_afterwards() -> None:
+    async with world(1) as found:
+        polled = asyncio.Event()
+        new = await found.member("new", known=polled.wait())
+        await asyncio.sleep(1.0)
+        new.cluster.begin_shutdown()
+        polled.set()
+        old = found.leader
+        old.cluster._election._stands = False  # type: ignore[union-attr]
+        found.store.held = None
+        await asyncio.sleep(10.0)
+        assert not new.cluster.leads
+
+
+async def test_requests_that_wait_outlive_a_leader_that_is_cut_off_from_its_lock() -> None:
+    async with members(3, FAST, fixed_limit=1, scheduling={"look_ahead": 0}) as found:
+        old = found.leader
+        async with found.followers[0].stream() as seat:
+            await seat.content.readany()
+            waiting = [one.waiting(HELLO) for one in found]
+            await until(lambda: old.queued == 3)
+            found.lock.away.add(old.app.cluster.me.name)  # type: ignore[union-attr]
+            others = [one for one in found if one is not old]
+            await until(lambda: not cluster_of(old).leads)
+            await until(lambda: any(cluster_of(one).leads for one in others))
+            await until(lambda: all(cluster_of(one).led for one in others))
+            assert not any(one.done() for one in waiting)
+            found.lock.away.clear()
+            await until(found.together)
+            assert found.leader is not old
+            await until(lambda: found.leader.queued == 3)
+        assert [(await one).status for one in waiting] == [200] * 3
