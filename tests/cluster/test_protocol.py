@@ -35,8 +35,7 @@ from llmproxy.core.domain import Entry, Outcome, Stage, Verdict
 from llmproxy.workers import protocol
 from llmproxy.workers.channel import BrokenFrameError, Frames, frame
 from tests.core.make import request
-from tests.docs.reference import full_exit
-from tests.workers.test_protocol import NUMBERS, PLACED, REQUESTS, TEXTS, TIMES, USAGES, WHYS
+from tests.workers.test_protocol import EXITS, NUMBERS, PLACED, REQUESTS, TEXTS, TIMES, USAGES, WHYS
 
 CALLS = st.integers(-(2**40), 2**40)
 CALL_SETS = st.frozensets(CALLS, max_size=5)
@@ -57,7 +56,7 @@ FROM: dict[type[Any], st.SearchStrategy[Any]] = {
     protocol.ResponseStored: st.builds(protocol.ResponseStored, TEXTS, TEXTS, TEXTS),
     protocol.PageRequest: st.builds(protocol.PageRequest, CALLS, st.binary(max_size=50), TEXTS),
     protocol.Resolve: st.builds(protocol.Resolve, CALLS, st.none() | TEXTS, TIMES, NUMBERS),
-    protocol.ExitReport: st.builds(lambda by_s: protocol.ExitReport(full_exit().later(by_s)), TIMES),
+    protocol.ExitReport: st.builds(protocol.ExitReport, EXITS),
     Hello: st.builds(Hello, NUMBERS, TEXTS, TEXTS, TEXTS, TEXTS, TEXTS, NUMBERS),
     Resume: st.builds(Resume, CALL_SETS, CALL_SETS),
     Running: st.builds(Running, CALLS, REQUESTS, PLACED, TIMES, st.none() | TIMES, BOOLS, NUMBERS),
