@@ -11,7 +11,7 @@ from functools import partial
 from random import Random
 from uuid import uuid4
 
-from llmproxy.cluster.build import member_of
+from llmproxy.cluster.build import hash_of, member_of
 from llmproxy.cluster.cluster import Cluster
 from llmproxy.cluster.pages import MemberPages, status_of
 from llmproxy.cluster.relay import RelayDispatcher
@@ -130,6 +130,8 @@ class Proxy:
         self.look_for_backends()
         if self.supervisor is not None:
             self.supervisor.reconfigure()
+        if self.cluster is not None:
+            self.cluster.reconfigured(hash_of(config))
 
     def look_for_backends(self) -> None:
         """Know the backends of the configuration, and ask every source that it names for more."""

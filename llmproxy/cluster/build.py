@@ -50,7 +50,7 @@ def member_of(
     """A member that is to be started. `seen` gets the requests of other members. Raises ConfigError."""
     chosen = config.cluster
     store = stores.opened(chosen, config.discovery.kubernetes_api)
-    me = Hello(PROTOCOL, __version__, chosen.member or socket.gethostname(), incarnation, "", _hash_of(config), 0)
+    me = Hello(PROTOCOL, __version__, chosen.member or socket.gethostname(), incarnation, "", hash_of(config), 0)
 
     def stored(response: protocol.ResponseStored) -> protocol.ResponseStored:
         gateway.stored.note(response.response_id, response.backend, response.tenant)
@@ -82,6 +82,6 @@ def member_of(
     return cluster
 
 
-def _hash_of(config: Config) -> str:
+def hash_of(config: Config) -> str:
     """What members of one cluster should have in common."""
     return sha256(config.model_dump_json(exclude=set(OF_A_MACHINE)).encode()).hexdigest()[:12]

@@ -155,6 +155,14 @@ class Cluster:
         if not self._resigns:
             election.stand()
 
+    def reconfigured(self, config: str) -> None:
+        """The configuration of this member is another one by now, with this hash."""
+        self.me = replace(self.me, config=config)
+        if (ours := self.sessions.get(self.me.name)) is not None:
+            ours.hello = self.me
+        if self._link is not None:
+            self._link.channel.send(replace(self.me, epoch=self.epoch))
+
     @property
     def led(self) -> bool:
         """Whether there is a leader that this member can ask."""

@@ -127,7 +127,8 @@ class MemberSession(WorkerSession):
             case protocol.ExitReport(ended):
                 self._context.exits.record(ended.later(self._loop.time()))
             case Hello():
-                pass
+                # Its configuration was read again.
+                self.hello = message
             case _:
                 self._take(message)  # type: ignore[arg-type]
 

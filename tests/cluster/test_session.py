@@ -486,6 +486,20 @@ async def test_what_flows_were_charged_is_known_to_the_next_leader() -> None:
             await client.done()
 
 
+@virtual
+async def test_a_configuration_that_was_read_again_is_known_to_the_leader() -> None:
+    async with world(3) as found:
+        one, leader = found.followers[0], found.leader
+        one.cluster.reconfigured("other")
+        await asyncio.sleep(0.1)
+        assert leader.cluster.sessions[one.name].hello.config == "other"
+        leader.cluster.reconfigured("other")
+        assert leader.cluster.me.config == "other"
+        found.break_connections()
+        await asyncio.sleep(1.0)
+        assert leader.cluster.sessions[one.name].hello.config == "other"
+
+
 # --- pages, and frames that are too long ------------------------------------------------------------------------------
 
 

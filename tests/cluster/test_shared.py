@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.config import hash_of
+from llmproxy.config import Config, hash_of
 from tests.cluster.fleet import cluster_of, members
 from tests.cluster.virtual import world
 from tests.dispatching import virtual
@@ -72,6 +72,23 @@ async def test_a_lock_with_a_password_is_on_no_page() -> None:
             for path in ("/admin/cluster", "/debug/queue", "/debug/explain", "/metrics", "/scale"):
                 assert b"s3cret" not in (await one.get(path, headers=KEY)).body
             assert "s3cret" not in repr(one.app.config)
+
+
+async def test_a_reload_at_a_follower_and_at_the_leader() -> None:
+    """Each member reads its own files: until all have, they differ, and that is shown."""
+    async with members(2, FAST, **ADMIN) as found:
+        leader, follower = found.leader, found.followers[0]
+
+        def same() -> list[bool]:
+            return [one.hello.config == cluster_of(leader).me.config for one in cluster_of(leader).sessions.values()]
+
+        other = Config.model_validate({**follower.config_data, "body_bytes_max": 12345})
+        assert all(same())
+        follower.app.reconfigure(other)
+        await until(lambda: not all(same()))
+        leader.app.reconfigure(Config.model_validate({**leader.config_data, "body_bytes_max": 12345}))
+        assert (await follower.chat()).status == 200
+        await until(lambda: all(same()))
 
 
 @virtual
