@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
+from math import inf
 from typing import Any
 
 import aiohttp
@@ -16,8 +18,12 @@ from benchmarks.fleet import is_whole
 from benchmarks.overload import percentile
 
 OBJECTIVE = "x-llm-d-inference-objective"
+LENGTHS = (20,) * 7 + (600,)
+"""Tokens of an answer, drawn at random: one that outlives the time of a lock among many that are short."""
 REFUSED_S = 0.05
 """How long a client waits that could not connect."""
+FAILED_S = 1.0
+"""And one whose request failed: what Retry-After says."""
 
 
 @dataclass(slots=True)
@@ -31,28 +37,33 @@ class Asked:
     first_s: float | None = None
     ended_s: float = 0.0
     outcome: str = ""
+    tokens: int = 0
 
 
 @dataclass(slots=True)
 class Load:
-    """Streams in a closed loop. `roaming` clients go to members that are ready alone, as behind a load balancer."""
+    """Streams in a closed loop. `roaming` clients go to the next member where one refuses the connection."""
 
     session: aiohttp.ClientSession
-    max_tokens: int = 60
+    lengths: Sequence[int] = LENGTHS
     asked: list[Asked] = field(default_factory=list)
-    over: bool = False
-    unready: set[str] = field(default_factory=set)
+    over_s: float = inf
+    _serial: Iterator[int] = field(default_factory=count)
+
+    def end(self) -> None:
+        """Ask for nothing more."""
+        self.over_s = now()
 
     async def clients(
-        self, members: Sequence[Member], count: int, band: str = "default", *, key: str | None = None,
+        self, members: Sequence[Member], number: int, band: str = "default", *, key: str | None = None,
         label: str = "", roaming: bool = False,
     ) -> None:  # fmt: skip
-        """`count` clients of each of these members, until `over`."""
+        """`number` clients of each of these members, until `end`."""
         await asyncio.gather(
             *(
                 self._client(members, place, band, key, label, roaming)
                 for place in range(len(members))
-                for _ in range(count)
+                for _ in range(number)
             )
         )
 
@@ -61,32 +72,21 @@ class Load:
     ) -> None:
         headers = {OBJECTIVE: band} | ({"authorization": f"Bearer {key}"} if key else {})
         number = 0
-        while not self.over:
+        rng = random.Random(next(self._serial))
+        while now() < self.over_s:
             number += 1
-            while roaming and members[place].name in self.unready:
-                place = (place + 1) % len(members)
-                await asyncio.sleep(0.0)
             body = {
-                "model": "sim", "stream": True, "max_tokens": self.max_tokens, "ignore_eos": True,
+                "stream": True, "max_tokens": rng.choice(self.lengths), "ignore_eos": True,
                 "messages": [{"role": "user", "content": "Tell me a story. " * (10 + number % 7)}],
             }  # fmt: skip
             asked = await self._ask(Asked(members[place].name, band, label, now()), members[place], body, headers)
             if asked.outcome == "refused":
+                place = (place + 1) % len(members) if roaming else place
                 await asyncio.sleep(REFUSED_S)
-            else:
-                self.asked.append(asked)
-
-    async def balance(self, members: Sequence[Member]) -> None:
-        """Know which members are ready, until cancelled."""
-        while True:
-            for member in members:
-                try:
-                    async with self.session.get(f"{member.url}/ready") as answer:
-                        ready = answer.status == 200
-                except aiohttp.ClientError:
-                    ready = False
-                (self.unready.discard if ready else self.unready.add)(member.name)
-            await asyncio.sleep(0.1)
+                continue
+            self.asked.append(asked)
+            if asked.outcome != "ok":
+                await asyncio.sleep(FAILED_S)
 
     async def _ask(self, asked: Asked, member: Member, body: Any, headers: dict[str, str]) -> Asked:
         received = bytearray()
@@ -97,6 +97,7 @@ class Load:
                     if asked.first_s is None:
                         asked.first_s = now()
                     received += piece
+                asked.tokens = received.count(b'"content":')
                 asked.outcome = "ok" if is_whole(bytes(received), stream=True) else f"{answer.status} not whole"
                 if answer.status != 200:
                     asked.outcome = str(answer.status)
@@ -124,7 +125,7 @@ class Load:
         firsts = sorted(
             one.first_s for one in self.asked if one.member in members and one.first_s and from_s <= one.first_s <= to_s
         )
-        return max((b - a for a, b in pairwise([*firsts, to_s])), default=to_s - from_s)
+        return max(b - a for a, b in pairwise([from_s, *firsts, to_s]))
 
 
 def now() -> float:

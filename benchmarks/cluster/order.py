@@ -1,119 +1,83 @@
-"""Whether priority and shares are those of one proxy, and what the further hop costs."""
+"""Whether priority and shares are those of one proxy."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
-from statistics import median
+from collections import Counter, defaultdict
+from collections.abc import Coroutine
+from typing import Any
 
-from benchmarks.cluster.load import Load, now
-from benchmarks.cluster.rig import PLACES, Member, rig
+from benchmarks.cluster.load import Load
+from benchmarks.cluster.rig import PLACES, REPLICA_FLAGS, Rig, rig
 from llmproxy.config.value_types import hash_of
 
 LASTS_S = 15.0
-IDLE_S = 5.0
-ROUNDS = 8
+ROUNDS = 2
+LENGTHS = range(20, 61)
+IN_TIME_S = 0.5
 TENANTS = f"""
 tenants:
   - {{name: a, keys: ["{hash_of("a")}"]}}
   - {{name: b, keys: ["{hash_of("b")}"]}}
 scheduling: {{flow: tenant}}
 """
+SETTINGS = {"one": (1, False), "2, a cluster": (2, True), "4, a cluster": (4, True),
+            "2, strangers": (2, False), "4, strangers": (4, False)}  # fmt: skip
+COLUMNS = "critical, TTFT p50", "p99", f"within {IN_TIME_S:g} s", "inversions", "grants", "share of tenant a"
 
 
 async def order() -> None:
-    """Bands at different members, and tenants that use members of their own: one proxy, and clusters."""
-    print("| proxies | critical, TTFT p50 | p99 | inversions | share of tenant a |")
-    print("| --- | --- | --- | --- | --- |")
-    for count, clustered in ((1, False), (2, True), (4, True)):
-        async with rig(count, clustered=clustered) as made:
-            load = Load(made.session)
-            await _for(load, [
-                load.clients(made.members[:1], 4, "critical"),
-                load.clients(made.members[-1:], 20, "sheddable"),
-                load.clients(made.members[count // 2 :][:1], 10, "default"),
-            ])  # fmt: skip
-            inversions = sum([await made.metric(one, "llmproxy_inversions_total") for one in made.members])
-            critical = load.ttft_s("critical", 0.5), load.ttft_s("critical", 0.99)
-        async with rig(count, clustered=clustered, more=TENANTS) as made:
-            load = Load(made.session)
-            # The clients of tenant a all use one member, and those of b the others.
-            others = made.members[1:] or made.members
-            await _for(load, [
-                load.clients(made.members[:1], 32, "default", key="a", label="a"),
-                load.clients(others, 24 // len(others), "default", key="b", label="b"),
-            ])  # fmt: skip
-            served = Counter(one.label for one in load.asked if one.outcome == "ok")
-        kind = f"{count}, a cluster" if clustered else "one"
-        share = served["a"] / max(1, served.total())
-        print(f"| {kind} | {critical[0]:.3f} s | {critical[1]:.3f} s | {inversions:g} | {share:.2f} |", flush=True)
+    """Bands at different members, and tenants that use members of their own, in turns."""
+    found = defaultdict[str, list[list[str]]](list)
+    for number in range(ROUNDS):
+        for kind in list(SETTINGS)[:: 1 if number % 2 == 0 else -1]:
+            count, clustered = SETTINGS[kind]
+            # Strangers would put more into an engine than a cluster may.
+            flags = (*REPLICA_FLAGS, "--max-num-seqs", str(PLACES))
+            async with rig(count, clustered=clustered, more=TENANTS, replica_flags=flags) as made:
+                found[kind].append([*await _bands(made, clustered), await _tenants(made)])
+    print(f"| proxies | {' | '.join(COLUMNS)} |\n| --- {'| --- ' * len(COLUMNS)}|")
+    for kind in SETTINGS:
+        print(f"| {kind} | {' | '.join(', '.join(cell) for cell in zip(*found[kind], strict=True))} |", flush=True)
     print()
 
 
-async def _for(load: Load, clients: Sequence[object]) -> None:
-    running = asyncio.gather(*clients)  # type: ignore[call-overload]
+async def _bands(made: Rig, clustered: bool) -> list[str]:
+    """The leader has the clients that go last, and another member those that go first."""
+    last = await made.leader() if clustered else made.members[0]
+    first, *middle = [one for one in made.members if one is not last] or [last]
+    load = Load(made.session, LENGTHS)
+    await _for(
+        load,
+        load.clients([first], 4, "critical", key="a"),
+        load.clients(middle[:1] or [first], 10, "default", key="a"),
+        load.clients([last], 20, "sheddable", key="a"),
+    )
+    inversions = sum([await made.metric(one, "llmproxy_inversions_total") for one in made.members])
+    waits = [one.first_s - one.sent_s for one in load.asked if one.band == "critical" and one.first_s]
+    in_time = sum(wait <= IN_TIME_S for wait in waits) / len(waits)
+    p50, p99 = (load.ttft_s("critical", share) for share in (0.5, 0.99))
+    return [f"{p50:.2f} s", f"{p99:.2f} s", f"{in_time:.3f}", f"{inversions:g}", str(len(load.asked))]
+
+
+async def _tenants(made: Rig) -> str:
+    """The share of tokens of one at one member, while the other one has three times as many clients elsewhere."""
+    load = Load(made.session, LENGTHS)
+    others = made.members[1:] or made.members
+    await _for(
+        load,
+        load.clients(made.members[:1], 12, "default", key="a", label="a"),
+        load.clients(others, 36 // len(others), "default", key="b", label="b"),
+    )
+    tokens = Counter[str]()
+    for one in load.asked:
+        # What ends afterwards was asked for by whoever had more clients.
+        tokens[one.label] += one.tokens if one.ended_s <= load.over_s else 0
+    return f"{tokens['a'] / tokens.total():.3f}"
+
+
+async def _for(load: Load, *clients: Coroutine[Any, Any, None]) -> None:
+    running = asyncio.gather(*clients)
     await asyncio.sleep(LASTS_S)
-    load.over = True
-    await running
-
-
-def cpu_s(member: Member) -> float:
-    """CPU time of a member so far."""
-    fields = Path(f"/proc/{member.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def rss_mb(member: Member) -> float:
-    return int(Path(f"/proc/{member.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
-async def speed() -> None:
-    """Time to the first byte and CPU time by the leader, by a member that follows, and by a proxy that is alone.
-
-    What processes use without requests, for polls, is taken off.
-    """
-    async with rig(2, speed=20) as made, rig(1, clustered=False, speed=20) as alone:
-        leader = await made.leader()
-        (follower,) = [one for one in made.members if one is not leader]
-        places = {"alone": (alone, alone.members[0]), "leader": (made, leader), "follower": (made, follower)}
-        members = [member for _, member in places.values()]
-        firsts: dict[str, list[float]] = {name: [] for name in places}
-        used: dict[str, dict[str, float]] = {name: dict.fromkeys(places, 0.0) for name in places}
-        asked = dict.fromkeys(places, 0)
-        lasted = dict.fromkeys(places, 0.0)
-        before = [cpu_s(one) for one in members]
-        await asyncio.sleep(IDLE_S)
-        idle = [(cpu_s(one) - was) / IDLE_S for one, was in zip(members, before, strict=True)]
-        for _ in range(ROUNDS):
-            for name, (of, member) in places.items():
-                first = Load(of.session, max_tokens=1)
-                await _asked(first, member, 1, 50)
-                firsts[name] += [one.first_s - one.sent_s for one in first.asked if one.first_s]
-                # Many at once, so that the polls of busy replicas cost each of them little.
-                load = Load(of.session, max_tokens=1)
-                before, began_s = [cpu_s(one) for one in members], now()
-                await _asked(load, member, PLACES, 1_000)
-                asked[name] += len(load.asked)
-                lasted[name] += now() - began_s
-                for place, one, was in zip(places, members, before, strict=True):
-                    used[name][place] += cpu_s(one) - was
-        print("| by | TTFT p50 | CPU of that process per request | CPU of the leader |\n| --- | --- | --- | --- |")
-        for name, times in firsts.items():
-            cost = {
-                place: 1e6 * (used[name][place] - rate * lasted[name]) / asked[name]
-                for place, rate in zip(places, idle, strict=True)
-            }
-            of_leader = f"{cost['leader']:.0f} us" if name == "follower" else ""
-            print(f"| {name} | {1e3 * median(times):.2f} ms | {cost[name]:.0f} us | {of_leader} |")
-        print(f"\nMemory: leader {rss_mb(leader):.0f} MB, follower {rss_mb(follower):.0f} MB.\n")
-
-
-async def _asked(load: Load, member: Member, clients: int, count: int) -> None:
-    running = asyncio.create_task(load.clients([member], clients))
-    while len(load.asked) < count:  # noqa: ASYNC110 - clients tell of no event
-        await asyncio.sleep(0.01)
-    load.over = True
+    load.end()
     await running

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import signal
 import tempfile
@@ -20,20 +21,23 @@ SERVERS = ("valkey-server", "redis-server")
 REPLICAS = 2
 PLACES = 8
 """`max_in_flight` of each replica."""
-REPLICA_FLAGS = ("--model", "sim", "--max-num-seqs", "64")
+REPLICA_FLAGS = ("--model", "sim", "--max-num-seqs", "64", "--speed", "0.5")
 SEEN_S = 0.02
 """How often replicas are asked how many requests they have."""
 
 
 class Forwarder:
-    """A port that passes bytes to another one, until either direction is cut."""
+    """A port that passes bytes to that of a member, until directions are cut.
+
+    Then it keeps them, and the ends of connections, as a network that drops packets which are sent again.
+    """
 
     def __init__(self, to_port: int) -> None:
         self.port = 0
+        self.passed = {"in": 0, "out": 0}
         self._to_port = to_port
-        self.passes = {"in": asyncio.Event(), "out": asyncio.Event()}
-        for one in self.passes.values():
-            one.set()
+        self._cut: tuple[frozenset[str], str | None] = frozenset(), None
+        self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -41,37 +45,45 @@ class Forwarder:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
-    def cut(self, *ways: str) -> None:
-        for way in ways:
-            self.passes[way].clear()
-
-    def heal(self) -> None:
-        for one in self.passes.values():
-            one.set()
+    async def cut(self, *ways: str, of: str | None = None) -> None:
+        """Cut these directions, `in` and `out`, and no others: for all other members, or for the one of this name."""
+        async with self._changed:
+            self._cut = frozenset(ways), of
+            self._changed.notify_all()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         try:
+            first = await reader.read(1 << 16)
+            # Who connects says its name first.
+            name = next((found.decode() for found in re.findall(rb"m\d+", first)), "")
             # A connection is made by both sides, so that either cut prevents one.
-            for one in self.passes.values():
-                await one.wait()
+            await self._passes(name, "in")
+            await self._passes(name, "out")
             there, back = await asyncio.open_connection("127.0.0.1", self._to_port)
-            await asyncio.gather(self._pass(reader, back, "in"), self._pass(there, writer, "out"))
+            back.write(first)
+            await asyncio.gather(self._pass(reader, back, name, "in"), self._pass(there, writer, name, "out"))
         except (OSError, asyncio.CancelledError):
             pass
         finally:
             writer.close()
             self._tasks.discard(task)
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: str) -> None:
-        with suppress(ConnectionError, asyncio.CancelledError):
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str, way: str) -> None:
+        with suppress(ConnectionError):
             while data := await reader.read(1 << 16):
-                await self.passes[way].wait()
+                await self._passes(name, way)
+                self.passed[way] += len(data)
                 writer.write(data)
                 await writer.drain()
+        await self._passes(name, way)
         writer.close()
+
+    async def _passes(self, name: str, way: str) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: way not in self._cut[0] or self._cut[1] not in (None, name))
 
     async def close(self) -> None:
         if self._server is not None:
@@ -107,6 +119,12 @@ class Member:
         self.starts += 1
         self.process = await start(["serve", *self.flags], self.folder / f"{self.name}-{self.starts}.log")
         await ready(self.url, self.process)
+
+    async def start_again(self) -> None:
+        """After it has ended."""
+        assert self.process is not None
+        await self.process.child.wait()
+        await self.start()
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         assert self.process is not None
@@ -147,6 +165,10 @@ class Rig:
         except (aiohttp.ClientError, TimeoutError):
             return None
 
+    async def waiting(self, members: Sequence[Member]) -> int:
+        """Requests of these members that wait."""
+        return sum([found["waiting"] for one in members if (found := await self.status(one))])
+
     async def metric(self, member: Member, series: str) -> float:
         async with self.session.get(f"{member.url}/metrics") as answer:
             return value_of(await answer.text(), series) or 0.0
@@ -162,6 +184,14 @@ class Rig:
                 if len(names) == 1 and (name := names.pop()) in known:
                     return next(one for one in self.members if one.name == name)
                 await asyncio.sleep(0.05)
+
+    async def together(self) -> None:
+        """Wait until the leader knows all members, and all follow it."""
+        leader = await self.leader()
+        async with asyncio.timeout(60.0):
+            while not (page := await self.status(leader)) or len(page["members"]) < len(self.members):
+                await asyncio.sleep(0.05)
+                leader = await self.leader()
 
     async def watch_replicas(self) -> None:
         """Look how many requests each replica has, until cancelled."""
@@ -179,10 +209,13 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(members: int, *flags: str, clustered: bool = True, more: str = "", speed: int = 1) -> AsyncIterator[Rig]:
-    """So many members over two replicas; where they are not `clustered`, they know nothing of each other.
+async def rig(
+    members: int, *flags: str, clustered: bool = True, more: str = "", replica_flags: Sequence[str] = REPLICA_FLAGS,
+    replicas: Sequence[str] = (), places: int = PLACES,
+) -> AsyncIterator[Rig]:  # fmt: skip
+    """So many members over two simulated replicas, or over `replicas`. `more` is configuration beside the backends.
 
-    `more` is configuration beside the backends, and `speed` that of the replicas.
+    Where they are not `clustered`, they know nothing of each other.
     """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmproxy-cluster-")))
@@ -191,13 +224,15 @@ async def rig(members: int, *flags: str, clustered: bool = True, more: str = "",
         processes: list[Process] = []
         try:
             await made.start_store()
-            for number in range(REPLICAS):
+            made.replica_urls.extend(replicas)
+            for number in range(0 if replicas else REPLICAS):
                 port = free_port()
-                replica = ["replica", "--port", str(port), *REPLICA_FLAGS, "--speed", str(speed)]
-                processes.append(await start(replica, folder / f"r{number}.log"))
+                processes.append(
+                    await start(["replica", "--port", str(port), *replica_flags], folder / f"r{number}.log")
+                )
                 made.replica_urls.append(f"http://127.0.0.1:{port}")
             backends = folder / "proxy.yaml"
-            listed = "".join(f"  - {{url: {url!r}, max_in_flight: {PLACES}}}\n" for url in made.replica_urls)
+            listed = "".join(f"  - {{url: {url!r}, max_in_flight: {places}}}\n" for url in made.replica_urls)
             backends.write_text(f"backends:\n{listed}{more}")
             for number in range(members):
                 made.members.append(await _member(made, f"m{number}", [*flags, "--config", str(backends)], clustered))

@@ -1,0 +1,175 @@
+"""What the further hop costs: time to the first byte, CPU time, bytes and memory, and how much one leader can take."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.cluster.load import Load
+from benchmarks.cluster.rig import Member, Rig, rig
+from benchmarks.peers.cases import CASES
+from benchmarks.peers.measure import built
+from benchmarks.proxy import Child, cpu_s, rss_bytes
+
+ROUNDS = 7
+ONE_BY_ONE = 150
+WINDOW_S = 3.0
+IDLE_S = 5.0
+PLACES = 4096
+MEMORY_S = 300.0
+MEMORY_RATE = 100.0
+ASKING_S = 6.0
+JSON = next(case for case in CASES if case.name == "json64")
+
+
+@asynccontextmanager
+async def cheap_replicas(folder: Path) -> AsyncIterator[list[str]]:
+    """Two that cost next to nothing."""
+    mock = Child([str(built("mockd")), "2"], range(64), folder / "mock.log", piped=True)
+    try:
+        yield [f"http://127.0.0.1:{port}" for port in mock.line().split()]
+    finally:
+        mock.stop()
+
+
+async def speed() -> None:
+    """A proxy that is alone, a leader, and a member that follows it, in turns."""
+    with tempfile.TemporaryDirectory(prefix="llmproxy-cluster-") as folder:
+        async with (
+            cheap_replicas(Path(folder)) as replicas,
+            rig(2, replicas=replicas, places=PLACES) as made,
+            rig(1, clustered=False, replicas=replicas, places=PLACES) as alone,
+        ):
+            leader = await made.leader()
+            (follower,) = [one for one in made.members if one is not leader]
+            places = {"alone": alone.members[0], "leader": leader, "follower": follower}
+            files = JSON.requests(Path(folder))
+            await _first_byte(made, places)
+            await _cpu(places, files)
+            await _bytes(leader, follower, files)
+            await _asks(leader)
+            await _memory(places, files)
+
+
+async def _first_byte(made: Rig, places: Mapping[str, Member]) -> None:
+    firsts = defaultdict[str, list[float]](list)
+    for number in range(ROUNDS + 1):
+        for name in list(places)[:: 1 if number % 2 else -1]:
+            load = Load(made.session, (1,))
+            running = asyncio.create_task(load.clients([places[name]], 1))
+            while len(load.asked) < ONE_BY_ONE:  # noqa: ASYNC110 - clients tell of no event
+                await asyncio.sleep(0.01)
+            load.end()
+            await running
+            if number:  # The first round warms up.
+                firsts[name].append(1e3 * load.ttft_s("default", 0.5))
+    print("| by | TTFT p50, ms | more than alone | more than by the leader |\n| --- | --- | --- | --- |")
+    for name, times in firsts.items():
+        more = [_range([a - b for a, b in zip(times, firsts[base], strict=True)]) for base in ("alone", "leader")]
+        print(f"| {name} | {_range(times)} | {' | '.join(more)} |", flush=True)
+    print()
+
+
+async def _cpu(places: Mapping[str, Member], files: Sequence[Path]) -> None:
+    """CPU time for each of many requests at once, without what polls use."""
+    before = {name: cpu_s([one.pid]) for name, one in places.items()}
+    await asyncio.sleep(IDLE_S)
+    idle = {name: (cpu_s([one.pid]) - before[name]) / IDLE_S for name, one in places.items()}
+    found = {by: defaultdict[str, list[float]](list) for by in places}
+    rates = defaultdict[str, list[float]](list)
+    for number in range(ROUNDS):
+        for by in list(places)[:: 1 if number % 2 else -1]:
+            window, used = await _loaded(places[by], files, places, 32, WINDOW_S)
+            rates[by].append(window["requests"] / window["window_s"])
+            for name, spent_s in used.items():
+                spent_s -= idle[name] * window["window_s"]
+                found[by][name].append(1e6 * spent_s / window["requests"])
+    hop = [sum(found["follower"][name][at] for name in ("follower", "leader")) - found["alone"]["alone"][at]
+           for at in range(ROUNDS)]  # fmt: skip
+    print("| by | requests/s | CPU of that process per request, µs | of the leader |\n| --- | --- | --- | --- |")
+    for by in places:
+        print(f"| {by} | {_range(rates[by], 0)} | {_range(found[by][by], 0)} | {_range(found[by]['leader'], 0)} |")
+    print(f"\nBoth sides together, beyond one that is alone: {_range(hop, 0)} µs.\n", flush=True)
+
+
+async def _bytes(leader: Member, follower: Member, files: Sequence[Path]) -> None:
+    """Between the two, through the forwarder of the leader, per request."""
+    before = dict(leader.forwarder.passed)
+    window, _ = await _loaded(follower, files, {}, 8, WINDOW_S)
+    # Those at the borders of the window are too few to matter.
+    total = window["requests"] * (WINDOW_S + JSON.ramp_s + JSON.warmup_s) / WINDOW_S
+    passed = {way: (leader.forwarder.passed[way] - count) / total for way, count in before.items()}
+    print(f"Bytes per request: {passed['in']:.0f} to the leader, {passed['out']:.0f} back.\n", flush=True)
+
+
+async def _loaded(
+    to: Member, files: Sequence[Path], looked_at: Mapping[str, Member], clients: int, seconds: float, rate: float = 0.0
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """What the load generator saw in its window, and the CPU seconds that these members used in it."""
+    flags = {"p": to.port, "c": clients, "r": rate, "a": JSON.ramp_s, "w": JSON.warmup_s, "s": seconds}
+    words = [word for name, value in flags.items() for word in (f"-{name}", str(value))]
+    load = await asyncio.create_subprocess_exec(built("loadgen"), *words, *files, stdout=asyncio.subprocess.PIPE)
+    assert load.stdout is not None
+    try:
+        books = []
+        for moment in (b"begin", b"end"):
+            assert (await load.stdout.readline()).strip() == moment
+            books.append({name: cpu_s([one.pid]) for name, one in looked_at.items()})
+        window: dict[str, Any] = json.loads(await load.stdout.readline())
+    finally:
+        if load.returncode is None:
+            load.kill()
+        await load.wait()
+    if window["failed"]:
+        raise RuntimeError(f"{window['failed']} requests failed")
+    return window, {name: books[1][name] - books[0][name] for name in looked_at}
+
+
+async def _asks(leader: Member) -> None:
+    """Members that only ask, at the leader's own port."""
+    print("| members that ask | at once | asks/s | CPU of the leader | per ask, µs |\n| --- | --- | --- | --- | --- |")
+    for members, at_once in ((1, 16), (1, 64), (2, 64), (4, 64)):
+        words = [sys.executable, "-m", "benchmarks.cluster.asks", f"127.0.0.1:{leader.cluster_port}"]
+        asking = [
+            await asyncio.create_subprocess_exec(
+                *words, f"ask{number}", str(at_once), str(ASKING_S), stdout=asyncio.subprocess.PIPE
+            )
+            for number in range(members)
+        ]
+        # Starting is not part of it.
+        await asyncio.sleep(2.0)
+        before, from_s = cpu_s([leader.pid]), asyncio.get_running_loop().time()
+        said = [await one.communicate() for one in asking]
+        lasted_s = asyncio.get_running_loop().time() - from_s
+        spent_s = cpu_s([leader.pid]) - before
+        done = sum(int(out) for out, _ in said)
+        busy, each_us = 100 * spent_s / lasted_s, 1e6 * spent_s / done
+        print(f"| {members} | {at_once} | {done / ASKING_S:,.0f} | {busy:.0f} % | {each_us:.0f} |", flush=True)
+    print()
+
+
+async def _memory(places: Mapping[str, Member], files: Sequence[Path]) -> None:
+    """Requests by the member that follows, for minutes."""
+    looked_at = {name: one for name, one in places.items() if name != "alone"}
+    rows = {name: [rss_bytes([one.pid]) / 1e6] for name, one in looked_at.items()}
+    for _ in range(5):
+        await _loaded(places["follower"], files, {}, 64, MEMORY_S / 5, MEMORY_RATE)
+        for name, one in looked_at.items():
+            rows[name].append(rss_bytes([one.pid]) / 1e6)
+    print("| memory, MB | before | after each minute |\n| --- | --- | --- |")
+    for name, (first, *later) in rows.items():
+        print(f"| {name} | {first:.1f} | {', '.join(f'{one:.1f}' for one in later)} |", flush=True)
+    print()
+
+
+def _range(values: Sequence[float], digits: int = 2) -> str:
+    """The median, and the smallest and largest."""
+    return f"{median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
