@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -30,10 +31,19 @@ class _Pipe(asyncio.Transport):
         self._delay_s = delay_s
         self.other: _Pipe
         self._open = True
+        self._under_way: deque[bytes] = deque()
 
     def write(self, data: Any) -> None:
         if self._open:
-            self._loop.call_later(self._delay_s, self.other._arrived, bytes(data))
+            # Timers of one moment come in any order, and bytes do not.
+            self._under_way.append(bytes(data))
+            self._loop.call_later(self._delay_s, self._arrives)
+
+    def _arrives(self) -> None:
+        self.other._arrived(self._under_way.popleft())
+
+    def is_closing(self) -> bool:
+        return not self._open
 
     def _arrived(self, data: bytes) -> None:
         if self._open:
