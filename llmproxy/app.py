@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from llmproxy.cluster.build import hash_of, member_of
 from llmproxy.cluster.cluster import Cluster
-from llmproxy.cluster.pages import MemberPages, status_of
+from llmproxy.cluster.pages import MemberPages, bounded, status_of
 from llmproxy.cluster.relay import RelayDispatcher
 from llmproxy.config import BackendConfig, ClientsConfig, Config, ConfigError, settings_of
 from llmproxy.config.reload import Combined, Reloader, Reread
@@ -228,7 +228,7 @@ async def running(
         router = proxy.gateway.router(proxy.pages, proxy.clients)
         if proxy.cluster is not None:
             admin_router = router if config.admin.port is None else router.of_admin_port(proxy.clients)
-            await proxy.cluster.start(partial(answer_page, admin_router), polled(asyncio.Event().wait()))
+            await proxy.cluster.start(bounded(partial(answer_page, admin_router)), polled(asyncio.Event().wait()))
         await _listen(stack, proxy, sockets, router)
         stack.callback(proxy.gateway.handler.cut)
         stack.callback(proxy.dispatcher.close)

@@ -8,10 +8,11 @@ from hashlib import sha256
 
 from llmproxy import __version__
 from llmproxy.cluster import stores
-from llmproxy.cluster.cluster import Cluster, Shared
+from llmproxy.cluster.cluster import Cluster
 from llmproxy.cluster.network import TcpNetwork
 from llmproxy.cluster.protocol import PROTOCOL, Hello
 from llmproxy.cluster.relay import RelayDispatcher
+from llmproxy.cluster.session import Shared
 from llmproxy.config import Config
 from llmproxy.core.domain import Verdict
 from llmproxy.dispatcher import Dispatcher

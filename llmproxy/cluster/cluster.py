@@ -5,34 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from dataclasses import replace as replace_field
-from itertools import count
 from math import inf
 
 import structlog
 from msgspec.structs import replace
 
 from llmproxy.cluster.balances import KnownBalances
-from llmproxy.cluster.channel import LocalChannel, MemberChannel, Sender
+from llmproxy.cluster.channel import LocalChannel, Sender
 from llmproxy.cluster.election import SEEK_S, Election, Leadership, LockStore
+from llmproxy.cluster.links import CONNECT_S, Incoming, LeaderLink
 from llmproxy.cluster.network import Network
 from llmproxy.cluster.protocol import (
-    FROM_MEMBER,
-    PROTOCOL,
-    TO_MEMBER,
     Balances,
     Drained,
-    FromMember,
     Hello,
     Members,
     NotLeader,
-    Ping,
     ToMember,
     Welcome,
 )
 from llmproxy.cluster.relay import RelayDispatcher
-from llmproxy.cluster.session import MemberSession
+from llmproxy.cluster.session import MemberSession, Shared
 from llmproxy.core.domain import Refused
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.telemetry.metrics import ClusterState
@@ -47,28 +41,9 @@ WITHOUT_LEADER_S = 5.0
 """Without any leader, requests are held for the time of the lock and this one more, and then refused."""
 BALANCES_S = 1.0
 """How old the balances of flows may be that a next leader begins with."""
-MEMBERS_MAX = 256
-CONNECT_S = 2.0
-"""How long a member that connects, or is connected to, may take to say who it is."""
-PAGE_BYTES_MAX = 8 << 20
-"""A longer page would not fit into a frame."""
 
 Page = Callable[[protocol.PageRequest], Awaitable[protocol.PageResponse]]
 _log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What members share beside leases.
-
-    `stored` notes a response that was stored for a client of a member, and returns what holds; `settle` notes what the
-    leader says of one. `drained` are the backends that were drained by hand, and `drain` makes them these.
-    """
-
-    stored: Callable[[protocol.ResponseStored], protocol.ResponseStored]
-    settle: Callable[[protocol.ResponseStored], object]
-    drained: Callable[[], frozenset[str]]
-    drain: Callable[[frozenset[str]], None]
 
 
 class Cluster:
@@ -103,12 +78,12 @@ class Cluster:
         self._until_s = -inf
         self._settling: asyncio.TimerHandle | None = None
         self._unled_s = self._loop.time()
-        self._link: _LeaderLink | None = None
+        self._link: LeaderLink | None = None
         self._linking: asyncio.Task[None] | None = None
         self._linking_to: Leadership | None = None
         self._unreachable: tuple[str, str] | None = None
         self._leaving = self._resigns = False
-        self._incoming: set[_Incoming] = set()
+        self.incoming: set[Incoming] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._election: Election | None = None
         self._balances = KnownBalances()
@@ -130,16 +105,8 @@ class Cluster:
         It stands when `known` is over: a leader that knows no backend yet would refuse what waits at the others. Raises
         OSError, ConfigError.
         """
-
-        async def bounded(asked: protocol.PageRequest) -> protocol.PageResponse:
-            answer = await page(asked)
-            if len(answer.body) <= PAGE_BYTES_MAX:
-                return answer
-            why = b"This page is too long to be passed on. Ask the member that leads."
-            return protocol.PageResponse(asked.call, 502, "Bad Gateway", (("content-type", "text/plain"),), why)
-
-        self._context = replace_field(self._context, page=bounded)
-        self.me = replace(self.me, address=await self.network.listen(lambda: _Incoming(self).channel))
+        self._context = replace_field(self._context, page=page)
+        self.me = replace(self.me, address=await self.network.listen(lambda: Incoming(self).channel))
         self._election = Election(
             self._store, self.id, self.me.address, self._held_s, self, self._store_away, stands=known is None
         )
@@ -201,7 +168,7 @@ class Cluster:
             await asyncio.gather(self._linking, return_exceptions=True)
         if self._link is not None:
             self._link.channel.close()
-        for one in [*self._incoming]:
+        for one in [*self.incoming]:
             one.channel.close()
         await self._store.close()
 
@@ -363,7 +330,7 @@ class Cluster:
 
     async def _connect(self, leadership: Leadership) -> None:
         """Connect to a leader, which then is followed as soon as it welcomes this member."""
-        link = _LeaderLink(self, leadership)
+        link = LeaderLink(self, leadership)
         try:
             async with asyncio.timeout(CONNECT_S):
                 await self.network.connect(leadership.address, lambda: link.channel)
@@ -378,7 +345,7 @@ class Cluster:
             _log.warning("cluster_leader_unreachable", leader=leadership.holder, address=leadership.address, error=why)
             self._unreachable = leadership.holder, why
 
-    def welcomed(self, link: _LeaderLink, welcome: Welcome) -> None:
+    def welcomed(self, link: LeaderLink, welcome: Welcome) -> None:
         """A leader took this member in."""
         if welcome.epoch < self.epoch or self.leads:
             # It was a leader, and does not know yet that another one is.
@@ -395,13 +362,13 @@ class Cluster:
             _log.warning("cluster_config_differs", member=welcome.name, version=welcome.version)
         self.relay.follow(link.channel)
 
-    def _unlink(self, link: _LeaderLink) -> None:
+    def _unlink(self, link: LeaderLink) -> None:
         link.calls.lost()
         self.relay.forsake(link.channel)
         if self._link is link:
             self._link, self._unled_s = None, self._loop.time()
 
-    def lost(self, link: _LeaderLink, why: str) -> None:
+    def lost(self, link: LeaderLink, why: str) -> None:
         """The connection to a leader ended, or it leads no more."""
         link.answered(why)
         if self._link is link:
@@ -437,7 +404,7 @@ class Cluster:
             case _:
                 pass
 
-    def take(self, link: _LeaderLink, message: ToMember) -> None:
+    def take(self, link: LeaderLink, message: ToMember) -> None:
         """A message of a leader over the network."""
         match message:
             case Welcome():
@@ -463,80 +430,3 @@ class Cluster:
             else:
                 _log.warning("cluster_lock_away", why=why)
         self.store_away = why
-
-
-class _LeaderLink:
-    """The connection of this member to a leader."""
-
-    def __init__(self, cluster: Cluster, leadership: Leadership) -> None:
-        self.leadership = leadership
-        self.channel: MemberChannel[ToMember] = MemberChannel(
-            TO_MEMBER, lambda message: cluster.take(self, message), lambda: cluster.lost(self, "the connection ended")
-        )
-        self.calls = Calls(self.channel, count(-1, -1))
-        self.answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        """None once the leader took this member in, or why it did not."""
-
-    def answered(self, why: str | None) -> None:
-        if not self.answer.done():
-            self.answer.set_result(why)
-
-
-class _Incoming:
-    """A connection that another member opened. Before its first message it may be anybody's."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._session: MemberSession | None = None
-        self._refused = False
-        self.channel: MemberChannel[FromMember] = MemberChannel(FROM_MEMBER, self._take, self._lost)
-        self._silent = cluster._loop.call_later(CONNECT_S, self.channel.abort)
-        cluster._incoming.add(self)
-
-    def _take(self, message: FromMember) -> None:
-        if self._session is not None:
-            if self._session.hears(self.channel):
-                self._session.take(message)
-            else:
-                self.channel.abort()
-        elif self._refused:
-            pass
-        elif isinstance(message, Hello):
-            self._join(message)
-        elif not isinstance(message, Ping):
-            self._refuse("the first message is no Hello")
-
-    def _join(self, hello: Hello) -> None:
-        cluster = self._cluster
-        other = cluster.sessions.get(hello.name)
-        if hello.protocol != PROTOCOL:
-            self._refuse(f"it speaks version {hello.protocol} of the protocol, and not {PROTOCOL}")
-        elif not cluster.network.trusts(self.channel.transport):
-            self._refuse("its certificate holds another name")
-        elif not cluster.leads:
-            self._end("this member does not lead")
-        elif hello.epoch > cluster.epoch:
-            cluster.outbid(hello.epoch)
-            self._end("there was a later turn than that of this leader")
-        elif other is not None and other.connected and other.hello.incarnation != hello.incarnation:
-            self._refuse(f"another member has its name, {hello.name}: give each a cluster.member of its own")
-        elif len(cluster.sessions) >= MEMBERS_MAX and other is None:
-            self._refuse(f"there are {MEMBERS_MAX} members")
-        else:
-            self._silent.cancel()
-            self._session = cluster.join(hello, self.channel)
-
-    def _refuse(self, why: str) -> None:
-        _log.warning("cluster_member_refused", peer=str(self.channel.transport.get_extra_info("peername")), why=why)
-        self._end(why)
-
-    def _end(self, why: str) -> None:
-        self._refused = True
-        self.channel.send(NotLeader(why))
-        self.channel.close()
-
-    def _lost(self) -> None:
-        self._silent.cancel()
-        self._cluster._incoming.discard(self)
-        if self._session is not None:
-            self._session.detach(self.channel)

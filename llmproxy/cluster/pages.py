@@ -7,15 +7,33 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from llmproxy.cluster.cluster import Cluster
+from llmproxy.cluster.cluster import Cluster, Page
 from llmproxy.gateway.admin.backends import RELOAD
 from llmproxy.gateway.pages import OwnPages, check_method
 from llmproxy.gateway.proxying.rules import Rulebook
+from llmproxy.workers import protocol
 from llmproxy.workers.remote import RemotePages
 
 PATH = "/admin/cluster"
 OF_LEADER = ("/scale", "/debug", "/admin", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """What begins so is about the waiting room, the backends as the scheduler sees them, or what it does with them."""
+
+
+PAGE_BYTES_MAX = 8 << 20
+"""A longer page would not fit into a frame."""
+
+
+def bounded(page: Page) -> Page:
+    """The same pages, but for those that are too long for a member to pass on."""
+
+    async def answer(asked: protocol.PageRequest) -> protocol.PageResponse:
+        found = await page(asked)
+        if len(found.body) <= PAGE_BYTES_MAX:
+            return found
+        why = b"This page is too long to be passed on. Ask the member that leads."
+        return protocol.PageResponse(asked.call, 502, "Bad Gateway", (("content-type", "text/plain"),), why)
+
+    return answer
 
 
 class MemberPages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from msgspec.structs import replace
@@ -20,6 +21,20 @@ GRACE_S = 10.0
 """How long the leases of a member stay booked after its connection was lost: their answers go on."""
 RETURNED_MAX = 4096
 """Leases that were given back, of which a prefix may still be reported as cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What members share beside leases.
+
+    `stored` notes a response that was stored for a client of a member, and returns what holds; `settle` notes what the
+    leader says of one. `drained` are the backends that were drained by hand, and `drain` makes them these.
+    """
+
+    stored: Callable[[protocol.ResponseStored], protocol.ResponseStored]
+    settle: Callable[[protocol.ResponseStored], object]
+    drained: Callable[[], frozenset[str]]
+    drain: Callable[[frozenset[str]], None]
 
 
 class MemberSession(WorkerSession):

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from llmproxy.cluster import cluster as cluster_module
+from llmproxy.cluster import links
 from llmproxy.cluster.channel import FRAME_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, MemberChannel
-from llmproxy.cluster.cluster import CONNECT_S, PAGE_BYTES_MAX, SETTLE_S
+from llmproxy.cluster.cluster import SETTLE_S
+from llmproxy.cluster.links import CONNECT_S
+from llmproxy.cluster.pages import PAGE_BYTES_MAX
 from llmproxy.cluster.protocol import PROTOCOL, TO_MEMBER, Hello, NotLeader, Ping, Resume, Resumed, Welcome
 from llmproxy.core.domain import Entry
 from llmproxy.workers import protocol
@@ -126,7 +128,7 @@ async def test_a_process_that_was_restarted_replaces_the_one_that_is_gone() -> N
 async def test_no_more_members_than_the_limit() -> None:
     async with world(2) as found:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cluster_module, "MEMBERS_MAX", 3)
+            patch.setattr(links, "MEMBERS_MAX", 3)
             ones = [Stranger(found, f"s{number}") for number in range(2)]
             for one in ones:
                 one.hello()
@@ -328,7 +330,7 @@ async def test_a_welcome_of_an_earlier_turn_is_refused() -> None:
         link = one.cluster._link
         assert link is not None
         one.cluster.epoch = 5
-        other = cluster_module._LeaderLink(one.cluster, link.leadership)
+        other = links.LeaderLink(one.cluster, link.leadership)
         one.cluster.welcomed(other, Welcome(4, "old", "0", "config"))
         assert one.cluster._link is link
         assert one.cluster.epoch == 5
@@ -547,6 +549,6 @@ async def test_a_thousand_broken_connections_leave_nothing() -> None:
         assert client.holds() == "a"
         for one in found.members:
             assert len(one.cluster._tasks) == 2
-            assert len(one.cluster._incoming) <= 2
+            assert len(one.cluster.incoming) <= 2
             assert len(one.cluster._differing) == 0
         assert len(asyncio.all_tasks()) < 30

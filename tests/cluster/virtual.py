@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from llmproxy.cluster.cluster import Cluster, Shared
+from llmproxy.cluster.cluster import Cluster
+from llmproxy.cluster.pages import bounded
 from llmproxy.cluster.protocol import PROTOCOL, Hello
 from llmproxy.cluster.relay import RelayDispatcher
+from llmproxy.cluster.session import Shared
 from llmproxy.core.domain import Request
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.workers import protocol
@@ -159,7 +161,7 @@ class VirtualMember:
         async def page(asked: protocol.PageRequest) -> protocol.PageResponse:
             return protocol.PageResponse(asked.call, 200, "OK", (), asked.request)
 
-        await self.cluster.start(page, known)
+        await self.cluster.start(bounded(page), known)
 
     def client(self, asked: Request | None = None, **facts: Any) -> Client:
         self.clients.append(Client(self.relay, asked, **facts))
@@ -248,4 +250,4 @@ async def world(count: int, seats: int = 1, backends: Iterable[str] = "a") -> As
     left = asyncio.all_tasks() - before
     assert not left, left
     for one in found.members:
-        assert not one.cluster._incoming
+        assert not one.cluster.incoming

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from llmproxy.cluster.cluster import Cluster, Shared
+from llmproxy.cluster.cluster import Cluster
 from llmproxy.cluster.election import Leadership, StoreError
 from llmproxy.cluster.protocol import PROTOCOL, Hello
 from llmproxy.cluster.relay import RelayDispatcher
+from llmproxy.cluster.session import Shared
 from llmproxy.lab.run.proxy import LabProxy
 from llmproxy.telemetry import logs
 from llmproxy.workers import protocol
@@ -60,9 +61,6 @@ class _Pipe(asyncio.Transport):
         if self._open:
             self._open = False
             self._loop.call_soon(self._protocol.connection_lost, None)
-
-    def is_closing(self) -> bool:
-        return not self._open
 
     def get_write_buffer_size(self) -> int:
         return 0
