@@ -49,7 +49,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             no_file = partial(_log.warning, "nothing_to_reload", hint=NO_FILE)
             sighup = no_file if reloader is None else reloader.reload_on_signal
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, sighup)
-            signals.take_restarts(proxy.registry.drained)
+            signals.take_restarts(proxy.registry.drained, member=proxy.cluster is not None)
             clients = "those with a key" if config.needs_key() else "anybody (no api_keys, no tenants)"
             admin = proxy.admin_url or proxy.url
             for setting in unused_settings(config):

@@ -45,15 +45,19 @@ class ProcessSignals:
         self.cut_code = 0
         self._sockets = sockets
         self._drained: Callable[[], Collection[str]] = tuple
+        self._member = False
         self._restart: asyncio.Task[None] | None = None
         self._successor: subprocess.Popen[bytes] | None = None
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop, number)
 
-    def take_restarts(self, drained: Callable[[], Collection[str]]) -> None:
-        """From now on SIGUSR2 starts a successor. It inherits the sockets and the result of `drained`."""
-        self._drained = drained
+    def take_restarts(self, drained: Callable[[], Collection[str]], *, member: bool = False) -> None:
+        """From now on SIGUSR2 starts a successor. It inherits the sockets and the result of `drained`.
+
+        A `member` of a cluster has none: its successor could have neither its name nor its port while it is there.
+        """
+        self._drained, self._member = drained, member
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._on_restart)
 
     @property
@@ -71,6 +75,9 @@ class ProcessSignals:
         self.over.set()
 
     def _on_restart(self) -> None:
+        if self._member:
+            _log.warning("restart_ignored", why="a member of a cluster is restarted by SIGTERM: others go on meanwhile")
+            return
         if self.over.is_set() or self._restart is not None:
             _log.warning("restart_ignored", why="it is under way" if self._restart else "this process is ending")
             return

@@ -192,7 +192,7 @@ EVENTS = {
     "reloaded": "The configuration was read again and is in use; with the cause `cluster`, what objects of a cluster say.",
     "replaced": "A successor took over the sockets.",
     "restart_failed": "A successor did not start. This process goes on.",
-    "restart_ignored": "SIGUSR2 came while another restart is under way.",
+    "restart_ignored": "SIGUSR2 came while another restart is under way, or to a member of a cluster.",
     "restarting": "SIGUSR2 came; a successor starts.",
     "scene": "A scene of the demo began.",
     "scheduler_lost": "A worker lost its connection to the scheduler.",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from llmproxy.lifecycle import handover
-from llmproxy.lifecycle.handover import SuccessorFailedError, notify, successor
+from llmproxy.lifecycle.handover import ProcessSignals, SuccessorFailedError, notify, successor
 from llmproxy.lifecycle.sockets import PREDECESSOR, Sockets
 
 SERVES = f"""
@@ -105,3 +107,17 @@ async def test_a_successor_without_descriptors_has_failed() -> None:
             await successor(Sockets())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_member_of_a_cluster_starts_no_successor() -> None:
+    loop = asyncio.get_running_loop()
+    with capture_logs() as logged:
+        signals = ProcessSignals(Sockets())
+        signals.take_restarts(tuple, member=True)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        while not logged:  # noqa: ASYNC110 - a signal has no event
+            await asyncio.sleep(0)
+    assert logged[0]["event"] == "restart_ignored"
+    assert (signals.successor_pid, signals._restart, signals.over.is_set()) == (None, None, False)
+    for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)
