@@ -48,6 +48,7 @@ class Load:
     lengths: Sequence[int] = LENGTHS
     asked: list[Asked] = field(default_factory=list)
     over_s: float = inf
+    unready: set[str] = field(default_factory=set)
     _serial: Iterator[int] = field(default_factory=count)
 
     def end(self) -> None:
@@ -75,6 +76,9 @@ class Load:
         rng = random.Random(next(self._serial))
         while now() < self.over_s:
             number += 1
+            while roaming and members[place].name in self.unready:
+                place = (place + 1) % len(members)
+                await asyncio.sleep(0.0)
             body = {
                 "stream": True, "max_tokens": rng.choice(self.lengths), "ignore_eos": True,
                 "messages": [{"role": "user", "content": "Tell me a story. " * (10 + number % 7)}],
@@ -87,6 +91,18 @@ class Load:
             self.asked.append(asked)
             if asked.outcome != "ok":
                 await asyncio.sleep(FAILED_S)
+
+    async def balance(self, members: Sequence[Member]) -> None:
+        """Let clients that roam use members that are ready alone, as behind a load balancer, until cancelled."""
+        while True:
+            for member in members:
+                try:
+                    async with self.session.get(f"{member.url}/ready") as answer:
+                        ready = answer.status == 200
+                except aiohttp.ClientError:
+                    ready = False
+                (self.unready.discard if ready else self.unready.add)(member.name)
+            await asyncio.sleep(0.1)
 
     async def _ask(self, asked: Asked, member: Member, body: Any, headers: dict[str, str]) -> Asked:
         received = bytearray()
