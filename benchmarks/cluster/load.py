@@ -18,7 +18,7 @@ from benchmarks.fleet import is_whole
 from benchmarks.overload import percentile
 
 OBJECTIVE = "x-llm-d-inference-objective"
-LENGTHS = (20,) * 7 + (600,)
+LENGTHS = (20,) * 19 + (600,)
 """Tokens of an answer, drawn at random: one that outlives the time of a lock among many that are short."""
 REFUSED_S = 0.05
 """How long a client waits that could not connect."""
