@@ -19,7 +19,7 @@ from statistics import median
 from benchmarks.cluster.load import Load, now
 from benchmarks.cluster.order import order
 from benchmarks.cluster.rig import Member, Rig, rig
-from benchmarks.cluster.speed import speed
+from benchmarks.cluster.speed import memory, speed
 
 CLIENTS = 10
 """Of each member: three members have 30, for 16 places."""
@@ -208,14 +208,20 @@ async def upgrade() -> None:
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    known = ["kill-leader", "order", "upgrade", *BROKEN, "speed"]
+    known = ["kill-leader", "order", "upgrade", *BROKEN, "speed", "memory"]
     parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=", ".join(known))
     parser.add_argument("--times", type=int, default=20, help="kills of the leader")
     given = parser.parse_args()
     chosen = given.experiments or known
     if unknown := set(chosen) - set(known):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    runs = {"kill-leader": lambda: kill_leader(given.times), "order": order, "upgrade": upgrade, "speed": speed}
+    runs = {
+        "kill-leader": lambda: kill_leader(given.times),
+        "order": order,
+        "upgrade": upgrade,
+        "speed": speed,
+        "memory": memory,
+    }
     for name in chosen:
         if name in runs:
             await asyncio.wait_for(runs[name](), BOUND_S)

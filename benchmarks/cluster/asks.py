@@ -1,6 +1,7 @@
 """A member that only asks: the relay of a member with its connection, without clients, bodies and backends.
 
-`python -m benchmarks.cluster.asks ADDRESS NAME AT_ONCE SECONDS` prints how many leases it was granted and gave back.
+`python -m benchmarks.cluster.asks ADDRESS NAME AT_ONCE SECONDS` says `ready`, waits for a line, and prints how many
+leases it was granted and gave back.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class Asking:
         await self._loop.create_connection(lambda: self._channel, *split_address(address))
         self._channel.send(Hello(PROTOCOL, "0", self._name, "1", "127.0.0.1:1", "", 0))
         await self._welcome.wait()
+        print("ready", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
         until_s = self._loop.time() + seconds
         await asyncio.gather(*(self._ask(until_s) for _ in range(at_once)))
         self._channel.close()

@@ -211,11 +211,11 @@ class Rig:
 @asynccontextmanager
 async def rig(
     members: int, *flags: str, clustered: bool = True, more: str = "", replica_flags: Sequence[str] = REPLICA_FLAGS,
-    replicas: Sequence[str] = (), places: int = PLACES,
+    replicas: Sequence[str] = (), places: int = PLACES, forwarded: bool = True,
 ) -> AsyncIterator[Rig]:  # fmt: skip
     """So many members over two simulated replicas, or over `replicas`. `more` is configuration beside the backends.
 
-    Where they are not `clustered`, they know nothing of each other.
+    Where they are not `clustered`, they know nothing of each other. `forwarded`: connections between them can be cut.
     """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmproxy-cluster-")))
@@ -235,7 +235,8 @@ async def rig(
             listed = "".join(f"  - {{url: {url!r}, max_in_flight: {places}}}\n" for url in made.replica_urls)
             backends.write_text(f"backends:\n{listed}{more}")
             for number in range(members):
-                made.members.append(await _member(made, f"m{number}", [*flags, "--config", str(backends)], clustered))
+                member = await _member(made, f"m{number}", [*flags, "--config", str(backends)], clustered, forwarded)
+                made.members.append(member)
             await asyncio.gather(*(one.start() for one in made.members))
             if clustered:
                 await made.leader()
@@ -249,7 +250,7 @@ async def rig(
                 await process.stop(signal.SIGKILL)
 
 
-async def _member(made: Rig, name: str, flags: Sequence[str], clustered: bool) -> Member:
+async def _member(made: Rig, name: str, flags: Sequence[str], clustered: bool, forwarded: bool) -> Member:
     port, cluster_port = free_port(), free_port()
     forwarder = Forwarder(cluster_port)
     await forwarder.open()
@@ -267,8 +268,9 @@ async def _member(made: Rig, name: str, flags: Sequence[str], clustered: bool) -
         *flags,
     ]
     if clustered:
+        advertised = forwarder.port if forwarded else cluster_port
         given += [
-            "--cluster-listen", f"127.0.0.1:{cluster_port}", "--cluster-advertise", f"127.0.0.1:{forwarder.port}",
+            "--cluster-listen", f"127.0.0.1:{cluster_port}", "--cluster-advertise", f"127.0.0.1:{advertised}",
             "--cluster-lock", f"valkey://127.0.0.1:{made.store_port}", "--cluster-member", name,
         ]  # fmt: skip
     return Member(name, port, cluster_port, forwarder, given, made.folder)

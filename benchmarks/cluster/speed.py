@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import tempfile
+from asyncio.subprocess import PIPE
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.cluster.load import Load
+from benchmarks.cluster.load import Load, now
 from benchmarks.cluster.rig import Member, Rig, rig
 from benchmarks.peers.cases import CASES
 from benchmarks.peers.measure import built
@@ -24,7 +25,7 @@ ONE_BY_ONE = 150
 WINDOW_S = 3.0
 IDLE_S = 5.0
 PLACES = 4096
-MEMORY_S = 300.0
+MINUTES = 5
 MEMORY_RATE = 100.0
 ASKING_S = 6.0
 JSON = next(case for case in CASES if case.name == "json64")
@@ -45,7 +46,7 @@ async def speed() -> None:
     with tempfile.TemporaryDirectory(prefix="llmproxy-cluster-") as folder:
         async with (
             cheap_replicas(Path(folder)) as replicas,
-            rig(2, replicas=replicas, places=PLACES) as made,
+            rig(2, replicas=replicas, places=PLACES, forwarded=False) as made,
             rig(1, clustered=False, replicas=replicas, places=PLACES) as alone,
         ):
             leader = await made.leader()
@@ -54,9 +55,9 @@ async def speed() -> None:
             files = JSON.requests(Path(folder))
             await _first_byte(made, places)
             await _cpu(places, files)
-            await _bytes(leader, follower, files)
             await _asks(leader)
-            await _memory(places, files)
+        async with cheap_replicas(Path(folder)) as replicas, rig(2, replicas=replicas, places=PLACES) as made:
+            await _bytes(made, files)
 
 
 async def _first_byte(made: Rig, places: Mapping[str, Member]) -> None:
@@ -100,8 +101,10 @@ async def _cpu(places: Mapping[str, Member], files: Sequence[Path]) -> None:
     print(f"\nBoth sides together, beyond one that is alone: {_range(hop, 0)} µs.\n", flush=True)
 
 
-async def _bytes(leader: Member, follower: Member, files: Sequence[Path]) -> None:
+async def _bytes(made: Rig, files: Sequence[Path]) -> None:
     """Between the two, through the forwarder of the leader, per request."""
+    leader = await made.leader()
+    (follower,) = [one for one in made.members if one is not leader]
     before = dict(leader.forwarder.passed)
     window, _ = await _loaded(follower, files, {}, 8, WINDOW_S)
     # Those at the borders of the window are too few to matter.
@@ -116,7 +119,7 @@ async def _loaded(
     """What the load generator saw in its window, and the CPU seconds that these members used in it."""
     flags = {"p": to.port, "c": clients, "r": rate, "a": JSON.ramp_s, "w": JSON.warmup_s, "s": seconds}
     words = [word for name, value in flags.items() for word in (f"-{name}", str(value))]
-    load = await asyncio.create_subprocess_exec(built("loadgen"), *words, *files, stdout=asyncio.subprocess.PIPE)
+    load = await asyncio.create_subprocess_exec(built("loadgen"), *words, *files, stdout=PIPE)
     assert load.stdout is not None
     try:
         books = []
@@ -128,8 +131,8 @@ async def _loaded(
         if load.returncode is None:
             load.kill()
         await load.wait()
-    if window["failed"]:
-        raise RuntimeError(f"{window['failed']} requests failed")
+    if window["failures"]:
+        raise RuntimeError(f"failed: {window['failures']}")
     return window, {name: books[1][name] - books[0][name] for name in looked_at}
 
 
@@ -140,15 +143,16 @@ async def _asks(leader: Member) -> None:
         words = [sys.executable, "-m", "benchmarks.cluster.asks", f"127.0.0.1:{leader.cluster_port}"]
         asking = [
             await asyncio.create_subprocess_exec(
-                *words, f"ask{number}", str(at_once), str(ASKING_S), stdout=asyncio.subprocess.PIPE
+                *words, f"ask{number}", str(at_once), str(ASKING_S), stdin=PIPE, stdout=PIPE
             )
             for number in range(members)
         ]
-        # Starting is not part of it.
-        await asyncio.sleep(2.0)
-        before, from_s = cpu_s([leader.pid]), asyncio.get_running_loop().time()
-        said = [await one.communicate() for one in asking]
-        lasted_s = asyncio.get_running_loop().time() - from_s
+        for one in asking:
+            assert one.stdout is not None
+            await one.stdout.readline()
+        before, from_s = cpu_s([leader.pid]), now()
+        said = await asyncio.gather(*(one.communicate(b"go\n") for one in asking))
+        lasted_s = now() - from_s
         spent_s = cpu_s([leader.pid]) - before
         done = sum(int(out) for out, _ in said)
         busy, each_us = 100 * spent_s / lasted_s, 1e6 * spent_s / done
@@ -156,15 +160,24 @@ async def _asks(leader: Member) -> None:
     print()
 
 
-async def _memory(places: Mapping[str, Member], files: Sequence[Path]) -> None:
-    """Requests by the member that follows, for minutes."""
-    looked_at = {name: one for name, one in places.items() if name != "alone"}
-    rows = {name: [rss_bytes([one.pid]) / 1e6] for name, one in looked_at.items()}
-    for _ in range(5):
-        await _loaded(places["follower"], files, {}, 64, MEMORY_S / 5, MEMORY_RATE)
-        for name, one in looked_at.items():
-            rows[name].append(rss_bytes([one.pid]) / 1e6)
-    print("| memory, MB | before | after each minute |\n| --- | --- | --- |")
+async def memory() -> None:
+    """Resident memory of a leader and a member that follows, by which requests come for minutes."""
+    with tempfile.TemporaryDirectory(prefix="llmproxy-cluster-") as folder:
+        async with (
+            cheap_replicas(Path(folder)) as replicas,
+            rig(2, replicas=replicas, places=PLACES, forwarded=False) as made,
+        ):
+            leader = await made.leader()
+            (follower,) = [one for one in made.members if one is not leader]
+            looked_at, files = {"leader": leader, "follower": follower}, JSON.requests(Path(folder))
+            rows = {name: [rss_bytes([one.pid]) / 1e6] for name, one in looked_at.items()}
+            requests = 0
+            for _ in range(MINUTES):
+                window, _ = await _loaded(follower, files, {}, 64, 60.0, MEMORY_RATE)
+                requests += window["requests"]
+                for name, one in looked_at.items():
+                    rows[name].append(rss_bytes([one.pid]) / 1e6)
+    print(f"| memory, MB | before | after each minute: {requests:,} requests |\n| --- | --- | --- |")
     for name, (first, *later) in rows.items():
         print(f"| {name} | {first:.1f} | {', '.join(f'{one:.1f}' for one in later)} |", flush=True)
     print()
