@@ -166,8 +166,9 @@ class Cluster:
         if self._linking is not None:
             self._linking.cancel()
             await asyncio.gather(self._linking, return_exceptions=True)
-        if self._link is not None:
-            self._link.channel.close()
+        if (link := self._link) is not None:
+            self._unlink(link)
+            link.channel.close()
         for one in [*self.incoming]:
             one.channel.close()
         await self._store.close()
