@@ -41,9 +41,8 @@ class ValkeyLock:
             from valkey.asyncio import Valkey
             from valkey.exceptions import ValkeyError
         except ImportError:
-            raise ConfigError(
-                ["cluster.lock: valkey:// needs the library valkey: pip install 'llmproxy-lb[valkey]'"]
-            ) from None
+            need = "cluster.lock: valkey:// needs the library valkey: pip install 'llmproxy-lb[valkey]'"
+            raise ConfigError([need]) from None
         self._failed: type[Exception] = ValkeyError
         # A renewal that is tried again by the library would hide how old it is.
         try:
