@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from llmproxy.core.placement.price import NAMES
 from llmproxy.terminal import printable
 from llmproxy.top.document import Backend, Band, Candidate, Choice, Document, Event, Explained, Flow
 from llmproxy.top.view import COLUMNS, KEYS, View
@@ -233,7 +234,7 @@ def _replica(one: Backend) -> list[Text]:
         Text(_percent(one.kv_used)),
         Text(_percent(one.hit_share)),
         Text(f"{one.output_tokens_per_s:,.0f}"),
-        Text("-" if one.tokens_slower is None else f"{one.tokens_slower:.2f}x"),
+        Text("-" if one.tokens_slower is None or one.state != "up" else f"{one.tokens_slower:.2f}x"),
         _name(one.pool or "-"),
         _name("" if one.state == "up" else f"for {duration(one.since_s)}" + (f": {one.why}" if one.why else "")),
     ]
@@ -278,13 +279,9 @@ def _choices(explained: Explained, view: View, width: int) -> Section:
     """The newest choices of all pools, each with the prices of its candidates below each other."""
     found = sorted((one for pool in explained.pools for one in pool.choices), key=lambda one: one.age_s)
     candidates = [each for one in found for each in one.candidates]
-    terms = [
-        name
-        for name in dict.fromkeys(name for each in candidates for name in each.terms)
-        if any(each.terms.get(name, 0.0) >= NEGLIGIBLE_S for each in candidates)
-    ]
     names = min(max([FIRST_COLUMN, *(cell_len(printable(each.backend)) for each in candidates)]), width // 3)
     title = set_cell_size("last choices", names + 2) + f"{'price':>{PRICE}} uncached"
+    terms = _terms(candidates, width - len(title))
     title += "".join(f" {printable(name):>{PRICE - 1}}" for name in terms)
     rows = []
     for one in found:
@@ -295,12 +292,32 @@ def _choices(explained: Explained, view: View, width: int) -> Section:
     return Section([Column(title, True)], rows)
 
 
+def _terms(candidates: Sequence[Candidate], width: int) -> list[str]:
+    """The terms that have a column, always in one order. Where not all fit, light ones have none."""
+    most: dict[str, float] = {}
+    for name, seconds in (term for each in candidates for term in each.terms.items()):
+        most[name] = max(most.get(name, 0.0), seconds)
+    room, shown = width, []
+    for name in sorted(
+        (name for name, seconds in most.items() if seconds >= NEGLIGIBLE_S), key=lambda name: -most[name]
+    ):
+        if _width(name) <= room:
+            room -= _width(name)
+            shown.append(name)
+    known = {name: place for place, name in enumerate(NAMES)}
+    return sorted(shown, key=lambda name: (known.get(name, len(NAMES)), name))
+
+
+def _width(term: str) -> int:
+    return max(PRICE, 1 + len(printable(term)))
+
+
 def _candidate(each: Candidate, choice: Choice, terms: Sequence[str], names: int) -> Text:
     chosen = each.backend == choice.chosen
     mark = "→" if chosen else " " if each.fits else "×"
     line = f"{mark} {set_cell_size(printable(each.backend), names)}{each.total_s:>{PRICE}.3f}"
     line += f"{max(0.0, choice.prompt_tokens - each.cached_tokens):>9,.0f}"
-    line += "".join(f"{_seconds(each, name):>{max(PRICE, 1 + len(printable(name)))}.3f}" for name in terms)
+    line += "".join(f"{_seconds(each, name):>{_width(name)}.3f}" for name in terms)
     return Text(line, "green" if chosen else "" if each.fits else "dim")
 
 

@@ -180,6 +180,40 @@ def test_choices_show_what_decides() -> None:
     assert choice["request"] not in "\n".join(nothing)
 
 
+def test_terms_of_choices_have_one_order_and_room() -> None:
+    (choice,) = found("story.json")["choices"]
+    more = {"headroom": 0.02, "slot": 1.2, "adapter": 0.3, "of_a_plugin": 0.9}
+    for candidate in choice["candidates"]:
+        candidate["terms"] = dict(reversed((candidate["terms"] | more).items()))
+    explained = read({"pools": [{"choices": [choice]}]}, Explained)
+
+    def titles(width: int) -> list[str]:
+        lines = drawn(picture(live(), View(choices=True), width, choices=explained), width)
+        assert "…" not in "\n".join(lines[-3:])
+        return next(line for line in lines if line.startswith("last choices")).split()[4:]
+
+    assert titles(120) == [
+        "queue",
+        "prefill",
+        "stream",
+        "harm",
+        "eviction",
+        "adapter",
+        "slot",
+        "headroom",
+        "of_a_plugin",
+    ]
+    assert titles(80) == ["prefill", "stream", "eviction", "adapter", "slot", "of_a_plugin"], "light ones have no room"
+    assert titles(100)[:2] == ["queue", "prefill"]
+
+
+def test_a_replica_that_is_not_up_has_no_pace() -> None:
+    lines = drawn(
+        picture(live(backends=(replace(live().backends[0], state="resting", tokens_slower=2.5),)), View(), 80)
+    )
+    assert "2.50x" not in "\n".join(lines)
+
+
 def test_lines_that_are_left_show_the_last_choices() -> None:
     (choice,) = found("story.json")["choices"]
     explained = read({"pools": [{"choices": [choice | {"request": f"r{number}"} for number in range(20)]}]}, Explained)
