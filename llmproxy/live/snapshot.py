@@ -318,6 +318,7 @@ def event_fields(event: Event) -> dict[str, Any]:
         "level": event.level,
         "event": event.name,
         "backend": event.backend,
+        "why": event.why,
         "text": event.text,
     }
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.browser.visit import ADMIN_KEY, VIEWS, WITH_KEY, visiting, worked
-from tests.e2e.proxies import FAST, HELLO, one_seat, serving
+from tests.e2e.proxies import FAST, HELLO, one_seat, serving, until
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Route
@@ -139,6 +139,7 @@ async def test_who_waits_and_why(browser: Browser) -> None:
             await visit.sees("base: 1 default request waits", "#summary")
             await visit.sees("Why: all backends are full.", ".band[data-band=default]")
             await visit.go("flows")
+            await visit.sees("waits, below its share", "tr:has-text('base') td.stands-out")
             await visit.page.get_by_role("link", name="waits").click()
             await visit.sees("In band default, flow base", "main")
         seat.close()
@@ -161,11 +162,15 @@ async def test_the_first_paint_is_small_and_soon(browser: Browser) -> None:
 async def test_a_replica_that_is_up_says_how_often_it_was_not(browser: Browser) -> None:
     async with serving(FAST, FAST) as proxy:
         for name in ("ejected", "ejected", "back", "ejected", "down", "back", "up"):
-            proxy.app.recorder.heard("info", f"backend_{name}", {"backend": "b1"})
+            why = {"why": f"the reason to be {name}"} if name in ("ejected", "down") else {}
+            proxy.app.recorder.heard("info", f"backend_{name}", {"backend": "b1"} | why)
         async with visiting(browser, proxy.url) as visit:
             await visit.go("replicas")
-            await visit.sees("not up 2 times in 5 min", "tr:has-text('b1')")
+            await visit.sees("not up 2 times in 5 min, last at ", "tr:has-text('b1')")
+            await visit.sees(": the reason to be down", "tr:has-text('b1')")
             assert "not up" not in await visit.page.locator("tr", has_text="b0").first.inner_text()
+            await visit.page.locator("tr:has-text('b1') a").click()
+            await visit.sees("backend_down", ".events")
 
 
 async def test_a_replica_that_is_slower_than_its_pool_stands_out(browser: Browser) -> None:
@@ -201,11 +206,11 @@ async def test_how_many_replicas_are_wanted(browser: Browser) -> None:
             await route.fulfill(json={"pools": [pool | number]})
 
         await visit.page.route("**/scale", known)
-        await visit.sees("2 up; full at 2.5x this load, low bands aside", ".tile")
+        await visit.sees("2 up; full at 2.5x the recent load, low bands aside", ".tile")
         await visit.go("replicas")
         row = visit.page.locator("tr", has_text="adapters in use")
         shown = (await row.inner_text()).split("\t")
-        assert shown[:6] == ["base", "2", "4.00", "4", "adapters in use", "2.5x this load"]
+        assert shown[:6] == ["base", "2", "4.00", "4", "adapters in use", "2.5x the recent load"]
 
 
 async def test_what_the_last_reload_did(browser: Browser) -> None:
@@ -237,6 +242,7 @@ async def test_an_adapter_is_shown_in_words(browser: Browser) -> None:
         await visit.sees("legal Loaded for base from /adapters/legal: 2 of 2 replicas.", "main")
         await worked(proxy)
         await visit.sees("prompt tokens/s came from caches. A replica computes", "main")
+        await visit.sees("in a slot", "tr:has-text('lora-0') td")
 
 
 async def test_a_drain_needs_the_key(browser: Browser) -> None:
@@ -297,6 +303,60 @@ async def test_a_moment_before_the_span_of_the_plots_is_shown(browser: Browser) 
         await page.get_by_role("button", name="Show").click()
         await visit.sees("Nothing happened in this time.", ".card")
         assert await span.input_value() == "86400"
+
+
+async def test_the_values_and_the_events_of_the_moment_that_was_asked_for(browser: Browser) -> None:
+    async with serving(FAST, FAST) as proxy:
+        recorder = proxy.app.recorder
+        for serial in range(30):
+            recorder.heard("info", "before", {"serial": serial})
+        await worked(proxy)
+        [ended_s] = [one.ended_s or 0.0 for one in recorder.recent.newest_first() if one.input.request_id == "one"]
+        await until(lambda: recorder.history.last_s > ended_s + 3)
+        for serial in range(30):
+            recorder.heard("info", "after", {"serial": serial})
+        live = (await proxy.get("/debug/live")).json
+        async with visiting(browser, proxy.url) as visit:
+            await visit.go("time")
+            completed = visit.page.locator("figure", has_text="Requests that ended").locator("tr", has_text="completed")
+            await completed.wait_for()
+            assert await completed.locator("td").inner_text() == "0"
+            await visit.go(f"time/{live['unix_s'] - live['now_s'] + ended_s}")
+            row = visit.page.locator(".events [aria-current=time]")
+            await row.wait_for()
+            assert " before serial=" in await row.inner_text()
+            place, shown = await row.bounding_box(), await visit.page.locator(".events").bounding_box()
+            assert place is not None
+            assert shown is not None
+            assert shown["y"] < place["y"] < shown["y"] + shown["height"], "it has to be looked for"
+            assert float(await completed.locator("td").inner_text()) >= 1
+            await visit.page.get_by_role("button", name="Whole span").click()
+            await row.wait_for(state="detached")
+            assert await completed.locator("td").inner_text() == "0"
+
+
+async def test_the_time_at_which_a_request_ended_stays(browser: Browser) -> None:
+    async with serving(FAST) as proxy:
+        await worked(proxy)
+        async with visiting(browser, proxy.url) as visit:
+            asked = 0
+
+            async def once(route: Route) -> None:
+                nonlocal asked
+                asked += 1
+                await (route.continue_() if asked == 1 else route.abort())
+
+            visit.expected = ("ERR_FAILED",)
+            await visit.page.route("**/debug/requests*", once)
+            await visit.go("requests")
+            ended = visit.page.locator("tbody tr", has_text="one").locator("td").first
+            first = await ended.inner_text()
+            for _ in range(2):
+                await visit.page.locator("footer", has_text=await visit.page.inner_text("footer")).wait_for(
+                    state="detached"
+                )
+            await visit.page.get_by_role("button", name="Ended").click()
+            assert await ended.inner_text() == first
 
 
 async def test_zoom_span_theme_pause_and_files(browser: Browser) -> None:

@@ -27,26 +27,27 @@ const AROUND_S = 60;
 const THEME = "llmproxy-theme";
 const element = (id) => document.getElementById(id);
 
-/** What the views read. `offset` is what has to be added to the proxy's clock for a Unix time. */
+/** What the views read. `offset` is what has to be added to the proxy's clock for a Unix time, `moment` the Unix time that was asked for. */
 const store = {
   live: null,
   history: null,
   span: 300,
   offset: 0,
   zoom: null,
+  moment: null,
   paused: false,
   theme: "",
   _events: new Map(),
   events: () => store._events.values(),
-  zoomTo: (zoom) => {
-    store.zoom = zoom;
+  zoomTo: (zoom, moment = null) => {
+    Object.assign(store, { zoom, moment });
     shown.view?.update?.(store);
   },
   /** Shows what was around a Unix time. Where the span of the plots does not reach back so far, a longer one does. */
   lookAt: (unix) => {
     const age = (store.live?.unix_s ?? Date.now() / 1000) - unix + AROUND_S;
     if (age > store.span) setSpan(Object.values(SPANS).find((span) => span >= age) ?? Math.max(...Object.values(SPANS)));
-    store.zoomTo([unix - AROUND_S, unix + AROUND_S]);
+    store.zoomTo([unix - AROUND_S, unix + AROUND_S], unix);
   },
 };
 
@@ -163,7 +164,7 @@ async function route() {
   Object.assign(shown, { name: view, argument });
   const content = element("content");
   content.replaceChildren(h("h1", { className: "hidden" }, VIEWS[view].title));
-  if (view !== "time") store.zoom = null;
+  if (view !== "time") Object.assign(store, { zoom: null, moment: null });
   shown.view = null;
   shown.view = VIEWS[view].open(content, store, argument);
   for (const link of element("nav").children) {
@@ -193,7 +194,7 @@ async function reload() {
 
 function setSpan(span) {
   store.span = span;
-  store.zoom = null;
+  Object.assign(store, { zoom: null, moment: null });
   for (const input of element("span").querySelectorAll("input")) input.checked = Number(input.value) === span;
   if (store.live) reload();
 }

@@ -45,7 +45,7 @@ export class Chart {
     this.empty = h("p", { className: "quiet" }, "No value in this span yet.");
     this.legend = h("tbody");
     const table = h("table", { className: "legend" },
-      h("caption", { className: "hidden" }, `${title}: values at the cursor, or the newest`), this.legend);
+      h("caption", { className: "hidden" }, `${title}: values at the cursor, at the time asked for, or the newest`), this.legend);
     this.element = h("figure", { className: "card chart" },
       h("figcaption", {}, h("h3", {}, title), note ? h("p", { className: "quiet" }, note) : null), this.host, this.empty, table);
     this.rows = new Keyed(this.legend, (line) => legendRow(line));
@@ -68,6 +68,9 @@ export class Chart {
     this.empty.hidden = any;
     this.host.hidden = !any;
     this.window = history.window(this.time.offset);
+    // The value of the second that has the time asked for.
+    const found = this.time.moment === null ? -1 : history.times(this.time.offset).findIndex((time) => time >= this.time.moment);
+    this.asked = found < 0 ? null : found;
     const shape = JSON.stringify([lines.map(({ label, colour: name, line }) => [label, colour(name), line]), this.time.theme]);
     if (shape !== this.shape && any) this.build(lines, shape);
     if (this.plot && any) {
@@ -140,12 +143,16 @@ export class Chart {
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
     }
+    if (this.time.moment !== null) {
+      ctx.fillStyle = colour("accent");
+      ctx.fillRect(Math.round(plot.valToPos(this.time.moment, "x", true)) - 1, bbox.top, 2, bbox.height);
+    }
     ctx.restore();
   }
 
   write_legend() {
     const lines = this.shown ?? [];
-    const at = this.plot?.cursor.idx ?? null;
+    const at = this.plot?.cursor.idx ?? this.asked ?? null;
     this.rows.update(lines, (line) => line.label, (row, line) => {
       row.swatch.style.borderTopColor = colour(line.colour);
       row.swatch.style.borderTopStyle = line.line ?? "solid";

@@ -63,9 +63,14 @@ export class History {
     for (const [name, column] of this.columns) if (column.every(Number.isNaN)) this.columns.delete(name);
   }
 
-  /** Unix times of the values, where `offset` is what the proxy's clock lacks. */
+  /** When the time of the newest value was over. */
+  end(offset) {
+    return this.last + this.step + offset;
+  }
+
+  /** Unix times at the end of what each value is of, where `offset` is what the proxy's clock lacks. */
   times(offset) {
-    const first = this.last + offset - (this.size - 1) * this.step;
+    const first = this.end(offset) - (this.size - 1) * this.step;
     return Float64Array.from({ length: this.size }, (_, at) => first + at * this.step);
   }
 
@@ -73,7 +78,7 @@ export class History {
   window(offset) {
     const whole = (this.size - 1) * this.step;
     const known = Math.max(LEAST_S, this.last - this.first);
-    return [this.last + offset - Math.min(whole, known), this.last + offset];
+    return [this.end(offset) - Math.min(whole, known), this.end(offset)];
   }
 
   /** The part between `prefix` and `suffix` of all columns that have both, for example the names of backends. */

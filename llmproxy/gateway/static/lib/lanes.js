@@ -56,6 +56,8 @@ export class Lanes {
       const at = event.at_s + this.time.offset;
       if (at >= low && at <= high) ctx.fillRect(place(at), 0, 1, height);
     }
+    ctx.fillStyle = colour("accent");
+    if (this.time.moment !== null) ctx.fillRect(place(this.time.moment) - 1, 0, 2, height);
     const all = live ? live.backends.length + live.more_backends : 0;
     const part = all > ROWS_MAX ? `The first ${ROWS_MAX} of ${all} replicas have a history, here and in the plots; the table of replicas has all.` : "";
     put(this.note, names.length ? part : "No replica has been seen yet.");

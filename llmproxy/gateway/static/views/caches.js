@@ -28,7 +28,7 @@ function open(host, store) {
   const worth = h("ul", { className: "plain" });
   host.append(card("Prefix caches, last minute", worth, table.element));
   const plots = h("div", { className: "pair" });
-  host.append(plots, card("Adapters by replica", matrix, said, managed));
+  host.append(plots, card("Adapters by replica", h("p", { className: "quiet" }, "In a slot: requests for it wait for nothing there. A replica that has loaded it, but has it in no slot, fetches it at the next request."), matrix, said, managed));
   const charts = [
     new Chart(plots, store, { title: "Prompt tokens from caches", lines: () => [{ label: "found", column: "fleet/hit_share", colour: "series-3" }], write: percent }),
     new Chart(plots, store, { title: "Error of predicted TTFT", note: "Mean of |predicted − seen| / seen, last minute.", lines: () => [{ label: "error", column: "fleet/ttft_error", colour: "series-2" }], write: percent }),
@@ -53,17 +53,17 @@ function open(host, store) {
   };
 }
 
-/** Which adapter is loaded where: rows are adapters, columns replicas. */
+/** Which adapter is in a slot of which replica: rows are adapters, columns replicas. */
 function adapterTable(backends) {
   const names = [...new Set(backends.flatMap((one) => one.adapters))].sort().slice(0, 100);
-  if (names.length === 0) return h("p", { className: "quiet" }, "No adapter is loaded.");
+  if (names.length === 0) return h("p", { className: "quiet" }, "No adapter is in use.");
   const shown = backends.slice(0, 64);
   return h("table", {}, h("caption", { className: "hidden" }, "Adapters by replica"),
     h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Adapter"), shown.map((one) => h("th", { scope: "col", className: "middle" }, one.backend,
-      h("span", { className: "quiet" }, ` (${one.adapters_max ? `${count(one.adapters.length)} of ${plural(one.adapters_max, "slot")}` : `${count(one.adapters.length)} loaded`})`))))),
+      h("span", { className: "quiet" }, ` (${one.adapters_max ? `${count(one.adapters.length)} of ${plural(one.adapters_max, "slot")}` : `${count(one.adapters.length)} in slots`})`))))),
     h("tbody", {}, names.map((name) => h("tr", {}, h("th", { scope: "row" }, name), shown.map((one) => {
       const loaded = one.adapters.includes(name);
-      return h("td", { className: `middle ${loaded ? "loaded" : ""}` }, loaded ? "loaded" : "–");
+      return h("td", { className: `middle ${loaded ? "loaded" : ""}` }, loaded ? "in a slot" : "–");
     })))));
 }
 

@@ -11,6 +11,7 @@ export class EventList {
     this.empty = h("p", { className: "quiet" });
     this.element = card("Events, the newest first", this.list, this.empty);
     host.append(this.element);
+    this.moment = null;
     this.rows = new Keyed(this.list, () => {
       const parts = { time: h("a"), name: h("strong"), text: h("span") };
       parts.element = h("li", {}, parts.time, " ", parts.name, " ", parts.text);
@@ -24,13 +25,26 @@ export class EventList {
     const newest = [...store.events()].reverse().filter(inside).slice(0, this.limit);
     put(this.empty, window === null ? "Nothing happened yet." : "Nothing happened in this time.");
     this.empty.hidden = newest.length > 0;
+    const asked = nearest(newest, store.moment - store.offset);
     this.rows.update(newest, (event) => event.serial, (parts, event) => {
       const at = event.at_s + store.offset;
       parts.element.dataset.level = event.level;
       put(parts.time, clock(at));
-      parts.time.setAttribute("href", `#time/${Math.round(at)}`);
+      parts.time.setAttribute("href", `#time/${at.toFixed(3)}`);
       put(parts.name, event.event);
       put(parts.text, event.text);
+      if (store.moment !== null && event === asked) parts.element.setAttribute("aria-current", "time");
+      else parts.element.removeAttribute("aria-current");
     });
+    if (store.moment === this.moment || (store.moment !== null && asked === undefined)) return;
+    this.moment = store.moment;
+    const row = this.list.querySelector("[aria-current]");
+    if (row) this.list.scrollTop = row.offsetTop - this.list.offsetTop - (this.list.clientHeight - row.offsetHeight) / 2;
   }
+}
+
+/** The event that is nearest to a time of the proxy's clock; of two, the first that happened. */
+function nearest(events, at_s) {
+  const away = (event) => Math.abs(event.at_s - at_s);
+  return events.reduce((found, one) => (found === undefined || away(one) <= away(found) ? one : found), undefined);
 }

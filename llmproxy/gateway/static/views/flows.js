@@ -1,7 +1,7 @@
 // Who waits and why, and does each flow get its share.
 
 import { Chart, looks } from "../lib/chart.js";
-import { card, h, putMeter } from "../lib/dom.js";
+import { card, h, put, putMeter } from "../lib/dom.js";
 import { count, duration, number, percent } from "../lib/format.js";
 import { link, Table } from "../lib/table.js";
 
@@ -32,6 +32,7 @@ function open(host, store) {
       { title: "Band", value: (one) => one.band, text: (one) => one.band },
       { title: "Got", number: true, value: (one) => one.share, fill: fillShare, hint: "Its share of the tokens of its band; the mark is what is due by weight, if all ask for more than that" },
       { title: "Due", number: true, value: (one) => one.due, text: (one) => percent(one.due) },
+      { title: "Fair", value: (one) => fair(one)[0], fill: fillFair, hint: "Whether it waits although it got less than is due, by a tenth of that or more" },
       { title: "Tokens/s", number: true, value: (one) => one.tokens_per_s, text: (one) => number(one.tokens_per_s), hint: "Tokens in and out, of the last minute" },
       { title: "Ended", number: true, value: (one) => one.ended, text: (one) => count(one.ended) },
       { title: "Waiting", number: true, value: (one) => one.waiting, text: (one) => count(one.waiting) },
@@ -49,7 +50,7 @@ function open(host, store) {
       { title: "Tokens left", number: true, value: (one) => one.tokens_left, text: (one) => number(one.tokens_left), hint: "What the rate allows now; below 0 more was used than estimated" },
     ],
   });
-  host.append(card("Shares of the last minute", h("p", { className: "quiet" }, "What each got of its band's tokens; the mark is what is due by weight. A flow that asks for less leaves the rest to others. Only one that waits and stays below its mark gets too little."), shares.element), card("Who waits, in the order of service", heads.element));
+  host.append(card("Shares of the last minute", h("p", { className: "quiet" }, "What each got of its band's tokens; the mark is what is due by weight. A flow that asks for less leaves the rest to others. Only one that waits and stays below its mark gets too little; who began to ask within the minute is below it at first."), shares.element), card("Who waits, in the order of service", heads.element));
   const chart = new Chart(host, store, {
     title: "Tokens per second by flow", note: "The flows with most tokens. Mean of the last minute.", write: number, stacked: true, height: 190,
     lines: (history) => history.names("flow/", "/tokens_per_s").map((name, at) => ({ label: name, column: `flow/${name}/tokens_per_s`, ...looks(at) })),
@@ -68,5 +69,15 @@ function open(host, store) {
 }
 
 const fillShare = (cell, one) => putMeter(cell, one.share, percent(one.share), "", one.due === null ? [] : [{ at: one.due }]);
+
+const ENOUGH = 0.9;
+/** A rank, most in need first, and words. */
+const fair = (one) => (one.waiting === 0 ? [2, "does not wait"] : one.share === null || one.share < ENOUGH * one.due ? [0, "waits, below its share"] : [1, "waits, has its share"]);
+
+function fillFair(cell, one) {
+  const [rank, words] = fair(one);
+  put(cell, words);
+  cell.classList.toggle("stands-out", rank === 0);
+}
 
 const standing = (one) => Object.entries(one.standing).map(([name, value]) => `${name} ${number(value)}`).join(", ") || "–";

@@ -14,7 +14,7 @@ const DOT_PX = 9;
 export const now = { title: "Now", columns: ["fleet/", "band/"], open };
 
 const TILES = [
-  ["Requests/s", (live) => number(live.row["fleet/completed_per_s"] ?? 0), (live) => `completed; ${plural(live.minute.completed, "request")} in ${duration(live.minute.span_s)}`],
+  ["Requests/s", (live) => number(live.row["fleet/completed_per_s"] ?? 0), (live) => `completed in a second; ${plural(live.minute.completed, "request")} in ${duration(live.minute.span_s)}`],
   ["Waiting", (live) => count(sum(live.bands, (band) => band.waiting)), (live) => `${count(sum(live.bands, (band) => band.blocked))} more for limits of their own`],
   ["In flight", (live) => count(sum(live.backends, (one) => one.load)), (live) => `of ${count(sum(live.backends, (one) => (one.state === "up" ? (one.limit ?? 0) : 0)))} that replicas take`],
   ["Output tokens/s", (live) => number(live.row["fleet/output_tokens_per_s"]), (live) => `${number(live.row["fleet/input_tokens_per_s"])} input tokens/s`],

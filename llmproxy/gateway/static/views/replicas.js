@@ -4,7 +4,7 @@ import { asking } from "../lib/asking.js";
 import { Chart, looks } from "../lib/chart.js";
 import { json, LockedError, post, RefusedError, UnreachableError } from "../lib/client.js";
 import { card, h, put, putMeter } from "../lib/dom.js";
-import { count, duration, factor, number, percent, plural } from "../lib/format.js";
+import { clock, count, duration, factor, number, percent, plural } from "../lib/format.js";
 import { Lanes } from "../lib/lanes.js";
 import { Table } from "../lib/table.js";
 import { scaleTable } from "./scale.js";
@@ -22,7 +22,7 @@ function open(host, store) {
   const table = replicaTable(store, true);
   const said = h("p", { className: "quiet", role: "status" });
   table.said = said;
-  host.append(card("Replicas", h("p", { className: "quiet" }, "Marks in the bar of the load: up to there, the band of this colour is served."), table.element, said));
+  host.append(card("Replicas", h("p", { className: "quiet" }, "Marks in the bar of the load: up to there, the band of this colour is served. Times, tokens and hits are of the last minute, also of what was before a restart; paces are what placement reckons with now."), table.element, said));
   const lanes = new Lanes(host, store);
   const wants = scaleTable();
   host.append(card("Replicas wanted", wants.element));
@@ -54,7 +54,7 @@ export function replicaTable(store, full) {
   const made = { said: null };
   const columns = [
     { title: "Replica", value: (one) => one.backend, text: (one) => (one.role === "both" ? one.backend : `${one.backend} (${one.role})`) },
-    { title: "State", value: (one) => one.state, fill: (cell, one) => fillState(cell, one, made.failures?.get(one.backend) ?? 0) },
+    { title: "State", value: (one) => one.state, fill: (cell, one) => fillState(cell, one, made.failures?.get(one.backend), store.offset) },
     ...(full ? [{ title: "", fill: (cell, one) => fillDrain(cell, one, store, made) }] : []),
     { title: "Load", number: true, value: (one) => share(one), fill: (cell, one) => fillLoad(cell, one, made.marks?.get(one.pool) ?? []), hint: "Requests that the proxy sent there, and how many it sends at most" },
     { title: "TTFT", number: true, value: (one) => one.ttft_s, text: (one) => duration(one.ttft_s), hint: "Mean time of the replica to the first token of a stream, last minute" },
@@ -89,14 +89,17 @@ export function replicaTable(store, full) {
   });
 }
 
-/** How often each backend stopped to be up since a time of the proxy's clock. */
+/** How often each backend stopped to be up since a time of the proxy's clock, and when and why the last time. */
 function failures(events, since) {
   const [found, out] = [new Map(), new Set()];
-  for (const { backend, event, at_s } of events) {
+  for (const { backend, event, at_s, why } of events) {
     if (ENDS.includes(event)) out.delete(backend);
-    if (!BEGINS.includes(event) || out.has(backend)) continue;
+    if (!BEGINS.includes(event)) continue;
+    const before = found.get(backend);
+    // One that is ejected and then seen to be down was not up once; what came last says more.
+    if (out.has(backend) && before) before.why = why || before.why;
+    else if (at_s >= since) found.set(backend, { times: (before?.times ?? 0) + 1, at_s, why });
     out.add(backend);
-    if (at_s >= since) found.set(backend, (found.get(backend) ?? 0) + 1);
   }
   return found;
 }
@@ -119,14 +122,19 @@ const pace = (one, value) => (one.state === "up" ? factor(value) : "–");
 
 const share = (one) => (one.limit ? one.load / one.limit : null);
 
-function fillState(cell, one, failed) {
-  if (!cell.firstChild) cell.append(h("div", { className: "why" }, h("span", { className: "state" }), " ", h("span", { className: "quiet" })));
-  const [state, why] = cell.firstChild.children;
+function fillState(cell, one, failed, offset) {
+  if (!cell.firstChild) cell.append(h("div", { className: "why" }, h("span", { className: "state" }), " ", h("span", { className: "quiet" }), h("a"), h("span", { className: "quiet" })));
+  const [state, since, when, why] = cell.firstChild.children;
   state.dataset.state = one.state;
   put(state, WORDS[one.state] ?? one.state);
-  const more = one.state !== "up" ? one.why : failed ? `not up ${plural(failed, "time")} in ${duration(RECENT_S)}` : "";
-  put(why, `for ${duration(one.since_s)}${more ? `: ${more}` : ""}`);
-  if (cell.title !== more) cell.title = more;
+  const last = one.state === "up" ? failed : undefined;
+  const reason = last ? last.why : one.state === "up" ? "" : one.why;
+  put(since, `for ${duration(one.since_s)}${last ? `: not up ${plural(last.times, "time")} in ${duration(RECENT_S)}, last at ` : ""}`);
+  put(when, last ? clock(last.at_s + offset) : "");
+  if (last) when.href = `#time/${(last.at_s + offset).toFixed(3)}`;
+  else when.removeAttribute("href");
+  put(why, reason ? `: ${reason}` : "");
+  if (cell.title !== reason) cell.title = reason;
 }
 
 function fillPerToken(cell, one, times) {

@@ -29,7 +29,7 @@ function list(host, store) {
     empty: "No request that fits has ended.",
     columns: [
       { title: "Request", fill: (cell, one) => link(cell, one.request_id, `#requests/${encodeURIComponent(one.request_id)}`) },
-      { title: "Ended", value: (one) => one.ended_age_s, text: (one) => clock(store.live.unix_s - one.ended_age_s) },
+      { title: "Ended", value: (one) => one.ended_s, text: (one) => clock(one.ended_s + store.offset) },
       { title: "Outcome", value: (one) => one.outcome, fill: outcome },
       { title: "Band", value: (one) => one.band, text: (one) => one.band ?? "–" },
       { title: "Model", value: (one) => one.model, text: (one) => one.model ?? one.unknown_model ?? "–" },
@@ -45,7 +45,10 @@ function list(host, store) {
     ],
   });
   const poll = asking(store, () => json("/debug/requests", Object.fromEntries(FILTERS.map((name) => [name, inputs[name].input.value]))), (found) => {
-    found.requests.forEach((one) => { one.key = `${one.request_id}/${one.arrived_s}`; });
+    found.requests.forEach((one) => {
+      one.key = `${one.request_id}/${one.arrived_s}`;
+      one.ended_s = found.now_s - one.ended_age_s;
+    });
     table.update(found.requests, found.more);
   }, (text) => put(said, text));
   host.append(card("Requests that ended, the newest first", search,

@@ -18,7 +18,7 @@ function times({ sure, terms, replicas }) {
 function fullAt(pool) {
   const found = times(pool);
   if (found === null) return "–";
-  return found < TIMES_MAX ? `${found.toFixed(1)}x this load` : `over ${TIMES_MAX}x this load`;
+  return found < TIMES_MAX ? `${found.toFixed(1)}x the recent load` : `over ${TIMES_MAX}x the recent load`;
 }
 
 /** The value and the note of a tile for all pools. */
@@ -37,7 +37,7 @@ export function scaleTable() {
       { title: "Needs", number: true, text: (one) => (one.sure ? one.need.toFixed(2) : "–"), hint: "In replicas that are fully, but not overly, used. Bands below scaling.from_band do not count" },
       { title: "Wants", number: true, text: (one) => count(one.desired), hint: "The whole number above what it needs, from scaling.min to scaling.max" },
       { title: "Because of", text: (one) => REASONS[one.reason] ?? one.reason },
-      { title: "Full at", text: fullAt, hint: "The load of bands from scaling.from_band on at which those that are up are full. Some wait before that, because requests do not arrive evenly" },
+      { title: "Full at", text: fullAt, hint: "Recent is of the last two minutes, or 30 s where more came in these. The load of bands from scaling.from_band on at which those that are up are full. Some wait before that, because requests do not arrive evenly" },
       { title: "One replica serves", text: (one) => (one.replica ? `${number(one.replica.requests_per_s)} requests/s, ${count(one.replica.seats)} at once` : "–") },
     ],
   });

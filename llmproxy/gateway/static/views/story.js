@@ -14,7 +14,7 @@ export function story(host, store, id) {
   const poll = asking(store, () => (ended ? null : json("/debug/requests", { request: id })), (found) => {
     if (found === null) return;
     ended = found.ended !== null;
-    content.replaceChildren(...parts(found, store.live.unix_s));
+    content.replaceChildren(...parts(found, found.now_s + store.offset));
   }, (text) => put(said, text));
   return { update: () => poll.update() };
 }

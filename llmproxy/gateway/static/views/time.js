@@ -17,12 +17,13 @@ function open(host, store, argument) {
   const moment = h("input", { id: "moment", type: "time", step: 1, required: true });
   const goTo = h("form", { className: "filters", onsubmit: (event) => {
     event.preventDefault();
-    store.lookAt(lastTimeOf(moment.value, store.live?.unix_s ?? Date.now() / 1000));
+    // The middle of the second that was written.
+    store.lookAt(lastTimeOf(moment.value, store.live?.unix_s ?? Date.now() / 1000) + 0.5);
   } }, h("span", {}, h("label", { htmlFor: "moment" }, "What happened at"), moment), h("button", { type: "submit" }, "Show"));
   host.append(h("div", { className: "card actions" }, shown, goTo, whole,
     h("button", { type: "button", onclick: () => saveCsv(store) }, "Save CSV"),
     h("button", { type: "button", onclick: () => savePng(charts) }, "Save PNG"),
-    h("p", { className: "quiet" }, "Drag over a plot to zoom in, double-click to see the whole span. Vertical lines are events.")));
+    h("p", { className: "quiet" }, "Drag over a plot to zoom in, double-click to see the whole span. Dashed lines are events, the solid line is the time that was asked for: the values below the plots are of it.")));
   // What happened is the answer; the plots after it are long.
   const events = new EventList(host, 200);
   events.list.classList.add("short");
