@@ -139,11 +139,31 @@ async def test_who_waits_and_why(browser: Browser) -> None:
             await visit.sees("base: 1 default request waits", "#summary")
             await visit.sees("Why: all backends are full.", ".band[data-band=default]")
             await visit.go("flows")
-            await visit.sees("waits, below its share", "tr:has-text('base') td.stands-out")
+            await visit.sees("waits, began within the minute", "tr:has-text('base') td")
             await visit.page.get_by_role("link", name="waits").click()
             await visit.sees("In band default, flow base", "main")
         seat.close()
         assert (await waits).status == 200
+
+
+async def test_whether_a_flow_that_waits_has_its_share(browser: Browser) -> None:
+    async with serving(FAST) as proxy, visiting(browser, proxy.url) as visit:
+        await visit.go("flows")
+
+        async def words(share: float | None, waiting: int = 3, oldest_s: float = 2.0, before: float = 100.0) -> str:
+            one = {"band": "default", "share": share, "due": 0.5, "waiting": waiting, "oldest_s": oldest_s}
+            flows = [one, one | {"share": 0.7, "waiting": 9, "oldest_s": 5.0}, one | {"band": "critical", "share": 0.9}]
+            asked = (
+                f"import('/ui/views/flows.js').then((m) => m.fair({json.dumps(one)}, {json.dumps(flows)}, {before}))"
+            )
+            return str((await visit.page.evaluate(asked))[1])
+
+        assert await words(0.1, waiting=0) == "does not wait"
+        assert await words(0.46) == "waits, has its share"
+        assert await words(0.1, before=0.0) == "waits, began within the minute"
+        assert await words(None, before=0.0) == "waits, began within the minute"
+        assert await words(0.1) == "waits less than those above theirs"
+        assert await words(0.1, oldest_s=6.0) == "waits, below its share"
 
 
 async def test_the_first_paint_is_small_and_soon(browser: Browser) -> None:

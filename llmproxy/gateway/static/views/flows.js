@@ -32,7 +32,7 @@ function open(host, store) {
       { title: "Band", value: (one) => one.band, text: (one) => one.band },
       { title: "Got", number: true, value: (one) => one.share, fill: fillShare, hint: "Its share of the tokens of its band; the mark is what is due by weight, if all ask for more than that" },
       { title: "Due", number: true, value: (one) => one.due, text: (one) => percent(one.due) },
-      { title: "Fair", value: (one) => fair(one)[0], fill: fillFair, hint: "Whether it waits although it got less than is due, by a tenth of that or more" },
+      { title: "Fair", value: (one) => one.fair[0], fill: fillFair, hint: "Whether it waits although it got less than is due, by a tenth of that or more, and others got more" },
       { title: "Tokens/s", number: true, value: (one) => one.tokens_per_s, text: (one) => number(one.tokens_per_s), hint: "Tokens in and out, of the last minute" },
       { title: "Ended", number: true, value: (one) => one.ended, text: (one) => count(one.ended) },
       { title: "Waiting", number: true, value: (one) => one.waiting, text: (one) => count(one.waiting) },
@@ -58,6 +58,7 @@ function open(host, store) {
   host.append(card("Limits", limits.element));
   return {
     update({ live, history }) {
+      for (const one of live.flows) one.fair = fair(one, live.flows, minuteAgo(history, one));
       shares.update(live.flows);
       const waiting = live.pools.flatMap((pool) => pool.bands.flatMap((band) => band.flows.map((flow) => ({ ...flow, pool: pool.pool, band: band.band, reason: band.reason }))));
       heads.update(waiting, live.pools.reduce((more, pool) => more + pool.bands.reduce((sum, band) => sum + band.more_flows, 0), 0));
@@ -71,11 +72,25 @@ function open(host, store) {
 const fillShare = (cell, one) => putMeter(cell, one.share, percent(one.share), "", one.due === null ? [] : [{ at: one.due }]);
 
 const ENOUGH = 0.9;
-/** A rank, most in need first, and words. */
-const fair = (one) => (one.waiting === 0 ? [2, "does not wait"] : one.share === null || one.share < ENOUGH * one.due ? [0, "waits, below its share"] : [1, "waits, has its share"]);
+const MINUTE_S = 60;
+
+/** A rank, most in need first, and words. `before` is what the flow got a second a minute ago, `flows` are all. */
+export function fair(one, flows, before) {
+  if (one.waiting === 0) return [3, "does not wait"];
+  if (one.share !== null && one.share >= ENOUGH * one.due) return [2, "waits, has its share"];
+  // The shares are of a minute, in which it did not ask all the time.
+  if (!before) return [1, "waits, began within the minute"];
+  // It waits for its turn, as do those that ask for more than their share, which wait longer for it.
+  const longer = flows.some((each) => each.band === one.band && each.share > each.due && each.waiting > 0 && each.oldest_s > one.oldest_s);
+  return longer ? [2, "waits less than those above theirs"] : [0, "waits, below its share"];
+}
+
+function minuteAgo(history, { band, flow }) {
+  return history?.get(`flow/${band}/${flow}/tokens_per_s`)?.at(-1 - Math.ceil(MINUTE_S / history.step));
+}
 
 function fillFair(cell, one) {
-  const [rank, words] = fair(one);
+  const [rank, words] = one.fair;
   put(cell, words);
   cell.classList.toggle("stands-out", rank === 0);
 }

@@ -9,6 +9,7 @@ import { bands } from "./now.js";
 
 export const time = { title: "Time", columns: ["fleet/", "band/", "backend/"], open };
 
+const LATE_S = 2;
 const KINDS = [["completed", "series-3", "solid"], ["refused", "series-2", "dashed"], ["failed", "bad", "solid"], ["cancelled", "series-5", "dotted"], ["client_error", "series-4", "dotted"]];
 
 function open(host, store, argument) {
@@ -64,11 +65,11 @@ function open(host, store, argument) {
   };
 }
 
-/** The last Unix time before `now` at which the clock of the person who looks showed `clock`, as in 14:03:00. */
+/** The last Unix time before `now`, which may be of a second or two ago, at which the clock of the person who looks showed `clock`, as in 14:03:00. */
 function lastTimeOf(clock, now) {
   const day = new Date(now * 1000);
   day.setHours(...clock.split(":").map(Number), 0);
-  if (day.getTime() / 1000 > now) day.setDate(day.getDate() - 1);
+  if (day.getTime() / 1000 > now + LATE_S) day.setDate(day.getDate() - 1);
   return day.getTime() / 1000;
 }
 
