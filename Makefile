@@ -90,10 +90,12 @@ COMPAT ?=
 compat: .venv
 	$(BIN)/python -m tests.compat $(COMPAT)
 
-# The dashboards and rules of `llmproxy export` on a real Prometheus that reads the demo, and alerts in its scenes.
+# The dashboards and rules of `llmproxy export` on a real Prometheus that reads the demo, alerts in its scenes, and those
+# of damage that it does not play.
 monitoring: .venv
 	$(BIN)/python -m tests.export
 	$(BIN)/python -m tests.export.scenes
+	$(BIN)/python -m tests.export.damage
 
 bench: .venv
 	$(BIN)/python -m benchmarks.peers $(BENCH)

@@ -33,11 +33,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(command: list[str], log: Path) -> Iterator[None]:
+def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that is ended with the block, and killed where it does not end."""
     with log.open("wb") as out, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=out) as process:
         try:
-            yield
+            yield process
         finally:
             process.terminate()
             try:
@@ -81,28 +81,41 @@ def play(proxy: str, scene: str) -> None:
     urlopen(Request(f"{proxy}/admin/scenes/{scene}", method="POST", headers=key), timeout=10).close()
 
 
+def begin(proxy: str, scene: str) -> None:
+    """Play a scene until it begins: the proxy listens before the demo hears of scenes."""
+    ends = time.monotonic() + TRIES_S
+    while f"scene={scene} " not in json.dumps(asked(f"{proxy}/debug/events")):
+        if time.monotonic() > ends:
+            raise RuntimeError(f"the scene {scene} does not begin")
+        play(proxy, scene)
+        time.sleep(0.5)
+
+
 @contextmanager
 def watched(interval_s: int, times: int = 1) -> Iterator[tuple[str, str]]:
     """The URLs of the demo's proxy and of a Prometheus that reads it each `interval_s`, its rules so much faster."""
     with TemporaryDirectory() as made:
-        folder = Path(made)
-        proxy, prometheus = free_port(), free_port()
-        for kind in ("alerts", "prometheus"):
-            for name, text in files_of(kind).items():
-                (folder / name).write_text(text if name != RULES else faster(text, times) if times > 1 else text)
-        config = yaml.safe_load((folder / "prometheus.yml").read_text())
-        config["global"] = {"scrape_interval": f"{interval_s}s", "evaluation_interval": f"{interval_s}s"}
-        config["scrape_configs"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{proxy}"]}]
-        config["scrape_configs"][0]["scrape_timeout"] = f"{interval_s}s"
-        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        logs = folder / "demo.log", folder / "prometheus.log"
-        reads = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
-                 f"--web.listen-address=127.0.0.1:{prometheus}"]  # fmt: skip
-        urls = f"http://127.0.0.1:{proxy}", f"http://127.0.0.1:{prometheus}"
-        with (
-            running([sys.executable, "-m", "llmproxy", "demo", "--port", str(proxy)], logs[0]),
-            running(reads, logs[1]),
-        ):
-            until_it_answers(f"{urls[0]}/health", logs[0])
-            until_it_answers(f"{urls[1]}/-/ready", logs[1])
-            yield urls
+        port, log = free_port(), Path(made) / "demo.log"
+        demo = [sys.executable, "-m", "llmproxy", "demo", "--port", str(port)]
+        with running(demo, log), read_by(port, Path(made), interval_s, times) as prometheus:
+            until_it_answers(f"http://127.0.0.1:{port}/health", log)
+            yield f"http://127.0.0.1:{port}", prometheus
+
+
+@contextmanager
+def read_by(proxy: int, folder: Path, interval_s: int, times: int = 1) -> Iterator[str]:
+    """The URL of a Prometheus that reads the proxy on this port."""
+    port = free_port()
+    for kind in ("alerts", "prometheus"):
+        for name, text in files_of(kind).items():
+            (folder / name).write_text(text if name != RULES else faster(text, times) if times > 1 else text)
+    config = yaml.safe_load((folder / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": f"{interval_s}s", "evaluation_interval": f"{interval_s}s"}
+    config["scrape_configs"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{proxy}"]}]
+    config["scrape_configs"][0]["scrape_timeout"] = f"{interval_s}s"
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    reads = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
+             f"--web.listen-address=127.0.0.1:{port}"]  # fmt: skip
+    with running(reads, folder / "prometheus.log"):
+        until_it_answers(f"http://127.0.0.1:{port}/-/ready", folder / "prometheus.log")
+        yield f"http://127.0.0.1:{port}"

@@ -1,8 +1,8 @@
-"""Alerts in the scenes of the demo that they are for: the last part of `make monitoring`, three to four minutes.
+"""Alerts in the scenes of the demo that they are for: the second part of `make monitoring`, one to four minutes.
 
 A real Prometheus has the rules of `llmproxy export alerts` with a second in the place of each minute. Each alert must
-be silent before its scene, and fire in it. The others need what the demo does not play (a lost worker, a wrong file);
-`test_rules.py` has all of them.
+be silent before its scene, and fire in it. The demo plays no damage (`damage.py`), and no wrong file; `test_rules.py`
+has all of them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections.abc import Callable
 
 from tests.export.beside import asked, play, watched
 
@@ -35,8 +36,8 @@ def firing(prometheus: str, alert: Alert) -> bool:
     return any(one["state"] == "firing" and wanted <= one["labels"].items() for one in alerts)
 
 
-def fires_in(scenes: tuple[str, ...], alert: Alert, proxy: str, prometheus: str) -> str:
-    """What is wrong, or empty. Prints after how many seconds of the scenes it fires."""
+def fires_in(name: str, again: Callable[[], object], alert: Alert, prometheus: str) -> str:
+    """What is wrong, or empty. Does it `again` and again, and prints after how many seconds the alert fires."""
     ends = time.monotonic() + CALM_S
     while firing(prometheus, alert):
         if time.monotonic() > ends:
@@ -46,10 +47,9 @@ def fires_in(scenes: tuple[str, ...], alert: Alert, proxy: str, prometheus: str)
     while not firing(prometheus, alert):
         if time.monotonic() > began + WAIT_S:
             return f"it does not fire within {WAIT_S:.0f} s"
-        for scene in scenes:
-            play(proxy, scene)
+        again()
         time.sleep(1.0)
-    print(f"{' and '.join(scenes)}: {alert[0]} {alert[1]} after {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{name}: {alert[0]} {alert[1]} after {time.monotonic() - began:.0f} s", flush=True)
     return ""
 
 
@@ -58,10 +58,23 @@ def main() -> int:
         print("skipped: prometheus is not installed (Debian: prometheus)")
         return 0
     with watched(interval_s=1, times=60) as (proxy, prometheus):
-        found = {scenes: fires_in(scenes, (name, labels), proxy, prometheus) for scenes, name, labels in SCENES}
-    for scenes, problem in found.items():
+
+        def played(scenes: tuple[str, ...], alert: Alert) -> str:
+            def again() -> None:
+                for scene in scenes:
+                    play(proxy, scene)
+
+            return fires_in(" and ".join(scenes), again, alert, prometheus)
+
+        found = {" and ".join(scenes): played(scenes, (name, labels)) for scenes, name, labels in SCENES}
+    return told(found)
+
+
+def told(found: dict[str, str]) -> int:
+    """Prints what is wrong, and returns the status of the process."""
+    for name, problem in found.items():
         if problem:
-            print(f"WRONG: {' and '.join(scenes)}: {problem}")
+            print(f"WRONG: {name}: {problem}")
     return int(any(found.values()))
 
 
