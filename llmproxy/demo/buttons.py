@@ -63,5 +63,5 @@ def _press(key: str, _: web.BaseRequest) -> web.Response:
 
 def _began(scene: Scene, _: web.BaseRequest) -> web.Response:
     # Lines of the log are the events of the page, and the marks of its plots.
-    _log.info("scene", scene=scene.name, why=_news(scene))
+    _log.info("scene", name=scene.name, why=_news(scene))
     return web.Response(status=204)

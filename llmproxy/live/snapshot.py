@@ -73,7 +73,10 @@ class LiveSnapshot:
         seen, statuses = pools.snapshot(now, FLOWS_WAITING_MAX), recorder.statuses()
         changes = self._changes()
         why = {name: event.why for name, event in changes.items()}
-        level, text = summary_of(seen.pools, statuses, why, dict(recorder.band_names()), recorder.dispatcher.nameless)
+        paces = {pace.backend: pace for learned in pools.learned(now).values() for pace in learned.backends}
+        level, text = summary_of(
+            seen.pools, statuses, why, dict(recorder.band_names()), recorder.dispatcher.nameless, [*paces.values()]
+        )
         minute = recorder.minute
         return {
             "version": __version__,
@@ -94,7 +97,7 @@ class LiveSnapshot:
             "inversions": recorder.dispatcher.inversions,
             "bands": self._bands(seen, pools.longest_s(now)),
             "pools": [self._pool(pool) for pool in seen.pools],
-            "backends": self._backends(seen, statuses, changes, now),
+            "backends": self._backends(seen, statuses, changes, paces, now),
             "more_backends": max(0, len(statuses) - BACKENDS_MAX),
             "flows": self._flows(seen),
             "limits": [_limit(limit) for limit in seen.limits[:LIMITS_MAX]],
@@ -168,11 +171,14 @@ class LiveSnapshot:
         }
 
     def _backends(
-        self, seen: Snapshot, statuses: Sequence[BackendStatus], changes: dict[str, Event], now: float
+        self,
+        seen: Snapshot,
+        statuses: Sequence[BackendStatus],
+        changes: dict[str, Event],
+        paces: Mapping[str, BackendPace],
+        now: float,
     ) -> list[dict[str, Any]]:
-        pools = self._recorder.dispatcher.pools
         pool_of = {one.view.backend: (pool.pool, one) for pool in seen.pools for one in pool.backends}
-        paces = {pace.backend: pace for learned in pools.learned(now).values() for pace in learned.backends}
         shown = []
         for status in statuses[:BACKENDS_MAX]:
             pool, one = pool_of.get(status.name, (None, None))

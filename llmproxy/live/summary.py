@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from llmproxy.core.domain import BackendPace
 from llmproxy.core.snapshot import BackendStatus, PoolSnapshot, Reason
 
 OK, WARNING, BAD = "ok", "warning", "bad"
 NAMES_SHOWN = 3
+SLOWER = 1.5
+"""A replica is named that takes so many times as long as its pool. With several kinds of GPU that is no fault."""
 
 
 def summary_of(
@@ -17,10 +20,11 @@ def summary_of(
     reasons: dict[str, str],
     bands: dict[int, str],
     nameless: int,
+    paces: Sequence[BackendPace] = (),
 ) -> tuple[str, str]:
     """(Level, sentence). `reasons` says of a backend why it is in its state, `bands` names the bands.
 
-    `nameless` requests wait for a model that no backend lists yet.
+    `nameless` requests wait for a model that no backend lists yet, and `paces` are what was learned of the backends.
     """
     parts: list[tuple[str, str]] = []
     up = [one for one in statuses if one.state == "up"]
@@ -44,6 +48,7 @@ def summary_of(
     for state in ("drained", "starting"):
         if found := _in(statuses, state):
             parts.append((OK, f"{_listed([one.name for one in found])} {_is(found)} {state}."))
+    parts += [(OK, text) for text in _slow(paces)]
     if not any(level != OK for level, _ in parts):
         quiet = "nothing waits" if not limits else "nothing else waits"
         parts.insert(0, (OK, f"Healthy: {len(up)} of {_count(len(statuses), 'replica')} up, {quiet}."))
@@ -69,6 +74,12 @@ def _backends(statuses: Sequence[BackendStatus], state: str, reasons: dict[str, 
     word = "ejected" if state == "resting" else state
     why = reasons.get(found[0].name, "") if len(found) == 1 else ""
     return WARNING, f"{_listed([one.name for one in found])} {_is(found)} {word}{f': {why}' if why else ''}."
+
+
+def _slow(paces: Sequence[BackendPace]) -> list[str]:
+    found = sorted((-max(one.prefill_factor, one.step_factor), one.backend) for one in paces)
+    slow = [f"{name} ({-factor:.1f}x)" for factor, name in found if -factor >= SLOWER]
+    return [f"{_listed(slow)} {_is(slow)} slower than the pool."] if slow else []
 
 
 def _in(statuses: Sequence[BackendStatus], state: str) -> list[BackendStatus]:

@@ -1,8 +1,8 @@
-"""Alerts about damage that the demo does not play: the last part of `make monitoring`, about a minute.
+"""Alerts about damage that the demo does not play: the last part of `make monitoring`, about two minutes.
 
-A proxy may write so many bytes into a file, as on a full disk; one of its two workers is killed; others use its only
-replica past it until the KV-cache is full; it ends. Each alert must be silent before, and fire then, with a second in
-the place of each minute of its rule.
+A proxy may write so many bytes into a file, as on a full disk; one of its two workers is killed; its only replica
+becomes slower each second; others use the replica past it until the KV-cache is full; it ends. Each alert must be
+silent before, and fire then, with a second in the place of each minute of its rule.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from tests.export.beside import free_port, read_by, running, until_it_answers
 from tests.export.scenes import Alert, fires_in, told
 
 CLIENTS = 40
-KV_TOKENS = 8_192
-"""Enough for ten of their requests at once."""
+KV_TOKENS = 16_384
+"""Enough for twenty of their requests at once."""
 FILE_BLOCKS = 64
 """Of 512 or 1,024 bytes, by the shell: some dozens of requests in the log."""
+SLOWER = 1.06
+"""By so much each second. An answer that began before takes longer than was predicted when it began."""
 
 
 def ask_on(urls: list[str]) -> None:
@@ -36,12 +38,29 @@ def ask_on(urls: list[str]) -> None:
     while urls:
         # No two prompts are alike, or they would share blocks of the cache.
         text = " ".join(str(random.random()) for _ in range(60))
-        body = {"messages": [{"role": "user", "content": text}], "max_tokens": random.randint(200, 600)}
-        asked = Request(
-            f"{urls[0]}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        with suppress(OSError, HTTPException), urlopen(asked, timeout=60) as answer:
-            answer.read()
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": random.randint(200, 600), "stream": True}
+        with suppress(OSError, HTTPException):
+            post(f"{urls[0]}/v1/chat/completions", body)
+
+
+def post(url: str, body: object) -> None:
+    """Raises OSError, HTTPException."""
+    with urlopen(Request(url, json.dumps(body).encode(), {"content-type": "application/json"}), timeout=60) as answer:
+        answer.read()
+
+
+class Slow:
+    """A fault of a simulated replica, `SLOWER` each time that it is called."""
+
+    def __init__(self, replica: str) -> None:
+        self._url, self._factor = f"{replica}/sim/fault", 1.0
+
+    def __call__(self) -> None:
+        self._factor *= SLOWER
+        post(self._url, {"kind": "slow", "factor": self._factor})
+
+    def heal(self) -> None:
+        post(self._url, {"kind": None})
 
 
 def once(act: Callable[[], object]) -> Callable[[], object]:
@@ -66,10 +85,17 @@ def main() -> int:
         with running(["sh", "-c", simulate], logs[0]), running(["sh", "-c", serve], logs[1]) as served:
             until_it_answers(f"{proxy}/ready", logs[1])
             worker = int(Path(f"/proc/{served.pid}/task/{served.pid}/children").read_text().split()[0])
+            slow = Slow(replica)
+
+            def fill() -> None:
+                slow.heal()
+                urls.insert(0, replica)
+
             damage: tuple[tuple[str, Callable[[], object], Alert], ...] = (
                 ("a full disk", lambda: None, ("LlmproxyLogLost", {})),
                 ("a worker is killed", once(lambda: os.kill(worker, signal.SIGKILL)), ("LlmproxyWorkerLost", {})),
-                ("a full cache", once(lambda: urls.insert(0, replica)), ("LlmproxyKvPressure", {})),
+                ("a replica becomes slower", slow, ("LlmproxyPredictionsOff", {"time": "tpot"})),
+                ("a full cache", once(fill), ("LlmproxyKvPressure", {})),
                 ("the proxy ends", once(served.terminate), ("LlmproxyAbsent", {})),
             )
             with read_by(port, Path(made), 1, times=60) as prometheus:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from llmproxy.core.domain import BackendPace
 from llmproxy.core.snapshot import BackendStatus, BandSnapshot, FlowSnapshot, HeadSnapshot, PoolSnapshot, Reason
 from llmproxy.live.summary import summary_of
 
@@ -111,3 +112,17 @@ def test_requests_for_a_model_that_nobody_serves_yet_are_said() -> None:
         "warning",
         "2 requests wait for a model that no backend serves yet.",
     )
+
+
+@pytest.mark.parametrize(
+    ("prefill", "step", "said"),
+    [
+        (1.0, 1.94, " gpu-2 (1.9x) is slower than the pool."),
+        (3.0, 1.0, " gpu-2 (3.0x) is slower than the pool."),
+        (1.4, 1.4, ""),
+    ],
+)
+def test_a_slow_replica_is_named_and_is_healthy(prefill: float, step: float, said: str) -> None:
+    paces = [BackendPace("gpu-1", 0.9, 0.9, 0.5, 1, 0, 0), BackendPace("gpu-2", prefill, step, 0.5, 1, 0, 0)]
+    sentence = f"Healthy: 3 of 3 replicas up, nothing waits.{said}"
+    assert summary_of([pool()], UP, {}, NAMES, 0, paces) == ("ok", sentence)

@@ -35,13 +35,13 @@ function list(host, store) {
       { title: "Model", value: (one) => one.model, text: (one) => one.model ?? one.unknown_model ?? "–" },
       { title: "Flow", value: (one) => one.flow, text: (one) => one.tenant ?? one.flow ?? "–" },
       { title: "Replica", value: (one) => one.backend, text: (one) => one.backend ?? "–" },
+      { title: "Attempts", number: true, value: (one) => one.attempts, text: (one) => count(one.attempts) },
       { title: "Waited", number: true, value: (one) => one.queue_wait_s, text: (one) => duration(one.queue_wait_s) },
       { title: "TTFT", number: true, value: (one) => one.ttft_s, text: (one) => duration(one.ttft_s) },
       { title: "Took", number: true, value: (one) => one.duration_s, text: (one) => duration(one.duration_s) },
       { title: "Prompt", number: true, value: (one) => one.prompt_tokens, text: (one) => count(one.prompt_tokens), hint: "Prompt tokens" },
       { title: "Cached", number: true, value: (one) => one.cached_tokens, text: (one) => count(one.cached_tokens), hint: "Prompt tokens that the replica had in its cache" },
       { title: "Output", number: true, value: (one) => one.output_tokens, text: (one) => count(one.output_tokens), hint: "Output tokens" },
-      { title: "Attempts", number: true, value: (one) => one.attempts, text: (one) => count(one.attempts) },
     ],
   });
   const poll = asking(store, () => json("/debug/requests", Object.fromEntries(FILTERS.map((name) => [name, inputs[name].input.value]))), (found) => {
