@@ -98,11 +98,17 @@ class Balances(Message, frozen=True, tag=49):
     flows: dict[str, float]
 
 
+class LeaseTaken(Message, frozen=True, tag=50):
+    """The member knows that it was granted this lease. What it did not take is free when its connection is lost."""
+
+    call: int
+
+
 FromMember = (
     workers.Admit | workers.CancelCall | workers.LeaseStarted | workers.LeaseCommitted | workers.LeaseProgress
     | workers.LeaseReturned | workers.LeaseRecomputing | workers.RequestEnded | workers.PrefixCached
     | workers.ResponseStored | workers.PageRequest | workers.Resolve
-    | workers.ExitReport | Hello | Resume | Running | Resumed | Ping
+    | workers.ExitReport | Hello | Resume | Running | Resumed | LeaseTaken | Ping
 )  # fmt: skip
 ToMember = (
     workers.LeaseGranted | workers.CallRefused | workers.LeaseCut | workers.ResponseStored | workers.PageResponse

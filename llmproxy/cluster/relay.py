@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from llmproxy.cluster.channel import Sender
-from llmproxy.cluster.protocol import Resume, Resumed, Running, aged
+from llmproxy.cluster.protocol import LeaseTaken, Resume, Resumed, Running, aged
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Drop, Entry, Grant, Outcome, Refused, Request
 from llmproxy.core.placement.staged import stage_of
@@ -215,6 +215,8 @@ class RelayDispatcher:
                 max(asked.at_s, _now() + message.at_s), message.queued_ahead, message.why, message.left_s,
             )  # fmt: skip
             run = self._runs[message.call] = _Run(Lease(grant, self))
+            if self._leader is not None and not self._leader.local:
+                self._leader.send(LeaseTaken(message.call))
             asked.granted.set_result(run.lease)
 
     def _ask_again(self, asked: _Asked, without: str) -> None:

@@ -11,14 +11,14 @@ from functools import partial
 from msgspec.structs import replace
 
 from llmproxy.cluster.channel import Sender
-from llmproxy.cluster.protocol import FromMember, Hello, Resume, Resumed, Running, aged
+from llmproxy.cluster.protocol import FromMember, Hello, LeaseTaken, Resume, Resumed, Running, aged
 from llmproxy.core.domain import Usage, Verdict
 from llmproxy.lease import Lease
 from llmproxy.workers import protocol
 from llmproxy.workers.session import SchedulerContext, WorkerSession
 
 GRACE_S = 10.0
-"""How long the leases of a member stay booked after its connection was lost: their answers go on."""
+"""How long the leases that a member has stay booked after its connection was lost: their answers go on."""
 RETURNED_MAX = 4096
 """Leases that were given back, of which a prefix may still be reported as cached."""
 
@@ -51,6 +51,8 @@ class MemberSession(WorkerSession):
         """Whether it has ended, and no connection can go on with it."""
         self._on_resumed = on_resumed
         self._sender: Sender | None = None
+        self._untaken: set[int] = set()
+        """Leases of which the member may not know."""
         self._started: set[int] = set()
         self._committed: set[int] = set()
         self._declared: set[str] = set()
@@ -81,10 +83,16 @@ class MemberSession(WorkerSession):
             self._grace = None
 
     def detach(self, sender: Sender) -> None:
-        """A connection was lost. What the member has stays booked for GRACE_S, unless it is back by another."""
+        """A connection was lost. What the member has stays booked for GRACE_S, unless it is back by another.
+
+        What it waits for it asks again when it is back, with the age that it has then.
+        """
         if self._sender is sender:
             self._sender = None
             self._grace = self._loop.call_later(GRACE_S, self.end)
+            for call, task in list(self._calls.items()):
+                if call not in self._leases or call in self._untaken:
+                    task.cancel()
 
     def send(self, message: protocol.Message) -> None:
         if self._sender is not None:
@@ -136,6 +144,8 @@ class MemberSession(WorkerSession):
                 if call in self._leases:
                     (self._started if isinstance(message, protocol.LeaseStarted) else self._committed).add(call)
                     self._take(message)
+            case LeaseTaken(call):
+                self._untaken.discard(call)
             case protocol.LeaseProgress(call) | protocol.LeaseReturned(call) | protocol.LeaseRecomputing(call):
                 if call in self._leases:
                     self._take(message)
@@ -155,11 +165,13 @@ class MemberSession(WorkerSession):
 
     def _forget(self, key: int) -> None:
         super()._forget(key)
+        self._untaken.discard(key)
         self._started.discard(key)
         self._committed.discard(key)
 
     def _granted(self, call: int, lease: Lease) -> protocol.LeaseGranted:
         granted = super()._granted(call, lease)
+        self._untaken.add(call)
         return replace(granted, lease=call, at_s=granted.at_s - self._loop.time())
 
     # --- what the member had before this connection -------------------------------------------------------------------
@@ -186,6 +198,7 @@ class MemberSession(WorkerSession):
             returned = self._book(call, lease)
             returned.add_done_callback(partial(self._given_back, call, lease))
             self._note_call(call, returned)
+        self._untaken.discard(call)
         grant = self._leases[call][0].grant
         if running.started_age_s is not None and call not in self._started:
             self._started.add(call)

@@ -20,6 +20,7 @@ from llmproxy.cluster.protocol import (
     FromMember,
     Hello,
     KnownMessages,
+    LeaseTaken,
     Members,
     NotLeader,
     Ping,
@@ -61,6 +62,7 @@ FROM: dict[type[Any], st.SearchStrategy[Any]] = {
     Resume: st.builds(Resume, CALL_SETS, CALL_SETS),
     Running: st.builds(Running, CALLS, REQUESTS, PLACED, TIMES, st.none() | TIMES, BOOLS, NUMBERS),
     Resumed: st.just(Resumed()),
+    LeaseTaken: st.builds(LeaseTaken, CALLS),
     Ping: st.just(Ping()),
 }
 TO: dict[type[Any], st.SearchStrategy[Any]] = {

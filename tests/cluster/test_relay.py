@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from llmproxy.cluster.channel import SILENCE_S
 from llmproxy.cluster.cluster import WITHOUT_LEADER_S
 from llmproxy.cluster.relay import NO_LEADER_RETRY_S, UNSENT_MAX
 from llmproxy.cluster.session import GRACE_S
@@ -60,6 +61,77 @@ async def test_a_grant_that_was_lost_is_sent_again() -> None:
         assert client.holds() == "a"
         assert leader.dispatcher.leases == 1
         assert leader.dispatcher.granted.total() == 1
+
+
+@virtual
+async def test_a_grant_that_a_lost_member_did_not_hear_is_free_for_others() -> None:
+    """It was made before anybody knew that the member hears nothing."""
+    async with world(3) as found:
+        leader, (deaf, other) = found.leader, found.followers
+        holder = other.client()
+        await asyncio.sleep(SOON_S)
+        waits = deaf.client()
+        await asyncio.sleep(SOON_S)
+        later = other.client()
+        await asyncio.sleep(SOON_S)
+        found.cut(deaf, leader)
+        await holder.done()
+        await asyncio.sleep(1.0)
+        assert leader.cluster.sessions[deaf.name].leases == 1
+        assert later.holds() is None
+        await asyncio.sleep(SILENCE_S)
+        assert not leader.cluster.sessions[deaf.name].connected
+        assert later.holds() == "a"
+        assert waits.holds() is None
+        found.heal()
+        await asyncio.sleep(3.0)
+        await later.done()
+        await asyncio.sleep(SOON_S)
+        assert waits.holds() == "a"
+
+
+@virtual
+async def test_a_lease_of_which_the_member_could_not_tell_at_first_stays_over_the_next_cut() -> None:
+    async with world(3) as found:
+        one, leader = found.followers[0], found.leader
+        client = one.client()
+        await asyncio.sleep(0.0025)
+        assert client.holds() == "a"
+        found.cut(one, leader)
+        found.break_connections()
+        await asyncio.sleep(SOON_S)
+        found.heal()
+        await asyncio.sleep(2.0)
+        session = leader.cluster.sessions[one.name]
+        assert session.connected
+        found.cut(one, leader)
+        await asyncio.sleep(SILENCE_S + 2.0)
+        assert not leader.cluster.sessions[one.name].connected
+        assert session.leases == 1
+
+
+@virtual
+async def test_a_lost_member_is_granted_nothing_until_it_is_back_and_has_its_turn_then() -> None:
+    async with world(3) as found:
+        leader, (lost, other) = found.leader, found.followers
+        holder = other.client()
+        await asyncio.sleep(SOON_S)
+        waits = lost.client()
+        await asyncio.sleep(SOON_S)
+        found.cut(lost, leader)
+        await asyncio.sleep(SILENCE_S + 2.0)
+        assert not leader.cluster.sessions[lost.name].connected
+        second, third = other.client(), other.client()
+        await asyncio.sleep(SOON_S)
+        await holder.done()
+        await asyncio.sleep(SOON_S)
+        assert second.holds() == "a"
+        found.heal()
+        await asyncio.sleep(3.0)
+        await second.done()
+        await asyncio.sleep(SOON_S)
+        assert waits.holds() == "a", "it arrived before the third"
+        assert third.holds() is None
 
 
 @virtual
