@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from hashlib import sha256
+from math import inf
 
 from llmproxy import __version__
 from llmproxy.cluster import stores
@@ -78,7 +79,17 @@ def member_of(
     )  # fmt: skip
     gateway.stored.on_made = relay.response_stored
     shared = Shared(stored, settle, lambda: frozenset(registry.drained()), drain)
-    cluster = Cluster(me, chosen.lock_s, store, dispatcher, relay, context, shared, TcpNetwork(chosen))
+    cluster = Cluster(
+        me,
+        chosen.lock_s,
+        store,
+        dispatcher,
+        relay,
+        context,
+        shared,
+        TcpNetwork(chosen),
+        inf if chosen.alone_after_s is None else chosen.alone_after_s,
+    )
     gateway.stored.catch_up = cluster.caught_up
     return cluster
 

@@ -11,6 +11,7 @@ from math import inf
 import structlog
 from msgspec.structs import replace
 
+from llmproxy.cluster.alone import Alone
 from llmproxy.cluster.balances import KnownBalances
 from llmproxy.cluster.channel import LocalChannel, Sender
 from llmproxy.cluster.election import SEEK_S, Election, Leadership, LockStore
@@ -51,7 +52,7 @@ class Cluster:
 
     def __init__(
         self, me: Hello, held_s: float, store: LockStore, dispatcher: Dispatcher, relay: RelayDispatcher,
-        context: SchedulerContext, shared: Shared, network: Network,
+        context: SchedulerContext, shared: Shared, network: Network, alone_after_s: float = inf,
     ) -> None:  # fmt: skip
         self.me = me
         self._held_s = held_s
@@ -61,6 +62,8 @@ class Cluster:
         self._context = context
         self._shared = shared
         self.network = network
+        self._alone = Alone(dispatcher, relay, context)
+        self._alone_after_s = alone_after_s
         self._loop = asyncio.get_running_loop()
         self.leads = False
         self.epoch = 0
@@ -133,12 +136,12 @@ class Cluster:
     @property
     def led(self) -> bool:
         """Whether there is a leader that this member can ask."""
-        return self.relay.led
+        return self.relay.led and not self.parts
 
     @property
-    def alone(self) -> bool:
-        """Whether nobody is known who could lead in the place of this member."""
-        return len(self.members) < 2
+    def parts(self) -> int:
+        """Of how many members this is one that decides alone; 0 while it does not."""
+        return self._alone.parts
 
     def begin_shutdown(self) -> None:
         """Let another member lead, if there is one. Requests of this member go on."""
@@ -146,7 +149,7 @@ class Cluster:
         self._leave()
 
     def _leave(self) -> None:
-        if self._leaving and not self._resigns and not (self.leads and self.alone):
+        if self._leaving and not self._resigns and not (self.leads and len(self.members) < 2):
             self._resigns = True
             self._tasks.append(self._loop.create_task(self._resign(), name="resign"))
 
@@ -161,6 +164,7 @@ class Cluster:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._alone.end()
         if self.leads:
             self._stop_leading("the leader ends")
         if self._linking is not None:
@@ -183,8 +187,12 @@ class Cluster:
                 told_s = self._loop.time()
                 for told in self._balances.changes(self._dispatcher.pools.balances()):
                     self._send_all(told)
-            if not self.led:
+            if not self.relay.led:
                 self.relay.refuse_waiting(self._unled_s + self._held_s + WITHOUT_LEADER_S)
+                # One that never met the others does not know how many they are.
+                if self.members and self._loop.time() >= self._unled_s + self._alone_after_s:
+                    self._alone.begin(self.me, len(self.members), self._loop.time() - self._unled_s)
+                    self._recall_balances()
 
     def state(self) -> ClusterState:
         """What metrics show."""
@@ -223,6 +231,7 @@ class Cluster:
         self._linking = self._loop.create_task(self._connect(leadership), name="connect")
 
     def _begin_to_lead(self, epoch: int) -> None:
+        self._alone.end()
         if self._link is not None:
             self._link.channel.abort()
             self._unlink(self._link)
@@ -297,9 +306,12 @@ class Cluster:
     def _settled(self) -> None:
         """Decide from now on: what waits is known, and the shares of flows are those that the last leader knew."""
         self._end_settling()
+        self._recall_balances()
+        self._dispatcher.decide_until(self._until_s)
+
+    def _recall_balances(self) -> None:
         for (pool, band), flows in self._balances.known.items():
             self._dispatcher.pools.recall(pool, band, flows)
-        self._dispatcher.decide_until(self._until_s)
 
     def _end_settling(self) -> None:
         if self._settling is not None:
@@ -358,6 +370,7 @@ class Cluster:
         self._link, self.epoch, self.leadership = link, welcome.epoch, link.leadership
         self._unreachable = None
         link.answered(None)
+        self._alone.end()
         _log.info("cluster_follows", epoch=welcome.epoch, without_leader_s=self._found_leader(), leader=welcome.name)
         if welcome.config != self.me.config:
             _log.warning("cluster_config_differs", member=welcome.name, version=welcome.version)

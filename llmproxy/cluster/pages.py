@@ -67,6 +67,7 @@ def status_of(cluster: Cluster) -> dict[str, Any]:
         "address": cluster.me.address,
         "leads": cluster.leads,
         "leader": None if leadership is None or not cluster.led else leadership.holder.rpartition("/")[0],
+        "alone": cluster.parts > 0,
         "epoch": cluster.epoch,
         "members": list(cluster.members),
         "waiting": cluster.relay.waiting,

@@ -206,6 +206,9 @@ class ClusterConfig(Section):
     """Where the lock is that makes one member the leader: kubernetes (a Lease), or valkey://HOST:PORT (Redis too)."""
     lock_s: Annotated[Number, Field(ge=1)] = 4.0
     """Time for which the lock is held without a renewal. When a leader dies, grants pause for it and up to 1 s more."""
+    alone_after_s: Seconds | None = None
+    """Time without a leader after which each member decides alone, with its part of every limit: 1/N with N members.
+    null: requests wait, and get 503 after `lock_s` and 5 s."""
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,250}[a-z0-9])?$")] = "llmproxy"
     """Name of the cluster, and of its lock."""
     member: Name | None = None
@@ -229,6 +232,8 @@ class ClusterConfig(Section):
         elif tls.cert is None and not self.plaintext and not is_loopback(listen.rpartition(":")[0]):
             reason = "members need tls.cert and tls.ca, or plaintext: true where no one else can connect"
             problems = [(("listen",), reason)]
+        if self.alone_after_s is not None and self.alone_after_s < self.lock_s:
+            problems.append((("alone_after_s",), f"is below lock_s ({self.lock_s:g}): a leader may decide for so long"))
         report(problems)
         return self
 

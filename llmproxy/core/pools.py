@@ -65,6 +65,7 @@ class Pools:
         make_placement: Callable[[], Placement],
     ) -> None:
         self.settings = settings
+        self._parts = 1
         self._make_placement = make_placement
         self._occupancy = Occupancy(settings.queue)
         self._limits = UsageLimits(settings.limits)
@@ -96,6 +97,7 @@ class Pools:
         backend = self.backends[name] = Backend(
             name, settings.capacity, settings.health, max_in_flight, settings.ceiling_range, prompt_range, role
         )
+        backend.parts = self._parts
         backend.health.on_event = lambda news: self._news.append((name, news))
 
     def known_limits(self) -> dict[str, KnownLimit]:
@@ -124,7 +126,7 @@ class Pools:
         """
         self.settings = settings
         self._occupancy.reconfigure(settings.queue)
-        self._limits.reconfigure(settings.limits, now)
+        self.divide(self._parts, now)
         self.scaling.reconfigure(settings.scaling)
         self.catalogue.named = frozenset(settings.scaling.pools)
         self.catalogue.rename(aliases)
@@ -132,6 +134,16 @@ class Pools:
             backend.reconfigure(settings.capacity, settings.health, settings.ceiling_range)
         for scheduler in self.schedulers.values():
             scheduler.reconfigure(settings, now)
+
+    def divide(self, parts: int, now: float) -> None:
+        """Use a part of every limit from the next decision on: so many processes decide, and none knows of the others.
+
+        Bounds of the waiting room stay whole.
+        """
+        self._parts = parts
+        self._limits.reconfigure({name: limit.part(parts) for name, limit in self.settings.limits.items()}, now)
+        for backend in self.backends.values():
+            backend.parts = parts
 
     # --- polls ----------------------------------------------------------------------------------------
 

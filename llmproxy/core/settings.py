@@ -83,6 +83,16 @@ class UsageLimit:
     requests_per_min: float | None = None
     tokens_per_min: float | None = None
 
+    def part(self, parts: int) -> UsageLimit:
+        """What one of so many processes may allow where none knows of the others; one in flight at least."""
+        if parts == 1:
+            return self
+        return UsageLimit(
+            None if self.in_flight is None else max(1, self.in_flight // parts),
+            None if self.requests_per_min is None else self.requests_per_min / parts,
+            None if self.tokens_per_min is None else self.tokens_per_min / parts,
+        )
+
 
 class Splitting(StrEnum):
     """Which requests have their prompt computed on one backend and their answer on another one."""

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from math import inf
 from typing import Any
 
 from llmproxy.cluster.cluster import Cluster
@@ -151,7 +152,7 @@ class VirtualMember:
         shared = Shared(lambda one: one, self.settled_responses.append, lambda: self.drained, self._drain)
         self.cluster = Cluster(
             hello, HELD_S, world.store, self.dispatcher, self.relay,
-            self.events.context(self.dispatcher, lambda: None), shared, self.network,
+            self.events.context(self.dispatcher, lambda: None), shared, self.network, world.alone_after_s,
         )  # fmt: skip
 
     def _drain(self, backends: frozenset[str]) -> None:
@@ -189,8 +190,9 @@ class VirtualMember:
 class World:
     """Everything that members have in common. Every backend has so many `seats`."""
 
-    def __init__(self, seats: int = 1, backends: Iterable[str] = "a") -> None:
+    def __init__(self, seats: int = 1, backends: Iterable[str] = "a", alone_after_s: float = inf) -> None:
         self.net = Net()
+        self.alone_after_s = alone_after_s
         self.store = Store()
         self.seats = seats
         self.backends = tuple(backends)
@@ -233,10 +235,12 @@ class World:
 
 
 @asynccontextmanager
-async def world(count: int, seats: int = 1, backends: Iterable[str] = "a") -> AsyncIterator[World]:
+async def world(
+    count: int, seats: int = 1, backends: Iterable[str] = "a", alone_after_s: float = inf
+) -> AsyncIterator[World]:
     """So many members m0, m1, ..., who follow one of them. Nothing may stay behind in any, nor any task."""
     before = asyncio.all_tasks()
-    found = World(seats, backends)
+    found = World(seats, backends, alone_after_s)
     for number in range(count):
         await found.member(f"m{number}")
     await asyncio.sleep(1.0)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from llmproxy.core.domain import CRITICAL, DEFAULT, Drop, Grant, Outcome, Request, Trouble, Usage, Verdict
 from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.pools import Pools
@@ -284,3 +286,35 @@ def test_a_limit_that_comes_back_counts_what_was_begun_without_it() -> None:
     assert grants(one) == []
     one.finish(running, Verdict.SERVED, 1.0)
     assert len(grants(one, 1.0)) == 1
+
+
+# --- parts of limits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parts", "others", "limit", "load"), [(1, 5, 8, 5), (3, 0, 2, 0), (3, 6, 2, 0), (3, 8, 2, 2), (20, 8, 1, 1)]
+)
+def test_a_part_of_a_backend_is_used_beside_the_parts_of_others(parts: int, others: int, limit: int, load: int) -> None:
+    found = pools({"a": 8})
+    for at_s in (1.0, 2.0):
+        found.backends["a"].observe(reading(at_s, running=others))
+    found.divide(parts, 2.0)
+    view = found.backends["a"].view(2.0)
+    assert (view.limit, view.load) == (limit, load)
+    found.divide(1, 2.0)
+    assert found.backends["a"].view(2.0).limit == 8
+
+
+def test_a_part_stays_a_part_through_other_settings_and_for_new_backends() -> None:
+    found = pools({"a": 8})
+    found.divide(2, 0.0)
+    found.reconfigure(Settings(limits={"tenant:t": UsageLimit(in_flight=5)}), {}, 0.0)
+    found.add_backend("b", 6)
+    assert [found.backends[name].view(0.0).limit for name in "ab"] == [4, 3]
+    assert found._limits.free("tenant:t") == 2
+
+
+def test_a_part_of_rates_and_of_what_is_in_flight() -> None:
+    whole = UsageLimit(in_flight=2, requests_per_min=60.0, tokens_per_min=900.0)
+    assert whole.part(3) == UsageLimit(in_flight=1, requests_per_min=20.0, tokens_per_min=300.0)
+    assert UsageLimit().part(3) == UsageLimit()

@@ -161,6 +161,8 @@ EVENTS = {
     "cluster_leader_unreachable": "The member that has the lock of the cluster cannot be connected to. This is tried again.",
     "cluster_leads": "This member schedules for the whole cluster. It grants when all members said what they have, or after `settle_s`.",
     "cluster_leads_no_more": "This member schedules no more, and asks the next leader.",
+    "cluster_decides_alone": "There was no leader for `alone_after_s`: this member decides with its part of every limit.",
+    "cluster_decides_alone_no_more": "There is a leader again.",
     "cluster_lock_away": "The lock of the cluster cannot be asked. A leader decides until its lock may have ended.",
     "cluster_lock_back": "The lock of the cluster can be asked again.",
     "cluster_member_gone": "A member left the cluster, or was away for 10 s. Its leases are over.",

@@ -47,6 +47,7 @@ class Backend:
         self._kept = 0
         self._keeps_for: dict[str, float] = {}
         self._drained = False
+        self._parts = 1
         self.exploration: Exploration | None = None
         lowest_ceiling, self._highest_ceiling = ceiling_range
         self.limit = BatchLimit(max_in_flight, capacity.start_limit, lowest_ceiling)
@@ -78,6 +79,16 @@ class Backend:
     @drained.setter
     def drained(self, drained: bool) -> None:
         self._drained = drained
+        self._view = None
+
+    @property
+    def parts(self) -> int:
+        """Of how many processes that decide without each other this is one. Each may use a part of the limit."""
+        return self._parts
+
+    @parts.setter
+    def parts(self, parts: int) -> None:
+        self._parts = parts
         self._view = None
 
     @property
@@ -387,13 +398,13 @@ class Backend:
     def _make_view(self, now: float) -> View:
         health, capacity, reading, own = self.health, self._capacity, self.reading, self._own
         until_s = health.changes_at(now) or inf
-        load, waiting, kv_used = own.sequences + self._kept, 0, 0.0
+        load, others, waiting, kv_used = own.sequences + self._kept, 0, 0, 0.0
         kv_tokens = max_adapters = None
         if reading is not None and now >= reading.taken_at_s + capacity.stale_after_s:
             reading = None
         if reading is not None:
             until_s = min(until_s, reading.taken_at_s + capacity.stale_after_s)
-            load += self._others
+            others = self._others
             waiting, max_adapters = reading.waiting - self._fetching(reading), reading.max_adapters
             kv_used, kv_tokens = reading.kv_used or 0.0, reading.kv_tokens
             if kv_tokens:
@@ -402,7 +413,9 @@ class Backend:
         # No request waits for slow start: one that finds no room elsewhere is sent there at once.
         self._view_until_s = min(until_s, health.warmer_at(now) or inf)
         available = health.available(now) and not self._drained
-        limit = self.limit.value
+        # What others have there takes of the part of this process where it is more than their parts.
+        limit = max(1, self.limit.value // self._parts)
+        load += max(0, others - (self.limit.value - limit))
         return View(
             backend=self.name,
             available=available,
@@ -421,7 +434,7 @@ class Backend:
             reading=reading,
             warmth=health.warmth(now),
             highest_ceiling=self._highest_ceiling,
-            sure=self._sure(),
+            sure=min(limit, self._sure()),
             prompt_window_s=capacity.prompt_window_s,
             probed=available and health.ejected,
             stream_probe=health.stream_probe,

@@ -1,0 +1,54 @@
+"""What a member does while there is no leader: it decides about its own requests, with its part of every limit."""
+
+from __future__ import annotations
+
+import asyncio
+from math import inf
+
+import structlog
+
+from llmproxy.cluster.channel import LocalChannel
+from llmproxy.cluster.protocol import Hello
+from llmproxy.cluster.relay import RelayDispatcher
+from llmproxy.cluster.session import MemberSession
+from llmproxy.dispatcher import Dispatcher
+from llmproxy.workers.session import SchedulerContext
+
+_log = structlog.get_logger()
+
+
+class Alone:
+    """Makes the dispatcher of a member decide for that member only, while `parts` is not 0."""
+
+    def __init__(self, dispatcher: Dispatcher, relay: RelayDispatcher, context: SchedulerContext) -> None:
+        self._dispatcher = dispatcher
+        self._relay = relay
+        self._context = context
+        self._session: MemberSession | None = None
+        self.parts = 0
+        """How many members were known when it began; each may use that part of every limit."""
+
+    def begin(self, me: Hello, parts: int, without_leader_s: float) -> None:
+        """Decide from now on."""
+        self.parts = parts
+        _log.warning("cluster_decides_alone", parts=parts, without_leader_s=round(without_leader_s, 3))
+        self._dispatcher.pools.divide(parts, _now())
+        session = self._session = MemberSession(self._context, me, lambda: None)
+        session.attach(LocalChannel(self._relay.take))
+        self._relay.follow(LocalChannel(session.take))
+        self._dispatcher.decide_until(inf)
+
+    def end(self) -> None:
+        """Decide no more, because somebody leads or this member ends. What waits and what runs stays in the relay."""
+        if self._session is None:
+            return
+        _log.info("cluster_decides_alone_no_more", parts=self.parts)
+        self._dispatcher.decide_until(-inf)
+        self._relay.forsake()
+        self._session.end()
+        self._session, self.parts = None, 0
+        self._dispatcher.pools.divide(1, _now())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
