@@ -11,7 +11,7 @@ from llmproxy import __version__
 from llmproxy.cluster import stores
 from llmproxy.cluster.cluster import Cluster
 from llmproxy.cluster.network import TcpNetwork
-from llmproxy.cluster.protocol import PROTOCOL, Hello
+from llmproxy.cluster.protocol import PROTOCOL, Hello, Learned
 from llmproxy.cluster.relay import RelayDispatcher
 from llmproxy.cluster.session import Shared
 from llmproxy.config import Config
@@ -70,6 +70,15 @@ def member_of(
                 registry.undrain(name)
         registry.drain_on_join(backends - registry.backends.keys())
 
+    pools = dispatcher.pools
+
+    def learned() -> Learned:
+        return Learned(registry.known_limits(), pools.scaling.known())
+
+    def recall(known: Learned) -> None:
+        registry.recall_limits(known.limits)
+        pools.scaling.recall(known.capacities)
+
     async def no_page(page: protocol.PageRequest) -> protocol.PageResponse:
         return protocol.PageResponse(page.call, 503, "", (), b"")
 
@@ -78,7 +87,7 @@ def member_of(
         lambda response, by: cluster.stored(response, by),
     )  # fmt: skip
     gateway.stored.on_made = relay.response_stored
-    shared = Shared(stored, settle, lambda: frozenset(registry.drained()), drain)
+    shared = Shared(stored, settle, lambda: frozenset(registry.drained()), drain, learned, recall)
     cluster = Cluster(
         me,
         chosen.lock_s,

@@ -21,6 +21,7 @@ from llmproxy.cluster.protocol import (
     Balances,
     Drained,
     Hello,
+    Learned,
     Members,
     NotLeader,
     ToMember,
@@ -42,6 +43,8 @@ WITHOUT_LEADER_S = 5.0
 """Without any leader, requests are held for the time of the lock and this one more, and then refused."""
 BALANCES_S = 1.0
 """How old the balances of flows may be that a next leader begins with."""
+LEARNED_S = 5.0
+"""The same for what was learned of engines and pools."""
 
 Page = Callable[[protocol.PageRequest], Awaitable[protocol.PageResponse]]
 _log = structlog.get_logger()
@@ -91,6 +94,7 @@ class Cluster:
         self._election: Election | None = None
         self._balances = KnownBalances()
         self._drained = frozenset[str]()
+        self._learned: Learned | None = None
         self._differing: set[str] = set()
         dispatcher.decide_until(-inf)
         dispatcher.on_change = self._changed
@@ -179,7 +183,7 @@ class Cluster:
 
     async def _watch(self) -> None:
         """Refuse what waits for too long while nobody leads; tell members what they need to lead."""
-        told_s = 0.0
+        told_s = learned_s = 0.0
         while True:
             await asyncio.sleep(SEEK_S)
             # While it settles, it still is to recall what the last leader told.
@@ -187,12 +191,15 @@ class Cluster:
                 told_s = self._loop.time()
                 for told in self._balances.changes(self._dispatcher.pools.balances()):
                     self._send_all(told)
+                if told_s >= learned_s + LEARNED_S and (learned := self._shared.learned()) != self._learned:
+                    learned_s, self._learned = told_s, learned
+                    self._send_all(learned)
             if not self.relay.led:
                 self.relay.refuse_waiting(self._unled_s + self._held_s + WITHOUT_LEADER_S)
                 # One that never met the others does not know how many they are.
                 if self.members and self._loop.time() >= self._unled_s + self._alone_after_s:
                     self._alone.begin(self.me, len(self.members), self._loop.time() - self._unled_s)
-                    self._recall_balances()
+                    self._recall()
 
     def state(self) -> ClusterState:
         """What metrics show."""
@@ -281,6 +288,8 @@ class Cluster:
         session.send(Drained(self._shared.drained()))
         for told in self._balances.all():
             session.send(told)
+        if self._learned is not None:
+            session.send(self._learned)
         self._tell_members()
         self._leave()
         return session
@@ -306,10 +315,13 @@ class Cluster:
     def _settled(self) -> None:
         """Decide from now on: what waits is known, and the shares of flows are those that the last leader knew."""
         self._end_settling()
-        self._recall_balances()
+        self._recall()
         self._dispatcher.decide_until(self._until_s)
 
-    def _recall_balances(self) -> None:
+    def _recall(self) -> None:
+        """Begin with what the last leader told."""
+        if self._learned is not None:
+            self._shared.recall(self._learned)
         for (pool, band), flows in self._balances.known.items():
             self._dispatcher.pools.recall(pool, band, flows)
 
@@ -413,6 +425,8 @@ class Cluster:
                 self.members = names
             case Balances() if not self.leads:
                 self._balances.take(message)
+            case Learned() if not self.leads:
+                self._learned = message
             case Drained(backends) if not self.leads:
                 self._shared.drain(backends)
             case _:

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from llmproxy.core.domain import Placed, Request
+from llmproxy.core.domain import KnownCapacity, KnownLimit, Placed, Request
 from llmproxy.workers import protocol as workers
 from llmproxy.workers.protocol import Message
 
@@ -98,6 +98,13 @@ class Balances(Message, frozen=True, tag=49):
     flows: dict[str, float]
 
 
+class Learned(Message, frozen=True, tag=51):
+    """What the leader learned of engines, by URL, and of pools, with which a next leader begins."""
+
+    limits: dict[str, KnownLimit]
+    capacities: dict[str, KnownCapacity]
+
+
 class LeaseTaken(Message, frozen=True, tag=50):
     """The member knows that it was granted this lease. What it did not take is free when its connection is lost."""
 
@@ -112,7 +119,7 @@ FromMember = (
 )  # fmt: skip
 ToMember = (
     workers.LeaseGranted | workers.CallRefused | workers.LeaseCut | workers.ResponseStored | workers.PageResponse
-    | workers.NameResolved | Welcome | NotLeader | Members | Drained | Balances | Ping
+    | workers.NameResolved | Welcome | NotLeader | Members | Drained | Balances | Learned | Ping
 )  # fmt: skip
 
 MessageT = TypeVar("MessageT")

@@ -11,7 +11,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from llmproxy.cluster.channel import Sender
-from llmproxy.cluster.protocol import FromMember, Hello, LeaseTaken, Resume, Resumed, Running, aged
+from llmproxy.cluster.protocol import FromMember, Hello, Learned, LeaseTaken, Resume, Resumed, Running, aged
 from llmproxy.core.domain import Usage, Verdict
 from llmproxy.lease import Lease
 from llmproxy.workers import protocol
@@ -28,13 +28,16 @@ class Shared:
     """What members share beside leases.
 
     `stored` notes a response that was stored for a client of a member, and returns what holds; `settle` notes what the
-    leader says of one. `drained` are the backends that were drained by hand, and `drain` makes them these.
+    leader says of one. `drained` are the backends that were drained by hand, and `drain` makes them these. `learned` is
+    what a next leader should know, and `recall` takes it over.
     """
 
     stored: Callable[[protocol.ResponseStored], protocol.ResponseStored]
     settle: Callable[[protocol.ResponseStored], object]
     drained: Callable[[], frozenset[str]]
     drain: Callable[[frozenset[str]], None]
+    learned: Callable[[], Learned]
+    recall: Callable[[Learned], None]
 
 
 class MemberSession(WorkerSession):

@@ -140,8 +140,11 @@ class BackendRegistry:
         self._drained_before.update(names)
 
     def recall_limits(self, known: Mapping[str, KnownLimit]) -> None:
-        """Let backends that join start from the batch limits that an earlier process learned, by URL."""
+        """Let backends start from the batch limits that another process learned, by URL."""
         self._recalled = known
+        for name, backend in self._backends.items():
+            if backend.url in known:
+                self._pools.backends[name].recall(known[backend.url])
 
     def known_limits(self) -> dict[str, KnownLimit]:
         """The learned batch limits of all backends, by URL."""

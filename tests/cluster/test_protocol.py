@@ -20,6 +20,7 @@ from llmproxy.cluster.protocol import (
     FromMember,
     Hello,
     KnownMessages,
+    Learned,
     LeaseTaken,
     Members,
     NotLeader,
@@ -32,7 +33,7 @@ from llmproxy.cluster.protocol import (
     aged,
 )
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Entry, Outcome, Stage, Verdict
+from llmproxy.core.domain import Entry, KnownCapacity, KnownLimit, Outcome, Stage, Verdict
 from llmproxy.workers import protocol
 from llmproxy.workers.channel import BrokenFrameError, Frames, frame
 from tests.core.make import request
@@ -42,6 +43,10 @@ CALLS = st.integers(-(2**40), 2**40)
 CALL_SETS = st.frozensets(CALLS, max_size=5)
 BOOLS = st.booleans()
 TARGETS = st.builds(Target, TEXTS, TEXTS, TEXTS, st.none() | TEXTS)
+LIMIT = st.builds(KnownLimit, NUMBERS, BOOLS, st.lists(TEXTS, max_size=3).map(tuple), st.none() | NUMBERS)
+SIZE = st.tuples(NUMBERS, NUMBERS, TIMES, TIMES)
+CAPACITY = st.builds(KnownCapacity, st.lists(TIMES, max_size=3).map(tuple), st.lists(SIZE, max_size=3).map(tuple))
+LIMITS, CAPACITIES = (st.dictionaries(TEXTS, one, max_size=3) for one in (LIMIT, CAPACITY))
 FROM: dict[type[Any], st.SearchStrategy[Any]] = {
     protocol.Admit: st.builds(protocol.Admit, CALLS, REQUESTS, st.frozensets(TEXTS), st.sampled_from(Entry)),
     protocol.CancelCall: st.builds(protocol.CancelCall, CALLS),
@@ -82,6 +87,7 @@ TO: dict[type[Any], st.SearchStrategy[Any]] = {
     Members: st.builds(Members, st.lists(TEXTS, max_size=5).map(tuple)),
     Drained: st.builds(Drained, st.frozensets(TEXTS, max_size=5)),
     Balances: st.builds(Balances, TEXTS, st.integers(-100, 100), st.dictionaries(TEXTS, TIMES, max_size=5)),
+    Learned: st.builds(Learned, LIMITS, CAPACITIES),
     Ping: st.just(Ping()),
 }  # fmt: skip
 WAYS = pytest.mark.parametrize(("kinds", "known"), [(FROM, FROM_MEMBER), (TO, TO_MEMBER)], ids=["from", "to"])

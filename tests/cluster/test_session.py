@@ -10,11 +10,11 @@ from structlog.testing import capture_logs
 
 from llmproxy.cluster import links
 from llmproxy.cluster.channel import FRAME_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, MemberChannel
-from llmproxy.cluster.cluster import SETTLE_S
+from llmproxy.cluster.cluster import LEARNED_S, SETTLE_S
 from llmproxy.cluster.links import CONNECT_S
 from llmproxy.cluster.pages import PAGE_BYTES_MAX
-from llmproxy.cluster.protocol import PROTOCOL, TO_MEMBER, Hello, NotLeader, Ping, Resume, Resumed, Welcome
-from llmproxy.core.domain import Entry
+from llmproxy.cluster.protocol import PROTOCOL, TO_MEMBER, Hello, Learned, NotLeader, Ping, Resume, Resumed, Welcome
+from llmproxy.core.domain import Entry, KnownCapacity, KnownLimit
 from llmproxy.workers import protocol
 from llmproxy.workers.channel import frame
 from tests.cluster.elections import HELD_S
@@ -486,6 +486,23 @@ async def test_what_flows_were_charged_is_known_to_the_next_leader() -> None:
         await asyncio.sleep(5.0)
         for client in clients:
             await client.done()
+
+
+@virtual
+async def test_what_was_learned_is_known_to_the_next_leader_and_to_one_that_joined_late() -> None:
+    async with world(2) as found:
+        old = found.leader
+        old.learned = Learned({"http://a": KnownLimit(32, True, ("base",))}, {"base": KnownCapacity((1.0,), ())})
+        await asyncio.sleep(LEARNED_S + 1.0)
+        late = await found.member("late")
+        await asyncio.sleep(1.0)
+        for one in (*found.followers, late):
+            assert one.recalled == [], "only who leads needs it"
+        assert late.cluster._learned == old.learned
+        old.cluster.begin_shutdown()
+        await asyncio.sleep(2.0)
+        assert found.leader is not old
+        assert found.leader.recalled == [old.learned]
 
 
 @virtual

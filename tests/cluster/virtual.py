@@ -11,7 +11,7 @@ from typing import Any
 
 from llmproxy.cluster.cluster import Cluster
 from llmproxy.cluster.pages import bounded
-from llmproxy.cluster.protocol import PROTOCOL, Hello
+from llmproxy.cluster.protocol import PROTOCOL, Hello, Learned
 from llmproxy.cluster.relay import RelayDispatcher
 from llmproxy.cluster.session import Shared
 from llmproxy.core.domain import Request
@@ -144,12 +144,21 @@ class VirtualMember:
         self.events = RecordedEvents()
         self.backends = set(backends)
         self.drained: frozenset[str] = frozenset()
+        self.learned = Learned({}, {})
+        self.recalled: list[Learned] = []
         self.settled_responses: list[protocol.ResponseStored] = []
         self.relay = RelayDispatcher(self.dispatcher, self.backends)
         self.network = VirtualNetwork(world.net, name)
         self.clients: list[Client] = []
         hello = Hello(PROTOCOL, "0", name, incarnation, "", "config", 0)
-        shared = Shared(lambda one: one, self.settled_responses.append, lambda: self.drained, self._drain)
+        shared = Shared(
+            lambda one: one,
+            self.settled_responses.append,
+            lambda: self.drained,
+            self._drain,
+            lambda: self.learned,
+            self.recalled.append,
+        )
         self.cluster = Cluster(
             hello, HELD_S, world.store, self.dispatcher, self.relay,
             self.events.context(self.dispatcher, lambda: None), shared, self.network, world.alone_after_s,

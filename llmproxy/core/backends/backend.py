@@ -139,15 +139,22 @@ class Backend:
         self._view = None
 
     def _set_kind(self, kind: tuple[tuple[str, ...], int | None]) -> None:
-        known, before, self._kind = self._recalled, self._kind, kind
+        before, self._kind = self._kind, kind
         if before is not None and before != kind:
             self.limit.forget()
-        elif before is None and known is not None and kind == (known.models, known.max_model_len):
+        elif before is None:
+            self._begin()
+
+    def _begin(self) -> None:
+        known = self._recalled
+        if known is not None and self._kind == (known.models, known.max_model_len):
             self.limit.begin_at(known.limit, settled=known.settled)
 
     def recall(self, known: KnownLimit) -> None:
-        """Start from this batch limit if the first listing shows the engine for which it was learned."""
+        """Start from this batch limit if the first listing shows, or has shown, the engine for which it was learned."""
         self._recalled = known
+        self._begin()
+        self._view = None
 
     def published(self, limit: int) -> None:
         """The engine's own configuration says that it runs so many sequences at once."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from llmproxy.cluster.cluster import Cluster
 from llmproxy.cluster.election import Leadership, StoreError
-from llmproxy.cluster.protocol import PROTOCOL, Hello
+from llmproxy.cluster.protocol import PROTOCOL, Hello, Learned
 from llmproxy.cluster.relay import RelayDispatcher
 from llmproxy.cluster.session import Shared
 from llmproxy.lab.run.proxy import LabProxy
@@ -171,7 +171,17 @@ class LabCluster:
         context = SchedulerContext(
             cast(Any, None), proxy.dispatcher, cast(Any, None), lambda: None, _no_page, lambda _: None, lambda *_: None
         )
-        shared = Shared(lambda stored: stored, lambda _: None, frozenset, lambda _: None)
+        pools = proxy.pools
+
+        def recall(known: Learned) -> None:
+            for name, limit in known.limits.items():
+                pools.backends[name].recall(limit)
+            pools.scaling.recall(known.capacities)
+
+        shared = Shared(
+            lambda stored: stored, lambda _: None, frozenset, lambda _: None,
+            lambda: Learned(pools.known_limits(), pools.scaling.known()), recall,
+        )  # fmt: skip
         me = Hello(PROTOCOL, "", name, "0", "", "", 0)
         return Cluster(me, LOCK_S, self._lock, proxy.dispatcher, relay, context, shared, network)
 

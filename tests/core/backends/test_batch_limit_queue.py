@@ -91,6 +91,16 @@ def test_limit_begins_at_the_recalled_one_of_the_same_engine() -> None:
     assert backend().limit.value == 4
 
 
+def test_a_limit_that_another_process_learned_counts_after_the_listing_too() -> None:
+    one = backend()
+    assert one.view(0.0).limit == 4
+    one.recall(KNOWN)
+    assert one.view(0.0).limit == 12
+    one = backend()
+    one.recall(KnownLimit(12, True, ("other",), 4096))
+    assert one.limit.value == 4
+
+
 @pytest.mark.parametrize(
     "known", [KnownLimit(12, True, ("other",), 4096), KnownLimit(12, True, (BASE,), 1024), KnownLimit(12, True, ())]
 )
