@@ -201,6 +201,7 @@ async def running(
         limits = SharedLimits.of(config)
         if limits is not None:
             stack.push_async_callback(limits.close)
+            await limits.connect()
             await stack.enter_async_context(background_task(limits.run()))
         pools = _pools(config, limits)
         backend_log = BackendLog(pools)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -24,6 +25,8 @@ from llmproxy.shared.valkey import StoreError, ValkeyServer
 
 ANSWER_S = 0.5
 """The store is away when it has not answered after this."""
+CONNECT_S = 3.0
+"""So long it may take to connect to one that is away, or was not asked yet. No request waits for that."""
 RETRY_S = 1.0
 """How often a store that is away is asked again."""
 LOOK_S = 5.0
@@ -33,6 +36,7 @@ CORRECT_S = 0.1
 ASKS_MAX = 256
 CORRECTIONS_MAX = 1024
 """More in one call would keep the store from others for milliseconds."""
+NOT_ASKED = "it was not asked yet"
 
 _log = structlog.get_logger()
 
@@ -80,7 +84,7 @@ class _Ask:
 
 
 class SharedLimits:
-    """`Rates` in a store. `run` asks it, for as long as this is used.
+    """`Rates` in a store. After `connect`, `run` asks it for as long as this is used.
 
     While the store is away, requests with a rate are refused. Where `proxies` is given, this proxy lets them pass
     instead, up to that part of each limit which falls to one of so many.
@@ -92,7 +96,7 @@ class SharedLimits:
         chosen = config.shared_limits
         if chosen.store is None:
             return None
-        store = ValkeyServer(chosen.store, "shared_limits.store", ANSWER_S)
+        store = ValkeyServer(chosen.store, "shared_limits.store", CONNECT_S)
         return cls(store, chosen.name, settings_of(config).limits, chosen.proxies)
 
     def __init__(self, store: Store, name: str, limits: Mapping[str, UsageLimit], proxies: int | None) -> None:
@@ -106,7 +110,7 @@ class SharedLimits:
         self._owed: dict[bytes, float] = {}
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self.away: str | None = None
+        self.away: str | None = NOT_ASKED
         """Why the store cannot be asked."""
         self.reconfigure(limits, 0.0)
 
@@ -186,27 +190,29 @@ class SharedLimits:
 
     # --- the store ----------------------------------------------------------------------------------------------------
 
+    async def connect(self) -> None:
+        """Find out whether the store is there."""
+        while await self._exchange():
+            pass
+
     async def run(self) -> None:
         """Ask the store what requests want to know, and whether it is there, until cancelled."""
         try:
             while True:
-                while await self._exchange():
-                    pass
                 if self.away is not None:
                     await asyncio.sleep(RETRY_S)
-                    continue
-                try:
-                    async with asyncio.timeout(LOOK_S):
-                        await self._wake.wait()
-                except TimeoutError:
-                    pass
+                else:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_S):
+                            await self._wake.wait()
+                await self.connect()
         finally:
             self._unanswered([])
 
     async def close(self) -> None:
         """Give back what ended requests did not use, if the store is there, and leave it."""
-        while self.away is None and await self._exchange():
-            pass
+        if self.away is None:
+            await self.connect()
         if self._timer is not None:
             self._timer.cancel()
         await self._store.close()
@@ -221,11 +227,13 @@ class SharedLimits:
         owed = {key: self._owed.pop(key) for key in list(islice(self._owed, CORRECTIONS_MAX))}
         more = bool(self._asks or self._owed)
         keys, given = gcra.question([_taken(ask.charge) for ask in asks], owed)
+        clock = asyncio.get_running_loop().time
+        asked_s, limit_s = clock(), ANSWER_S if self.away is None else CONNECT_S
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(limit_s):
                 said = gcra.answers(await self._store.run(gcra.SCRIPT, keys, *given), len(asks))
         except (StoreError, TimeoutError) as error:
-            self._failed(str(error) or f"it does not answer within {ANSWER_S:g} s", asks, owed)
+            self._failed(str(error) or f"it does not answer within {limit_s:g} s", asks, owed)
             return False
         except asyncio.CancelledError:
             self._unanswered(asks)
@@ -234,7 +242,11 @@ class SharedLimits:
             self._failed(f"{type(bug).__name__}: {bug}", asks, owed)
             return False
         if self.away is not None:
-            _log.info("limits_store_back")
+            if clock() - asked_s > ANSWER_S:
+                # Connecting took time, or the store is slow: the next answer tells.
+                return True
+            if self.away is not NOT_ASKED:
+                _log.info("limits_store_back")
             self.away = None
         for ask, (wait_s, longest) in zip(asks, said, strict=True):
             self._answer(ask, wait_s, longest)
@@ -253,7 +265,7 @@ class SharedLimits:
 
     def _failed(self, why: str, asks: list[_Ask], owed: Mapping[bytes, float]) -> None:
         """The store is away. What it may have taken or given back already counts as taken."""
-        if self.away is None:
+        if self.away in (None, NOT_ASKED):
             _log.warning("limits_store_away", why=why, on_failure="closed" if self._alone is None else "share")
         self.away = why
         for key, seconds in owed.items():
