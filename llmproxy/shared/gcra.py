@@ -15,19 +15,20 @@ from llmproxy.core.queueing.rates import MINUTE_S
 from llmproxy.shared.valkey import StoreError
 
 KEPT_S = 86_400
-"""A debt is forgotten after this, so that no count stays for ever, whoever died before it was corrected."""
+"""The longest debt, so that nobody is refused for ever, whoever died before it corrected what it took."""
 
 SCRIPT = """
 local asked = cjson.decode(ARGV[1])
 local minute, kept = tonumber(ARGV[2]), tonumber(ARGV[3])
 local time = redis.call('TIME')
-local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
+-- Seconds since 2026: a smaller number is exact to nanoseconds.
+local now = tonumber(time[1]) - 1767225600 + tonumber(time[2]) / 1000000
 local back, changed = {}, {}
 for i, key in ipairs(KEYS) do
-  -- A key of another type, or with other text, is none of ours: it counts as nothing, and is replaced.
+  -- A key of another type, or with another text or number, is none of ours: it counts as nothing, and is replaced.
   local held = redis.pcall('GET', key)
-  local at = type(held) == 'string' and tonumber(held) or 0
-  back[i] = at > now and at < 1e15 and at or now
+  local at = type(held) == 'string' and tonumber(held) or now
+  back[i] = at > now and at <= now + kept and at or now
 end
 for _, one in ipairs(asked.corrections) do
   local i = one[1]
@@ -52,7 +53,7 @@ end
 for i in pairs(changed) do
   if back[i] > now then
     local left = math.min(back[i] - now, kept)
-    redis.call('SET', KEYS[i], string.format('%.17g', back[i]), 'PX', string.format('%.0f', math.ceil(left * 1000)))
+    redis.call('SET', KEYS[i], string.format('%.17g', now + left), 'PX', string.format('%.0f', math.ceil(left * 1000)))
   else
     redis.call('DEL', KEYS[i])
   end

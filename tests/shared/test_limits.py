@@ -261,7 +261,7 @@ async def test_a_limit_that_changes_keeps_what_was_taken_as_a_part_of_a_minute()
 
 
 @virtual
-async def test_closed_refuses_while_the_store_is_away() -> None:
+async def test_closed_refuses_while_the_store_is_away(capsys: pytest.CaptureFixture[str]) -> None:
     store = MemoryStore()
     store.broken = StoreError("valkey:6379 cannot be asked: no")
     async with sharing(store) as shared:
@@ -271,10 +271,13 @@ async def test_closed_refuses_while_the_store_is_away() -> None:
             assert refused.retry_after_s == RETRY_S
         assert shared.away == "valkey:6379 cannot be asked: no"
         await served(shared, request())
+        await asyncio.sleep(10 * RETRY_S)
         store.broken = None
         await asyncio.sleep(RETRY_S + 0.1)
         assert not shared.away
         await served(shared, theirs())
+    said = capsys.readouterr().out
+    assert [said.count(event) for event in ("limits_store_away", "limits_store_back")] == [1, 1]
 
 
 @virtual

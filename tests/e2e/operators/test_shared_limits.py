@@ -21,7 +21,7 @@ from llmproxy.shared.valkey import ValkeyServer
 from llmproxy.simulator.replica import Replica
 from tests.e2e.leftovers import nothing_left
 from tests.e2e.processes import served
-from tests.e2e.proxies import CHAT, FAST, HELLO, QUICK, ProxyUnderTest, all_up, merged_with, serving, until
+from tests.e2e.proxies import CHAT, FAST, HELLO, QUICK, ProxyUnderTest, all_up, merged_with, one_seat, until
 from tests.shared.servers import Server, needs_server, serving_store
 
 pytestmark = needs_server
@@ -91,14 +91,14 @@ async def test_two_proxies_let_a_tenant_pass_as_one_would(server: Server) -> Non
 
 async def test_tokens_are_taken_from_the_store_as_the_engine_counted_them(server: Server) -> None:
     clock = asyncio.get_running_loop().time
-    async with two(limited(server, tokens_per_min=6000)) as proxies:
+    async with two(limited(server, tokens_per_min=1200)) as proxies:
         began_s = clock()
         assert await statuses(proxies, 10) == {200: 20}
         await asyncio.gather(*(one.settled() for one in proxies))
         store = ValkeyServer(server.url, "", 5.0)
 
         async def taken() -> float:
-            return 100.0 * float(await store.client.pttl("llmproxy:{llmproxy}:tokens:tenant:acme")) / 1000.0
+            return 20.0 * float(await store.client.pttl("llmproxy:{llmproxy}:tokens:tenant:acme")) / 1000.0
 
         used = sum(
             one.metric("llmproxy_tenant_tokens_total", tenant="acme", direction=direction)
@@ -107,17 +107,23 @@ async def test_tokens_are_taken_from_the_store_as_the_engine_counted_them(server
         )
         assert used > 100
         async with asyncio.timeout(10):
-            while not used - 100.0 * (clock() - began_s) - 1.0 <= await taken() <= used + 1.0:  # noqa: ASYNC110
+            while not used - 20.0 * (clock() - began_s) - 1.0 <= await taken() <= used + 1.0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await store.close()
 
 
 async def test_a_request_that_is_refused_for_another_reason_costs_nothing(server: Server) -> None:
-    config = limited(server, requests_per_min=2) | {"queue": {"requests_max": 1, "hold_s": 0.0}}
-    async with serving(wait=False, extra=["http://127.0.0.1:9"], **config) as proxy:
-        for _ in range(4):
-            assert (await proxy.chat(headers=KEY)).status in (400, 404, 503)
-        assert proxy.outcomes()["rate_limited"] == 0
+    config = limited(server, requests_per_min=3) | {"queue": {"requests_max": 1, "hold_s": 0.0}}
+    async with one_seat(headers=KEY, **config) as (proxy, seat):
+        waiting = await proxy.enter("waits", **KEY)
+        for _ in range(5):
+            assert (await proxy.chat(headers=KEY)).status == 429
+        assert proxy.outcomes()["rejected_capacity"] == 5
+        seat.close()
+        assert (await waiting).status == 200
+        assert (await proxy.chat(headers=KEY)).status == 200
+        assert (await proxy.chat(headers=KEY)).status == 429
+        assert proxy.outcomes()["rate_limited"] == 1
 
 
 async def test_changed_limits_hold_from_the_next_request_on(server: Server) -> None:
