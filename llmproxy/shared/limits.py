@@ -199,13 +199,17 @@ class SharedLimits:
         """Ask the store what requests want to know, and whether it is there, until cancelled."""
         try:
             while True:
-                if self.away is not None:
-                    await asyncio.sleep(RETRY_S)
-                else:
+                there = self.away is None
+                if there:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(LOOK_S):
                             await self._wake.wait()
+                else:
+                    await asyncio.sleep(RETRY_S)
                 await self.connect()
+                if there and self.away is not None:
+                    # It may have been the connection alone.
+                    await self.connect()
         finally:
             self._unanswered([])
 

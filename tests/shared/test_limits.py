@@ -32,6 +32,7 @@ class MemoryStore:
         self.back: dict[str, float] = {}
         self.answer_s = 0.001
         self.broken: Exception | None = None
+        self.breaks_once = False
         self.calls: list[Any] = []
         self.closed = False
 
@@ -40,7 +41,8 @@ class MemoryStore:
         self.calls.append(asked)
         assert script == SCRIPT
         if self.broken is not None:
-            raise self.broken
+            broken, self.broken = self.broken, None if self.breaks_once else self.broken
+            raise broken
         names = ["", *(str(key, "utf-8", "surrogatepass") if isinstance(key, bytes) else key for key in keys)]
         for i, seconds in asked["corrections"]:
             self.back[names[i]] = max(now(), self._back(names[i]) + seconds)
@@ -281,6 +283,16 @@ async def test_closed_refuses_while_the_store_is_away(capsys: pytest.CaptureFixt
 
 
 @virtual
+async def test_a_connection_that_was_lost_is_made_again_at_once() -> None:
+    store = MemoryStore()
+    async with sharing(store) as shared:
+        store.broken, store.breaks_once = StoreError("the connection was lost"), True
+        assert (await refusal_of(shared.reserve(theirs()))).outcome is Outcome.REJECTED_LIMITS_AWAY
+        await asyncio.sleep(RETRY_S / 2)
+        assert shared.away is None
+
+
+@virtual
 async def test_a_share_passes_while_the_store_is_away_and_never_more() -> None:
     store = MemoryStore()
     store.broken = StoreError("no")
@@ -397,7 +409,7 @@ async def test_what_was_not_answered_is_never_given_back_twice() -> None:
         assert shared._owed == {}
         shared.used(more, 40, now())
         shared.ended(more, now())
-        await asyncio.sleep(5.0)
+        await asyncio.sleep(4.0)
         assert shared._owed == {TOKENS.encode(): pytest.approx(3.0)}
         store.answer_s = 0.0
 
