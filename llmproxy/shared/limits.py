@@ -172,7 +172,7 @@ class SharedLimits:
         """Apply other limits. What was taken stays taken as a part of a minute, however much that now is."""
         self._rates = {name: tuple(map(self._in_store, rates_of(limits, (name,)))) for name in limits}
         if self._alone is not None and self._proxies is not None:
-            self._alone.reconfigure({name: _part(limit, self._proxies) for name, limit in limits.items()}, now)
+            self._alone.reconfigure({name: limit.part(self._proxies) for name, limit in limits.items()}, now)
 
     def _in_store(self, rate: Rate) -> _Rate:
         limit, kind, per_min = rate
@@ -288,12 +288,3 @@ class SharedLimits:
 
 def _taken(charge: _Charge) -> list[tuple[bytes, float]]:
     return [(key, unit_s * amount(kind, charge.tokens)) for key, unit_s, (_, kind, _) in charge.rates]
-
-
-def _part(limit: UsageLimit, proxies: int) -> UsageLimit:
-    """What falls to one of so many proxies."""
-    requests, tokens = limit.requests_per_min, limit.tokens_per_min
-    return UsageLimit(
-        requests_per_min=None if requests is None else requests / proxies,
-        tokens_per_min=None if tokens is None else tokens / proxies,
-    )
