@@ -47,6 +47,7 @@ from llmproxy.lifecycle.handover import unless
 from llmproxy.lifecycle.sockets import Sockets
 from llmproxy.live.recorder import Recorder
 from llmproxy.live.snapshot import LiveSnapshot
+from llmproxy.shared.limits import SharedLimits
 from llmproxy.telemetry import logs, spans
 from llmproxy.telemetry.decisions import DecisionLog, open_to_append
 from llmproxy.telemetry.exit import Exits, RequestExit
@@ -92,6 +93,7 @@ class Proxy:
     reloader: Reloader | None = None
     supervisor: WorkerSupervisor | None = None
     cluster: Cluster | None = None
+    limits: SharedLimits | None = None
 
     @property
     def config(self) -> Config:
@@ -196,11 +198,16 @@ async def running(
     _check(config)
     sockets = sockets or Sockets()
     async with AsyncExitStack() as stack:
-        pools = _pools(config)
+        limits = SharedLimits.of(config)
+        if limits is not None:
+            stack.push_async_callback(limits.close)
+            await limits.connect()
+            await stack.enter_async_context(background_task(limits.run()))
+        pools = _pools(config, limits)
         backend_log = BackendLog(pools)
         endpoints = Endpoints()
         stack.push_async_callback(endpoints.close)
-        proxy = await _wired(stack, config, reread, pools, backend_log, endpoints)
+        proxy = await _wired(stack, config, reread, pools, limits, backend_log, endpoints)
         backend_log.expect(backend.name for backend in _configured(config))
         proxy.registry.drain_on_join(drained)
         if state is not None:
@@ -240,13 +247,15 @@ async def _wired(
     config: Config,
     reread: Reread | None,
     pools: Pools,
+    limits: SharedLimits | None,
     backend_log: BackendLog,
     endpoints: Endpoints,
 ) -> Proxy:
     """All parts of a proxy that does not listen yet. They stop when the stack is left."""
     now = asyncio.get_running_loop().time
     metrics = Metrics(lambda: _live_state(proxy, now()))
-    dispatcher = Dispatcher(pools, on_decision=metrics.decided, on_news=backend_log.health_changed)
+    reserve = None if limits is None else limits.reserve
+    dispatcher = Dispatcher(pools, on_decision=metrics.decided, on_news=backend_log.health_changed, reserve=reserve)
     upstream = await stack.enter_async_context(HttpUpstream(endpoints, connections_max()))
     # Polls keep connections of their own. A request that opens a new one fails early where the machine is gone, and
     # goes to another backend without any risk.
@@ -285,6 +294,7 @@ async def _wired(
         gateway, pools, dispatcher, relay or dispatcher, metrics, registry, keeper, found, admin_pages,
         _clients(config), recorder,
     )  # fmt: skip
+    proxy.limits = limits
     if reread is not None:
         proxy.reloader = Reloader(config, reread, combined.take, metrics.reloaded)
     proxy.scale = ScalePages(pools, registry.statuses, now)
@@ -336,9 +346,9 @@ def _check(config: Config) -> None:
     peers_tls(config.backends)
 
 
-def _pools(config: Config) -> Pools:
+def _pools(config: Config, limits: SharedLimits | None) -> Pools:
     settings, rng = settings_of(config), Random(config.scheduling.seed)
-    return Pools(settings, {}, _aliases(config), partial(make, settings.placement, rng))
+    return Pools(settings, {}, _aliases(config), partial(make, settings.placement, rng), limits)
 
 
 def _exit_readers(
@@ -407,4 +417,5 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
     return LiveState(
         queues, pools.blocked(), backends, body_bytes, pools.work_s(now), dispatcher.inversions, proxy.scale.needs(),
         None if proxy.cluster is None else proxy.cluster.state(),
+        None if proxy.limits is None else proxy.limits.away is not None,
     )  # fmt: skip

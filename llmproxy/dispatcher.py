@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import inf
@@ -55,15 +55,17 @@ class Dispatcher:
 
     All events of one turn of the loop are decided together; a request that comes while no other waits, and nothing else
     is due, is decided at once. `on_decision` gets the seconds that each decision took, `on_news` gets backends that
-    were ejected or are back. `on_change` is called when backends, their models or the drain may have changed, before
-    any decision that follows from it. While `draining`, new requests are refused; where it is not `granting`, waiting
-    requests and further attempts get no lease either.
+    were ejected or are back. `reserve` is awaited with each new request that has limits, and may raise Refused.
+    `on_change` is called when backends, their models or the drain may have changed, before any decision that follows
+    from it. While `draining`, new requests are refused; where it is not `granting`, waiting requests and further
+    attempts get no lease either.
     """
 
     pools: Pools
     on_decision: Callable[[float], None] = lambda _: None
     on_news: Callable[[str, EjectionEvent], None] = lambda *_: None
     on_change: Callable[[], None] = lambda: None
+    reserve: Callable[[Request], Awaitable[None]] | None = None
     draining: bool = False
     granting: bool = True
     granted: Counter[int] = field(default_factory=Counter)
@@ -103,6 +105,8 @@ class Dispatcher:
 
     async def wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease:
         """The lease of a request; see `admit`."""
+        if self.reserve is not None and request.limits and entry is Entry.NEW and not self.draining:
+            await self.reserve(request)
         if not self.granting or (self.draining and entry is Entry.NEW):
             raise shutting_down()
         self.pools.submit(request, _now(), excluded, entry)

@@ -14,6 +14,8 @@ from typing import Protocol
 
 import structlog
 
+from llmproxy.shared.valkey import StoreError
+
 RENEW_SHARE = 0.25
 """A leader renews its lock, and the others look at it, so often: as a share of the time for which it is held."""
 FENCE_SHARE = 0.75
@@ -31,10 +33,6 @@ class Leadership:
     holder: str
     address: str
     epoch: int
-
-
-class StoreError(Exception):
-    """The store cannot be asked, or refuses. The text is for people."""
 
 
 class LockStore(Protocol):

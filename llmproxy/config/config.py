@@ -37,6 +37,7 @@ from llmproxy.config.schema import (
     ScalingConfig,
     SchedulingConfig,
     Section,
+    SharedLimitsConfig,
     TenantConfig,
     TimeoutsConfig,
     TlsConfig,
@@ -126,6 +127,8 @@ class Config(Section):
     """Several proxies that decide as one."""
     bands: dict[str, Integer] = Field(default_factory=dict, examples=[{"urgent": 50}])
     """Names for further bands, beside critical 100, default 0 and sheddable -100. Larger integers go first."""
+    shared_limits: SharedLimitsConfig = SharedLimitsConfig()
+    """Limits of tenants and models that hold for several proxies together."""
     models: tuple[ModelConfig, ...] = ()
     """Settings for names that clients request. Other models need no entry."""
     objectives: tuple[ObjectiveConfig, ...] = ()
@@ -301,6 +304,9 @@ class Config(Section):
             report([(("forward_credentials",), reason)])
         if self.cluster.listen is not None and self.workers > 1:
             report([(("workers",), "a member of a cluster is one process; run more members in the place of workers")])
+        if self.cluster.listen is not None and self.shared_limits.store is not None:
+            reason = "is of no use beside cluster.listen: limits already hold for all members together; leave it out"
+            report([(("shared_limits", "store"), reason)])
         return self
 
     def __setstate__(self, state: dict[Any, Any]) -> None:

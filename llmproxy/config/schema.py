@@ -18,6 +18,7 @@ from llmproxy.config.checks import Problem, report
 from llmproxy.config.other_routers import nearest_placement
 from llmproxy.config.pods_url import KUBERNETES
 from llmproxy.config.value_types import (
+    CLOSED,
     LOOKED_UP,
     SESSIONS,
     ApiKey,
@@ -27,6 +28,7 @@ from llmproxy.config.value_types import (
     Fraction,
     Integer,
     KeyHash,
+    LockName,
     Moment,
     Name,
     Names,
@@ -39,6 +41,7 @@ from llmproxy.config.value_types import (
     Weight,
     backend_url,
     base_url,
+    failure_of,
     flow_of,
     from_text,
     host_and_port,
@@ -47,6 +50,7 @@ from llmproxy.config.value_types import (
     named_in,
     one_of,
     salt_of,
+    store_of,
 )
 from llmproxy.core.domain import Role
 from llmproxy.core.placement.policy import presets
@@ -209,7 +213,7 @@ class ClusterConfig(Section):
     alone_after_s: Seconds | None = None
     """Time without a leader after which each member decides alone, with its part of every limit: 1/N with N members.
     null: requests wait, and get 503 after `lock_s` and 5 s."""
-    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,250}[a-z0-9])?$")] = "llmproxy"
+    name: LockName = "llmproxy"
     """Name of the cluster, and of its lock."""
     member: Name | None = None
     """Name of this member. null: that of its machine."""
@@ -236,6 +240,24 @@ class ClusterConfig(Section):
             problems.append((("alone_after_s",), f"is below lock_s ({self.lock_s:g}): a leader may decide for so long"))
         report(problems)
         return self
+
+
+class SharedLimitsConfig(Section):
+    store: Annotated[str, AfterValidator(store_of)] | None = Field(
+        default=None, examples=["valkey://valkey:6379"], repr=False
+    )
+    """Where several proxies keep requests_per_min and tokens_per_min together: valkey://HOST:PORT (Redis too). null:
+    each proxy has the limits for itself."""
+    name: LockName = "llmproxy"
+    """Proxies with the same name share. It is part of the keys in the store."""
+    on_failure: Annotated[str, AfterValidator(failure_of)] = Field(default=CLOSED, examples=["1/3"])
+    """While the store is away: closed (requests with a rate get 503), or 1/N (each of N proxies lets pass that part of
+    each rate)."""
+
+    @property
+    def proxies(self) -> int | None:
+        """Among how many proxies limits are divided while the store is away; None where nothing passes then."""
+        return None if self.on_failure == CLOSED else int(self.on_failure.partition("/")[2])
 
 
 class LimitsConfig(Section):

@@ -97,6 +97,11 @@ def _unread(config: Config) -> list[Problem]:
     rules["admin.host"] = config.admin.port is not None, "there is no admin.port"
     for key in ("advertise", "lock", "lock_s", "name", "member", "plaintext", "tls"):
         rules[f"cluster.{key}"] = config.cluster.listen is not None, "there is no cluster.listen"
+    for key in ("name", "on_failure"):
+        rules[f"shared_limits.{key}"] = config.shared_limits.store is not None, "there is no shared_limits.store"
+    limits = [tenant.limits for tenant in config.tenants] + [model.limits for model in config.models]
+    rated = any(one.requests_per_min is not None or one.tokens_per_min is not None for one in limits)
+    rules["shared_limits.store"] = rated, "no tenant or model has requests_per_min or tokens_per_min"
     rules["retry.budget_ratio"] = config.retry.extra_attempts > 0, "retry.extra_attempts is 0"
     # Without a backend in the file, flags may add one.
     in_dns = not config.backends or any(one.url.startswith((DNS, SRV)) for one in config.backends)

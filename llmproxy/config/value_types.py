@@ -27,6 +27,7 @@ KEY_CHARS_MAX = 4096
 AUTO_SALT = "auto"
 DISAGGREGATION = ("auto", "always", "never")
 SALT_CHARS_MIN = 16
+CLOSED = "closed"
 
 
 class TypeName(str):
@@ -217,15 +218,17 @@ def host_and_port(value: str) -> str:
 
 def lock_of(value: str) -> str:
     """`kubernetes`, or the URL of a Valkey or Redis server."""
+    return value if value == "kubernetes" else store_of(value, "kubernetes")
+
+
+def store_of(value: str, *others: str) -> str:
+    """The URL of a Valkey or Redis server. A message names what else the value may be."""
     scheme, found, _ = value.partition("://")
-    if scheme == "kubernetes" and not found:
-        return value
-    if not found or scheme not in _LOCK_SCHEMES:
-        near = nearest(scheme, ("kubernetes", *_LOCK_SCHEMES))
-        near += "" if near == "kubernetes" else "://"
-        raise ValueError(
-            f'should be kubernetes, valkey://HOST:PORT, or valkeys://HOST:PORT with TLS (nearest: "{near}")'
-        )
+    if not found or scheme not in _STORE_SCHEMES:
+        near = nearest(scheme, (*others, *_STORE_SCHEMES))
+        near += "" if near in others else "://"
+        *first, last = [*others, "valkey://HOST:PORT", "valkeys://HOST:PORT with TLS"]
+        raise ValueError(f'should be {", ".join(first)}{"," if others else ""} or {last} (nearest: "{near}")')
     # A message must not repeat the URL, because there may be a password in it.
     try:
         parts = urlsplit(value)
@@ -237,6 +240,13 @@ def lock_of(value: str) -> str:
     return value
 
 
+def failure_of(value: str) -> str:
+    """`closed`, or 1/N."""
+    if value != CLOSED and not re.fullmatch(r"1/([2-9]|[1-9][0-9]{1,5})", value):
+        raise ValueError(f"{value!r} should be {CLOSED}, or 1/N where N proxies share the store, from 2 on")
+    return value
+
+
 def is_loopback(host: str) -> bool:
     """Whether who listens on this host, with brackets around an IPv6 address, is reached from its own machine only."""
     try:
@@ -245,7 +255,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-_LOCK_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
+_STORE_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
 
 
 def listed(value: object) -> object:
@@ -323,6 +333,7 @@ Fraction = Annotated[Number, Field(gt=0, le=1)]
 Weight = Annotated[Number, Field(gt=0)]
 Rate = Annotated[Number, Field(ge=1)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
+LockName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,250}[a-z0-9])?$")]
 ApiKey = Annotated[str, Field(pattern=KEY_PATTERN, max_length=KEY_CHARS_MAX)]
 Criticality = Annotated[str | int, PlainValidator(criticality_of), TypeName("band")]
 Disaggregated = Annotated[str | int, PlainValidator(disaggregation_of), TypeName("auto, always, never or tokens")]

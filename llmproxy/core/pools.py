@@ -30,6 +30,7 @@ from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.core.placement.policy import Placement
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.queueing.occupancy import Occupancy
+from llmproxy.core.queueing.rates import Rates
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.scaling.need import Need
 from llmproxy.core.scaling.observer import Scaling, facts_of
@@ -63,12 +64,14 @@ class Pools:
         backends: Mapping[str, int | None],
         aliases: Aliases,
         make_placement: Callable[[], Placement],
+        rates: Rates | None = None,
     ) -> None:
+        """`rates` keeps requests and tokens per minute where this process does not do it alone."""
         self.settings = settings
         self._parts = 1
         self._make_placement = make_placement
         self._occupancy = Occupancy(settings.queue)
-        self._limits = UsageLimits(settings.limits)
+        self._limits = UsageLimits(settings.limits, rates)
         self._lease_serial = count(1)
         self._news: deque[tuple[str, EjectionEvent]] = deque(maxlen=NEWS_MAX)
         self.schedulers: dict[str, Scheduler] = {}
@@ -336,7 +339,7 @@ class Pools:
                 name,
                 in_flight[name],
                 self.settings.limits[name].in_flight if name in self.settings.limits else None,
-                *self._limits.left_per_min(name, now),
+                *self._limits.rates.left_per_min(name, now),
             )
             for name in names
         )

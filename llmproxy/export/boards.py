@@ -117,7 +117,7 @@ OVERVIEW = Board(
 CLUSTER = Board(
     "llmproxy-cluster",
     "llmproxy: cluster",
-    "Several proxies that decide as one: who leads, and how long there was nobody.",
+    "Several proxies that decide as one: who leads, and how long there was nobody. Limits that proxies share.",
     (
         Panel("Cluster", "Of several proxies: who leads, whether members have a leader, how many there are, and "
               "whether the lock is out of reach.",
@@ -130,6 +130,8 @@ CLUSTER = Board(
               ((gauge("cluster_epoch", HERE, "job", "max"), "epoch"),
                (f"increase(llmproxy_cluster_leader_changes_total{{{HERE}}}{RATE})", "changes {{instance}}"),
                (gauge("cluster_last_gap_seconds", HERE, "instance", "max"), "gap {{instance}}"))),
+        Panel("Shared limits", "Of proxies that share limits and nothing else: 1 while their store does not answer.",
+              ((gauge("limits_store_away", HERE, "instance", "max"), "{{instance}}"),)),
     ),
 )  # fmt: skip
 

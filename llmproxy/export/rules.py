@@ -215,6 +215,12 @@ ALERTS = (
         "A leader that cannot renew it decides no more.",
     ),
     Alert(
+        "LlmproxyLimitsAway",
+        "llmproxy_limits_store_away == 1",
+        "1m", "ticket", "The store of shared limits does not answer {{ $labels.instance }}",
+        "Requests with a rate are refused, or divided among the proxies, as shared_limits.on_failure says.",
+    ),
+    Alert(
         "LlmproxyLogLost",
         "increase(llmproxy_log_lines_lost_total[15m]) > 0 or increase(llmproxy_decision_log_lost_total[15m]) > 0",
         "", "ticket", "{{ $labels.instance }} loses lines of its log",

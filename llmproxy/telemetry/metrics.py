@@ -89,7 +89,8 @@ class LiveState:
     """The state that all gauges show. `blocked` counts the blocked requests by what they wait for.
 
     `work_s` are the seconds of work that wait, by pool; `inversions` is a count since the start. `needs` are the
-    replicas that pools need. `cluster` is None for a proxy that is alone.
+    replicas that pools need. `cluster` is None for a proxy that is alone, `limits_away` for one that keeps its limits
+    alone.
     """
 
     queues: tuple[QueueState, ...] = ()
@@ -100,6 +101,7 @@ class LiveState:
     inversions: int = 0
     needs: Mapping[str, Need] = field(default_factory=dict)
     cluster: ClusterState | None = None
+    limits_away: bool | None = None
 
 
 _BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], ...] = (
@@ -151,6 +153,9 @@ def _gauges(state: LiveState) -> Iterator[CounterMetricFamily | GaugeMetricFamil
     for one in state.backends:
         info.add_metric([one.backend, one.pool], 1)
     yield info
+    if state.limits_away is not None:
+        away_text = "1 while the store of shared limits cannot be asked."
+        yield GaugeMetricFamily("llmproxy_limits_store_away", away_text, value=state.limits_away)
     if state.cluster is not None:
         yield from _cluster(state.cluster)
 

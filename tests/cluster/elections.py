@@ -9,8 +9,9 @@ from itertools import pairwise
 from types import coroutine
 from typing import Any
 
-from llmproxy.cluster.election import Election, Leadership, StoreError
+from llmproxy.cluster.election import Election, Leadership
 from llmproxy.lab.run.virtual_time import VirtualTimeLoop
+from llmproxy.shared.valkey import StoreError
 
 HELD_S = 4.0
 FENCE_S = 3.0

@@ -14,8 +14,9 @@ import pytest
 from llmproxy.app import running
 from llmproxy.cluster import stores
 from llmproxy.cluster.cluster import Cluster
-from llmproxy.cluster.election import Leadership, StoreError
+from llmproxy.cluster.election import Leadership
 from llmproxy.config import Config
+from llmproxy.shared.valkey import StoreError
 from llmproxy.simulator.replica import Replica, ReplicaOptions
 from tests.e2e.leftovers import nothing_left
 from tests.e2e.proxies import QUICK, ProxyUnderTest, all_up, merged_with, until

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from llmproxy.cluster.election import Leadership, StoreError
+from llmproxy.cluster.election import Leadership
 from llmproxy.cluster.stores.kubernetes import ADDRESS, TRIES, KubernetesLock
+from llmproxy.shared.valkey import StoreError
 from tests.fleet.kubernetes.api_server import ApiServer, Object, api_server
 
 NAME = "llmproxy"

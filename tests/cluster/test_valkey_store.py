@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 import signal
-import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from llmproxy.cluster.election import Leadership, StoreError
+from llmproxy.cluster.election import Leadership
 from llmproxy.cluster.stores.valkey import ValkeyLock
 from llmproxy.config import ConfigError
+from llmproxy.shared.valkey import StoreError
+from tests.shared.servers import Server, needs_server, serving_store
 
-BINARY = shutil.which("valkey-server") or shutil.which("redis-server")
-pytestmark = pytest.mark.skipif(BINARY is None, reason="neither valkey-server nor redis-server is installed")
+pytestmark = needs_server
 
 LONG_S = 60.0
 SHORT_S = 0.05
@@ -28,63 +25,9 @@ def wanted(holder: str, epoch: int = 0) -> Leadership:
     return Leadership(holder, f"{holder}:1", epoch)
 
 
-class Server:
-    """A server of one test, at the same port after a restart."""
-
-    def __init__(self, folder: Path, password: str = "") -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = int(free.getsockname()[1])
-        self._folder = folder
-        self._password = password
-        self._process: asyncio.subprocess.Process | None = None
-
-    @property
-    def url(self) -> str:
-        access = f":{self._password}@" if self._password else ""
-        return f"valkey://{access}127.0.0.1:{self.port}"
-
-    async def start(self) -> None:
-        assert BINARY is not None
-        access = ["--requirepass", self._password] if self._password else []
-        self._process = await asyncio.create_subprocess_exec(
-            BINARY, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder), *access,
-            stdout=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
-        async with asyncio.timeout(20):
-            while True:
-                try:
-                    _, writer = await asyncio.open_connection("127.0.0.1", self.port)
-                except OSError:
-                    await asyncio.sleep(0.01)
-                else:
-                    writer.close()
-                    await writer.wait_closed()
-                    return
-
-    def send(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        os.kill(self._process.pid, number)
-
-    async def kill(self) -> None:
-        if self._process is not None:
-            self.send(signal.SIGKILL)
-            await self._process.wait()
-            self._process = None
-
-
-@asynccontextmanager
-async def _serving(server: Server) -> AsyncIterator[Server]:
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.kill()
-
-
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    async with _serving(Server(tmp_path)) as one:
+    async with serving_store(Server(tmp_path)) as one:
         yield one
 
 
@@ -120,7 +63,7 @@ async def test_one_takes_it_and_others_see_who(lock: ValkeyLock) -> None:
 async def test_a_renewal_keeps_the_turn_and_the_lock(lock: ValkeyLock) -> None:
     await lock.take(wanted("a"), SHORT_S)
     assert await lock.take(wanted("a", 1), LONG_S) == Leadership("a", "a:1", 1)
-    assert await lock._client.pttl("llmproxy:{test}:leader") > 1000 * (LONG_S - 10)
+    assert await lock._server.client.pttl("llmproxy:{test}:leader") > 1000 * (LONG_S - 10)
 
 
 async def test_it_ends_by_itself_and_the_next_turn_is_higher(lock: ValkeyLock) -> None:
@@ -142,7 +85,7 @@ async def test_only_the_holder_gives_it_up(lock: ValkeyLock) -> None:
 
 async def test_turns_rise_though_the_server_forgot_all(lock: ValkeyLock) -> None:
     await lock.take(wanted("a", 41), LONG_S)
-    await lock._client.flushall()
+    await lock._server.client.flushall()
     assert await lock.take(wanted("b", 42), LONG_S) == Leadership("b", "b:1", 43)
 
 
@@ -167,19 +110,19 @@ async def test_two_clusters_have_locks_of_their_own(server: Server, lock: Valkey
     [b"", b"garbage", b"5", b"null", b"[]", b"{}", b'{"holder": "a"}', b'{"holder": "a", "epoch": "x"}', b"\xff"],
 )
 async def test_a_key_that_holds_something_else_is_an_error(lock: ValkeyLock, value: bytes) -> None:
-    await lock._client.set("llmproxy:{test}:leader", value)
+    await lock._server.client.set("llmproxy:{test}:leader", value)
     await refused(lock.take(wanted("a"), LONG_S))
     await refused(lock.holder())
 
 
 @pytest.mark.parametrize("key", ["leader", "epoch"])
 async def test_a_key_of_another_type_is_an_error(lock: ValkeyLock, key: str) -> None:
-    await lock._client.rpush(f"llmproxy:{{test}}:{key}", "a")
+    await lock._server.client.rpush(f"llmproxy:{{test}}:{key}", "a")
     assert "WRONGTYPE" in await refused(lock.take(wanted("a"), LONG_S))
 
 
 async def test_a_count_of_turns_that_is_none_is_an_error(lock: ValkeyLock) -> None:
-    await lock._client.set("llmproxy:{test}:epoch", "many")
+    await lock._server.client.set("llmproxy:{test}:epoch", "many")
     await refused(lock.take(wanted("a"), LONG_S))
 
 
@@ -221,7 +164,7 @@ async def test_a_server_that_does_not_answer_is_an_error(server: Server, monkeyp
 
 
 async def test_a_password_is_used_and_never_said(tmp_path: Path) -> None:
-    async with _serving(Server(tmp_path, "right-secret")) as server:
+    async with serving_store(Server(tmp_path, "right-secret")) as server:
         right = ValkeyLock(server.url, "test")
         assert (await right.take(wanted("a"), LONG_S)).holder == "a"
         port = server.port

@@ -303,6 +303,8 @@ OTHER_THAN_DEFAULT: dict[str, str | list[str]] = {
     "cluster.advertise": "10.0.0.7:8090",
     "cluster.lock": "valkey://127.0.0.1:6379",
     "cluster.alone_after_s": "7.0",
+    "shared_limits.store": "valkey://127.0.0.1:6379",
+    "shared_limits.on_failure": "1/3",
     "admin.port": "9100",
     "decision_log": "decisions.jsonl",
     "clients.address_requests_per_s": "0.5",

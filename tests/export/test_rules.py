@@ -146,6 +146,7 @@ CASES = (
          {proxy("cluster_leader", instance="a"): "1x10", proxy("cluster_leader", instance="b"): "1x10"}, JOB,
          {proxy("cluster_leader", instance="a"): "1x10", proxy("cluster_leader", instance="b"): "0x10"}),
     Case("LlmproxyLockAway", "5m", {proxy("cluster_lock_away"): "1x10"}, HERE, {proxy("cluster_lock_away"): "0x10"}),
+    Case("LlmproxyLimitsAway", "5m", {proxy("limits_store_away"): "1x10"}, HERE, {proxy("limits_store_away"): "0x10"}),
     Case("LlmproxyLogLost", "10m", {proxy("log_lines_lost_total"): "0 0 7x20"}, HERE,
          {proxy("log_lines_lost_total"): "0x20", proxy("decision_log_lost_total"): "0x20"}),
     Case("LlmproxyLogLost", "10m", {proxy("decision_log_lost_total"): "0 0 7x20"}, HERE,

@@ -11,8 +11,9 @@ from datetime import UTC, datetime
 from math import ceil
 from typing import Any
 
-from llmproxy.cluster.election import Leadership, StoreError
+from llmproxy.cluster.election import Leadership
 from llmproxy.fleet.kubernetes.api import ApiError, KubernetesApi
+from llmproxy.shared.valkey import StoreError
 
 ADDRESS = "llmproxy/address"
 """The annotation with the address of the holder."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
-from llmproxy.cluster.election import Leadership, StoreError
-from llmproxy.config import ConfigError
+from llmproxy.cluster.election import Leadership
+from llmproxy.shared.valkey import StoreError, ValkeyServer
 
 ANSWER_S = 5.0
 
@@ -34,49 +33,29 @@ return 1
 
 
 class ValkeyLock:
-    """The lock of the cluster `name` at `url`. Raises ConfigError where the library is missing."""
+    """The lock of the cluster `name` at `url`. Raises ConfigError; see `ValkeyServer`."""
 
     def __init__(self, url: str, name: str) -> None:
-        try:
-            from valkey.asyncio import Valkey
-            from valkey.exceptions import ValkeyError
-        except ImportError:
-            need = "cluster.lock: valkey:// needs the library valkey: pip install 'llmproxy-lb[valkey]'"
-            raise ConfigError([need]) from None
-        self._failed: type[Exception] = ValkeyError
-        # A renewal that is tried again by the library would hide how old it is.
-        try:
-            self._client: Any = Valkey.from_url(
-                url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S, retry_on_timeout=False
-            )
-        except ValueError as error:
-            raise ConfigError([f"cluster.lock: {error}"]) from None
+        self._server = ValkeyServer(url, "cluster.lock", ANSWER_S)
         # The braces put both keys into one slot of a cluster of servers.
         self._keys = f"llmproxy:{{{name}}}:leader", f"llmproxy:{{{name}}}:epoch"
-        self._shown = url.partition("?")[0].rpartition("@")[2]
 
     async def take(self, wanted: Leadership, held_s: float) -> Leadership:
         """See `LockStore.take`."""
-        held = await self._run(TAKE, 2, *self._keys, wanted.holder, wanted.address, wanted.epoch, round(1000 * held_s))
-        return _leadership(held)
+        given = wanted.holder, wanted.address, wanted.epoch, round(1000 * held_s)
+        return _leadership(await self._server.run(TAKE, self._keys, *given))
 
     async def holder(self) -> Leadership | None:
         """See `LockStore.holder`."""
-        held = await self._run("return redis.call('GET', KEYS[1])", 1, self._keys[0])
+        held = await self._server.run("return redis.call('GET', KEYS[1])", self._keys[:1])
         return None if held is None else _leadership(held)
 
     async def release(self, holder: str) -> None:
         """See `LockStore.release`."""
-        await self._run(RELEASE, 1, self._keys[0], holder)
-
-    async def _run(self, script: str, *given: Any) -> Any:
-        try:
-            return await self._client.eval(script, *given)
-        except (self._failed, OSError) as error:
-            raise StoreError(f"{self._shown} cannot be asked: {error}") from None
+        await self._server.run(RELEASE, self._keys[:1], holder)
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._server.close()
 
 
 def _leadership(held: bytes) -> Leadership:

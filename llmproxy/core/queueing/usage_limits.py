@@ -3,50 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from llmproxy.core.domain import Outcome, Refused, Request
-from llmproxy.core.rate_limit import TokenBucket
+from llmproxy.core.domain import Request
+from llmproxy.core.queueing.rates import RateLimits, Rates
 from llmproxy.core.settings import UsageLimit
 
-MINUTE_S = 60.0
 UNBOUNDED_FREE = 64
 """Requests that go back to their flows at a time when a limit was lifted."""
 
 
 class _Use:
-    def __init__(self, limit: UsageLimit) -> None:
+    def __init__(self, most: int | None) -> None:
         self.in_flight = 0
-        self.requests: TokenBucket | None = None
-        self.tokens: TokenBucket | None = None
-        self.reconfigure(limit, 0.0)
-
-    def reconfigure(self, limit: UsageLimit, now: float) -> None:
-        self.limit = limit
-        self.requests = _resized(self.requests, limit.requests_per_min, now)
-        self.tokens = _resized(self.tokens, limit.tokens_per_min, now)
+        self.most = most
 
 
-def _resized(bucket: TokenBucket | None, per_min: float | None, now: float) -> TokenBucket | None:
-    """A bucket that holds one minute's worth, from which as much was taken as from `bucket`; None without a rate."""
-    if per_min is None:
-        return None
-    if bucket is None:
-        return TokenBucket(per_min, per_min / MINUTE_S)
-    bucket.resize(per_min, per_min / MINUTE_S, now)
-    return bucket
-
-
-_UNLIMITED = _Use(UsageLimit())
+_UNLIMITED = _Use(None)
 """The use of a limit that requests still name although the configuration no longer has it."""
-
-
-@dataclass(slots=True)
-class _Account:
-    """One request that has not ended, and the tokens that were taken for it; `settled` once they were counted."""
-
-    tokens: float
-    settled: bool = False
 
 
 class UsageLimits:
@@ -56,26 +29,29 @@ class UsageLimits:
     that knows when to come back can plan, and one that hangs cannot.
     """
 
-    def __init__(self, limits: Mapping[str, UsageLimit]) -> None:
-        self._uses = {name: _Use(limit) for name, limit in limits.items()}
-        self._accounts: dict[str, _Account] = {}
+    def __init__(self, limits: Mapping[str, UsageLimit], rates: Rates | None = None) -> None:
+        """Without `rates`, the limits hold for this process alone."""
+        self._uses = {name: _Use(limit.in_flight) for name, limit in limits.items()}
+        self._limits = limits
+        self.rates = RateLimits(limits) if rates is None else rates
         self._between: dict[str, Request] = {}
 
     def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
         """Apply other limits. What is in flight, and what was taken in this minute, still counts."""
+        self._limits = limits
         for name in [name for name in self._uses if name not in limits]:
-            self._uses[name].reconfigure(UsageLimit(), now)
+            self._uses[name].most = None
             self._tidy(name)
         for name, limit in limits.items():
-            self._uses.setdefault(name, _Use(limit)).reconfigure(limit, now)
+            self._uses.setdefault(name, _Use(None)).most = limit.in_flight
+        self.rates.reconfigure(limits, now)
 
     def _use(self, name: str) -> _Use:
         return self._uses.get(name, _UNLIMITED)
 
     def _tidy(self, name: str) -> None:
         """Forget a removed limit once nothing is in flight under it."""
-        use = self._uses[name]
-        if not use.in_flight and use.limit == UsageLimit():
+        if name not in self._limits and not self._uses[name].in_flight:
             del self._uses[name]
 
     def admit(self, request: Request, now: float) -> None:
@@ -83,24 +59,8 @@ class UsageLimits:
 
         Raises Refused (`rate_limited`) where a rate of one of its limits is used up.
         """
-        if not request.limits:
-            return
-        tokens = float(request.prompt_tokens + request.output_tokens)
-        longest_s, message = 0.0, ""
-        for name in request.limits:
-            use = self._use(name)
-            for bucket, amount, key in ((use.requests, 1.0, "requests"), (use.tokens, tokens, "tokens")):
-                wait_s = 0.0 if bucket is None else bucket.wait_s(amount, now)
-                if wait_s > longest_s:
-                    allowed = use.limit.requests_per_min if key == "requests" else use.limit.tokens_per_min
-                    message = (
-                        f"The limit of {allowed:g} {key} per minute of {in_words(name)} is used up. Try again later."
-                    )
-                    longest_s = wait_s
-        if message:
-            raise Refused(Outcome.RATE_LIMITED, message, max(1.0, longest_s))
-        self._take(request, 1.0, tokens, now)
-        self._accounts[request.id] = _Account(tokens)
+        if request.limits:
+            self.rates.admit(request, now)
 
     def full(self, request: Request) -> str | None:
         """The limit for which `request` has to wait, because as many are in flight as it allows."""
@@ -112,9 +72,9 @@ class UsageLimits:
     def free(self, name: str) -> int:
         """How many more may be in flight under a limit; so many at a time where it has no bound on them any more."""
         use = self._use(name)
-        if use.limit.in_flight is None:
+        if use.most is None:
             return UNBOUNDED_FREE
-        return max(0, use.limit.in_flight - use.in_flight)
+        return max(0, use.most - use.in_flight)
 
     def booked(self, request: Request) -> None:
         if self._between.pop(request.id, None) is not None:
@@ -122,7 +82,7 @@ class UsageLimits:
             return
         for name in request.limits:
             # A limit that went while the request waited may come back while it is in flight.
-            self._uses.setdefault(name, _Use(UsageLimit())).in_flight += 1
+            self._uses.setdefault(name, _Use(None)).in_flight += 1
 
     def between_stages(self, request: Request) -> None:
         """The prompt was computed, and the answer is to follow: the request is in flight until then."""
@@ -142,38 +102,15 @@ class UsageLimits:
     def released(self, request: Request, used_tokens: int | None, now: float) -> None:
         """An attempt ended; `used_tokens` as the engine counted them, None when nothing was used or it is unknown."""
         self._leave(request)
-        account = self._accounts.get(request.id)
-        if account is not None and used_tokens is not None:
-            self._take(request, 0.0, used_tokens - (0.0 if account.settled else account.tokens), now)
-            account.settled = True
+        if request.limits and used_tokens is not None:
+            self.rates.used(request, used_tokens, now)
 
     def ended(self, request: Request, now: float) -> None:
         """The request is over: tokens that were expected and not used are given back."""
         self.no_more_between(request.id)
-        account = self._accounts.pop(request.id, None)
-        if account is not None and not account.settled:
-            self._take(request, 0.0, -account.tokens, now)
-
-    def _take(self, request: Request, requests: float, tokens: float, now: float) -> None:
-        for name in request.limits:
-            use = self._use(name)
-            if use.requests is not None:
-                use.requests.take(requests, now)
-            if use.tokens is not None:
-                use.tokens.take(tokens, now)
+        if request.limits:
+            self.rates.ended(request, now)
 
     def in_flight(self) -> dict[str, int]:
         """Limit -> requests in flight under it."""
         return {name: use.in_flight for name, use in self._uses.items()}
-
-    def left_per_min(self, name: str, now: float) -> tuple[float | None, float | None]:
-        """(Requests, tokens) that may still be taken now under the limit `name`, None where it has no such rate."""
-        use = self._use(name)
-        requests = None if use.requests is None else use.requests.level(now)
-        return requests, None if use.tokens is None else use.tokens.level(now)
-
-
-def in_words(name: str) -> str:
-    """The name of a limit in a sentence: `tenant:acme` is the tenant `acme`."""
-    kind, _, whose = name.partition(":")
-    return f"the {kind} `{whose}`"

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from llmproxy.cluster.cluster import Cluster
-from llmproxy.cluster.election import Leadership, StoreError
+from llmproxy.cluster.election import Leadership
 from llmproxy.cluster.protocol import PROTOCOL, Hello, Learned
 from llmproxy.cluster.relay import RelayDispatcher
 from llmproxy.cluster.session import Shared
 from llmproxy.lab.run.proxy import LabProxy
+from llmproxy.shared.valkey import StoreError
 from llmproxy.telemetry import logs
 from llmproxy.workers import protocol
 from llmproxy.workers.session import SchedulerContext

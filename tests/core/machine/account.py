@@ -17,6 +17,7 @@ from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.pools import Pools
 from llmproxy.core.preemption import PREEMPT_MAX
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX
+from llmproxy.core.queueing.rates import RateLimits
 from llmproxy.core.settings import Settings
 
 Rank = tuple[float, float]
@@ -340,7 +341,8 @@ def serves(row: Row, waiter: Waiter) -> bool:
 def assert_nothing_left(pools: Pools, now: float) -> None:
     assert pools.next_wakeup(now) is None
     assert set(pools.queued().values()) <= {(0, 0)}
-    assert not pools._limits._accounts
+    assert isinstance(pools._limits.rates, RateLimits)
+    assert not pools._limits.rates.accounts
     assert not any(pools._limits.in_flight().values())
     for one in pools.schedulers.values():
         room = one._room

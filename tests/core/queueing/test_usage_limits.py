@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Any
 
 import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome, Request, Usage, Verdict
 from llmproxy.core.pools import Pools
+from llmproxy.core.queueing.rates import RateLimits
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.settings import QueueSettings, UsageLimit
 from tests.core.make import granted, listing, names, only_drop, pools, refusal, request, submit, tight
@@ -135,6 +137,11 @@ def test_a_request_under_two_limits_waits_for_both() -> None:
 # --- rates ------------------------------------------------------------------------------------------------------------
 
 
+def accounts(limits: UsageLimits) -> Sized:
+    assert isinstance(limits.rates, RateLimits)
+    return limits.rates.accounts
+
+
 def serve(limits: UsageLimits, one: Request, tokens: int) -> None:
     limits.booked(one)
     limits.released(one, tokens, 0.0)
@@ -161,7 +168,7 @@ def test_a_refused_request_uses_nothing_up() -> None:
     for _ in range(10):
         refusal(limits.admit, theirs(), 30.0)
     limits.admit(theirs(), 60.0)
-    assert len(limits._accounts) == 2
+    assert len(accounts(limits)) == 2
 
 
 def test_nothing_is_shed_for_a_request_beyond_its_rate() -> None:
@@ -189,11 +196,11 @@ def test_tokens_are_trued_up_once_they_are_counted() -> None:
     limits.admit(cheap, 0.0)
     refusal(limits.admit, theirs(prompt_tokens=60, output_tokens=0), 0.0)
     serve(limits, cheap, 10)
-    assert limits.left_per_min(TENANT, 0.0)[1] == pytest.approx(90.0)
+    assert limits.rates.left_per_min(TENANT, 0.0)[1] == pytest.approx(90.0)
     limits.admit(dear, 0.0)
     serve(limits, dear, 150)
     assert refusal(limits.admit, theirs(prompt_tokens=1, output_tokens=0), 0.0).retry_after_s == pytest.approx(36.6)
-    assert not limits._accounts
+    assert not accounts(limits)
     assert limits.in_flight() == {TENANT: 0}
 
 
@@ -204,8 +211,8 @@ def test_what_was_expected_and_never_used_is_given_back() -> None:
     refusal(limits.admit, theirs(), 0.0)
     limits.ended(gone, 0.0)
     limits.ended(gone, 0.0)
-    assert limits.left_per_min(TENANT, 0.0)[1] == 100.0
-    assert not limits._accounts
+    assert limits.rates.left_per_min(TENANT, 0.0)[1] == 100.0
+    assert not accounts(limits)
 
 
 def test_a_second_attempt_is_counted_beside_the_first() -> None:
@@ -216,7 +223,7 @@ def test_a_second_attempt_is_counted_beside_the_first() -> None:
         limits.booked(retried)
         limits.released(retried, used, 0.0)
     limits.ended(retried, 0.0)
-    assert limits.left_per_min(TENANT, 0.0)[1] == pytest.approx(920.0)
+    assert limits.rates.left_per_min(TENANT, 0.0)[1] == pytest.approx(920.0)
 
 
 def test_an_answer_of_unknown_length_is_counted_as_expected() -> None:
@@ -238,5 +245,5 @@ def test_nothing_stays_open_however_an_attempt_ends(verdict: Verdict, usage: Usa
     (grant,) = granted(of)
     of.finish(grant, verdict, 0.0, usage)
     of.ended(one, None, 0.0)
-    assert not of._limits._accounts
+    assert not accounts(of._limits)
     assert of._limits.in_flight() == {TENANT: 0}
