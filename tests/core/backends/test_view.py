@@ -74,6 +74,7 @@ OTHER_EVENTS = st.one_of(
     st.just(lambda one, now: one.slowed("slow", now)),
     st.just(lambda one, _: one.keep_place(1)),
     st.just(lambda one, _: setattr(one, "drained", not one.drained)),
+    st.just(lambda one, _: setattr(one, "parts", 3 - one.parts)),
 )
 EVENTS = st.sampled_from([LEASE_EVENTS, LEASE_EVENTS, LEASE_EVENTS, OTHER_EVENTS]).flatmap(lambda events: events)
 
@@ -137,3 +138,10 @@ def test_an_answer_that_fetches_its_prompt_waits_for_no_place_until_it_has_begun
     assert one.view(0.0).waiting == 0
     one.started(1, 0.0)
     assert one.view(0.0).waiting == 1
+
+
+def test_a_part_of_the_limit_counts_at_once() -> None:
+    one = Backend("a", CapacitySettings(), HealthSettings(), 8)
+    assert one.view(0.0).limit == 8
+    one.parts = 2
+    assert one.view(0.0).limit == 4
