@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Entry, Grant, Request, Usage, Verdict
@@ -51,8 +52,7 @@ class Leasing(Protocol):
     def granting(self) -> bool: ...
 
 
-@dataclass(slots=True)
-class Lease:
+class Lease(Struct, eq=False):
     """The right to use one backend for one attempt. It is given back exactly once, at the end of its block.
 
     The holder sets `verdict` and `usage`; without a verdict, the client is taken to be gone. `on_cut` is called when

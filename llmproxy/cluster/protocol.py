@@ -126,9 +126,13 @@ MessageT = TypeVar("MessageT")
 
 
 class KnownMessages(Generic[MessageT]):
-    """Decodes the messages of a frame whose kind is known, and skips those of other kinds."""
+    """Decodes the messages of a frame whose kind is known, and skips those of other kinds.
+
+    A frame of known messages alone, which is every one of the same release, is decoded as a whole.
+    """
 
     def __init__(self, kinds: Any) -> None:
+        self._whole: msgspec.msgpack.Decoder[list[MessageT]] = msgspec.msgpack.Decoder(list[kinds])
         self._frame = msgspec.msgpack.Decoder(list[msgspec.Raw])
         self._message: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(kinds)
         self._kind = msgspec.msgpack.Decoder(list[Any])
@@ -136,6 +140,12 @@ class KnownMessages(Generic[MessageT]):
 
     def decode(self, data: Any) -> list[MessageT]:
         """The known ones, in their order. Raises msgspec.DecodeError."""
+        try:
+            return self._whole.decode(data)
+        except msgspec.ValidationError:
+            return self._decode_each(data)
+
+    def _decode_each(self, data: Any) -> list[MessageT]:
         decoded = []
         for raw in self._frame.decode(data):
             try:

@@ -121,16 +121,6 @@ class MemberSession(WorkerSession):
     def take(self, message: FromMember) -> None:
         """One message of the member."""
         match message:
-            case Resume():
-                self._resume(message)
-            case Running():
-                self._take_running(message)
-            case Resumed():
-                self.resumed = True
-                for request_id in self._requests.keys() - self._declared:
-                    # Its end was lost with the connection.
-                    self._loop.call_soon(self._ended, request_id, None)
-                self._on_resumed()
             case protocol.Admit(call, request):
                 self._declared.add(request.id)
                 if call in self._leases:
@@ -139,9 +129,6 @@ class MemberSession(WorkerSession):
                     self._cut_again(call)
                 elif call not in self._calls:
                     self._take(replace(message, request=aged(request, -self._loop.time())))
-            case protocol.PrefixCached(pool, call, backend, hashes):
-                if call in self._numbers:
-                    self._take(protocol.PrefixCached(pool, self._numbers[call], backend, hashes))
             case protocol.LeaseStarted(call) | protocol.LeaseCommitted(call):
                 # Leases that could not be booked here have no entry.
                 if call in self._leases:
@@ -152,8 +139,24 @@ class MemberSession(WorkerSession):
             case protocol.LeaseProgress(call) | protocol.LeaseReturned(call) | protocol.LeaseRecomputing(call):
                 if call in self._leases:
                     self._take(message)
+            case protocol.RequestEnded():
+                self._take(message)
             case protocol.ExitReport(ended):
                 self._context.exits.record(ended.later(self._loop.time()))
+            case protocol.PrefixCached(pool, call, backend, hashes):
+                if call in self._numbers:
+                    self._take(protocol.PrefixCached(pool, self._numbers[call], backend, hashes))
+            # The kinds are tried in this order, and those from here on are rare.
+            case Resume():
+                self._resume(message)
+            case Running():
+                self._take_running(message)
+            case Resumed():
+                self.resumed = True
+                for request_id in self._requests.keys() - self._declared:
+                    # Its end was lost with the connection.
+                    self._loop.call_soon(self._ended, request_id, None)
+                self._on_resumed()
             case Hello():
                 # Its configuration was read again.
                 self.hello = message

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 from msgspec import Struct, field
 
@@ -61,6 +61,12 @@ class Stage(StrEnum):
     WHOLE = "whole"
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+# Each decision asks for the stage some thirty times, and CPython 3.11 takes 0.14 µs to find a member in its class.
+WHOLE: Final = Stage.WHOLE
+PREFILL: Final = Stage.PREFILL
+DECODE: Final = Stage.DECODE
 
 
 class RequestFacts(Struct, frozen=True):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.outlier_detection import OutlierDetection
-from llmproxy.core.domain import Request, Stage, Usage, Verdict
+from llmproxy.core.domain import DECODE, PREFILL, Request, Usage, Verdict
 from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.leases import LeaseObserver, LeaseRecord
 from llmproxy.core.placement.policy import Placement
@@ -42,7 +42,7 @@ class ChargeObserver(LeaseObserver):
     def booked(self, lease: LeaseRecord, now: float) -> None:
         request, fairness = lease.request, self._room.band(lease.request.band).fairness
         self._charged[lease.number] = self._carried[lease.number] = self._between.pop(request.id, 0.0)
-        if request.stage is not Stage.DECODE:
+        if request.stage is not DECODE:
             self._notify(fairness.dispatched, request.flow)
         if not request.stream:
             # Its first token cannot be seen; all that can be known is that it was granted in time.
@@ -58,7 +58,7 @@ class ChargeObserver(LeaseObserver):
         self._notify(fairness.charge, request.flow, (self._carried[number] - self._charged[number]) / request.weight)
 
     def started(self, lease: LeaseRecord, now: float) -> None:
-        if lease.request.stream and lease.request.stage is not Stage.PREFILL:
+        if lease.request.stream and lease.request.stage is not PREFILL:
             self._notify(self._room.band(lease.request.band).fairness.started, lease.request, now)
 
     def progress(self, lease: LeaseRecord, output_tokens: int, now: float) -> None:
@@ -68,7 +68,7 @@ class ChargeObserver(LeaseObserver):
         tokens = None if usage is None else usage.prompt_tokens + usage.output_tokens
         carried = self._carried[lease.number]
         # A second stage that was refused is served as well, and the whole comes after it.
-        if (verdict is not Verdict.SERVED and not tokens) or (lease.request.stage is Stage.DECODE and tokens == 0):
+        if (verdict is not Verdict.SERVED and not tokens) or (lease.request.stage is DECODE and tokens == 0):
             self._min_shares.undone(self._credits.get(lease.number, {}), self._own(lease))
             self._notify(self._charge_to, lease, carried)
         else:
@@ -96,7 +96,7 @@ class ChargeObserver(LeaseObserver):
 
     def _prompt(self, lease: LeaseRecord) -> float:
         """What was charged for a prompt that this lease does not compute."""
-        return self._carried[lease.number] if lease.request.stage is Stage.DECODE else 0.0
+        return self._carried[lease.number] if lease.request.stage is DECODE else 0.0
 
     def _charge_so_far(self, lease: LeaseRecord, output_tokens: int, now: float) -> None:
         so_far = self._prompt(lease) + self.charge.so_far(lease.request, output_tokens, now - lease.at_s)
@@ -115,7 +115,7 @@ def goes_on(lease: LeaseRecord, verdict: Verdict) -> bool:
 
     An engine that refused the prompt has served it as well, but computed nothing.
     """
-    return lease.request.stage is Stage.PREFILL and verdict is Verdict.SERVED and lease.started
+    return lease.request.stage is PREFILL and verdict is Verdict.SERVED and lease.started
 
 
 class PlaceObserver(LeaseObserver):
@@ -167,7 +167,7 @@ class TransferObserver(LeaseObserver):
         if goes_on(lease, verdict):
             lease.backend.keep_for(lease.request.id, now + self._placement.settings.lease_s, now)
             return
-        first = lease.backend if lease.request.stage is Stage.PREFILL else lease.prefilled_on
+        first = lease.backend if lease.request.stage is PREFILL else lease.prefilled_on
         if first is None:
             return
         first.fetched(lease.request.id)
@@ -254,5 +254,5 @@ class FirstTokenObserver(LeaseObserver):
         self._first_token = first_token
 
     def started(self, lease: LeaseRecord, now: float) -> None:
-        if lease.request.stream and lease.request.stage is not Stage.DECODE:
+        if lease.request.stream and lease.request.stage is not DECODE:
             self._first_token.learn(lease.request.prompt_tokens, now - lease.at_s)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.domain import Placed, Request, Revoke, Usage, Verdict
 
 
-@dataclass(slots=True, eq=False)
-class LeaseRecord:
+class LeaseRecord(Struct, eq=False):
     """`request` has a place on `backend` since `at_s`.
 
     `guaranteed`: it was granted by the minimum share of its band. `cold`: its adapter was not believed to be resident.

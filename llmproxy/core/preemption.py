@@ -8,7 +8,7 @@ from itertools import islice
 from msgspec.structs import replace
 
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.domain import DEFAULT, Preempt, Request, Stage, Usage, Verdict
+from llmproxy.core.domain import DECODE, DEFAULT, Preempt, Request, Usage, Verdict
 from llmproxy.core.leases import LeaseObserver, LeaseRecord
 from llmproxy.core.placement.policy import context_tokens
 from llmproxy.core.queueing.headroom import Headroom
@@ -44,7 +44,7 @@ class Preemption(LeaseObserver):
             # The minimum share of a band must not be preempted for the bands above it.
             return
         if lease.request.band <= DEFAULT:
-            if lease.request.stage is Stage.DECODE:
+            if lease.request.stage is DECODE:
                 # What was computed for it can be fetched only once.
                 return
             self._open[lease.number] = lease

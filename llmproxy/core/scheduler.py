@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import inf
+
+from msgspec import Struct
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.view import View
@@ -55,8 +56,7 @@ FAULT_RETRY_S = 1.0
 """Until the next pass of a pool after one of its policies raised an exception."""
 
 
-@dataclass(slots=True)
-class _Pass:
+class _Pass(Struct):
     """The state of one `decide`.
 
     `steps` bounds how long it takes. `outdated` are the backends that were booked last; their views are refreshed only
@@ -70,7 +70,7 @@ class _Pass:
     steps: int = 0
     outdated: Sequence[Backend] = ()
     blocked: bool = False
-    guaranteed_none: set[int] = field(default_factory=set)
+    guaranteed_none: set[int] = set()
 
 
 class Scheduler:
@@ -294,7 +294,10 @@ class Scheduler:
     def _grant_all(self, this: _Pass) -> None:
         """Grant band by band, the highest first, until no backend has room or the pass is long enough."""
         for level in self._room.order:
-            band, unmatched = self._room.band(level), Unmatched()
+            band = self._room.band(level)
+            if not band.size and not self._room.blocked.size:
+                continue
+            unmatched = Unmatched()
             # A request that comes back may be of a lower band that is owed its minimum share.
             while (band.size or self._readmit(level, this)) and self._grant_guaranteed(this):
                 if not band.size:
@@ -404,8 +407,10 @@ class Scheduler:
         """Whether a grant to `level` passes over a request of a higher band that could have the place of its answer."""
         backend = placed.answers_on or placed.backend
         above = [one for one in self._room.levels() if one > level and self._room_on(backend, one, now)]
+        if not above:
+            return False
         view = self._backends.by_name[backend].view(now)
-        return bool(above) and passes_over(map(self._room.band, above), view, self._limits)
+        return passes_over(map(self._room.band, above), view, self._limits)
 
     def _preempt(self, level: int, this: _Pass) -> None:
         """Preempt leases for the first request of a band that finds no room."""

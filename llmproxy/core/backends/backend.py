@@ -12,7 +12,7 @@ from llmproxy.core.backends.bookings import GAUGE_LAG_S, Bookings, ResidentAdapt
 from llmproxy.core.backends.health import Hang, Health
 from llmproxy.core.backends.look_ahead import LookAhead
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import KnownLimit, Listing, Reading, Request, Role, Stage, Trouble, Verdict
+from llmproxy.core.domain import DECODE, KnownLimit, Listing, Reading, Request, Role, Trouble, Verdict
 from llmproxy.core.settings import CapacitySettings, HealthSettings
 
 STARTED_AFTER_S = 1.0
@@ -67,6 +67,7 @@ class Backend:
         self._unread = False
         self._numberless_polls = 0
         self._view: View | None = None
+        self._outline: View | None = None
         self._view_until_s = self._changes_s = -inf
 
     # --- configuration -------------------------------------------------------------------------------------------
@@ -79,7 +80,7 @@ class Backend:
     @drained.setter
     def drained(self, drained: bool) -> None:
         self._drained = drained
-        self._view = None
+        self._changed()
 
     @property
     def parts(self) -> int:
@@ -89,7 +90,7 @@ class Backend:
     @parts.setter
     def parts(self, parts: int) -> None:
         self._parts = parts
-        self._view = None
+        self._changed()
 
     @property
     def up(self) -> bool:
@@ -103,7 +104,7 @@ class Backend:
         self._capacity = capacity
         self.health.settings = health
         self.limit.lowest_ceiling, self._highest_ceiling = ceiling_range
-        self._view = None
+        self._changed()
 
     def meant_for(
         self, max_in_flight: int | None, prompt_range: tuple[int, int] | None = None, role: Role = Role.BOTH
@@ -112,7 +113,7 @@ class Backend:
         self.limit.cap(max_in_flight)
         self._prompt_range = prompt_range
         self._role = role
-        self._view = None
+        self._changed()
 
     def replaced(self) -> None:
         """Another process has this name from now on, and nothing read of the old one is true of it.
@@ -136,7 +137,7 @@ class Backend:
         bases = tuple(sorted(card.name for card in listing.cards if card.parent is None))
         self._set_kind((bases, self._max_model_len))
         self._resident.keep(self._adapters)
-        self._view = None
+        self._changed()
 
     def _set_kind(self, kind: tuple[tuple[str, ...], int | None]) -> None:
         before, self._kind = self._kind, kind
@@ -162,7 +163,7 @@ class Backend:
             self.limit.forget()
         self._published = limit
         self.limit.begin_at(limit, settled=True)
-        self._view = None
+        self._changed()
 
     @property
     def known_limit(self) -> KnownLimit | None:
@@ -184,7 +185,7 @@ class Backend:
             if now - booking.booked_s >= STARTED_AFTER_S:
                 booking.started = True
                 self.health.first_byte(lease, now)
-        self._view = None
+        self._changed()
 
     def unread(self) -> None:
         """Its numbers could not be read, but it may publish some."""
@@ -214,14 +215,14 @@ class Backend:
         for adapter in sorted(reading.running_adapters & self._adapters):
             self._resident.touch(adapter, reading.max_adapters)
         self._resident.evict(reading.max_adapters)
-        self._view = None
+        self._changed()
 
     def troubled(self, trouble: Trouble) -> bool:
         """A poll failed. True when the process is surely gone, and with it its open streams."""
         gone = self.health.poll_failed(trouble)
         if gone:
             self._forget_process()
-        self._view = None
+        self._changed()
         return gone
 
     @property
@@ -249,7 +250,7 @@ class Backend:
         self._others = self._others_seen = self._numberless_polls = 0
         self._unread = False
         self.limit.restarted()
-        self._view = None
+        self._changed()
 
     def _waits_for_adapter(self, reading: Reading) -> bool:
         """Whether requests may wait for an adapter slot, which says nothing of the batch limit."""
@@ -264,7 +265,7 @@ class Backend:
         if not reading.deferred:
             return 0
         unstarted = (one.request for one in self.bookings.values() if not one.started)
-        answers = sum(request.sequences for request in unstarted if request.stage is Stage.DECODE)
+        answers = sum(request.sequences for request in unstarted if request.stage is DECODE)
         return min(answers, reading.deferred, reading.waiting)
 
     def _waits_for_batch(self, reading: Reading, visible_s: float) -> bool:
@@ -291,8 +292,8 @@ class Backend:
         self._own.add(lease, request, request.prompt_tokens - held_tokens, now)
         if request.adapter is not None:
             self._resident.touch(request.adapter, self.reading.max_adapters if self.reading is not None else None)
+        self._load_changed(alone=request.adapter is None)
         self.health.booked(lease)
-        self._view = None
 
     @property
     def kept(self) -> int:
@@ -302,7 +303,7 @@ class Backend:
     def keep_place(self, sequences: int) -> None:
         """Keep places for so many sequences whose prompts another backend computes; fewer where it is negative."""
         self._kept += sequences
-        self._view = None
+        self._load_changed()
 
     def keep_for(self, request_id: str, until_s: float, now: float) -> None:
         """The prompt of a request was computed, and stays until another backend has fetched it, or until then."""
@@ -323,19 +324,20 @@ class Backend:
 
     def started(self, lease: int, now: float) -> None:
         self._own.begin(lease)
+        self._load_changed()
         self.health.first_byte(lease, now)
-        self._view = None
 
     def release(self, lease: int, verdict: Verdict, now: float, output_tokens: int = 0) -> None:
         """`output_tokens` are those of the whole answer, 0 where they were not counted."""
         if verdict is Verdict.BUSY:
             self.limit.refused(self.in_flight)
         booking = self._own.remove(lease, self.reading)
-        if output_tokens and verdict is Verdict.SERVED and now > booking.booked_s:
+        served = verdict is Verdict.SERVED
+        if output_tokens and served and now > booking.booked_s:
             self._look_ahead.ended(now - booking.booked_s, output_tokens / booking.request.sequences)
         idle = not self.bookings and (self.reading is None or not self.reading.running)
+        self._load_changed(alone=served)
         self.health.finished(lease, verdict, now, idle=idle)
-        self._view = None
 
     def hangs(self, hang: Hang, now: float) -> bool:
         """There is evidence that the backend hangs. Answers whether it was ejected.
@@ -344,7 +346,7 @@ class Backend:
         which takes time. A probe gets that time for as long as a reading counts as fresh. A reading from the first half
         of the silence proves nothing, because a frozen server sends none later.
         """
-        self._view = None
+        self._changed()
         reading, silent_s = self.reading, now - hang.since_s
         idle = reading is not None and not reading.running and reading.taken_at_s >= now - 0.5 * silent_s
         if idle and not hang.stopped and not (self.health.ejected and silent_s >= self._capacity.stale_after_s):
@@ -353,12 +355,12 @@ class Backend:
 
     def slowed(self, why: str, now: float) -> bool:
         """The backend has become slow. Answers whether it was ejected."""
-        self._view = None
+        self._changed()
         return self.health.slowed(why, now)
 
     def measured(self, lease: int, fast: bool, now: float) -> None:
         """See `Health.measured`."""
-        self._view = None
+        self._changed()
         self.health.measured(lease, fast, now)
 
     def unstarted(self, lease: int) -> bool:
@@ -402,10 +404,42 @@ class Backend:
             self.view(now)
         return None if self._changes_s == inf else self._changes_s
 
+    def _changed(self) -> None:
+        """The view is untrue."""
+        self._view = self._outline = None
+
+    def _load_changed(self, *, alone: bool = True) -> None:
+        """Only the load of the view is untrue, if it changed `alone`."""
+        self._view = None
+        if not (alone and self._steady):
+            self._outline = None
+
+    @property
+    def _steady(self) -> bool:
+        """Leases that come and go in order change nothing of the view but its load."""
+        return not self.health.ejected and (self.reading is None or not self.reading.deferred)
+
     def _make_view(self, now: float) -> View:
-        health, capacity, reading, own = self.health, self._capacity, self.reading, self._own
+        outline = self._outline
+        if outline is None or now >= self._view_until_s:
+            outline = self._outline = self._make_outline(now)
+        own, limit, kv_used = self._own, outline.limit, outline.kv_used
+        if outline.kv_tokens:
+            kv_used += own.debit_tokens / outline.kv_tokens
+        look_ahead = self._capacity.look_ahead
+        return replace(
+            outline,
+            load=outline.load + own.sequences + self._kept,
+            kv_used=kv_used,
+            look_ahead=self._look_ahead.requests(limit) if look_ahead is None else look_ahead,
+            sure=min(limit, self._sure()),
+        )
+
+    def _make_outline(self, now: float) -> View:
+        """The view without our own load. It is true for longer, and takes most of the time."""
+        health, capacity, reading = self.health, self._capacity, self.reading
         until_s = health.changes_at(now) or inf
-        load, others, waiting, kv_used = own.sequences + self._kept, 0, 0, 0.0
+        others, waiting, kv_used = 0, 0, 0.0
         kv_tokens = max_adapters = None
         if reading is not None and now >= reading.taken_at_s + capacity.stale_after_s:
             reading = None
@@ -414,15 +448,12 @@ class Backend:
             others = self._others
             waiting, max_adapters = reading.waiting - self._fetching(reading), reading.max_adapters
             kv_used, kv_tokens = reading.kv_used or 0.0, reading.kv_tokens
-            if kv_tokens:
-                kv_used += own.debit_tokens / kv_tokens
         self._changes_s = until_s
         # No request waits for slow start: one that finds no room elsewhere is sent there at once.
         self._view_until_s = min(until_s, health.warmer_at(now) or inf)
         available = health.available(now) and not self._drained
         # What others have there takes of the part of this process where it is more than their parts.
         limit = max(1, self.limit.value // self._parts)
-        load += max(0, others - (self.limit.value - limit))
         return View(
             backend=self.name,
             available=available,
@@ -432,16 +463,15 @@ class Backend:
             max_model_len=self._max_model_len,
             prompt_range=self._prompt_range,
             limit=limit,
-            load=load,
+            load=max(0, others - (self.limit.value - limit)),
             waiting=waiting,
             kv_used=kv_used,
             kv_tokens=kv_tokens,
-            look_ahead=self._look_ahead.requests(limit) if capacity.look_ahead is None else capacity.look_ahead,
+            look_ahead=0,
             kv_full=capacity.kv_full,
             reading=reading,
             warmth=health.warmth(now),
             highest_ceiling=self._highest_ceiling,
-            sure=min(limit, self._sure()),
             prompt_window_s=capacity.prompt_window_s,
             probed=available and health.ejected,
             stream_probe=health.stream_probe,

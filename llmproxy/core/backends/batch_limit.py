@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import lru_cache
 from math import ceil, floor
 from typing import Protocol
 
@@ -19,6 +20,7 @@ KEPT_FROM = 4
 """From this batch limit on, bands below the highest leave one slot free on each backend."""
 
 
+@lru_cache(maxsize=1_024)
 def slots_under(limit: int, ceiling: float, look_ahead: int, highest: float = 1.0) -> int:
     """How many sequences a band of this ceiling may fill a backend to; `highest` is the ceiling of the highest band.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from llmproxy.core.domain import Reading, Request
 
@@ -14,8 +15,7 @@ RESIDENT_ADAPTERS_MAX = 1_024
 """Bound of the residency list of an engine that does not publish how many adapters it holds."""
 
 
-@dataclass(slots=True)
-class Booking:
+class Booking(Struct, eq=False):
     request: Request
     booked_s: float
     started: bool = False

@@ -13,7 +13,7 @@ from statistics import median
 from llmproxy.core.backends.adapter_loads import LongestLoad, PendingLoads
 from llmproxy.core.backends.health import Hang, Peers
 from llmproxy.core.backends.stream_progress import BackendStreams, StreamSpan, follow_robustly
-from llmproxy.core.domain import Placed, Request, Stage
+from llmproxy.core.domain import DECODE, Placed, Request
 from llmproxy.core.estimates.line import JITTER_S, USUAL_TOKENS, LearnedLine
 from llmproxy.core.settings import HealthSettings
 
@@ -95,7 +95,7 @@ class OutlierDetection:
             backend = self._backends[placed.backend] = BackendStreams(PendingLoads(self._longest_load))
         # The estimated length of a prompt may be below its cached tokens.
         own_tokens = max(0.0, float(request.prompt_tokens - placed.cached_tokens))
-        fetched = request.stage is Stage.DECODE
+        fetched = request.stage is DECODE
         if fetched:
             # Where it does not arrive and is computed here, `prompt_tokens` explains the time.
             own_tokens = 0.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
+from msgspec import Struct
+
 from llmproxy.core.backends.adapter_loads import PendingLoads
 from llmproxy.core.estimates.learning import follow_ratio, gain
 
@@ -82,8 +84,7 @@ class BackendStreams:
         return any(one.adapter == adapter for one in self.started.values())
 
 
-@dataclass(slots=True)
-class StreamSpan:
+class StreamSpan(Struct, eq=False):
     """A lease with a prompt of `prompt_tokens`, and the span over which its speed is measured.
 
     `tokens_ahead` had to be computed for its first byte when it was booked, `own_tokens` of them its own. `loads_ahead`

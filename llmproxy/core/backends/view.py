@@ -49,12 +49,14 @@ class View(Struct, frozen=True):
         """Whether one more request may be sent under `ceiling`; an idle backend takes anything."""
         if not self.available:
             return False
-        if self.load == 0:
+        load, limit, look_ahead = self.load, self.limit, self.look_ahead
+        if load == 0:
             return True
         # No ceiling allows more. Checked first because it answers for every backend of a saturated fleet.
-        if self.load >= self.limit + self.look_ahead:
+        if load >= limit + look_ahead:
             return False
-        return self.load < self.slots(ceiling) and self.kv_used < self.kv_full * ceiling
+        slots = slots_under(limit, ceiling, look_ahead, self.highest_ceiling)
+        return load < slots and self.kv_used < self.kv_full * ceiling
 
     @property
     def doubtful(self) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import exp, log
 
-from llmproxy.core.domain import Request, Stage
+from msgspec import Struct
+
+from llmproxy.core.domain import DECODE, Request
 from llmproxy.core.estimates.learning import DecayingRate
 from llmproxy.core.placement.adapter_demand import Slots
 from llmproxy.core.placement.prefix_index import InUse
@@ -37,8 +38,7 @@ OVERDUE = 2.0
 """A prompt without a byte is overdue after so many times its expected time."""
 
 
-@dataclass(slots=True)
-class InFlight:
+class InFlight(Struct, eq=False):
     """A lease, and what was predicted when it was booked.
 
     `own_tokens` of its prompt were to be computed; `work_tokens` are the same, weighted by attention, which with its
@@ -71,7 +71,7 @@ class InFlight:
     @property
     def fetched(self) -> bool:
         """Another backend computed its prompt."""
-        return self.request.stage is Stage.DECODE
+        return self.request.stage is DECODE
 
     @property
     def attended(self) -> float:
@@ -142,7 +142,8 @@ class BackendLoad:
             work_s += loads_s
             own_s += loads_s
             due_s = max(due_s, since_s + OVERDUE * loads_s)
-        return work_s - min(now - since_s, own_s), max(0.0, now - due_s)
+        done_s = now - since_s
+        return work_s - (done_s if done_s < own_s else own_s), now - due_s if now > due_s else 0.0
 
     def opens_at(self, rates: PoolRates, band: int, ceiling: float, window_s: float | None, now: float) -> float:
         """When the backend may be given a prompt of `band` again; `now` if it may now.
@@ -154,7 +155,7 @@ class BackendLoad:
         The base is no part of it, because a further prompt does not prolong it. Neither is what the oldest is overdue:
         one prompt that the engine does not begin would close the backend for all others.
         """
-        opens_s = self.rationed_until(rates, band, ceiling, now)
+        opens_s = self.rationed_until(rates, band, ceiling, now) if self._rationing else now
         if self._unstarted and window_s is not None and rates.prefill.seen and not self._plain:
             over_s = self._unfinished_s(rates, now)[0] - ceiling * window_s
             if over_s > WINDOW_STEP_S:

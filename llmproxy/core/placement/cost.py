@@ -9,6 +9,8 @@ from random import Random
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import (
+    DECODE,
+    PREFILL,
     BackendPace,
     Explained,
     Learned,
@@ -17,7 +19,6 @@ from llmproxy.core.domain import (
     Placed,
     Predicted,
     Request,
-    Stage,
     Usage,
     Verdict,
 )
@@ -111,7 +112,7 @@ class CostPlacement(Placement):
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
         found = self._candidates(request, views, ceiling, excluded, now)
-        if isinstance(found, NoCapacity | NoMatch):
+        if not isinstance(found, tuple):
             return found
         able, fits, prices = found
         if request.slo is not None and "objectives" not in self._without:
@@ -126,8 +127,10 @@ class CostPlacement(Placement):
                 claims = self._claims.setdefault(prices[index].backend, {})
                 claims.setdefault(request.id, prices[index].seconds[NAMES.index("prefill")] or 0.0)
             return LATER
-        lightest = min([able[index].load for index in fitting])
-        chosen = prices[self._rng.choice([index for index in fitting if able[index].load == lightest])]
+        if len(fitting) > 1:
+            lightest = min([able[index].load for index in fitting])
+            fitting = [index for index in fitting if able[index].load == lightest]
+        chosen = prices[self._rng.choice(fitting)]
         facts = request.id, request.label, request.model, now, request.prompt_tokens, chosen.backend
         self._explained.append((facts, prices))
         rates = self._rates
@@ -148,7 +151,7 @@ class CostPlacement(Placement):
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Quote | None:
         found = self._candidates(request, views, ceiling, excluded, now)
-        if isinstance(found, NoCapacity | NoMatch):
+        if not isinstance(found, tuple):
             return None
         least = min(found[2], key=lambda price: price.total_s)
         return Quote(least.total_s, least.backend, least.cached_tokens)
@@ -158,7 +161,7 @@ class CostPlacement(Placement):
     ) -> tuple[list[View], list[bool], list[PriceRow]] | NoCapacity | NoMatch:
         """The backends that can serve a request, which of them have room now, and their prices."""
         # A prompt that is computed for another backend may also go elsewhere, so that waiting for a place has a price.
-        waits = request.stage is Stage.PREFILL
+        waits = request.stage is PREFILL
         if not waits and not any_room(views, ceiling):
             return NO_CAPACITY
         serving = [v for v in views if v.available and request.model in v.served and v.backend not in excluded]
@@ -168,7 +171,7 @@ class CostPlacement(Placement):
             if True in self._fits(request, serving, ceiling, now):
                 return NO_MATCH
             return NO_MATCH_FOR_MODEL if True in self._fits(request, views, ceiling, now) else NO_CAPACITY
-        if request.stage is Stage.DECODE:
+        if request.stage is DECODE:
             # What was computed for it elsewhere must not wait.
             able = [view for view, fit in zip(able, fits, strict=True) if fit]
             fits = [True] * len(able)
@@ -209,7 +212,7 @@ class CostPlacement(Placement):
         prompt_tokens, output_tokens, block_tokens = request.prompt_tokens, request.output_tokens, request.prefix_tokens
         adapter, prefix = request.adapter, request.prefix
         least_load_s = 0.0
-        fetched, alone = request.stage is Stage.DECODE, request.stage is Stage.PREFILL
+        fetched, alone = request.stage is DECODE, request.stage is PREFILL
         if adapter is not None and not rates.loads.seen:
             # No load has ended yet. The running ones show how long a load takes at least.
             least_load_s = max([backend_load.loading_s(now) for backend_load in backend_loads])
@@ -312,7 +315,7 @@ class CostPlacement(Placement):
 
     def _fits(self, request: Request, views: Sequence[View], ceiling: float, now: float) -> list[bool]:
         """Which backends have room, and time for its prompt where that is to be computed there."""
-        if request.stage is Stage.DECODE:
+        if request.stage is DECODE:
             return [view.has_room(ceiling) for view in views]
         return self._open(views, request.band, ceiling, now)
 
@@ -351,7 +354,7 @@ class CostPlacement(Placement):
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
         fetched_tokens = 0
-        if request.stage is Stage.DECODE:
+        if request.stage is DECODE:
             matched = self._index.match(request.prefix).get(placed.backend, 0) * request.prefix_tokens
             fetched_tokens = max(0, request.prompt_tokens - round(matched))
         own_tokens = request.prompt_tokens - placed.cached_tokens

@@ -85,14 +85,13 @@ class StagedPlacement(Placement):
         self._failures: dict[str, int] = {}
         self._rests_until_s: dict[str, float] = {}
 
-    def begin(self, views: Iterable[View]) -> None:
+    def begin(self, views: Sequence[View]) -> None:
         """A pass over these backends begins. What it asks for later may leave some of them out."""
-        self._split_up = False
+        both = Role.BOTH
+        self._split_up = True in [view.role is not both for view in views]
         self._answering, self._answering_for = [], {}
-        for view in views:
-            self._split_up |= view.role is not Role.BOTH
-            if view.available and view.role is not Role.PREFILL:
-                self._answering.append(view)
+        if self._split_up:
+            self._answering = [view for view in views if view.available and view.role is not Role.PREFILL]
 
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from llmproxy.core.domain import Request, Stage, Usage
+from llmproxy.core.domain import DECODE, PREFILL, Request, Usage
 from llmproxy.core.estimates.learning import follow, gain
 from llmproxy.core.policy_registry import Registry
 from llmproxy.core.settings import Settings
@@ -64,9 +64,9 @@ class Tokens(Charge):
 
     def _weighted(self, request: Request, prompt_tokens: int, output_tokens: int) -> float:
         cost = 0.0
-        if request.stage is not Stage.DECODE:
+        if request.stage is not DECODE:
             cost += self._input_weight * prompt_tokens
-        if request.stage is not Stage.PREFILL:
+        if request.stage is not PREFILL:
             cost += self._output_weight * output_tokens
         return cost
 
@@ -76,7 +76,7 @@ class Requests(Charge):
     """One for each request, whatever its size."""
 
     def estimate(self, request: Request) -> float:
-        return 0.0 if request.stage is Stage.DECODE else 1.0
+        return 0.0 if request.stage is DECODE else 1.0
 
     def so_far(self, request: Request, output_tokens: int, held_s: float) -> float:
         return self.estimate(request)
@@ -104,7 +104,7 @@ class KvSeconds(Charge):
         return self._held(request.prompt_tokens, output_tokens, held_s)
 
     def final(self, request: Request, usage: Usage, held_s: float) -> float:
-        if request.stage is Stage.PREFILL:
+        if request.stage is PREFILL:
             # How long a prompt alone is held says nothing of an answer.
             return self._held(usage.prompt_tokens, 0, held_s)
         self._seen += 1

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from typing import Any
+
+from msgspec import Struct
 
 from llmproxy.core.domain import Request
 from llmproxy.core.policy_registry import Faults
@@ -24,8 +25,7 @@ def head_rank(request: Request) -> Rank:
     return Rank((-inf, request.arrived_s))
 
 
-@dataclass(slots=True, eq=False)
-class Queued:
+class Queued(Struct, eq=False):
     """A request in the waiting room, with the backends that already failed it.
 
     `due_s` are its deadlines on the two clocks of `Deadlines`. `key` is its place in its flow now. `blocked_by` names

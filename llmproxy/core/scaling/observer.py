@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from llmproxy.core.backends.batch_limit import BatchLimit
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import BackendPace, KnownCapacity, Learned, Request, Role, Stage, Usage, Verdict
+from llmproxy.core.domain import DECODE, PREFILL, BackendPace, KnownCapacity, Learned, Request, Role, Usage, Verdict
 from llmproxy.core.estimates.learning import follow, gain
 from llmproxy.core.leases import LeaseObserver, LeaseRecord
 from llmproxy.core.scaling.curve import StepCurve
@@ -145,7 +145,7 @@ class PoolScaling(LeaseObserver):
     def booked(self, lease: LeaseRecord, now: float) -> None:
         request = lease.request
         self.left(request)
-        if request.stage is Stage.PREFILL:
+        if request.stage is PREFILL:
             return
         if request.band >= self._settings.from_band:
             self._running += request.sequences
@@ -155,14 +155,14 @@ class PoolScaling(LeaseObserver):
             self._begin(lease, now)
 
     def started(self, lease: LeaseRecord, now: float) -> None:
-        if lease.request.stage is Stage.PREFILL:
+        if lease.request.stage is PREFILL:
             self._add_prompt(self._engine(lease, now), lease)
         elif lease.request.stream:
             self._begin(lease, now)
 
     def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
         request, number = lease.request, lease.number
-        if request.stage is Stage.PREFILL:
+        if request.stage is PREFILL:
             # No sequence stays there. Its tokens are known with the answer.
             return
         if request.band >= self._settings.from_band:
@@ -183,7 +183,7 @@ class PoolScaling(LeaseObserver):
         engine = self._engine(lease, now)
         area = engine.at(now)
         engine.sequences += lease.request.sequences
-        if lease.request.stage is not Stage.DECODE:
+        if lease.request.stage is not DECODE:
             self._add_prompt(engine, lease)
         self._decoding[lease.number] = (engine, area, engine.prompt_tokens, now)
 

@@ -1,0 +1,147 @@
+"""The view of a backend: kept while it is true, and the same whether or not somebody looked before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmproxy.core.backends.backend import Backend
+from llmproxy.core.backends.health import Hang
+from llmproxy.core.domain import Request, Stage, Trouble, Verdict
+from llmproxy.core.settings import CapacitySettings, HealthSettings, Settings
+from tests.core.make import listing, pools, reading, request
+
+Event = Callable[[Backend, float], object]
+
+REQUESTS = st.builds(
+    request,
+    id=st.just("r"),
+    adapter=st.sampled_from([None, None, "x", "y"]),
+    stage=st.sampled_from([Stage.WHOLE, Stage.DECODE]),
+    stream=st.booleans(),
+    sequences=st.integers(1, 3),
+    prompt_tokens=st.integers(1, 500),
+)
+READINGS = st.fixed_dictionaries(
+    {
+        "running": st.integers(0, 6),
+        "waiting": st.integers(0, 3),
+        "deferred": st.integers(0, 2),
+        "kv_used": st.none() | st.floats(0.0, 1.0),
+        "kv_tokens": st.none() | st.just(1_000),
+        "max_adapters": st.none() | st.integers(1, 2),
+    }
+)
+
+
+def _book(request: Request) -> Event:
+    def book(one: Backend, now: float) -> None:
+        one.book(max(one.bookings, default=0) + 1, request, now)
+
+    return book
+
+
+def _of_lease(act: Callable[[Backend, int, float], object], at: int) -> Event:
+    def event(one: Backend, now: float) -> None:
+        if one.bookings:
+            act(one, list(one.bookings)[at % len(one.bookings)], now)
+
+    return event
+
+
+# No sum of them is the end of a step of slow start, where rounding decides.
+PASSED_S = st.sampled_from([0.0, 0.1 * 2**0.5, 0.5 * 3**0.5, 3.0 * 5**0.5])
+LEASES = st.integers(0, 5)
+LEASE_EVENTS = st.one_of(
+    st.builds(_book, REQUESTS),
+    st.builds(_of_lease, st.just(lambda one, lease, now: one.started(lease, now)), LEASES),
+    st.builds(
+        lambda verdict, tokens, at: _of_lease(lambda one, lease, now: one.release(lease, verdict, now, tokens), at),
+        st.just(Verdict.SERVED) | st.sampled_from(Verdict),
+        st.integers(0, 50),
+        LEASES,
+    ),
+)
+OTHER_EVENTS = st.one_of(
+    st.builds(_of_lease, st.just(lambda one, lease, now: one.measured(lease, True, now)), LEASES),
+    st.builds(lambda facts: lambda one, now: one.observe(reading(now, **facts)), READINGS),
+    st.just(lambda one, now: one.answered(now)),
+    st.just(lambda one, _: one.troubled(Trouble.UNHEALTHY)),
+    st.just(lambda one, now: one.hangs(Hang(now - 3.0, 1, 0), now)),
+    st.just(lambda one, now: one.slowed("slow", now)),
+    st.just(lambda one, _: one.keep_place(1)),
+    st.just(lambda one, _: setattr(one, "drained", not one.drained)),
+    st.just(lambda one, _: setattr(one, "parts", 3 - one.parts)),
+)
+EVENTS = st.sampled_from([LEASE_EVENTS, LEASE_EVENTS, LEASE_EVENTS, OTHER_EVENTS]).flatmap(lambda events: events)
+
+
+@given(st.lists(st.tuples(EVENTS, PASSED_S), max_size=30), st.none() | st.integers(1, 8))
+def test_who_looks_all_the_time_sees_what_a_first_look_shows(
+    events: list[tuple[Event, float]], max_in_flight: int | None
+) -> None:
+    seen, unseen = (Backend("a", CapacitySettings(), HealthSettings(), max_in_flight) for _ in range(2))
+    for one in (seen, unseen):
+        one.answered(0.0)
+        one.listed(listing("x", "y"))
+    now = 0.0
+    for event, passed_s in events:
+        now += passed_s
+        seen.view(now)
+        for one in (seen, unseen):
+            event(one, now)
+    assert seen.view(now) == unseen.view(now)
+    assert seen.changes_at(now) == unseen.changes_at(now)
+
+
+def test_a_view_is_kept_until_something_happens() -> None:
+    one = Backend("a", CapacitySettings(), HealthSettings(slow_start_s=0.0), 8)
+    one.answered(0.0)
+    one.listed(listing())
+    kept = one.view(1.0)
+    assert one.view(2.0) is kept
+    one.book(1, request(), 2.0)
+    assert (one.view(2.0).load, kept.load) == (1, 0)
+
+
+@pytest.mark.parametrize("event", ["booked", "started", "ended"])
+def test_what_another_engine_was_seen_to_run_shows_with_the_next_event_of_a_lease(event: str) -> None:
+    of = pools(dict.fromkeys("ab"), Settings(capacity=CapacitySettings(start_limit=4)))
+    a, b = of.backends["a"], of.backends["b"]
+    for one in (a, b):
+        one.limit.forget()
+        one.observe(reading(0.0))
+    a.limit.value = 64
+    a.book(1, request(), 0.0)
+    before = a.view(0.0).sure
+    b.limit.begin_at(32, settled=False)
+    b.observe(reading(0.1))
+    if event == "booked":
+        a.book(2, request(), 0.2)
+    elif event == "started":
+        a.started(1, 0.2)
+    else:
+        a.release(1, Verdict.SERVED, 0.2)
+    assert (before, a.view(0.2).sure) == (4, 32)
+
+
+def test_an_answer_that_fetches_its_prompt_waits_for_no_place_until_it_has_begun() -> None:
+    one = Backend("a", CapacitySettings(), HealthSettings(), 8)
+    one.answered(0.0)
+    one.listed(listing())
+    one.observe(reading(0.0, waiting=1, deferred=1))
+    assert one.view(0.0).waiting == 1
+    one.book(1, request(stage=Stage.DECODE), 0.0)
+    assert one.view(0.0).waiting == 0
+    one.started(1, 0.0)
+    assert one.view(0.0).waiting == 1
+
+
+def test_a_part_of_the_limit_counts_at_once() -> None:
+    one = Backend("a", CapacitySettings(), HealthSettings(), 8)
+    assert one.view(0.0).limit == 8
+    one.parts = 2
+    assert one.view(0.0).limit == 4
