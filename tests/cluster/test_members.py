@@ -76,3 +76,12 @@ async def test_the_leader_shows_what_came_of_requests_of_others() -> None:
         assert now - 5.0 < seen.input.arrived_s < now
         # Each member counts its own.
         assert (found.leader.outcomes(), follower.outcomes()) == ({}, {"completed": 1})
+
+
+async def test_only_the_leader_has_metrics_of_what_work_needs() -> None:
+    """A member that follows knows no work: it would say for ever that what there is, is needed."""
+    async with members(2, FAST, FAST) as found:
+        (follower,) = found.followers
+        for one, has in ((found.leader, True), (follower, False)):
+            assert (b"llmproxy_scale_need_replicas{" in (await one.get("/metrics")).body) is has
+            assert (await one.get("/scale/base")).json["replicas"]["up"] == 2, "whoever is asked, the leader answers"
