@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from math import inf
 
+import pytest
+
+from llmproxy.cluster import cluster
 from llmproxy.gateway.http.headers import OBJECTIVE_HEADERS
 from tests.cluster.fleet import Members, cluster_of, members
 from tests.e2e.proxies import FAST, HELLO, STREAM, until
@@ -85,3 +89,22 @@ async def test_only_the_leader_has_metrics_of_what_work_needs() -> None:
         for one, has in ((found.leader, True), (follower, False)):
             assert (b"llmproxy_scale_need_replicas{" in (await one.get("/metrics")).body) is has
             assert (await one.get("/scale/base")).json["replicas"]["up"] == 2, "whoever is asked, the leader answers"
+
+
+async def test_a_member_without_a_leader_is_not_ready_once_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with members(2, FAST) as found:
+        (follower,) = found.followers
+        monkeypatch.setattr(cluster, "WITHOUT_LEADER_S", inf)
+        found.lock.away = {"m0", "m1"}
+        await until(lambda: not any(cluster_of(one).led for one in found))
+        assert (await follower.get("/ready")).status == 200, "its requests are held"
+        summary = (await follower.get("/debug/live")).json["summary"]
+        assert (summary["level"], summary["text"].partition(":")[0]) == (
+            "bad",
+            "This member of the cluster has no leader",
+        )
+        monkeypatch.setattr(cluster, "WITHOUT_LEADER_S", -inf)
+        assert (await follower.get("/ready")).json["reason"] == "this member of the cluster has no leader"
+        found.lock.away = set()
+        await until(found.together)
+        assert (await follower.get("/ready")).status == 200
