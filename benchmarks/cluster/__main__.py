@@ -24,6 +24,8 @@ from benchmarks.cluster.speed import memory, speed
 CLIENTS = 10
 """Of each member: three members have 30, for 16 places."""
 AFTER_S = 3.0
+BETWEEN_S = 3.0
+"""From one restart of the API server to the next."""
 BOUND_S = 900.0
 Judged = dict[str, list[Member]]
 Act = Callable[[Rig], Awaitable[tuple[Judged, float]]]
@@ -31,9 +33,11 @@ Act = Callable[[Rig], Awaitable[tuple[Judged, float]]]
 
 
 @asynccontextmanager
-async def under_load(*flags: str, members: int = 3, roaming: bool = False) -> AsyncIterator[tuple[Rig, Load]]:
+async def under_load(
+    *flags: str, members: int = 3, roaming: bool = False, kubernetes: bool = False
+) -> AsyncIterator[tuple[Rig, Load]]:
     """A cluster with clients at every member."""
-    async with rig(members, *flags) as made:
+    async with rig(members, *flags, kubernetes=kubernetes) as made:
         load = Load(made.session)
         watching = asyncio.create_task(made.watch_replicas())
         clients = asyncio.create_task(load.clients(made.members, CLIENTS, roaming=roaming))
@@ -194,11 +198,7 @@ async def upgrade() -> None:
     for who, flags in UPGRADES.items():
         async with under_load(*flags, roaming=True) as (made, load), asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(load.balance(made.members if "--drain-delay-s" in flags else []))
-            at_s = now()
-            for member in made.members:
-                member.kill(signal.SIGTERM)
-                await member.start_again()
-                await made.together()
+            _, at_s = await restart_members(made)
             await asyncio.sleep(AFTER_S)
             names = [one.name for one in made.members]
             outcomes, gap_s = load.outcomes(*names, since_s=at_s), load.gap_s(names, at_s, now())
@@ -206,9 +206,80 @@ async def upgrade() -> None:
         print(f"| {who} | {outcomes['ok']} | {bad(outcomes)} | {gap_s:.2f} |", flush=True)
 
 
+def api_away(lasts_s: float, times: int) -> Act:
+    """The API server is restarted so often, and away for so long each time."""
+
+    async def restart(made: Rig) -> tuple[Judged, float]:
+        assert made.api is not None
+        at_s = now()
+        for _ in range(times):
+            await made.api.close()
+            await asyncio.sleep(lasts_s)
+            await made.api.open()
+            await asyncio.sleep(BETWEEN_S)
+        return {"all": made.members}, at_s
+
+    return restart
+
+
+async def restart_members(made: Rig) -> tuple[Judged, float]:
+    at_s = now()
+    for member in made.members:
+        member.kill(signal.SIGTERM)
+        await member.start_again()
+        await made.together()
+    return {"all": made.members}, at_s
+
+
+async def restart_both(made: Rig) -> tuple[Judged, float]:
+    """No member can free its lock when it is told to end."""
+    assert made.api is not None
+    at_s = now()
+    for member in made.members:
+        await made.api.close()
+        member.kill(signal.SIGTERM)
+        await asyncio.sleep(1.0)
+        await made.api.open()
+        await member.start_again()
+        await made.together()
+    return {"all": made.members}, at_s
+
+
+API_SERVER: dict[str, Act] = {
+    "restarted 10 times, away for 1 s each": api_away(1.0, 10),
+    "restarted 5 times, away for 2 s each": api_away(2.0, 5),
+    "away for 8 s": api_away(8.0, 1),
+    "there, and each member in turn is ended by `SIGTERM` and started again": restart_members,
+    "away for 1 s from the moment when each of them is told to end": restart_both,
+}
+
+
+async def api_server() -> None:
+    """The same clients, members whose lock is a Lease and whose backends are those of a Service."""
+    print("| the API server is | served | not served | longest gap, s | turns of leaders | looks with more than 8 |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    flags = UPGRADES["members that are ready"]
+    async with under_load(*flags, roaming=True, kubernetes=True) as (made, load), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(load.balance(made.members))
+        assert made.api is not None
+        for what, act in API_SERVER.items():
+            made.over.clear()
+            looks, epoch = made.looks, made.api.epoch
+            _, at_s = await act(made)
+            await made.together()
+            await asyncio.sleep(AFTER_S)
+            names = [one.name for one in made.members]
+            outcomes, gap_s = load.outcomes(*names, since_s=at_s), load.gap_s(names, at_s - 1.0, now())
+            print(
+                f"| {what} | {outcomes['ok']} | {bad(outcomes)} | {gap_s:.2f} | {made.api.epoch - epoch} "
+                f"| {len(made.over)} of {made.looks - looks} |", flush=True,
+            )  # fmt: skip
+        watching.cancel()
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    known = ["kill-leader", "order", "upgrade", *BROKEN, "speed", "memory"]
+    known = ["kill-leader", "order", "upgrade", "api-server", *BROKEN, "speed", "memory"]
     parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=", ".join(known))
     parser.add_argument("--times", type=int, default=20, help="kills of the leader")
     given = parser.parse_args()
@@ -219,6 +290,7 @@ async def main() -> None:
         "kill-leader": lambda: kill_leader(given.times),
         "order": order,
         "upgrade": upgrade,
+        "api-server": api_server,
         "speed": speed,
         "memory": memory,
     }
