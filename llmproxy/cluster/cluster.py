@@ -152,6 +152,11 @@ class Cluster:
     def _refuses_from_s(self) -> float:
         return self._unled_s + self._held_s + WITHOUT_LEADER_S
 
+    @property
+    def leader_away(self) -> str | None:
+        """Why the member that has the lock could not be followed; None where one is."""
+        return None if self.led or self._unreachable is None else self._unreachable[1]
+
     def begin_shutdown(self) -> None:
         """Let another member lead, if there is one. Requests of this member go on."""
         self._leaving = True

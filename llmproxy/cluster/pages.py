@@ -77,6 +77,7 @@ def status_of(cluster: Cluster) -> dict[str, Any]:
         "changes": cluster.changes,
         "last_gap_s": cluster.last_gap_s,
         "lock_away": cluster.store_away,
+        "leader_away": cluster.leader_away,
     }
     if cluster.leads:
         found["sessions"] = [
