@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from math import inf
+from typing import Any
 
 import pytest
 
 from llmproxy.cluster import cluster
+from llmproxy.config import BackendConfig
 from llmproxy.gateway.http.headers import OBJECTIVE_HEADERS
+from llmproxy.simulator.replica import Replica
 from tests.cluster.fleet import Members, cluster_of, members
 from tests.e2e.proxies import FAST, HELLO, STREAM, until
 
@@ -108,3 +112,42 @@ async def test_a_member_without_a_leader_is_not_ready_once_it_refuses(monkeypatc
         found.lock.away = set()
         await until(found.together)
         assert (await follower.get("/ready")).status == 200
+
+
+async def held_anywhere(found: Members) -> list[asyncio.Task[Any]]:
+    """A request at each member, for a model that has no replica yet. The leader asks for one replica."""
+    asked = [asyncio.create_task(one.chat(HELLO | {"model": "late"})) for one in found]
+    await until(lambda: found.leader.app.dispatcher.nameless == len(found))
+    for one in found:
+        scale = (await one.get("/scale/late")).json
+        assert (scale["desired"], scale["waiting"]["requests"]) == (1, len(found))
+    return asked
+
+
+async def test_the_leader_knows_what_every_member_holds_for_a_model_without_a_replica() -> None:
+    async with members(3, FAST, scaling={"pools": ["late"], "min": 0}, queue={"hold_s": 60.0}) as found:
+        asked = await held_anywhere(found)
+        async with Replica(replace(FAST, model="late")) as replica:
+            # Members find backends at different times, and a leader may be the last.
+            for one in [*found.followers, found.leader]:
+                await asyncio.sleep(0.1)
+                assert not any(task.done() for task in asked)
+                one.app.registry.update("late", [BackendConfig(url=replica.url, name="late-0")])
+            assert [answer.status for answer in await asyncio.gather(*asked)] == [200] * 3
+            for one in found:
+                one.app.registry.remove_source("late")
+            await until(lambda: all("late-0" not in one.app.registry.backends for one in found))
+
+
+async def test_the_next_leader_knows_what_is_held() -> None:
+    async with members(3, FAST, scaling={"pools": ["late"], "min": 0}, queue={"hold_s": 60.0}) as found:
+        asked = await held_anywhere(found)
+        old = found.leader
+        cluster_of(old).begin_shutdown()
+        await until(lambda: not cluster_of(old).leads)
+        await until(found.together)
+        await until(lambda: found.leader.app.dispatcher.nameless == 3)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await until(lambda: found.leader.app.dispatcher.nameless == 0)
