@@ -126,7 +126,7 @@ def test_the_program_takes_its_configuration(values: str, tmp_path: Path) -> Non
     text = holder["data" if holder["kind"] == "ConfigMap" else "stringData"]["llmproxy.yaml"]
     (tmp_path / "llmproxy.yaml").write_text(text)
     config = load(tmp_path / "llmproxy.yaml")
-    assert len(config.backends) == len(given["config"]["backends"])
+    assert len(config.backends) == len(given["config"].get("backends", []))
     deployment = only(objects, "Deployment")["spec"]["template"]["spec"]
     assert deployment["terminationGracePeriodSeconds"] >= config.drain_delay_s + config.drain_timeout_s + 10
 
