@@ -34,12 +34,13 @@ Act = Callable[[Rig], Awaitable[tuple[Judged, float]]]
 
 @asynccontextmanager
 async def under_load(
-    *flags: str, members: int = 3, roaming: bool = False, kubernetes: bool = False
+    *flags: str, members: int = 3, roaming: bool = False, balanced: bool = False, kubernetes: bool = False
 ) -> AsyncIterator[tuple[Rig, Load]]:
-    """A cluster with clients at every member."""
+    """A cluster with clients at every member. Those that roam use members that are ready alone if `balanced`."""
     async with rig(members, *flags, kubernetes=kubernetes) as made:
         load = Load(made.session)
         watching = asyncio.create_task(made.watch_replicas())
+        balancing = asyncio.create_task(load.balance(made.members if balanced else []))
         clients = asyncio.create_task(load.clients(made.members, CLIENTS, roaming=roaming))
         try:
             await asyncio.sleep(3.0)
@@ -47,8 +48,9 @@ async def under_load(
         finally:
             load.end()
             await asyncio.wait_for(asyncio.gather(clients, return_exceptions=True), 60.0)
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            for task in (watching, balancing):
+                task.cancel()
+            await asyncio.gather(watching, balancing, return_exceptions=True)
 
 
 def bad(outcomes: Counter[str]) -> str:
@@ -87,11 +89,11 @@ async def kill_leader(times: int) -> None:
     print(f"\nGap: median {median(gaps):.2f} s, at most {max(gaps):.2f} s.\n")
 
 
-async def broken(names: Sequence[str]) -> None:
+async def broken(names: Sequence[str], *, balanced: bool) -> None:
     """A row each: something is broken and healed, under the same load."""
     print("| what | whose clients | not served | served | longest gap, s | looks with more than 8 | at most |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    async with under_load() as (made, load):
+    async with under_load(roaming=balanced, balanced=balanced) as (made, load):
         for name in names:
             what, act = BROKEN[name]
             made.over.clear()
@@ -196,13 +198,11 @@ async def upgrade() -> None:
     """SIGTERM and a start of each member in turn."""
     print("| clients use | served | not served | longest gap, s |\n| --- | --- | --- | --- |")
     for who, flags in UPGRADES.items():
-        async with under_load(*flags, roaming=True) as (made, load), asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(load.balance(made.members if "--drain-delay-s" in flags else []))
+        async with under_load(*flags, roaming=True, balanced="--drain-delay-s" in flags) as (made, load):
             _, at_s = await restart_members(made)
             await asyncio.sleep(AFTER_S)
             names = [one.name for one in made.members]
             outcomes, gap_s = load.outcomes(*names, since_s=at_s), load.gap_s(names, at_s, now())
-            watching.cancel()
         print(f"| {who} | {outcomes['ok']} | {bad(outcomes)} | {gap_s:.2f} |", flush=True)
 
 
@@ -259,8 +259,7 @@ async def api_server() -> None:
     print("| the API server is | served | not served | longest gap, s | turns of leaders | looks with more than 8 |")
     print("| --- | --- | --- | --- | --- | --- |")
     flags = UPGRADES["members that are ready"]
-    async with under_load(*flags, roaming=True, kubernetes=True) as (made, load), asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(load.balance(made.members))
+    async with under_load(*flags, roaming=True, balanced=True, kubernetes=True) as (made, load):
         assert made.api is not None
         for what, act in API_SERVER.items():
             made.over.clear()
@@ -274,7 +273,6 @@ async def api_server() -> None:
                 f"| {what} | {outcomes['ok']} | {bad(outcomes)} | {gap_s:.2f} | {made.api.epoch - epoch} "
                 f"| {len(made.over)} of {made.looks - looks} |", flush=True,
             )  # fmt: skip
-        watching.cancel()
 
 
 async def main() -> None:
@@ -282,6 +280,9 @@ async def main() -> None:
     known = ["kill-leader", "order", "upgrade", "api-server", *BROKEN, "speed", "memory"]
     parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=", ".join(known))
     parser.add_argument("--times", type=int, default=20, help="kills of the leader")
+    parser.add_argument(
+        "--ready", action="store_true", help="where something breaks, clients use members that are ready"
+    )
     given = parser.parse_args()
     chosen = given.experiments or known
     if unknown := set(chosen) - set(known):
@@ -298,7 +299,7 @@ async def main() -> None:
         if name in runs:
             await asyncio.wait_for(runs[name](), BOUND_S)
     if rows := [name for name in chosen if name in BROKEN]:
-        await asyncio.wait_for(broken(rows), BOUND_S)
+        await asyncio.wait_for(broken(rows, balanced=given.ready), BOUND_S)
 
 
 if __name__ == "__main__":
