@@ -135,7 +135,7 @@ COMPILE = $(BIN)/uv pip compile --universal --python-version 3.11 --generate-has
 lock: .venv
 	$(BIN)/python -m pip install --quiet uv
 	$(COMPILE) --upgrade --group dev pyproject.toml --output-file .ci/requirements.txt
-	$(COMPILE) --upgrade --constraint .ci/requirements.txt pyproject.toml --output-file .ci/runtime.txt
+	$(COMPILE) --upgrade --constraint .ci/requirements.txt --extra valkey pyproject.toml --output-file .ci/runtime.txt
 	echo hatchling | $(COMPILE) --upgrade --constraint .ci/requirements.txt - --output-file .ci/build.txt
 	printf 'pip-audit\ncyclonedx-bom\n' | $(COMPILE) --upgrade - --output-file .ci/tools.txt
 	echo zensical | $(COMPILE) --upgrade - --output-file .ci/docs.txt

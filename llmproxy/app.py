@@ -413,9 +413,11 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
         QueueState(names.get(band, str(band)), *queued.get(band, (0, 0)), longest_s.get(band, 0.0))
         for band in sorted({*names, *queued}, reverse=True)
     )
+    # A member that follows knows no work: it would say for ever that what there is, is needed.
+    needs = {} if proxy.cluster is not None and not proxy.cluster.leads else proxy.scale.needs()
     body_bytes = (proxy.supervisor or proxy.gateway.handler.bodies).held_bytes
     return LiveState(
-        queues, pools.blocked(), backends, body_bytes, pools.work_s(now), dispatcher.inversions, proxy.scale.needs(),
+        queues, pools.blocked(), backends, body_bytes, pools.work_s(now), dispatcher.inversions, needs,
         None if proxy.cluster is None else proxy.cluster.state(),
         None if proxy.limits is None else proxy.limits.away is not None,
     )  # fmt: skip

@@ -24,6 +24,8 @@ from benchmarks.cluster.speed import memory, speed
 CLIENTS = 10
 """Of each member: three members have 30, for 16 places."""
 AFTER_S = 3.0
+BETWEEN_S = 3.0
+"""From one restart of the API server to the next."""
 BOUND_S = 900.0
 Judged = dict[str, list[Member]]
 Act = Callable[[Rig], Awaitable[tuple[Judged, float]]]
@@ -31,11 +33,14 @@ Act = Callable[[Rig], Awaitable[tuple[Judged, float]]]
 
 
 @asynccontextmanager
-async def under_load(*flags: str, members: int = 3, roaming: bool = False) -> AsyncIterator[tuple[Rig, Load]]:
-    """A cluster with clients at every member."""
-    async with rig(members, *flags) as made:
+async def under_load(
+    *flags: str, members: int = 3, roaming: bool = False, balanced: bool = False, kubernetes: bool = False
+) -> AsyncIterator[tuple[Rig, Load]]:
+    """A cluster with clients at every member. Those that roam use members that are ready alone if `balanced`."""
+    async with rig(members, *flags, kubernetes=kubernetes) as made:
         load = Load(made.session)
         watching = asyncio.create_task(made.watch_replicas())
+        balancing = asyncio.create_task(load.balance(made.members if balanced else []))
         clients = asyncio.create_task(load.clients(made.members, CLIENTS, roaming=roaming))
         try:
             await asyncio.sleep(3.0)
@@ -43,8 +48,9 @@ async def under_load(*flags: str, members: int = 3, roaming: bool = False) -> As
         finally:
             load.end()
             await asyncio.wait_for(asyncio.gather(clients, return_exceptions=True), 60.0)
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            for task in (watching, balancing):
+                task.cancel()
+            await asyncio.gather(watching, balancing, return_exceptions=True)
 
 
 def bad(outcomes: Counter[str]) -> str:
@@ -83,11 +89,11 @@ async def kill_leader(times: int) -> None:
     print(f"\nGap: median {median(gaps):.2f} s, at most {max(gaps):.2f} s.\n")
 
 
-async def broken(names: Sequence[str]) -> None:
+async def broken(names: Sequence[str], *, balanced: bool) -> None:
     """A row each: something is broken and healed, under the same load."""
     print("| what | whose clients | not served | served | longest gap, s | looks with more than 8 | at most |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    async with under_load() as (made, load):
+    async with under_load(roaming=balanced, balanced=balanced) as (made, load):
         for name in names:
             what, act = BROKEN[name]
             made.over.clear()
@@ -192,25 +198,91 @@ async def upgrade() -> None:
     """SIGTERM and a start of each member in turn."""
     print("| clients use | served | not served | longest gap, s |\n| --- | --- | --- | --- |")
     for who, flags in UPGRADES.items():
-        async with under_load(*flags, roaming=True) as (made, load), asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(load.balance(made.members if "--drain-delay-s" in flags else []))
-            at_s = now()
-            for member in made.members:
-                member.kill(signal.SIGTERM)
-                await member.start_again()
-                await made.together()
+        async with under_load(*flags, roaming=True, balanced="--drain-delay-s" in flags) as (made, load):
+            _, at_s = await restart_members(made)
             await asyncio.sleep(AFTER_S)
             names = [one.name for one in made.members]
             outcomes, gap_s = load.outcomes(*names, since_s=at_s), load.gap_s(names, at_s, now())
-            watching.cancel()
         print(f"| {who} | {outcomes['ok']} | {bad(outcomes)} | {gap_s:.2f} |", flush=True)
+
+
+def api_away(lasts_s: float, times: int) -> Act:
+    """The API server is restarted so often, and away for so long each time."""
+
+    async def restart(made: Rig) -> tuple[Judged, float]:
+        assert made.api is not None
+        at_s = now()
+        for _ in range(times):
+            await made.api.close()
+            await asyncio.sleep(lasts_s)
+            await made.api.open()
+            await asyncio.sleep(BETWEEN_S)
+        return {"all": made.members}, at_s
+
+    return restart
+
+
+async def restart_members(made: Rig) -> tuple[Judged, float]:
+    at_s = now()
+    for member in made.members:
+        member.kill(signal.SIGTERM)
+        await member.start_again()
+        await made.together()
+    return {"all": made.members}, at_s
+
+
+async def restart_both(made: Rig) -> tuple[Judged, float]:
+    """No member can free its lock when it is told to end."""
+    assert made.api is not None
+    at_s = now()
+    for member in made.members:
+        await made.api.close()
+        member.kill(signal.SIGTERM)
+        await asyncio.sleep(1.0)
+        await made.api.open()
+        await member.start_again()
+        await made.together()
+    return {"all": made.members}, at_s
+
+
+API_SERVER: dict[str, Act] = {
+    "restarted 10 times, away for 1 s each": api_away(1.0, 10),
+    "restarted 5 times, away for 2 s each": api_away(2.0, 5),
+    "away for 8 s": api_away(8.0, 1),
+    "there, and each member in turn is ended by `SIGTERM` and started again": restart_members,
+    "away for 1 s from the moment when each of them is told to end": restart_both,
+}
+
+
+async def api_server() -> None:
+    """The same clients, members whose lock is a Lease and whose backends are those of a Service."""
+    print("| the API server is | served | not served | longest gap, s | turns of leaders | looks with more than 8 |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    flags = UPGRADES["members that are ready"]
+    async with under_load(*flags, roaming=True, balanced=True, kubernetes=True) as (made, load):
+        assert made.api is not None
+        for what, act in API_SERVER.items():
+            made.over.clear()
+            looks, epoch = made.looks, made.api.epoch
+            _, at_s = await act(made)
+            await made.together()
+            await asyncio.sleep(AFTER_S)
+            names = [one.name for one in made.members]
+            outcomes, gap_s = load.outcomes(*names, since_s=at_s), load.gap_s(names, at_s - 1.0, now())
+            print(
+                f"| {what} | {outcomes['ok']} | {bad(outcomes)} | {gap_s:.2f} | {made.api.epoch - epoch} "
+                f"| {len(made.over)} of {made.looks - looks} |", flush=True,
+            )  # fmt: skip
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    known = ["kill-leader", "order", "upgrade", *BROKEN, "speed", "memory"]
+    known = ["kill-leader", "order", "upgrade", "api-server", *BROKEN, "speed", "memory"]
     parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=", ".join(known))
     parser.add_argument("--times", type=int, default=20, help="kills of the leader")
+    parser.add_argument(
+        "--ready", action="store_true", help="where something breaks, clients use members that are ready"
+    )
     given = parser.parse_args()
     chosen = given.experiments or known
     if unknown := set(chosen) - set(known):
@@ -219,6 +291,7 @@ async def main() -> None:
         "kill-leader": lambda: kill_leader(given.times),
         "order": order,
         "upgrade": upgrade,
+        "api-server": api_server,
         "speed": speed,
         "memory": memory,
     }
@@ -226,7 +299,7 @@ async def main() -> None:
         if name in runs:
             await asyncio.wait_for(runs[name](), BOUND_S)
     if rows := [name for name in chosen if name in BROKEN]:
-        await asyncio.wait_for(broken(rows), BOUND_S)
+        await asyncio.wait_for(broken(rows, balanced=given.ready), BOUND_S)
 
 
 if __name__ == "__main__":

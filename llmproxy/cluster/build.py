@@ -100,6 +100,7 @@ def member_of(
         inf if chosen.alone_after_s is None else chosen.alone_after_s,
     )
     gateway.stored.catch_up = cluster.caught_up
+    relay.calls = lambda: cluster.calls
     return cluster
 
 

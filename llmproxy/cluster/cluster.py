@@ -147,6 +147,20 @@ class Cluster:
         """Of how many members this is one that decides alone; 0 while it does not."""
         return self._alone.parts
 
+    @property
+    def refuses(self) -> bool:
+        """Whether this member has had no leader for so long that it refuses requests."""
+        return not self.relay.led and self._loop.time() >= self._refuses_from_s
+
+    @property
+    def _refuses_from_s(self) -> float:
+        return self._unled_s + self._held_s + WITHOUT_LEADER_S
+
+    @property
+    def leader_away(self) -> str | None:
+        """Why the member that has the lock could not be followed; None where one is."""
+        return None if self.led or self._unreachable is None else self._unreachable[1]
+
     def begin_shutdown(self) -> None:
         """Let another member lead, if there is one. Requests of this member go on."""
         self._leaving = True
@@ -195,7 +209,7 @@ class Cluster:
                     learned_s, self._learned = told_s, learned
                     self._send_all(learned)
             if not self.relay.led:
-                self.relay.refuse_waiting(self._unled_s + self._held_s + WITHOUT_LEADER_S)
+                self.relay.refuse_waiting(self._refuses_from_s)
                 # One that never met the others does not know how many they are.
                 if self.members and self._loop.time() >= self._unled_s + self._alone_after_s:
                     self._alone.begin(self.me, len(self.members), self._loop.time() - self._unled_s)

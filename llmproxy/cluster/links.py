@@ -30,11 +30,16 @@ class LeaderLink:
     def __init__(self, cluster: Cluster, leadership: Leadership) -> None:
         self.leadership = leadership
         self.channel: MemberChannel[ToMember] = MemberChannel(
-            TO_MEMBER, lambda message: cluster.take(self, message), lambda: cluster.lost(self, "the connection ended")
+            TO_MEMBER, lambda message: cluster.take(self, message), lambda: cluster.lost(self, self._ended())
         )
         self.calls = Calls(self.channel, count(-1, -1))
         self.answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         """None once the leader took this member in, or why it did not."""
+
+    def _ended(self) -> str:
+        if self.answer.done():
+            return "the connection ended"
+        return "the connection ended before an answer, as where only one of two members uses TLS"
 
     def answered(self, why: str | None) -> None:
         if not self.answer.done():

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from llmproxy.cluster.cluster import Cluster, Page
 from llmproxy.gateway.admin.backends import RELOAD
-from llmproxy.gateway.pages import OwnPages, check_method
+from llmproxy.gateway.pages import READY, OwnPages, check_method, not_ready
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.workers import protocol
 from llmproxy.workers.remote import RemotePages
@@ -45,6 +45,8 @@ class MemberPages:
         self._rulebook = rulebook
 
     async def show(self, path: str, request: web.BaseRequest) -> web.Response:
+        if path == READY and self._cluster.refuses:
+            return not_ready("this member of the cluster has no leader")
         return await self._own.show(path, request)
 
     async def administer(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> web.Response:
@@ -75,6 +77,7 @@ def status_of(cluster: Cluster) -> dict[str, Any]:
         "changes": cluster.changes,
         "last_gap_s": cluster.last_gap_s,
         "lock_away": cluster.store_away,
+        "leader_away": cluster.leader_away,
     }
     if cluster.leads:
         found["sessions"] = [

@@ -24,10 +24,13 @@ from llmproxy.lease import Admitted, Lease
 from llmproxy.telemetry.exit import RequestExit
 from llmproxy.workers import protocol
 from llmproxy.workers.protocol import Message
+from llmproxy.workers.remote import Calls
 
 UNSENT_MAX = 10_000
 """Reports that are kept while no leader is there. Of more, the oldest are lost: they correct estimates."""
 NO_LEADER_RETRY_S = 1.0
+KNOWN_S = 10.0
+"""How much later than this member a leader may find a backend."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +70,8 @@ class RelayDispatcher:
         self._runs: dict[int, _Run] = {}
         self._leader: Sender | None = None
         self._unsent: deque[Message] = deque(maxlen=UNSENT_MAX)
+        self.calls: Callable[[], Calls | None] = lambda: None
+        """Calls of another member that leads, beside those for leases; None where there is none."""
         self.draining = False
         self.granting = True
 
@@ -111,8 +116,46 @@ class RelayDispatcher:
     async def resolve(
         self, name: str | None, hold_s: float, body_bytes: int, key: str = "", beside: str | None = None
     ) -> Target:
-        """See `Dispatcher.resolve`."""
-        return await self._local.resolve(name, hold_s, body_bytes, key, beside)
+        """See `Dispatcher.resolve`. What is held here is held by the leader too, which says what it needs.
+
+        It goes on when both know who serves it: a leader refuses what it does not know yet.
+        """
+        ends_s = _now() + hold_s
+        try:
+            return await self._local.resolve(name, 0.0, body_bytes, key, beside)
+        except Refused as refused:
+            if refused.outcome is not Outcome.REJECTED_NO_BACKENDS or hold_s <= 0.0:
+                raise
+
+        def held(call: int) -> protocol.Resolve:
+            return protocol.Resolve(call, name, ends_s - _now(), body_bytes, key, beside)
+
+        asking = asyncio.create_task(self._ask_leader(held), name="held by the leader")
+        try:
+            target = await self._local.resolve(name, hold_s, body_bytes, key, beside)
+            if not self._leads:
+                await asyncio.wait([asking], timeout=min(KNOWN_S, ends_s - _now()))
+            return target
+        finally:
+            asking.cancel()
+
+    async def _ask_leader(self, message: Callable[[int], Message]) -> None:
+        """Make this call of another member that leads, and of the next one where that ends, until one has answered."""
+        while True:
+            calls = self.calls()
+            if calls is not None:
+                try:
+                    await calls.answer(message)
+                except Refused as refused:
+                    if refused.outcome is not Outcome.DRAINING:
+                        return
+                else:
+                    return
+            await asyncio.sleep(NO_LEADER_RETRY_S)
+
+    @property
+    def _leads(self) -> bool:
+        return self._leader is not None and self._leader.local
 
     def direct(self, backend: str, cut: Callable[[], None]) -> AbstractContextManager[None]:
         """See `Dispatcher.direct`."""

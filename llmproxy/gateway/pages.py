@@ -25,7 +25,8 @@ from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.telemetry.metrics import CONTENT_TYPE, Metrics
 
 READY_RETRY_S = 1.0
-PROBES = frozenset({"/health", "/ready", "/version"})
+READY = "/ready"
+PROBES = frozenset({"/health", READY, "/version"})
 """Paths that are answered on both ports."""
 ANTHROPIC = "anthropic-version"
 """The header field that every client of Anthropic's API sends."""
@@ -67,12 +68,12 @@ class OwnPages:
         self._backends = backends
         self._live = live
         self._scale = scale
-        root = {"name": "llmproxy", "version": __version__, "models": MODELS, "ready": "/ready", "page": UI}
+        root = {"name": "llmproxy", "version": __version__, "models": MODELS, "ready": READY, "page": UI}
         self._own: dict[str, Callable[[web.BaseRequest], web.Response]] = {
             ROOT: lambda _: _json(root),
             "/health": lambda _: web.Response(),
             PING: lambda _: web.Response(),
-            "/ready": lambda _: self._ready(),
+            READY: lambda _: self._ready(),
             "/version": lambda _: _json({"version": __version__}),
             MODELS: self._models,
         }
@@ -111,12 +112,10 @@ class OwnPages:
 
     def _ready(self) -> web.Response:
         if self._handler.shutting_down and not self._handler.replaced:
-            reason = "draining"
-        elif not self._pools.ready(asyncio.get_running_loop().time()):
-            reason = "no backend is available"
-        else:
-            return _json({"ready": True})
-        return _json({"ready": False, "reason": reason}, status=503, headers={"Retry-After": f"{READY_RETRY_S:.0f}"})
+            return not_ready("draining")
+        if not self._pools.ready(asyncio.get_running_loop().time()):
+            return not_ready("no backend is available")
+        return _json({"ready": True})
 
     def _models(self, request: web.BaseRequest) -> web.Response:
         entries = self._models_for(request)
@@ -156,6 +155,11 @@ def check_method(request: web.BaseRequest, *methods: str) -> None:
         allowed = ", ".join(methods)
         message = f"Method {request.method} is not allowed here; allowed: {allowed}."
         raise Failure(Outcome.BAD_REQUEST, message, status=405, headers={"Allow": allowed})
+
+
+def not_ready(reason: str) -> web.Response:
+    """The answer to `READY` of a proxy that can take no requests."""
+    return _json({"ready": False, "reason": reason}, status=503, headers={"Retry-After": f"{READY_RETRY_S:.0f}"})
 
 
 def _json(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

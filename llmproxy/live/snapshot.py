@@ -74,9 +74,11 @@ class LiveSnapshot:
         changes = self._changes()
         why = {name: event.why for name, event in changes.items()}
         paces = {pace.backend: pace for learned in pools.learned(now).values() for pace in learned.backends}
+        cluster = self._cluster()
         level, text = summary_of(
-            seen.pools, statuses, why, dict(recorder.band_names()), recorder.dispatcher.nameless, [*paces.values()]
-        )
+            seen.pools, statuses, why, dict(recorder.band_names()), recorder.dispatcher.nameless, [*paces.values()],
+            led=cluster is None or cluster["leader"] is not None or bool(cluster["alone"]),
+        )  # fmt: skip
         minute = recorder.minute
         return {
             "version": __version__,
@@ -86,7 +88,7 @@ class LiveSnapshot:
             "second": recorder.history.last_s,
             "summary": {"level": level, "text": text},
             "placement": pools.settings.placement,
-            "cluster": self._cluster(),
+            "cluster": cluster,
             "minute": {
                 "span_s": minute.span_s,
                 **{kind: minute.total.kind(kind) for kind in KINDS},

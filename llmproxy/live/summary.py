@@ -21,13 +21,18 @@ def summary_of(
     bands: dict[int, str],
     nameless: int,
     paces: Sequence[BackendPace] = (),
+    *,
+    led: bool = True,
 ) -> tuple[str, str]:
     """(Level, sentence). `reasons` says of a backend why it is in its state, `bands` names the bands.
 
     `nameless` requests wait for a model that no backend lists yet, and `paces` are what was learned of the backends.
+    `led`: False for a member of a cluster without a leader.
     """
     parts: list[tuple[str, str]] = []
     up = [one for one in statuses if one.state == "up"]
+    if not led:
+        parts.append((BAD, "This member of the cluster has no leader: it holds requests, and then refuses them."))
     if not statuses:
         return BAD, "No backend is known."
     if not up:

@@ -17,6 +17,13 @@ class Summary(Struct, frozen=True):
     text: str
 
 
+class ClusterSeen(Struct, frozen=True):
+    """Who leads the cluster, None where nobody is known to, and who is there."""
+
+    leader: str | None
+    members: tuple[str, ...]
+
+
 class Minute(Struct, frozen=True):
     """What happened in the last `span_s` seconds."""
 
@@ -101,6 +108,7 @@ class Document(Struct, frozen=True):
     flows: tuple[Flow, ...]
     events: tuple[Event, ...]
     row: dict[str, float]
+    cluster: ClusterSeen | None = None
 
 
 class Candidate(Struct, frozen=True):

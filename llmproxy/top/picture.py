@@ -152,6 +152,9 @@ def _head(document: Document, view: View, width: int, height: int | None, troubl
     }
     told = [f"{minute.completed:,} completed", *(f"{count:,} {name}" for name, count in counts.items() if count)]
     ended = Text(f"in {minute.span_s:.0f} s: {', '.join(told)}")
+    if (cluster := document.cluster) is not None:
+        leader = "nobody" if cluster.leader is None else printable(cluster.leader)
+        ended.append(f"; {leader} leads {len(cluster.members)} members")
     text = Text(printable(document.summary.text, 1000), LEVEL_STYLES.get(document.summary.level, "red"))
     # The width is known, so a console of that width wraps as the terminal's will.
     most = SUMMARY_LINES_MAX if height is None else max(1, min(SUMMARY_LINES_MAX, height // 8))

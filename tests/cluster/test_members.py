@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
+from math import inf
+from typing import Any
 
+import pytest
+
+from llmproxy.cluster import cluster
+from llmproxy.config import BackendConfig
 from llmproxy.gateway.http.headers import OBJECTIVE_HEADERS
+from llmproxy.simulator.replica import Replica
 from tests.cluster.fleet import Members, cluster_of, members
 from tests.e2e.proxies import FAST, HELLO, STREAM, until
 
@@ -76,3 +84,70 @@ async def test_the_leader_shows_what_came_of_requests_of_others() -> None:
         assert now - 5.0 < seen.input.arrived_s < now
         # Each member counts its own.
         assert (found.leader.outcomes(), follower.outcomes()) == ({}, {"completed": 1})
+
+
+async def test_only_the_leader_has_metrics_of_what_work_needs() -> None:
+    """A member that follows knows no work: it would say for ever that what there is, is needed."""
+    async with members(2, FAST, FAST) as found:
+        (follower,) = found.followers
+        for one, has in ((found.leader, True), (follower, False)):
+            assert (b"llmproxy_scale_need_replicas{" in (await one.get("/metrics")).body) is has
+            assert (await one.get("/scale/base")).json["replicas"]["up"] == 2, "whoever is asked, the leader answers"
+
+
+async def test_a_member_without_a_leader_is_not_ready_once_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with members(2, FAST) as found:
+        (follower,) = found.followers
+        monkeypatch.setattr(cluster, "WITHOUT_LEADER_S", inf)
+        found.lock.away = {"m0", "m1"}
+        await until(lambda: not any(cluster_of(one).led for one in found))
+        assert (await follower.get("/ready")).status == 200, "its requests are held"
+        summary = (await follower.get("/debug/live")).json["summary"]
+        assert (summary["level"], summary["text"].partition(":")[0]) == (
+            "bad",
+            "This member of the cluster has no leader",
+        )
+        monkeypatch.setattr(cluster, "WITHOUT_LEADER_S", -inf)
+        assert (await follower.get("/ready")).json["reason"] == "this member of the cluster has no leader"
+        found.lock.away = set()
+        await until(found.together)
+        assert (await follower.get("/ready")).status == 200
+
+
+async def held_anywhere(found: Members) -> list[asyncio.Task[Any]]:
+    """A request at each member, for a model that has no replica yet. The leader asks for one replica."""
+    asked = [asyncio.create_task(one.chat(HELLO | {"model": "late"})) for one in found]
+    await until(lambda: found.leader.app.dispatcher.nameless == len(found))
+    for one in found:
+        scale = (await one.get("/scale/late")).json
+        assert (scale["desired"], scale["waiting"]["requests"]) == (1, len(found))
+    return asked
+
+
+async def test_the_leader_knows_what_every_member_holds_for_a_model_without_a_replica() -> None:
+    async with members(3, FAST, scaling={"pools": ["late"], "min": 0}, queue={"hold_s": 60.0}) as found:
+        asked = await held_anywhere(found)
+        async with Replica(replace(FAST, model="late")) as replica:
+            # Members find backends at different times, and a leader may be the last.
+            for one in [*found.followers, found.leader]:
+                await asyncio.sleep(0.1)
+                assert not any(task.done() for task in asked)
+                one.app.registry.update("late", [BackendConfig(url=replica.url, name="late-0")])
+            assert [answer.status for answer in await asyncio.gather(*asked)] == [200] * 3
+            for one in found:
+                one.app.registry.remove_source("late")
+            await until(lambda: all("late-0" not in one.app.registry.backends for one in found))
+
+
+async def test_the_next_leader_knows_what_is_held() -> None:
+    async with members(3, FAST, scaling={"pools": ["late"], "min": 0}, queue={"hold_s": 60.0}) as found:
+        asked = await held_anywhere(found)
+        old = found.leader
+        cluster_of(old).begin_shutdown()
+        await until(lambda: not cluster_of(old).leads)
+        await until(found.together)
+        await until(lambda: found.leader.app.dispatcher.nameless == 3)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await until(lambda: found.leader.app.dispatcher.nameless == 0)

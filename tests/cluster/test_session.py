@@ -12,7 +12,7 @@ from llmproxy.cluster import links
 from llmproxy.cluster.channel import FRAME_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, MemberChannel
 from llmproxy.cluster.cluster import LEARNED_S, SETTLE_S
 from llmproxy.cluster.links import CONNECT_S
-from llmproxy.cluster.pages import PAGE_BYTES_MAX
+from llmproxy.cluster.pages import PAGE_BYTES_MAX, status_of
 from llmproxy.cluster.protocol import PROTOCOL, TO_MEMBER, Hello, Learned, NotLeader, Ping, Resume, Resumed, Welcome
 from llmproxy.core.domain import Entry, KnownCapacity, KnownLimit
 from llmproxy.workers import protocol
@@ -164,6 +164,7 @@ async def test_who_is_refused_says_why_once() -> None:
         assert [line["error"] for line in said] == [
             f"it speaks version {PROTOCOL + 1} of the protocol, and not {PROTOCOL}"
         ]
+        assert status_of(late.cluster)["leader_away"] == said[0]["error"]
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -347,8 +348,20 @@ async def test_a_leader_that_cannot_be_connected_to_is_logged_once() -> None:
         said = [line["event"] for line in logs if line["event"] == "cluster_leader_unreachable"]
         assert len(said) == 1
         found.heal()
+        assert status_of(cut.cluster)["leader_away"] is not None
         await asyncio.sleep(3.0)
         assert cut.cluster.led
+        assert status_of(cut.cluster)["leader_away"] is None
+
+
+@virtual
+async def test_a_leader_that_ends_a_connection_without_an_answer_may_want_tls() -> None:
+    async with world(2) as found:
+        one = found.followers[0].cluster
+        assert one.leadership is not None
+        link = links.LeaderLink(one, one.leadership)
+        link.channel.connection_lost(None)
+        assert (await link.answer or "").endswith("as where only one of two members uses TLS")
 
 
 @virtual

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,6 +17,8 @@ from structlog.testing import capture_logs
 from llmproxy.cluster.network import TcpNetwork
 from llmproxy.config import ClusterConfig, ClusterTlsConfig, ConfigError
 from llmproxy.gateway.http import tls as http_tls
+from tests import ROOT
+from tests.docs.pages import blocks
 from tests.e2e.proxies import until
 
 NAME = "llmproxy"
@@ -116,6 +119,22 @@ async def refused(network: TcpNetwork, address: str, accepted: list[End]) -> Non
         await until(lambda: end.ended)
         assert end.heard == b""
     assert not any(end.heard for end in accepted)
+
+
+async def test_the_page_makes_a_certificate_of_members(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    [commands] = [block.text for block in blocks(ROOT / "docs/how-to/cluster.md") if "openssl" in block.text]
+    made = await asyncio.create_subprocess_exec("sh", "-ec", commands, cwd=tmp_path)
+    assert await made.wait() == 0
+    tls = ClusterTlsConfig(cert=tmp_path / "tls.crt", key=tmp_path / "tls.key", ca=tmp_path / "ca.crt")
+    ours = TcpNetwork(ClusterConfig(listen="127.0.0.1:0", tls=tls))
+    async with listening(ours) as (address, accepted):
+        end = await connected(ours, address)
+        await until(lambda: end.heard and accepted and accepted[0].heard)
+        assert end.trusted
+        assert accepted[0].trusted
+        end.transport.abort()  # type: ignore[union-attr]
 
 
 async def test_members_trust_each_other(tmp_path: Path, ca: trustme.CA) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from llmproxy.config.changes import NEEDS_RESTART, SECRET
 from llmproxy.config.in_force import in_force, origins_in_force
 from llmproxy.config.keys import leaves, sections_in
 from llmproxy.config.schema import Section
+from tests import ROOT
 
 
 def config(**fields: Any) -> Config:
@@ -130,6 +132,14 @@ def test_only_what_was_written_comes_from_a_file_or_a_flag(tmp_path: Path) -> No
 def test_every_key_that_needs_a_restart_is_one() -> None:
     known = set(leaves(Config))
     assert known | {key.partition(".")[0] for key in known} >= NEEDS_RESTART
+
+
+def test_the_page_names_what_needs_a_restart() -> None:
+    page = (ROOT / "docs/how-to/reload.md").read_text()
+    named = set(re.findall(r"`([\w.]+)`", page.partition("## What needs a restart")[2]))
+    assert {key.removeprefix("scheduling.") for key in NEEDS_RESTART if not key.startswith("clients.")} <= {
+        key.removeprefix("scheduling.") for key in named
+    }
 
 
 # --- a file of backends -----------------------------------------------------------------------------------------------

@@ -30,10 +30,21 @@ TOLERANCE_SINCE = (1, 33)
 
 def rendered(values: str, namespace: str = NAMESPACE) -> list[Object]:
     """What `helm template llmproxy` makes of a file of values. Raises HelmError of the library."""
+    found = _files(values, namespace)
+    return list(parsed(*(text for file, text in sorted(found.items()) if file.endswith(".yaml"))))
+
+
+def noted(values: str) -> str:
+    """What Helm says after an installation."""
+    [notes] = [text for file, text in _files(values, NAMESPACE).items() if file.endswith("NOTES.txt")]
+    return notes
+
+
+def _files(values: str, namespace: str) -> dict[str, str]:
     helm = pytest.importorskip("helm_python", reason=MISSING.format("helm-python-sdk"))
     with helm.Chart.load(CHART) as chart:
-        found = chart.render(helm.values_from_yaml(values), name="llmproxy", namespace=namespace)
-    return list(parsed(*(text for file, text in sorted(found.items()) if file.endswith(".yaml"))))
+        found: dict[str, str] = chart.render(helm.values_from_yaml(values), name="llmproxy", namespace=namespace)
+    return found
 
 
 def built(folder: Path) -> list[Object]:

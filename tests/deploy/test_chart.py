@@ -33,6 +33,7 @@ from tests.deploy.objects import (
     Object,
     complaints,
     kind,
+    noted,
     only,
     parsed,
     pods,
@@ -125,7 +126,7 @@ def test_the_program_takes_its_configuration(values: str, tmp_path: Path) -> Non
     text = holder["data" if holder["kind"] == "ConfigMap" else "stringData"]["llmproxy.yaml"]
     (tmp_path / "llmproxy.yaml").write_text(text)
     config = load(tmp_path / "llmproxy.yaml")
-    assert len(config.backends) == len(given["config"]["backends"])
+    assert len(config.backends) == len(given["config"].get("backends", []))
     deployment = only(objects, "Deployment")["spec"]["template"]["spec"]
     assert deployment["terminationGracePeriodSeconds"] >= config.drain_delay_s + config.drain_timeout_s + 10
 
@@ -291,6 +292,24 @@ def test_of_two_proxies_the_work_adds_up_and_the_need_does_not() -> None:
     ]
     # Where nothing is known, the need is what there is: a sum of it would grow without end.
     assert asked == [[("need", "max"), ("own", "sum")], [("groups.spot.need", "max")]]
+
+
+def test_members_of_a_cluster_all_say_the_need_of_the_whole() -> None:
+    cluster = yaml.safe_load((CHART / "ci" / "cluster-values.yaml").read_text())
+    scaling = yaml.safe_load((CHART / "ci" / "keda-values.yaml").read_text())
+    values = cluster | scaling | {"replicaCount": 3, "config": scaling["config"] | cluster["config"]}
+    [trigger] = only(rendered(yaml.safe_dump(values)), "ScaledObject")["spec"]["triggers"]
+    assert trigger["metadata"]["valueLocation"] == "need"
+    assert trigger["metadata"]["aggregationType"] == "max"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("two-proxies", ["hold within each of them"]), ("cluster", ["decide as one"]), ("minimal", [])],
+)
+def test_notes_say_whether_proxies_decide_as_one(name: str, words: list[str]) -> None:
+    notes = noted((CHART / "ci" / f"{name}-values.yaml").read_text())
+    assert [known for known in ("hold within each of them", "decide as one") if known in notes] == words
 
 
 @pytest.mark.parametrize(

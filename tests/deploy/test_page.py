@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
-from llmproxy.config import load
+from llmproxy.config import ClusterTlsConfig, load
 from tests import ROOT
-from tests.deploy import PAGE
+from tests.deploy import CHART, PAGE
 from tests.deploy.objects import KUBERNETES, LEASE, RIGHTS, built, complaints, kind, only, parsed
 from tests.docs.pages import blocks
 
@@ -37,10 +40,61 @@ def test_pods_of_vllm_have_time_for_their_streams() -> None:
     assert pod["terminationGracePeriodSeconds"] > waits_s + drains_s
 
 
-@pytest.mark.parametrize("title", ["llmproxy.yaml", "backends.yaml"])
+@pytest.mark.parametrize("title", ["llmproxy.yaml", "backends.yaml", "all.yaml"])
 def test_the_program_takes_configurations(title: str, tmp_path: Path) -> None:
     (tmp_path / title).write_text(BLOCKS[title])
     assert load(tmp_path / title).backends
+
+
+def test_values_say_what_the_chart_has_to_know_of_a_secret() -> None:
+    """The chart does not see the Secret, and gives rights and ports by its own defaults and these values."""
+    secret, values = yaml.safe_load(BLOCKS["all.yaml"]), yaml.safe_load(BLOCKS["all-values.yaml"])
+    config = yaml.safe_load((CHART / "values.yaml").read_text())["config"] | values["config"]
+    for key in ("admin", "backends", "drain_delay_s", "drain_timeout_s", "state_file"):
+        assert secret[key] == config[key], key
+    assert values["config"]["cluster"].items() <= secret["cluster"].items()
+    assert {one["pool"] for one in values["autoscaling"]["targets"]} == set(secret["scaling"]["pools"])
+
+
+def test_kubectl_makes_the_secrets_that_the_page_names(tmp_path: Path) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    for name in ("llmproxy.yaml", "all.yaml"):
+        (tmp_path / name).write_text(BLOCKS[name])
+    for name in ("tls.crt", "tls.key", "ca.crt"):
+        (tmp_path / name).write_text("PEM")
+    commands = [
+        command.partition("|")[0].replace("--dry-run=client --output yaml", "")
+        for block in blocks(PAGE)
+        for command in re.findall(r"kubectl [^\n]*create secret generic(?:[^\n]*\\\n)*[^\n]*", block.text)
+        if block.language == "shell" and "$key" not in command
+    ]
+    made = [
+        yaml.safe_load(
+            subprocess.run(
+                ["sh", "-ec", f"{command} --dry-run=client --output yaml"], cwd=tmp_path, check=True, text=True,
+                stdout=subprocess.PIPE,
+            ).stdout
+        )
+        for command in commands
+    ]  # fmt: skip
+    assert [(one["metadata"]["name"], one.get("type"), [*one["data"]]) for one in made] == [
+        ("llmproxy-config", None, ["llmproxy.yaml"]),
+        ("llmproxy-members", "kubernetes.io/tls", ["ca.crt", "tls.crt", "tls.key"]),
+        ("llmproxy-config", None, ["llmproxy.yaml"]),
+    ]
+
+
+def test_cert_manager_makes_what_members_need() -> None:
+    objects = {(one["kind"], one["metadata"]["name"]): one["spec"] for one in parsed(BLOCKS["members.yaml"])}
+    values = yaml.safe_load(BLOCKS["cluster-values.yaml"])
+    certificate, authority = objects["Certificate", "llmproxy-members"], objects["Certificate", "llmproxy-authority"]
+    assert certificate["secretName"] in values["secrets"]
+    assert certificate["dnsNames"] == [ClusterTlsConfig().name]
+    assert {"server auth", "client auth"} <= set(certificate["usages"]), "each is client and server"
+    issuer = objects[certificate["issuerRef"]["kind"], certificate["issuerRef"]["name"]]
+    assert issuer["ca"]["secretName"] == authority["secretName"]
+    assert objects[authority["issuerRef"]["kind"], authority["issuerRef"]["name"]] == {"selfSigned": {}}
 
 
 def test_kustomize_builds_what_it_says(tmp_path: Path) -> None:

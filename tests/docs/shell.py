@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.docs.pages import blocks
 
 TIMEOUT_S = 100.0
-PORTS = ("8001", "8002", "8080")
+PORTS = ("6379", "8001", "8002", "8080", "8081", "8090", "8091")
 """Ports that pages name; each run takes free ones in their place."""
 
 

@@ -126,3 +126,8 @@ def test_a_slow_replica_is_named_and_is_healthy(prefill: float, step: float, sai
     paces = [BackendPace("gpu-1", 0.9, 0.9, 0.5, 1, 0, 0), BackendPace("gpu-2", prefill, step, 0.5, 1, 0, 0)]
     sentence = f"Healthy: 3 of 3 replicas up, nothing waits.{said}"
     assert summary_of([pool()], UP, {}, NAMES, 0, paces) == ("ok", sentence)
+
+
+def test_a_member_without_a_leader_is_not_healthy() -> None:
+    level, text = summary_of([pool()], UP, {}, NAMES, 0, led=False)
+    assert (level, text.partition(":")[0]) == ("bad", "This member of the cluster has no leader")

@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
 from llmproxy.top.ask import AskError, Target
-from llmproxy.top.document import Document, Explained, read
+from llmproxy.top.document import ClusterSeen, Document, Explained, read
 from llmproxy.top.picture import HELP, duration, picture
 from llmproxy.top.story import story
 from llmproxy.top.view import COLUMNS, KEYS, View
@@ -60,6 +60,13 @@ def test_it_shows_the_state_of_the_second() -> None:
     (flow,) = (line for line in lines if line.startswith("globex"))
     assert flow.split()[1:5] == ["default", "43%", "50%", "280"]
     assert any("backend_up" in line for line in lines)
+
+
+@pytest.mark.parametrize(("leader", "words"), [("m1", "m1 leads 2 members"), (None, "nobody leads 2 members")])
+def test_it_says_who_leads_a_cluster(leader: str | None, words: str) -> None:
+    seen = live(cluster=ClusterSeen(leader, ("m0", "m1")))
+    assert drawn(picture(seen, View(), 80))[1].rstrip().endswith(f"; {words}")
+    assert "leads" not in "\n".join(drawn(picture(live(), View(), 80)))
 
 
 def test_roles_are_shown_where_there_are_any() -> None:

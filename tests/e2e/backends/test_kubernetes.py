@@ -114,6 +114,21 @@ async def test_requests_are_served_while_the_api_server_is_away() -> None:
         await until(lambda: states(proxy) == {"p1": "up"})
 
 
+async def test_two_services_are_followed_at_once() -> None:
+    async with AsyncExitStack() as stack:
+        api = await stack.enter_async_context(api_server())
+        replicas = {name: await stack.enter_async_context(Replica(FAST)) for name in ("qwen", "llama")}
+        urls = [f"kubernetes+http://service/{name}" for name in replicas]
+        proxy = await stack.enter_async_context(
+            serving(extra=urls, wait=False, discovery={"kubernetes_api": api.url}, queue={"hold_s": 5.0})
+        )
+        await until(lambda: api.watching == ["endpointslices"] * 2)
+        for name, replica in replicas.items():
+            ports = {"http": port_of(replica)}
+            api.put("endpointslices", endpoint_slice(name, endpoint(name, "127.0.0.1"), service=name, ports=ports))
+        await until(lambda: states(proxy) == {"qwen": "up", "llama": "up"})
+
+
 async def test_roles_come_from_the_labels_of_a_pool() -> None:
     async with cluster("kubernetes+http://inferencepool/qwen", 1) as (api, (replica,), proxy):
         api.put("inferencepools", inference_pool("qwen", LABELS, port_of(replica)))

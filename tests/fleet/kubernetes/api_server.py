@@ -106,7 +106,8 @@ class ApiServer:
         self.version += 1
         one["metadata"]["resourceVersion"] = str(self.version)
         self.history.append((self.version, kind, what, json.loads(json.dumps(one))))
-        self._news[kind].set()
+        # Every watch of the kind waits for the same event, and for the next one from then on.
+        self._news.pop(kind, asyncio.Event()).set()
 
     # --- what it answers ---------------------------------------------------------------------------------------------
 
@@ -189,7 +190,7 @@ class ApiServer:
                 mark = {"kind": KINDS[kind][1], "metadata": {"resourceVersion": str(self.version)}}
                 await answer.write(json.dumps({"type": "BOOKMARK", "object": mark}).encode() + b"\n")
             while True:
-                news = self._news[kind] = asyncio.Event()
+                news = self._news[kind]
                 for version, of, what, one in [*self.history]:
                     if version > since and of == kind and fits(one) and not self.silent:
                         since = version
