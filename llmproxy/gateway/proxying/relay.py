@@ -185,6 +185,9 @@ class Relay:
         except NotHandedOver as error:
             not_handed_over(attempt, error)
             return
+        if attempt.parameters.value is not None:
+            # They come after the usage, and name each block of a prompt, which may be thousands.
+            attempt.tail = body.replace(attempt.parameters.value, b"null", 1)[-TAIL_BYTES:]
         # The request has no outcome yet: its client may leave now, or no backend may be left for the answer.
         attempt.verdict, attempt.prefilled = Verdict.SERVED, True
 

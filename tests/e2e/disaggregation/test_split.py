@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from llmproxy.core.domain import CRITICAL
+from llmproxy.core.domain import CRITICAL, Grant, Stage, Usage, Verdict
+from llmproxy.gateway.proxying import relay
 from llmproxy.simulator.replica import Replica
 from tests.e2e.disaggregation.conftest import NIXL, hows, split
 from tests.e2e.processes import served
@@ -147,6 +148,25 @@ async def test_cached_tokens_are_those_of_the_first_replica() -> None:
         await proxy.chat(LONG)
         again = await proxy.chat(LONG)
         assert again.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+
+
+async def test_the_usage_of_a_prompt_is_read_before_its_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "TAIL_BYTES", 500)
+    async with split() as proxy:
+        used: list[tuple[Stage, Usage | None]] = []
+        finish = proxy.app.pools.finish
+
+        def spy(grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
+            used.append((grant.request.stage, usage))
+            finish(grant, verdict, now, usage)
+
+        monkeypatch.setattr(proxy.app.pools, "finish", spy)
+        answer = await proxy.chat(LONG)
+        await proxy.settled()
+        prompt_tokens = answer.json["usage"]["prompt_tokens"]
+        (stage, usage), _ = used
+        assert usage is not None
+        assert (stage, usage.prompt_tokens, usage.output_tokens) == (Stage.PREFILL, prompt_tokens, 1)
 
 
 INDIVISIBLE: list[tuple[str, dict[str, Any]]] = [
