@@ -174,6 +174,13 @@ INDIVISIBLE: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", BODIES["/v1/completions"] | {"prompt": [WORDS, WORDS]}),
     ("/v1/completions", BODIES["/v1/completions"] | {"echo": True}),
     (CHAT, LONG | {"prompt_logprobs": 0}),
+    # Their first calls would be taken, and their second ones refused.
+    (CHAT, LONG | {"stream_options": {"include_usage": True}}),
+    (CHAT, LONG | {"stream": True, "stream_options": {"include_usage": "what"}}),
+    (CHAT, LONG | {"stream": True, "stream_options": [1]}),
+    (CHAT, LONG | {"max_tokens": "many"}),
+    (CHAT, LONG | {"min_tokens": "some"}),
+    ("/v1/responses", BODIES["/v1/responses"] | {"store": "what"}),
     ("/v1/responses", BODIES["/v1/responses"] | {"tools": [{"type": "function", "name": "f", "parameters": {}}]}),
 ]
 
