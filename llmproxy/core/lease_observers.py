@@ -208,6 +208,9 @@ class PlacementObserver(LeaseObserver):
     def booked(self, lease: LeaseRecord, now: float) -> None:
         self._notify(self._placement.booked, lease.number, lease.request, lease.placed, now)
 
+    def recomputing(self, lease: LeaseRecord) -> None:
+        self._notify(self._placement.recomputing, lease.number)
+
     def started(self, lease: LeaseRecord, now: float) -> None:
         self._notify(self._placement.started, lease.number, now)
 

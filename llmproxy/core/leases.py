@@ -39,6 +39,9 @@ class LeaseObserver:
     def booked(self, lease: LeaseRecord, now: float) -> None:
         """The lease was granted."""
 
+    def recomputing(self, lease: LeaseRecord) -> None:
+        """What another backend computed for this answer is fetched by nobody."""
+
     def started(self, lease: LeaseRecord, now: float) -> None:
         """The first token of the answer arrived."""
 
@@ -65,6 +68,7 @@ class Leases:
     def __init__(self, serial: Iterator[int], observers: Sequence[LeaseObserver]) -> None:
         self._serial = serial
         self._on_booked = _overriding(observers, "booked")
+        self._on_recomputing = _overriding(observers, "recomputing")
         self._on_started = _overriding(observers, "started")
         self._on_committed = _overriding(observers, "committed")
         self._on_progress = _overriding(observers, "progress")
@@ -156,6 +160,8 @@ class Leases:
         if lease.prefilled_on is not None:
             lease.prefilled_on.fetched(lease.request.id)
             lease.prefilled_on = None
+        for recomputing in self._on_recomputing:
+            recomputing(lease)
 
     def started(self, number: int, now: float) -> None:
         """The first token of the answer arrived."""

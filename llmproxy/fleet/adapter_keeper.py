@@ -19,7 +19,7 @@ from llmproxy.core.adapters import AdapterChange, AdapterPlan, Adapters, Reply, 
 from llmproxy.core.domain import Listing
 from llmproxy.core.pools import Pools
 from llmproxy.fleet.events import BackendObserver
-from llmproxy.fleet.own_requests import post
+from llmproxy.upstream.own_requests import post
 from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken
 
 PATHS = {"load": "/v1/load_lora_adapter", "unload": "/v1/unload_lora_adapter"}

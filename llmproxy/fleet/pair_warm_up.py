@@ -19,8 +19,8 @@ from llmproxy.config import BackendConfig, Config
 from llmproxy.core.domain import Listing, Role, Trouble
 from llmproxy.core.pools import Pools
 from llmproxy.fleet.events import BackendObserver
-from llmproxy.fleet.own_requests import post
 from llmproxy.kv_connectors import KvConnector, NotHandedOver, connectors
+from llmproxy.upstream.own_requests import post
 from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken
 
 PATH = "/v1/completions"

@@ -35,6 +35,8 @@ class KvConnector(ABC):
 
     asks: bytes | None = None
     """The JSON value of `kv_transfer_params` in the first leg, None for none."""
+    frees_refused = False
+    """Whether the first engine frees the blocks of a prompt at once where the second one refuses its leg with a 4xx."""
 
     def __init__(self, lease_s: float) -> None:
         """`lease_s` is how long the first engine keeps the blocks of a prompt for the second one."""

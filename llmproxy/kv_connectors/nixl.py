@@ -46,6 +46,7 @@ class Nixl(KvConnector):
         b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
         b'"remote_host":null,"remote_port":null}'
     )
+    frees_refused = True
 
     def parameters(self, answer: bytes) -> Parameters:
         try:

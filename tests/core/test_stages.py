@@ -331,7 +331,11 @@ def test_a_prompt_that_is_not_fetched_proves_nothing() -> None:
         assert grant.request.stage is Stage.PREFILL
         (answer,) = prefilled(one, grant, float(turn))
         if late:
+            placement = next(iter(one.schedulers.values()))._placement
+            told: list[int] = []
+            placement.inner.recomputing = told.append  # type: ignore[assignment, method-assign]
             one.recomputing(answer)
+            assert told == [answer.lease]
             assert one.backends["p"].keeps_until_s(float(turn)) is None
             one.started(answer, float(turn))
         one.finish(answer, Verdict.SERVED if late else Verdict.TRANSFER_FAILED, float(turn), Usage(0, 0))

@@ -278,6 +278,17 @@ async def test_a_refused_second_leg_frees_the_blocks(
     await until(lambda: kv_used(prefiller) == 0.0)
 
 
+async def test_a_second_leg_that_is_refused_for_its_form_leaves_the_blocks_to_their_lease(
+    client: aiohttp.ClientSession, prefiller: Replica, decoder: Replica
+) -> None:
+    status, _ = await decode(client, decoder, await params_of(client, prefiller), max_tokens="many")
+    assert status == 400
+    # Whoever is told is told in a task of the connector.
+    assert decoder._service.nixl is not None
+    assert not decoder._service.nixl._tasks
+    assert kv_used(prefiller) > 0.0
+
+
 async def test_a_first_leg_that_is_left_before_its_answer_keeps_nothing(client: aiohttp.ClientSession) -> None:
     async with Replica(replace(NIXL, max_num_seqs=1)) as prefiller, busy(client, prefiller):
         leaving = asyncio.create_task(prefill(client, prefiller))

@@ -30,7 +30,7 @@ from llmproxy.core.domain import (
     Verdict,
     Why,
 )
-from llmproxy.core.settings import Disaggregation, QueueSettings, Settings, Splitting
+from llmproxy.core.settings import Disaggregation, QueueSettings, Settings, Splitting, UsageLimit
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.telemetry import logs
 from llmproxy.workers.channel import FROM_WORKER, TO_WORKER, Channel
@@ -139,6 +139,36 @@ async def test_a_worker_is_told_which_stage_it_has_a_lease_for() -> None:
     line.check()
     one.pools.check(now())
     assert {name: view.load for name, view in one.pools.views(now()).items()} == {"p": 0, "d": 0}
+
+
+@virtual
+@pytest.mark.parametrize("turns_more", range(6))
+async def test_a_worker_that_dies_between_the_stages_leaves_no_place_kept(turns_more: int) -> None:
+    """Its prompt is computed, and the scheduler has perhaps heard that, or that it wants the answer."""
+    roles = {"p": Role.PREFILL, "d": Role.DECODE}
+    settings = Settings(
+        capacity=SETTINGS.capacity, roles=roles, disaggregation=Disaggregation(Splitting.ALWAYS),
+        limits={"one": UsageLimit(in_flight=1)},
+    )  # fmt: skip
+    one = dispatcher(settings=settings, p=2, d=2)
+    line, asked = WorkerLink(one), request(splittable=True, limits=("one",))
+    async with line.remote.admit(asked) as lease:
+        lease.started()
+        lease.verdict, lease.usage = Verdict.SERVED, Usage(10, 1)
+    if turns_more:
+        await turns(turns_more)
+        answer = asyncio.create_task(line.remote.wait(asked, frozenset(), Entry.PREFILLED))
+        await turns(turns_more)
+        answer.cancel()
+    line.die()
+    await turns(ENOUGH)
+    assert line.session.open_requests == 0
+    assert one.leases == 0
+    one.pools.check(now())
+    assert {name: view.load for name, view in one.pools.views(now()).items()} == {"p": 0, "d": 0}
+    # Neither does its limit count it any more.
+    async with one.admit(request(splittable=True, limits=("one",))) as other:
+        assert other.backend == "p"
 
 
 @virtual

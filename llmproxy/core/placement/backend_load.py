@@ -46,7 +46,8 @@ class InFlight(Struct, eq=False):
     the first byte is overdue. `crowded`: the batch was full, so the prompt had to wait for another request to end.
     `deferred`: all adapter slots were in use, so later requests may be computed first. `begun_at_work_s` is the
     backend's `worked_s` when the first token came. `rations_at` is the objective of its stream, in tokens per second;
-    0 where it has none that could be kept. `fetched_tokens` of the prompt come from another backend.
+    0 where it has none that could be kept. `fetched_tokens` of the prompt come from another backend; None where they
+    were to come and did not, so that its time says nothing of what was predicted.
     """
 
     request: Request
@@ -66,7 +67,7 @@ class InFlight(Struct, eq=False):
     started_s: float | None = None
     begun_at_work_s: float = 0.0
     rations_at: float = 0.0
-    fetched_tokens: int = 0
+    fetched_tokens: int | None = 0
 
     @property
     def fetched(self) -> bool:

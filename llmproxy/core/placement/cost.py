@@ -383,6 +383,9 @@ class CostPlacement(Placement):
         if not flight.fetched:
             self._hit_ratio = follow(self._hit_ratio, placed.cached_tokens / request.prompt_tokens, HIT_GAIN)
 
+    def recomputing(self, lease: int) -> None:
+        self._flights[lease].fetched_tokens = None
+
     def started(self, lease: int, now: float) -> None:
         flight = self._flights[lease]
         if flight.started_s is not None:
@@ -391,11 +394,13 @@ class CostPlacement(Placement):
         backend_load = flight.backend_load
         backend_load.start(lease, flight, self._rates, now)
         flight.begun_at_work_s = backend_load.worked_s
-        if flight.request.stream:
+        fetched_tokens = flight.fetched_tokens
+        if flight.request.stream and fetched_tokens is not None:
             self._rates.late_ttft.learn(flight.ttft_s, now - flight.booked_s)
-            if flight.fetched and not flight.cold_adapter:
-                # Prompts that it computed meanwhile are a part of the time, as they will be for the next one.
-                self._rates.transfer.learn(flight.fetched_tokens, now - flight.booked_s)
+            if flight.fetched and not flight.cold_adapter and not flight.crowded:
+                # Prompts that it computed meanwhile are a part of the time, as they will be for the next one. That
+                # another answer had to end first is not.
+                self._rates.transfer.learn(fetched_tokens, now - flight.booked_s)
         # Only now is it certain that the prompt was computed. A process that is gone has nothing cached.
         if self._backend_loads.get(flight.backend) is backend_load:
             self._index.record(flight.backend, flight.request.prefix)

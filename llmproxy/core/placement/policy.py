@@ -31,6 +31,9 @@ class Placement(ABC):
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
         """The choice was taken: `request` goes to the backend of `placed` under `lease`."""
 
+    def recomputing(self, lease: int) -> None:
+        """The prompt of an answer is not fetched, as was expected: its backend computes it."""
+
     def started(self, lease: int, now: float) -> None:
         """The first byte of the answer arrived."""
 

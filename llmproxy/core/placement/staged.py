@@ -96,9 +96,10 @@ class StagedPlacement(Placement):
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        if not self._split_up or request.backend is not None:
+        if not self._split_up:
             return self.inner.place(request, views, ceiling, excluded, now)
-        answering = self.answering(request, views, excluded)
+        # What only one backend has is answered there, whatever its role.
+        answering = views if request.backend is not None else self.answering(request, views, excluded)
         splits = request.stage is Stage.WHOLE and request.splittable
         if splits and answering is not views and self.settings.splitting is not Splitting.NEVER:
             split = self._split(request, views, answering, ceiling, excluded, now)
@@ -178,6 +179,9 @@ class StagedPlacement(Placement):
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
         self.inner.booked(lease, request, placed, now)
+
+    def recomputing(self, lease: int) -> None:
+        self.inner.recomputing(lease)
 
     def started(self, lease: int, now: float) -> None:
         self.inner.started(lease, now)

@@ -22,7 +22,7 @@ class Call:
     """What is sent to any backend. `usage_max` is the most that the answer may cost, None where it costs nothing.
 
     The answer to a prefill is for the proxy, and `connector` reads it. A stream is held back until more than its
-    `opening_events` have come.
+    `opening_events` have come. A stage that is `released` is not cut before both engines know that its client left.
     """
 
     method: str
@@ -36,6 +36,7 @@ class Call:
     stage: Stage = Stage.WHOLE
     connector: KvConnector | None = None
     opening_events: int = 0
+    released: bool = False
 
 
 @dataclass(frozen=True, slots=True)

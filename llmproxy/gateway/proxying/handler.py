@@ -274,6 +274,8 @@ class RequestHandler:
             if context.attempt is None or context.attempt.outcome is Outcome.INTERNAL:
                 raise
             attempt = context.attempt
+        finally:
+            await self._release(context, routing)
         if not attempt.committed:
             await self._deliver_failure(context, attempt)
             return
@@ -293,8 +295,11 @@ class RequestHandler:
             context.extra["x-llmproxy-backend"] = backend.name
         context.extra["x-llmproxy-queue-ms"] = f"{routing.waited_s * 1e3:.1f}"
         context.extra["x-llmproxy-attempts"] = str(routing.attempts)
+        if stage is not Stage.DECODE:
+            # The place for its answer was gone, and the request begins anew.
+            await self._release(context, routing)
         # Parameters serve one request once: what is not taken here is taken by nobody.
-        handover, context.handover = context.handover if stage is Stage.DECODE else None, None
+        handover, context.handover = context.handover, None
         # Assigned before it runs, so that the record of a request that is cut off in mid-stream has its numbers.
         attempt = context.attempt = Attempt()
         if handover is not None and handover.too_late(lease.grant.at_s):
@@ -317,10 +322,9 @@ class RequestHandler:
             attempt.note(tried)
             if attempt.committed:
                 context.note_split(attempt, lease.grant)
-        if attempt.parameters is not None:
-            context.handover = Handover(
-                backend.name, backend.url, attempt.parameters, asyncio.get_running_loop().time()
-            )
+            if attempt.parameters is not None:
+                now, answers_on = asyncio.get_running_loop().time(), lease.grant.placed.answers_on
+                context.handover = Handover(backend.name, backend.url, attempt.parameters, now, answers_on)
         if attempt.split is not None:
             self._warnings.note(attempt.split, backend.name, attempt)
         context.note_split(attempt, lease.grant)
@@ -328,6 +332,13 @@ class RequestHandler:
             attempt.detail = rules.identity.key_hint(backend)
         attempt.elsewhere = received.previous is not None and received.previous.sought(attempt)
         return attempt
+
+    async def _release(self, context: RequestContext, routing: Routing) -> None:
+        """Have the prompt freed that was computed for a second stage which does not come."""
+        handover, context.handover = context.handover, None
+        if handover is not None:
+            backend = self._backends.get(handover.answers_on or "")
+            await context.input.rules.releaser.release(handover, backend, routing.request.model)
 
     async def _deliver_failure(self, context: RequestContext, attempt: Attempt) -> None:
         """Send the backend's own error as it is, or raise the Failure that says what happened."""

@@ -15,6 +15,7 @@ from llmproxy.gateway.http.errors import error_event
 from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.attempt import Answer, Attempt, AttemptTimer, Call
+from llmproxy.gateway.proxying.release import DECODE_GRACE_S, PREFILL_GRACE_S, outliving
 from llmproxy.gateway.proxying.response_writer import ResponseWriter, within
 from llmproxy.gateway.proxying.sse import EncodedTap, StreamTap, usage_of_tail
 from llmproxy.gateway.proxying.stages import not_handed_over, prefill_limit_s, settle_failed
@@ -56,8 +57,17 @@ class Relay:
         Raises nothing for what a backend does. Raises OSError when the client is gone.
         """
         timer = AttemptTimer(self._timeouts, call.stream or call.connector is not None, prefill_limit_s(lease.grant))
+        exchanging = self._exchange(attempt, timer, lease, base_url, call, client)
         try:
-            await self._exchange(attempt, timer, lease, base_url, call, client)
+            if call.released and call.connector is not None:
+                await outliving(exchanging, lambda: PREFILL_GRACE_S)
+            else:
+                await exchanging
+        except asyncio.CancelledError:
+            if attempt.prefilled:
+                # It is charged, or to leave early would be free.
+                attempt.verdict = Verdict.CLIENT_GONE
+            raise
         except LocalFailure as error:
             attempt.detail = str(error)
             attempt.fail(Outcome.REJECTED_CAPACITY, Verdict.LOCAL_FAILURE, error.message, retryable=True)
@@ -92,15 +102,24 @@ class Relay:
             if not attempt.committed or (lease.revoked and not arrived):
                 timer.cut()
 
+        async def opened() -> None:
+            nonlocal exchange
+            exchange = await self._upstream.open(
+                base_url, call.method, call.path_qs, call.headers, call.body, self._timeouts.connect_s
+            )
+
         try:
             async with asyncio.timeout_at(timer.deadline_s) as scope:
                 timer.scope = scope
                 lease.on_cut = cut
                 if lease.revoked or lease.preempted:
                     timer.cut()
-                exchange = await self._upstream.open(
-                    base_url, call.method, call.path_qs, call.headers, call.body, self._timeouts.connect_s
-                )
+                if call.released and call.connector is None:
+                    until_s = timer.now() + DECODE_GRACE_S
+                    await outliving(opened(), lambda: 0.0 if scope.expired() else until_s - timer.now())
+                else:
+                    await opened()
+                assert exchange is not None
                 attempt.status = exchange.status
                 if exchange.status < 200:
                     message = f"The backend switched to another protocol ({exchange.status}), which was not asked for."
@@ -166,6 +185,9 @@ class Relay:
         except NotHandedOver as error:
             not_handed_over(attempt, error)
             return
+        if attempt.parameters.value is not None:
+            # They come after the usage, and name each block of a prompt, which may be thousands.
+            attempt.tail = body.replace(attempt.parameters.value, b"null", 1)[-TAIL_BYTES:]
         # The request has no outcome yet: its client may leave now, or no backend may be left for the answer.
         attempt.verdict, attempt.prefilled = Verdict.SERVED, True
 

@@ -14,6 +14,7 @@ from llmproxy.gateway.http.cors import Cors
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.routes import BodyKind, Route
 from llmproxy.gateway.proxying.relay import Relay
+from llmproxy.gateway.proxying.release import Releaser
 from llmproxy.gateway.request.auth import Keys
 from llmproxy.gateway.request.body_reader import BodyReader
 from llmproxy.gateway.request.identity import Identity
@@ -37,12 +38,14 @@ class Rules:
     band_names: Mapping[int, str]
     cors: Cors | None
     connector: KvConnector
+    releaser: Releaser
 
     @classmethod
     def of(cls, config: Config, upstream: Upstream) -> Rules:
         identity = Identity(config)
         # For a placement that does not look at prefixes, prompts need not be hashed.
         prefixes = presets.reads_prefixes(config.scheduling.placement)
+        connector = connectors.get(config.scheduling.kv_connector)(config.scheduling.kv_lease_s)
         body_reader = BodyReader(prefixes=prefixes, session_members=identity.session_members)
         return cls(
             config,
@@ -52,7 +55,8 @@ class Rules:
             Relay(upstream, config.timeouts),
             config.band_names(),
             Cors.of(config),
-            connectors.get(config.scheduling.kv_connector)(config.scheduling.kv_lease_s),
+            connector,
+            Releaser(upstream, config, connector),
         )
 
     async def read(self, route: Route, http: web.BaseRequest, body: bytes) -> ParsedBody:

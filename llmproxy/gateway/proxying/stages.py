@@ -42,12 +42,16 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """The prompt was computed on `backend`, whose base URL is `url`, and its answer came at `at_s`."""
+    """The prompt was computed on `backend`, whose base URL is `url`, and its answer came at `at_s`.
+
+    `answers_on` is the backend that was to keep a place for the answer.
+    """
 
     backend: str
     url: str
     parameters: Parameters
     at_s: float
+    answers_on: str | None = None
 
     def too_late(self, now: float) -> bool:
         """Whether the blocks may be gone before they are read."""

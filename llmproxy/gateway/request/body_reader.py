@@ -37,6 +37,7 @@ from llmproxy.gateway.request.parsed_body import (
     KEPT,
     LIMITS,
     PROMPT_ALONE,
+    STORE,
     TRANSFER,
     TRUE,
     ParsedBody,
@@ -163,7 +164,7 @@ def read_large(
     body: bytes, kind: BodyKind, prefixes: bool = False, session_members: Sequence[str] = ()
 ) -> Slices[ParsedBody]:
     """Scan a JSON body of any size in slices. Raises BadBody, but not for broken values that nobody here needs."""
-    options = (*_OPTIONS, *_INDIVISIBLE, *(KEPT if kind is BodyKind.RESPONSES else ()))
+    options = (*_OPTIONS, *_INDIVISIBLE, *PROMPT_ALONE, *(KEPT if kind is BodyKind.RESPONSES else ()))
     found = yield from scan_every(body, (*_TEXT, *options, SALT, *GUARDED, *PROMPT_ALONE, *session_members))
     members = dict(found)
     fields = {name: _option(body, name, members[name]) for name in options if name in members}
@@ -197,7 +198,24 @@ def _assembled(
 def _is_splittable(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
     # With tools, the engine may answer one request for a response in several turns, each with a prompt of its own.
     names = (*_INDIVISIBLE, "tools") if kind is BodyKind.RESPONSES else _INDIVISIBLE
-    return kind in _SPLITTABLE and all(fields.get(name) is None or fields[name] is False for name in names)
+    indivisible = any(fields.get(name) is not None and fields[name] is not False for name in names)
+    return kind in _SPLITTABLE and not indivisible and _is_alike(kind, fields)
+
+
+def _is_alike(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
+    """Whether an engine that takes the call for the prompt takes the one for the answer.
+
+    It tells nobody of what it refuses for its form, so that the prompt would be kept for a lease. What both calls have
+    is refused with the first one.
+    """
+    counts = [fields.get(name) for name in (*LIMITS[kind], "min_tokens")]
+    streams, options = fields.get("stream"), fields.get("stream_options")
+    flags = [streams, fields.get(STORE)]
+    if options is not None:
+        if streams is not True or not isinstance(options, dict):
+            return False
+        flags += options.values()
+    return all(one is None or type(one) is int for one in counts) and all(one in (None, False, True) for one in flags)
 
 
 def read_form(body: bytes, content_type: str, session_members: Sequence[str] = ()) -> Slices[ParsedBody]:

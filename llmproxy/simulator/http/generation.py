@@ -56,8 +56,9 @@ async def generate(
         if writer_type is ResponsesAnswer:
             body = service.continued(body)
         generation = writer_type.parse(body, service.limits)
-    except ApiError:
-        if service.nixl is not None:
+    except ApiError as refused:
+        # What vLLM refuses for its form does not get as far as its connector.
+        if service.nixl is not None and refused.kind != "Bad Request":
             service.nixl.reject(body.get("kv_transfer_params"))
         raise
     service.refuse_if_due()

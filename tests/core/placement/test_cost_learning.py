@@ -6,8 +6,10 @@ from collections import Counter
 from random import Random
 
 import pytest
+from msgspec import structs
 
-from llmproxy.core.domain import Slo, Usage, Verdict
+from llmproxy.core.backends.view import View
+from llmproxy.core.domain import Slo, Stage, Usage, Verdict
 from llmproxy.core.placement.backend_load import WORK_S
 from llmproxy.core.placement.cost import PROMPTS_MOST, STREAM
 from tests.core.cost_bench import BASE_S, BOTH, STEP_S, TOKEN_S, CostBench, chain, streamed
@@ -195,3 +197,52 @@ def test_work_is_known_once_a_prompt_was_seen_and_a_backend_is_there() -> None:
     assert bench.cost.work_s(10, 10_000, 0, both) == pytest.approx(0.5 * 10_000 * TOKEN_S, rel=0.2)
     assert bench.cost.work_s(0, 0, 0, both) == 0.0
     assert bench.cost.work_s(10, 10_000, 0, [view("a", available=False)]) is None
+
+
+# --- what is fetched --------------------------------------------------------------------------------------------------
+
+
+def fetch_s(bench: CostBench) -> float:
+    """The time that is expected for fetching a prompt."""
+    asked = streamed(prompt_tokens=1_000, stage=Stage.DECODE)
+    return bench.terms(asked, view("d"))["transfer"]
+
+
+def fetched(bench: CostBench, took_s: float, on: View | None = None, *, late: bool = False) -> int:
+    """An answer whose prompt another backend computed, and whose first token came after so long."""
+    lease = bench.book(streamed(prompt_tokens=1_000, stage=Stage.DECODE), on or view("d"))
+    if late:
+        bench.cost.recomputing(lease)
+    bench.now += took_s
+    bench.cost.started(lease, bench.now)
+    return lease
+
+
+def test_the_time_of_a_transfer_is_learned() -> None:
+    bench = CostBench()
+    for _ in range(20):
+        bench.finish(fetched(bench, 0.2))
+    assert fetch_s(bench) == pytest.approx(0.2, rel=0.1)
+
+
+def test_a_prompt_that_came_too_late_and_was_computed_is_no_transfer() -> None:
+    bench = CostBench()
+    for _ in range(20):
+        bench.finish(fetched(bench, 0.2))
+    before, late_ttft = fetch_s(bench), bench.cost._rates.late_ttft.factor
+    for _ in range(20):
+        bench.finish(fetched(bench, 2.0, late=True))
+    assert (fetch_s(bench), bench.cost._rates.late_ttft.factor) == (before, late_ttft)
+
+
+def test_a_wait_for_the_end_of_another_answer_is_no_transfer() -> None:
+    bench, full = CostBench(), view("d", limit=1, look_ahead=1)
+    for _ in range(20):
+        bench.finish(fetched(bench, 0.2, full))
+    before = fetch_s(bench)
+    for _ in range(20):
+        first = fetched(bench, 0.2, full)
+        second = fetched(bench, 2.0, structs.replace(full, load=1))
+        bench.finish(first)
+        bench.finish(second)
+    assert fetch_s(bench) == pytest.approx(before, rel=0.05)

@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
+from llmproxy.core.domain import CRITICAL, Grant, Stage, Usage, Verdict
+from llmproxy.gateway.proxying import relay
 from llmproxy.simulator.replica import Replica
 from tests.e2e.disaggregation.conftest import NIXL, hows, split
 from tests.e2e.processes import served
@@ -148,11 +150,37 @@ async def test_cached_tokens_are_those_of_the_first_replica() -> None:
         assert again.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
 
 
+async def test_the_usage_of_a_prompt_is_read_before_its_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "TAIL_BYTES", 500)
+    async with split() as proxy:
+        used: list[tuple[Stage, Usage | None]] = []
+        finish = proxy.app.pools.finish
+
+        def spy(grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
+            used.append((grant.request.stage, usage))
+            finish(grant, verdict, now, usage)
+
+        monkeypatch.setattr(proxy.app.pools, "finish", spy)
+        answer = await proxy.chat(LONG)
+        await proxy.settled()
+        prompt_tokens = answer.json["usage"]["prompt_tokens"]
+        (stage, usage), _ = used
+        assert usage is not None
+        assert (stage, usage.prompt_tokens, usage.output_tokens) == (Stage.PREFILL, prompt_tokens, 1)
+
+
 INDIVISIBLE: list[tuple[str, dict[str, Any]]] = [
     (CHAT, LONG | {"n": 2}),
     ("/v1/completions", BODIES["/v1/completions"] | {"prompt": [WORDS, WORDS]}),
     ("/v1/completions", BODIES["/v1/completions"] | {"echo": True}),
     (CHAT, LONG | {"prompt_logprobs": 0}),
+    # Their first calls would be taken, and their second ones refused.
+    (CHAT, LONG | {"stream_options": {"include_usage": True}}),
+    (CHAT, LONG | {"stream": True, "stream_options": {"include_usage": "what"}}),
+    (CHAT, LONG | {"stream": True, "stream_options": [1]}),
+    (CHAT, LONG | {"max_tokens": "many"}),
+    (CHAT, LONG | {"min_tokens": "some"}),
+    ("/v1/responses", BODIES["/v1/responses"] | {"store": "what"}),
     ("/v1/responses", BODIES["/v1/responses"] | {"tools": [{"type": "function", "name": "f", "parameters": {}}]}),
 ]
 
@@ -166,6 +194,41 @@ async def test_what_cannot_be_split_is_served_by_one_replica(path: str, body: di
         await proxy.post(path, body)
         assert hows(proxy) == {"whole": 1}
         assert not [seen for seen in proxy.replicas[0].requests_seen if seen.path == path]
+
+
+async def test_a_response_that_is_continued_is_served_by_the_replica_that_has_it() -> None:
+    """Its history is not in the body, so that nobody knows how many of its tokens are in no cache."""
+    async with split() as proxy:
+        first = await proxy.post("/v1/responses", BODIES["/v1/responses"] | {"store": True})
+        more = BODIES["/v1/responses"] | {"previous_response_id": first.json["id"]}
+        second = await proxy.post("/v1/responses", more)
+        assert (second.status, first.backend, second.backend) == (200, "b1", "b1")
+        assert KEY not in sent(proxy, "b1")
+        assert hows(proxy) == {"split": 1, "whole": 1}
+
+
+async def test_a_response_that_is_looked_for_is_not_split() -> None:
+    """Both are asked for what the proxy does not know of."""
+    async with split() as proxy:
+        made = await proxy.post(proxy.replicas[1].url + "/v1/responses", BODIES["/v1/responses"] | {"store": True})
+        more = BODIES["/v1/responses"] | {"previous_response_id": made.json["id"]}
+        found = await proxy.post("/v1/responses", more)
+        assert (found.status, found.backend) == (200, "b1")
+        assert KEY not in sent(proxy, "b1")
+        assert hows(proxy) == {"whole": 1}
+
+
+@pytest.mark.parametrize("forwarding", ["b0", "b1"])
+async def test_each_call_has_the_priority_that_its_engine_takes(forwarding: str) -> None:
+    """Roles may differ in it: where prompts wait, they are the ones in an order."""
+    async with split() as proxy:
+        handler = proxy.app.gateway.handler
+        told = handler._backends[forwarding].model_copy(update={"forward_priority": True})
+        handler._backends = {**handler._backends, forwarding: told}
+        assert (await proxy.chat(LONG, headers={"x-llm-d-inference-objective": "critical"})).status == 200
+        assert hows(proxy) == {"split": 1}
+        asked = {name: sent(proxy, name).get("priority") for name in ("b0", "b1")}
+        assert asked == dict.fromkeys(("b0", "b1")) | {forwarding: -CRITICAL}
 
 
 async def test_a_short_prompt_is_not_worth_two_calls() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import json
 from collections.abc import AsyncIterator
@@ -11,7 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import aiohttp
 import pytest
 from msgspec import structs
 
@@ -28,7 +26,6 @@ from tests.e2e.disaggregation.conftest import NIXL, hows, split
 from tests.e2e.disaggregation.test_split import LONG, sent, text
 from tests.e2e.proxies import CHAT, ProxyUnderTest, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Script, answering, breaking, chunk, scripted, whole
-from tests.simulator.legs import kv_used
 from tests.upstream.raw_server import Peer
 
 STREAM = LONG | {"stream": True}
@@ -403,113 +400,3 @@ def test_localhost_of_another_machine_is_not_asked(
     host: str | None, first: str, second: str, unreachable: bool
 ) -> None:
     assert Handover("p", first, Parameters(b"{}", host), 0.0).unreachable_from(second) is unreachable
-
-
-# --- clients that leave -----------------------------------------------------------------------------------------------
-
-
-async def test_a_client_that_leaves_during_the_prefill_leaves_nothing() -> None:
-    async with split(replace(NIXL, speed=0.01), NIXL) as proxy:
-        asked = asyncio.create_task(proxy.chat(LONG))
-        await until(lambda: proxy.replicas[0].in_flight)
-        asked.cancel()
-        await proxy.settled()
-        await until(lambda: kv_used(proxy.replicas[0]) == 0.0)
-
-
-async def test_a_client_that_leaves_during_the_transfer_leaves_nothing() -> None:
-    async with split(NIXL, replace(SLOW, kv_latency_s=0.2)) as proxy:
-        asked = asyncio.create_task(proxy.chat(LONG))
-        # Nobody fetches the prompt where its client leaves before the engine has the request: it stays for its lease.
-        await until(lambda: kv_used(proxy.replicas[1]) > 0.0)
-        asked.cancel()
-        await proxy.settled()
-        await until(lambda: kv_used(proxy.replicas[0]) == kv_used(proxy.replicas[1]) == 0.0)
-        assert proxy.outcomes() == {"cancelled": 1}
-
-
-async def test_a_client_that_leaves_in_mid_stream_was_served_in_two_stages(log: io.StringIO) -> None:
-    """So are those that leave when they have read the end mark, as many do."""
-    async with split() as proxy:
-        async with proxy.stream(ENDLESS) as stream:
-            await stream.content.readany()
-        await proxy.settled()
-        assert proxy.outcomes() == {"cancelled": 1}
-        assert hows(proxy) == {"split": 1}
-        assert "disaggregation=split prefill_backend=b0" in log.getvalue()
-
-
-async def test_a_shutdown_between_the_stages_is_said_as_one() -> None:
-    opened: list[ProxyUnderTest] = []
-
-    async def script(peer: Peer, _: bytes) -> None:
-        opened[0].app.dispatcher.drain()
-        await peer.send(whole(json.dumps({"choices": [], "kv_transfer_params": PARAMS}).encode()))
-
-    async with scripted_prefill(script) as proxy:
-        opened.append(proxy)
-        answer = await proxy.chat(LONG)
-        assert (answer.status, answer.json["error"]["message"]) == (503, "The proxy is shutting down. Try again.")
-        assert proxy.outcomes() == {"draining": 1}
-
-
-async def test_a_client_that_leaves_between_the_stages_has_left() -> None:
-    class Leaves(Nixl):
-        """The client is gone when the parameters are read."""
-
-        def parameters(self, answer: bytes) -> Parameters:
-            asyncio.current_task().cancel()  # type: ignore[union-attr]
-            return super().parameters(answer)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(connectors._factories, "leaves", Leaves)
-        async with split(replace(NIXL, kv_lease_s=0.05), NIXL, scheduling={"kv_connector": "leaves"}) as proxy:
-            with contextlib.suppress(aiohttp.ClientError):
-                await proxy.chat(LONG)
-            await proxy.settled()
-            assert proxy.outcomes() == {"cancelled": 1}
-            assert hows(proxy) == {}
-            await until(lambda: kv_used(proxy.replicas[0]) == 0.0)
-
-
-async def test_a_decode_replica_that_leaves_between_the_stages(log: io.StringIO) -> None:
-    opened: list[ProxyUnderTest] = []
-
-    class Leaves(Nixl):
-        """The decode replica takes nothing new when the parameters are read."""
-
-        def parameters(self, answer: bytes) -> Parameters:
-            opened[0].app.registry.drain("b1")
-            return super().parameters(answer)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(connectors._factories, "leaves", Leaves)
-        async with split(scheduling={"kv_connector": "leaves"}) as proxy:
-            opened.append(proxy)
-            await right_answer(proxy)
-            await proxy.settled()
-            assert proxy.outcomes() == {"completed": 1}
-            assert "attempts=2 " in log.getvalue()
-
-
-async def test_a_drained_prefill_replica_waits_until_its_prompts_are_fetched() -> None:
-    async with split(NIXL, replace(SLOW, kv_latency_s=0.3)) as proxy:
-        asked = asyncio.create_task(proxy.chat(LONG))
-        await until(lambda: proxy.replicas[1].in_flight)
-        assert proxy.app.dispatcher.in_flight("b0") == 0
-        empty = asyncio.create_task(proxy.app.dispatcher.emptied("b0"))
-        await asyncio.sleep(0)
-        assert not empty.done()
-        assert (await asked).status == 200
-        await empty
-
-
-async def test_a_broken_stream_ends_with_one_error_event() -> None:
-    async with split() as proxy, proxy.stream(ENDLESS) as stream:
-        await stream.content.readuntil(b"\n\n")
-        proxy.replicas[1].faults.set("engine_dead")
-        received = bytearray()
-        async for data, _ in stream.content.iter_chunks():
-            received += data
-        assert received.count(b'"error"') == 1
-        assert hows(proxy) == {"split": 1}
