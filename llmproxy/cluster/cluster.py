@@ -24,9 +24,11 @@ from llmproxy.cluster.protocol import (
     Learned,
     Members,
     NotLeader,
+    RateDebts,
     ToMember,
     Welcome,
 )
+from llmproxy.cluster.rate_debts import KnownRateDebts
 from llmproxy.cluster.relay import RelayDispatcher
 from llmproxy.cluster.session import MemberSession, Shared
 from llmproxy.core.domain import Refused
@@ -95,6 +97,7 @@ class Cluster:
         self._balances = KnownBalances()
         self._drained = frozenset[str]()
         self._learned: Learned | None = None
+        self._rate_debts = KnownRateDebts()
         self._differing: set[str] = set()
         dispatcher.decide_until(-inf)
         dispatcher.on_change = self._changed
@@ -205,6 +208,8 @@ class Cluster:
                 told_s = self._loop.time()
                 for told in self._balances.changes(self._dispatcher.pools.balances()):
                     self._send_all(told)
+                for debts in self._rate_debts.changes(self._dispatcher.pools.rate_debts(told_s), told_s):
+                    self._send_all(debts)
                 if told_s >= learned_s + LEARNED_S and (learned := self._shared.learned()) != self._learned:
                     learned_s, self._learned = told_s, learned
                     self._send_all(learned)
@@ -302,6 +307,8 @@ class Cluster:
         session.send(Drained(self._shared.drained()))
         for told in self._balances.all():
             session.send(told)
+        for debts in self._rate_debts.all(self._loop.time()):
+            session.send(debts)
         if self._learned is not None:
             session.send(self._learned)
         self._tell_members()
@@ -336,8 +343,10 @@ class Cluster:
         """Begin with what the last leader told."""
         if self._learned is not None:
             self._shared.recall(self._learned)
+        pools, now = self._dispatcher.pools, self._loop.time()
         for (pool, band), flows in self._balances.known.items():
-            self._dispatcher.pools.recall(pool, band, flows)
+            pools.recall(pool, band, flows)
+        pools.recall_rates(self._rate_debts.left(now), now)
 
     def _end_settling(self) -> None:
         if self._settling is not None:
@@ -439,6 +448,8 @@ class Cluster:
                 self.members = names
             case Balances() if not self.leads:
                 self._balances.take(message)
+            case RateDebts() if not self.leads:
+                self._rate_debts.take(message, self._loop.time())
             case Learned() if not self.leads:
                 self._learned = message
             case Drained(backends) if not self.leads:

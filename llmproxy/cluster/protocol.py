@@ -105,6 +105,12 @@ class Learned(Message, frozen=True, tag=51):
     capacities: dict[str, KnownCapacity]
 
 
+class RateDebts(Message, frozen=True, tag=52):
+    """What changed of used-up rates: (limit, kind, seconds until all that was taken is back); see `Rates.debts`."""
+
+    debts: tuple[tuple[str, str, float], ...]
+
+
 class LeaseTaken(Message, frozen=True, tag=50):
     """The member knows that it was granted this lease. What it did not take is free when its connection is lost."""
 
@@ -119,7 +125,7 @@ FromMember = (
 )  # fmt: skip
 ToMember = (
     workers.LeaseGranted | workers.CallRefused | workers.LeaseCut | workers.ResponseStored | workers.PageResponse
-    | workers.NameResolved | Welcome | NotLeader | Members | Drained | Balances | Learned | Ping
+    | workers.NameResolved | Welcome | NotLeader | Members | Drained | Balances | Learned | RateDebts | Ping
 )  # fmt: skip
 
 MessageT = TypeVar("MessageT")

@@ -35,13 +35,14 @@ KNOWN_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A request that waits at the leader for a lease, since `at_s`."""
+    """A request that waits at the leader for a lease, since `at_s`. `told`: a leader was asked for it."""
 
     call: int
     request: Request
     excluded: frozenset[str]
     entry: Entry
     at_s: float
+    told: bool = False
     granted: asyncio.Future[Lease] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -97,7 +98,7 @@ class RelayDispatcher:
             raise shutting_down()
         call = next(self._serial)
         asked = self._waiting[call] = _Asked(call, request, excluded, entry, _now())
-        self._say(_admit(asked))
+        self._ask(asked)
         try:
             return await asked.granted
         except asyncio.CancelledError:
@@ -206,6 +207,11 @@ class RelayDispatcher:
         self._runs[grant.lease].output_tokens = output_tokens
         self._say(protocol.LeaseProgress(grant.lease, output_tokens))
 
+    def _ask(self, asked: _Asked) -> None:
+        if self._leader is not None:
+            asked.told = True
+            self._leader.send(_admit(asked))
+
     def _say(self, message: Message) -> None:
         """Send what `Running` tells a leader that is not there yet."""
         if self._leader is not None:
@@ -229,7 +235,10 @@ class RelayDispatcher:
         for call, run in self._runs.items():
             leader.send(_running(call, run, now))
         for asked in waiting.values():
-            leader.send(_admit(asked))
+            if asked.told and asked.entry is Entry.NEW:
+                # It was counted, and no other request may take its place now.
+                asked.entry = Entry.RESUMED
+            self._ask(asked)
         leader.send(Resumed())
 
     def forsake(self, leader: Sender | None = None) -> None:
@@ -267,7 +276,7 @@ class RelayDispatcher:
         del self._waiting[asked.call]
         asked.call, asked.excluded = next(self._serial), asked.excluded | {without}
         self._waiting[asked.call] = asked
-        self._say(_admit(asked))
+        self._ask(asked)
 
     def _cut(self, message: protocol.LeaseCut) -> None:
         run = self._runs.get(message.lease)

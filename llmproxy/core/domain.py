@@ -147,6 +147,7 @@ class Entry(StrEnum):
     RETRY = "retry"
     PREEMPTED = "preempted"
     PREFILLED = "prefilled"  # Its prompt was computed on one backend, and it looks for another one for the answer.
+    RESUMED = "resumed"  # It was admitted by another scheduler, which is gone.
     SEEKING = "seeking"  # It looks for the backend that keeps what it refers to; the excluded ones do not.
 
 

@@ -30,7 +30,7 @@ from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.core.placement.policy import Placement
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.queueing.occupancy import Occupancy
-from llmproxy.core.queueing.rates import Rates
+from llmproxy.core.queueing.rates import RateName, Rates
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.scaling.need import Need
 from llmproxy.core.scaling.observer import Scaling, facts_of
@@ -230,6 +230,14 @@ class Pools:
         """Take over what another process knew of the flows of a band; see `FairnessPolicy.recall`."""
         if pool in self.schedulers:
             self.schedulers[pool].recall(band, balances)
+
+    def rate_debts(self, now: float) -> dict[RateName, float]:
+        """See `Rates.debts`."""
+        return self._limits.rates.debts(now)
+
+    def recall_rates(self, debts: Mapping[RateName, float], now: float) -> None:
+        """See `Rates.recall`."""
+        self._limits.rates.recall(debts, now)
 
     def cancel(self, request: Request) -> None:
         self.schedulers[request.pool].cancel(request.id)

@@ -34,6 +34,13 @@ class TokenBucket:
         self._at_s = now
         return self._level
 
+    def full_in_s(self, now: float) -> float:
+        """Seconds until all that was taken is back, if nothing more is; inf for never."""
+        taken = self.capacity - self.level(now)
+        if taken <= self.refill_per_s * ROUNDING_S:
+            return 0.0
+        return taken / self.refill_per_s if self.refill_per_s else inf
+
     def wait_s(self, amount: float, now: float) -> float:
         """Seconds until `amount` may be taken, inf for never. A full bucket allows amounts above its capacity."""
         lacking = min(amount, self.capacity) - self.level(now)

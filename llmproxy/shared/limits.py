@@ -18,7 +18,17 @@ import structlog
 
 from llmproxy.config import Config, settings_of
 from llmproxy.core.domain import Outcome, Refused, Request
-from llmproxy.core.queueing.rates import MINUTE_S, TOKENS, Rate, RateLimits, amount, expected, rates_of, used_up
+from llmproxy.core.queueing.rates import (
+    MINUTE_S,
+    TOKENS,
+    Rate,
+    RateLimits,
+    RateName,
+    amount,
+    expected,
+    rates_of,
+    used_up,
+)
 from llmproxy.core.settings import UsageLimit
 from llmproxy.shared import gcra
 from llmproxy.shared.valkey import StoreError, ValkeyServer
@@ -167,6 +177,14 @@ class SharedLimits:
         """The store is not asked for what is left."""
         del name, now
         return None, None
+
+    def debts(self, now: float) -> dict[RateName, float]:
+        """None: the store has them."""
+        del now
+        return {}
+
+    def recall(self, debts: Mapping[RateName, float], now: float) -> None:
+        """The store has them."""
 
     def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
         """Apply other limits. What was taken stays taken as a part of a minute, however much that now is."""

@@ -25,6 +25,7 @@ from llmproxy.cluster.protocol import (
     Members,
     NotLeader,
     Ping,
+    RateDebts,
     Resume,
     Resumed,
     Running,
@@ -88,6 +89,7 @@ TO: dict[type[Any], st.SearchStrategy[Any]] = {
     Drained: st.builds(Drained, st.frozensets(TEXTS, max_size=5)),
     Balances: st.builds(Balances, TEXTS, st.integers(-100, 100), st.dictionaries(TEXTS, TIMES, max_size=5)),
     Learned: st.builds(Learned, LIMITS, CAPACITIES),
+    RateDebts: st.builds(RateDebts, st.lists(st.tuples(TEXTS, TEXTS, TIMES), max_size=3).map(tuple)),
     Ping: st.just(Ping()),
 }  # fmt: skip
 WAYS = pytest.mark.parametrize(("kinds", "known"), [(FROM, FROM_MEMBER), (TO, TO_MEMBER)], ids=["from", "to"])

@@ -15,6 +15,7 @@ from llmproxy.cluster.protocol import PROTOCOL, Hello, Learned
 from llmproxy.cluster.relay import RelayDispatcher
 from llmproxy.cluster.session import Shared
 from llmproxy.core.domain import Request
+from llmproxy.core.settings import Settings
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.workers import protocol
 from tests.cluster.elections import HELD_S, Store
@@ -140,7 +141,7 @@ class VirtualMember:
 
     def __init__(self, world: World, name: str, incarnation: str = "1", backends: Iterable[str] = "a") -> None:
         self.name = name
-        self.dispatcher: Dispatcher = dispatcher(None, SETTINGS, **dict.fromkeys(world.backends, world.seats))
+        self.dispatcher: Dispatcher = dispatcher(None, world.settings, **dict.fromkeys(world.backends, world.seats))
         self.events = RecordedEvents()
         self.backends = set(backends)
         self.drained: frozenset[str] = frozenset()
@@ -199,8 +200,15 @@ class VirtualMember:
 class World:
     """Everything that members have in common. Every backend has so many `seats`."""
 
-    def __init__(self, seats: int = 1, backends: Iterable[str] = "a", alone_after_s: float = inf) -> None:
+    def __init__(
+        self,
+        seats: int = 1,
+        backends: Iterable[str] = "a",
+        alone_after_s: float = inf,
+        settings: Settings = SETTINGS,
+    ) -> None:
         self.net = Net()
+        self.settings = settings
         self.alone_after_s = alone_after_s
         self.store = Store()
         self.seats = seats
@@ -245,11 +253,11 @@ class World:
 
 @asynccontextmanager
 async def world(
-    count: int, seats: int = 1, backends: Iterable[str] = "a", alone_after_s: float = inf
+    count: int, seats: int = 1, backends: Iterable[str] = "a", alone_after_s: float = inf, settings: Settings = SETTINGS
 ) -> AsyncIterator[World]:
     """So many members m0, m1, ..., who follow one of them. Nothing may stay behind in any, nor any task."""
     before = asyncio.all_tasks()
-    found = World(seats, backends, alone_after_s)
+    found = World(seats, backends, alone_after_s, settings)
     for number in range(count):
         await found.member(f"m{number}")
     await asyncio.sleep(1.0)

@@ -24,6 +24,7 @@ from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
 from tests.core.make import (
     cached,
+    granted,
     grants,
     kill,
     listing,
@@ -373,3 +374,13 @@ def test_a_new_attempt_is_not_turned_away_by_a_full_queue() -> None:
     of.finish(grant, Verdict.CONNECT_FAILED, 0.1)
     of.submit(grant.request, 0.1, frozenset({grant.placed.backend}), Entry.RETRY)
     assert of.queued()[grant.request.band][0] == 3
+
+
+@pytest.mark.parametrize("entry", [Entry.NEW, Entry.RESUMED])
+def test_what_another_scheduler_admitted_is_an_arrival_here(entry: Entry) -> None:
+    """Room is kept for its band, as for any other."""
+    of = pools({"a": 8}, tight())
+    of.submit(request(id="c", band=CRITICAL), 0.0, entry=entry)
+    assert names(granted(of)) == ["c"]
+    submit(of, *(request(band=SHEDDABLE) for _ in range(8)))
+    assert len(granted(of)) < 7

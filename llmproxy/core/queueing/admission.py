@@ -17,6 +17,9 @@ from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
 
+ARRIVALS = frozenset({Entry.NEW, Entry.RESUMED})
+"""How requests come that were in this waiting room in no way before."""
+
 Ready = Callable[[Sequence[View], int, float, float], Sequence[View]]
 """Of some backends, those that take a request of a band under a ceiling at a time; see `Placement.ready`."""
 
@@ -57,9 +60,9 @@ class Admission:
     def enter(self, request: Request, excluded: frozenset[str], entry: Entry, now: float) -> list[Drop]:
         """Admit a request and return those that were shed for it. A refusal changes nothing.
 
-        A request that comes back after a failed attempt or a preemption is not checked against limits again: there are
-        few, and refusing them would defeat the retry. When a total is reached, the newest request of the lowest band is
-        shed for one of a higher band.
+        A request that comes back after a failed attempt or a preemption, or that another scheduler admitted, is not
+        checked against limits again: there are few, and refusing them would defeat the retry. When a total is reached,
+        the newest request of the lowest band is shed for one of a higher band.
 
         Raises Refused; see `Scheduler.submit`.
         """
@@ -74,6 +77,7 @@ class Admission:
             victims = self._victims(request, now)
             self._limits.admit(request, now)
             shed = [self._shed(victim, now) for victim in victims]
+        if entry in ARRIVALS:
             band.entered(request, now)
             self._headroom.used(request.band, now)
         else:

@@ -13,6 +13,8 @@ from llmproxy.core.settings import UsageLimit
 MINUTE_S = 60.0
 """A limit allows at once what it allows in this time."""
 REQUESTS, TOKENS = "requests", "tokens"
+RateName = tuple[str, str]
+"""(Limit, REQUESTS or TOKENS)."""
 Rate = tuple[str, str, float]
 """(Limit, REQUESTS or TOKENS, how many a minute)."""
 
@@ -35,6 +37,12 @@ class Rates(Protocol):
     def left_per_min(self, name: str, now: float) -> tuple[float | None, float | None]:
         """(Requests, tokens) that may still be taken under a limit; None without such a rate, or where nobody knows."""
 
+    def debts(self, now: float) -> dict[RateName, float]:
+        """In how many seconds all that was taken is back, of the rates where that is not so. For `recall`."""
+
+    def recall(self, debts: Mapping[RateName, float], now: float) -> None:
+        """Take over what another process counted before this one."""
+
 
 @dataclass(slots=True)
 class _Account:
@@ -49,7 +57,7 @@ class RateLimits:
 
     def __init__(self, limits: Mapping[str, UsageLimit]) -> None:
         self._limits = limits
-        self._buckets: dict[tuple[str, str], TokenBucket] = {}
+        self._buckets: dict[RateName, TokenBucket] = {}
         self.accounts: dict[str, _Account] = {}
         self.reconfigure(limits, 0.0)
 
@@ -63,7 +71,9 @@ class RateLimits:
         self._buckets = buckets
 
     def admit(self, request: Request, now: float) -> None:
-        """See `Rates.admit`."""
+        """See `Rates.admit`. One that is asked for again, because its answer was lost, was counted before."""
+        if request.id in self.accounts:
+            return
         tokens, longest, longest_s = expected(request), None, 0.0
         rates = list(rates_of(self._limits, request.limits))
         for rate in rates:
@@ -98,6 +108,17 @@ class RateLimits:
         """See `Rates.left_per_min`."""
         requests, tokens = (self._buckets.get((name, kind)) for kind in (REQUESTS, TOKENS))
         return None if requests is None else requests.level(now), None if tokens is None else tokens.level(now)
+
+    def debts(self, now: float) -> dict[RateName, float]:
+        """See `Rates.debts`."""
+        found = ((name, bucket.full_in_s(now)) for name, bucket in self._buckets.items())
+        return {name: full_in_s for name, full_in_s in found if full_in_s > 0.0}
+
+    def recall(self, debts: Mapping[RateName, float], now: float) -> None:
+        """See `Rates.recall`. What was counted here before is among it, or is less than that."""
+        for name in debts.keys() & self._buckets.keys():
+            bucket = self._buckets[name]
+            bucket.take(max(0.0, debts[name] - bucket.full_in_s(now)) * bucket.refill_per_s, now)
 
 
 def rates_of(limits: Mapping[str, UsageLimit], names: Iterable[str]) -> Iterator[Rate]:

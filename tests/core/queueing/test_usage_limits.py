@@ -247,3 +247,28 @@ def test_nothing_stays_open_however_an_attempt_ends(verdict: Verdict, usage: Usa
     of.ended(one, None, 0.0)
     assert not accounts(of._limits)
     assert of._limits.in_flight() == {TENANT: 0}
+
+
+# --- another process counts on ----------------------------------------------------------------------------------------
+
+
+def test_debts_that_are_recalled_are_what_was_taken() -> None:
+    limits = {TENANT: UsageLimit(requests_per_min=6.0, tokens_per_min=600.0)}
+    one, other = RateLimits(limits), RateLimits(limits)
+    for _ in range(3):
+        one.admit(theirs(prompt_tokens=50, output_tokens=50), 0.0)
+    debts = one.debts(5.0)
+    assert debts == {(TENANT, "requests"): pytest.approx(25.0), (TENANT, "tokens"): pytest.approx(25.0)}
+    other.recall(debts | {("tenant:gone", "requests"): 9.0}, 105.0)
+    assert other.left_per_min(TENANT, 105.0) == one.left_per_min(TENANT, 5.0)
+    other.recall(debts, 105.0)
+    assert other.left_per_min(TENANT, 105.0) == one.left_per_min(TENANT, 5.0), "it counts once"
+    assert one.debts(61.0) == {}
+
+
+def test_a_request_that_is_asked_for_again_is_counted_once() -> None:
+    one = RateLimits({TENANT: UsageLimit(requests_per_min=1.0)})
+    asked = theirs()
+    one.admit(asked, 0.0)
+    one.admit(asked, 0.0)
+    assert one.left_per_min(TENANT, 0.0) == (0.0, None)
