@@ -12,9 +12,9 @@ import structlog
 from msgspec.structs import replace
 
 from llmproxy.cluster.alone import Alone
-from llmproxy.cluster.balances import KnownBalances
 from llmproxy.cluster.channel import LocalChannel, Sender
 from llmproxy.cluster.election import SEEK_S, Election, Leadership, LockStore
+from llmproxy.cluster.hand_over import HandOver
 from llmproxy.cluster.links import CONNECT_S, Incoming, LeaderLink
 from llmproxy.cluster.network import Network
 from llmproxy.cluster.protocol import (
@@ -28,7 +28,6 @@ from llmproxy.cluster.protocol import (
     ToMember,
     Welcome,
 )
-from llmproxy.cluster.rate_debts import KnownRateDebts
 from llmproxy.cluster.relay import RelayDispatcher
 from llmproxy.cluster.session import MemberSession, Shared
 from llmproxy.core.domain import Refused
@@ -43,10 +42,7 @@ SETTLE_S = 0.3
 """A new leader decides nothing before all members said what they have, or so long."""
 WITHOUT_LEADER_S = 5.0
 """Without any leader, requests are held for the time of the lock and this one more, and then refused."""
-BALANCES_S = 1.0
-"""How old the balances of flows may be that a next leader begins with."""
-LEARNED_S = 5.0
-"""The same for what was learned of engines and pools."""
+
 
 Page = Callable[[protocol.PageRequest], Awaitable[protocol.PageResponse]]
 _log = structlog.get_logger()
@@ -94,10 +90,8 @@ class Cluster:
         self.incoming: set[Incoming] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._election: Election | None = None
-        self._balances = KnownBalances()
         self._drained = frozenset[str]()
-        self._learned: Learned | None = None
-        self._rate_debts = KnownRateDebts()
+        self._hand_over = HandOver(dispatcher.pools, shared)
         self._differing: set[str] = set()
         dispatcher.decide_until(-inf)
         dispatcher.on_change = self._changed
@@ -200,25 +194,18 @@ class Cluster:
 
     async def _watch(self) -> None:
         """Refuse what waits for too long while nobody leads; tell members what they need to lead."""
-        told_s = learned_s = 0.0
         while True:
             await asyncio.sleep(SEEK_S)
             # While it settles, it still is to recall what the last leader told.
-            if self.leads and self._settling is None and self._loop.time() >= told_s + BALANCES_S:
-                told_s = self._loop.time()
-                for told in self._balances.changes(self._dispatcher.pools.balances()):
+            if self.leads and self._settling is None:
+                for told in self._hand_over.news(self._loop.time()):
                     self._send_all(told)
-                for debts in self._rate_debts.changes(self._dispatcher.pools.rate_debts(told_s), told_s):
-                    self._send_all(debts)
-                if told_s >= learned_s + LEARNED_S and (learned := self._shared.learned()) != self._learned:
-                    learned_s, self._learned = told_s, learned
-                    self._send_all(learned)
             if not self.relay.led:
                 self.relay.refuse_waiting(self._refuses_from_s)
                 # One that never met the others does not know how many they are.
                 if self.members and self._loop.time() >= self._unled_s + self._alone_after_s:
                     self._alone.begin(self.me, len(self.members), self._loop.time() - self._unled_s)
-                    self._recall()
+                    self._hand_over.recall(self._loop.time())
 
     def state(self) -> ClusterState:
         """What metrics show."""
@@ -305,12 +292,8 @@ class Cluster:
         session.attach(sender)
         session.send(Welcome(self.epoch, self.me.name, self.me.version, self.me.config))
         session.send(Drained(self._shared.drained()))
-        for told in self._balances.all():
+        for told in self._hand_over.all(self._loop.time()):
             session.send(told)
-        for debts in self._rate_debts.all(self._loop.time()):
-            session.send(debts)
-        if self._learned is not None:
-            session.send(self._learned)
         self._tell_members()
         self._leave()
         return session
@@ -336,17 +319,8 @@ class Cluster:
     def _settled(self) -> None:
         """Decide from now on: what waits is known, and the shares of flows are those that the last leader knew."""
         self._end_settling()
-        self._recall()
+        self._hand_over.recall(self._loop.time())
         self._dispatcher.decide_until(self._until_s)
-
-    def _recall(self) -> None:
-        """Begin with what the last leader told."""
-        if self._learned is not None:
-            self._shared.recall(self._learned)
-        pools, now = self._dispatcher.pools, self._loop.time()
-        for (pool, band), flows in self._balances.known.items():
-            pools.recall(pool, band, flows)
-        pools.recall_rates(self._rate_debts.left(now), now)
 
     def _end_settling(self) -> None:
         if self._settling is not None:
@@ -446,12 +420,8 @@ class Cluster:
                 self._shared.settle(message)
             case Members(names):
                 self.members = names
-            case Balances() if not self.leads:
-                self._balances.take(message)
-            case RateDebts() if not self.leads:
-                self._rate_debts.take(message, self._loop.time())
-            case Learned() if not self.leads:
-                self._learned = message
+            case Balances() | RateDebts() | Learned() if not self.leads:
+                self._hand_over.take(message, self._loop.time())
             case Drained(backends) if not self.leads:
                 self._shared.drain(backends)
             case _:

@@ -142,7 +142,7 @@ async def test_what_flows_were_charged_before_counts(monkeypatch: pytest.MonkeyP
         found.leader.client(flow="big", prompt_tokens=3000)
         found.leader.client(flow="small")
         await asyncio.sleep(1.5)
-        known = {key: dict(flows) for key, flows in one.cluster._balances.known.items()}
+        known = {key: dict(flows) for key, flows in one.cluster._hand_over.balances.known.items()}
         assert any(known.values())
         recalled: dict[tuple[str, int], dict[str, float]] = {}
         monkeypatch.setattr(

@@ -10,7 +10,8 @@ from structlog.testing import capture_logs
 
 from llmproxy.cluster import links
 from llmproxy.cluster.channel import FRAME_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, MemberChannel
-from llmproxy.cluster.cluster import LEARNED_S, SETTLE_S
+from llmproxy.cluster.cluster import SETTLE_S
+from llmproxy.cluster.hand_over import LEARNED_S
 from llmproxy.cluster.links import CONNECT_S
 from llmproxy.cluster.pages import PAGE_BYTES_MAX, status_of
 from llmproxy.cluster.protocol import PROTOCOL, TO_MEMBER, Hello, Learned, NotLeader, Ping, Resume, Resumed, Welcome
@@ -479,7 +480,7 @@ async def test_what_flows_were_charged_is_known_to_the_next_leader() -> None:
         old, new = found.leader, found.followers[0]
         clients = [old.client(flow="big", prompt_tokens=3000), old.client(flow="small")]
         await asyncio.sleep(1.5)
-        known = {key: dict(flows) for key, flows in new.cluster._balances.known.items()}
+        known = {key: dict(flows) for key, flows in new.cluster._hand_over.balances.known.items()}
         assert any(known.values())
         recalled: list[Any] = []
         recall = new.dispatcher.pools.recall
@@ -511,7 +512,7 @@ async def test_what_was_learned_is_known_to_the_next_leader_and_to_one_that_join
         await asyncio.sleep(1.0)
         for one in (*found.followers, late):
             assert one.recalled == [], "only who leads needs it"
-        assert late.cluster._learned == old.learned
+        assert late.cluster._hand_over.learned == old.learned
         old.cluster.begin_shutdown()
         await asyncio.sleep(2.0)
         assert found.leader is not old
