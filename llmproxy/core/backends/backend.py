@@ -155,7 +155,7 @@ class Backend:
         """Start from this batch limit if the first listing shows, or has shown, the engine for which it was learned."""
         self._recalled = known
         self._begin()
-        self._view = None
+        self._changed()
 
     def published(self, limit: int) -> None:
         """The engine's own configuration says that it runs so many sequences at once."""
