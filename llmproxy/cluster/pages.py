@@ -9,13 +9,15 @@ from aiohttp import web
 
 from llmproxy.cluster.cluster import Cluster, Page
 from llmproxy.gateway.admin.backends import RELOAD
+from llmproxy.gateway.admin.debug import refusal
+from llmproxy.gateway.admin.scale import SCALE
 from llmproxy.gateway.pages import READY, OwnPages, check_method, not_ready
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.workers import protocol
 from llmproxy.workers.remote import RemotePages
 
 PATH = "/admin/cluster"
-OF_LEADER = ("/scale", "/debug", "/admin", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+OF_LEADER = (SCALE, "/debug", "/admin", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """What begins so is about the waiting room, the backends as the scheduler sees them, or what it does with them."""
 
 
@@ -54,6 +56,10 @@ class MemberPages:
             self._own.check(path, request, on_admin_port)
             check_method(request, "GET", "HEAD")
             return web.Response(body=orjson.dumps(status_of(self._cluster)), content_type="application/json")
+        if not self._cluster.led and (path == SCALE or path.startswith(f"{SCALE}/")):
+            self._own.check(path, request, on_admin_port)
+            why = "This member of the cluster has no leader, and sees a part of the work at most. Ask again."
+            return refusal(503, why, {"Retry-After": "5"})
         calls = self._cluster.calls
         if calls is None or path == RELOAD or not path.startswith(OF_LEADER):
             return await self._own.administer(path, request, on_admin_port)

@@ -77,7 +77,7 @@ class LiveSnapshot:
         cluster = self._cluster()
         level, text = summary_of(
             seen.pools, statuses, why, dict(recorder.band_names()), recorder.dispatcher.nameless, [*paces.values()],
-            led=cluster is None or cluster["leader"] is not None or bool(cluster["alone"]),
+            led=cluster is None or cluster["leader"] is not None, alone=cluster is not None and bool(cluster["alone"]),
         )  # fmt: skip
         minute = recorder.minute
         return {

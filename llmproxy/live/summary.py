@@ -23,15 +23,18 @@ def summary_of(
     paces: Sequence[BackendPace] = (),
     *,
     led: bool = True,
+    alone: bool = False,
 ) -> tuple[str, str]:
     """(Level, sentence). `reasons` says of a backend why it is in its state, `bands` names the bands.
 
     `nameless` requests wait for a model that no backend lists yet, and `paces` are what was learned of the backends.
-    `led`: False for a member of a cluster without a leader.
+    `led`: False for a member of a cluster without a leader, which is `alone` where it decides nevertheless.
     """
     parts: list[tuple[str, str]] = []
     up = [one for one in statuses if one.state == "up"]
-    if not led:
+    if alone:
+        parts.append((WARNING, "This member has no leader and decides alone, with a part of every limit."))
+    elif not led:
         parts.append((BAD, "This member of the cluster has no leader: it holds requests, and then refuses them."))
     if not statuses:
         return BAD, "No backend is known."

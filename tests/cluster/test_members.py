@@ -151,3 +151,22 @@ async def test_the_next_leader_knows_what_is_held() -> None:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
         await until(lambda: found.leader.app.dispatcher.nameless == 0)
+
+
+async def test_a_member_without_a_leader_has_no_number_for_an_autoscaler() -> None:
+    """What it sees of the work is a part of it at most, and a lower number would take replicas away."""
+    async with members(2, FAST, cluster={"alone_after_s": 1.0}) as found:
+        (follower,) = found.followers
+        assert (await follower.get("/scale/base")).json["replicas"]["up"] == 1
+        found.lock.away = {"m0", "m1"}
+        await until(lambda: all(cluster_of(one).parts for one in found))
+        for one in found:
+            assert (await one.get("/debug/live")).json["summary"]["level"] == "warning"
+            for path in ("/scale", "/scale/base"):
+                answer = await one.get(path)
+                assert answer.status == 503
+                assert answer.headers["retry-after"]
+            assert b"llmproxy_scale_need_replicas{" not in (await one.get("/metrics")).body
+        found.lock.away = set()
+        await until(found.together)
+        assert (await follower.get("/scale/base")).json["replicas"]["up"] == 1

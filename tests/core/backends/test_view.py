@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.health import Hang
-from llmproxy.core.domain import Request, Stage, Trouble, Verdict
+from llmproxy.core.domain import KnownLimit, Request, Stage, Trouble, Verdict
 from llmproxy.core.settings import CapacitySettings, HealthSettings, Settings
-from tests.core.make import listing, pools, reading, request
+from tests.core.make import BASE, listing, pools, reading, request
 
 Event = Callable[[Backend, float], object]
 
@@ -138,6 +138,16 @@ def test_an_answer_that_fetches_its_prompt_waits_for_no_place_until_it_has_begun
     assert one.view(0.0).waiting == 0
     one.started(1, 0.0)
     assert one.view(0.0).waiting == 1
+
+
+def test_a_limit_that_is_recalled_after_the_first_listing_counts_at_once() -> None:
+    """A next leader has listed and read the engine before it recalls what the last one learned."""
+    one = Backend("a", CapacitySettings(start_limit=4), HealthSettings())
+    one.listed(listing())
+    one.observe(reading(0.0))
+    assert one.view(0.0).limit == 4
+    one.recall(KnownLimit(100, settled=True, models=(BASE,), max_model_len=4096))
+    assert one.view(0.0).limit == 100
 
 
 def test_a_part_of_the_limit_counts_at_once() -> None:
