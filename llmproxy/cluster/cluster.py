@@ -88,6 +88,8 @@ class Cluster:
         self._unreachable: tuple[str, str] | None = None
         self._leaving = self._resigns = False
         self.incoming: set[Incoming] = set()
+        self.refused: dict[str, str] = {}
+        """By host, why somebody was refused last."""
         self._tasks: list[asyncio.Task[None]] = []
         self._election: Election | None = None
         self._drained = frozenset[str]()

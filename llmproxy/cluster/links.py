@@ -91,7 +91,14 @@ class Incoming:
             self._session = cluster.join(hello, self.channel)
 
     def _refuse(self, why: str) -> None:
-        _log.warning("cluster_member_refused", peer=str(self.channel.transport.get_extra_info("peername")), why=why)
+        peer, refused = self.channel.transport.get_extra_info("peername"), self._cluster.refused
+        host = str(peer[0]) if peer else ""
+        # It tries again several times a second.
+        if refused.get(host) != why:
+            if len(refused) >= MEMBERS_MAX:
+                refused.clear()
+            refused[host] = why
+            _log.warning("cluster_member_refused", peer=str(peer), why=why)
         self._end(why)
 
     def _end(self, why: str) -> None:

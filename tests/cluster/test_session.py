@@ -84,6 +84,17 @@ async def test_who_says_something_else_first_is_refused_once() -> None:
 
 
 @virtual
+async def test_who_tries_again_and_again_is_in_the_log_once_for_each_reason() -> None:
+    async with world(2) as found:
+        with capture_logs() as logs:
+            for protocol_version in (PROTOCOL + 1, PROTOCOL + 1, PROTOCOL + 2, PROTOCOL + 2):
+                one = Stranger(found)
+                one.hello(protocol=protocol_version)
+                await one.refused()
+        assert [f"version {PROTOCOL + more} " in line["why"] for more, line in enumerate(logs, 1)] == [True, True]
+
+
+@virtual
 async def test_another_version_of_the_protocol_is_refused() -> None:
     async with world(2) as found:
         one = Stranger(found)
