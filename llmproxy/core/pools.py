@@ -346,7 +346,7 @@ class Pools:
             LimitSnapshot(
                 name,
                 in_flight[name],
-                self.settings.limits[name].in_flight if name in self.settings.limits else None,
+                self.settings.limits[name].part(self._parts).in_flight if name in self.settings.limits else None,
                 *self._limits.rates.left_per_min(name, now),
             )
             for name in names

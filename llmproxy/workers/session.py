@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from llmproxy.core.domain import Outcome, Refused, Request, Usage, Verdict
@@ -82,7 +83,12 @@ class WorkerSession:
     def _note_call(self, call: int, answer: asyncio.Future[Any]) -> None:
         """Remember an open call until it is answered, or cancelled."""
         self._calls[call] = answer
-        answer.add_done_callback(lambda _: self._calls.pop(call))
+        answer.add_done_callback(partial(self._call_over, call))
+
+    def _call_over(self, call: int, answer: asyncio.Future[Any]) -> None:
+        # A member that connects again numbers some of its calls from the start, while the old ones are being cancelled.
+        if self._calls.get(call) is answer:
+            del self._calls[call]
 
     async def _answered(self, work: Callable[[CallT], Awaitable[None]], asked: CallT) -> None:
         call = asked.call

@@ -594,3 +594,23 @@ async def test_a_thousand_broken_connections_leave_nothing() -> None:
             assert len(one.cluster.incoming) <= 2
             assert len(one.cluster._differing) == 0
         assert len(asyncio.all_tasks()) < 30
+
+
+@virtual
+async def test_a_call_of_the_next_connection_may_have_the_number_of_one_of_the_last() -> None:
+    """The leader has not noticed yet that the last connection is lost, and cancels its calls in the same turn."""
+    async with world(1) as found:
+        leader = found.leader
+        leader.dispatcher.expects_backends(True)
+        hello = Hello(PROTOCOL, "0", "m1", "1", "", "config", 0)
+        session = leader.cluster.join(hello, MemberChannel(TO_MEMBER, lambda _: None, lambda: None))
+        for _ in range(2):
+            session.take(Resume(frozenset(), frozenset()))
+            session.take(protocol.Resolve(-1, "later", 60.0, 1))
+            session.take(Resumed())
+            await asyncio.sleep(0.01)
+        assert leader.dispatcher.nameless == 1
+        session.take(protocol.CancelCall(-1))
+        await asyncio.sleep(0.01)
+        assert leader.dispatcher.nameless == 0
+        session.end()

@@ -314,6 +314,13 @@ def test_a_part_stays_a_part_through_other_settings_and_for_new_backends() -> No
     assert found._limits.free("tenant:t") == 2
 
 
+def test_the_part_of_a_limit_is_shown() -> None:
+    found = pools({"a": 8}, Settings(limits={"tenant:t": UsageLimit(in_flight=6)}))
+    found.divide(3, 0.0)
+    [shown] = found.snapshot(0.0).limits
+    assert shown.in_flight_max == 2
+
+
 def test_a_part_of_rates_and_of_what_is_in_flight() -> None:
     whole = UsageLimit(in_flight=2, requests_per_min=60.0, tokens_per_min=900.0)
     assert whole.part(3) == UsageLimit(in_flight=1, requests_per_min=20.0, tokens_per_min=300.0)

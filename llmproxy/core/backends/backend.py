@@ -179,7 +179,7 @@ class Backend:
         if self.reading is None:
             self._numberless_polls += 1
             if not self._unread or self._numberless_polls > UNREAD_MAX:
-                self.limit.unpublished(self.sequences)
+                self.limit.unpublished(self._seen)
         # Without a stream there is no byte before the end, and not every server publishes counters.
         for lease, booking in self._own.unstarted_answers():
             if now - booking.booked_s >= STARTED_AFTER_S:
@@ -234,6 +234,11 @@ class Backend:
     def in_flight(self) -> int:
         """Sequences in flight there, ours and other clients'."""
         return self._own.sequences + self._others
+
+    @property
+    def _seen(self) -> int:
+        """The same as far as is known: others that decide are taken to have as many each where no reading shows them."""
+        return self.in_flight if self.reading is not None else self._own.sequences * self._parts
 
     def _sure(self) -> int:
         """How many sequences surely run there at once: what its pool has run, until it has met its own limit."""
@@ -330,7 +335,7 @@ class Backend:
     def release(self, lease: int, verdict: Verdict, now: float, output_tokens: int = 0) -> None:
         """`output_tokens` are those of the whole answer, 0 where they were not counted."""
         if verdict is Verdict.BUSY:
-            self.limit.refused(self.in_flight)
+            self.limit.refused(self._seen)
         booking = self._own.remove(lease, self.reading)
         served = verdict is Verdict.SERVED
         if output_tokens and served and now > booking.booked_s:

@@ -155,3 +155,17 @@ def test_a_part_of_the_limit_counts_at_once() -> None:
     assert one.view(0.0).limit == 8
     one.parts = 2
     assert one.view(0.0).limit == 4
+
+
+def test_a_refusal_is_of_all_that_decide_where_the_engine_has_no_numbers() -> None:
+    """Two requests of one of four are about eight of all."""
+    one = Backend("a", CapacitySettings(), HealthSettings())
+    one.listed(listing())
+    one.answered(0.0)
+    one.parts = 4
+    for lease in (1, 2):
+        one.book(lease, request(), 0.0)
+    one.release(2, Verdict.BUSY, 0.0)
+    assert (one.limit.value, one.view(0.0).limit) == (7, 1)
+    one.parts = 1
+    assert one.view(0.0).limit == 7
