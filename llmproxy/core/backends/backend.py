@@ -237,7 +237,7 @@ class Backend:
 
     @property
     def _seen(self) -> int:
-        """The same as far as is known: others that decide are taken to have as many each where no reading shows them."""
+        """The same as far as is known: without a reading, others that decide are taken to have as many each."""
         return self.in_flight if self.reading is not None else self._own.sequences * self._parts
 
     def _sure(self) -> int:
