@@ -36,7 +36,7 @@ from llmproxy.core.scaling.need import Need
 from llmproxy.core.scaling.observer import Scaling, facts_of
 from llmproxy.core.scaling.roles import apart
 from llmproxy.core.scheduler import Scheduler
-from llmproxy.core.settings import Settings
+from llmproxy.core.settings import Settings, UsageLimit
 from llmproxy.core.snapshot import (
     LIMITS_MAX,
     TOTAL_FLOWS_MAX,
@@ -129,7 +129,7 @@ class Pools:
         """
         self.settings = settings
         self._occupancy.reconfigure(settings.queue)
-        self.divide(self._parts, now)
+        self._limits.reconfigure(self._parted(), now)
         self.scaling.reconfigure(settings.scaling)
         self.catalogue.named = frozenset(settings.scaling.pools)
         self.catalogue.rename(aliases)
@@ -144,9 +144,17 @@ class Pools:
         Bounds of the waiting room stay whole.
         """
         self._parts = parts
-        self._limits.reconfigure({name: limit.part(parts) for name, limit in self.settings.limits.items()}, now)
+        debts = self._limits.rates.debts(now)
+        # A rate that is used up as a whole is used up in each part, and is back after the same time.
+        self._limits.reconfigure({}, now)
+        self._limits.reconfigure(self._parted(), now)
+        self._limits.rates.recall(debts, now)
         for backend in self.backends.values():
             backend.parts = parts
+
+    def _parted(self) -> dict[str, UsageLimit]:
+        """The limits of which this process may use all."""
+        return {name: limit.part(self._parts) for name, limit in self.settings.limits.items()}
 
     # --- polls ----------------------------------------------------------------------------------------
 

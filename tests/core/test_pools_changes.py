@@ -321,6 +321,21 @@ def test_the_part_of_a_limit_is_shown() -> None:
     assert shown.in_flight_max == 2
 
 
+@pytest.mark.parametrize(("before", "after", "taken"), [(1, 10, 60), (10, 1, 6)])
+def test_what_was_taken_of_a_rate_is_back_after_the_same_time_in_parts(before: int, after: int, taken: int) -> None:
+    """The others took their parts of it too."""
+    found = pools({"a": 80}, Settings(limits={"tenant:t": UsageLimit(in_flight=80, requests_per_min=60)}))
+    found.divide(before, 0.0)
+    for number in range(taken):
+        found.submit(request(id=f"r{number}", limits=("tenant:t",)), 0.0)
+    found.decide(0.0)
+    booked = found._limits.in_flight()
+    found.divide(after, 0.0)
+    assert found._limits.rates.left_per_min("tenant:t", 0.0)[0] == pytest.approx(0.0)
+    assert found._limits.rates.left_per_min("tenant:t", 30.0)[0] == pytest.approx(30 / after)
+    assert found._limits.in_flight() == booked
+
+
 def test_a_part_of_rates_and_of_what_is_in_flight() -> None:
     whole = UsageLimit(in_flight=2, requests_per_min=60.0, tokens_per_min=900.0)
     assert whole.part(3) == UsageLimit(in_flight=1, requests_per_min=20.0, tokens_per_min=300.0)
