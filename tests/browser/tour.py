@@ -36,7 +36,7 @@ STOPS = (
     ("adapter: over", 1.0, "decisions", ".prices .chosen", "decisions"),
     ("", 1.0, "requests", ".outcome[data-kind=completed]", ""),
     ("", 1.0, "configuration", "tbody:has-text('queue.ttl_s')", ""),
-    ("", 1.0, "time", ".events:has-text('scene=kill')", "time"),
+    ("", 1.0, "time", ".events:has-text('name=kill')", "time"),
 )
 
 

@@ -84,7 +84,9 @@ def play(proxy: str, scene: str) -> None:
 def begin(proxy: str, scene: str) -> None:
     """Play a scene until it begins: the proxy listens before the demo hears of scenes."""
     ends = time.monotonic() + TRIES_S
-    while f"scene={scene} " not in json.dumps(asked(f"{proxy}/debug/events")):
+    while not any(
+        one["event"] == "scene" and f"name={scene} " in one["text"] for one in asked(f"{proxy}/debug/events")["events"]
+    ):
         if time.monotonic() > ends:
             raise RuntimeError(f"the scene {scene} does not begin")
         play(proxy, scene)
