@@ -267,7 +267,8 @@ class Exploration:
     def bound(self, of: BatchLimit) -> int | None:
         """How far the limit of a member may grow; None while no other is being tried."""
         others = (one for one in self.members.values() if one.limit is not of and one.up)
-        tried = any(one.in_flight > max(self.sure, one.limit.sure) for one in others)
+        # What is sent ahead of a limit tries nothing: it is there for all of them once they are full.
+        tried = any(min(one.in_flight, one.limit.value) > max(self.sure, one.limit.sure) for one in others)
         return self.sure if tried else None
 
     def proven_elsewhere(self, of: BatchLimit) -> int | None:

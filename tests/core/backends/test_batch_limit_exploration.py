@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from llmproxy.core.backends.batch_limit import BatchLimit, Exploration
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Preempt, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, Settings
@@ -128,3 +129,30 @@ def test_requests_beyond_an_engines_limit_are_preempted_in_any_band() -> None:
     assert of.backends["a"].in_flight > 8
     assert 1 <= len(taken) <= 4
     assert {one.request.band for one in taken} == {DEFAULT}
+
+
+@dataclass
+class Engine:
+    """What `Exploration` sees of an engine that was seen to run eight."""
+
+    in_flight: int
+    limit: BatchLimit = field(default_factory=lambda: ran(8))
+    up: bool = True
+
+
+def ran(batch: int) -> BatchLimit:
+    limit = BatchLimit(None, 4)
+    limit.observe(running=batch, waiting=0, load=batch)
+    limit.value = batch
+    return limit
+
+
+def test_what_is_sent_ahead_of_a_limit_is_no_trial() -> None:
+    """Else engines that are all full would all wait for each other, and each grow by what is sent ahead."""
+    pool = Exploration()
+    pool.members = {"a": Engine(in_flight=8), "b": Engine(in_flight=9), "c": Engine(in_flight=9)}
+    pool.refresh()
+    assert pool.sure == 8
+    assert pool.bound(pool.members["a"].limit) is None
+    pool.members["b"].limit.value = 16
+    assert pool.bound(pool.members["a"].limit) == 8
