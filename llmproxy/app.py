@@ -14,13 +14,14 @@ from uuid import uuid4
 from llmproxy.cluster.build import hash_of, member_of
 from llmproxy.cluster.cluster import Cluster
 from llmproxy.cluster.pages import MemberPages, bounded, status_of
-from llmproxy.cluster.relay import RelayDispatcher
+from llmproxy.cluster.relays import Relays
 from llmproxy.config import BackendConfig, ClientsConfig, Config, ConfigError, settings_of
 from llmproxy.config.reload import Combined, Reloader, Reread
 from llmproxy.core.adapters import Adapters
 from llmproxy.core.backends.catalogue import Aliases
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
+from llmproxy.core.shards import Shards
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.fleet import discovery
 from llmproxy.fleet.adapter_keeper import AdapterKeeper
@@ -78,7 +79,7 @@ class Proxy:
     gateway: Gateway
     pools: Pools
     dispatcher: Dispatcher
-    leasing: Dispatcher | RelayDispatcher
+    leasing: Dispatcher | Relays
     metrics: Metrics
     registry: BackendRegistry
     keeper: AdapterKeeper
@@ -268,12 +269,12 @@ async def _wired(
     stack.enter_context(logs.heard_by(recorder.heard))
     await stack.enter_async_context(background_task(recorder.run()))
     incarnation = uuid4().hex[:8]
-    relay = None if config.cluster.listen is None else RelayDispatcher(dispatcher, registry.backends)
-    readers = [recorder.record, *_exit_readers(stack, config, metrics, now()), *([relay.exited] if relay else [])]
+    relays = None if config.cluster.listen is None else Relays(dispatcher, registry.backends)
+    readers = [recorder.record, *_exit_readers(stack, config, metrics, now()), *([relays.exited] if relays else [])]
     exits = Exits(metrics, *readers)
     # Ids of requests differ between members.
-    ids = "" if relay is None else f"{incarnation}-"
-    gateway = Gateway.build(config, registry.backends, upstream, relay or dispatcher, pools.estimator, exits, ids)
+    ids = "" if relays is None else f"{incarnation}-"
+    gateway = Gateway.build(config, registry.backends, upstream, relays or dispatcher, pools.estimator, exits, ids)
     adapters = Adapters(pools)
     keeper = AdapterKeeper(
         adapters, pools, registry.backends, config.backend_api_key, upstream, registry.pollers, config.timeouts,
@@ -291,7 +292,7 @@ async def _wired(
     stack.push_async_callback(found.close)
     admin_pages = AdminPages(config, dispatcher, adapters, now)
     proxy = Proxy(
-        gateway, pools, dispatcher, relay or dispatcher, metrics, registry, keeper, found, admin_pages,
+        gateway, pools, dispatcher, relays or dispatcher, metrics, registry, keeper, found, admin_pages,
         _clients(config), recorder,
     )  # fmt: skip
     proxy.limits = limits
@@ -303,8 +304,8 @@ async def _wired(
         AdapterRoutes(adapters, keeper, dispatcher, gateway.rulebook), BackendRoutes(registry, proxy.reloader, now),
         _live_pages(proxy, now), proxy.scale,
     )  # fmt: skip
-    if relay is not None:
-        cluster = proxy.cluster = member_of(config, incarnation, dispatcher, relay, gateway, registry, recorder.record)
+    if relays is not None:
+        cluster = proxy.cluster = member_of(config, incarnation, dispatcher, relays, gateway, registry, recorder.record)
         proxy.pages = MemberPages(pages, cluster, gateway.rulebook)
     return proxy
 
@@ -348,7 +349,8 @@ def _check(config: Config) -> None:
 
 def _pools(config: Config, limits: SharedLimits | None) -> Pools:
     settings, rng = settings_of(config), Random(config.scheduling.seed)
-    return Pools(settings, {}, _aliases(config), partial(make, settings.placement, rng), limits)
+    own = frozenset(config.cluster.pools if config.cluster.listen is not None else ())
+    return Pools(settings, {}, _aliases(config), partial(make, settings.placement, rng), limits, Shards(own))
 
 
 def _exit_readers(
@@ -413,11 +415,14 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
         QueueState(names.get(band, str(band)), *queued.get(band, (0, 0)), longest_s.get(band, 0.0))
         for band in sorted({*names, *queued}, reverse=True)
     )
-    # A member that follows knows no work: it would say for ever that what there is, is needed.
-    needs = {} if proxy.cluster is not None and not proxy.cluster.leads else proxy.scale.needs()
+    cluster = proxy.cluster
+    needs = proxy.scale.needs()
+    if cluster is not None:
+        # A member that follows knows no work: it would say for ever that what there is, is needed.
+        needs = {pool: need for pool, need in needs.items() if cluster.shard_of(pool).leads}
     body_bytes = (proxy.supervisor or proxy.gateway.handler.bodies).held_bytes
     return LiveState(
         queues, pools.blocked(), backends, body_bytes, pools.work_s(now), dispatcher.inversions, needs,
-        None if proxy.cluster is None else proxy.cluster.state(),
+        () if cluster is None else cluster.state(),
         None if proxy.limits is None else proxy.limits.away is not None,
     )  # fmt: skip

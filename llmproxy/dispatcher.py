@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from math import inf
 
 from llmproxy.core.backends.catalogue import Aliases, Target
 from llmproxy.core.backends.health import EjectionEvent
@@ -30,6 +29,7 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.admission import refusal
+from llmproxy.core.shards import DEFAULT
 from llmproxy.lease import Admitted, Lease
 
 DRAIN_RETRY_S = 1.0
@@ -75,7 +75,6 @@ class Dispatcher:
     _waiting: dict[str, _Waiter] = field(default_factory=dict)
     _leases: dict[tuple[str, int], Lease] = field(default_factory=dict)
     _scheduled: bool = False
-    _until_s: float = inf
     _timer: asyncio.TimerHandle | None = None
     nameless: int = 0
     _nameless_bytes: int = 0
@@ -300,9 +299,9 @@ class Dispatcher:
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 
-    def decide_until(self, until_s: float) -> None:
-        """Decide nothing from `until_s` on, unless this is called again: another process may decide then."""
-        self._until_s = until_s
+    def decide_until(self, until_s: float, shard: str = DEFAULT) -> None:
+        """See `Pools.decide_until`."""
+        self.pools.decide_until(until_s, shard)
         self._decide_soon()
 
     def _decide_soon(self) -> None:
@@ -317,7 +316,7 @@ class Dispatcher:
             self._timer = None
         loop = asyncio.get_running_loop()
         now = loop.time()
-        if now >= self._until_s:
+        if not self.pools.decides_any(now):
             return
         for decision in self.pools.decide(now):
             self._carry_out(decision)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial, update_wrapper
 from inspect import Signature, signature
 from random import Random
@@ -15,11 +15,12 @@ from llmproxy.core.domain import Entry, Refused, Request, Verdict
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, Settings
+from llmproxy.core.shards import Shards
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lease import Lease, Leasing
 from tests.core.machine.account import assert_nothing_left
-from tests.core.make import listing, request
+from tests.core.make import BASE, listing, request
 
 SETTINGS = Settings(capacity=CapacitySettings(look_ahead=0))
 
@@ -59,11 +60,20 @@ class Passes:
 
 
 def dispatcher(passes: Passes | None = None, settings: Settings = SETTINGS, **backends: int) -> Dispatcher:
-    pools = Pools(settings, backends, {}, partial(make, settings.placement, Random(0)))
-    made = Dispatcher(pools, passes or Passes())
+    return dispatcher_of({}, passes, settings, **backends)
+
+
+def dispatcher_of(
+    pools: Mapping[str, str], passes: Passes | None = None, settings: Settings = SETTINGS, **backends: int
+) -> Dispatcher:
+    """With backends of these pools, of which each is decided about by itself. All others are of the usual one."""
+    shards = Shards(frozenset(pools.values()))
+    made = Dispatcher(
+        Pools(settings, backends, {}, partial(make, settings.placement, Random(0)), shards=shards), passes or Passes()
+    )
     for name in backends:
         made.answered(name)
-        made.listed(name, listing())
+        made.listed(name, listing(base=pools.get(name, BASE)))
     return made
 
 

@@ -18,36 +18,37 @@ _log = structlog.get_logger()
 
 
 class Alone:
-    """Makes the dispatcher of a member decide for that member only, while `parts` is not 0."""
+    """Makes the dispatcher of a member decide about a shard for that member only, while `parts` is not 0."""
 
-    def __init__(self, dispatcher: Dispatcher, relay: RelayDispatcher, context: SchedulerContext) -> None:
+    def __init__(self, dispatcher: Dispatcher, relay: RelayDispatcher, shard: str) -> None:
         self._dispatcher = dispatcher
         self._relay = relay
-        self._context = context
+        self._shard = shard
+        self._log = _log.bind(pool=shard) if shard else _log
         self._session: MemberSession | None = None
         self.parts = 0
         """How many members were known when it began; each may use that part of every limit."""
 
-    def begin(self, me: Hello, parts: int, without_leader_s: float) -> None:
+    def begin(self, context: SchedulerContext, me: Hello, parts: int, without_leader_s: float) -> None:
         """Decide from now on."""
         self.parts = parts
-        _log.warning("cluster_decides_alone", parts=parts, without_leader_s=round(without_leader_s, 3))
-        self._dispatcher.pools.divide(parts, _now())
-        session = self._session = MemberSession(self._context, me, lambda: None)
+        self._log.warning("cluster_decides_alone", parts=parts, without_leader_s=round(without_leader_s, 3))
+        self._dispatcher.pools.divide(parts, _now(), self._shard)
+        session = self._session = MemberSession(context, me, lambda: None)
         session.attach(LocalChannel(self._relay.take))
         self._relay.follow(LocalChannel(session.take))
-        self._dispatcher.decide_until(inf)
+        self._dispatcher.decide_until(inf, self._shard)
 
     def end(self) -> None:
         """Decide no more, because somebody leads or this member ends. What waits and what runs stays in the relay."""
         if self._session is None:
             return
-        _log.info("cluster_decides_alone_no_more", parts=self.parts)
-        self._dispatcher.decide_until(-inf)
+        self._log.info("cluster_decides_alone_no_more", parts=self.parts)
+        self._dispatcher.decide_until(-inf, self._shard)
         self._relay.forsake()
         self._session.end()
         self._session, self.parts = None, 0
-        self._dispatcher.pools.divide(1, _now())
+        self._dispatcher.pools.divide(1, _now(), self._shard)
 
 
 def _now() -> float:

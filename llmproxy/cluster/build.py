@@ -12,7 +12,7 @@ from llmproxy.cluster import stores
 from llmproxy.cluster.cluster import Cluster
 from llmproxy.cluster.network import TcpNetwork
 from llmproxy.cluster.protocol import PROTOCOL, Hello, Learned
-from llmproxy.cluster.relay import RelayDispatcher
+from llmproxy.cluster.relays import Relays
 from llmproxy.cluster.session import Shared
 from llmproxy.config import Config
 from llmproxy.core.domain import Verdict
@@ -44,14 +44,15 @@ def member_of(
     config: Config,
     incarnation: str,
     dispatcher: Dispatcher,
-    relay: RelayDispatcher,
+    relays: Relays,
     gateway: Gateway,
     registry: BackendRegistry,
     seen: Callable[[RequestExit], None],
 ) -> Cluster:
     """A member that is to be started. `seen` gets the requests of other members. Raises ConfigError."""
     chosen = config.cluster
-    store = stores.opened(chosen, config.discovery.kubernetes_api)
+    pools = dispatcher.pools
+    locks = {name: stores.opened(chosen, config.discovery.kubernetes_api, name) for name in pools.shards.names}
     me = Hello(PROTOCOL, __version__, chosen.member or socket.gethostname(), incarnation, "", hash_of(config), 0)
 
     def stored(response: protocol.ResponseStored) -> protocol.ResponseStored:
@@ -61,46 +62,49 @@ def member_of(
     def settle(response: protocol.ResponseStored) -> None:
         gateway.stored.note(response.response_id, response.backend, response.tenant, settled=True)
 
-    def drain(backends: frozenset[str]) -> None:
-        here = registry.drained()
-        for name in registry.backends:
-            if name in backends and name not in here:
-                registry.drain(name)
-            elif name in here and name not in backends:
-                registry.undrain(name)
-        registry.drain_on_join(backends - registry.backends.keys())
+    def shared(shard: str) -> Shared:
+        def drained() -> frozenset[str]:
+            return frozenset(name for name in registry.drained() if pools.shard_of(name) == shard)
 
-    pools = dispatcher.pools
+        def drain(backends: frozenset[str]) -> None:
+            here = drained()
+            for name in registry.backends:
+                if name in backends and name not in here:
+                    registry.drain(name)
+                elif name in here and name not in backends:
+                    registry.undrain(name)
+            registry.drain_on_join(backends - registry.backends.keys())
 
-    def learned() -> Learned:
-        return Learned(registry.known_limits(), pools.scaling.known())
+        def learned() -> Learned:
+            limits = registry.known_limits(lambda name: pools.shard_of(name) == shard)
+            return Learned(limits, pools.scaling.known(lambda pool: pools.shards.of(pool) == shard))
 
-    def recall(known: Learned) -> None:
-        registry.recall_limits(known.limits)
-        pools.scaling.recall(known.capacities)
+        def recall(known: Learned) -> None:
+            registry.recall_limits(known.limits)
+            pools.scaling.recall(known.capacities)
+
+        return Shared(stored, settle, drained, drain, learned, recall)
 
     async def no_page(page: protocol.PageRequest) -> protocol.PageResponse:
         return protocol.PageResponse(page.call, 503, "", (), b"")
 
     context = SchedulerContext(
         gateway.rulebook, dispatcher, Exits(_NotCounted(), seen), lambda: None, no_page, lambda _: None,
-        lambda response, by: cluster.stored(response, by),
+        lambda response, by: cluster.default.stored(response, by),
     )  # fmt: skip
-    gateway.stored.on_made = relay.response_stored
-    shared = Shared(stored, settle, lambda: frozenset(registry.drained()), drain, learned, recall)
+    gateway.stored.on_made = relays.response_stored
     cluster = Cluster(
         me,
         chosen.lock_s,
-        store,
+        locks,
         dispatcher,
-        relay,
+        relays,
         context,
         shared,
         TcpNetwork(chosen),
         inf if chosen.alone_after_s is None else chosen.alone_after_s,
     )
-    gateway.stored.catch_up = cluster.caught_up
-    relay.calls = lambda: cluster.calls
+    gateway.stored.catch_up = cluster.default.caught_up
     return cluster
 
 

@@ -1,107 +1,79 @@
-"""One member of a cluster: it stands for election, schedules for all while it leads, and relays in any case."""
+"""One member of a cluster: its name and address, the shards for which it may lead, and who connects to it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace as replace_field
 from math import inf
 
-import structlog
 from msgspec.structs import replace
 
-from llmproxy.cluster.alone import Alone
-from llmproxy.cluster.channel import LocalChannel, Sender
-from llmproxy.cluster.election import SEEK_S, Election, Leadership, LockStore
-from llmproxy.cluster.hand_over import HandOver
-from llmproxy.cluster.links import CONNECT_S, Incoming, LeaderLink
+from llmproxy.cluster.election import SEEK_S, LockStore
+from llmproxy.cluster.links import Incoming
 from llmproxy.cluster.network import Network
-from llmproxy.cluster.protocol import (
-    Balances,
-    Drained,
-    Hello,
-    Learned,
-    Members,
-    NotLeader,
-    RateDebts,
-    ToMember,
-    Welcome,
-)
-from llmproxy.cluster.relay import RelayDispatcher
-from llmproxy.cluster.session import MemberSession, Shared
-from llmproxy.core.domain import Refused
+from llmproxy.cluster.protocol import Hello
+from llmproxy.cluster.relays import Relays
+from llmproxy.cluster.session import Shared
+from llmproxy.cluster.shard import Shard
+from llmproxy.core.shards import DEFAULT
 from llmproxy.dispatcher import Dispatcher
-from llmproxy.telemetry.metrics import ClusterState
+from llmproxy.telemetry.metrics import ShardState
 from llmproxy.workers import protocol
-from llmproxy.workers.protocol import Message
 from llmproxy.workers.remote import Calls
 from llmproxy.workers.session import SchedulerContext
 
-SETTLE_S = 0.3
-"""A new leader decides nothing before all members said what they have, or so long."""
-WITHOUT_LEADER_S = 5.0
-"""Without any leader, requests are held for the time of the lock and this one more, and then refused."""
-
+PATIENCE_S = 2 * SEEK_S
+"""A free lock is left to others for so long by a member, for each shard that it leads already."""
+BALANCE_S = 5.0
+"""How often a member looks whether another one leads fewer shards, and one may be handed over."""
+STAYS_S = 60.0
+"""A shard that was handed over, and came back, is not handed over again for so long."""
 
 Page = Callable[[protocol.PageRequest], Awaitable[protocol.PageResponse]]
-_log = structlog.get_logger()
 
 
 class Cluster:
-    """A member, from `start` to `close`. It is the `Candidate` of its own election."""
+    """A member, from `start` to `close`."""
 
     def __init__(
-        self, me: Hello, held_s: float, store: LockStore, dispatcher: Dispatcher, relay: RelayDispatcher,
-        context: SchedulerContext, shared: Shared, network: Network, alone_after_s: float = inf,
+        self, me: Hello, held_s: float, stores: Mapping[str, LockStore], dispatcher: Dispatcher, relays: Relays,
+        context: SchedulerContext, shared: Callable[[str], Shared], network: Network, alone_after_s: float = inf,
     ) -> None:  # fmt: skip
+        """`stores` have the lock of each shard of the dispatcher, and `shared` is what its members share."""
         self.me = me
-        self._held_s = held_s
-        self._store = store
-        self._dispatcher = dispatcher
-        self.relay = relay
-        self._context = context
-        self._shared = shared
+        self.relays = relays
         self.network = network
-        self._alone = Alone(dispatcher, relay, context)
-        self._alone_after_s = alone_after_s
-        self._loop = asyncio.get_running_loop()
-        self.leads = False
-        self.epoch = 0
-        self.leadership: Leadership | None = None
-        self.members: tuple[str, ...] = ()
-        """Who is there, by what the leader said last."""
-        self.sessions: dict[str, MemberSession] = {}
-        """By name: the members for which this one schedules, itself included."""
-        self.store_away: str | None = None
-        self.changes = 0
-        """How often another leader was followed, or this member began to lead."""
-        self.last_gap_s: float | None = None
-        """How long there was no leader before the one that is there now."""
-        self._expected: frozenset[str] = frozenset()
-        self._until_s = -inf
-        self._settling: asyncio.TimerHandle | None = None
-        self._unled_s = self._loop.time()
-        self._link: LeaderLink | None = None
-        self._linking: asyncio.Task[None] | None = None
-        self._linking_to: Leadership | None = None
-        self._unreachable: tuple[str, str] | None = None
-        self._leaving = self._resigns = False
+        self._pools = dispatcher.pools
+        self._context = context
+        self.shards = {
+            name: Shard(
+                name, self, held_s, stores[name], dispatcher, relays.by_shard[name], shared(name), alone_after_s
+            )
+            for name in self._pools.shards.names
+        }
+        self.default = self.shards[DEFAULT]
+        self.leaving = False
         self.incoming: set[Incoming] = set()
         self.refused: dict[str, str] = {}
         """By host, why somebody was refused last."""
+        self._handed_over_s: dict[str, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._election: Election | None = None
-        self._drained = frozenset[str]()
-        self._hand_over = HandOver(dispatcher.pools, shared)
-        self._differing: set[str] = set()
-        dispatcher.decide_until(-inf)
         dispatcher.on_change = self._changed
 
     @property
     def id(self) -> str:
         """The name of this process, which no other process has."""
         return f"{self.me.name}/{self.me.incarnation}"
+
+    def shard_of(self, pool: str | None) -> Shard:
+        """The shard of a pool, or of what belongs to none."""
+        return self.shards[self._pools.shards.of(pool)]
+
+    def shard_of_backend(self, backend: str) -> Shard:
+        """The shard of a backend."""
+        return self.shards[self._pools.shard_of(backend)]
 
     # --- start and end ------------------------------------------------------------------------------------------------
 
@@ -111,347 +83,94 @@ class Cluster:
         It stands when `known` is over: a leader that knows no backend yet would refuse what waits at the others. Raises
         OSError, ConfigError.
         """
-        self._context = replace_field(self._context, page=page)
         self.me = replace(self.me, address=await self.network.listen(lambda: Incoming(self).channel))
-        self._election = Election(
-            self._store, self.id, self.me.address, self._held_s, self, self._store_away, stands=known is None
-        )
-        self._tasks = [
-            self._loop.create_task(self._election.run(), name="election"),
-            self._loop.create_task(self._watch(), name="cluster"),
-        ]
+        context = replace_field(self._context, page=page)
+        for shard in self.shards.values():
+            shard.start(context, stands=known is None)
         if known is not None:
-            self._tasks.append(self._loop.create_task(self._stand(self._election, known), name="stand"))
+            self._begin(self._stand(known), "stand")
+        if len(self.shards) > 1:
+            self._begin(self._balance(), "balance")
 
-    async def _stand(self, election: Election, known: Awaitable[object]) -> None:
+    def _begin(self, work: Awaitable[None], name: str) -> None:
+        async def run() -> None:
+            await work
+
+        self._tasks.append(asyncio.get_running_loop().create_task(run(), name=name))
+
+    async def _stand(self, known: Awaitable[object]) -> None:
         await known
-        if not self._resigns:
-            election.stand()
+        for shard in self.shards.values():
+            shard.stand()
 
     def reconfigured(self, config: str) -> None:
         """The configuration of this member is another one by now, with this hash."""
         self.me = replace(self.me, config=config)
-        if (ours := self.sessions.get(self.me.name)) is not None:
-            ours.hello = self.me
-        if self._link is not None:
-            self._link.channel.send(replace(self.me, epoch=self.epoch))
-
-    @property
-    def led(self) -> bool:
-        """Whether there is a leader that this member can ask."""
-        return self.relay.led and not self.parts
-
-    @property
-    def parts(self) -> int:
-        """Of how many members this is one that decides alone; 0 while it does not."""
-        return self._alone.parts
-
-    @property
-    def refuses(self) -> bool:
-        """Whether this member has had no leader for so long that it refuses requests."""
-        return not self.relay.led and self._loop.time() >= self._refuses_from_s
-
-    @property
-    def _refuses_from_s(self) -> float:
-        return self._unled_s + self._held_s + WITHOUT_LEADER_S
-
-    @property
-    def leader_away(self) -> str | None:
-        """Why the member that has the lock could not be followed; None where one is."""
-        return None if self.led or self._unreachable is None else self._unreachable[1]
+        for shard in self.shards.values():
+            shard.reconfigured()
 
     def begin_shutdown(self) -> None:
-        """Let another member lead, if there is one. Requests of this member go on."""
-        self._leaving = True
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._leaving and not self._resigns and not (self.leads and len(self.members) < 2):
-            self._resigns = True
-            self._tasks.append(self._loop.create_task(self._resign(), name="resign"))
-
-    async def _resign(self) -> None:
-        if self._election is not None:
-            await self._election.resign()
+        """Let other members lead, where there are any. Requests of this member go on."""
+        self.leaving = True
+        for shard in self.shards.values():
+            shard.leave()
 
     async def close(self) -> None:
         """Leave the cluster."""
         self.network.close()
-        await self._resign()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._alone.end()
-        if self.leads:
-            self._stop_leading("the leader ends")
-        if self._linking is not None:
-            self._linking.cancel()
-            await asyncio.gather(self._linking, return_exceptions=True)
-        if (link := self._link) is not None:
-            self._unlink(link)
-            link.channel.close()
+        await asyncio.gather(*(shard.close() for shard in self.shards.values()))
         for one in [*self.incoming]:
             one.channel.close()
-        await self._store.close()
-
-    async def _watch(self) -> None:
-        """Refuse what waits for too long while nobody leads; tell members what they need to lead."""
-        while True:
-            await asyncio.sleep(SEEK_S)
-            # While it settles, it still is to recall what the last leader told.
-            if self.leads and self._settling is None:
-                for told in self._hand_over.news(self._loop.time()):
-                    self._send_all(told)
-            if not self.relay.led:
-                self.relay.refuse_waiting(self._refuses_from_s)
-                # One that never met the others does not know how many they are.
-                if self.members and self._loop.time() >= self._unled_s + self._alone_after_s:
-                    self._alone.begin(self.me, len(self.members), self._loop.time() - self._unled_s)
-                    self._hand_over.recall(self._loop.time())
-
-    def state(self) -> ClusterState:
-        """What metrics show."""
-        return ClusterState(
-            self.leads, self.led, self.epoch, len(self.members), self.changes, self.last_gap_s,
-            self.store_away is not None,
-        )  # fmt: skip
-
-    # --- the candidate ------------------------------------------------------------------------------------------------
-
-    @property
-    def seeking(self) -> bool:
-        return not self.led
-
-    def lead(self, epoch: int, until_s: float) -> None:
-        if self.leads and epoch != self.epoch:
-            self._stop_leading("its lock was lost and taken again")
-        self._until_s = until_s
-        if not self.leads:
-            self._begin_to_lead(epoch)
-        elif self._settling is None:
-            self._dispatcher.decide_until(until_s)
-
-    def follow(self, leadership: Leadership | None) -> None:
-        if self.leads:
-            self._stop_leading("another member leads" if leadership else "its lock was not renewed, or is given up")
-        if leadership is None or leadership.holder == self.id:
-            return
-        if self._link is not None and self._link.leadership == leadership:
-            return
-        if self._linking is not None and not self._linking.done():
-            if self._linking_to == leadership:
-                return
-            self._linking.cancel()
-        self._linking_to = leadership
-        self._linking = self._loop.create_task(self._connect(leadership), name="connect")
-
-    def _begin_to_lead(self, epoch: int) -> None:
-        self._alone.end()
-        if self._link is not None:
-            self._link.channel.abort()
-            self._unlink(self._link)
-        self.leads, self.epoch = True, epoch
-        self.leadership = Leadership(self.id, self.me.address, epoch)
-        self._expected, self._drained = frozenset(self.members), self._shared.drained()
-        self._settling = self._loop.call_later(SETTLE_S, self._settled)
-        gap_s = self._found_leader()
-        _log.info("cluster_leads", epoch=epoch, without_leader_s=gap_s, settle_s=SETTLE_S, expected=len(self._expected))
-        ours = LocalChannel(self._take_as_relay)
-        session = self.join(self.me, ours)
-        self.relay.follow(LocalChannel(session.take))
-
-    def _stop_leading(self, why: str) -> None:
-        _log.warning("cluster_leads_no_more", epoch=self.epoch, why=why)
-        self.leads = False
-        self._end_settling()
-        self._dispatcher.decide_until(-inf)
-        self.relay.forsake()
-        self._unled_s = self._loop.time()
-        sessions, self.sessions = self.sessions, {}
-        for session in sessions.values():
-            session.send(NotLeader(why))
-            session.end()
-
-    def _found_leader(self) -> float:
-        """Count a leader; returns the seconds for which there was none."""
-        self.last_gap_s = round(self._loop.time() - self._unled_s, 3)
-        self.changes += 1
-        return self.last_gap_s
-
-    # --- members, for the leader --------------------------------------------------------------------------------------
-
-    def join(self, hello: Hello, sender: Sender) -> MemberSession:
-        """A member is there, perhaps again, and is reached by `sender`."""
-        session = self.sessions.get(hello.name)
-        if session is not None and session.hello.incarnation != hello.incarnation:
-            session.end()
-        if session is None or session.over:
-            session = self.sessions[hello.name] = MemberSession(self._context, hello, self._resumed)
-            self._loop.create_task(self._until_gone(session))
-            if hello.config != self.me.config and hello.name not in self._differing:
-                self._differing.add(hello.name)
-                _log.warning("cluster_config_differs", member=hello.name, version=hello.version)
-        session.attach(sender)
-        session.send(Welcome(self.epoch, self.me.name, self.me.version, self.me.config))
-        session.send(Drained(self._shared.drained()))
-        for told in self._hand_over.all(self._loop.time()):
-            session.send(told)
-        self._tell_members()
-        self._leave()
-        return session
-
-    async def _until_gone(self, session: MemberSession) -> None:
-        await session.gone.wait()
-        if self.sessions.get(session.hello.name) is session:
-            del self.sessions[session.hello.name]
-            self._differing.discard(session.hello.name)
-            _log.info("cluster_member_gone", member=session.hello.name)
-            self._tell_members()
-
-    def _tell_members(self) -> None:
-        self.members = tuple(sorted(self.sessions))
-        self._send_all(Members(self.members))
-
-    def _resumed(self) -> None:
-        """Decide at once when all that are expected said what they have."""
-        resumed = {name for name, session in self.sessions.items() if session.resumed}
-        if self._settling is not None and self._expected <= resumed:
-            self._settled()
-
-    def _settled(self) -> None:
-        """Decide from now on: what waits is known, and the shares of flows are those that the last leader knew."""
-        self._end_settling()
-        self._hand_over.recall(self._loop.time())
-        self._dispatcher.decide_until(self._until_s)
-
-    def _end_settling(self) -> None:
-        if self._settling is not None:
-            self._settling.cancel()
-            self._settling = None
-
-    def stored(self, stored: protocol.ResponseStored, by: object) -> None:
-        """A response was stored for a client of the member of the session `by`: every other member is told."""
-        holds = self._shared.stored(stored)
-        for session in self.sessions.values():
-            if session is not by or holds != stored:
-                session.send(holds)
-
-    def outbid(self, epoch: int) -> None:
-        """A member knows of a later turn: another one leads, or the store has forgotten the turns that were."""
-        assert self._election is not None
-        self._election.outbid(epoch)
 
     def _changed(self) -> None:
-        if self.leads and (drained := self._shared.drained()) != self._drained:
-            self._drained = drained
-            self._send_all(Drained(drained))
+        for shard in self.shards.values():
+            shard.changed()
 
-    def _send_all(self, message: Message) -> None:
-        for session in self.sessions.values():
-            session.send(message)
+    # --- who leads what -----------------------------------------------------------------------------------------------
 
-    # --- the leader, for members --------------------------------------------------------------------------------------
+    @property
+    def patience_s(self) -> float:
+        """How long a lock that is free is left to other members, which may lead fewer shards."""
+        return PATIENCE_S * sum(shard.leads for shard in self.shards.values())
 
-    async def _connect(self, leadership: Leadership) -> None:
-        """Connect to a leader, which then is followed as soon as it welcomes this member."""
-        link = LeaderLink(self, leadership)
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                await self.network.connect(leadership.address, lambda: link.channel)
-                link.channel.send(replace(self.me, epoch=self.epoch))
-                why = await link.answer
-        except (OSError, ValueError) as error:
-            why = str(error) or "no answer"
-        finally:
-            if self._link is not link:
-                link.channel.abort()
-        if why is not None and (leadership.holder, why) != self._unreachable:
-            _log.warning("cluster_leader_unreachable", leader=leadership.holder, address=leadership.address, error=why)
-            self._unreachable = leadership.holder, why
+    async def _balance(self) -> None:
+        """Hand one shard over at a time, until no member leads two more than another one."""
+        while True:
+            await asyncio.sleep(BALANCE_S)
+            for shard, to in self._to_hand_over():
+                self._handed_over_s[shard.name] = asyncio.get_running_loop().time()
+                await shard.hand_over(f"{to} leads fewer pools")
+                break
 
-    def welcomed(self, link: LeaderLink, welcome: Welcome) -> None:
-        """A leader took this member in."""
-        if welcome.epoch < self.epoch or self.leads:
-            # It was a leader, and does not know yet that another one is.
-            link.answered("another member leads by now")
-            return
-        if self._link is not None and self._link is not link:
-            self._link.channel.abort()
-            self._unlink(self._link)
-        self._link, self.epoch, self.leadership = link, welcome.epoch, link.leadership
-        self._unreachable = None
-        link.answered(None)
-        self._alone.end()
-        _log.info("cluster_follows", epoch=welcome.epoch, without_leader_s=self._found_leader(), leader=welcome.name)
-        if welcome.config != self.me.config:
-            _log.warning("cluster_config_differs", member=welcome.name, version=welcome.version)
-        self.relay.follow(link.channel)
+    def _to_hand_over(self) -> list[tuple[Shard, str]]:
+        """The shards that this member leads, and who should lead one of them in its place."""
+        now = asyncio.get_running_loop().time()
+        led = Counter(shard.leader for shard in self.shards.values())
+        mine = [shard for shard in self.shards.values() if shard.leads]
+        found = []
+        for shard in reversed(mine):
+            others = [name for name, one in shard.sessions.items() if one.connected and name != self.me.name]
+            to = min(others, key=lambda name: led[name], default=None)
+            stays = now < self._handed_over_s.get(shard.name, -inf) + STAYS_S
+            if to is not None and led[to] <= len(mine) - 2 and not stays:
+                found.append((shard, to))
+        return found
 
-    def _unlink(self, link: LeaderLink) -> None:
-        link.calls.lost()
-        self.relay.forsake(link.channel)
-        if self._link is link:
-            self._link, self._unled_s = None, self._loop.time()
+    # --- for clients and those who run the proxy ----------------------------------------------------------------------
 
-    def lost(self, link: LeaderLink, why: str) -> None:
-        """The connection to a leader ended, or it leads no more."""
-        link.answered(why)
-        if self._link is link:
-            _log.warning("cluster_leader_lost", leader=link.leadership.holder, epoch=self.epoch, why=why)
-            self._unlink(link)
-            assert self._election is not None
-            self._election.look()
+    @property
+    def refuses(self) -> bool:
+        """Whether this member has had no leader of any shard for so long that it refuses all requests."""
+        return all(shard.refuses for shard in self.shards.values())
 
     @property
     def calls(self) -> Calls | None:
-        """Calls of the leader beside those for leases; None where this member leads, or nobody does."""
-        return None if self._link is None else self._link.calls
+        """Calls of the leader of the default shard; None where this member leads it, or nobody does."""
+        return self.default.calls
 
-    async def caught_up(self) -> None:
-        """Wait until this member knows what the leader knows now. Messages arrive in order, before the answer."""
-        if self._link is not None:
-            with suppress(Refused):
-                await self._link.calls.answer(lambda call: protocol.Resolve(call, None, 0.0, 0))
-
-    def _take_as_relay(self, message: Message) -> None:
-        """A message of the leader to this member, whichever it is."""
-        match message:
-            case protocol.LeaseGranted() | protocol.CallRefused() | protocol.LeaseCut():
-                self.relay.take(message)
-            case protocol.ResponseStored():
-                self._shared.settle(message)
-            case Members(names):
-                self.members = names
-            case Balances() | RateDebts() | Learned() if not self.leads:
-                self._hand_over.take(message, self._loop.time())
-            case Drained(backends) if not self.leads:
-                self._shared.drain(backends)
-            case _:
-                pass
-
-    def take(self, link: LeaderLink, message: ToMember) -> None:
-        """A message of a leader over the network."""
-        match message:
-            case Welcome():
-                self.welcomed(link, message)
-            case NotLeader(why):
-                self.lost(link, why)
-                link.channel.abort()
-            case protocol.PageResponse() | protocol.NameResolved():
-                link.calls.answered(message)
-            case protocol.CallRefused(call) if call < 0:
-                link.calls.answered(message)
-            case _ if link is self._link:
-                self._take_as_relay(message)
-            case _:
-                pass
-
-    # --- the store ----------------------------------------------------------------------------------------------------
-
-    def _store_away(self, why: str | None) -> None:
-        if (why is None) is not (self.store_away is None):
-            if why is None:
-                _log.info("cluster_lock_back")
-            else:
-                _log.warning("cluster_lock_away", why=why)
-        self.store_away = why
+    def state(self) -> tuple[ShardState, ...]:
+        """What metrics show."""
+        return tuple(shard.state() for shard in self.shards.values())

@@ -36,7 +36,10 @@ class Leadership:
 
 
 class LockStore(Protocol):
-    """Keeps one lock."""
+    """Keeps one lock, which has this name there."""
+
+    @property
+    def name(self) -> str: ...
 
     async def take(self, wanted: Leadership, held_s: float) -> Leadership:
         """Take the lock for `held_s`, or renew it, where it is free or `wanted.holder` has it; who has it then.
@@ -67,6 +70,10 @@ class Candidate(Protocol):
     def seeking(self) -> bool:
         """Whether there is no leader that can be reached."""
 
+    @property
+    def patience_s(self) -> float:
+        """For how long a free lock is left to others."""
+
 
 class Election:
     """Takes part in one election until `close`."""
@@ -87,6 +94,7 @@ class Election:
         self._until_s = 0.0
         self._stands = stands
         self._may_hold = False
+        self._free_s: float | None = None
         self._asking = asyncio.Lock()
         self._soon = asyncio.Event()
         self._bug: str | None = None
@@ -131,6 +139,16 @@ class Election:
     async def _ask(self) -> Leadership | None:
         if not self._stands:
             return await self._store.holder()
+        if not self._leads and (patience_s := self._candidate.patience_s) > 0.0:
+            found = await self._store.holder()
+            if found is not None and found.holder != self._name:
+                self._free_s = None
+                return found
+            now = asyncio.get_running_loop().time()
+            self._free_s = now if self._free_s is None else self._free_s
+            if now < self._free_s + patience_s:
+                return None
+        self._free_s = None
         self._may_hold = True
         found = await self._store.take(Leadership(self._name, self._address, self._epoch), self._held_s)
         self._may_hold = found.holder == self._name

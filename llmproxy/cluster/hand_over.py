@@ -20,8 +20,9 @@ LEARNED_S = 5.0
 class HandOver:
     """What was told, by this member while it led or by the one that does. `now` is the clock of the loop."""
 
-    def __init__(self, pools: Pools, shared: Shared) -> None:
+    def __init__(self, pools: Pools, shared: Shared, shard: str) -> None:
         self._pools = pools
+        self._shard = shard
         self._shared = shared
         self._told_s = self._learned_s = 0.0
         self._rate_debts = KnownRateDebts()
@@ -33,7 +34,7 @@ class HandOver:
         if now < self._told_s + TOLD_S:
             return
         self._told_s = now
-        yield from self.balances.changes(self._pools.balances())
+        yield from self.balances.changes(self._pools.balances(self._shard))
         yield from self._rate_debts.changes(self._pools.rate_debts(now), now)
         if now >= self._learned_s + LEARNED_S and (learned := self._shared.learned()) != self.learned:
             self._learned_s, self.learned = now, learned

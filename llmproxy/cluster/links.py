@@ -16,6 +16,7 @@ from llmproxy.workers.remote import Calls
 
 if TYPE_CHECKING:
     from llmproxy.cluster.cluster import Cluster
+    from llmproxy.cluster.shard import Shard
 
 MEMBERS_MAX = 256
 CONNECT_S = 2.0
@@ -25,12 +26,12 @@ _log = structlog.get_logger()
 
 
 class LeaderLink:
-    """The connection of this member to a leader."""
+    """The connection of this member to the leader of a shard."""
 
-    def __init__(self, cluster: Cluster, leadership: Leadership) -> None:
+    def __init__(self, shard: Shard, leadership: Leadership) -> None:
         self.leadership = leadership
         self.channel: MemberChannel[ToMember] = MemberChannel(
-            TO_MEMBER, lambda message: cluster.take(self, message), lambda: cluster.lost(self, self._ended())
+            TO_MEMBER, lambda message: shard.take(self, message), lambda: shard.lost(self, self._ended())
         )
         self.calls = Calls(self.channel, count(-1, -1))
         self.answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
@@ -71,24 +72,27 @@ class Incoming:
             self._refuse("the first message is no Hello")
 
     def _join(self, hello: Hello) -> None:
-        cluster = self._cluster
-        other = cluster.sessions.get(hello.name)
+        cluster, shard = self._cluster, self._cluster.shards.get(hello.shard)
+        if shard is None:
+            self._refuse(f"the pool {hello.shard} has no lock of its own here: give all members the same cluster.pools")
+            return
+        other = shard.sessions.get(hello.name)
         if hello.protocol != PROTOCOL:
             self._refuse(f"it speaks version {hello.protocol} of the protocol, and not {PROTOCOL}")
         elif not cluster.network.trusts(self.channel.transport):
             self._refuse("its certificate holds another name")
-        elif not cluster.leads:
+        elif not shard.leads:
             self._end("this member does not lead")
-        elif hello.epoch > cluster.epoch:
-            cluster.outbid(hello.epoch)
+        elif hello.epoch > shard.epoch:
+            shard.outbid(hello.epoch)
             self._end("there was a later turn than that of this leader")
         elif other is not None and other.connected and other.hello.incarnation != hello.incarnation:
             self._refuse(f"another member has its name, {hello.name}: give each a cluster.member of its own")
-        elif len(cluster.sessions) >= MEMBERS_MAX and other is None:
+        elif len(shard.sessions) >= MEMBERS_MAX and other is None:
             self._refuse(f"there are {MEMBERS_MAX} members")
         else:
             self._silent.cancel()
-            self._session = cluster.join(hello, self.channel)
+            self._session = shard.join(hello, self.channel)
 
     def _refuse(self, why: str) -> None:
         peer, refused = self.channel.transport.get_extra_info("peername"), self._cluster.refused

@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from llmproxy.core.domain import KnownCapacity, KnownLimit, Placed, Request
+from llmproxy.core.shards import DEFAULT
 from llmproxy.workers import protocol as workers
 from llmproxy.workers.protocol import Message
 
@@ -24,7 +25,7 @@ PROTOCOL = 1
 class Hello(Message, frozen=True, tag=40):
     """The first message of a member. `incarnation` differs with each start. `config` is a hash of its configuration.
 
-    `epoch` is the highest one that it knows of.
+    `epoch` is the highest one that it knows of, of the `shard` that it is about.
     """
 
     protocol: int
@@ -34,6 +35,7 @@ class Hello(Message, frozen=True, tag=40):
     address: str
     config: str
     epoch: int
+    shard: str = DEFAULT
 
 
 class Welcome(Message, frozen=True, tag=41):

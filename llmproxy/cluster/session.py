@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from llmproxy.cluster.channel import Sender
 from llmproxy.cluster.protocol import FromMember, Hello, Learned, LeaseTaken, Resume, Resumed, Running, aged
-from llmproxy.core.domain import Usage, Verdict
+from llmproxy.core.domain import Outcome, Usage, Verdict
 from llmproxy.lease import Lease
 from llmproxy.workers import protocol
 from llmproxy.workers.session import SchedulerContext, WorkerSession
@@ -127,6 +127,9 @@ class MemberSession(WorkerSession):
                     # Its grant was lost with the connection.
                     self.send(self._granted(call, self._leases[call][0]))
                     self._cut_again(call)
+                elif self._pools.shards.of(request.pool) != self.hello.shard:
+                    why = f"Members differ about the lock of `{request.pool}`. Give all of them the same cluster.pools."
+                    self.send(protocol.CallRefused(call, Outcome.REJECTED_NO_BACKENDS, why, None))
                 elif call not in self._calls:
                     self._take(replace(message, request=aged(request, -self._loop.time())))
             case protocol.LeaseStarted(call) | protocol.LeaseCommitted(call):

@@ -304,10 +304,23 @@ class Config(Section):
             report([(("forward_credentials",), reason)])
         if self.cluster.listen is not None and self.workers > 1:
             report([(("workers",), "a member of a cluster is one process; run more members in the place of workers")])
-        if self.cluster.listen is not None and self.shared_limits.store is not None:
+        if self.cluster.listen is not None:
+            self._keeps_rates_together()
+        return self
+
+    def _keeps_rates_together(self) -> None:
+        """Raises ValueError where several members would keep the rates of tenants, or a store of them is of no use."""
+        shared, apart = self.shared_limits.store is not None, self.cluster.pools
+        if shared and not apart:
             reason = "is of no use beside cluster.listen: limits already hold for all members together; leave it out"
             report([(("shared_limits", "store"), reason)])
-        return self
+        limits = [tenant.limits for tenant in self.tenants]
+        rated = any(one.requests_per_min is not None or one.tokens_per_min is not None for one in limits)
+        if apart and rated and not shared:
+            reason = (
+                "each leader would let pass what a tenant has per minute: set shared_limits.store, or leave this out"
+            )
+            report([(("cluster", "pools"), reason)])
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
         """Import the plugins: another process that gets this configuration needs their policies."""

@@ -215,6 +215,8 @@ class ClusterConfig(Section):
     null: requests wait, and get 503 after `lock_s` and 5 s."""
     name: LockName = "llmproxy"
     """Name of the cluster, and of its lock."""
+    pools: Names = Field(default=(), examples=[["llama-3.3-70b"]])
+    """Base models with a lock of their own each, so that another member may lead each of them. All others share one."""
     member: Name | None = None
     """Name of this member. null: that of its machine."""
     plaintext: bool = False

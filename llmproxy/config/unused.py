@@ -95,7 +95,7 @@ def _unread(config: Config) -> list[Problem]:
     rules = {} if config.plugins else _read_by_policies(config)
     rules["decision_log_sample"] = config.decision_log is not None, "there is no decision_log"
     rules["admin.host"] = config.admin.port is not None, "there is no admin.port"
-    for key in ("advertise", "lock", "lock_s", "name", "member", "plaintext", "tls"):
+    for key in ("advertise", "lock", "lock_s", "name", "pools", "member", "plaintext", "tls"):
         rules[f"cluster.{key}"] = config.cluster.listen is not None, "there is no cluster.listen"
     for key in ("name", "on_failure"):
         rules[f"shared_limits.{key}"] = config.shared_limits.store is not None, "there is no shared_limits.store"

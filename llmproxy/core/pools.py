@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from math import inf
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.catalogue import Aliases, Catalogue
@@ -37,6 +38,7 @@ from llmproxy.core.scaling.observer import Scaling, facts_of
 from llmproxy.core.scaling.roles import apart
 from llmproxy.core.scheduler import Scheduler
 from llmproxy.core.settings import Settings, UsageLimit
+from llmproxy.core.shards import DEFAULT, ONE_SHARD, Shards
 from llmproxy.core.snapshot import (
     LIMITS_MAX,
     TOTAL_FLOWS_MAX,
@@ -65,10 +67,13 @@ class Pools:
         aliases: Aliases,
         make_placement: Callable[[], Placement],
         rates: Rates | None = None,
+        shards: Shards = ONE_SHARD,
     ) -> None:
         """`rates` keeps requests and tokens per minute where this process does not do it alone."""
         self.settings = settings
-        self._parts = 1
+        self.shards = shards
+        self._until_s = dict.fromkeys(shards.names, inf)
+        self._parts = dict.fromkeys(shards.names, 1)
         self._make_placement = make_placement
         self._occupancy = Occupancy(settings.queue)
         self._limits = UsageLimits(settings.limits, rates)
@@ -100,7 +105,7 @@ class Pools:
         backend = self.backends[name] = Backend(
             name, settings.capacity, settings.health, max_in_flight, settings.ceiling_range, prompt_range, role
         )
-        backend.parts = self._parts
+        backend.parts = self._parts[DEFAULT]
         backend.health.on_event = lambda news: self._news.append((name, news))
 
     def known_limits(self) -> dict[str, KnownLimit]:
@@ -138,23 +143,40 @@ class Pools:
         for scheduler in self.schedulers.values():
             scheduler.reconfigure(settings, now)
 
-    def divide(self, parts: int, now: float) -> None:
+    def divide(self, parts: int, now: float, shard: str = DEFAULT) -> None:
         """Use a part of every limit from the next decision on: so many processes decide, and none knows of the others.
 
-        Bounds of the waiting room stay whole.
+        A usage limit may span shards: it is divided by the most parts of any. Bounds of the waiting room stay whole.
         """
-        self._parts = parts
+        self._parts[shard] = parts
         debts = self._limits.rates.debts(now)
         # A rate that is used up as a whole is used up in each part, and is back after the same time.
         self._limits.reconfigure({}, now)
         self._limits.reconfigure(self._parted(), now)
         self._limits.rates.recall(debts, now)
-        for backend in self.backends.values():
-            backend.parts = parts
+        for name, backend in self.backends.items():
+            backend.parts = self._parts[self.shard_of(name)]
 
     def _parted(self) -> dict[str, UsageLimit]:
         """The limits of which this process may use all."""
-        return {name: limit.part(self._parts) for name, limit in self.settings.limits.items()}
+        parts = max(self._parts.values())
+        return {name: limit.part(parts) for name, limit in self.settings.limits.items()}
+
+    def shard_of(self, backend: str) -> str:
+        """The shard of a backend."""
+        return self.shards.of(self._pool_of.get(backend))
+
+    def decide_until(self, until_s: float, shard: str = DEFAULT) -> None:
+        """Decide nothing about the pools of a shard from `until_s` on: another process may decide then."""
+        self._until_s[shard] = until_s
+
+    def decides(self, pool: str, now: float) -> bool:
+        """Whether this process decides about a pool."""
+        return now < self._until_s[self.shards.of(pool)]
+
+    def decides_any(self, now: float) -> bool:
+        """Whether this process decides about any pool."""
+        return now < max(self._until_s.values())
 
     # --- polls ----------------------------------------------------------------------------------------
 
@@ -195,6 +217,7 @@ class Pools:
                 )
             self.schedulers[pool].attach(self.backends[backend])
             self._pool_of[backend] = pool
+        self.backends[backend].parts = self._parts[self.shards.of(pool)]
         self.schedulers = {name: s for name, s in self.schedulers.items() if not s.idle}
         self.scaling.keep(self.schedulers)
 
@@ -226,11 +249,12 @@ class Pools:
         scheduler.charges.taken_over(request, lease)
         return lease
 
-    def balances(self) -> dict[tuple[str, int], Mapping[str, float]]:
-        """(Pool, band) -> what its fairness policy knows of flows; see `FairnessPolicy.balances`."""
+    def balances(self, shard: str = DEFAULT) -> dict[tuple[str, int], Mapping[str, float]]:
+        """(Pool, band) of a shard -> what its fairness policy knows of flows; see `FairnessPolicy.balances`."""
         return {
             (name, level): balances
             for name, scheduler in self.schedulers.items()
+            if self.shards.of(name) == shard
             for level, balances in scheduler.balances().items()
         }
 
@@ -287,18 +311,21 @@ class Pools:
 
     def decide(self, now: float) -> list[Decision]:
         """See `Scheduler.decide`, of every pool."""
-        schedulers = list(self.schedulers.values())
+        schedulers = self._deciding(now)
         if self.settings.limits and len(schedulers) > 1:
             # A usage limit may span pools: its free places go by band and arrival, not by the order of pools.
             schedulers.sort(key=Scheduler.first_blocked)
         return [decision for scheduler in schedulers for decision in scheduler.decide(now)]
+
+    def _deciding(self, now: float) -> list[Scheduler]:
+        return [scheduler for pool, scheduler in self.schedulers.items() if self.decides(pool, now)]
 
     def faults(self, now: float) -> list[tuple[Exception, int]]:
         """See `Faults.take`, of every pool."""
         return [fault for scheduler in self.schedulers.values() for fault in scheduler.faults.take(now)]
 
     def next_wakeup(self, now: float) -> float | None:
-        times = [scheduler.next_wakeup(now) for scheduler in self.schedulers.values()]
+        times = [scheduler.next_wakeup(now) for scheduler in self._deciding(now)]
         return min([time for time in times if time is not None], default=None)
 
     def news(self) -> list[tuple[str, EjectionEvent]]:
@@ -342,10 +369,13 @@ class Pools:
         return self._pool_of.get(backend)
 
     def snapshot(self, now: float, flows_max: int | None = None) -> Snapshot:
-        """What waits, why, and which backends have room, with at most so many flows. It costs what it shows."""
+        """What waits, why, and which backends have room, with at most so many flows. It costs what it shows.
+
+        Where other processes decide about some pools, those are left out.
+        """
         pools: list[PoolSnapshot] = []
         flows_left = TOTAL_FLOWS_MAX if flows_max is None else flows_max
-        for scheduler in self.schedulers.values():
+        for scheduler in self._deciding(now) or self.schedulers.values():
             pools.append(scheduler.snapshot(now, flows_left))
             flows_left -= sum(len(band.shown) for band in pools[-1].bands)
         in_flight = self._limits.in_flight()
@@ -354,7 +384,9 @@ class Pools:
             LimitSnapshot(
                 name,
                 in_flight[name],
-                self.settings.limits[name].part(self._parts).in_flight if name in self.settings.limits else None,
+                self.settings.limits[name].part(max(self._parts.values())).in_flight
+                if name in self.settings.limits
+                else None,
                 *self._limits.rates.left_per_min(name, now),
             )
             for name in names

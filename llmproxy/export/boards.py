@@ -121,15 +121,15 @@ CLUSTER = Board(
     (
         Panel("Cluster", "Of several proxies: who leads, whether members have a leader, how many there are, and "
               "whether the lock is out of reach.",
-              ((gauge("cluster_leader", HERE, "instance", "max"), "{{instance}} leads"),
-               (gauge("cluster_led", HERE, "instance", "min"), "{{instance}} is led"),
+              ((gauge("cluster_leader", HERE, "instance, pool", "max"), "{{instance}} leads {{pool}}"),
+               (gauge("cluster_led", HERE, "instance, pool", "min"), "{{instance}} is led {{pool}}"),
                (gauge("cluster_members", HERE, "instance", "max"), "members by {{instance}}"),
                (gauge("cluster_lock_away", HERE, "instance", "max"), "{{instance}} misses the lock"))),
         Panel("Changes of the leader", "The number of the leader's turn, changes, and seconds without a leader before "
               "the last one.",
-              ((gauge("cluster_epoch", HERE, "job", "max"), "epoch"),
-               (f"increase(llmproxy_cluster_leader_changes_total{{{HERE}}}{RATE})", "changes {{instance}}"),
-               (gauge("cluster_last_gap_seconds", HERE, "instance", "max"), "gap {{instance}}"))),
+              ((gauge("cluster_epoch", HERE, "job, pool", "max"), "epoch {{pool}}"),
+               (f"increase(llmproxy_cluster_leader_changes_total{{{HERE}}}{RATE})", "changes {{instance}} {{pool}}"),
+               (gauge("cluster_last_gap_seconds", HERE, "instance, pool", "max"), "gap {{instance}} {{pool}}"))),
         Panel("Shared limits", "Of proxies that share limits and nothing else: 1 while their store does not answer.",
               ((gauge("limits_store_away", HERE, "instance", "max"), "{{instance}}"),)),
     ),

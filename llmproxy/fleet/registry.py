@@ -8,7 +8,7 @@ end in their own time (`timeouts.total_s` at the most), and then it is removed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -146,10 +146,10 @@ class BackendRegistry:
             if backend.url in known:
                 self._pools.backends[name].recall(known[backend.url])
 
-    def known_limits(self) -> dict[str, KnownLimit]:
-        """The learned batch limits of all backends, by URL."""
-        known = self._pools.known_limits()
-        return {self._backends[name].url: limit for name, limit in known.items() if name in self._backends}
+    def known_limits(self, among: Callable[[str], bool] = lambda _: True) -> dict[str, KnownLimit]:
+        """The learned batch limits by URL, of the backends of which `among` says yes."""
+        known = self._pools.known_limits().items()
+        return {self._backends[name].url: limit for name, limit in known if name in self._backends and among(name)}
 
     def drained(self) -> set[str]:
         """The backends that an operator drained, those that are still to join included."""

@@ -6,7 +6,7 @@ dispatcher at the moment of a scrape, so that they never drift from its state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import prometheus_client
@@ -72,9 +72,11 @@ class BackendState:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterState:
-    """A cluster as one member sees it. `changes` counts leaders, `gap_s` is the time without one before the last."""
+class ShardState:
+    """What one leader decides about, as one member of a cluster sees it: a `pool`, or "" for all that have no lock of
+    their own. `changes` counts leaders, `gap_s` is the time without one before the last."""
 
+    pool: str
     leads: bool
     led: bool
     epoch: int
@@ -89,8 +91,8 @@ class LiveState:
     """The state that all gauges show. `blocked` counts the blocked requests by what they wait for.
 
     `work_s` are the seconds of work that wait, by pool; `inversions` is a count since the start. `needs` are the
-    replicas that pools need. `cluster` is None for a proxy that is alone, `limits_away` for one that keeps its limits
-    alone.
+    replicas that pools need. `shards` is empty for a proxy that is alone, `limits_away` None for one that keeps its
+    limits alone.
     """
 
     queues: tuple[QueueState, ...] = ()
@@ -100,7 +102,7 @@ class LiveState:
     work_s: Mapping[str, float] = field(default_factory=dict)
     inversions: int = 0
     needs: Mapping[str, Need] = field(default_factory=dict)
-    cluster: ClusterState | None = None
+    shards: tuple[ShardState, ...] = ()
     limits_away: bool | None = None
 
 
@@ -128,7 +130,7 @@ class _LiveCollector(Collector):
 
     def describe(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         # Registering asks for the names, and the state may not exist yet at that time.
-        return _gauges(LiveState(cluster=ClusterState(False, False, 0, 0, 0, 0.0, False)))
+        return _gauges(LiveState(shards=(ShardState("", False, False, 0, 0, 0, 0.0, False),)))
 
 
 def _gauges(state: LiveState) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
@@ -156,24 +158,29 @@ def _gauges(state: LiveState) -> Iterator[CounterMetricFamily | GaugeMetricFamil
     if state.limits_away is not None:
         away_text = "1 while the store of shared limits cannot be asked."
         yield GaugeMetricFamily("llmproxy_limits_store_away", away_text, value=state.limits_away)
-    if state.cluster is not None:
-        yield from _cluster(state.cluster)
+    if state.shards:
+        yield from _cluster(state.shards)
 
 
-def _cluster(cluster: ClusterState) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-    values: tuple[tuple[str, str, float | None], ...] = (
-        ("leader", "1 at the member that schedules for the cluster.", cluster.leads),
-        ("led", "1 while there is a leader that this member can ask.", cluster.led),
-        ("epoch", "The number of the leader's turn, which only rises.", cluster.epoch),
-        ("members", "Members that the leader knows.", cluster.members),
-        ("last_gap_seconds", "How long there was no leader before the one that there is.", cluster.gap_s),
-        ("lock_away", "1 while the lock of the cluster cannot be asked.", cluster.lock_away),
-    )
-    for name, text, value in values:
-        if value is not None:
-            yield GaugeMetricFamily(f"llmproxy_cluster_{name}", text, value=value)
+_SHARD_GAUGES: tuple[tuple[str, str, Callable[[ShardState], float | None]], ...] = (
+    ("leader", "1 at the member that schedules for the cluster.", lambda one: one.leads),
+    ("led", "1 while there is a leader that this member can ask.", lambda one: one.led),
+    ("epoch", "The number of the leader's turn, which only rises.", lambda one: one.epoch),
+    ("members", "Members that the leader knows.", lambda one: one.members),
+    ("last_gap_seconds", "How long there was no leader before the one that there is.", lambda one: one.gap_s),
+    ("lock_away", "1 while the lock of the cluster cannot be asked.", lambda one: one.lock_away),
+)
+"""Each has the label `pool`, which is empty for all pools without a lock of their own."""
+
+
+def _cluster(shards: Sequence[ShardState]) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    for name, text, value_of in _SHARD_GAUGES:
+        yield _gauge(f"cluster_{name}", text, "pool", ((one.pool, value_of(one)) for one in shards))
     changes_text = "Leaders that this member followed, or times that it began to lead."
-    yield CounterMetricFamily("llmproxy_cluster_leader_changes", changes_text, value=cluster.changes)
+    changes = CounterMetricFamily("llmproxy_cluster_leader_changes", changes_text, labels=["pool"])
+    for one in shards:
+        changes.add_metric([one.pool], one.changes)
+    yield changes
 
 
 def _scale(needs: Mapping[str, Need]) -> Iterator[GaugeMetricFamily]:

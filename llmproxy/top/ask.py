@@ -36,6 +36,8 @@ class Target:
 
     url: URL
     admin_key: str | None = None
+    pool: str | None = None
+    """Of a cluster: the pool with a leader of its own that is asked about."""
 
     @classmethod
     def parsed(cls, url: str, admin_key: str | None) -> Target:
@@ -50,7 +52,8 @@ class Target:
             raise AskError(f"{printable(url)} is no address; it should be like http://127.0.0.1:8080")
         if admin_key and not (admin_key.isascii() and admin_key.isprintable() and " " not in admin_key):
             raise AskError("the admin key should be one line of printable ASCII characters without spaces")
-        return cls(URL.build(scheme=base.scheme, host=base.host or "", port=base.port), admin_key or None)
+        address = URL.build(scheme=base.scheme, host=base.host or "", port=base.port)
+        return cls(address, admin_key or None, base.query.get("pool"))
 
     def __str__(self) -> str:
         return printable(str(self.url))
@@ -67,9 +70,10 @@ class Asker:
         """The JSON object at `path`. Raises AskError."""
         target = self.target
         headers = {"Authorization": f"Bearer {target.admin_key}"} if target.admin_key else {}
+        asked = {**(query or {}), **({"pool": target.pool} if target.pool else {})}
         try:
             async with self._session.get(
-                target.url.with_path(path), params=query, headers=headers, allow_redirects=False
+                target.url.with_path(path), params=asked, headers=headers, allow_redirects=False
             ) as answer:
                 body, status = await self._body(answer), answer.status
                 ours = answer.headers.get("Server") == "llmproxy"

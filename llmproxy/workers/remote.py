@@ -253,6 +253,10 @@ class RemotePages:
         del path, on_admin_port
         return await self._forward(request)
 
+    async def get(self, raw_path: str, request: web.BaseRequest) -> protocol.PageResponse:
+        """Another page, on behalf of the client of this request, which has no body. Raises Failure."""
+        return await self._ask(request, None, raw_path)
+
     async def _forward(self, request: web.BaseRequest) -> web.Response:
         response = await self._ask(request, None)
         if response.status == 100:
@@ -263,8 +267,10 @@ class RemotePages:
             status=response.status, reason=response.reason, headers=list(response.headers), body=response.body
         )
 
-    async def _ask(self, request: web.BaseRequest, body: bytes | None) -> protocol.PageResponse:
-        raw = _raw(request, body)
+    async def _ask(
+        self, request: web.BaseRequest, body: bytes | None, raw_path: str | None = None
+    ) -> protocol.PageResponse:
+        raw = _raw(request, body, raw_path or request.raw_path)
         try:
             response = await self._calls.answer(lambda call: protocol.PageRequest(call, raw, request.remote or ""))
         except Refused as refused:
@@ -273,8 +279,8 @@ class RemotePages:
         return response
 
 
-def _raw(request: web.BaseRequest, body: bytes | None) -> bytes:
-    """A request as it came, with its body; with None in a form that makes the server ask for the body."""
+def _raw(request: web.BaseRequest, body: bytes | None, raw_path: str) -> bytes:
+    """A request for this path, else as it came, with its body; None makes the server ask for the body."""
     fields = [*request.raw_headers]
     if body is not None:
         fields = [field for field in fields if field[0].lower() not in _FRAMING]
@@ -282,7 +288,7 @@ def _raw(request: web.BaseRequest, body: bytes | None) -> bytes:
     elif request.can_read_body and "expect" not in request.headers:
         fields.append((b"Expect", b"100-continue"))
     version = f"HTTP/{request.version.major}.{request.version.minor}"
-    first = f"{request.method} {request.raw_path} {version}\r\n".encode("utf-8", "surrogateescape")
+    first = f"{request.method} {raw_path} {version}\r\n".encode("utf-8", "surrogateescape")
     return first + b"".join(b"%b: %b\r\n" % field for field in fields) + b"\r\n" + (body or b"")
 
 

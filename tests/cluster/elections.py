@@ -32,6 +32,7 @@ class Store:
     `after_s` later. `away` makes calls fail.
     """
 
+    name: str = "lock"
     before_s: float = 0.0
     after_s: float = 0.0
     rate: float = 1.0
@@ -128,6 +129,7 @@ class Member:
         self.followed: list[tuple[float, Leadership | None]] = []
         self.away: list[str | None] = []
         self.reachable = True
+        self.patience_s = 0.0
         self.fails: Exception | None = None
         self.stands_still_until_s = 0.0
         self.election = Election(store, name, f"{name}:1", held_s, self, self.away.append)

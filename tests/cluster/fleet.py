@@ -15,7 +15,9 @@ from llmproxy.app import running
 from llmproxy.cluster import stores
 from llmproxy.cluster.cluster import Cluster
 from llmproxy.cluster.election import Leadership
+from llmproxy.cluster.shard import Shard
 from llmproxy.config import Config
+from llmproxy.core.shards import DEFAULT
 from llmproxy.shared.valkey import StoreError
 from llmproxy.simulator.replica import Replica, ReplicaOptions
 from tests.e2e.leftovers import nothing_left
@@ -26,6 +28,7 @@ from tests.e2e.proxies import QUICK, ProxyUnderTest, all_up, merged_with, until
 class MemoryLock:
     """The lock of all members of one test. `away` are the holders for which it cannot be asked."""
 
+    name: str = "lock"
     held: Leadership | None = None
     until_s: float = 0.0
     epoch: int = 0
@@ -65,35 +68,41 @@ class Members(list[ProxyUnderTest]):
     def __init__(self, lock: MemoryLock) -> None:
         super().__init__()
         self.lock = lock
+        self.locks = {DEFAULT: lock}
 
     @property
     def leader(self) -> ProxyUnderTest:
         """The one that leads."""
-        (leader,) = [one for one in self if cluster_of(one).leads]
+        (leader,) = [one for one in self if shard_of(one).leads]
         return leader
 
     @property
     def followers(self) -> list[ProxyUnderTest]:
-        return [one for one in self if not cluster_of(one).leads]
+        return [one for one in self if not shard_of(one).leads]
 
     def together(self) -> bool:
         """Whether everybody follows the one that leads."""
-        led = [cluster_of(one) for one in self]
+        led = [shard_of(one) for one in self]
         return sum(one.leads for one in led) == 1 and all(one.led and len(one.members) == len(self) for one in led)
 
     def check_settled(self) -> None:
         """Nothing is left in any member."""
         for one in self:
             one.check()
-            relay = cluster_of(one).relay
-            assert (relay.waiting, relay.running) == (0, 0)
-            for session in cluster_of(one).sessions.values():
-                assert (session.open_requests, session.leases) == (0, 0)
+            relays = cluster_of(one).relays
+            assert (relays.waiting, relays.running) == (0, 0)
+            for shard in cluster_of(one).shards.values():
+                for session in shard.sessions.values():
+                    assert (session.open_requests, session.leases) == (0, 0)
 
 
 def cluster_of(member: ProxyUnderTest) -> Cluster:
     assert member.app.cluster is not None
     return member.app.cluster
+
+
+def shard_of(member: ProxyUnderTest, pool: str = DEFAULT) -> Shard:
+    return cluster_of(member).shards[pool]
 
 
 @asynccontextmanager
@@ -103,7 +112,7 @@ async def members(
     """So many members over one replica for each of `options`. All follow one of them when the block is entered."""
     with pytest.MonkeyPatch.context() as patch:
         found = Members(MemoryLock())
-        patch.setattr(stores, "opened", lambda *_: found.lock)
+        patch.setattr(stores, "opened", lambda _config, _api, shard: found.locks.setdefault(shard, MemoryLock()))
         async with nothing_left(), AsyncExitStack() as stack:
             replicas = [await stack.enter_async_context(Replica(one)) for one in options]
             backends = [

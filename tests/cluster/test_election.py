@@ -373,6 +373,8 @@ DELAYS = st.sampled_from([0.0, 0.0, 0.01, 0.3, 1.4, 2.0, 2.9, 5.0])
     stops=st.lists(st.tuples(TIMES, st.sampled_from(NAMES), SPANS), max_size=6),
     unreachable=st.lists(st.tuples(TIMES, st.sampled_from(NAMES)), max_size=3),
     resigns=st.lists(st.tuples(TIMES, st.sampled_from(NAMES)), max_size=2),
+    hand_overs=st.lists(st.tuples(TIMES, st.sampled_from(NAMES)), max_size=3),
+    patience=st.lists(st.sampled_from([0.0, 0.2, 0.4]), min_size=3, max_size=3),
     rate=st.floats(0.85, 1.2),
 )
 def test_two_never_decide_at_once(
@@ -381,6 +383,8 @@ def test_two_never_decide_at_once(
     stops: list[tuple[float, str, float]],
     unreachable: list[tuple[float, str]],
     resigns: list[tuple[float, str]],
+    hand_overs: list[tuple[float, str]],
+    patience: list[float],
     rate: float,
 ) -> None:
     """The clock of the store may even go wrong by a fifth."""
@@ -388,6 +392,8 @@ def test_two_never_decide_at_once(
     async def main() -> None:
         store = Store(rate=rate)
         members = {name: Member(store, name) for name in NAMES}
+        for one, patience_s in zip(members.values(), patience, strict=True):
+            one.patience_s = patience_s
         loop = asyncio.get_running_loop()
 
         def slow(before_s: float, after_s: float) -> None:
@@ -401,11 +407,21 @@ def test_two_never_decide_at_once(
             members[name].election.look()
 
         resigning: dict[str, asyncio.Task[None]] = {}
+        handing_over: set[asyncio.Task[None]] = set()
+
+        async def hand_over(name: str) -> None:
+            await members[name].election.resign()
+            if name not in resigning:
+                members[name].election.stand()
 
         def resign(name: str) -> None:
             # Who stands still does not resign either.
             if members[name].stands_still_until_s <= now():
                 resigning[name] = asyncio.create_task(members[name].election.resign())
+
+        def begin_to_hand_over(name: str) -> None:
+            if members[name].stands_still_until_s <= now():
+                handing_over.add(asyncio.create_task(hand_over(name)))
 
         for at_s, before_s, after_s in delays:
             loop.call_at(at_s, slow, before_s, after_s)
@@ -418,6 +434,8 @@ def test_two_never_decide_at_once(
             loop.call_at(at_s, loses, name)
         for at_s, name in resigns:
             loop.call_at(at_s, resign, name)
+        for at_s, name in hand_overs:
+            loop.call_at(at_s, begin_to_hand_over, name)
         await asyncio.sleep(53.0)
         slow(0.0, 0.0)
         away(False)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from llmproxy.cluster import cluster
+from llmproxy.cluster import shard
 from llmproxy.config import BackendConfig
 from llmproxy.gateway.http.headers import OBJECTIVE_HEADERS
 from llmproxy.simulator.replica import Replica
-from tests.cluster.fleet import Members, cluster_of, members
+from tests.cluster.fleet import Members, cluster_of, members, shard_of
 from tests.e2e.proxies import FAST, HELLO, STREAM, until
 
 
@@ -60,7 +60,7 @@ async def test_a_leader_that_resigns_cuts_nothing() -> None:
         waiting = [one.waiting(HELLO) for one in found]
         await until(lambda: old.queued == 3)
         cluster_of(old).begin_shutdown()
-        await until(lambda: not cluster_of(old).leads)
+        await until(lambda: not shard_of(old).leads)
         await until(found.together)
         assert found.leader is not old
         await until(lambda: found.leader.queued == 3)
@@ -98,16 +98,16 @@ async def test_only_the_leader_has_metrics_of_what_work_needs() -> None:
 async def test_a_member_without_a_leader_is_not_ready_once_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     async with members(2, FAST) as found:
         (follower,) = found.followers
-        monkeypatch.setattr(cluster, "WITHOUT_LEADER_S", inf)
+        monkeypatch.setattr(shard, "WITHOUT_LEADER_S", inf)
         found.lock.away = {"m0", "m1"}
-        await until(lambda: not any(cluster_of(one).led for one in found))
+        await until(lambda: not any(shard_of(one).led for one in found))
         assert (await follower.get("/ready")).status == 200, "its requests are held"
         summary = (await follower.get("/debug/live")).json["summary"]
         assert (summary["level"], summary["text"].partition(":")[0]) == (
             "bad",
             "This member of the cluster has no leader",
         )
-        monkeypatch.setattr(cluster, "WITHOUT_LEADER_S", -inf)
+        monkeypatch.setattr(shard, "WITHOUT_LEADER_S", -inf)
         assert (await follower.get("/ready")).json["reason"] == "this member of the cluster has no leader"
         found.lock.away = set()
         await until(found.together)
@@ -144,7 +144,7 @@ async def test_the_next_leader_knows_what_is_held() -> None:
         asked = await held_anywhere(found)
         old = found.leader
         cluster_of(old).begin_shutdown()
-        await until(lambda: not cluster_of(old).leads)
+        await until(lambda: not shard_of(old).leads)
         await until(found.together)
         await until(lambda: found.leader.app.dispatcher.nameless == 3)
         for task in asked:
@@ -159,7 +159,7 @@ async def test_a_member_without_a_leader_has_no_number_for_an_autoscaler() -> No
         (follower,) = found.followers
         assert (await follower.get("/scale/base")).json["replicas"]["up"] == 1
         found.lock.away = {"m0", "m1"}
-        await until(lambda: all(cluster_of(one).parts for one in found))
+        await until(lambda: all(shard_of(one).parts for one in found))
         for one in found:
             assert (await one.get("/debug/live")).json["summary"]["level"] == "warning"
             for path in ("/scale", "/scale/base"):

@@ -111,7 +111,7 @@ async def test_what_waited_is_counted_once_over_a_broken_connection() -> None:
         await asyncio.sleep(SOON_S)
         found.break_connections()
         await asyncio.sleep(1.0)
-        assert leader.cluster.sessions[one.name].connected
+        assert leader.shard.sessions[one.name].connected
         requests, _ = leader.dispatcher.pools._limits.rates.left_per_min(TENANT, asyncio.get_running_loop().time())
         assert requests == pytest.approx(2.0, abs=0.1)
         await holder.done()

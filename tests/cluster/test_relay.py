@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from llmproxy.cluster.channel import SILENCE_S
-from llmproxy.cluster.cluster import WITHOUT_LEADER_S
 from llmproxy.cluster.relay import NO_LEADER_RETRY_S, UNSENT_MAX
 from llmproxy.cluster.session import GRACE_S
+from llmproxy.cluster.shard import WITHOUT_LEADER_S
 from llmproxy.core.domain import Outcome, Verdict
 from llmproxy.workers import protocol
 from tests.cluster.elections import HELD_S
@@ -77,10 +77,10 @@ async def test_a_grant_that_a_lost_member_did_not_hear_is_free_for_others() -> N
         found.cut(deaf, leader)
         await holder.done()
         await asyncio.sleep(1.0)
-        assert leader.cluster.sessions[deaf.name].leases == 1
+        assert leader.shard.sessions[deaf.name].leases == 1
         assert later.holds() is None
         await asyncio.sleep(SILENCE_S)
-        assert not leader.cluster.sessions[deaf.name].connected
+        assert not leader.shard.sessions[deaf.name].connected
         assert later.holds() == "a"
         assert waits.holds() is None
         found.heal()
@@ -102,11 +102,11 @@ async def test_a_lease_of_which_the_member_could_not_tell_at_first_stays_over_th
         await asyncio.sleep(SOON_S)
         found.heal()
         await asyncio.sleep(2.0)
-        session = leader.cluster.sessions[one.name]
+        session = leader.shard.sessions[one.name]
         assert session.connected
         found.cut(one, leader)
         await asyncio.sleep(SILENCE_S + 2.0)
-        assert not leader.cluster.sessions[one.name].connected
+        assert not leader.shard.sessions[one.name].connected
         assert session.leases == 1
 
 
@@ -120,7 +120,7 @@ async def test_a_lost_member_is_granted_nothing_until_it_is_back_and_has_its_tur
         await asyncio.sleep(SOON_S)
         found.cut(lost, leader)
         await asyncio.sleep(SILENCE_S + 2.0)
-        assert not leader.cluster.sessions[lost.name].connected
+        assert not leader.shard.sessions[lost.name].connected
         second, third = other.client(), other.client()
         await asyncio.sleep(SOON_S)
         await holder.done()
@@ -143,7 +143,7 @@ async def test_a_lease_that_was_given_back_during_a_cut_is_given_back_after() ->
         ends = finished(leader.dispatcher)
         found.cut(one, leader)
         await asyncio.sleep(5.0)
-        assert not one.cluster.led
+        assert not one.shard.led
         await client.done()
         await asyncio.sleep(1.0)
         assert ends == []
@@ -166,7 +166,7 @@ async def test_what_was_said_into_a_broken_connection_is_not_held_for_ever() -> 
         await asyncio.sleep(5.0)
         found.heal()
         await asyncio.sleep(2.0)
-        session = leader.cluster.sessions[one.name]
+        session = leader.shard.sessions[one.name]
         assert session.connected
         assert (session.leases, session.open_requests) == (0, 0)
 
@@ -181,7 +181,7 @@ async def test_a_cut_that_could_not_be_said_is_said_again() -> None:
         cuts: list[float] = []
         client.lease.on_cut = lambda: cuts.append(now())
         found.cut(one, leader)
-        [(lease, _)] = leader.cluster.sessions[one.name]._leases.values()
+        [(lease, _)] = leader.shard.sessions[one.name]._leases.values()
         lease.cut(revoked=True)
         await asyncio.sleep(5.0)
         assert not cuts
@@ -248,7 +248,7 @@ async def test_a_member_that_is_gone_for_good_frees_what_it_had() -> None:
         assert waits.holds() == "a"
         assert waits.lease is not None
         assert waits.lease.grant.at_s == pytest.approx(died_s + GRACE_S, abs=0.1)
-        assert gone.name not in found.leader.cluster.sessions
+        assert gone.name not in found.leader.shard.sessions
         assert found.leader.dispatcher.leases == 1
 
 
@@ -312,7 +312,7 @@ async def test_a_leader_that_dies_takes_nothing_with_it() -> None:
         found.members.remove(dead)
         await dead.die()
         await asyncio.sleep(HELD_S + 1.0)
-        assert found.leader.cluster.last_gap_s == pytest.approx(HELD_S, abs=1.0)
+        assert found.leader.shard.last_gap_s == pytest.approx(HELD_S, abs=1.0)
         assert runs.holds() == "a"
         assert waits.lease is None, "no grant beyond the seats"
         await runs.done()
@@ -344,7 +344,7 @@ async def test_a_new_leader_waits_for_all_whom_it_expects() -> None:
 async def test_a_grant_by_a_leader_of_the_past_is_ignored() -> None:
     async with world(3) as found:
         old, (one, _) = found.leader, found.followers
-        link = one.cluster._link
+        link = one.shard._link
         assert link is not None
         seat = old.client()
         await asyncio.sleep(SOON_S)
@@ -352,12 +352,12 @@ async def test_a_grant_by_a_leader_of_the_past_is_ignored() -> None:
         await asyncio.sleep(SOON_S)
         old.cluster.begin_shutdown()
         await asyncio.sleep(2.0)
-        assert one.cluster.leads or one.cluster._link is not link
+        assert one.shard.leads or one.shard._link is not link
         [call] = one.relay._waiting
-        session = found.leader.cluster.sessions[old.name]
+        session = found.leader.shard.sessions[old.name]
         [(lease, _)] = session._leases.values()
         late = protocol.LeaseGranted(call, call, client.request.stage, lease.grant.placed, 0.0, 0, lease.grant.why, 0.0)
-        one.cluster.take(link, late)
+        one.shard.take(link, late)
         assert client.lease is None
         await seat.done()
 
@@ -389,8 +389,8 @@ async def test_without_a_leader_requests_are_held_and_then_refused() -> None:
     async with world(2) as found:
         nobody_leads(found)
         await asyncio.sleep(HELD_S)
-        assert not found.members[0].cluster.led
-        unled_s = found.members[0].cluster._unled_s
+        assert not found.members[0].shard.led
+        unled_s = found.members[0].shard._unled_s
         client = found.members[0].client()
         await asyncio.sleep(WITHOUT_LEADER_S - 1.0)
         assert found.members[0].relay.waiting == 1
@@ -523,7 +523,7 @@ async def test_a_new_leader_that_does_not_know_a_backend_lets_its_answers_go_on(
         new.dispatcher.pools.remove_backend("a")
         old.cluster.begin_shutdown()
         await asyncio.sleep(2.0)
-        assert new.cluster.leads
+        assert new.shard.leads
         assert new.dispatcher.leases == 0
         assert client.lease is not None
         client.lease.started()

@@ -10,11 +10,11 @@ from structlog.testing import capture_logs
 
 from llmproxy.cluster import links
 from llmproxy.cluster.channel import FRAME_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, MemberChannel
-from llmproxy.cluster.cluster import SETTLE_S
 from llmproxy.cluster.hand_over import LEARNED_S
 from llmproxy.cluster.links import CONNECT_S
 from llmproxy.cluster.pages import PAGE_BYTES_MAX, status_of
 from llmproxy.cluster.protocol import PROTOCOL, TO_MEMBER, Hello, Learned, NotLeader, Ping, Resume, Resumed, Welcome
+from llmproxy.cluster.shard import SETTLE_S
 from llmproxy.core.domain import Entry, KnownCapacity, KnownLimit
 from llmproxy.workers import protocol
 from llmproxy.workers.channel import frame
@@ -67,8 +67,8 @@ async def test_who_says_hello_is_welcome() -> None:
         one.hello()
         await asyncio.sleep(0.1)
         [welcome] = one.of(Welcome)
-        assert welcome == Welcome(found.leader.cluster.epoch, found.leader.name, "0", "config")
-        assert found.leader.cluster.members == ("m0", "m1", "stranger")
+        assert welcome == Welcome(found.leader.shard.epoch, found.leader.name, "0", "config")
+        assert found.leader.shard.members == ("m0", "m1", "stranger")
         await one.end()
 
 
@@ -119,7 +119,7 @@ async def test_a_name_that_another_process_has_is_refused(name: str) -> None:
         one = Stranger(found)
         one.hello(name=name, incarnation="2")
         assert "cluster.member" in await one.refused()
-        assert all(member.cluster.led for member in found.members)
+        assert all(member.shard.led for member in found.members)
 
 
 @virtual
@@ -132,7 +132,7 @@ async def test_a_process_that_was_restarted_replaces_the_one_that_is_gone() -> N
         await dead.die()
         new = await found.member(dead.name, incarnation="2")
         await asyncio.sleep(0.5)
-        assert new.cluster.led
+        assert new.shard.led
         assert found.leader.dispatcher.leases == 0, "what the old process had is over"
 
 
@@ -149,7 +149,7 @@ async def test_no_more_members_than_the_limit() -> None:
             assert ones[0].of(Welcome)
             found.break_connections()
             await asyncio.sleep(0.5)
-            assert all(one.cluster.led for one in found.members), "those who are in may come back"
+            assert all(one.shard.led for one in found.members), "those who are in may come back"
             await ones[0].end()
 
 
@@ -206,7 +206,7 @@ async def test_garbage_ends_its_connection_alone(data: bytes, member: bool) -> N
         assert one.lost
         assert len(reported) == 1
         assert client.holds() == "a"
-        assert all(each.cluster.led for each in found.members)
+        assert all(each.shard.led for each in found.members)
 
 
 @virtual
@@ -235,7 +235,7 @@ async def test_a_message_that_makes_no_sense_is_skipped() -> None:
         [refused] = one.of(protocol.CallRefused)
         assert refused.call == 5
         assert not reported
-        one.channel.send(protocol.RequestEnded(next(iter(found.leader.cluster.sessions["stranger"]._requests)), None))
+        one.channel.send(protocol.RequestEnded(next(iter(found.leader.shard.sessions["stranger"]._requests)), None))
         await asyncio.sleep(0.1)
         await one.end()
 
@@ -249,24 +249,24 @@ async def test_silence_ends_a_connection_on_both_sides() -> None:
         leader, one = found.leader, found.followers[0]
         found.cut(leader, one)
         await asyncio.sleep(SILENCE_S - 0.5)
-        assert one.cluster.calls is not None
+        assert one.shard.calls is not None
         await asyncio.sleep(1.6)
         assert not one.relay.led
-        assert not leader.cluster.sessions[one.name].connected
+        assert not leader.shard.sessions[one.name].connected
         found.heal()
         await asyncio.sleep(3.0)
-        assert one.cluster.led
+        assert one.shard.led
 
 
 @virtual
 async def test_a_process_that_stood_still_reads_before_it_gives_up() -> None:
     async with world(2) as found:
-        link = found.followers[0].cluster._link
+        link = found.followers[0].shard._link
         assert link is not None
         loop: Any = asyncio.get_running_loop()
         loop._now_s += 2.9
         await asyncio.sleep(2.0)
-        assert found.followers[0].cluster._link is link
+        assert found.followers[0].shard._link is link
 
 
 @virtual
@@ -274,10 +274,10 @@ async def test_a_peer_that_takes_nothing_is_lost() -> None:
     async with world(2) as found:
         one, wire = found.followers[0], found.net.wires[-1]
         wire.unread = UNSENT_BYTES_MAX + 1
-        link = one.cluster._link
+        link = one.shard._link
         await asyncio.sleep(2.0)
-        assert one.cluster._link is not link
-        assert one.cluster.led
+        assert one.shard._link is not link
+        assert one.shard.led
 
 
 @virtual
@@ -295,7 +295,7 @@ async def test_what_comes_by_an_older_connection_is_of_the_past() -> None:
         assert found.leader.dispatcher.leases == 0
         assert old.lost
         assert not new.lost
-        assert found.leader.cluster.sessions["stranger"].connected
+        assert found.leader.shard.sessions["stranger"].connected
         await new.end()
 
 
@@ -324,30 +324,30 @@ async def test_a_member_that_knows_of_a_later_turn_makes_the_leader_take_one_bey
     """The store was emptied, and a process that had just started took the lock: nobody else would follow it."""
     async with world(3) as found:
         for one in found.members:
-            one.cluster.epoch = 9
-            one.cluster._election._epoch = 9  # type: ignore[union-attr]
+            one.shard.epoch = 9
+            one.shard._election._epoch = 9  # type: ignore[union-attr]
         found.members.remove(dead := found.leader)
         await dead.die()
         found.store.forget()
         new = await found.member("new")
         await asyncio.sleep(3.0)
         assert found.leader is new
-        assert new.cluster.epoch == 10
-        assert all(one.cluster.led for one in found.members)
+        assert new.shard.epoch == 10
+        assert all(one.shard.led for one in found.members)
 
 
 @virtual
 async def test_a_welcome_of_an_earlier_turn_is_refused() -> None:
     async with world(2) as found:
         one = found.followers[0]
-        link = one.cluster._link
+        link = one.shard._link
         assert link is not None
-        one.cluster.epoch = 5
-        other = links.LeaderLink(one.cluster, link.leadership)
-        one.cluster.welcomed(other, Welcome(4, "old", "0", "config"))
-        assert one.cluster._link is link
-        assert one.cluster.epoch == 5
-        one.cluster.epoch = 1
+        one.shard.epoch = 5
+        other = links.LeaderLink(one.shard, link.leadership)
+        one.shard.welcomed(other, Welcome(4, "old", "0", "config"))
+        assert one.shard._link is link
+        assert one.shard.epoch == 5
+        one.shard.epoch = 1
 
 
 @virtual
@@ -362,14 +362,14 @@ async def test_a_leader_that_cannot_be_connected_to_is_logged_once() -> None:
         found.heal()
         assert status_of(cut.cluster)["leader_away"] is not None
         await asyncio.sleep(3.0)
-        assert cut.cluster.led
+        assert cut.shard.led
         assert status_of(cut.cluster)["leader_away"] is None
 
 
 @virtual
 async def test_a_leader_that_ends_a_connection_without_an_answer_may_want_tls() -> None:
     async with world(2) as found:
-        one = found.followers[0].cluster
+        one = found.followers[0].shard
         assert one.leadership is not None
         link = links.LeaderLink(one, one.leadership)
         link.channel.connection_lost(None)
@@ -389,13 +389,13 @@ async def test_an_address_that_is_none_is_no_end() -> None:
         one.network.connect = fails  # type: ignore[method-assign]
         found.break_connections()
         await asyncio.sleep(2.0)
-        assert not one.cluster.led
-        linking = one.cluster._linking
+        assert not one.shard.led
+        linking = one.shard._linking
         assert linking is not None
         assert not linking.done() or linking.exception() is None
         one.network.connect = connect  # type: ignore[method-assign]
         await asyncio.sleep(2.0)
-        assert one.cluster.led
+        assert one.shard.led
 
 
 @virtual
@@ -407,10 +407,10 @@ async def test_nobody_waits_for_a_dead_leader_when_there_is_another() -> None:
         for alive in (one, other):
             found.cut(dead, alive)
         await asyncio.sleep(5.5)
-        dead.cluster._election._stands = False  # type: ignore[union-attr]
+        dead.shard._election._stands = False  # type: ignore[union-attr]
         found.store.held = None
         async with asyncio.timeout(0.8):
-            while not all(alive.cluster.led and alive.cluster.epoch == 2 for alive in (one, other)):  # noqa: ASYNC110
+            while not all(alive.shard.led and alive.shard.epoch == 2 for alive in (one, other)):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         found.heal()
         await asyncio.sleep(5.0)
@@ -434,7 +434,7 @@ async def test_a_slow_leader_gets_one_connection_of_each_member() -> None:
         found.break_connections()
         await asyncio.sleep(3.0)
         assert len(held) == 1
-        assert one.cluster.led
+        assert one.shard.led
         found.net.listening[leader.name] = accepted
         found.break_connections()
         await asyncio.sleep(1.0)
@@ -447,10 +447,10 @@ async def test_the_last_one_leads_until_somebody_else_is_there() -> None:
         client = old.client()
         old.cluster.begin_shutdown()
         await asyncio.sleep(1.0)
-        assert old.cluster.leads
+        assert old.shard.leads
         new = await found.member("new")
         await asyncio.sleep(2.0)
-        assert new.cluster.leads
+        assert new.shard.leads
         assert client.holds() == "a"
         assert new.dispatcher.leases == 1
 
@@ -462,8 +462,8 @@ async def test_a_leader_that_resigns_while_a_member_joins() -> None:
         await asyncio.sleep(1.5 * LATENCY_S)
         found.leader.cluster.begin_shutdown()
         await asyncio.sleep(2.0)
-        assert late.cluster.led
-        assert len({one.cluster.epoch for one in found.members}) == 1
+        assert late.shard.led
+        assert len({one.shard.epoch for one in found.members}) == 1
 
 
 @virtual
@@ -491,7 +491,7 @@ async def test_what_flows_were_charged_is_known_to_the_next_leader() -> None:
         old, new = found.leader, found.followers[0]
         clients = [old.client(flow="big", prompt_tokens=3000), old.client(flow="small")]
         await asyncio.sleep(1.5)
-        known = {key: dict(flows) for key, flows in new.cluster._hand_over.balances.known.items()}
+        known = {key: dict(flows) for key, flows in new.shard._hand_over.balances.known.items()}
         assert any(known.values())
         recalled: list[Any] = []
         recall = new.dispatcher.pools.recall
@@ -503,9 +503,9 @@ async def test_what_flows_were_charged_is_known_to_the_next_leader() -> None:
         new.dispatcher.pools.recall = spy  # type: ignore[method-assign, assignment]
         found.cut(old, new)
         found.store.held = None
-        old.cluster._election._stands = False  # type: ignore[union-attr]
+        old.shard._election._stands = False  # type: ignore[union-attr]
         await asyncio.sleep(HELD_S + SETTLE_S)
-        assert new.cluster.leads
+        assert new.shard.leads
         assert dict(recalled) == known
         found.heal()
         await asyncio.sleep(5.0)
@@ -523,7 +523,7 @@ async def test_what_was_learned_is_known_to_the_next_leader_and_to_one_that_join
         await asyncio.sleep(1.0)
         for one in (*found.followers, late):
             assert one.recalled == [], "only who leads needs it"
-        assert late.cluster._hand_over.learned == old.learned
+        assert late.shard._hand_over.learned == old.learned
         old.cluster.begin_shutdown()
         await asyncio.sleep(2.0)
         assert found.leader is not old
@@ -536,12 +536,12 @@ async def test_a_configuration_that_was_read_again_is_known_to_the_leader() -> N
         one, leader = found.followers[0], found.leader
         one.cluster.reconfigured("other")
         await asyncio.sleep(0.1)
-        assert leader.cluster.sessions[one.name].hello.config == "other"
+        assert leader.shard.sessions[one.name].hello.config == "other"
         leader.cluster.reconfigured("other")
         assert leader.cluster.me.config == "other"
         found.break_connections()
         await asyncio.sleep(1.0)
-        assert leader.cluster.sessions[one.name].hello.config == "other"
+        assert leader.shard.sessions[one.name].hello.config == "other"
 
 
 # --- pages, and frames that are too long ------------------------------------------------------------------------------
@@ -551,18 +551,18 @@ async def test_a_configuration_that_was_read_again_is_known_to_the_leader() -> N
 async def test_a_page_that_is_too_long_is_refused_and_breaks_nothing() -> None:
     async with world(2) as found:
         one = found.followers[0]
-        calls, link = one.cluster.calls, one.cluster._link
+        calls, link = one.shard.calls, one.shard._link
         assert calls is not None
         long_ago = b"x" * (PAGE_BYTES_MAX + 1)
         answer = await calls.answer(lambda call: protocol.PageRequest(call, long_ago, ""))
         assert isinstance(answer, protocol.PageResponse)
         assert answer.status == 502
-        assert one.cluster._link is link
+        assert one.shard._link is link
         answers = await asyncio.gather(
             *(calls.answer(lambda call: protocol.PageRequest(call, long_ago[:-1], "")) for _ in range(3))
         )
         assert {one.status for one in answers if isinstance(one, protocol.PageResponse)} == {200}
-        assert one.cluster._link is link
+        assert one.shard._link is link
 
 
 @virtual
@@ -570,12 +570,12 @@ async def test_a_message_that_is_too_long_is_not_sent() -> None:
     reported = reports()
     async with world(2) as found:
         one = found.followers[0]
-        assert one.cluster._link is not None
-        one.cluster._link.channel.send(protocol.PageRequest(-99, b"x" * FRAME_BYTES_MAX, ""))
-        one.cluster._link.channel.send(Ping())
+        assert one.shard._link is not None
+        one.shard._link.channel.send(protocol.PageRequest(-99, b"x" * FRAME_BYTES_MAX, ""))
+        one.shard._link.channel.send(Ping())
         await asyncio.sleep(0.5)
         assert [report["message"][:20] for report in reported] == ["too long to be sent:"]
-        assert one.cluster.led
+        assert one.shard.led
 
 
 # --- nothing grows ----------------------------------------------------------------------------------------------------
@@ -590,9 +590,9 @@ async def test_a_thousand_broken_connections_leave_nothing() -> None:
             await asyncio.sleep(0.25)
         assert client.holds() == "a"
         for one in found.members:
-            assert len(one.cluster._tasks) == 2
+            assert (len(one.shard._tasks), len(one.cluster._tasks)) == (2, 0)
             assert len(one.cluster.incoming) <= 2
-            assert len(one.cluster._differing) == 0
+            assert len(one.shard._differing) == 0
         assert len(asyncio.all_tasks()) < 30
 
 
@@ -603,7 +603,7 @@ async def test_a_call_of_the_next_connection_may_have_the_number_of_one_of_the_l
         leader = found.leader
         leader.dispatcher.expects_backends(True)
         hello = Hello(PROTOCOL, "0", "m1", "1", "", "config", 0)
-        session = leader.cluster.join(hello, MemberChannel(TO_MEMBER, lambda _: None, lambda: None))
+        session = leader.shard.join(hello, MemberChannel(TO_MEMBER, lambda _: None, lambda: None))
         for _ in range(2):
             session.take(Resume(frozenset(), frozenset()))
             session.take(protocol.Resolve(-1, "later", 60.0, 1))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmproxy.config import Config, hash_of
-from tests.cluster.fleet import cluster_of, members
+from tests.cluster.fleet import cluster_of, members, shard_of
 from tests.cluster.virtual import world
 from tests.dispatching import virtual
 from tests.e2e.proxies import FAST, HELLO, until
@@ -47,7 +47,7 @@ async def test_a_backend_that_is_drained_at_any_member_stays_so_under_the_next_l
         await until(lambda: all(one.app.registry.drained() == {"b0"} for one in found))
         old = found.leader
         cluster_of(old).begin_shutdown()
-        await until(lambda: not cluster_of(old).leads)
+        await until(lambda: not shard_of(old).leads)
         await until(found.together)
         for one in found:
             for _ in range(3):
@@ -80,7 +80,7 @@ async def test_a_reload_at_a_follower_and_at_the_leader() -> None:
         leader, follower = found.leader, found.followers[0]
 
         def same() -> list[bool]:
-            return [one.hello.config == cluster_of(leader).me.config for one in cluster_of(leader).sessions.values()]
+            return [one.hello.config == cluster_of(leader).me.config for one in shard_of(leader).sessions.values()]
 
         other = Config.model_validate({**follower.config_data, "body_bytes_max": 12345})
         assert all(same())
@@ -102,13 +102,13 @@ async def test_who_knows_no_backend_yet_does_not_lead() -> None:
         await asyncio.sleep(0.05)
         polled = asyncio.Event()
         new = await found.member("new", known=polled.wait())
-        one.cluster._election._stands = False  # type: ignore[union-attr]
+        one.shard._election._stands = False  # type: ignore[union-attr]
         old.cluster.begin_shutdown()
         await asyncio.sleep(3.0)
         assert not new.relay.led
         polled.set()
         await asyncio.sleep(1.0)
-        assert new.cluster.leads
+        assert new.shard.leads
         assert seat.holds() == "a"
         assert waits.refused is None
 
@@ -122,10 +122,10 @@ async def test_who_leaves_before_it_knows_anything_does_not_lead_afterwards() ->
         new.cluster.begin_shutdown()
         polled.set()
         old = found.leader
-        old.cluster._election._stands = False  # type: ignore[union-attr]
+        old.shard._election._stands = False  # type: ignore[union-attr]
         found.store.held = None
         await asyncio.sleep(10.0)
-        assert not new.cluster.leads
+        assert not new.shard.leads
 
 
 async def test_requests_that_wait_outlive_a_leader_that_is_cut_off_from_its_lock() -> None:
@@ -137,9 +137,9 @@ async def test_requests_that_wait_outlive_a_leader_that_is_cut_off_from_its_lock
             await until(lambda: old.queued == 3)
             found.lock.away.add(old.app.cluster.me.name)  # type: ignore[union-attr]
             others = [one for one in found if one is not old]
-            await until(lambda: not cluster_of(old).leads)
-            await until(lambda: any(cluster_of(one).leads for one in others))
-            await until(lambda: all(cluster_of(one).led for one in others))
+            await until(lambda: not shard_of(old).leads)
+            await until(lambda: any(shard_of(one).leads for one in others))
+            await until(lambda: all(shard_of(one).led for one in others))
             assert not any(one.done() for one in waiting)
             found.lock.away.clear()
             await until(found.together)

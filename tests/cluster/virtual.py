@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from math import inf
+from types import MappingProxyType
 from typing import Any
 
 from llmproxy.cluster.cluster import Cluster
 from llmproxy.cluster.pages import bounded
 from llmproxy.cluster.protocol import PROTOCOL, Hello, Learned
 from llmproxy.cluster.relay import RelayDispatcher
+from llmproxy.cluster.relays import Relays
 from llmproxy.cluster.session import Shared
+from llmproxy.cluster.shard import Shard
 from llmproxy.core.domain import Request
 from llmproxy.core.settings import Settings
+from llmproxy.core.shards import DEFAULT
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.workers import protocol
 from tests.cluster.elections import HELD_S, Store
-from tests.dispatching import SETTINGS, Client, dispatcher, empty
+from tests.dispatching import SETTINGS, Client, dispatcher_of, empty
 from tests.workers.link import RecordedEvents
 
 LATENCY_S = 0.001
@@ -141,14 +145,16 @@ class VirtualMember:
 
     def __init__(self, world: World, name: str, incarnation: str = "1", backends: Iterable[str] = "a") -> None:
         self.name = name
-        self.dispatcher: Dispatcher = dispatcher(None, world.settings, **dict.fromkeys(world.backends, world.seats))
+        self.dispatcher: Dispatcher = dispatcher_of(
+            world.pools, None, world.settings, **dict.fromkeys(world.backends, world.seats)
+        )
         self.events = RecordedEvents()
         self.backends = set(backends)
         self.drained: frozenset[str] = frozenset()
         self.learned = Learned({}, {})
         self.recalled: list[Learned] = []
         self.settled_responses: list[protocol.ResponseStored] = []
-        self.relay = RelayDispatcher(self.dispatcher, self.backends)
+        self.relays = Relays(self.dispatcher, self.backends)
         self.network = VirtualNetwork(world.net, name)
         self.clients: list[Client] = []
         hello = Hello(PROTOCOL, "0", name, incarnation, "", "config", 0)
@@ -161,9 +167,17 @@ class VirtualMember:
             self.recalled.append,
         )
         self.cluster = Cluster(
-            hello, HELD_S, world.store, self.dispatcher, self.relay,
-            self.events.context(self.dispatcher, lambda: None), shared, self.network, world.alone_after_s,
+            hello, HELD_S, world.stores, self.dispatcher, self.relays,
+            self.events.context(self.dispatcher, lambda: None), lambda _: shared, self.network, world.alone_after_s,
         )  # fmt: skip
+
+    @property
+    def shard(self) -> Shard:
+        return self.cluster.default
+
+    @property
+    def relay(self) -> RelayDispatcher:
+        return self.shard.relay
 
     def _drain(self, backends: frozenset[str]) -> None:
         self.drained = backends
@@ -175,30 +189,32 @@ class VirtualMember:
         await self.cluster.start(bounded(page), known)
 
     def client(self, asked: Request | None = None, **facts: Any) -> Client:
-        self.clients.append(Client(self.relay, asked, **facts))
+        self.clients.append(Client(self.relays, asked, **facts))
         return self.clients[-1]
 
     async def die(self) -> None:
         """The process is killed: its connections end, and nothing more is said."""
         self.network.fail()
-        election = self.cluster._election
-        assert election is not None
-        # Nobody frees its lock.
-        election._may_hold = election._leads = False
+        for shard in self.cluster.shards.values():
+            assert shard._election is not None
+            # Nobody frees its lock.
+            shard._election._may_hold = shard._election._leads = False
         for client in self.clients:
             client.task.cancel()
         await self.cluster.close()
 
     def check(self) -> None:
         """Nothing is left."""
-        assert (self.relay.waiting, self.relay.running) == (0, 0)
-        for session in self.cluster.sessions.values():
-            assert (session.open_requests, session.leases, len(session._calls)) == (0, 0, 0)
+        assert (self.relays.waiting, self.relays.running) == (0, 0)
+        for shard in self.cluster.shards.values():
+            for session in shard.sessions.values():
+                assert (session.open_requests, session.leases, len(session._calls)) == (0, 0, 0)
         empty(self.dispatcher)
 
 
 class World:
-    """Everything that members have in common. Every backend has so many `seats`."""
+    """Everything that members have in common. Every backend has so many `seats`, and is of the usual pool or of that of
+    `pools`, which then has a lock of its own."""
 
     def __init__(
         self,
@@ -206,11 +222,14 @@ class World:
         backends: Iterable[str] = "a",
         alone_after_s: float = inf,
         settings: Settings = SETTINGS,
+        pools: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.net = Net()
+        self.pools = pools
         self.settings = settings
         self.alone_after_s = alone_after_s
         self.store = Store()
+        self.stores = {DEFAULT: self.store} | {pool: Store() for pool in pools.values()}
         self.seats = seats
         self.backends = tuple(backends)
         self.members: list[VirtualMember] = []
@@ -223,12 +242,15 @@ class World:
 
     @property
     def leader(self) -> VirtualMember:
-        [leader] = [one for one in self.members if one.cluster.leads]
+        return self.leader_of(DEFAULT)
+
+    def leader_of(self, pool: str) -> VirtualMember:
+        [leader] = [one for one in self.members if one.cluster.shards[pool].leads]
         return leader
 
     @property
     def followers(self) -> list[VirtualMember]:
-        return [one for one in self.members if not one.cluster.leads]
+        return [one for one in self.members if not one.shard.leads]
 
     def cut(self, one: VirtualMember, other: VirtualMember) -> None:
         self.net.cut.add(frozenset({one.name, other.name}))
@@ -247,17 +269,18 @@ class World:
         for one in self.members:
             for client in one.clients:
                 await client.done()
-                one.relay.ended(client.request, None)
+                one.relays.ended(client.request, None)
         await asyncio.sleep(GONE_S)
 
 
 @asynccontextmanager
 async def world(
-    count: int, seats: int = 1, backends: Iterable[str] = "a", alone_after_s: float = inf, settings: Settings = SETTINGS
-) -> AsyncIterator[World]:
+    count: int, seats: int = 1, backends: Iterable[str] = "a", alone_after_s: float = inf,
+    settings: Settings = SETTINGS, pools: Mapping[str, str] = MappingProxyType({}),
+) -> AsyncIterator[World]:  # fmt: skip
     """So many members m0, m1, ..., who follow one of them. Nothing may stay behind in any, nor any task."""
     before = asyncio.all_tasks()
-    found = World(seats, backends, alone_after_s, settings)
+    found = World(seats, backends, alone_after_s, settings, pools)
     for number in range(count):
         await found.member(f"m{number}")
     await asyncio.sleep(1.0)

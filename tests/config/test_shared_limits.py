@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.config import ConfigError, changes_between, load, with_reloadable
+from llmproxy.config import ConfigError, changes_between, hash_of, load, with_reloadable
 from llmproxy.config.changes import read_at_start
 
 STORE = "store: 'valkey://valkey:6379'"
@@ -69,3 +69,19 @@ def test_another_store_needs_a_restart_and_is_not_shown(write: Any) -> None:
     ]
     assert all(read_at_start(change.key) for change in changes)
     assert with_reloadable(old, new) == old
+
+
+POOLS = "cluster: {listen: '127.0.0.1:8090', pools: [code]}\n"
+
+
+def test_leaders_of_several_pools_need_a_store_for_the_rates_of_tenants(write: Any) -> None:
+    said = ":1: cluster.pools: each leader would let pass what a tenant has per minute"
+    tenants = f"tenants: [{{name: a, keys: ['{hash_of('k')}'], limits: {{requests_per_min: 60}}}}]\n"
+    assert ":1: cluster.pools: each leader would let pass what a tenant has per minute" in problem(
+        write, POOLS + tenants
+    )
+    load(write(f"{POOLS}{tenants}shared_limits: {{{STORE}}}"))
+
+
+def test_what_a_tenant_has_in_flight_needs_no_store(write: Any) -> None:
+    load(write(f"{POOLS}tenants: [{{name: a, keys: ['{hash_of('k')}'], limits: {{in_flight: 6}}}}]\n"))

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from llmproxy import __version__
+from llmproxy.cluster.stores import name_of
 from llmproxy.config import load
 from llmproxy.config.changes import NEEDS_RESTART
 from llmproxy.config.config import Config
@@ -177,6 +178,13 @@ def test_members_have_the_right_to_their_lease_alone(lock: str | None) -> None:
     assert [rule.get("resourceNames") for role in kind(named, "Role") for rule in role["rules"]] == (
         [["chat"], None] if lock is None else []
     )
+
+
+@pytest.mark.parametrize("pool", ["meta-llama/Llama-3.3-70B-Instruct", "qwen", "模型", f"{60 * 'x'}/y", "--A--"])
+def test_pools_with_a_lock_of_their_own_have_leases_of_the_names_that_the_proxy_uses(pool: str) -> None:
+    cluster = {"listen": "0.0.0.0:8090", "plaintext": True, "pools": [pool, "other"]}
+    [role] = kind(of({"backends": ["http://d:8000"], "cluster": cluster}), "Role")
+    assert role["rules"][0]["resourceNames"] == ["llmproxy", name_of("llmproxy", pool), name_of("llmproxy", "other")]
 
 
 def test_only_members_reach_the_port_of_members() -> None:

@@ -18,7 +18,7 @@ from llmproxy.gateway.http.errors import STATUS, error_fields
 from llmproxy.telemetry.exit import RequestExit
 from llmproxy.telemetry.exit_fields import FIELDS as EXIT_FIELDS
 from llmproxy.telemetry.logs import LEVELS
-from llmproxy.telemetry.metrics import BackendState, ClusterState, LiveState, Metrics, QueueState
+from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState, ShardState
 from tests import ROOT
 from tests.docs.meanings import EVENTS, FIELDS, METRICS, OUTCOMES
 from tests.exits import exit_of
@@ -57,7 +57,7 @@ def live_state() -> LiveState:
     backend = BackendState("b", 1, 1, 1.0, True, running=1, waiting=1, kv_used=0.5, reading_age_s=0.1, pool="m")
     return LiveState(
         queues=(QueueState("default", 1, 1),), blocked={"limit": 1}, backends=(backend,), work_s={"m": 1.0},
-        cluster=ClusterState(leads=True, led=True, epoch=1, members=1, changes=1, gap_s=0.0, lock_away=False),
+        shards=(ShardState("m", leads=True, led=True, epoch=1, members=1, changes=1, gap_s=0.0, lock_away=False),),
         limits_away=False,
     )  # fmt: skip
 
@@ -114,13 +114,13 @@ def events() -> str:
 
 
 def _events_of(node: ast.AST) -> Iterator[tuple[str, str, list[str]]]:
-    """Name, level and fields of the events of a call such as `_log.info("reloaded", cause=...)`."""
+    """Name, level and fields of the events of a call such as `_log.info("reloaded", cause=...)`, or of `self._log`."""
     if not (isinstance(node, ast.Call) and node.args):
         return
     fields = [word.arg for word in node.keywords if word.arg is not None and word.arg != "exc_info"]
     for function, event in product(_choices(node.func), _choices(node.args[0])):
         owner, _, level = ast.unparse(function).rpartition(".")
-        if owner == "_log" and level in LEVELS and isinstance(event, ast.Constant):
+        if owner in ("_log", "self._log") and level in LEVELS and isinstance(event, ast.Constant):
             yield str(event.value), level, fields
 
 

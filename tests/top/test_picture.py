@@ -294,3 +294,7 @@ def test_no_address(url: str) -> None:
 
 def test_the_scheme_may_be_left_out() -> None:
     assert str(Target.parsed("gpu:8080", None)) == "http://gpu:8080"
+
+
+def test_of_a_cluster_one_pool_may_be_asked_about() -> None:
+    assert Target.parsed("gpu:8080/?pool=org%2Fcode", None).pool == "org/code"

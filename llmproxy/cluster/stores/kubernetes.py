@@ -27,7 +27,7 @@ class KubernetesLock:
 
     def __init__(self, api_url: str | None, name: str) -> None:
         self._api = KubernetesApi(api_url)
-        self._name = name
+        self.name = name
         self._seen: tuple[str, float] = "", 0.0
 
     async def take(self, wanted: Leadership, held_s: float) -> Leadership:
@@ -78,7 +78,7 @@ class KubernetesLock:
 
     def _refused(self, error: ApiError) -> StoreError:
         rights = (
-            f": the service account needs the verbs get and update for the lease {self._name}, and create for leases"
+            f": the service account needs the verbs get and update for the lease {self.name}, and create for leases"
         )
         return StoreError(f"{error}{rights if error.status == FORBIDDEN else ''}")
 
@@ -101,7 +101,7 @@ class KubernetesLock:
             lease = {
                 "apiVersion": "coordination.k8s.io/v1",
                 "kind": "Lease",
-                "metadata": {"name": self._name, "annotations": {ADDRESS: taken.address}},
+                "metadata": {"name": self.name, "annotations": {ADDRESS: taken.address}},
                 "spec": spec,
             }
             await self._api.send("POST", self._path().rpartition("/")[0], lease)
@@ -120,7 +120,7 @@ class KubernetesLock:
         return now - self._seen[1] >= float(spec.get("leaseDurationSeconds") or 0)
 
     def _path(self) -> str:
-        return f"/apis/coordination.k8s.io/v1/namespaces/{self._api.namespace}/leases/{self._name}"
+        return f"/apis/coordination.k8s.io/v1/namespaces/{self._api.namespace}/leases/{self.name}"
 
 
 def _is_lease(found: object) -> bool:

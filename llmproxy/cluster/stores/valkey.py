@@ -36,6 +36,7 @@ class ValkeyLock:
     """The lock of the cluster `name` at `url`. Raises ConfigError; see `ValkeyServer`."""
 
     def __init__(self, url: str, name: str) -> None:
+        self.name = name
         self._server = ValkeyServer(url, "cluster.lock", ANSWER_S)
         # The braces put both keys into one slot of a cluster of servers.
         self._keys = f"llmproxy:{{{name}}}:leader", f"llmproxy:{{{name}}}:epoch"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from llmproxy.core.backends.batch_limit import BatchLimit
 from llmproxy.core.backends.view import View
@@ -254,9 +254,9 @@ class Scaling:
         for name in known.keys() & self.pools.keys():
             self.pools[name].recall(known[name])
 
-    def known(self) -> dict[str, KnownCapacity]:
-        """What a later process may begin with, by pool."""
-        found = ((name, pool.known) for name, pool in self.pools.items())
+    def known(self, among: Callable[[str], bool] = lambda _: True) -> dict[str, KnownCapacity]:
+        """What a later process may begin with, by pool, of the pools of which `among` says yes."""
+        found = ((name, pool.known) for name, pool in self.pools.items() if among(name))
         return {name: known for name, known in found if known is not None}
 
     def held(self, name: str | None, change: int, now: float) -> None:

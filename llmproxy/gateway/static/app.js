@@ -1,7 +1,7 @@
 // The page: asks for the state of the proxy once a second, and hands it to the view that is shown.
 
 import { forgetColours } from "./lib/chart.js";
-import { history, json, key, LockedError, RefusedError, UnreachableError } from "./lib/client.js";
+import { history, json, key, LockedError, pool, RefusedError, UnreachableError } from "./lib/client.js";
 import { h, put } from "./lib/dom.js";
 import { clock } from "./lib/format.js";
 import { History } from "./lib/history.js";
@@ -125,6 +125,22 @@ function draw() {
   const { version, placement, instance, cluster } = store.live;
   const led = cluster ? ` · ${cluster.leader ? `${cluster.leader} leads ${cluster.members.length} members (${cluster.members.join(", ")}), epoch ${cluster.epoch}` : "the cluster has no leader"}` : "";
   put(element("footer"), `llmproxy ${version} · placement ${placement} · process ${instance}${led} · the proxy's time is ${clock(store.live.unix_s)}`);
+  drawLeaders(cluster);
+}
+
+/** Where pools have leaders of their own: which of them this page is about, and where the others are shown. */
+function drawLeaders(cluster) {
+  const leaders = cluster ? [["", cluster.leader], ...Object.entries(cluster.pools).map(([name, one]) => [name, one.leader])] : [];
+  const host = element("leaders");
+  host.hidden = leaders.length < 2;
+  const said = JSON.stringify(leaders);
+  if (host.hidden || host.dataset.said === said) return;
+  host.dataset.said = said;
+  host.replaceChildren("Shown: ", ...leaders.flatMap(([name, leader], at) => {
+    const text = `${name || "pools led together"} (${leader ?? "no leader"})`;
+    const place = name ? `?${new URLSearchParams({ pool: name })}` : location.pathname;
+    return [at ? " · " : "", name === (pool ?? "") ? h("strong", {}, text) : h("a", { href: `${place}${location.hash}` }, text)];
+  }));
 }
 
 function drawStatus() {

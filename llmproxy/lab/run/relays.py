@@ -11,8 +11,9 @@ from typing import Any, cast
 from llmproxy.cluster.cluster import Cluster
 from llmproxy.cluster.election import Leadership
 from llmproxy.cluster.protocol import PROTOCOL, Hello, Learned
-from llmproxy.cluster.relay import RelayDispatcher
+from llmproxy.cluster.relays import Relays
 from llmproxy.cluster.session import Shared
+from llmproxy.core.shards import DEFAULT
 from llmproxy.lab.run.proxy import LabProxy
 from llmproxy.shared.valkey import StoreError
 from llmproxy.telemetry import logs
@@ -111,6 +112,8 @@ class VirtualNetwork:
 class VirtualLock:
     """The lock of all members, an answer of which takes `rtt_s`."""
 
+    name = "virtual"
+
     def __init__(self, rtt_s: float) -> None:
         self._rtt_s = rtt_s
         self._held: Leadership | None = None
@@ -166,8 +169,7 @@ class LabCluster:
             self.members.append(LabMember(proxy, self._member(f"m{number}", proxy, network), network))
 
     def _member(self, name: str, proxy: LabProxy, network: VirtualNetwork) -> Cluster:
-        relay = RelayDispatcher(proxy.dispatcher, proxy.pools.backends)
-        proxy.leasing = relay
+        proxy.leasing = relays = Relays(proxy.dispatcher, proxy.pools.backends)
         # Without HTTP there are neither keys nor exits; only sessions of workers ask for them.
         context = SchedulerContext(
             cast(Any, None), proxy.dispatcher, cast(Any, None), lambda: None, _no_page, lambda _: None, lambda *_: None
@@ -184,7 +186,9 @@ class LabCluster:
             lambda: Learned(pools.known_limits(), pools.scaling.known()), recall,
         )  # fmt: skip
         me = Hello(PROTOCOL, "", name, "0", "", "", 0)
-        return Cluster(me, LOCK_S, self._lock, proxy.dispatcher, relay, context, shared, network)
+        return Cluster(
+            me, LOCK_S, {DEFAULT: self._lock}, proxy.dispatcher, relays, context, lambda _: shared, network
+        )  # fmt: skip
 
     async def start(self) -> None:
         """Start all members. The first one leads."""
@@ -192,13 +196,15 @@ class LabCluster:
         logs.configure("text", "error")
         for member in self.members:
             await member.cluster.start(_no_page)
-            while not member.cluster.led:  # noqa: ASYNC110 - it costs no time
+            while not member.cluster.default.led:  # noqa: ASYNC110 - it costs no time
                 await asyncio.sleep(0.05)
 
     @property
     def leader(self) -> LabMember | None:
         """Who leads; None while nobody does."""
-        return next((one for one in self.members if one.cluster.leads and one.cluster.id not in self._lock.dead), None)
+        return next(
+            (one for one in self.members if one.cluster.default.leads and one.cluster.id not in self._lock.dead), None
+        )
 
     def kill(self, member: LabMember) -> None:
         """End a member as by kill -9: nobody hears of it but by its connections."""

@@ -83,7 +83,7 @@ ageing_s charged fairness input_weight ordering output_weight placement quantum_
 {{- end -}}
 
 {{- /* JSON, namespace -> resource -> true: what the URLs of `config.backends` make the proxy list and watch, and
-     the Lease of a cluster. */ -}}
+     the Leases of a cluster. */ -}}
 {{- define "llmproxy.rights" -}}
 {{- $kinds := dict "service" "service" "services" "service" "svc" "service" "pods" "pods" "pod" "pods" "po" "pods" "inferencepool" "inferencepool" "inferencepools" "inferencepool" "infpool" "inferencepool" -}}
 {{- $rights := dict -}}
@@ -112,7 +112,14 @@ ageing_s charged fairness input_weight ordering output_weight placement quantum_
 {{- end -}}
 {{- if eq (include "llmproxy.locksByLease" .) "true" -}}
   {{- $found := get $rights .Release.Namespace | default dict -}}
-  {{- $_ := set $found "lease" (dig "cluster" "name" "llmproxy" .Values.config) -}}
+  {{- $name := dig "cluster" "name" "llmproxy" .Values.config -}}
+  {{- $leases := list $name -}}
+  {{- range dig "cluster" "pools" list .Values.config -}}
+    {{- /* As the proxy names the lock of a pool that has one of its own. */ -}}
+    {{- $readable := regexReplaceAll "[^a-z0-9]+" (lower .) "-" | trunc 40 | trimAll "-" -}}
+    {{- $leases = append $leases (join "-" (compact (list $name $readable (sha256sum . | trunc 6)))) -}}
+  {{- end -}}
+  {{- $_ := set $found "leases" $leases -}}
   {{- $_ := set $rights .Release.Namespace $found -}}
 {{- end -}}
 {{- $rights | toJson -}}

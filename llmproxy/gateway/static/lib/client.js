@@ -23,13 +23,21 @@ export const key = {
   set: (value) => inTab.set(KEY, value),
 };
 
+/** The pool, of those that have a leader of their own, that this page is about; null where it is about all others. */
+export const pool = new URLSearchParams(location.search).get("pool");
+
+/** A path of what the page shows, at the leader of its pool. */
+function ofPool(path) {
+  return pool && path.startsWith("/debug/") ? `${path}${path.includes("?") ? "&" : "?"}${new URLSearchParams({ pool })}` : path;
+}
+
 async function ask(path, options = {}) {
   // A browser sends no request with such a field, and says no more than that it failed.
   if (/[^\x21-\x7e]/.test(key.get())) throw new LockedError("A key is printable ASCII without spaces.");
   const headers = key.get() ? { Authorization: `Bearer ${key.get()}` } : {};
   let answer;
   try {
-    answer = await fetch(path, { ...options, headers, cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
+    answer = await fetch(ofPool(path), { ...options, headers, cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
   } catch (error) {
     throw new UnreachableError(error.message);
   }

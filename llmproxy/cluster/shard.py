@@ -1,0 +1,473 @@
+"""One shard at one member: it stands for election, schedules for all while it leads, and relays in any case."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from math import inf
+from typing import TYPE_CHECKING
+
+import structlog
+from msgspec.structs import replace
+
+from llmproxy.cluster.alone import Alone
+from llmproxy.cluster.channel import LocalChannel, Sender
+from llmproxy.cluster.election import SEEK_S, Election, Leadership, LockStore
+from llmproxy.cluster.hand_over import HandOver
+from llmproxy.cluster.links import CONNECT_S, LeaderLink
+from llmproxy.cluster.protocol import (
+    Balances,
+    Drained,
+    Hello,
+    Learned,
+    Members,
+    NotLeader,
+    RateDebts,
+    ToMember,
+    Welcome,
+)
+from llmproxy.cluster.relay import RelayDispatcher
+from llmproxy.cluster.session import MemberSession, Shared
+from llmproxy.core.domain import Refused
+from llmproxy.dispatcher import Dispatcher
+from llmproxy.telemetry.metrics import ShardState
+from llmproxy.workers import protocol
+from llmproxy.workers.protocol import Message
+from llmproxy.workers.remote import Calls
+from llmproxy.workers.session import SchedulerContext
+
+if TYPE_CHECKING:
+    from llmproxy.cluster.cluster import Cluster
+
+SETTLE_S = 0.3
+"""A new leader decides nothing before all members said what they have, or so long."""
+WITHOUT_LEADER_S = 5.0
+"""Without any leader, requests are held for the time of the lock and this one more, and then refused."""
+
+
+_log = structlog.get_logger()
+
+
+class Shard:
+    """One shard at one member, from `start` to `close`. It is the `Candidate` of its own election."""
+
+    def __init__(
+        self, name: str, cluster: Cluster, held_s: float, store: LockStore, dispatcher: Dispatcher,
+        relay: RelayDispatcher, shared: Shared, alone_after_s: float,
+    ) -> None:  # fmt: skip
+        """`name` is that of its pool, or the default one."""
+        self.name = name
+        self._cluster = cluster
+        self._held_s = held_s
+        self._store = store
+        self._dispatcher = dispatcher
+        self.relay = relay
+        self._shared = shared
+        self._alone = Alone(dispatcher, relay, name)
+        self._alone_after_s = alone_after_s
+        self._loop = asyncio.get_running_loop()
+        self._log = _log.bind(pool=name) if name else _log
+        self.leads = False
+        self.epoch = 0
+        self.leadership: Leadership | None = None
+        self.members: tuple[str, ...] = ()
+        """Who is there, by what the leader said last."""
+        self.sessions: dict[str, MemberSession] = {}
+        """By name: the members for which this one schedules, itself included."""
+        self.store_away: str | None = None
+        self.changes = 0
+        """How often another leader was followed, or this member began to lead."""
+        self.last_gap_s: float | None = None
+        """How long there was no leader before the one that is there now."""
+        self._expected: frozenset[str] = frozenset()
+        self._until_s = -inf
+        self._settling: asyncio.TimerHandle | None = None
+        self._unled_s = self._loop.time()
+        self._link: LeaderLink | None = None
+        self._linking: asyncio.Task[None] | None = None
+        self._linking_to: Leadership | None = None
+        self._unreachable: tuple[str, str] | None = None
+        self._resigns = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._context: SchedulerContext | None = None
+        self._election: Election | None = None
+        self._drained = frozenset[str]()
+        self._hand_over = HandOver(dispatcher.pools, shared, name)
+        self._differing: set[str] = set()
+        relay.calls = lambda: self.calls
+        dispatcher.decide_until(-inf, name)
+
+    @property
+    def _me(self) -> Hello:
+        """This member, as it says to others who it is."""
+        return replace(self._cluster.me, epoch=self.epoch, shard=self.name)
+
+    # --- start and end ------------------------------------------------------------------------------------------------
+
+    def start(self, context: SchedulerContext, *, stands: bool) -> None:
+        """Stand for election, or only follow until `stand`."""
+        self._context = context
+        me = self._cluster.me
+        self._election = Election(
+            self._store, self._cluster.id, me.address, self._held_s, self, self._store_away, stands=stands
+        )
+        self._tasks = [
+            self._loop.create_task(self._election.run(), name="election"),
+            self._loop.create_task(self._watch(), name="shard"),
+        ]
+
+    def stand(self) -> None:
+        """Stand for election from now on."""
+        if self._election is not None and not self._resigns:
+            self._election.stand()
+
+    def reconfigured(self) -> None:
+        """The configuration of this member is another one by now."""
+        if (ours := self.sessions.get(self._me.name)) is not None:
+            ours.hello = self._me
+        if self._link is not None:
+            self._link.channel.send(self._me)
+
+    @property
+    def led(self) -> bool:
+        """Whether there is a leader that this member can ask."""
+        return self.relay.led and not self.parts
+
+    @property
+    def lock(self) -> str:
+        """The name of its lock."""
+        return self._store.name
+
+    @property
+    def leader(self) -> str | None:
+        """The name of the member that leads; None while this one can ask nobody."""
+        return None if self.leadership is None or not self.led else self.leadership.holder.rpartition("/")[0]
+
+    @property
+    def parts(self) -> int:
+        """Of how many members this is one that decides alone; 0 while it does not."""
+        return self._alone.parts
+
+    @property
+    def refuses(self) -> bool:
+        """Whether this member has had no leader for so long that it refuses requests."""
+        return not self.relay.led and self._loop.time() >= self._refuses_from_s
+
+    @property
+    def _refuses_from_s(self) -> float:
+        return self._unled_s + self._held_s + WITHOUT_LEADER_S
+
+    @property
+    def leader_away(self) -> str | None:
+        """Why the member that has the lock could not be followed; None where one is."""
+        return None if self.led or self._unreachable is None else self._unreachable[1]
+
+    def leave(self) -> None:
+        """Let another member lead, if there is one. Requests of this member go on."""
+        if not self._resigns and not (self.leads and len(self.members) < 2):
+            self._resigns = True
+            self._tasks.append(self._loop.create_task(self._resign(), name="resign"))
+
+    async def _resign(self) -> None:
+        if self._election is not None:
+            await self._election.resign()
+
+    async def hand_over(self, why: str) -> None:
+        """Let another member lead. This one leads again if no other one takes the lock in time."""
+        self._log.info("cluster_hands_over", epoch=self.epoch, why=why)
+        await self._resign()
+        self.stand()
+
+    async def close(self) -> None:
+        """Leave the cluster."""
+        self._resigns = True
+        await self._resign()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._alone.end()
+        if self.leads:
+            self._stop_leading("the leader ends")
+        if self._linking is not None:
+            self._linking.cancel()
+            await asyncio.gather(self._linking, return_exceptions=True)
+        if (link := self._link) is not None:
+            self._unlink(link)
+            link.channel.close()
+        await self._store.close()
+
+    async def _watch(self) -> None:
+        """Refuse what waits for too long while nobody leads; tell members what they need to lead."""
+        while True:
+            await asyncio.sleep(SEEK_S)
+            # While it settles, it still is to recall what the last leader told.
+            if self.leads and self._settling is None:
+                for told in self._hand_over.news(self._loop.time()):
+                    self._send_all(told)
+            if not self.relay.led:
+                self.relay.refuse_waiting(self._refuses_from_s)
+                # One that never met the others does not know how many they are.
+                if self.members and self._loop.time() >= self._unled_s + self._alone_after_s:
+                    assert self._context is not None
+                    unled_s = self._loop.time() - self._unled_s
+                    self._alone.begin(self._context, self._me, len(self.members), unled_s)
+                    self._hand_over.recall(self._loop.time())
+
+    def state(self) -> ShardState:
+        """What metrics show."""
+        return ShardState(
+            self.name, self.leads, self.led, self.epoch, len(self.members), self.changes, self.last_gap_s,
+            self.store_away is not None,
+        )  # fmt: skip
+
+    # --- the candidate ------------------------------------------------------------------------------------------------
+
+    @property
+    def seeking(self) -> bool:
+        return not self.led
+
+    @property
+    def patience_s(self) -> float:
+        return self._cluster.patience_s
+
+    def lead(self, epoch: int, until_s: float) -> None:
+        if self.leads and epoch != self.epoch:
+            self._stop_leading("its lock was lost and taken again")
+        self._until_s = until_s
+        if not self.leads:
+            self._begin_to_lead(epoch)
+        elif self._settling is None:
+            self._dispatcher.decide_until(until_s, self.name)
+
+    def follow(self, leadership: Leadership | None) -> None:
+        if self.leads:
+            self._stop_leading("another member leads" if leadership else "its lock was not renewed, or is given up")
+        if leadership is None or leadership.holder == self._cluster.id:
+            return
+        if self._link is not None and self._link.leadership == leadership:
+            return
+        if self._linking is not None and not self._linking.done():
+            if self._linking_to == leadership:
+                return
+            self._linking.cancel()
+        self._linking_to = leadership
+        self._linking = self._loop.create_task(self._connect(leadership), name="connect")
+
+    def _begin_to_lead(self, epoch: int) -> None:
+        self._alone.end()
+        if self._link is not None:
+            self._link.channel.abort()
+            self._unlink(self._link)
+        self.leads, self.epoch = True, epoch
+        self.leadership = Leadership(self._cluster.id, self._me.address, epoch)
+        self._expected, self._drained = frozenset(self.members), self._shared.drained()
+        self._settling = self._loop.call_later(SETTLE_S, self._settled)
+        gap_s = self._found_leader()
+        expected = len(self._expected)
+        self._log.info("cluster_leads", epoch=epoch, without_leader_s=gap_s, settle_s=SETTLE_S, expected=expected)
+        ours = LocalChannel(self._take_as_relay)
+        session = self.join(self._me, ours)
+        self.relay.follow(LocalChannel(session.take))
+
+    def _stop_leading(self, why: str) -> None:
+        self._log.warning("cluster_leads_no_more", epoch=self.epoch, why=why)
+        self.leads = False
+        self._end_settling()
+        self._dispatcher.decide_until(-inf, self.name)
+        self.relay.forsake()
+        self._unled_s = self._loop.time()
+        sessions, self.sessions = self.sessions, {}
+        for session in sessions.values():
+            session.send(NotLeader(why))
+            session.end()
+
+    def _found_leader(self) -> float:
+        """Count a leader; returns the seconds for which there was none."""
+        self.last_gap_s = round(self._loop.time() - self._unled_s, 3)
+        self.changes += 1
+        return self.last_gap_s
+
+    # --- members, for the leader --------------------------------------------------------------------------------------
+
+    def join(self, hello: Hello, sender: Sender) -> MemberSession:
+        """A member is there, perhaps again, and is reached by `sender`."""
+        session = self.sessions.get(hello.name)
+        if session is not None and session.hello.incarnation != hello.incarnation:
+            session.end()
+        if session is None or session.over:
+            assert self._context is not None
+            session = self.sessions[hello.name] = MemberSession(self._context, hello, self._resumed)
+            self._loop.create_task(self._until_gone(session))
+            if hello.config != self._me.config and hello.name not in self._differing:
+                self._differing.add(hello.name)
+                self._log.warning("cluster_config_differs", member=hello.name, version=hello.version)
+        session.attach(sender)
+        session.send(Welcome(self.epoch, self._me.name, self._me.version, self._me.config))
+        session.send(Drained(self._shared.drained()))
+        for told in self._hand_over.all(self._loop.time()):
+            session.send(told)
+        self._tell_members()
+        if self._cluster.leaving:
+            self.leave()
+        return session
+
+    async def _until_gone(self, session: MemberSession) -> None:
+        await session.gone.wait()
+        if self.sessions.get(session.hello.name) is session:
+            del self.sessions[session.hello.name]
+            self._differing.discard(session.hello.name)
+            self._log.info("cluster_member_gone", member=session.hello.name)
+            self._tell_members()
+
+    def _tell_members(self) -> None:
+        self.members = tuple(sorted(self.sessions))
+        self._send_all(Members(self.members))
+
+    def _resumed(self) -> None:
+        """Decide at once when all that are expected said what they have."""
+        resumed = {name for name, session in self.sessions.items() if session.resumed}
+        if self._settling is not None and self._expected <= resumed:
+            self._settled()
+
+    def _settled(self) -> None:
+        """Decide from now on: what waits is known, and the shares of flows are those that the last leader knew."""
+        self._end_settling()
+        self._hand_over.recall(self._loop.time())
+        self._dispatcher.decide_until(self._until_s, self.name)
+
+    def _end_settling(self) -> None:
+        if self._settling is not None:
+            self._settling.cancel()
+            self._settling = None
+
+    def stored(self, stored: protocol.ResponseStored, by: object) -> None:
+        """A response was stored for a client of the member of the session `by`: every other member is told."""
+        holds = self._shared.stored(stored)
+        for session in self.sessions.values():
+            if session is not by or holds != stored:
+                session.send(holds)
+
+    def outbid(self, epoch: int) -> None:
+        """A member knows of a later turn: another one leads, or the store has forgotten the turns that were."""
+        assert self._election is not None
+        self._election.outbid(epoch)
+
+    def changed(self) -> None:
+        """Backends, or what was done to them, may have changed."""
+        if self.leads and (drained := self._shared.drained()) != self._drained:
+            self._drained = drained
+            self._send_all(Drained(drained))
+
+    def _send_all(self, message: Message) -> None:
+        for session in self.sessions.values():
+            session.send(message)
+
+    # --- the leader, for members --------------------------------------------------------------------------------------
+
+    async def _connect(self, leadership: Leadership) -> None:
+        """Connect to a leader, which then is followed as soon as it welcomes this member."""
+        link = LeaderLink(self, leadership)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await self._cluster.network.connect(leadership.address, lambda: link.channel)
+                link.channel.send(self._me)
+                why = await link.answer
+        except (OSError, ValueError) as error:
+            why = str(error) or "no answer"
+        finally:
+            if self._link is not link:
+                link.channel.abort()
+        if why is not None and (leadership.holder, why) != self._unreachable:
+            self._log.warning(
+                "cluster_leader_unreachable", leader=leadership.holder, address=leadership.address, error=why
+            )
+            self._unreachable = leadership.holder, why
+
+    def welcomed(self, link: LeaderLink, welcome: Welcome) -> None:
+        """A leader took this member in."""
+        if welcome.epoch < self.epoch or self.leads:
+            # It was a leader, and does not know yet that another one is.
+            link.answered("another member leads by now")
+            return
+        if self._link is not None and self._link is not link:
+            self._link.channel.abort()
+            self._unlink(self._link)
+        self._link, self.epoch, self.leadership = link, welcome.epoch, link.leadership
+        self._unreachable = None
+        link.answered(None)
+        self._alone.end()
+        self._log.info(
+            "cluster_follows", epoch=welcome.epoch, without_leader_s=self._found_leader(), leader=welcome.name
+        )
+        if welcome.config != self._me.config:
+            self._log.warning("cluster_config_differs", member=welcome.name, version=welcome.version)
+        self.relay.follow(link.channel)
+
+    def _unlink(self, link: LeaderLink) -> None:
+        link.calls.lost()
+        self.relay.forsake(link.channel)
+        if self._link is link:
+            self._link, self._unled_s = None, self._loop.time()
+
+    def lost(self, link: LeaderLink, why: str) -> None:
+        """The connection to a leader ended, or it leads no more."""
+        link.answered(why)
+        if self._link is link:
+            self._log.warning("cluster_leader_lost", leader=link.leadership.holder, epoch=self.epoch, why=why)
+            self._unlink(link)
+            assert self._election is not None
+            self._election.look()
+
+    @property
+    def calls(self) -> Calls | None:
+        """Calls of the leader beside those for leases; None where this member leads, or nobody does."""
+        return None if self._link is None else self._link.calls
+
+    async def caught_up(self) -> None:
+        """Wait until this member knows what the leader knows now. Messages arrive in order, before the answer."""
+        if self._link is not None:
+            with suppress(Refused):
+                await self._link.calls.answer(lambda call: protocol.Resolve(call, None, 0.0, 0))
+
+    def _take_as_relay(self, message: Message) -> None:
+        """A message of the leader to this member, whichever it is."""
+        match message:
+            case protocol.LeaseGranted() | protocol.CallRefused() | protocol.LeaseCut():
+                self.relay.take(message)
+            case protocol.ResponseStored():
+                self._shared.settle(message)
+            case Members(names):
+                self.members = names
+            case Balances() | RateDebts() | Learned() if not self.leads:
+                self._hand_over.take(message, self._loop.time())
+            case Drained(backends) if not self.leads:
+                self._shared.drain(backends)
+            case _:
+                pass
+
+    def take(self, link: LeaderLink, message: ToMember) -> None:
+        """A message of a leader over the network."""
+        match message:
+            case Welcome():
+                self.welcomed(link, message)
+            case NotLeader(why):
+                self.lost(link, why)
+                link.channel.abort()
+            case protocol.PageResponse() | protocol.NameResolved():
+                link.calls.answered(message)
+            case protocol.CallRefused(call) if call < 0:
+                link.calls.answered(message)
+            case _ if link is self._link:
+                self._take_as_relay(message)
+            case _:
+                pass
+
+    # --- the store ----------------------------------------------------------------------------------------------------
+
+    def _store_away(self, why: str | None) -> None:
+        if (why is None) is not (self.store_away is None):
+            if why is None:
+                self._log.info("cluster_lock_back")
+            else:
+                self._log.warning("cluster_lock_away", why=why)
+        self.store_away = why
