@@ -77,9 +77,7 @@ POOLS = "cluster: {listen: '127.0.0.1:8090', pools: [code]}\n"
 def test_leaders_of_several_pools_need_a_store_for_the_rates_of_tenants(write: Any) -> None:
     said = ":1: cluster.pools: each leader would let pass what a tenant has per minute"
     tenants = f"tenants: [{{name: a, keys: ['{hash_of('k')}'], limits: {{requests_per_min: 60}}}}]\n"
-    assert ":1: cluster.pools: each leader would let pass what a tenant has per minute" in problem(
-        write, POOLS + tenants
-    )
+    assert said in problem(write, POOLS + tenants)
     load(write(f"{POOLS}{tenants}shared_limits: {{{STORE}}}"))
 
 
