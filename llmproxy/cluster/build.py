@@ -90,7 +90,7 @@ def member_of(
 
     context = SchedulerContext(
         gateway.rulebook, dispatcher, Exits(_NotCounted(), seen), lambda: None, no_page, lambda _: None,
-        lambda response, by: cluster.default.stored(response, by),
+        lambda response, by: cluster.stored(response, by),
     )  # fmt: skip
     gateway.stored.on_made = relays.response_stored
     cluster = Cluster(

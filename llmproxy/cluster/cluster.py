@@ -125,9 +125,15 @@ class Cluster:
         for one in [*self.incoming]:
             one.channel.close()
 
+    def stored(self, stored: protocol.ResponseStored, by: object) -> None:
+        """See `Sessions.stored`. Only a leader has sessions that call it."""
+        if self.default.sessions is not None:
+            self.default.sessions.stored(stored, by)
+
     def _changed(self) -> None:
         for shard in self.shards.values():
-            shard.changed()
+            if shard.sessions is not None:
+                shard.sessions.changed()
 
     # --- who leads what -----------------------------------------------------------------------------------------------
 
@@ -149,10 +155,10 @@ class Cluster:
         """The shards that this member leads, and who should lead one of them in its place."""
         now = asyncio.get_running_loop().time()
         led = Counter(shard.leader for shard in self.shards.values())
-        mine = [shard for shard in self.shards.values() if shard.leads]
+        mine = [(shard, shard.sessions.by_name) for shard in self.shards.values() if shard.sessions is not None]
         found = []
-        for shard in reversed(mine):
-            others = [name for name, one in shard.sessions.items() if one.connected and name != self.me.name]
+        for shard, members in reversed(mine):
+            others = [name for name, one in members.items() if one.connected and name != self.me.name]
             to = min(others, key=lambda name: led[name], default=None)
             stays = now < self._handed_over_s.get(shard.name, -inf) + STAYS_S
             if to is not None and led[to] <= len(mine) - 2 and not stays:

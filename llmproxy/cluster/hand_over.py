@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from llmproxy.cluster.balances import KnownBalances
 from llmproxy.cluster.protocol import Balances, Learned, RateDebts
-from llmproxy.cluster.rate_debts import KnownRateDebts
 from llmproxy.cluster.session import Shared
 from llmproxy.core.pools import Pools
+from llmproxy.core.queueing.rates import RateName
 from llmproxy.workers.protocol import Message
 
 TOLD_S = 1.0
 """How old balances of flows and debts of rates may be that a next leader begins with."""
 LEARNED_S = 5.0
 """The same for what was learned of engines and pools."""
+FLOWS_MAX = 4096
+"""Flows of one message, so that it stays below the limit of a frame."""
+FLOWS_KNOWN_MAX = 50_000
+"""Flows of one band that a member remembers. Beyond, the balances of others start at the level."""
+RATES_MAX = 4096
+"""Rates of one message, so that it stays below the limit of a frame."""
+RATES_KNOWN_MAX = 50_000
+"""Rates that a member remembers. Beyond, those of which it heard first count as unused."""
+SAME_S = 0.001
+"""A debt that ends in the same moment, but for rounding, was told before."""
 
 
 class HandOver:
@@ -64,3 +73,78 @@ class HandOver:
         for (pool, band), flows in self.balances.known.items():
             self._pools.recall(pool, band, flows)
         self._pools.recall_rates(self._rate_debts.left(now), now)
+
+
+class KnownBalances:
+    """The balances that were told, or heard of, last: `known` has them by pool and band."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[str, int], dict[str, float]] = {}
+
+    def changes(self, now: Mapping[tuple[str, int], Mapping[str, float]]) -> Iterator[Balances]:
+        """What is to be told to those who know `known`, so that they know `now`."""
+        for band, balances in now.items():
+            known = self.known.get(band, {})
+            changed = {flow: balance for flow, balance in balances.items() if known.get(flow) != balance}
+            self.known[band] = {**balances}
+            yield from _balances(band, changed)
+        for gone in self.known.keys() - now.keys():
+            del self.known[gone]
+
+    def all(self) -> Iterator[Balances]:
+        """What is to be told to those who know nothing."""
+        for band, balances in self.known.items():
+            yield from _balances(band, balances)
+
+    def take(self, told: Balances) -> None:
+        """Remember what was told."""
+        known = self.known.setdefault((told.pool, told.band), {})
+        for flow, balance in told.flows.items():
+            known.pop(flow, None)
+            known[flow] = balance
+        while len(known) > FLOWS_KNOWN_MAX:
+            del known[next(iter(known))]
+
+
+def _balances(band: tuple[str, int], flows: Mapping[str, float]) -> Iterator[Balances]:
+    names = list(flows)
+    for begin in range(0, len(names), FLOWS_MAX):
+        yield Balances(*band, {name: flows[name] for name in names[begin : begin + FLOWS_MAX]})
+
+
+class KnownRateDebts:
+    """The debts that were told, or heard of, last. Times are those of the loop of this process, in seconds."""
+
+    def __init__(self) -> None:
+        self._back_s: dict[RateName, float] = {}
+
+    def left(self, now: float) -> dict[RateName, float]:
+        """In how many seconds all that was taken is back."""
+        return {name: back_s - now for name, back_s in self._back_s.items() if back_s > now}
+
+    def changes(self, debts: Mapping[RateName, float], now: float) -> Iterator[RateDebts]:
+        """What is to be told to those who know what was told, so that they know `debts`."""
+        before, self._back_s = self._back_s, {name: now + debt_s for name, debt_s in debts.items()}
+        changed = {name: debt_s for name, debt_s in debts.items() if abs(before.get(name, now) - now - debt_s) > SAME_S}
+        # What was given back may have left no debt.
+        changed |= {name: 0.0 for name, back_s in before.items() if back_s > now + SAME_S and name not in debts}
+        yield from _debts(changed)
+
+    def all(self, now: float) -> Iterator[RateDebts]:
+        """What is to be told to those who know nothing."""
+        yield from _debts(self.left(now))
+
+    def take(self, told: RateDebts, now: float) -> None:
+        """Remember what was told."""
+        for limit, kind, debt_s in told.debts:
+            self._back_s.pop((limit, kind), None)
+            if debt_s > 0.0:
+                self._back_s[limit, kind] = now + debt_s
+        while len(self._back_s) > RATES_KNOWN_MAX:
+            del self._back_s[next(iter(self._back_s))]
+
+
+def _debts(debts: Mapping[RateName, float]) -> Iterator[RateDebts]:
+    rates = [(*name, debt_s) for name, debt_s in debts.items()]
+    for begin in range(0, len(rates), RATES_MAX):
+        yield RateDebts(tuple(rates[begin : begin + RATES_MAX]))

@@ -76,7 +76,8 @@ class Incoming:
         if shard is None:
             self._refuse(f"the pool {hello.shard} has no lock of its own here: give all members the same cluster.pools")
             return
-        other = shard.sessions.get(hello.name)
+        members = {} if shard.sessions is None else shard.sessions.by_name
+        other = members.get(hello.name)
         if hello.protocol != PROTOCOL:
             self._refuse(f"it speaks version {hello.protocol} of the protocol, and not {PROTOCOL}")
         elif not cluster.network.trusts(self.channel.transport):
@@ -88,7 +89,7 @@ class Incoming:
             self._end("there was a later turn than that of this leader")
         elif other is not None and other.connected and other.hello.incarnation != hello.incarnation:
             self._refuse(f"another member has its name, {hello.name}: give each a cluster.member of its own")
-        elif len(shard.sessions) >= MEMBERS_MAX and other is None:
+        elif len(members) >= MEMBERS_MAX and other is None:
             self._refuse(f"there are {MEMBERS_MAX} members")
         else:
             self._silent.cancel()

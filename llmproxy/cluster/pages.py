@@ -165,7 +165,7 @@ def _status(cluster: Cluster, shard: Shard) -> dict[str, Any]:
         "lock_away": shard.store_away,
         "leader_away": shard.leader_away,
     }
-    if shard.leads:
+    if shard.sessions is not None:
         found["sessions"] = [
             {
                 "member": name,
@@ -176,6 +176,6 @@ def _status(cluster: Cluster, shard: Shard) -> dict[str, Any]:
                 "requests": session.open_requests,
                 "leases": session.leases,
             }
-            for name, session in sorted(shard.sessions.items())
+            for name, session in sorted(shard.sessions.by_name.items())
         ]
     return found

@@ -28,6 +28,7 @@ from llmproxy.cluster.protocol import (
 )
 from llmproxy.cluster.relay import RelayDispatcher
 from llmproxy.cluster.session import MemberSession, Shared
+from llmproxy.cluster.sessions import Sessions
 from llmproxy.core.domain import Refused
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.telemetry.metrics import ShardState
@@ -67,13 +68,12 @@ class Shard:
         self._alone_after_s = alone_after_s
         self._loop = asyncio.get_running_loop()
         self._log = _log.bind(pool=name) if name else _log
-        self.leads = False
         self.epoch = 0
         self.leadership: Leadership | None = None
         self.members: tuple[str, ...] = ()
         """Who is there, by what the leader said last."""
-        self.sessions: dict[str, MemberSession] = {}
-        """By name: the members for which this one schedules, itself included."""
+        self.sessions: Sessions | None = None
+        """The members for which this one schedules, itself included; None while it does not lead."""
         self.store_away: str | None = None
         self.changes = 0
         """How often another leader was followed, or this member began to lead."""
@@ -91,11 +91,14 @@ class Shard:
         self._tasks: list[asyncio.Task[None]] = []
         self._context: SchedulerContext | None = None
         self._election: Election | None = None
-        self._drained = frozenset[str]()
         self._hand_over = HandOver(dispatcher.pools, shared, name)
-        self._differing: set[str] = set()
         relay.calls = lambda: self.calls
         dispatcher.decide_until(-inf, name)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this member schedules."""
+        return self.sessions is not None
 
     @property
     def _me(self) -> Hello:
@@ -123,8 +126,8 @@ class Shard:
 
     def reconfigured(self) -> None:
         """The configuration of this member is another one by now."""
-        if (ours := self.sessions.get(self._me.name)) is not None:
-            ours.hello = self._me
+        if self.sessions is not None:
+            self.sessions.by_name[self._me.name].hello = self._me
         if self._link is not None:
             self._link.channel.send(self._me)
 
@@ -201,9 +204,9 @@ class Shard:
         while True:
             await asyncio.sleep(SEEK_S)
             # While it settles, it still is to recall what the last leader told.
-            if self.leads and self._settling is None:
+            if self.sessions is not None and self._settling is None:
                 for told in self._hand_over.news(self._loop.time()):
-                    self._send_all(told)
+                    self.sessions.send_all(told)
             if not self.relay.led:
                 self.relay.refuse_waiting(self._refuses_from_s)
                 # One that never met the others does not know how many they are.
@@ -258,9 +261,13 @@ class Shard:
         if self._link is not None:
             self._link.channel.abort()
             self._unlink(self._link)
-        self.leads, self.epoch = True, epoch
+        self.epoch = epoch
         self.leadership = Leadership(self._cluster.id, self._me.address, epoch)
-        self._expected, self._drained = frozenset(self.members), self._shared.drained()
+        self._expected = frozenset(self.members)
+        assert self._context is not None
+        self.sessions = Sessions(
+            lambda: self._me, self._context, self._shared, self._hand_over, self._log, self._resumed
+        )
         self._settling = self._loop.call_later(SETTLE_S, self._settled)
         gap_s = self._found_leader()
         expected = len(self._expected)
@@ -271,15 +278,13 @@ class Shard:
 
     def _stop_leading(self, why: str) -> None:
         self._log.warning("cluster_leads_no_more", epoch=self.epoch, why=why)
-        self.leads = False
+        sessions, self.sessions = self.sessions, None
         self._end_settling()
         self._dispatcher.decide_until(-inf, self.name)
         self.relay.forsake()
         self._unled_s = self._loop.time()
-        sessions, self.sessions = self.sessions, {}
-        for session in sessions.values():
-            session.send(NotLeader(why))
-            session.end()
+        assert sessions is not None
+        sessions.end(why)
 
     def _found_leader(self) -> float:
         """Count a leader; returns the seconds for which there was none."""
@@ -290,43 +295,16 @@ class Shard:
     # --- members, for the leader --------------------------------------------------------------------------------------
 
     def join(self, hello: Hello, sender: Sender) -> MemberSession:
-        """A member is there, perhaps again, and is reached by `sender`."""
-        session = self.sessions.get(hello.name)
-        if session is not None and session.hello.incarnation != hello.incarnation:
-            session.end()
-        if session is None or session.over:
-            assert self._context is not None
-            session = self.sessions[hello.name] = MemberSession(self._context, hello, self._resumed)
-            self._loop.create_task(self._until_gone(session))
-            if hello.config != self._me.config and hello.name not in self._differing:
-                self._differing.add(hello.name)
-                self._log.warning("cluster_config_differs", member=hello.name, version=hello.version)
-        session.attach(sender)
-        session.send(Welcome(self.epoch, self._me.name, self._me.version, self._me.config))
-        session.send(Drained(self._shared.drained()))
-        for told in self._hand_over.all(self._loop.time()):
-            session.send(told)
-        self._tell_members()
+        """See `Sessions.join`."""
+        assert self.sessions is not None
+        session = self.sessions.join(hello, sender)
         if self._cluster.leaving:
             self.leave()
         return session
 
-    async def _until_gone(self, session: MemberSession) -> None:
-        await session.gone.wait()
-        if self.sessions.get(session.hello.name) is session:
-            del self.sessions[session.hello.name]
-            self._differing.discard(session.hello.name)
-            self._log.info("cluster_member_gone", member=session.hello.name)
-            self._tell_members()
-
-    def _tell_members(self) -> None:
-        self.members = tuple(sorted(self.sessions))
-        self._send_all(Members(self.members))
-
     def _resumed(self) -> None:
         """Decide at once when all that are expected said what they have."""
-        resumed = {name for name, session in self.sessions.items() if session.resumed}
-        if self._settling is not None and self._expected <= resumed:
+        if self._settling is not None and self.sessions is not None and self.sessions.have_resumed(self._expected):
             self._settled()
 
     def _settled(self) -> None:
@@ -340,27 +318,10 @@ class Shard:
             self._settling.cancel()
             self._settling = None
 
-    def stored(self, stored: protocol.ResponseStored, by: object) -> None:
-        """A response was stored for a client of the member of the session `by`: every other member is told."""
-        holds = self._shared.stored(stored)
-        for session in self.sessions.values():
-            if session is not by or holds != stored:
-                session.send(holds)
-
     def outbid(self, epoch: int) -> None:
         """A member knows of a later turn: another one leads, or the store has forgotten the turns that were."""
         assert self._election is not None
         self._election.outbid(epoch)
-
-    def changed(self) -> None:
-        """Backends, or what was done to them, may have changed."""
-        if self.leads and (drained := self._shared.drained()) != self._drained:
-            self._drained = drained
-            self._send_all(Drained(drained))
-
-    def _send_all(self, message: Message) -> None:
-        for session in self.sessions.values():
-            session.send(message)
 
     # --- the leader, for members --------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from llmproxy.app import running
 from llmproxy.cluster import stores
 from llmproxy.cluster.cluster import Cluster
 from llmproxy.cluster.election import Leadership
+from llmproxy.cluster.session import MemberSession
 from llmproxy.cluster.shard import Shard
 from llmproxy.config import Config
 from llmproxy.core.shards import DEFAULT
@@ -91,8 +92,8 @@ class Members(list[ProxyUnderTest]):
             one.check()
             relays = cluster_of(one).relays
             assert (relays.waiting, relays.running) == (0, 0)
-            for shard in cluster_of(one).shards.values():
-                for session in shard.sessions.values():
+            for pool in cluster_of(one).shards:
+                for session in sessions_of(one, pool).values():
                     assert (session.open_requests, session.leases) == (0, 0)
 
 
@@ -103,6 +104,12 @@ def cluster_of(member: ProxyUnderTest) -> Cluster:
 
 def shard_of(member: ProxyUnderTest, pool: str = DEFAULT) -> Shard:
     return cluster_of(member).shards[pool]
+
+
+def sessions_of(member: ProxyUnderTest, pool: str = DEFAULT) -> dict[str, MemberSession]:
+    """Those that it schedules for, by name."""
+    sessions = shard_of(member, pool).sessions
+    return {} if sessions is None else sessions.by_name
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.cluster.rate_debts import KNOWN_MAX, RATES_MAX, KnownRateDebts
+from llmproxy.cluster.hand_over import RATES_KNOWN_MAX, RATES_MAX, KnownRateDebts
 from llmproxy.core.domain import Outcome
 from llmproxy.core.queueing.rates import REQUESTS, TOKENS
 from llmproxy.core.settings import Settings, UsageLimit
@@ -111,7 +111,7 @@ async def test_what_waited_is_counted_once_over_a_broken_connection() -> None:
         await asyncio.sleep(SOON_S)
         found.break_connections()
         await asyncio.sleep(1.0)
-        assert leader.shard.sessions[one.name].connected
+        assert leader.sessions[one.name].connected
         requests, _ = leader.dispatcher.pools._limits.rates.left_per_min(TENANT, asyncio.get_running_loop().time())
         assert requests == pytest.approx(2.0, abs=0.1)
         await holder.done()
@@ -149,10 +149,10 @@ def test_who_hears_of_it_knows_what_is_left() -> None:
 
 def test_messages_and_memory_are_bounded() -> None:
     teller, hearer = KnownRateDebts(), KnownRateDebts()
-    many = {(f"tenant:{number}", REQUESTS): 50.0 for number in range(KNOWN_MAX + 10)}
+    many = {(f"tenant:{number}", REQUESTS): 50.0 for number in range(RATES_KNOWN_MAX + 10)}
     parts = list(teller.changes(many, 0.0))
     assert max(len(part.debts) for part in parts) == RATES_MAX
     for part in parts:
         hearer.take(part, 0.0)
-    assert len(hearer.left(1.0)) == KNOWN_MAX
+    assert len(hearer.left(1.0)) == RATES_KNOWN_MAX
     assert ("tenant:0", REQUESTS) not in hearer.left(1.0)

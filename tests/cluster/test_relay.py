@@ -77,10 +77,10 @@ async def test_a_grant_that_a_lost_member_did_not_hear_is_free_for_others() -> N
         found.cut(deaf, leader)
         await holder.done()
         await asyncio.sleep(1.0)
-        assert leader.shard.sessions[deaf.name].leases == 1
+        assert leader.sessions[deaf.name].leases == 1
         assert later.holds() is None
         await asyncio.sleep(SILENCE_S)
-        assert not leader.shard.sessions[deaf.name].connected
+        assert not leader.sessions[deaf.name].connected
         assert later.holds() == "a"
         assert waits.holds() is None
         found.heal()
@@ -102,11 +102,11 @@ async def test_a_lease_of_which_the_member_could_not_tell_at_first_stays_over_th
         await asyncio.sleep(SOON_S)
         found.heal()
         await asyncio.sleep(2.0)
-        session = leader.shard.sessions[one.name]
+        session = leader.sessions[one.name]
         assert session.connected
         found.cut(one, leader)
         await asyncio.sleep(SILENCE_S + 2.0)
-        assert not leader.shard.sessions[one.name].connected
+        assert not leader.sessions[one.name].connected
         assert session.leases == 1
 
 
@@ -120,7 +120,7 @@ async def test_a_lost_member_is_granted_nothing_until_it_is_back_and_has_its_tur
         await asyncio.sleep(SOON_S)
         found.cut(lost, leader)
         await asyncio.sleep(SILENCE_S + 2.0)
-        assert not leader.shard.sessions[lost.name].connected
+        assert not leader.sessions[lost.name].connected
         second, third = other.client(), other.client()
         await asyncio.sleep(SOON_S)
         await holder.done()
@@ -166,7 +166,7 @@ async def test_what_was_said_into_a_broken_connection_is_not_held_for_ever() -> 
         await asyncio.sleep(5.0)
         found.heal()
         await asyncio.sleep(2.0)
-        session = leader.shard.sessions[one.name]
+        session = leader.sessions[one.name]
         assert session.connected
         assert (session.leases, session.open_requests) == (0, 0)
 
@@ -181,7 +181,7 @@ async def test_a_cut_that_could_not_be_said_is_said_again() -> None:
         cuts: list[float] = []
         client.lease.on_cut = lambda: cuts.append(now())
         found.cut(one, leader)
-        [(lease, _)] = leader.shard.sessions[one.name]._leases.values()
+        [(lease, _)] = leader.sessions[one.name]._leases.values()
         lease.cut(revoked=True)
         await asyncio.sleep(5.0)
         assert not cuts
@@ -248,7 +248,7 @@ async def test_a_member_that_is_gone_for_good_frees_what_it_had() -> None:
         assert waits.holds() == "a"
         assert waits.lease is not None
         assert waits.lease.grant.at_s == pytest.approx(died_s + GRACE_S, abs=0.1)
-        assert gone.name not in found.leader.shard.sessions
+        assert gone.name not in found.leader.sessions
         assert found.leader.dispatcher.leases == 1
 
 
@@ -354,7 +354,7 @@ async def test_a_grant_by_a_leader_of_the_past_is_ignored() -> None:
         await asyncio.sleep(2.0)
         assert one.shard.leads or one.shard._link is not link
         [call] = one.relay._waiting
-        session = found.leader.shard.sessions[old.name]
+        session = found.leader.sessions[old.name]
         [(lease, _)] = session._leases.values()
         late = protocol.LeaseGranted(call, call, client.request.stage, lease.grant.placed, 0.0, 0, lease.grant.why, 0.0)
         one.shard.take(link, late)

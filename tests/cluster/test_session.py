@@ -235,7 +235,7 @@ async def test_a_message_that_makes_no_sense_is_skipped() -> None:
         [refused] = one.of(protocol.CallRefused)
         assert refused.call == 5
         assert not reported
-        one.channel.send(protocol.RequestEnded(next(iter(found.leader.shard.sessions["stranger"]._requests)), None))
+        one.channel.send(protocol.RequestEnded(next(iter(found.leader.sessions["stranger"]._requests)), None))
         await asyncio.sleep(0.1)
         await one.end()
 
@@ -252,7 +252,7 @@ async def test_silence_ends_a_connection_on_both_sides() -> None:
         assert one.shard.calls is not None
         await asyncio.sleep(1.6)
         assert not one.relay.led
-        assert not leader.shard.sessions[one.name].connected
+        assert not leader.sessions[one.name].connected
         found.heal()
         await asyncio.sleep(3.0)
         assert one.shard.led
@@ -295,7 +295,7 @@ async def test_what_comes_by_an_older_connection_is_of_the_past() -> None:
         assert found.leader.dispatcher.leases == 0
         assert old.lost
         assert not new.lost
-        assert found.leader.shard.sessions["stranger"].connected
+        assert found.leader.sessions["stranger"].connected
         await new.end()
 
 
@@ -536,12 +536,12 @@ async def test_a_configuration_that_was_read_again_is_known_to_the_leader() -> N
         one, leader = found.followers[0], found.leader
         one.cluster.reconfigured("other")
         await asyncio.sleep(0.1)
-        assert leader.shard.sessions[one.name].hello.config == "other"
+        assert leader.sessions[one.name].hello.config == "other"
         leader.cluster.reconfigured("other")
         assert leader.cluster.me.config == "other"
         found.break_connections()
         await asyncio.sleep(1.0)
-        assert leader.shard.sessions[one.name].hello.config == "other"
+        assert leader.sessions[one.name].hello.config == "other"
 
 
 # --- pages, and frames that are too long ------------------------------------------------------------------------------
@@ -592,7 +592,7 @@ async def test_a_thousand_broken_connections_leave_nothing() -> None:
         for one in found.members:
             assert (len(one.shard._tasks), len(one.cluster._tasks)) == (2, 0)
             assert len(one.cluster.incoming) <= 2
-            assert len(one.shard._differing) == 0
+            assert len(one.differing) == 0
         assert len(asyncio.all_tasks()) < 30
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmproxy.config import Config, hash_of
-from tests.cluster.fleet import cluster_of, members, shard_of
+from tests.cluster.fleet import cluster_of, members, sessions_of, shard_of
 from tests.cluster.virtual import world
 from tests.dispatching import virtual
 from tests.e2e.proxies import FAST, HELLO, until
@@ -80,7 +80,7 @@ async def test_a_reload_at_a_follower_and_at_the_leader() -> None:
         leader, follower = found.leader, found.followers[0]
 
         def same() -> list[bool]:
-            return [one.hello.config == cluster_of(leader).me.config for one in shard_of(leader).sessions.values()]
+            return [one.hello.config == cluster_of(leader).me.config for one in sessions_of(leader).values()]
 
         other = Config.model_validate({**follower.config_data, "body_bytes_max": 12345})
         assert all(same())

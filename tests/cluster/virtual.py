@@ -15,7 +15,7 @@ from llmproxy.cluster.pages import bounded
 from llmproxy.cluster.protocol import PROTOCOL, Hello, Learned
 from llmproxy.cluster.relay import RelayDispatcher
 from llmproxy.cluster.relays import Relays
-from llmproxy.cluster.session import Shared
+from llmproxy.cluster.session import MemberSession, Shared
 from llmproxy.cluster.shard import Shard
 from llmproxy.core.domain import Request
 from llmproxy.core.settings import Settings
@@ -176,6 +176,15 @@ class VirtualMember:
         return self.cluster.default
 
     @property
+    def sessions(self) -> dict[str, MemberSession]:
+        """Those that it schedules for, by name."""
+        return {} if self.shard.sessions is None else self.shard.sessions.by_name
+
+    @property
+    def differing(self) -> set[str]:
+        return set() if self.shard.sessions is None else self.shard.sessions._differing
+
+    @property
     def relay(self) -> RelayDispatcher:
         return self.shard.relay
 
@@ -207,7 +216,7 @@ class VirtualMember:
         """Nothing is left."""
         assert (self.relays.waiting, self.relays.running) == (0, 0)
         for shard in self.cluster.shards.values():
-            for session in shard.sessions.values():
+            for session in shard.sessions.by_name.values() if shard.sessions is not None else ():
                 assert (session.open_requests, session.leases, len(session._calls)) == (0, 0, 0)
         empty(self.dispatcher)
 
