@@ -270,7 +270,14 @@ async def _wired(
     await stack.enter_async_context(background_task(recorder.run()))
     incarnation = uuid4().hex[:8]
     relays = None if config.cluster.listen is None else Relays(dispatcher, registry.backends)
-    readers = [recorder.record, *_exit_readers(stack, config, metrics, now()), *([relays.exited] if relays else [])]
+
+    def show(ended: RequestExit) -> None:
+        if relays is not None:
+            relays.exited(ended)
+        if relays is None or relays.shown_here(ended):
+            recorder.record(ended)
+
+    readers = [show, *_exit_readers(stack, config, metrics, now())]
     exits = Exits(metrics, *readers)
     # Ids of requests differ between members.
     ids = "" if relays is None else f"{incarnation}-"

@@ -134,7 +134,7 @@ class RelayDispatcher:
         asking = asyncio.create_task(self._ask_leader(held), name="held by the leader")
         try:
             target = await self._local.resolve(name, hold_s, body_bytes, key, beside)
-            if not self._leads:
+            if not self.leads:
                 await asyncio.wait([asking], timeout=min(KNOWN_S, ends_s - _now()))
             return target
         finally:
@@ -155,7 +155,8 @@ class RelayDispatcher:
             await asyncio.sleep(NO_LEADER_RETRY_S)
 
     @property
-    def _leads(self) -> bool:
+    def leads(self) -> bool:
+        """Whether this member is the leader."""
         return self._leader is not None and self._leader.local
 
     def direct(self, backend: str, cut: Callable[[], None]) -> AbstractContextManager[None]:

@@ -55,9 +55,15 @@ class Relays:
 
     def exited(self, ended: RequestExit) -> None:
         """See `RelayDispatcher.exited`."""
+        self._of_exit(ended).exited(ended)
+
+    def shown_here(self, ended: RequestExit) -> bool:
+        """Whether the page of this process is about a request of its own: where leaders are several, one shows it."""
+        return not self._shards.own or self._of_exit(ended).leads
+
+    def _of_exit(self, ended: RequestExit) -> RelayDispatcher:
         backend = ended.routing.last.backend
-        shard = DEFAULT if backend is None else self._pools.shard_of(backend)
-        self.by_shard[shard].exited(ended)
+        return self.by_shard[DEFAULT if backend is None else self._pools.shard_of(backend)]
 
     def _of(self, request: Request) -> RelayDispatcher:
         return self.by_shard[self._shards.of(request.pool)]

@@ -70,7 +70,10 @@ class LiveSnapshot:
         """The document; all times in seconds, `now_s` and the times of events on the clock of the history."""
         recorder, now = self._recorder, self._clock()
         pools = recorder.dispatcher.pools
-        seen, statuses = pools.snapshot(now, FLOWS_WAITING_MAX), recorder.statuses()
+        seen = pools.snapshot(now, FLOWS_WAITING_MAX)
+        # Backends of pools about which other processes decide are shown by those.
+        shown = {None, *(pool.pool for pool in seen.pools)}
+        statuses = [status for status in recorder.statuses() if pools.pool_of(status.name) in shown]
         changes = self._changes()
         why = {name: event.why for name, event in changes.items()}
         paces = {pace.backend: pace for learned in pools.learned(now).values() for pace in learned.backends}

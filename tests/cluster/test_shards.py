@@ -214,7 +214,11 @@ async def test_pages_are_those_of_the_leader_of_the_pool(monkeypatch: pytest.Mon
             listed = (await one.get("/admin/backends")).json["backends"]
             assert [backend["backend"] for backend in listed] == ["b0", "b1"]
             for query, shown in (("", "base"), ("?pool=code", "code")):
-                assert [pool["pool"] for pool in (await one.get(f"/debug/live{query}")).json["pools"]] == [shown]
+                live = (await one.get(f"/debug/live{query}")).json
+                assert [pool["pool"] for pool in live["pools"]] == [shown]
+                assert [backend["pool"] for backend in live["backends"]] == [shown]
+                requests = (await one.get(f"/debug/requests{query}")).json["requests"]
+                assert {request["model"] for request in requests} == {shown}
             told = (await one.get("/admin/cluster")).json
             assert told["leader"] != told["pools"]["code"]["leader"]
         led = {one: [name for name, shard in cluster_of(one).shards.items() if shard.leads] for one in found}
