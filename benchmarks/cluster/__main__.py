@@ -18,6 +18,7 @@ from statistics import median
 
 from benchmarks.cluster.load import Load, now
 from benchmarks.cluster.order import order
+from benchmarks.cluster.pools import pools
 from benchmarks.cluster.rig import Member, Rig, rig
 from benchmarks.cluster.speed import memory, speed
 
@@ -277,7 +278,7 @@ async def api_server() -> None:
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    known = ["kill-leader", "order", "upgrade", "api-server", *BROKEN, "speed", "memory"]
+    known = ["kill-leader", "pools", "order", "upgrade", "api-server", *BROKEN, "speed", "memory"]
     parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=", ".join(known))
     parser.add_argument("--times", type=int, default=20, help="kills of the leader")
     parser.add_argument(
@@ -289,6 +290,7 @@ async def main() -> None:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     runs = {
         "kill-leader": lambda: kill_leader(given.times),
+        "pools": lambda: pools(given.times),
         "order": order,
         "upgrade": upgrade,
         "api-server": api_server,

@@ -42,10 +42,14 @@ class Asked:
 
 @dataclass(slots=True)
 class Load:
-    """Streams in a closed loop. `roaming` clients go to the next member where one refuses the connection."""
+    """Streams in a closed loop. `roaming` clients go to the next member where one refuses the connection.
+
+    Without `model`, they name none.
+    """
 
     session: aiohttp.ClientSession
     lengths: Sequence[int] = LENGTHS
+    model: str | None = None
     asked: list[Asked] = field(default_factory=list)
     over_s: float = inf
     unready: set[str] = field(default_factory=set)
@@ -82,7 +86,7 @@ class Load:
             body = {
                 "stream": True, "max_tokens": rng.choice(self.lengths), "ignore_eos": True,
                 "messages": [{"role": "user", "content": "Tell me a story. " * (10 + number % 7)}],
-            }  # fmt: skip
+            } | ({} if self.model is None else {"model": self.model})  # fmt: skip
             asked = await self._ask(Asked(members[place].name, band, label, now()), members[place], body, headers)
             if asked.outcome == "refused":
                 place = (place + 1) % len(members) if roaming else place
