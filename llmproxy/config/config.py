@@ -305,17 +305,25 @@ class Config(Section):
         if self.cluster.listen is not None and self.workers > 1:
             report([(("workers",), "a member of a cluster is one process; run more members in the place of workers")])
         if self.cluster.listen is not None:
-            self._keeps_rates_together()
+            self._sound_locks()
         return self
 
-    def _keeps_rates_together(self) -> None:
-        """Raises ValueError where several members would keep the rates of tenants, or a store of them is of no use."""
+    def _sound_locks(self) -> None:
+        """Raises ValueError for a store of rates that is missing or of no use, and for locks of what is no pool."""
         shared, apart = self.shared_limits.store is not None, self.cluster.pools
         if shared and not apart:
             reason = "is of no use beside cluster.listen: limits already hold for all members together; leave it out"
             report([(("shared_limits", "store"), reason)])
         limits = [tenant.limits for tenant in self.tenants]
         rated = any(one.requests_per_min is not None or one.tokens_per_min is not None for one in limits)
+        aliases = {model.name for model in self.models if model.stands_for is not None}
+        report(
+            [
+                (("cluster", "pools", i), f"{name!r} is an alias; name the model that it stands for")
+                for i, name in enumerate(apart)
+                if name in aliases
+            ]
+        )
         if apart and rated and not shared:
             reason = (
                 "each leader would let pass what a tenant has per minute: set shared_limits.store, or leave this out"

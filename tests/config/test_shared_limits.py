@@ -83,3 +83,8 @@ def test_leaders_of_several_pools_need_a_store_for_the_rates_of_tenants(write: A
 
 def test_what_a_tenant_has_in_flight_needs_no_store(write: Any) -> None:
     load(write(f"{POOLS}tenants: [{{name: a, keys: ['{hash_of('k')}'], limits: {{in_flight: 6}}}}]\n"))
+
+
+def test_an_alias_has_no_lock(write: Any) -> None:
+    text = "models: [{name: code, target: qwen}]\n" + POOLS
+    assert ":2: cluster.pools[0]: 'code' is an alias; name the model" in problem(write, text)
