@@ -2,19 +2,29 @@
 
 No clock is shared, so every time that travels is relative: to the moment in which its message was made, and then to
 the one in which it was read. A lease is named by the call that asked for it, which is the member's own number, so that
-it means the same to every leader. Unknown kinds are skipped, and unknown last fields too: that lets two releases run
-together.
+it means the same to every leader.
+
+Two releases run together, the older one of which skips kinds and fields that it does not know, and takes values of
+enums that it does not know for others (`OTHERWISE`). So a release may add kinds that nobody waits for, last fields with
+a default, and such values. What the other side has to act upon, such as a call or another stage, is sent only to who
+has said in its Hello or Welcome that it knows it, by a last field. Everything else needs another `PROTOCOL`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import structlog
+from msgspec import inspect
 from msgspec.structs import replace
 
-from llmproxy.core.domain import KnownCapacity, KnownLimit, Placed, Request
+from llmproxy.core.domain import Entry, KnownCapacity, KnownLimit, Outcome, Placed, Request, Stage, Verdict
 from llmproxy.core.shards import DEFAULT
+from llmproxy.telemetry.exit import Split
 from llmproxy.workers import protocol as workers
 from llmproxy.workers.protocol import Message
 
@@ -130,39 +140,89 @@ ToMember = (
     | workers.NameResolved | Welcome | NotLeader | Members | Drained | Balances | Learned | RateDebts | Ping
 )  # fmt: skip
 
+OTHERWISE: Mapping[type[Enum], Enum] = {
+    # What a member asks for in a new way was most likely let in before, and would be charged twice.
+    Entry: Entry.RETRY,
+    # 503: the request was refused, and may be tried again.
+    Outcome: Outcome.REJECTED_NO_BACKENDS,
+    Split: Split.WHOLE,
+    Stage: Stage.WHOLE,
+    # It proves nothing about a backend.
+    Verdict: Verdict.CLIENT_GONE,
+}
+"""What a value of an enum that a later release knows is taken for, by the enum: all that travel."""
+UNKNOWN_MAX = 100
+"""Unknown values that are logged, each once."""
+
 MessageT = TypeVar("MessageT")
+_log = structlog.get_logger()
+_type_of = cache(inspect.type_info)
 
 
 class KnownMessages(Generic[MessageT]):
     """Decodes the messages of a frame whose kind is known, and skips those of other kinds.
 
-    A frame of known messages alone, which is every one of the same release, is decoded as a whole.
+    A frame of known messages alone, with known values, which is every one of the same release, is decoded as a whole.
     """
 
     def __init__(self, kinds: Any) -> None:
         self._whole: msgspec.msgpack.Decoder[list[MessageT]] = msgspec.msgpack.Decoder(list[kinds])
         self._frame = msgspec.msgpack.Decoder(list[msgspec.Raw])
         self._message: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(kinds)
-        self._kind = msgspec.msgpack.Decoder(list[Any])
-        self._tags = frozenset(kind.__struct_config__.tag for kind in kinds.__args__)
+        self._plain = msgspec.msgpack.Decoder(list[Any])
+        self._kinds: dict[Any, Any] = {kind.__struct_config__.tag: kind for kind in kinds.__args__}
+        self._unknown: set[tuple[str, str]] = set()
 
     def decode(self, data: Any) -> list[MessageT]:
         """The known ones, in their order. Raises msgspec.DecodeError."""
         try:
             return self._whole.decode(data)
         except msgspec.ValidationError:
-            return self._decode_each(data)
+            return [*self._decode_each(data)]
 
-    def _decode_each(self, data: Any) -> list[MessageT]:
-        decoded = []
+    def _decode_each(self, data: Any) -> Iterator[MessageT]:
         for raw in self._frame.decode(data):
             try:
-                decoded.append(self._message.decode(raw))
+                yield self._message.decode(raw)
             except msgspec.ValidationError:
-                kind = self._kind.decode(raw)
-                if kind and kind[0] in self._tags:
-                    raise
-        return decoded
+                plain = self._plain.decode(raw)
+                kind = self._kinds.get(plain[0]) if plain and isinstance(plain[0], int) else None
+                if kind is not None:
+                    known = self._known(plain, _type_of(kind))
+                    yield self._message.decode(msgspec.msgpack.encode(known))
+
+    def _known(self, value: Any, of: inspect.Type) -> Any:
+        """Plain data of this type, with what values are `OTHERWISE` in place of those of no enum known here.
+
+        What is of another type is left as it is, and is found by who decodes it.
+        """
+        match of, value:
+            case inspect.EnumType(cls), str() if value not in [one.value for one in cls]:
+                return self._otherwise(cls, value)
+            case inspect.StructType(fields=fields, array_like=True, tag=tag), list():
+                types = [field.type for field in fields]
+                begin = 0 if tag is None else 1
+                ours = value[begin : begin + len(types)]
+                return value[:begin] + [self._known(*pair) for pair in zip(ours, types, strict=False)]
+            case inspect.StructType(fields=fields) | inspect.DataclassType(fields=fields), dict():
+                types_of = {field.encode_name: field.type for field in fields}
+                return {key: self._known(one, types_of[key]) for key, one in value.items() if key in types_of}
+            case inspect.UnionType(types), _:
+                for one in types:
+                    value = self._known(value, one)
+                return value
+            case inspect.VarTupleType(item_type), list():
+                return [self._known(one, item_type) for one in value]
+            case _:
+                return value
+
+    def _otherwise(self, enum: type[Enum], value: str) -> Any:
+        taken_for = OTHERWISE[enum].value
+        said = enum.__name__, value
+        if said not in self._unknown and len(self._unknown) < UNKNOWN_MAX:
+            self._unknown.add(said)
+            _log.warning("cluster_value_unknown", of=enum.__name__, value=value, taken_for=taken_for)
+        return taken_for
 
 
 FROM_MEMBER: KnownMessages[FromMember] = KnownMessages(FromMember)

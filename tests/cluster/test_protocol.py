@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
+from enum import Enum
 from typing import Any, get_args
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import inspect
+from structlog.testing import capture_logs
 
 from llmproxy.cluster.channel import FRAME_BYTES_MAX, FRAME_MESSAGES_MAX
 from llmproxy.cluster.protocol import (
     FROM_MEMBER,
+    OTHERWISE,
     PROTOCOL,
     TO_MEMBER,
+    UNKNOWN_MAX,
     Balances,
     Drained,
     FromMember,
@@ -34,7 +40,8 @@ from llmproxy.cluster.protocol import (
     aged,
 )
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Entry, KnownCapacity, KnownLimit, Outcome, Stage, Verdict
+from llmproxy.core.domain import Entry, Grant, KnownCapacity, KnownLimit, Outcome, Placed, Stage, Verdict, Why
+from llmproxy.telemetry.exit import AttemptRecord, RequestExit, RequestInput, RequestResult, RequestRouting
 from llmproxy.workers import protocol
 from llmproxy.workers.channel import BrokenFrameError, Frames, frame
 from tests.core.make import request
@@ -149,6 +156,165 @@ def test_a_known_kind_that_is_wrong_is_broken(
         if kind.__struct_fields__:
             with pytest.raises(BrokenFrameError):
                 heard(known, _frame([[kind.__struct_config__.tag, {}]]))
+
+
+UNKNOWN = "from a later release"
+
+
+def values(of: inspect.Type, way: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], type[Enum]]]:
+    """Where a type has enums: the keys and places on the way there in plain data, and the enum."""
+    match of:
+        case inspect.EnumType(cls):
+            yield way, cls
+        case inspect.StructType(array_like=True, fields=fields, tag=tag):
+            for place, field in enumerate(fields, 0 if tag is None else 1):
+                yield from values(field.type, (*way, place))
+        case inspect.StructType(fields=fields) | inspect.DataclassType(fields=fields):
+            for field in fields:
+                yield from values(field.type, (*way, field.encode_name))
+        case inspect.UnionType(types):
+            for one in types:
+                yield from values(one, way)
+        case inspect.CollectionType(item_type):
+            yield from values(item_type, (*way, 0))
+        case inspect.TupleType(item_types):
+            for place, one in enumerate(item_types):
+                yield from values(one, (*way, place))
+        case inspect.DictType(key_type, value_type):
+            assert not [*values(key_type), *values(value_type)], "a value of an enum in a mapping is not looked for"
+
+
+TRAVEL = [
+    pytest.param(known, kind, way, enum, id=f"{kind.__name__}-{enum.__name__}-{'.'.join(map(str, way))}")
+    for kinds, known in ((FROM, FROM_MEMBER), (TO, TO_MEMBER))
+    for kind in kinds
+    for way, enum in values(inspect.type_info(kind))
+]
+GRANT = Grant(1, request(), Placed("a", 0.0, (), 1), 0.0, 0, Why((), 0, (), 0))
+FULL: dict[type[Any], Any] = {
+    protocol.Admit: protocol.Admit(1, request(), frozenset(), Entry.NEW),
+    protocol.LeaseReturned: protocol.LeaseReturned(1, Verdict.SERVED, None),
+    protocol.ExitReport: protocol.ExitReport(
+        RequestExit(
+            RequestInput(request_id="r", method="POST", path="/"),
+            RequestResult(outcome=Outcome.COMPLETED, status=200, duration_s=1.0),
+            RequestRouting(tried=(AttemptRecord.begun(GRANT, 0.0),)),
+        )
+    ),
+    Running: Running(1, request(), GRANT.placed, 0.0, None, False, 0),
+    protocol.LeaseGranted: protocol.LeaseGranted(1, 1, Stage.WHOLE, GRANT.placed, 0.0, 0, GRANT.why, 1.0),
+    protocol.CallRefused: protocol.CallRefused(1, Outcome.SHED, "", None),
+}
+"""A message of each kind that has a value of an enum, with all the parts in which one is."""
+
+
+@pytest.mark.parametrize(("known", "kind", "way", "enum"), TRAVEL)
+def test_an_unknown_value_is_taken_for_another_one(
+    known: KnownMessages[Any], kind: type[Any], way: tuple[Any, ...], enum: type[Enum]
+) -> None:
+    """Neither the connection ends, nor are the messages beside it lost."""
+    beside = Ping()
+    [_, plain, _] = sent = msgspec.msgpack.decode(frame([beside, FULL[kind], beside])[4:])
+    part = plain
+    for key in way[:-1]:
+        part = part[key]
+    part[way[-1]] = UNKNOWN
+    [before, message, after] = heard(known, _frame(sent))
+    assert (before, after) == (beside, beside)
+    part[way[-1]] = OTHERWISE[enum].value
+    assert message == heard(known, _frame([plain]))[0]
+
+
+def test_an_unknown_value_is_logged_once() -> None:
+    known: KnownMessages[Any] = KnownMessages(ToMember)
+    sent = msgspec.msgpack.decode(frame([FULL[protocol.CallRefused]])[4:])
+    with capture_logs() as logs:
+        for value in (UNKNOWN, UNKNOWN, "and another one"):
+            sent[0][2] = value
+            heard(known, _frame(sent))
+        for number in range(2 * UNKNOWN_MAX):
+            sent[0][2] = str(number)
+            heard(known, _frame(sent))
+    assert [(line["of"], line["value"]) for line in logs[:2]] == [("Outcome", UNKNOWN), ("Outcome", "and another one")]
+    assert len(logs) == UNKNOWN_MAX
+
+
+REQUIRED = {
+    "Admit": "call request excluded entry",
+    "AttemptRecord": "",
+    "Balances": "pool band flows",
+    "CallRefused": "call outcome message retry_after_s",
+    "CancelCall": "call",
+    "Drained": "backends",
+    "ExitReport": "record",
+    "Hello": "protocol version name incarnation address config epoch",
+    "KnownCapacity": "sums sizes",
+    "KnownLimit": "limit settled models",
+    "Learned": "limits capacities",
+    "LeaseCommitted": "lease",
+    "LeaseCut": "lease revoked",
+    "LeaseGranted": "call lease stage placed at_s queued_ahead why left_s",
+    "LeaseProgress": "lease output_tokens",
+    "LeaseRecomputing": "lease",
+    "LeaseReturned": "lease verdict usage",
+    "LeaseStarted": "lease",
+    "LeaseTaken": "call",
+    "Members": "names",
+    "NameResolved": "call target",
+    "NotLeader": "why",
+    "PageRequest": "call request remote",
+    "PageResponse": "call status reason headers body",
+    "Ping": "",
+    "Placed": "backend score terms candidates",
+    "Predicted": "expected_s p90_s",
+    "PrefixCached": "pool lease backend hashes",
+    "RateDebts": "debts",
+    "Request": "id pool model adapter band flow arrived_s deadline_s body_bytes prompt_tokens output_tokens",
+    "RequestEnded": "request_id met",
+    "RequestExit": "input result",
+    "RequestInput": "request_id method path",
+    "RequestResult": "outcome status duration_s",
+    "RequestRouting": "",
+    "Resolve": "call name hold_s body_bytes",
+    "ResponseStored": "response_id backend tenant",
+    "Resume": "waiting running",
+    "Resumed": "",
+    "Running": "call request placed age_s started_age_s committed output_tokens",
+    "Slo": "",
+    "Target": "requested model pool adapter",
+    "TraceContext": "trace_id span_id parent_id sampled",
+    "Usage": "prompt_tokens output_tokens",
+    "Welcome": "epoch name version config",
+    "Why": "waiting flows standing passed_over",
+}
+"""The fields without a default of everything that travels, by name and in their order."""
+
+
+def structs(of: inspect.Type) -> Iterator[inspect.StructType | inspect.DataclassType]:
+    """The structs that data of a type consists of."""
+    match of:
+        case inspect.StructType(fields=fields) | inspect.DataclassType(fields=fields):
+            yield of
+            for field in fields:
+                yield from structs(field.type)
+        case inspect.UnionType(types) | inspect.TupleType(types):
+            for one in types:
+                yield from structs(one)
+        case inspect.CollectionType(item_type) | inspect.DictType(value_type=item_type):
+            yield from structs(item_type)
+
+
+def test_no_release_changes_what_another_one_needs() -> None:
+    """A new field has a default, and one without a default is neither renamed nor left out.
+
+    Whoever needs more raises PROTOCOL and writes `REQUIRED` anew. New kinds are added to it.
+    """
+    found = {
+        one.cls.__name__: " ".join(field.encode_name for field in one.fields if field.required)
+        for kind in {**FROM, **TO}
+        for one in structs(inspect.type_info(kind))
+    }
+    assert found == REQUIRED
 
 
 def _frame(messages: list[Any]) -> bytes:

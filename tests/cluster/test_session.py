@@ -13,9 +13,21 @@ from llmproxy.cluster.channel import FRAME_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MA
 from llmproxy.cluster.hand_over import LEARNED_S
 from llmproxy.cluster.links import CONNECT_S
 from llmproxy.cluster.pages import PAGE_BYTES_MAX, status_of
-from llmproxy.cluster.protocol import PROTOCOL, TO_MEMBER, Hello, Learned, NotLeader, Ping, Resume, Resumed, Welcome
+from llmproxy.cluster.protocol import (
+    PROTOCOL,
+    TO_MEMBER,
+    Hello,
+    Learned,
+    NotLeader,
+    Ping,
+    Resume,
+    Resumed,
+    Welcome,
+    aged,
+)
 from llmproxy.cluster.shard import SETTLE_S
-from llmproxy.core.domain import Entry, KnownCapacity, KnownLimit
+from llmproxy.core.domain import Entry, KnownCapacity, KnownLimit, Outcome, Refused
+from llmproxy.dispatcher import Dispatcher
 from llmproxy.workers import protocol
 from llmproxy.workers.channel import frame
 from tests.cluster.elections import HELD_S
@@ -100,6 +112,42 @@ async def test_another_version_of_the_protocol_is_refused() -> None:
         one = Stranger(found)
         one.hello(protocol=PROTOCOL + 1)
         assert f"version {PROTOCOL + 1}" in await one.refused()
+
+
+@virtual
+async def test_a_later_release_says_what_this_one_does_not_know() -> None:
+    async with world(2) as found:
+        one = Stranger(found)
+        one.hello()
+        one.channel.send(Resume(frozenset(), frozenset()))
+        one.channel.send(Resumed())
+        one.channel.send(protocol.Admit(1, aged(request(deadline_s=60.0), 0.0), frozenset(), "in a new way"))  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+        assert [granted.call for granted in one.of(protocol.LeaseGranted)] == [1]
+        assert found.leader.dispatcher.leases == 1
+        one.channel.send(protocol.LeaseReturned(1, "for a new reason", None))  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+        assert found.leader.dispatcher.leases == 0
+        assert not one.lost
+        await one.end()
+
+
+@virtual
+async def test_a_refusal_with_a_new_outcome_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise Refused("a new one", "No.", None)  # type: ignore[arg-type]
+
+    async with world(2) as found:
+        one = found.followers[0]
+        holds = one.client()
+        await asyncio.sleep(0.05)
+        monkeypatch.setattr(Dispatcher, "admit", refuse)
+        refused = one.client()
+        await asyncio.sleep(0.05)
+        assert refused.refused is not None
+        assert (refused.refused.outcome, refused.refused.message) == (Outcome.REJECTED_NO_BACKENDS, "No.")
+        assert holds.holds() == "a"
+        assert one.shard.changes == 1, "the connection is the one that it was"
 
 
 @virtual

@@ -170,6 +170,7 @@ EVENTS = {
     "cluster_lock_back": "The lock of the cluster can be asked again.",
     "cluster_member_gone": "A member left the cluster, or was away for 10 s. Its leases are over.",
     "cluster_member_refused": "Somebody connected who cannot be a member.",
+    "cluster_value_unknown": "A member of a later release says something that this one does not know, and takes for `taken_for`. Logged once for each value.",
     "config_changed": "One key of a reloaded configuration that differs, or of what objects of a cluster say.",
     "connections_limited": "The limit of open files allows fewer connections than `connections_max`.",
     "decision_log_failed": "The decision log cannot be written.",
