@@ -43,8 +43,12 @@ class Certificate:
         made = ca.issue_cert(name)
         self.cert.write_bytes(b"".join(pem.bytes() for pem in made.cert_chain_pems))
         made.private_key_pem.write_to_path(str(self.key))
+        self.stamp(self.cert, self.key)
+
+    def stamp(self, *paths: Path) -> None:
+        """These files were written a second after those before."""
         self._stamp_ns += 10**9
-        for path in (self.cert, self.key):
+        for path in paths:
             os.utime(path, ns=(self._stamp_ns, self._stamp_ns))
 
     @property
@@ -54,6 +58,12 @@ class Certificate:
     def network(self) -> TcpNetwork:
         tls = ClusterTlsConfig(cert=self.cert, key=self.key, ca=self.ca, name=NAME)
         return TcpNetwork(ClusterConfig(listen="127.0.0.1:0", tls=tls))
+
+
+def _trusts(files: Certificate, *authorities: trustme.CA) -> None:
+    """Write the authorities that a member trusts anew."""
+    files.ca.write_bytes(b"".join(one.cert_pem.bytes() for one in authorities))
+    files.stamp(files.ca)
 
 
 class End(asyncio.Protocol):
@@ -212,6 +222,39 @@ async def test_a_renewed_certificate_is_used_on_both_sides(
         await until(lambda: end.heard and accepted and accepted[0].heard)
         assert (end.peer_serial, accepted[0].peer_serial) == (ours.serial, theirs.serial)
         end.transport.abort()  # type: ignore[union-attr]
+
+
+async def test_the_authority_is_replaced_while_members_run(
+    tmp_path: Path, ca: trustme.CA, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are trusted first, then all certificates are renewed, and at last the old authority is trusted no more."""
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    monkeypatch.setattr(http_tls, "CHECK_S", 0.01)
+    new = trustme.CA()
+    ours, old, renewed = (Certificate(tmp_path / name, one) for name, one in (("a", ca), ("b", ca), ("c", new)))
+    async with listening(ours.network()) as (address, accepted):
+
+        async def accepts(other: Certificate) -> None:
+            end = await connected(other.network(), address)
+            await until(lambda: bool(end.heard and accepted[-1].heard))
+            end.transport.abort()  # type: ignore[union-attr]
+            accepted.clear()
+
+        async def take_over(*trusted: trustme.CA) -> None:
+            with capture_logs() as logs:
+                _trusts(ours, *trusted)
+                await until(lambda: any(line["event"] == "certificate_renewed" for line in logs))
+            accepted.clear()
+
+        _trusts(renewed, ca, new)
+        await accepts(old)
+        await refused(renewed.network(), address, accepted)
+        await take_over(ca, new)
+        await accepts(old)
+        await accepts(renewed)
+        await take_over(new)
+        await accepts(renewed)
+        await refused(old.network(), address, accepted)
 
 
 async def test_files_that_are_of_no_use_for_a_moment_change_nothing(tmp_path: Path, ca: trustme.CA) -> None:

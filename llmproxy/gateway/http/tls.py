@@ -29,30 +29,39 @@ PLAIN_HTTP = ("HTTP_REQUEST", "HTTPS_PROXY_REQUEST")
 _log = structlog.get_logger()
 
 
+class _Unusable(Exception):  # noqa: N818 - it tells what is the matter with a file
+    """The files of one `key` of the configuration cannot be used."""
+
+    def __init__(self, key: str, why: str) -> None:
+        super().__init__(why)
+        self.key = key
+
+
+class _Renewed(ssl.SSLContext):
+    """Hands each new connection to the context that is there `now`, because a context forgets no authority."""
+
+    now: ssl.SSLContext
+
+    def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
+        return self.now.wrap_bio(*args, **options)
+
+
 class ClientTls:
-    """The TLS context of the listening sockets. `context` stays the same object when its certificate is renewed.
+    """The TLS context of the listening sockets. `context` stays the same object when its files are renewed.
 
     Raises ConfigError if the files cannot be used.
     """
 
     def __init__(self, cert: Path, key: Path | None, client_ca: Path | None) -> None:
-        self._cert, self._key = cert, key
-        self._files = [WatchedFile(path, missing_counts=True) for path in (cert, key) if path is not None]
+        self._cert, self._key, self._client_ca = cert, key, client_ca
+        self._files = [WatchedFile(path, missing_counts=True) for path in (cert, key, client_ca) if path is not None]
         for file in self._files:
             file.take()
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.context.set_alpn_protocols(["http/1.1"])
+        self.context = _Renewed(ssl.PROTOCOL_TLS_SERVER)
         try:
-            self._load(self.context)
-        except OSError as error:
-            raise ConfigError([f"tls.cert: {self._problem(error)}"]) from None
-        if client_ca is not None:
-            try:
-                self.context.load_verify_locations(client_ca)
-            except OSError as error:
-                raise ConfigError([f"tls.client_ca: {client_ca} holds no certificate: {_reason(error)}"]) from None
-            self.context.verify_mode = ssl.CERT_REQUIRED
+            self.context.now = self._read()
+        except _Unusable as error:
+            raise ConfigError([f"tls.{error.key}: {error}"]) from None
 
     @classmethod
     def of(cls, config: TlsConfig) -> ClientTls | None:
@@ -72,11 +81,9 @@ class ClientTls:
         if True not in changed:
             return False
         try:
-            # A pair that does not match would be loaded in part, so it is tried on another context first.
-            self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-            self._load(self.context)
-        except OSError as error:
-            _log.warning("certificate_kept", why=self._problem(error))
+            self.context.now = self._read()
+        except _Unusable as error:
+            _log.warning("certificate_kept", why=str(error))
             return False
         _log.info("certificate_renewed", cert=str(self._cert))
         return True
@@ -87,13 +94,25 @@ class ClientTls:
             await asyncio.sleep(CHECK_S)
             self.renew()
 
-    def _load(self, context: ssl.SSLContext) -> None:
-        # Without a password, OpenSSL would ask the terminal for the passphrase of an encrypted key.
-        context.load_cert_chain(self._cert, self._key, password="")
-
-    def _problem(self, error: OSError) -> str:
-        key = "its key in the same file, as tls.key names none," if self._key is None else f"the key {self._key}"
-        return f"{self._cert} with {key} is of no use: {_reason(error)}"
+    def _read(self) -> ssl.SSLContext:
+        """A context of the files as they are. Raises _Unusable."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            # Without a password, OpenSSL would ask the terminal for the passphrase of an encrypted key.
+            context.load_cert_chain(self._cert, self._key, password="")
+        except OSError as error:
+            in_one = "its key in the same file, as tls.key names none,"
+            key = in_one if self._key is None else f"the key {self._key}"
+            raise _Unusable("cert", f"{self._cert} with {key} is of no use: {_reason(error)}") from None
+        if self._client_ca is not None:
+            try:
+                context.load_verify_locations(self._client_ca)
+            except OSError as error:
+                raise _Unusable("client_ca", f"{self._client_ca} holds no certificate: {_reason(error)}") from None
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
 
 
 def _reason(error: OSError) -> str:

@@ -110,7 +110,7 @@ async def test_only_what_the_proxy_speaks_is_agreed_on(files: Files, trusting: s
         assert agreed.version() in ("TLSv1.2", "TLSv1.3")
     tls = ClientTls.of(TlsConfig(cert=files.cert, key=files.key))
     assert tls is not None
-    assert tls.context.minimum_version == ssl.TLSVersion.TLSv1_2
+    assert tls.context.now.minimum_version == ssl.TLSVersion.TLSv1_2
 
 
 async def met(proxy: ProxyUnderTest, trusting: ssl.SSLContext) -> ssl.SSLObject:
@@ -163,6 +163,16 @@ def test_an_invalid_file_changes_nothing_and_is_logged_once(files: Files) -> Non
         assert why in logs[0]["why"]
     files.renew()
     assert [tls.renew() for _ in range(3)] == [False, True, False], "a change counts once it is over"
+
+
+def test_authorities_of_no_use_change_nothing_either(files: Files) -> None:
+    tls = ClientTls(files.cert, files.key, files.client_ca)
+    before = tls.context.now
+    files.client_ca.write_text("half a ")
+    with capture_logs() as logs:
+        assert [tls.renew() for _ in range(3)] == [False] * 3
+    assert [line["why"] for line in logs] == [f"{files.client_ca} holds no certificate: no certificate or crl found"]
+    assert tls.context.now is before
 
 
 async def test_clients_without_a_certificate_of_the_authority_stay_outside(
