@@ -214,7 +214,7 @@ async def running(
         if state is not None:
             recalled = state.read()
             proxy.registry.recall_limits(recalled.limits)
-            pools.scaling.recall(recalled.capacities)
+            pools.scaling.recall(recalled.capacities, asyncio.get_running_loop().time())
             await stack.enter_async_context(
                 background_task(state.follow(lambda: State(proxy.registry.known_limits(), pools.scaling.known())))
             )

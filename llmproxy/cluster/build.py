@@ -79,9 +79,9 @@ def member_of(
             limits = registry.known_limits(lambda name: pools.shard_of(name) == shard)
             return Learned(limits, pools.scaling.known(lambda pool: pools.shards.of(pool) == shard))
 
-        def recall(known: Learned) -> None:
+        def recall(known: Learned, told_s: float) -> None:
             registry.recall_limits(known.limits)
-            pools.scaling.recall(known.capacities)
+            pools.scaling.recall(known.capacities, told_s)
 
         return Shared(stored, settle, drained, drain, learned, recall)
 

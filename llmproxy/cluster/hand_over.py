@@ -37,6 +37,7 @@ class HandOver:
         self._rate_debts = KnownRateDebts()
         self.balances = KnownBalances()
         self.learned: Learned | None = None
+        self._heard_s = 0.0
 
     def news(self, now: float) -> Iterator[Message]:
         """What has changed since members were told, if it is time to tell it."""
@@ -46,7 +47,7 @@ class HandOver:
         yield from self.balances.changes(self._pools.balances(self._shard))
         yield from self._rate_debts.changes(self._pools.rate_debts(now), now)
         if now >= self._learned_s + LEARNED_S and (learned := self._shared.learned()) != self.learned:
-            self._learned_s, self.learned = now, learned
+            self._learned_s, self._heard_s, self.learned = now, now, learned
             yield learned
 
     def all(self, now: float) -> Iterator[Message]:
@@ -63,13 +64,14 @@ class HandOver:
                 self.balances.take(told)
             case RateDebts():
                 self._rate_debts.take(told, now)
-            case Learned():
-                self.learned = told
+            # A next leader first tells what this member has told itself, and that is no younger for it.
+            case Learned() if told != self.learned:
+                self.learned, self._heard_s = told, now
 
     def recall(self, now: float) -> None:
         """Decide by what was told from now on."""
         if self.learned is not None:
-            self._shared.recall(self.learned)
+            self._shared.recall(self.learned, self._heard_s)
         for (pool, band), flows in self.balances.known.items():
             self._pools.recall(pool, band, flows)
         self._pools.recall_rates(self._rate_debts.left(now), now)

@@ -29,7 +29,7 @@ class Shared:
 
     `stored` notes a response that was stored for a client of a member, and returns what holds; `settle` notes what the
     leader says of one. `drained` are the backends that were drained by hand, and `drain` makes them these. `learned` is
-    what a next leader should know, and `recall` takes it over.
+    what a next leader should know, and `recall` takes it over, as it was told at that time.
     """
 
     stored: Callable[[protocol.ResponseStored], protocol.ResponseStored]
@@ -37,7 +37,7 @@ class Shared:
     drained: Callable[[], frozenset[str]]
     drain: Callable[[frozenset[str]], None]
     learned: Callable[[], Learned]
-    recall: Callable[[Learned], None]
+    recall: Callable[[Learned, float], None]
 
 
 class MemberSession(WorkerSession):

@@ -31,7 +31,7 @@ from llmproxy.dispatcher import Dispatcher
 from llmproxy.workers import protocol
 from llmproxy.workers.channel import frame
 from tests.cluster.elections import HELD_S
-from tests.cluster.virtual import LATENCY_S, World, world
+from tests.cluster.virtual import LATENCY_S, VirtualMember, World, world
 from tests.core.make import request
 from tests.dispatching import virtual
 
@@ -575,7 +575,36 @@ async def test_what_was_learned_is_known_to_the_next_leader_and_to_one_that_join
         old.cluster.begin_shutdown()
         await asyncio.sleep(2.0)
         assert found.leader is not old
-        assert found.leader.recalled == [old.learned]
+        assert [told for told, _ in found.leader.recalled] == [old.learned]
+
+
+@virtual
+async def test_what_a_leader_told_itself_is_no_younger_when_the_next_one_tells_it() -> None:
+    async with world(2) as found:
+        loop = asyncio.get_running_loop()
+        old, new = found.leader, found.followers[0]
+        old.learned = new.learned = Learned({}, {"base": KnownCapacity((1.0,), ())})
+        await asyncio.sleep(LEARNED_S + 1.0)
+        told_s = loop.time()
+        await hand_over(found, old, new)
+        await hand_over(found, new, old)
+        [(told, at_s)] = old.recalled
+        assert (told, at_s < told_s) == (old.learned, True)
+        await hand_over(found, old, new)
+        new.learned, later_s = Learned({}, {"base": KnownCapacity((2.0,), ())}), loop.time()
+        await asyncio.sleep(LEARNED_S + 1.0)
+        await hand_over(found, new, old)
+        told, at_s = old.recalled[-1]
+        assert (told, at_s > later_s) == (new.learned, True)
+
+
+async def hand_over(found: World, one: VirtualMember, other: VirtualMember) -> None:
+    """The leader `one` lets `other` lead."""
+    one.shard._election._stands = False  # type: ignore[union-attr]
+    found.store.held = None
+    await asyncio.sleep(HELD_S + SETTLE_S)
+    assert other.shard.leads
+    one.shard._election._stands = True  # type: ignore[union-attr]
 
 
 @virtual

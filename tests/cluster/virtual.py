@@ -152,7 +152,7 @@ class VirtualMember:
         self.backends = set(backends)
         self.drained: frozenset[str] = frozenset()
         self.learned = Learned({}, {})
-        self.recalled: list[Learned] = []
+        self.recalled: list[tuple[Learned, float]] = []
         self.settled_responses: list[protocol.ResponseStored] = []
         self.relays = Relays(self.dispatcher, self.backends)
         self.network = VirtualNetwork(world.net, name)
@@ -164,7 +164,7 @@ class VirtualMember:
             lambda: self.drained,
             self._drain,
             lambda: self.learned,
-            self.recalled.append,
+            lambda *told: self.recalled.append(told),
         )
         self.cluster = Cluster(
             hello, HELD_S, world.stores, self.dispatcher, self.relays,

@@ -57,13 +57,16 @@ class StepCurve:
         """What was learned, for another process."""
         return tuple(self._sums)
 
-    def recall(self, sums: Sequence[float]) -> bool:
-        """Begin with the `sums` of an earlier process; False, and nothing happens, for numbers that cannot be some."""
+    def recall(self, sums: Sequence[float], at_s: float) -> bool:
+        """Begin with the `sums` of another process, as they were at `at_s`.
+
+        False, and nothing happens, for numbers that cannot be some.
+        """
         if len(sums) != len(self._sums) or not all(isfinite(one) and one >= 0.0 for one in sums) or sums[0] <= 0.0:
             return False
         scale = min(1.0, RECALLED_STEPS / sums[0])
         self._sums = [scale * one for one in sums]
-        self.seen, self._line = 1, None
+        self.seen, self._at_s, self._line = 1, at_s, None
         return True
 
     def learn(self, steps: float, took_s: float, sequences: float, prompt_tokens: float, now: float) -> None:

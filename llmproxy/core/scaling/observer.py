@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Mapping, Sequence
+from math import inf
 
 from llmproxy.core.backends.batch_limit import BatchLimit
 from llmproxy.core.backends.view import View
@@ -65,6 +66,7 @@ class PoolScaling(LeaseObserver):
         self._tpots = 0
         self._asked_s: float | None = None
         self._attention = 0.0
+        self._learned_s = -inf
         self._starts: deque[float] = deque(maxlen=STARTS_KEPT)
 
     def reconfigure(self, settings: ScalingSettings) -> None:
@@ -95,10 +97,12 @@ class PoolScaling(LeaseObserver):
             return START_S
         return sorted(self._starts)[int(0.9 * len(self._starts))]
 
-    def recall(self, known: KnownCapacity) -> None:
-        """Begin with what an earlier process learned, if nothing was learned here."""
-        if not self.mix.ended and self.curve.recall(known.sums):
-            self.mix.recall(known.sizes, known.squares)
+    def recall(self, known: KnownCapacity, at_s: float) -> None:
+        """Begin anew with what another process had learned by `at_s`, unless something was learned here since then."""
+        curve, mix = StepCurve(), Mix()
+        younger = at_s >= self._learned_s and known != self.known
+        if younger and curve.recall(known.sums, at_s) and mix.recall(known.sizes, known.squares):
+            self.curve, self.mix = curve, mix
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -174,6 +178,7 @@ class PoolScaling(LeaseObserver):
             self._end(lease, begun, usage if verdict is Verdict.SERVED else None, now)
         if usage is not None and verdict is Verdict.SERVED and usage.prompt_tokens > 0:
             self.mix.learn(usage, request.sequences)
+            self._learned_s = now
 
     def process_gone(self, backend: str) -> None:
         # Leases may run on, and end later; what they saw of an engine that is gone is of no use.
@@ -238,6 +243,7 @@ class Scaling:
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
         self._recalled: Mapping[str, KnownCapacity] = {}
+        self._recalled_s = -inf
         self.pools = {name: PoolScaling(settings) for name in settings.pools}
 
     def pool(self, name: str) -> PoolScaling:
@@ -245,14 +251,14 @@ class Scaling:
         if found is None:
             found = self.pools[name] = PoolScaling(self._settings)
             if name in self._recalled:
-                found.recall(self._recalled[name])
+                found.recall(self._recalled[name], self._recalled_s)
         return found
 
-    def recall(self, known: Mapping[str, KnownCapacity]) -> None:
-        """Let pools begin with what an earlier process learned."""
-        self._recalled = known
+    def recall(self, known: Mapping[str, KnownCapacity], at_s: float) -> None:
+        """Let pools begin with what another process had learned by `at_s`."""
+        self._recalled, self._recalled_s = known, at_s
         for name in known.keys() & self.pools.keys():
-            self.pools[name].recall(known[name])
+            self.pools[name].recall(known[name], at_s)
 
     def known(self, among: Callable[[str], bool] = lambda _: True) -> dict[str, KnownCapacity]:
         """What a later process may begin with, by pool, of the pools of which `among` says yes."""

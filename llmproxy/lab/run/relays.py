@@ -176,10 +176,10 @@ class LabCluster:
         )
         pools = proxy.pools
 
-        def recall(known: Learned) -> None:
+        def recall(known: Learned, told_s: float) -> None:
             for name, limit in known.limits.items():
                 pools.backends[name].recall(limit)
-            pools.scaling.recall(known.capacities)
+            pools.scaling.recall(known.capacities, told_s)
 
         shared = Shared(
             lambda stored: stored, lambda _: None, frozenset, lambda _: None,

@@ -166,7 +166,7 @@ def test_what_was_learned_is_a_start_for_the_next_process_once_it_saw_arrivals_f
     known = before.scaling.known
     assert known is not None
     after = Pool()
-    after.scaling.recall(known)
+    after.scaling.recall(known, 0.0)
     assert not after.need().sure
     for number in range(10):
         after.now += 1.0
@@ -184,16 +184,39 @@ def test_what_was_learned_is_a_start_for_the_next_process_once_it_saw_arrivals_f
     assert capacity.request_s == pytest.approx(earlier.request_s, rel=0.05)
 
 
-def test_what_was_learned_here_is_not_replaced_by_what_an_earlier_process_knew() -> None:
+def test_what_was_learned_here_is_replaced_only_by_what_another_process_learned_later() -> None:
+    """As in a cluster, where a leader leads again after another one."""
     pool, other = Pool(), Pool()
     pool.serve(100)
-    other.serve(100)
-    assert other.scaling.known is not None
+    other.serve(300)
+    known = other.scaling.known
+    assert known is not None
     sums = pool.scaling.curve.sums
-    pool.scaling.recall(other.scaling.known)
+    pool.scaling.recall(known, pool.now)
     assert pool.scaling.curve.sums == sums
     assert not pool.scaling.mix.recalled
+    pool.scaling.recall(known, other.now)
+    assert pool.scaling.curve.line == other.scaling.curve.line
+    pool.now = other.now
+    assert not pool.need().sure, "what arrived meanwhile is not known here"
+    pool.serve(100)
+    again = pool.scaling.known
+    pool.scaling.recall(known, other.now)
+    assert pool.scaling.known == again
     assert Pool().scaling.known is None
+
+
+def test_the_clock_may_be_anything_when_a_process_begins() -> None:
+    source = Pool()
+    source.serve(200)
+    known = source.scaling.known
+    assert known is not None
+    pool = Pool()
+    pool.now = 1e6
+    pool.scaling.recall(known, pool.now)
+    weight = pool.scaling.curve.sums[0]
+    pool.serve(10)
+    assert pool.scaling.curve.sums[0] > weight
 
 
 @pytest.mark.parametrize(
@@ -215,7 +238,7 @@ def test_what_was_learned_here_is_not_replaced_by_what_an_earlier_process_knew()
 )
 def test_numbers_that_cannot_be_right_are_not_recalled(known: KnownCapacity) -> None:
     pool = Pool()
-    pool.scaling.recall(known)
+    pool.scaling.recall(known, 0.0)
     assert not pool.scaling.mix.recalled
     for _ in range(100):
         pool.now += 1.0
@@ -228,7 +251,7 @@ def test_a_pool_begins_with_what_is_known_of_its_name() -> None:
     source.serve(100)
     assert source.scaling.known is not None
     scaling = Scaling(ScalingSettings(pools=("named",)))
-    scaling.recall({"named": source.scaling.known, "later": source.scaling.known})
+    scaling.recall({"named": source.scaling.known, "later": source.scaling.known}, 0.0)
     assert [scaling.pool(name).mix.recalled for name in ("named", "later", "other")] == [True, True, False]
     source.serve(1)
     assert scaling.known() == {}
