@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -108,10 +109,12 @@ async def fleet(
                 await process.stop()
 
 
-async def start(arguments: Sequence[str], log: Path, *, own_group: bool = False) -> Process:
+async def start(arguments: Sequence[str], log: Path, *, own_group: bool = False, tree: Path | None = None) -> Process:
     """Start one `llmproxy` command whose output goes to `log`; it is the caller's to stop. One with a group of its own
-    does not hear the Ctrl-C that is meant for the caller.
+    does not hear the Ctrl-C that is meant for the caller. `tree` is the checkout whose program it is; this one if None.
     """
+    # Without the first, Python would look into the working directory before.
+    env = None if tree is None else {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(tree)}
     with log.open("wb") as output:
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "llmproxy", *arguments),
@@ -119,6 +122,7 @@ async def start(arguments: Sequence[str], log: Path, *, own_group: bool = False)
             stderr=output,
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=own_group,
+            env=env,
         )
     return Process(child, log)
 

@@ -14,6 +14,7 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from statistics import median
 
 from benchmarks.cluster.load import Load, now
@@ -35,10 +36,11 @@ Act = Callable[[Rig], Awaitable[tuple[Judged, float]]]
 
 @asynccontextmanager
 async def under_load(
-    *flags: str, members: int = 3, roaming: bool = False, balanced: bool = False, kubernetes: bool = False
-) -> AsyncIterator[tuple[Rig, Load]]:
+    *flags: str, members: int = 3, roaming: bool = False, balanced: bool = False, kubernetes: bool = False,
+    tree: Path | None = None,
+) -> AsyncIterator[tuple[Rig, Load]]:  # fmt: skip
     """A cluster with clients at every member. Those that roam use members that are ready alone if `balanced`."""
-    async with rig(members, *flags, kubernetes=kubernetes) as made:
+    async with rig(members, *flags, kubernetes=kubernetes, tree=tree) as made:
         load = Load(made.session)
         watching = asyncio.create_task(made.watch_replicas())
         balancing = asyncio.create_task(load.balance(made.members if balanced else []))
@@ -207,6 +209,27 @@ async def upgrade() -> None:
         print(f"| {who} | {outcomes['ok']} | {bad(outcomes)} | {gap_s:.2f} |", flush=True)
 
 
+async def two_builds(other: Path) -> None:
+    """The members are of another checkout, become those of this one, and go back: each is ended and started in turn."""
+    print("| members become | served | not served | longest gap, s | looks with more than 8 |")
+    print("| --- | --- | --- | --- | --- |")
+    flags = UPGRADES["members that are ready"]
+    async with under_load(*flags, roaming=True, balanced=True, tree=other) as (made, load):
+        for what, tree in {"those of this build": None, "those of the other one": other}.items():
+            for member in made.members:
+                member.tree = tree
+            made.over.clear()
+            looks = made.looks
+            _, at_s = await restart_members(made)
+            await asyncio.sleep(AFTER_S)
+            names = [one.name for one in made.members]
+            outcomes, gap_s = load.outcomes(*names, since_s=at_s), load.gap_s(names, at_s - 1.0, now())
+            print(
+                f"| {what} | {outcomes['ok']} | {bad(outcomes)} | {gap_s:.2f} "
+                f"| {len(made.over)} of {made.looks - looks} |", flush=True,
+            )  # fmt: skip
+
+
 def api_away(lasts_s: float, times: int) -> Act:
     """The API server is restarted so often, and away for so long each time."""
 
@@ -284,6 +307,9 @@ async def main() -> None:
     parser.add_argument(
         "--ready", action="store_true", help="where something breaks, clients use members that are ready"
     )
+    parser.add_argument(
+        "--other", type=Path, metavar="TREE", help="upgrade: from the program in this checkout to this one, and back"
+    )
     given = parser.parse_args()
     chosen = given.experiments or known
     if unknown := set(chosen) - set(known):
@@ -292,7 +318,7 @@ async def main() -> None:
         "kill-leader": lambda: kill_leader(given.times),
         "pools": lambda: pools(given.times),
         "order": order,
-        "upgrade": upgrade,
+        "upgrade": upgrade if given.other is None else lambda: two_builds(given.other),
         "api-server": api_server,
         "speed": speed,
         "memory": memory,

@@ -104,6 +104,8 @@ class Member:
     forwarder: Forwarder
     flags: Sequence[str]
     folder: Path
+    tree: Path | None = None
+    """The checkout whose program it is at its next start; this one if None."""
     process: Process | None = None
     starts: int = 0
 
@@ -118,7 +120,9 @@ class Member:
 
     async def start(self) -> None:
         self.starts += 1
-        self.process = await start(["serve", *self.flags], self.folder / f"{self.name}-{self.starts}.log")
+        self.process = await start(
+            ["serve", *self.flags], self.folder / f"{self.name}-{self.starts}.log", tree=self.tree
+        )
         await ready(self.url, self.process)
 
     async def start_again(self) -> None:
@@ -219,11 +223,13 @@ class Rig:
 async def rig(
     members: int, *flags: str, clustered: bool = True, more: str = "", replica_flags: Sequence[str] = REPLICA_FLAGS,
     replicas: Sequence[str] = (), places: int = PLACES, forwarded: bool = True, kubernetes: bool = False,
+    tree: Path | None = None,
 ) -> AsyncIterator[Rig]:  # fmt: skip
     """So many members over two simulated replicas, or over `replicas`. `more` is configuration beside the backends.
 
     Where they are not `clustered`, they know nothing of each other. `forwarded`: connections between them can be cut.
     `kubernetes`: an API server has their lock and says where the replicas are, in the place of Valkey and a list.
+    `tree` is the checkout whose program the members are; this one if None.
     """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmproxy-cluster-")))
@@ -250,6 +256,7 @@ async def rig(
             backends.write_text(f"backends:\n{listed}{more}")
             for number in range(members):
                 member = await _member(made, f"m{number}", [*flags, "--config", str(backends)], clustered, forwarded)
+                member.tree = tree
                 made.members.append(member)
             await asyncio.gather(*(one.start() for one in made.members))
             if clustered:
