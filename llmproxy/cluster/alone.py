@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from functools import partial
 from math import inf
 
 import structlog
 
 from llmproxy.cluster.channel import LocalChannel
-from llmproxy.cluster.protocol import Hello
-from llmproxy.cluster.relay import RelayDispatcher
+from llmproxy.cluster.protocol import FromMember, Hello
+from llmproxy.cluster.relay import UNSENT_MAX, RelayDispatcher
 from llmproxy.cluster.session import MemberSession
 from llmproxy.dispatcher import Dispatcher
+from llmproxy.workers import protocol
 from llmproxy.workers.session import SchedulerContext
 
 _log = structlog.get_logger()
@@ -26,6 +29,8 @@ class Alone:
         self._shard = shard
         self._log = _log.bind(pool=shard) if shard else _log
         self._session: MemberSession | None = None
+        self._stored: deque[protocol.ResponseStored] = deque(maxlen=UNSENT_MAX)
+        """What was stored meanwhile, of which the next leader is to hear."""
         self.parts = 0
         """How many members were known when it began; each may use that part of every limit."""
 
@@ -36,8 +41,13 @@ class Alone:
         self._dispatcher.pools.divide(parts, _now(), self._shard)
         session = self._session = MemberSession(context, me, lambda: None)
         session.attach(LocalChannel(self._relay.take))
-        self._relay.follow(LocalChannel(session.take))
+        self._relay.follow(LocalChannel(partial(self._take, session)))
         self._dispatcher.decide_until(inf, self._shard)
+
+    def _take(self, session: MemberSession, message: FromMember) -> None:
+        if isinstance(message, protocol.ResponseStored):
+            self._stored.append(message)
+        session.take(message)
 
     def end(self) -> None:
         """Decide no more, because somebody leads or this member ends. What waits and what runs stays in the relay."""
@@ -46,6 +56,9 @@ class Alone:
         self._log.info("cluster_decides_alone_no_more", parts=self.parts)
         self._dispatcher.decide_until(-inf, self._shard)
         self._relay.forsake()
+        while self._stored:
+            one = self._stored.popleft()
+            self._relay.response_stored(one.response_id, one.backend, one.tenant)
         self._session.end()
         self._session, self.parts = None, 0
         self._dispatcher.pools.divide(1, _now(), self._shard)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from math import inf
 
@@ -16,6 +16,7 @@ from llmproxy.cluster.relays import Relays
 from llmproxy.cluster.session import Shared
 from llmproxy.config import Config
 from llmproxy.core.domain import Verdict
+from llmproxy.core.shards import DEFAULT
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.fleet.registry import BackendRegistry
 from llmproxy.gateway.build import Gateway
@@ -62,6 +63,10 @@ def member_of(
     def settle(response: protocol.ResponseStored) -> None:
         gateway.stored.note(response.response_id, response.backend, response.tenant, settled=True)
 
+    def owners() -> Iterator[protocol.ResponseStored]:
+        for response_id, (backend, tenant) in gateway.stored.made_by.items():
+            yield protocol.ResponseStored(response_id, backend, tenant)
+
     def shared(shard: str) -> Shared:
         def drained() -> frozenset[str]:
             return frozenset(name for name in registry.drained() if pools.shard_of(name) == shard)
@@ -83,7 +88,9 @@ def member_of(
             registry.recall_limits(known.limits)
             pools.scaling.recall(known.capacities, told_s)
 
-        return Shared(stored, settle, drained, drain, learned, recall)
+        # They are told by the leader of the default shard alone.
+        kept = owners if shard == DEFAULT else tuple[protocol.ResponseStored]
+        return Shared(stored, settle, kept, drained, drain, learned, recall)
 
     async def no_page(page: protocol.PageRequest) -> protocol.PageResponse:
         return protocol.PageResponse(page.call, 503, "", (), b"")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,12 +28,14 @@ class Shared:
     """What members share beside leases.
 
     `stored` notes a response that was stored for a client of a member, and returns what holds; `settle` notes what the
-    leader says of one. `drained` are the backends that were drained by hand, and `drain` makes them these. `learned` is
-    what a next leader should know, and `recall` takes it over, as it was told at that time.
+    leader says of one, and `owners` are all that are known, the oldest first. `drained` are the backends that were
+    drained by hand, and `drain` makes them these. `learned` is what a next leader should know, and `recall` takes it
+    over, as it was told at that time.
     """
 
     stored: Callable[[protocol.ResponseStored], protocol.ResponseStored]
     settle: Callable[[protocol.ResponseStored], object]
+    owners: Callable[[], Iterable[protocol.ResponseStored]]
     drained: Callable[[], frozenset[str]]
     drain: Callable[[frozenset[str]], None]
     learned: Callable[[], Learned]

@@ -49,6 +49,9 @@ class Sessions:
         session.send(Drained(self._shared.drained()))
         for told in self._hand_over.all(asyncio.get_running_loop().time()):
             session.send(told)
+        # Frames are split, so that there may be as many as are kept.
+        for owner in () if sender.local else self._shared.owners():
+            session.send(owner)
         self._tell_members()
         return session
 

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from llmproxy.cluster.channel import SILENCE_S
 from llmproxy.config import Config, hash_of
+from llmproxy.gateway.proxying.stored import IDS_MAX
+from tests.cluster.elections import HELD_S
 from tests.cluster.fleet import cluster_of, members, sessions_of, shard_of
 from tests.cluster.virtual import world
 from tests.dispatching import virtual
 from tests.e2e.proxies import FAST, HELLO, until
-from tests.e2e.scheduling.test_stored_responses import go_on, made
+from tests.e2e.scheduling.test_stored_responses import RESPONSES, go_on, made
 
 ADMIN: dict[str, Any] = {"admin_key": hash_of("k"), "trust_headers": "all"}
 KEY = {"authorization": "Bearer k"}
@@ -25,6 +28,72 @@ async def test_a_response_is_gone_on_with_through_any_member() -> None:
             for other in found:
                 then = await go_on(other, first)
                 assert (then.status, then.backend) == (200, first.backend)
+
+
+async def test_a_member_that_joins_again_knows_who_keeps_what_was_stored_before() -> None:
+    async with members(2, FAST, FAST) as found:
+        first = await made(found.leader)
+        [late] = found.followers
+        path = f"{RESPONSES}/{first.json['id']}"
+        assert (await late.get(path)).status == 200
+        late.app.gateway.stored._made_by.clear()
+        late.app.gateway.stored._ids_of.clear()
+        assert (await late.get(path)).status == 404
+        link = shard_of(late)._link
+        assert link is not None
+        link.channel.abort()
+        await until(lambda: shard_of(late)._link not in (None, link) and found.together())
+        await until(lambda: len(late.app.gateway.stored.made_by) > 0)
+        assert (await late.get(path)).status == 200
+
+
+@virtual
+async def test_a_member_that_joins_is_told_who_keeps_what_was_stored_before() -> None:
+    async with world(2) as found:
+        for number in range(IDS_MAX):
+            found.leader.store(f"resp_{number:0256}")
+        await asyncio.sleep(0.1)
+        late = await found.member("late")
+        await asyncio.sleep(0.5)
+        assert late.shard.led
+        assert list(late.responses.values()) == list(found.leader.responses.values())
+        assert len(late.responses) == IDS_MAX
+
+
+@virtual
+async def test_what_was_stored_while_a_member_was_cut_off_is_told_when_it_is_back() -> None:
+    async with world(3) as found:
+        leader, one = found.leader, found.followers[0]
+        found.cut(leader, one)
+        await asyncio.sleep(2 * SILENCE_S)
+        leader.store("resp_1")
+        await asyncio.sleep(0.1)
+        assert [len(member.responses) for member in found.followers] == [0, 1]
+        found.heal()
+        await asyncio.sleep(5.0)
+        assert one.shard.led
+        assert set(one.responses) == {"resp_1"}
+
+
+@virtual
+async def test_what_was_stored_without_a_leader_is_told_to_the_next_one() -> None:
+    async with world(3, alone_after_s=HELD_S + 1.0) as found:
+        dead = found.leader
+        found.store.away = True
+        found.members.remove(dead)
+        await dead.die()
+        await asyncio.sleep(3 * HELD_S)
+        assert all(one.shard.parts for one in found.members)
+        for one in found.members:
+            one.store(f"resp_{one.name}")
+        await asyncio.sleep(0.1)
+        assert [len(one.responses) for one in found.members] == [1, 1]
+        found.store.away = False
+        await asyncio.sleep(3.0)
+        late = await found.member("late")
+        await asyncio.sleep(1.0)
+        for one in found.members:
+            assert one.responses.keys() == {f"resp_{other.name}" for other in found.members if other is not late}
 
 
 @pytest.mark.parametrize("path", ["/scale", "/debug/queue", "/debug/explain"])

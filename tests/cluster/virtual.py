@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from math import inf
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +23,7 @@ from llmproxy.core.settings import Settings
 from llmproxy.core.shards import DEFAULT
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.workers import protocol
+from llmproxy.workers.session import WorkerSession
 from tests.cluster.elections import HELD_S, Store
 from tests.dispatching import SETTINGS, Client, dispatcher_of, empty
 from tests.workers.link import RecordedEvents
@@ -153,22 +155,29 @@ class VirtualMember:
         self.drained: frozenset[str] = frozenset()
         self.learned = Learned({}, {})
         self.recalled: list[tuple[Learned, float]] = []
-        self.settled_responses: list[protocol.ResponseStored] = []
+        self.responses: dict[str, protocol.ResponseStored] = {}
         self.relays = Relays(self.dispatcher, self.backends)
         self.network = VirtualNetwork(world.net, name)
         self.clients: list[Client] = []
         hello = Hello(PROTOCOL, "0", name, incarnation, "", "config", 0)
         shared = Shared(
-            lambda one: one,
-            self.settled_responses.append,
+            lambda one: self.responses.setdefault(one.response_id, one),
+            lambda one: self.responses.update({one.response_id: one}),
+            lambda: tuple(self.responses.values()),
             lambda: self.drained,
             self._drain,
             lambda: self.learned,
             lambda *told: self.recalled.append(told),
         )
+        context = self.events.context(self.dispatcher, lambda: None)
+
+        def stored(one: protocol.ResponseStored, by: WorkerSession) -> None:
+            context.stored(one, by)
+            self.cluster.stored(one, by)
+
         self.cluster = Cluster(
             hello, HELD_S, world.stores, self.dispatcher, self.relays,
-            self.events.context(self.dispatcher, lambda: None), lambda _: shared, self.network, world.alone_after_s,
+            replace(context, stored=stored), lambda _: shared, self.network, world.alone_after_s,
         )  # fmt: skip
 
     @property
@@ -196,6 +205,11 @@ class VirtualMember:
             return protocol.PageResponse(asked.call, 200, "OK", (), asked.request)
 
         await self.cluster.start(bounded(page), known)
+
+    def store(self, response_id: str) -> None:
+        """A client has a response stored, which the gateway notes and tells."""
+        self.responses[response_id] = protocol.ResponseStored(response_id, "a", "tenant")
+        self.relay.response_stored(response_id, "a", "tenant")
 
     def client(self, asked: Request | None = None, **facts: Any) -> Client:
         self.clients.append(Client(self.relays, asked, **facts))

@@ -182,7 +182,7 @@ class LabCluster:
             pools.scaling.recall(known.capacities, told_s)
 
         shared = Shared(
-            lambda stored: stored, lambda _: None, frozenset, lambda _: None,
+            lambda stored: stored, lambda _: None, tuple, frozenset, lambda _: None,
             lambda: Learned(pools.known_limits(), pools.scaling.known()), recall,
         )  # fmt: skip
         me = Hello(PROTOCOL, "", name, "0", "", "", 0)
