@@ -46,9 +46,18 @@ class HandOver:
         self._told_s = now
         yield from self.balances.changes(self._pools.balances(self._shard))
         yield from self._rate_debts.changes(self._pools.rate_debts(now), now)
-        if now >= self._learned_s + LEARNED_S and (learned := self._shared.learned()) != self.learned:
+        if now >= self._learned_s + LEARNED_S and (learned := self._known()) != self.learned:
             self._learned_s, self._heard_s, self.learned = now, now, learned
             yield learned
+
+    def _known(self) -> Learned:
+        """What was learned here, and for pools of which too little was seen, what was told."""
+        learned = self._shared.learned()
+        if self.learned is None:
+            return learned
+        pools = self._pools.scaling.pools
+        told = {name: one for name, one in self.learned.capacities.items() if name in pools}
+        return Learned(learned.limits, told | learned.capacities)
 
     def all(self, now: float) -> Iterator[Message]:
         """What a member is told that joins."""
