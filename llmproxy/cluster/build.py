@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
 from math import inf
 
@@ -88,8 +88,8 @@ def member_of(
             registry.recall_limits(known.limits)
             pools.scaling.recall(known.capacities, told_s)
 
-        # They are told by the leader of the default shard alone.
-        kept = owners if shard == DEFAULT else tuple[protocol.ResponseStored]
+        # The leader of the default shard tells them, and no other one.
+        kept: Callable[[], Iterable[protocol.ResponseStored]] = owners if shard == DEFAULT else tuple
         return Shared(stored, settle, kept, drained, drain, learned, recall)
 
     async def no_page(page: protocol.PageRequest) -> protocol.PageResponse:
