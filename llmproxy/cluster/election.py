@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 import structlog
@@ -97,6 +98,7 @@ class Election:
         self._free_s: float | None = None
         self._asking = asyncio.Lock()
         self._soon = asyncio.Event()
+        self._look_s = -inf
         self._bug: str | None = None
 
     async def run(self) -> None:
@@ -128,8 +130,10 @@ class Election:
         self._soon.set()
 
     def look(self) -> None:
-        """Look at the lock now: the leader was lost."""
-        self._soon.set()
+        """Look at the lock: the leader was lost. Now, or where that is so again and again, every SEEK_S."""
+        loop = asyncio.get_running_loop()
+        self._look_s = max(loop.time(), self._look_s + SEEK_S)
+        loop.call_at(self._look_s, self._soon.set)
 
     def outbid(self, epoch: int) -> None:
         """Somebody knows of a later turn: the store has forgotten it, and the next one has to be beyond."""

@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 
 from llmproxy.cluster import links
 from llmproxy.cluster.channel import FRAME_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, MemberChannel
+from llmproxy.cluster.election import SEEK_S
 from llmproxy.cluster.hand_over import LEARNED_S
 from llmproxy.cluster.links import CONNECT_S
 from llmproxy.cluster.pages import PAGE_BYTES_MAX, status_of
@@ -25,6 +26,8 @@ from llmproxy.cluster.protocol import (
     Welcome,
     aged,
 )
+from llmproxy.cluster.session import MemberSession
+from llmproxy.cluster.sessions import Sessions
 from llmproxy.cluster.shard import SETTLE_S
 from llmproxy.core.domain import Entry, KnownCapacity, KnownLimit, Outcome, Refused
 from llmproxy.dispatcher import Dispatcher
@@ -444,6 +447,27 @@ async def test_an_address_that_is_none_is_no_end() -> None:
         one.network.connect = connect  # type: ignore[method-assign]
         await asyncio.sleep(2.0)
         assert one.shard.led
+
+
+@virtual
+async def test_a_connection_that_ends_at_once_is_not_made_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    join = Sessions.join
+
+    def end(self: Sessions, hello: Hello, sender: Any) -> MemberSession:
+        session = join(self, hello, sender)
+        if not sender.local:
+            asyncio.get_running_loop().call_later(2 * LATENCY_S, sender.abort)
+        return session
+
+    async with world(2) as found:
+        with monkeypatch.context() as patch:
+            patch.setattr(Sessions, "join", end)
+            found.break_connections()
+            before = found.net.connects
+            await asyncio.sleep(10.0)
+            assert 50 <= found.net.connects - before <= 10.0 / SEEK_S + 1
+        await asyncio.sleep(1.0)
+        assert found.followers[0].shard.led
 
 
 @virtual
