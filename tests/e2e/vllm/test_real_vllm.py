@@ -2,7 +2,8 @@
 
 The first two serve the model `tiny` with the adapters `lora-0` and `lora-1`; answers of any further ones, started with
 whatever options, are only compared. An engine on a CPU leaves nothing to others while it generates: clients that time
-out here may lack nothing but a third core.
+out here may lack nothing but a third core. On a CPU with AMX an engine may die where its first prompt is one token: ask
+each of them something longer first.
 """
 
 from __future__ import annotations

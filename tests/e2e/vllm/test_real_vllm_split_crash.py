@@ -107,5 +107,6 @@ async def test_a_server_that_is_killed_costs_no_answer_that_has_not_begun(
             if fate(answer) == "served":
                 # With a salt, because nothing that was fetched may be in its cache. The end of a text depends a little
                 # on what is computed beside it, but one with the KV of another prompt differs from the beginning.
-                direct = await stream(session, URLS[2], prompt, cache_salt="alone")
-                assert texts(answer)[0][:ALIKE] == texts(direct)[0][:ALIKE]
+                # What is computed from the cache rounds otherwise: so do prompts that were tried twice.
+                direct = [await stream(session, URLS[2], prompt, cache_salt="alone") for _ in range(2)]
+                assert texts(answer)[0][:ALIKE] in [texts(one)[0][:ALIKE] for one in direct]
