@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from itertools import count
+from types import SimpleNamespace
 from typing import Any, cast
 
 from llmproxy.cluster.channel import MemberChannel
@@ -24,6 +25,9 @@ BLOCKS = 16
 """Hashes of a prompt of some 256 tokens."""
 
 
+NO_DISPATCHER = SimpleNamespace(pools=SimpleNamespace(backends={}))
+
+
 class Everything:
     """All backends."""
 
@@ -36,7 +40,7 @@ class Asking:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._relay = RelayDispatcher(cast(Any, None), Everything())
+        self._relay = RelayDispatcher(cast(Any, NO_DISPATCHER), Everything())
         self._serial = count()
         self._channel = MemberChannel(TO_MEMBER, self._take, lambda: None)
         self._loop = asyncio.get_running_loop()

@@ -123,6 +123,14 @@ class RateDebts(Message, frozen=True, tag=52):
     debts: tuple[tuple[str, str, float], ...]
 
 
+class PrefixHeld(Message, frozen=True, tag=53):
+    """A backend holds these blocks, as a member knows of a request that it relayed before this leader led."""
+
+    pool: str
+    backend: str
+    hashes: tuple[int, ...]
+
+
 class LeaseTaken(Message, frozen=True, tag=50):
     """The member knows that it was granted this lease. What it did not take is free when its connection is lost."""
 
@@ -133,7 +141,7 @@ FromMember = (
     workers.Admit | workers.CancelCall | workers.LeaseStarted | workers.LeaseCommitted | workers.LeaseProgress
     | workers.LeaseReturned | workers.LeaseRecomputing | workers.RequestEnded | workers.PrefixCached
     | workers.ResponseStored | workers.PageRequest | workers.Resolve
-    | workers.ExitReport | Hello | Resume | Running | Resumed | LeaseTaken | Ping
+    | workers.ExitReport | Hello | Resume | Running | Resumed | LeaseTaken | PrefixHeld | Ping
 )  # fmt: skip
 ToMember = (
     workers.LeaseGranted | workers.CallRefused | workers.LeaseCut | workers.ResponseStored | workers.PageResponse

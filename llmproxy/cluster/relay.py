@@ -7,14 +7,15 @@ is told of all of them, so that nothing that waits loses its turn by more than t
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
 
 from llmproxy.cluster.channel import Sender
-from llmproxy.cluster.protocol import LeaseTaken, Resume, Resumed, Running, aged
+from llmproxy.cluster.protocol import LeaseTaken, PrefixHeld, Resume, Resumed, Running, aged
+from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Drop, Entry, Grant, Outcome, Refused, Request
 from llmproxy.core.placement.staged import stage_of
@@ -26,11 +27,45 @@ from llmproxy.workers import protocol
 from llmproxy.workers.protocol import Message
 from llmproxy.workers.remote import Calls
 
+HASHES_MAX = 100_000
+"""Hashes of blocks that a member remembers for the next leader: 50 MB of text, a frame of 1 MB."""
 UNSENT_MAX = 10_000
 """Reports that are kept while no leader is there. Of more, the oldest are lost: they correct estimates."""
 NO_LEADER_RETRY_S = 1.0
 KNOWN_S = 10.0
 """How much later than this member a leader may find a backend."""
+
+
+class _Prefixes:
+    """Which backend holds which blocks, of the requests of this member that were answered last."""
+
+    def __init__(self, backends: Mapping[str, Backend]) -> None:
+        self._backends = backends
+        self._held: OrderedDict[int, tuple[PrefixHeld, int]] = OrderedDict()
+        self._hashes = 0
+
+    def note(self, grant: Grant, hashes: Sequence[int]) -> None:
+        """The backend of a lease holds these blocks: its prompt, or that and the answer."""
+        backend = self._backends.get(grant.placed.backend)
+        if backend is None or not hashes:
+            return
+        self._forget(grant.lease)
+        held = PrefixHeld(grant.request.pool, grant.placed.backend, tuple(hashes))
+        self._held[grant.lease] = held, backend.processes
+        self._hashes += len(held.hashes)
+        while self._hashes > HASHES_MAX:
+            self._forget(next(iter(self._held)))
+
+    def _forget(self, lease: int) -> None:
+        if lease in self._held:
+            self._hashes -= len(self._held.pop(lease)[0].hashes)
+
+    def all(self) -> Iterator[PrefixHeld]:
+        """The oldest first. What a process held that is gone is left out."""
+        for held, process in self._held.values():
+            backend = self._backends.get(held.backend)
+            if backend is not None and backend.processes == process:
+                yield held
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +106,7 @@ class RelayDispatcher:
         self._runs: dict[int, _Run] = {}
         self._leader: Sender | None = None
         self._unsent: deque[Message] = deque(maxlen=UNSENT_MAX)
+        self._prefixes = _Prefixes(local.pools.backends)
         self.calls: Callable[[], Calls | None] = lambda: None
         """Calls of another member that leads, beside those for leases; None where there is none."""
         self.draining = False
@@ -169,6 +205,7 @@ class RelayDispatcher:
 
     def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
         """See `Dispatcher.cached`."""
+        self._prefixes.note(grant, hashes)
         self._report(protocol.PrefixCached(grant.request.pool, grant.lease, grant.placed.backend, tuple(hashes)))
 
     def response_stored(self, response_id: str, backend: str, tenant: str) -> None:
@@ -196,6 +233,7 @@ class RelayDispatcher:
 
     def started(self, grant: Grant, now: float) -> None:
         self._runs[grant.lease].started_s = now
+        self._prefixes.note(grant, grant.request.prefix)
         self._say(protocol.LeaseStarted(grant.lease))
 
     def committed(self, grant: Grant, now: float) -> None:
@@ -233,6 +271,8 @@ class RelayDispatcher:
             leader.send(self._unsent.popleft())
         waiting = {call: asked for call, asked in self._waiting.items() if not asked.granted.done()}
         leader.send(Resume(frozenset(waiting), frozenset(self._runs)))
+        for held in self._prefixes.all():
+            leader.send(held)
         for call, run in self._runs.items():
             leader.send(_running(call, run, now))
         for asked in waiting.values():

@@ -11,7 +11,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from llmproxy.cluster.channel import Sender
-from llmproxy.cluster.protocol import FromMember, Hello, Learned, LeaseTaken, Resume, Resumed, Running, aged
+from llmproxy.cluster.protocol import FromMember, Hello, Learned, LeaseTaken, PrefixHeld, Resume, Resumed, Running, aged
 from llmproxy.core.domain import Outcome, Usage, Verdict
 from llmproxy.lease import Lease
 from llmproxy.workers import protocol
@@ -162,6 +162,8 @@ class MemberSession(WorkerSession):
                     # Its end was lost with the connection.
                     self._loop.call_soon(self._ended, request_id, None)
                 self._on_resumed()
+            case PrefixHeld(pool, backend, hashes):
+                self._pools.recall_prefix(pool, backend, hashes)
             case Hello():
                 # Its configuration was read again.
                 self.hello = message

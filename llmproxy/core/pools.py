@@ -295,6 +295,12 @@ class Pools:
         if scheduler is not None:
             scheduler.cached(lease, backend, hashes)
 
+    def recall_prefix(self, pool: str, backend: str, hashes: Sequence[int]) -> None:
+        """See `Scheduler.recall_prefix`."""
+        scheduler = self.schedulers.get(pool)
+        if scheduler is not None:
+            scheduler.recall_prefix(backend, hashes)
+
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """A request is over: served, refused or left by its client. Called once for each.
 

@@ -199,6 +199,11 @@ class Scheduler:
         if self.leases.is_of_process(lease, backend):
             self.faults.notify(self._placement.cached, backend, hashes)
 
+    def recall_prefix(self, backend: str, hashes: Sequence[int]) -> None:
+        """Another process knows that `backend` holds these blocks."""
+        if backend in self._backends.by_name:
+            self.faults.notify(self._placement.cached, backend, hashes)
+
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """The request is over. `met` says whether it kept its objective, None when it had none."""
         self._places.give_up(request.id)

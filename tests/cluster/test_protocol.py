@@ -31,6 +31,7 @@ from llmproxy.cluster.protocol import (
     Members,
     NotLeader,
     Ping,
+    PrefixHeld,
     RateDebts,
     Resume,
     Resumed,
@@ -76,6 +77,7 @@ FROM: dict[type[Any], st.SearchStrategy[Any]] = {
     Running: st.builds(Running, CALLS, REQUESTS, PLACED, TIMES, st.none() | TIMES, BOOLS, NUMBERS),
     Resumed: st.just(Resumed()),
     LeaseTaken: st.builds(LeaseTaken, CALLS),
+    PrefixHeld: st.builds(PrefixHeld, TEXTS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple)),
     Ping: st.just(Ping()),
 }
 TO: dict[type[Any], st.SearchStrategy[Any]] = {
@@ -265,6 +267,7 @@ REQUIRED = {
     "PageRequest": "call request remote",
     "PageResponse": "call status reason headers body",
     "Ping": "",
+    "PrefixHeld": "pool backend hashes",
     "Placed": "backend score terms candidates",
     "Predicted": "expected_s p90_s",
     "PrefixCached": "pool lease backend hashes",

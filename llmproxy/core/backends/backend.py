@@ -48,6 +48,8 @@ class Backend:
         self._keeps_for: dict[str, float] = {}
         self._drained = False
         self._parts = 1
+        self.processes = 1
+        """How many processes have had this name, as far as is known."""
         self.exploration: Exploration | None = None
         lowest_ceiling, self._highest_ceiling = ceiling_range
         self.limit = BatchLimit(max_in_flight, capacity.start_limit, lowest_ceiling)
@@ -248,6 +250,7 @@ class Backend:
         return min(self.limit.value, max(own, self.exploration.sure))
 
     def _forget_process(self) -> None:
+        self.processes += 1
         self.reading = None
         self._look_ahead = LookAhead()
         self._keeps_for.clear()
