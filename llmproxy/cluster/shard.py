@@ -303,8 +303,13 @@ class Shard:
         return session
 
     def _resumed(self) -> None:
-        """Decide at once when all that are expected said what they have."""
-        if self._settling is not None and self.sessions is not None and self.sessions.have_resumed(self._expected):
+        """Decide at once when all that are expected said what they have.
+
+        A member that never met the others, as one that was just started, does not know who is to be expected.
+        """
+        if self._settling is None or self.sessions is None or not self._expected:
+            return
+        if self.sessions.have_resumed(self._expected):
             self._settled()
 
     def _settled(self) -> None:
