@@ -107,7 +107,7 @@ class Cluster:
         """The configuration of this member is another one by now, with this hash."""
         self.me = replace(self.me, config=config)
         for shard in self.shards.values():
-            shard.reconfigured()
+            shard.introduce()
 
     def begin_shutdown(self) -> None:
         """Let other members lead, where there are any. Requests of this member go on."""
@@ -158,7 +158,9 @@ class Cluster:
         mine = [(shard, shard.sessions.by_name) for shard in self.shards.values() if shard.sessions is not None]
         found = []
         for shard, members in reversed(mine):
-            others = [name for name, one in members.items() if one.connected and name != self.me.name]
+            others = [
+                name for name, one in members.items() if one.connected and one.hello.stands and name != self.me.name
+            ]
             to = min(others, key=lambda name: led[name], default=None)
             stays = now < self._handed_over_s.get(shard.name, -inf) + STAYS_S
             if to is not None and led[to] <= len(mine) - 2 and not stays:

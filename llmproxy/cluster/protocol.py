@@ -35,7 +35,8 @@ PROTOCOL = 1
 class Hello(Message, frozen=True, tag=40):
     """The first message of a member. `incarnation` differs with each start. `config` is a hash of its configuration.
 
-    `epoch` is the highest one that it knows of, of the `shard` that it is about.
+    `epoch` is the highest one that it knows of, of the `shard` that it is about, and `stands` says whether it would lead
+    that shard.
     """
 
     protocol: int
@@ -46,6 +47,7 @@ class Hello(Message, frozen=True, tag=40):
     config: str
     epoch: int
     shard: str = DEFAULT
+    stands: bool = True
 
 
 class Welcome(Message, frozen=True, tag=41):

@@ -103,7 +103,8 @@ class Shard:
     @property
     def _me(self) -> Hello:
         """This member, as it says to others who it is."""
-        return replace(self._cluster.me, epoch=self.epoch, shard=self.name)
+        stands = not self._resigns and self.store_away is None and self._election is not None and self._election.stands
+        return replace(self._cluster.me, epoch=self.epoch, shard=self.name, stands=stands)
 
     # --- start and end ------------------------------------------------------------------------------------------------
 
@@ -123,9 +124,10 @@ class Shard:
         """Stand for election from now on."""
         if self._election is not None and not self._resigns:
             self._election.stand()
+            self.introduce()
 
-    def reconfigured(self) -> None:
-        """The configuration of this member is another one by now."""
+    def introduce(self) -> None:
+        """Tell the leader anew who this member is, because that has changed."""
         if self.sessions is not None:
             self.sessions.by_name[self._me.name].hello = self._me
         if self._link is not None:
@@ -169,6 +171,7 @@ class Shard:
         """Let another member lead, if there is one. Requests of this member go on."""
         if not self._resigns and not (self.leads and len(self.members) < 2):
             self._resigns = True
+            self.introduce()
             self._tasks.append(self._loop.create_task(self._resign(), name="resign"))
 
     async def _resign(self) -> None:
@@ -368,6 +371,8 @@ class Shard:
         if welcome.config != self._me.config:
             self._log.warning("cluster_config_differs", member=welcome.name, version=welcome.version)
         self.relay.follow(link.channel)
+        # Who it is may have changed since it connected.
+        self.introduce()
 
     def _unlink(self, link: LeaderLink) -> None:
         link.calls.lost()
@@ -431,9 +436,11 @@ class Shard:
     # --- the store ----------------------------------------------------------------------------------------------------
 
     def _store_away(self, why: str | None) -> None:
-        if (why is None) is not (self.store_away is None):
-            if why is None:
-                self._log.info("cluster_lock_back")
-            else:
-                self._log.warning("cluster_lock_away", why=why)
-        self.store_away = why
+        before, self.store_away = self.store_away, why
+        if (why is None) is (before is None):
+            return
+        if why is None:
+            self._log.info("cluster_lock_back")
+        else:
+            self._log.warning("cluster_lock_away", why=why)
+        self.introduce()

@@ -479,7 +479,7 @@ async def test_nobody_waits_for_a_dead_leader_when_there_is_another() -> None:
         for alive in (one, other):
             found.cut(dead, alive)
         await asyncio.sleep(5.5)
-        dead.shard._election._stands = False  # type: ignore[union-attr]
+        dead.shard._election.stands = False  # type: ignore[union-attr]
         found.store.held = None
         async with asyncio.timeout(0.8):
             while not all(alive.shard.led and alive.shard.epoch == 2 for alive in (one, other)):  # noqa: ASYNC110
@@ -575,7 +575,7 @@ async def test_what_flows_were_charged_is_known_to_the_next_leader() -> None:
         new.dispatcher.pools.recall = spy  # type: ignore[method-assign, assignment]
         found.cut(old, new)
         found.store.held = None
-        old.shard._election._stands = False  # type: ignore[union-attr]
+        old.shard._election.stands = False  # type: ignore[union-attr]
         await asyncio.sleep(HELD_S + SETTLE_S)
         assert new.shard.leads
         assert dict(recalled) == known

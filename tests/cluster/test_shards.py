@@ -107,18 +107,60 @@ async def test_who_leads_less_takes_a_free_lock_first() -> None:
 
 @virtual
 async def test_nothing_is_handed_over_again_and_again() -> None:
-    """A member that takes nothing, because it is about to leave, is offered a shard once a minute."""
+    """A member that says it would lead, and takes nothing, is offered a shard once a minute."""
     async with world(1, backends="abc", pools=POOLS) as found:
-        leaves = await found.member("leaves")
-        for shard in leaves.cluster.shards.values():
+        idle = await found.member("idle")
+        await asyncio.sleep(SOON_S)
+        for shard in idle.cluster.shards.values():
             assert shard._election is not None
-            shard._election._stands = False
+            shard._election.stands = False
         await asyncio.sleep(STAYS_S)
         one = found.members[0]
         assert led(found) == {"m0": 3}
         assert [shard.changes for shard in one.cluster.shards.values()] == [2, 2, 2]
         await asyncio.sleep(0.9 * STAYS_S)
         assert sum(shard.changes for shard in one.cluster.shards.values()) <= 9
+
+
+@virtual
+@pytest.mark.parametrize("why", ["leaves", "cannot ask for the lock", "does not know backends yet"])
+async def test_nothing_is_handed_over_to_who_would_not_lead(why: str) -> None:
+    async with world(1, backends="abc", pools=POOLS) as found:
+        known = asyncio.Event()
+        other = await found.member("other", known.wait() if "backends" in why else None)
+        await asyncio.sleep(SOON_S)
+        if why == "leaves":
+            other.cluster.begin_shutdown()
+        elif why == "cannot ask for the lock":
+            for shard in other.cluster.shards.values():
+                shard._store_away("away")
+                shard._election._away = lambda _: None  # type: ignore[union-attr]
+        await asyncio.sleep(2 * STAYS_S)
+        assert led(found) == {"m0": 3}
+        assert [shard.changes for shard in found.members[0].cluster.shards.values()] == [1, 1, 1]
+        known.set()
+        if "backends" in why:
+            await asyncio.sleep(SPREAD_S)
+            assert led(found) == {"m0": 2, "other": 1}
+
+
+@virtual
+async def test_a_shard_that_could_not_be_given_up_is_led_again() -> None:
+    async with world(2, backends="abc", pools=POOLS) as found:
+        await asyncio.sleep(SPREAD_S)
+        for store in found.stores.values():
+            store.broken = RuntimeError("a bug")
+        told: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        for one in found.members:
+            for shard in one.cluster.shards.values():
+                if shard.leads:
+                    await shard.hand_over("a test")
+        for store in found.stores.values():
+            store.broken = None
+        await asyncio.sleep(HELD_S + 2.0)
+        assert sum(led(found).values()) == 3
+        assert told
 
 
 @virtual

@@ -171,7 +171,7 @@ async def test_who_knows_no_backend_yet_does_not_lead() -> None:
         await asyncio.sleep(0.05)
         polled = asyncio.Event()
         new = await found.member("new", known=polled.wait())
-        one.shard._election._stands = False  # type: ignore[union-attr]
+        one.shard._election.stands = False  # type: ignore[union-attr]
         old.cluster.begin_shutdown()
         await asyncio.sleep(3.0)
         assert not new.relay.led
@@ -191,7 +191,7 @@ async def test_who_leaves_before_it_knows_anything_does_not_lead_afterwards() ->
         new.cluster.begin_shutdown()
         polled.set()
         old = found.leader
-        old.shard._election._stands = False  # type: ignore[union-attr]
+        old.shard._election.stands = False  # type: ignore[union-attr]
         found.store.held = None
         await asyncio.sleep(10.0)
         assert not new.shard.leads
