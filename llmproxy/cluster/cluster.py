@@ -26,6 +26,8 @@ from llmproxy.workers.session import SchedulerContext
 
 PATIENCE_S = 2 * SEEK_S
 """A free lock is left to others for so long by a member, for each shard that it leads already."""
+PATIENCE_MAX_S = 1.0
+"""However many it leads: what waits is refused some seconds after its leader is gone."""
 BALANCE_S = 5.0
 """How often a member looks whether another one leads fewer shards, and one may be handed over."""
 STAYS_S = 60.0
@@ -140,7 +142,7 @@ class Cluster:
     @property
     def patience_s(self) -> float:
         """How long a lock that is free is left to other members, which may lead fewer shards."""
-        return PATIENCE_S * sum(shard.leads for shard in self.shards.values())
+        return min(PATIENCE_MAX_S, PATIENCE_S * sum(shard.leads for shard in self.shards.values()))
 
     async def _balance(self) -> None:
         """Hand one shard over at a time, until no member leads two more than another one."""

@@ -82,6 +82,22 @@ async def test_when_a_leader_dies_only_its_pools_pause() -> None:
 
 
 @virtual
+async def test_who_leads_many_takes_free_locks_in_time() -> None:
+    """Before requests that wait are refused, which is some seconds after the lock has ended."""
+    pools = {name: name * 3 for name in "bcdefghijklmnopqrstuvwxyz"}
+    async with world(2, backends="".join(["a", *pools]), pools=pools) as found:
+        await asyncio.sleep(SPREAD_S)
+        assert sorted(led(found).values()) == [13, 13]
+        dead, [stays] = found.leader, [one for one in found.members if one is not found.leader]
+        found.members.remove(dead)
+        await dead.die()
+        await asyncio.sleep(2 * HELD_S)
+        assert led(found) == {stays.name: 26}
+        gaps_s = [shard.last_gap_s or 0.0 for shard in stays.cluster.shards.values()]
+        assert max(gaps_s) < HELD_S + 1.5
+
+
+@virtual
 async def test_who_leads_less_takes_a_free_lock_first() -> None:
     """A member that leads something leaves a free lock to the others for a moment, and takes it where nobody does."""
     store = Store()
