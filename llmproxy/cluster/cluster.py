@@ -27,7 +27,8 @@ from llmproxy.workers.session import SchedulerContext
 PATIENCE_S = 2 * SEEK_S
 """A free lock is left to others for so long by a member, for each shard that it leads already."""
 PATIENCE_MAX_S = 1.0
-"""However many it leads: what waits is refused some seconds after its leader is gone."""
+"""However many it leads: what waits is refused some seconds after its leader is gone. Who hands a shard over leaves it
+to others for so long before it stands for it again."""
 BALANCE_S = 5.0
 """How often a member looks whether another one leads fewer shards, and one may be handed over."""
 STAYS_S = 60.0
@@ -142,7 +143,8 @@ class Cluster:
     @property
     def patience_s(self) -> float:
         """How long a lock that is free is left to other members, which may lead fewer shards."""
-        return min(PATIENCE_MAX_S, PATIENCE_S * sum(shard.leads for shard in self.shards.values()))
+        leads = sum(shard.leads for shard in self.shards.values())
+        return leads * min(PATIENCE_S, PATIENCE_MAX_S / len(self.shards))
 
     async def _balance(self) -> None:
         """Hand one shard over at a time, until no member leads two more than another one."""
@@ -150,7 +152,7 @@ class Cluster:
             await asyncio.sleep(BALANCE_S)
             for shard, to in self._to_hand_over():
                 self._handed_over_s[shard.name] = asyncio.get_running_loop().time()
-                await shard.hand_over(f"{to} leads fewer pools")
+                await shard.hand_over(f"{to} leads fewer pools", PATIENCE_MAX_S)
                 break
 
     def _to_hand_over(self) -> list[tuple[Shard, str]]:

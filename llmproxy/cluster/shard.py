@@ -178,10 +178,11 @@ class Shard:
         if self._election is not None:
             await self._election.resign()
 
-    async def hand_over(self, why: str) -> None:
-        """Let another member lead. This one leads again if no other one takes the lock in time."""
+    async def hand_over(self, why: str, for_s: float) -> None:
+        """Let another member lead. This one leads again if no other one takes the lock for so long."""
         self._log.info("cluster_hands_over", epoch=self.epoch, why=why)
         await self._resign()
+        await asyncio.sleep(for_s)
         self.stand()
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmproxy.cluster import cluster
-from llmproxy.cluster.cluster import BALANCE_S, STAYS_S
+from llmproxy.cluster.cluster import BALANCE_S, PATIENCE_MAX_S, STAYS_S
 from llmproxy.cluster.pages import status_of
 from llmproxy.cluster.stores import name_of
 from llmproxy.config import hash_of
@@ -86,7 +86,7 @@ async def test_who_leads_many_takes_free_locks_in_time() -> None:
     """Before requests that wait are refused, which is some seconds after the lock has ended."""
     pools = {name: name * 3 for name in "bcdefghijklmnopqrstuvwxyz"}
     async with world(2, backends="".join(["a", *pools]), pools=pools) as found:
-        await asyncio.sleep(SPREAD_S)
+        await asyncio.sleep(16.5 * BALANCE_S)
         assert sorted(led(found).values()) == [13, 13]
         dead, [stays] = found.leader, [one for one in found.members if one is not found.leader]
         found.members.remove(dead)
@@ -161,6 +161,17 @@ async def test_nothing_is_handed_over_to_who_would_not_lead(why: str) -> None:
 
 
 @virtual
+async def test_who_hands_over_leaves_it_to_others_that_lead_as_many() -> None:
+    async with world(2, backends="abc", pools=POOLS) as found:
+        await asyncio.sleep(SPREAD_S)
+        gives = max(found.members, key=lambda one: led(found)[one.name])
+        shard = next(shard for shard in gives.cluster.shards.values() if shard.leads)
+        await shard.hand_over("a test", PATIENCE_MAX_S)
+        await asyncio.sleep(SOON_S)
+        assert found.leader_of(shard.name) is not gives
+
+
+@virtual
 async def test_a_shard_that_could_not_be_given_up_is_led_again() -> None:
     async with world(2, backends="abc", pools=POOLS) as found:
         await asyncio.sleep(SPREAD_S)
@@ -171,7 +182,7 @@ async def test_a_shard_that_could_not_be_given_up_is_led_again() -> None:
         for one in found.members:
             for shard in one.cluster.shards.values():
                 if shard.leads:
-                    await shard.hand_over("a test")
+                    await shard.hand_over("a test", SOON_S)
         for store in found.stores.values():
             store.broken = None
         await asyncio.sleep(HELD_S + 2.0)
