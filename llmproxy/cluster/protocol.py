@@ -99,9 +99,13 @@ class Members(Message, frozen=True, tag=47):
 
 
 class Drained(Message, frozen=True, tag=48):
-    """The backends that were drained by hand, all of them."""
+    """The backends of the leader that were drained by hand, and all of its `others`. None: whatever else there is.
+
+    Members may differ about whose a backend is, as where one of them has not read its models yet.
+    """
 
     backends: frozenset[str]
+    others: frozenset[str] | None = None
 
 
 class Balances(Message, frozen=True, tag=49):

@@ -11,7 +11,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from llmproxy.cluster.channel import Sender
-from llmproxy.cluster.protocol import FromMember, Hello, Learned, LeaseTaken, Resume, Resumed, Running, aged
+from llmproxy.cluster.protocol import Drained, FromMember, Hello, Learned, LeaseTaken, Resume, Resumed, Running, aged
 from llmproxy.core.domain import Outcome, Usage, Verdict
 from llmproxy.lease import Lease
 from llmproxy.workers import protocol
@@ -36,8 +36,8 @@ class Shared:
     stored: Callable[[protocol.ResponseStored], protocol.ResponseStored]
     settle: Callable[[protocol.ResponseStored], object]
     owners: Callable[[], Iterable[protocol.ResponseStored]]
-    drained: Callable[[], frozenset[str]]
-    drain: Callable[[frozenset[str]], None]
+    drained: Callable[[], Drained]
+    drain: Callable[[Drained], None]
     learned: Callable[[], Learned]
     recall: Callable[[Learned, float], None]
 

@@ -412,8 +412,8 @@ class Shard:
                 self.members = names
             case Balances() | RateDebts() | Learned() if not self.leads:
                 self._hand_over.take(message, self._loop.time())
-            case Drained(backends) if not self.leads:
-                self._shared.drain(backends)
+            case Drained() if not self.leads:
+                self._shared.drain(message)
             case _:
                 pass
 

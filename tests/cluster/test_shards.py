@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from llmproxy.app import running
 from llmproxy.cluster import cluster
 from llmproxy.cluster.cluster import BALANCE_S, PATIENCE_MAX_S, STAYS_S
 from llmproxy.cluster.pages import status_of
 from llmproxy.cluster.stores import name_of
-from llmproxy.config import hash_of
+from llmproxy.config import Config, hash_of
 from llmproxy.core.domain import Outcome
 from llmproxy.core.shards import DEFAULT
 from llmproxy.simulator.replica import ReplicaOptions
@@ -22,7 +23,7 @@ from tests.cluster.fleet import cluster_of, members, shard_of
 from tests.cluster.virtual import VirtualMember, World, world
 from tests.core.make import BASE
 from tests.dispatching import Client, virtual
-from tests.e2e.proxies import FAST, HELLO, until
+from tests.e2e.proxies import FAST, HELLO, merged_with, until
 
 POOLS = {"b": "big", "c": "code"}
 CODE = ReplicaOptions(model="code", profile="tiny", noise=False)
@@ -311,6 +312,23 @@ async def test_a_backend_is_drained_where_it_is_led() -> None:
             await until(lambda: drained() == [{name}, {name}])  # noqa: B023 - it is over before the next one
             assert (await found[1].post(f"/admin/backends/{name}/undrain", {}, headers=headers)).status == 200
             await until(lambda: drained() == [set(), set()])
+
+
+async def test_a_drained_backend_stays_so_at_a_member_that_does_not_know_its_pool_yet() -> None:
+    """It takes the backend for one of those that have no lock of their own, whose leader says nothing of it."""
+    async with members(2, FAST, CODE, cluster={"pools": ["code"]}, admin_key=hash_of("k")) as found:
+        await until(lambda: all(shard_of(one, "code").led for one in found))
+        headers = {"Authorization": "Bearer k"}
+        assert (await found[0].post("/admin/backends/b1/drain", {}, headers=headers)).status == 200
+        await until(lambda: all(one.app.registry.drained() == {"b1"} for one in found))
+        await found[0].replica("b1")._stop()
+        late = merged_with(found[0].config_data, {"cluster": {"member": "late"}})
+        async with running(Config.model_validate(late)) as app:
+            assert app.cluster is not None
+            await until(lambda: all(len(shard.members) == 3 for shard in app.cluster.shards.values()))
+            assert (await found[0].post("/admin/backends/b0/drain", {}, headers=headers)).status == 200
+            await until(lambda: "b0" in app.registry.drained())
+            assert app.registry.drained() == {"b0", "b1"}
 
 
 async def test_scale_says_nothing_where_a_pool_has_no_leader(monkeypatch: pytest.MonkeyPatch) -> None:
