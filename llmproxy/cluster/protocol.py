@@ -35,8 +35,7 @@ PROTOCOL = 1
 class Hello(Message, frozen=True, tag=40):
     """The first message of a member. `incarnation` differs with each start. `config` is a hash of its configuration.
 
-    `epoch` is the highest one that it knows of, of the `shard` that it is about, and `stands` says whether it would lead
-    that shard.
+    `epoch` is the highest one that it knows of, of the `shard` that it is about. `stands`: it would lead that shard.
     """
 
     protocol: int

@@ -325,7 +325,8 @@ async def test_a_drained_backend_stays_so_at_a_member_that_does_not_know_its_poo
         late = merged_with(found[0].config_data, {"cluster": {"member": "late"}})
         async with running(Config.model_validate(late)) as app:
             assert app.cluster is not None
-            await until(lambda: all(len(shard.members) == 3 for shard in app.cluster.shards.values()))
+            shards = app.cluster.shards.values()
+            await until(lambda: all(len(shard.members) == 3 for shard in shards))
             assert (await found[0].post("/admin/backends/b0/drain", {}, headers=headers)).status == 200
             await until(lambda: "b0" in app.registry.drained())
             assert app.registry.drained() == {"b0", "b1"}
