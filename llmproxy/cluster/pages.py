@@ -18,6 +18,7 @@ from llmproxy.gateway.admin.scale import SCALE
 from llmproxy.gateway.pages import READY, OwnPages, check_method, not_ready
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.workers import protocol
+from llmproxy.workers.page import PASSED_ON
 from llmproxy.workers.remote import RemotePages
 
 PATH = "/admin/cluster"
@@ -25,10 +26,11 @@ POOL = "pool"
 """The parameter of a query that asks the leader of this pool, where it has a lock of its own."""
 OF_LEADER = (SCALE, "/debug", "/admin", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """What begins so is about the waiting room, the backends as the scheduler sees them, or what it does with them."""
-
-
 PAGE_BYTES_MAX = 8 << 20
 """A longer page would not fit into a frame."""
+PASSED_ON_MAX = 2
+"""From a member to the leader that it thinks of, and from there to the one that leads."""
+DIFFER = "Members differ about who leads what this page is about, and have passed it on twice. Ask again."
 
 
 def bounded(page: Page) -> Page:
@@ -70,6 +72,8 @@ class MemberPages:
             return _unknown(shard)
         if shard.calls is not None:
             self._own.check(path, request, on_admin_port)
+            if request.get(PASSED_ON, 0) >= PASSED_ON_MAX:
+                return refusal(503, DIFFER, {"Retry-After": "5"})
             return await RemotePages(shard.calls, self._rulebook).show(path, request)
         response = await self._own.administer(path, request, on_admin_port)
         if path in MERGED and response.status == 200 and shard is self._cluster.default and POOL not in request.query:

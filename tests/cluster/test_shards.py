@@ -332,6 +332,21 @@ async def test_a_drained_backend_stays_so_at_a_member_that_does_not_know_its_poo
             assert app.registry.drained() == {"b0", "b1"}
 
 
+async def test_a_page_is_not_passed_on_for_ever_where_members_differ_about_whose_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster, "BALANCE_S", 0.2)
+    async with members(2, FAST, CODE, cluster={"pools": ["code"]}, admin_key=hash_of("k")) as found:
+        await until(lambda: all(sum(shard.leads for shard in cluster_of(one).shards.values()) == 1 for one in found))
+        await until(lambda: all(shard_of(one, "code").led and shard_of(one).led for one in found))
+        unaware = next(one for one in found if shard_of(one, "code").leads)
+        monkeypatch.setattr(unaware.app.pools, "shard_of", lambda _: DEFAULT)
+        for one in found:
+            answer = await one.post("/admin/backends/b1/drain", {}, headers={"Authorization": "Bearer k"})
+            assert (answer.status, answer.headers["retry-after"]) == (503, "5")
+            assert "passed it on" in answer.json["error"]["message"]
+
+
 async def test_scale_says_nothing_where_a_pool_has_no_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "BALANCE_S", inf)
     async with members(2, FAST, CODE, cluster={"pools": ["code"]}) as found:
