@@ -119,4 +119,5 @@ def member_of(
 
 def hash_of(config: Config) -> str:
     """What members of one cluster should have in common."""
-    return sha256(config.model_dump_json(exclude=set(OF_A_MACHINE)).encode()).hexdigest()[:12]
+    said = [config.model_dump_json(exclude=set(OF_A_MACHINE)), *sorted({*config.cluster.pools})]
+    return sha256("\0".join(said).encode()).hexdigest()[:12]
