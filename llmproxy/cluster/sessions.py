@@ -93,4 +93,4 @@ class Sessions:
         sessions, self.by_name = self.by_name, {}
         for session in sessions.values():
             session.send(NotLeader(why))
-            session.end()
+            session.end(goes_on=True)
