@@ -90,11 +90,14 @@ class MemberPages:
     async def _merged(self, page: Merged, response: web.Response, request: web.BaseRequest) -> web.Response:
         """A page that lists something of all shards: what other members lead, they are asked for.
 
-        Where one of them gives no answer, that is the answer: a part of a list would be taken for the whole.
+        Where one of them gives no answer, that is the answer: a part of a list would be taken for the whole. What nobody
+        leads is listed as this member sees it, if it sees it as well as others do.
         """
         assert isinstance(response.body, bytes)
         listed: list[dict[str, Any]] = orjson.loads(response.body)[page.entries]
         elsewhere = [one for one in self._cluster.shards.values() if not one.leads]
+        if page.seen_by_all:
+            elsewhere = [one for one in elsewhere if one.calls is not None]
         if not elsewhere:
             return response
         merged = [one for one in listed if page.shard_of(self._cluster, one) not in elsewhere]
@@ -102,6 +105,9 @@ class MemberPages:
             if shard.calls is None:
                 return _unknown(shard)
             found = await RemotePages(shard.calls, self._rulebook).get(page.path_for(shard), request)
+            if found.status == 404:
+                # Nobody has ever served this pool.
+                continue
             if found.status != 200:
                 return web.Response(
                     status=found.status, reason=found.reason, headers=list(found.headers), body=found.body
@@ -115,12 +121,16 @@ class MemberPages:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A page with a list of `entries`, which have a `name`. `path_for` is where a leader has those of its shard."""
+    """A page with a list of `entries`, which have a `name`. `path_for` is where a leader has those of its shard.
+
+    `seen_by_all`: members that do not lead see the same, but for what is in flight.
+    """
 
     entries: str
     name: str
     shard_of: Callable[[Cluster, dict[str, Any]], Shard]
     path_for: Callable[[Shard], str]
+    seen_by_all: bool
 
 
 MERGED = {
@@ -129,12 +139,14 @@ MERGED = {
         "pool",
         lambda cluster, one: cluster.shard_of(one["pool"]),
         lambda shard: f"{SCALE}/{quote(shard.name)}",
+        seen_by_all=False,
     ),
     BACKENDS: Merged(
         "backends",
         "backend",
         lambda cluster, one: cluster.shard_of_backend(one["backend"]),
         lambda shard: f"{BACKENDS}?{urlencode({POOL: shard.name})}",
+        seen_by_all=True,
     ),
 }
 

@@ -358,3 +358,17 @@ async def test_scale_says_nothing_where_a_pool_has_no_leader(monkeypatch: pytest
             assert (await one.get("/scale/code")).status == 503
             assert (await one.get("/scale/base")).status == 200
             assert (await one.get("/ready")).status == 200
+            listed = (await one.get("/admin/backends")).json["backends"]
+            assert [backend["backend"] for backend in listed] == ["b0", "b1"]
+
+
+async def test_scale_has_the_others_where_nobody_serves_a_pool_with_a_lock_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster, "BALANCE_S", 0.2)
+    async with members(2, FAST, cluster={"pools": ["misspelt"]}) as found:
+        await until(lambda: all(sum(shard.leads for shard in cluster_of(one).shards.values()) == 1 for one in found))
+        await until(lambda: all(shard_of(one, "misspelt").led and shard_of(one).led for one in found))
+        for one in found:
+            answer = await one.get("/scale")
+            assert (answer.status, [pool["pool"] for pool in answer.json["pools"]]) == (200, ["base"])
