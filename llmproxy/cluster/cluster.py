@@ -159,13 +159,10 @@ class Cluster:
         """The shards that this member leads, and who should lead one of them in its place."""
         now = asyncio.get_running_loop().time()
         led = Counter(shard.leader for shard in self.shards.values())
-        mine = [(shard, shard.sessions.by_name) for shard in self.shards.values() if shard.sessions is not None]
+        mine = [(shard, shard.sessions) for shard in self.shards.values() if shard.sessions is not None]
         found = []
-        for shard, members in reversed(mine):
-            others = [
-                name for name, one in members.items() if one.connected and one.hello.stands and name != self.me.name
-            ]
-            to = min(others, key=lambda name: led[name], default=None)
+        for shard, sessions in reversed(mine):
+            to = min(sessions.that_would_lead(), key=lambda name: led[name], default=None)
             stays = now < self._handed_over_s.get(shard.name, -inf) + STAYS_S
             if to is not None and led[to] <= len(mine) - 2 and not stays:
                 found.append((shard, to))

@@ -90,8 +90,8 @@ class MemberPages:
     async def _merged(self, page: Merged, response: web.Response, request: web.BaseRequest) -> web.Response:
         """A page that lists something of all shards: what other members lead, they are asked for.
 
-        Where one of them gives no answer, that is the answer: a part of a list would be taken for the whole. What nobody
-        leads is listed as this member sees it, if it sees it as well as others do.
+        Where one of them gives no answer, that is the answer: a part of a list would be taken for the whole. What
+        nobody leads is listed as this member sees it, if it sees that as well as others do.
         """
         assert isinstance(response.body, bytes)
         listed: list[dict[str, Any]] = orjson.loads(response.body)[page.entries]

@@ -70,6 +70,11 @@ class Sessions:
         """Whether all of these members said what they have."""
         return all(name in self.by_name and self.by_name[name].resumed for name in expected)
 
+    def that_would_lead(self) -> list[str]:
+        """The other members that are there, and would lead in the place of this one."""
+        mine = self._me().name
+        return [name for name, one in self.by_name.items() if one.connected and one.hello.stands and name != mine]
+
     def stored(self, stored: protocol.ResponseStored, by: object) -> None:
         """A response was stored for a client of the member of the session `by`: every other member is told."""
         holds = self._shared.stored(stored)

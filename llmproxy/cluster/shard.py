@@ -168,8 +168,8 @@ class Shard:
         return None if self.led or self._unreachable is None else self._unreachable[1]
 
     def leave(self) -> None:
-        """Let another member lead, if there is one. Requests of this member go on."""
-        if not self._resigns and not (self.leads and len(self.members) < 2):
+        """Let another member lead, if there is one that would. Requests of this member go on."""
+        if not self._resigns and (self.sessions is None or self.sessions.that_would_lead()):
             self._resigns = True
             self.introduce()
             self._tasks.append(self._loop.create_task(self._resign(), name="resign"))
@@ -207,6 +207,8 @@ class Shard:
         """Refuse what waits for too long while nobody leads; tell members what they need to lead."""
         while True:
             await asyncio.sleep(SEEK_S)
+            if self._cluster.leaving:
+                self.leave()
             # While it settles, it still is to recall what the last leader told.
             if self.sessions is not None and self._settling is None:
                 for told in self._hand_over.news(self._loop.time()):
@@ -301,10 +303,7 @@ class Shard:
     def join(self, hello: Hello, sender: Sender) -> MemberSession:
         """See `Sessions.join`."""
         assert self.sessions is not None
-        session = self.sessions.join(hello, sender)
-        if self._cluster.leaving:
-            self.leave()
-        return session
+        return self.sessions.join(hello, sender)
 
     def _resumed(self) -> None:
         """Decide at once when all that are expected said what they have.

@@ -528,6 +528,32 @@ async def test_the_last_one_leads_until_somebody_else_is_there() -> None:
 
 
 @virtual
+async def test_the_last_one_that_would_lead_does_so_until_its_end() -> None:
+    """The other one leaves as well, and only goes on with what it has."""
+    async with world(2) as found:
+        [leaves], last = found.followers, found.leader
+        runs = leaves.client()
+        await asyncio.sleep(0.1)
+        waits = [one.client() for one in (leaves, last)]
+        leaves.cluster.begin_shutdown()
+        await asyncio.sleep(1.0)
+        last.cluster.begin_shutdown()
+        await asyncio.sleep(2 * HELD_S)
+        assert found.leader is last
+        for client in (runs, *reversed(waits)):
+            assert client.holds() == "a"
+            await client.done()
+            await asyncio.sleep(0.1)
+        known = asyncio.Event()
+        late = await found.member("late", known.wait())
+        await asyncio.sleep(1.0)
+        assert found.leader is last
+        known.set()
+        await asyncio.sleep(1.0)
+        assert found.leader is late
+
+
+@virtual
 async def test_a_leader_that_resigns_while_a_member_joins() -> None:
     async with world(2) as found:
         late = await found.member("late")
