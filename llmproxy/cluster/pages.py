@@ -30,6 +30,7 @@ PAGE_BYTES_MAX = 8 << 20
 """A longer page would not fit into a frame."""
 PASSED_ON_MAX = 2
 """From a member to the leader that it thinks of, and from there to the one that leads."""
+UNLED = "Nobody leads the pool of this backend now, and the next leader would not know what was asked. Ask again."
 DIFFER = "Members differ about who leads what this page is about, and have passed it on twice. Ask again."
 
 
@@ -70,6 +71,9 @@ class MemberPages:
         if not shard.led and (path == SCALE or path.startswith(f"{SCALE}/")):
             self._own.check(path, request, on_admin_port)
             return _unknown(shard)
+        if not shard.led and not shard.parts and DRAINING.fullmatch(path):
+            self._own.check(path, request, on_admin_port)
+            return refusal(503, UNLED, {"Retry-After": "5"})
         if shard.calls is not None:
             self._own.check(path, request, on_admin_port)
             if request.get(PASSED_ON, 0) >= PASSED_ON_MAX:

@@ -125,6 +125,19 @@ async def test_a_backend_that_is_drained_at_any_member_stays_so_under_the_next_l
         await until(lambda: not any(one.app.registry.drained() for one in found))
 
 
+async def test_nothing_is_drained_without_a_leader_as_the_next_one_would_not_know_of_it() -> None:
+    async with members(2, FAST, FAST, **ADMIN) as found:
+        found.lock.away = {"m0", "m1"}
+        await until(lambda: not any(shard_of(one).led for one in found))
+        for one in found:
+            answer = await one.post("/admin/backends/b0/drain", {}, headers=KEY)
+            assert (answer.status, answer.headers["retry-after"]) == (503, "5")
+        found.lock.away.clear()
+        await until(found.together)
+        assert (await found[0].post("/admin/backends/b0/drain", {}, headers=KEY)).status == 200
+        await until(lambda: all(one.app.registry.drained() == {"b0"} for one in found))
+
+
 async def test_the_admin_port_of_a_member_asks_the_leader_too() -> None:
     async with members(2, FAST, admin={"port": 0}, **ADMIN) as found:
         for one in found:
