@@ -655,21 +655,21 @@ async def test_a_leader_that_has_seen_too_little_tells_the_next_one_what_it_was_
         old, [between, new] = found.leader, found.followers
         old.learned = Learned({}, {"base": KnownCapacity((1.0,), ()), "gone": KnownCapacity((2.0,), ())})
         await asyncio.sleep(LEARNED_S + 1.0)
-        new.shard._election._stands = False  # type: ignore[union-attr]
+        new.shard._election.stands = False  # type: ignore[union-attr]
         await hand_over(found, old, between)
         await asyncio.sleep(LEARNED_S + 1.0)
-        between.shard._election._stands = old.shard._election._stands = False  # type: ignore[union-attr]
+        between.shard._election.stands = old.shard._election.stands = False  # type: ignore[union-attr]
         await hand_over(found, between, new)
         assert new.recalled[-1][0] == Learned({}, {"base": KnownCapacity((1.0,), ())}), "of the pools that are there"
 
 
 async def hand_over(found: World, one: VirtualMember, other: VirtualMember) -> None:
     """The leader `one` lets `other` lead."""
-    one.shard._election._stands, other.shard._election._stands = False, True  # type: ignore[union-attr]
+    one.shard._election.stands, other.shard._election.stands = False, True  # type: ignore[union-attr]
     found.store.held = None
     await asyncio.sleep(HELD_S + SETTLE_S)
     assert other.shard.leads
-    one.shard._election._stands = True  # type: ignore[union-attr]
+    one.shard._election.stands = True  # type: ignore[union-attr]
 
 
 @virtual
