@@ -59,7 +59,7 @@ class Alone:
         while self._stored:
             one = self._stored.popleft()
             self._relay.response_stored(one.response_id, one.backend, one.tenant)
-        self._session.end()
+        self._session.end(goes_on=True)
         self._session, self.parts = None, 0
         self._dispatcher.pools.divide(1, _now(), self._shard)
 

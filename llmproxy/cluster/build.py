@@ -11,7 +11,7 @@ from llmproxy import __version__
 from llmproxy.cluster import stores
 from llmproxy.cluster.cluster import Cluster
 from llmproxy.cluster.network import TcpNetwork
-from llmproxy.cluster.protocol import PROTOCOL, Hello, Learned
+from llmproxy.cluster.protocol import PROTOCOL, Drained, Hello, Learned
 from llmproxy.cluster.relays import Relays
 from llmproxy.cluster.session import Shared
 from llmproxy.config import Config
@@ -68,17 +68,19 @@ def member_of(
             yield protocol.ResponseStored(response_id, backend, tenant)
 
     def shared(shard: str) -> Shared:
-        def drained() -> frozenset[str]:
-            return frozenset(name for name in registry.drained() if pools.shard_of(name) == shard)
+        def drained() -> Drained:
+            by_hand = registry.drained()
+            ours = frozenset(name for name in by_hand | registry.backends.keys() if pools.shard_of(name) == shard)
+            return Drained(ours & by_hand, ours - by_hand)
 
-        def drain(backends: frozenset[str]) -> None:
-            here = drained()
+        def drain(told: Drained) -> None:
+            others = drained().backends - told.backends if told.others is None else told.others
             for name in registry.backends:
-                if name in backends and name not in here:
+                if name in told.backends:
                     registry.drain(name)
-                elif name in here and name not in backends:
+                elif name in others:
                     registry.undrain(name)
-            registry.drain_on_join(backends - registry.backends.keys())
+            registry.drain_on_join(told.backends - registry.backends.keys())
 
         def learned() -> Learned:
             limits = registry.known_limits(lambda name: pools.shard_of(name) == shard)
@@ -117,4 +119,5 @@ def member_of(
 
 def hash_of(config: Config) -> str:
     """What members of one cluster should have in common."""
-    return sha256(config.model_dump_json(exclude=set(OF_A_MACHINE)).encode()).hexdigest()[:12]
+    said = [config.model_dump_json(exclude=set(OF_A_MACHINE)), *sorted({*config.cluster.pools})]
+    return sha256("\0".join(said).encode()).hexdigest()[:12]

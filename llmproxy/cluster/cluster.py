@@ -26,6 +26,9 @@ from llmproxy.workers.session import SchedulerContext
 
 PATIENCE_S = 2 * SEEK_S
 """A free lock is left to others for so long by a member, for each shard that it leads already."""
+PATIENCE_MAX_S = 1.0
+"""However many it leads: what waits is refused some seconds after its leader is gone. Who hands a shard over leaves it
+to others for so long before it stands for it again."""
 BALANCE_S = 5.0
 """How often a member looks whether another one leads fewer shards, and one may be handed over."""
 STAYS_S = 60.0
@@ -107,7 +110,7 @@ class Cluster:
         """The configuration of this member is another one by now, with this hash."""
         self.me = replace(self.me, config=config)
         for shard in self.shards.values():
-            shard.reconfigured()
+            shard.introduce()
 
     def begin_shutdown(self) -> None:
         """Let other members lead, where there are any. Requests of this member go on."""
@@ -140,7 +143,8 @@ class Cluster:
     @property
     def patience_s(self) -> float:
         """How long a lock that is free is left to other members, which may lead fewer shards."""
-        return PATIENCE_S * sum(shard.leads for shard in self.shards.values())
+        leads = sum(shard.leads for shard in self.shards.values())
+        return leads * min(PATIENCE_S, PATIENCE_MAX_S / len(self.shards))
 
     async def _balance(self) -> None:
         """Hand one shard over at a time, until no member leads two more than another one."""
@@ -148,18 +152,17 @@ class Cluster:
             await asyncio.sleep(BALANCE_S)
             for shard, to in self._to_hand_over():
                 self._handed_over_s[shard.name] = asyncio.get_running_loop().time()
-                await shard.hand_over(f"{to} leads fewer pools")
+                await shard.hand_over(f"{to} leads fewer pools", PATIENCE_MAX_S)
                 break
 
     def _to_hand_over(self) -> list[tuple[Shard, str]]:
         """The shards that this member leads, and who should lead one of them in its place."""
         now = asyncio.get_running_loop().time()
         led = Counter(shard.leader for shard in self.shards.values())
-        mine = [(shard, shard.sessions.by_name) for shard in self.shards.values() if shard.sessions is not None]
+        mine = [(shard, shard.sessions) for shard in self.shards.values() if shard.sessions is not None]
         found = []
-        for shard, members in reversed(mine):
-            others = [name for name, one in members.items() if one.connected and name != self.me.name]
-            to = min(others, key=lambda name: led[name], default=None)
+        for shard, sessions in reversed(mine):
+            to = min(sessions.that_would_lead(), key=lambda name: led[name], default=None)
             stays = now < self._handed_over_s.get(shard.name, -inf) + STAYS_S
             if to is not None and led[to] <= len(mine) - 2 and not stays:
                 found.append((shard, to))

@@ -93,7 +93,8 @@ class Election:
         self._epoch = 0
         self._leads = False
         self._until_s = 0.0
-        self._stands = stands
+        self.stands = stands
+        """Whether it takes the lock where that is free."""
         self._may_hold = False
         self._free_s: float | None = None
         self._asking = asyncio.Lock()
@@ -126,7 +127,7 @@ class Election:
 
     def stand(self) -> None:
         """Stand for election from now on."""
-        self._stands = True
+        self.stands = True
         self._soon.set()
 
     def look(self) -> None:
@@ -141,7 +142,7 @@ class Election:
         self._soon.set()
 
     async def _ask(self) -> Leadership | None:
-        if not self._stands:
+        if not self.stands:
             return await self._store.holder()
         if not self._leads and (patience_s := self._candidate.patience_s) > 0.0:
             found = await self._store.holder()
@@ -161,7 +162,7 @@ class Election:
     def _found(self, found: Leadership | None, asked_s: float) -> None:
         if found is not None:
             self._epoch = max(self._epoch, found.epoch)
-        if found is None or found.holder != self._name or not self._stands:
+        if found is None or found.holder != self._name or not self.stands:
             self._leads = False
             self._candidate.follow(found)
             return
@@ -189,7 +190,7 @@ class Election:
 
     async def resign(self) -> None:
         """Stand for election no more, and free the lock. Others are still followed."""
-        self._stands = False
+        self.stands = False
         if self._leads:
             # Before the lock is free: who takes it decides at once.
             self._leads = False
@@ -202,4 +203,6 @@ class Election:
                     self._may_hold = False
         except (StoreError, TimeoutError) as error:
             self._away(str(error) or "it does not answer")
+        except Exception as bug:  # noqa: BLE001 - who hands a shard over goes on with the next one
+            self._failed(f"{type(bug).__name__}: {bug}", bug)
         self._soon.set()

@@ -18,6 +18,7 @@ from llmproxy.gateway.admin.scale import SCALE
 from llmproxy.gateway.pages import READY, OwnPages, check_method, not_ready
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.workers import protocol
+from llmproxy.workers.page import PASSED_ON
 from llmproxy.workers.remote import RemotePages
 
 PATH = "/admin/cluster"
@@ -25,10 +26,12 @@ POOL = "pool"
 """The parameter of a query that asks the leader of this pool, where it has a lock of its own."""
 OF_LEADER = (SCALE, "/debug", "/admin", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """What begins so is about the waiting room, the backends as the scheduler sees them, or what it does with them."""
-
-
 PAGE_BYTES_MAX = 8 << 20
 """A longer page would not fit into a frame."""
+PASSED_ON_MAX = 2
+"""From a member to the leader that it thinks of, and from there to the one that leads."""
+UNLED = "Nobody leads the pool of this backend now, and the next leader would not know what was asked. Ask again."
+DIFFER = "Members differ about who leads what this page is about, and have passed it on twice. Ask again."
 
 
 def bounded(page: Page) -> Page:
@@ -68,8 +71,13 @@ class MemberPages:
         if not shard.led and (path == SCALE or path.startswith(f"{SCALE}/")):
             self._own.check(path, request, on_admin_port)
             return _unknown(shard)
+        if not shard.led and not shard.parts and DRAINING.fullmatch(path):
+            self._own.check(path, request, on_admin_port)
+            return refusal(503, UNLED, {"Retry-After": "5"})
         if shard.calls is not None:
             self._own.check(path, request, on_admin_port)
+            if request.get(PASSED_ON, 0) >= PASSED_ON_MAX:
+                return refusal(503, DIFFER, {"Retry-After": "5"})
             return await RemotePages(shard.calls, self._rulebook).show(path, request)
         response = await self._own.administer(path, request, on_admin_port)
         if path in MERGED and response.status == 200 and shard is self._cluster.default and POOL not in request.query:
@@ -86,11 +94,14 @@ class MemberPages:
     async def _merged(self, page: Merged, response: web.Response, request: web.BaseRequest) -> web.Response:
         """A page that lists something of all shards: what other members lead, they are asked for.
 
-        Where one of them gives no answer, that is the answer: a part of a list would be taken for the whole.
+        Where one of them gives no answer, that is the answer: a part of a list would be taken for the whole. What
+        nobody leads is listed as this member sees it, if it sees that as well as others do.
         """
         assert isinstance(response.body, bytes)
         listed: list[dict[str, Any]] = orjson.loads(response.body)[page.entries]
         elsewhere = [one for one in self._cluster.shards.values() if not one.leads]
+        if page.seen_by_all:
+            elsewhere = [one for one in elsewhere if one.calls is not None]
         if not elsewhere:
             return response
         merged = [one for one in listed if page.shard_of(self._cluster, one) not in elsewhere]
@@ -98,6 +109,9 @@ class MemberPages:
             if shard.calls is None:
                 return _unknown(shard)
             found = await RemotePages(shard.calls, self._rulebook).get(page.path_for(shard), request)
+            if found.status == 404:
+                # Nobody has ever served this pool.
+                continue
             if found.status != 200:
                 return web.Response(
                     status=found.status, reason=found.reason, headers=list(found.headers), body=found.body
@@ -111,12 +125,16 @@ class MemberPages:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A page with a list of `entries`, which have a `name`. `path_for` is where a leader has those of its shard."""
+    """A page with a list of `entries`, which have a `name`. `path_for` is where a leader has those of its shard.
+
+    `seen_by_all`: members that do not lead see the same, but for what is in flight.
+    """
 
     entries: str
     name: str
     shard_of: Callable[[Cluster, dict[str, Any]], Shard]
     path_for: Callable[[Shard], str]
+    seen_by_all: bool
 
 
 MERGED = {
@@ -125,12 +143,14 @@ MERGED = {
         "pool",
         lambda cluster, one: cluster.shard_of(one["pool"]),
         lambda shard: f"{SCALE}/{quote(shard.name)}",
+        seen_by_all=False,
     ),
     BACKENDS: Merged(
         "backends",
         "backend",
         lambda cluster, one: cluster.shard_of_backend(one["backend"]),
         lambda shard: f"{BACKENDS}?{urlencode({POOL: shard.name})}",
+        seen_by_all=True,
     ),
 }
 

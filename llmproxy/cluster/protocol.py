@@ -35,7 +35,7 @@ PROTOCOL = 1
 class Hello(Message, frozen=True, tag=40):
     """The first message of a member. `incarnation` differs with each start. `config` is a hash of its configuration.
 
-    `epoch` is the highest one that it knows of, of the `shard` that it is about.
+    `epoch` is the highest one that it knows of, of the `shard` that it is about. `stands`: it would lead that shard.
     """
 
     protocol: int
@@ -46,6 +46,7 @@ class Hello(Message, frozen=True, tag=40):
     config: str
     epoch: int
     shard: str = DEFAULT
+    stands: bool = True
 
 
 class Welcome(Message, frozen=True, tag=41):
@@ -97,9 +98,13 @@ class Members(Message, frozen=True, tag=47):
 
 
 class Drained(Message, frozen=True, tag=48):
-    """The backends that were drained by hand, all of them."""
+    """The backends of the leader that were drained by hand, and all of its `others`. None: whatever else there is.
+
+    Members may differ about whose a backend is, as where one of them has not read its models yet.
+    """
 
     backends: frozenset[str]
+    others: frozenset[str] | None = None
 
 
 class Balances(Message, frozen=True, tag=49):

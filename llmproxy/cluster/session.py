@@ -11,7 +11,18 @@ from functools import partial
 from msgspec.structs import replace
 
 from llmproxy.cluster.channel import Sender
-from llmproxy.cluster.protocol import FromMember, Hello, Learned, LeaseTaken, PrefixHeld, Resume, Resumed, Running, aged
+from llmproxy.cluster.protocol import (
+    Drained,
+    FromMember,
+    Hello,
+    Learned,
+    LeaseTaken,
+    PrefixHeld,
+    Resume,
+    Resumed,
+    Running,
+    aged,
+)
 from llmproxy.core.domain import Outcome, Usage, Verdict
 from llmproxy.lease import Lease
 from llmproxy.workers import protocol
@@ -36,8 +47,8 @@ class Shared:
     stored: Callable[[protocol.ResponseStored], protocol.ResponseStored]
     settle: Callable[[protocol.ResponseStored], object]
     owners: Callable[[], Iterable[protocol.ResponseStored]]
-    drained: Callable[[], frozenset[str]]
-    drain: Callable[[frozenset[str]], None]
+    drained: Callable[[], Drained]
+    drain: Callable[[Drained], None]
     learned: Callable[[], Learned]
     recall: Callable[[Learned, float], None]
 
@@ -54,6 +65,7 @@ class MemberSession(WorkerSession):
         self.resumed = False
         self.over = False
         """Whether it has ended, and no connection can go on with it."""
+        self._goes_on = False
         self._on_resumed = on_resumed
         self._sender: Sender | None = None
         self._untaken: set[int] = set()
@@ -103,9 +115,9 @@ class MemberSession(WorkerSession):
         if self._sender is not None:
             self._sender.send(message)
 
-    def end(self) -> None:
-        """The member is gone, or another process schedules: forget all that it has."""
-        self._sender = None
+    def end(self, *, goes_on: bool = False) -> None:
+        """Forget all that the member has: it is gone, or another process schedules and all that `goes_on`."""
+        self._sender, self._goes_on = None, goes_on
         if self._grace is not None:
             self._grace.cancel()
         if not self.over:
@@ -115,6 +127,8 @@ class MemberSession(WorkerSession):
     def _end_requests(self) -> None:
         # The member, and not the leader, tells of its requests.
         for request in list(self._requests.values()):
+            if self._goes_on:
+                self._pools.goes_on_elsewhere(request, self._loop.time())
             self._ended(request.id, None)
         self.gone.set()
 

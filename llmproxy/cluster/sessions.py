@@ -9,7 +9,7 @@ import structlog
 
 from llmproxy.cluster.channel import Sender
 from llmproxy.cluster.hand_over import HandOver
-from llmproxy.cluster.protocol import Drained, Hello, Members, NotLeader, Welcome
+from llmproxy.cluster.protocol import Hello, Members, NotLeader, Welcome
 from llmproxy.cluster.session import MemberSession, Shared
 from llmproxy.workers import protocol
 from llmproxy.workers.protocol import Message
@@ -46,7 +46,7 @@ class Sessions:
                 self._log.warning("cluster_config_differs", member=hello.name, version=hello.version)
         session.attach(sender)
         session.send(Welcome(me.epoch, me.name, me.version, me.config))
-        session.send(Drained(self._shared.drained()))
+        session.send(self._shared.drained())
         for told in self._hand_over.all(asyncio.get_running_loop().time()):
             session.send(told)
         # Frames are split, so that there may be as many as are kept.
@@ -70,6 +70,11 @@ class Sessions:
         """Whether all of these members said what they have."""
         return all(name in self.by_name and self.by_name[name].resumed for name in expected)
 
+    def that_would_lead(self) -> list[str]:
+        """The other members that are there, and would lead in the place of this one."""
+        mine = self._me().name
+        return [name for name, one in self.by_name.items() if one.connected and one.hello.stands and name != mine]
+
     def stored(self, stored: protocol.ResponseStored, by: object) -> None:
         """A response was stored for a client of the member of the session `by`: every other member is told."""
         holds = self._shared.stored(stored)
@@ -81,7 +86,7 @@ class Sessions:
         """Backends, or what was done to them, may have changed."""
         if (drained := self._shared.drained()) != self._drained:
             self._drained = drained
-            self.send_all(Drained(drained))
+            self.send_all(drained)
 
     def send_all(self, message: Message) -> None:
         """Tell all members."""
@@ -93,4 +98,4 @@ class Sessions:
         sessions, self.by_name = self.by_name, {}
         for session in sessions.values():
             session.send(NotLeader(why))
-            session.end()
+            session.end(goes_on=True)

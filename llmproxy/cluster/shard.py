@@ -103,7 +103,8 @@ class Shard:
     @property
     def _me(self) -> Hello:
         """This member, as it says to others who it is."""
-        return replace(self._cluster.me, epoch=self.epoch, shard=self.name)
+        stands = not self._resigns and self.store_away is None and self._election is not None and self._election.stands
+        return replace(self._cluster.me, epoch=self.epoch, shard=self.name, stands=stands)
 
     # --- start and end ------------------------------------------------------------------------------------------------
 
@@ -123,9 +124,10 @@ class Shard:
         """Stand for election from now on."""
         if self._election is not None and not self._resigns:
             self._election.stand()
+            self.introduce()
 
-    def reconfigured(self) -> None:
-        """The configuration of this member is another one by now."""
+    def introduce(self) -> None:
+        """Tell the leader anew who this member is, because that has changed."""
         if self.sessions is not None:
             self.sessions.by_name[self._me.name].hello = self._me
         if self._link is not None:
@@ -166,19 +168,21 @@ class Shard:
         return None if self.led or self._unreachable is None else self._unreachable[1]
 
     def leave(self) -> None:
-        """Let another member lead, if there is one. Requests of this member go on."""
-        if not self._resigns and not (self.leads and len(self.members) < 2):
+        """Let another member lead, if there is one that would. Requests of this member go on."""
+        if not self._resigns and (self.sessions is None or self.sessions.that_would_lead()):
             self._resigns = True
+            self.introduce()
             self._tasks.append(self._loop.create_task(self._resign(), name="resign"))
 
     async def _resign(self) -> None:
         if self._election is not None:
             await self._election.resign()
 
-    async def hand_over(self, why: str) -> None:
-        """Let another member lead. This one leads again if no other one takes the lock in time."""
+    async def hand_over(self, why: str, for_s: float) -> None:
+        """Let another member lead. This one leads again if no other one takes the lock for so long."""
         self._log.info("cluster_hands_over", epoch=self.epoch, why=why)
         await self._resign()
+        await asyncio.sleep(for_s)
         self.stand()
 
     async def close(self) -> None:
@@ -203,6 +207,8 @@ class Shard:
         """Refuse what waits for too long while nobody leads; tell members what they need to lead."""
         while True:
             await asyncio.sleep(SEEK_S)
+            if self._cluster.leaving:
+                self.leave()
             # While it settles, it still is to recall what the last leader told.
             if self.sessions is not None and self._settling is None:
                 for told in self._hand_over.news(self._loop.time()):
@@ -297,14 +303,16 @@ class Shard:
     def join(self, hello: Hello, sender: Sender) -> MemberSession:
         """See `Sessions.join`."""
         assert self.sessions is not None
-        session = self.sessions.join(hello, sender)
-        if self._cluster.leaving:
-            self.leave()
-        return session
+        return self.sessions.join(hello, sender)
 
     def _resumed(self) -> None:
-        """Decide at once when all that are expected said what they have."""
-        if self._settling is not None and self.sessions is not None and self.sessions.have_resumed(self._expected):
+        """Decide at once when all that are expected said what they have.
+
+        A member that never met the others, as one that was just started, does not know who is to be expected.
+        """
+        if self._settling is None or self.sessions is None or not self._expected:
+            return
+        if self.sessions.have_resumed(self._expected):
             self._settled()
 
     def _settled(self) -> None:
@@ -363,6 +371,8 @@ class Shard:
         if welcome.config != self._me.config:
             self._log.warning("cluster_config_differs", member=welcome.name, version=welcome.version)
         self.relay.follow(link.channel)
+        # Who it is may have changed since it connected.
+        self.introduce()
 
     def _unlink(self, link: LeaderLink) -> None:
         link.calls.lost()
@@ -401,8 +411,8 @@ class Shard:
                 self.members = names
             case Balances() | RateDebts() | Learned() if not self.leads:
                 self._hand_over.take(message, self._loop.time())
-            case Drained(backends) if not self.leads:
-                self._shared.drain(backends)
+            case Drained() if not self.leads:
+                self._shared.drain(message)
             case _:
                 pass
 
@@ -426,9 +436,11 @@ class Shard:
     # --- the store ----------------------------------------------------------------------------------------------------
 
     def _store_away(self, why: str | None) -> None:
-        if (why is None) is not (self.store_away is None):
-            if why is None:
-                self._log.info("cluster_lock_back")
-            else:
-                self._log.warning("cluster_lock_away", why=why)
-        self.store_away = why
+        before, self.store_away = self.store_away, why
+        if (why is None) is (before is None):
+            return
+        if why is None:
+            self._log.info("cluster_lock_back")
+        else:
+            self._log.warning("cluster_lock_away", why=why)
+        self.introduce()

@@ -314,7 +314,7 @@ class Config(Section):
         if shared and not apart:
             reason = "is of no use beside cluster.listen: limits already hold for all members together; leave it out"
             report([(("shared_limits", "store"), reason)])
-        limits = [tenant.limits for tenant in self.tenants]
+        limits = [tenant.limits for tenant in self.tenants] + [one.limits for one in self.models if one.targets]
         rated = any(one.requests_per_min is not None or one.tokens_per_min is not None for one in limits)
         aliases = {model.name for model in self.models if model.stands_for is not None}
         report(
@@ -326,7 +326,8 @@ class Config(Section):
         )
         if apart and rated and not shared:
             reason = (
-                "each leader would let pass what a tenant has per minute: set shared_limits.store, or leave this out"
+                "each leader would let pass what a tenant or a name of several models has per minute: "
+                "set shared_limits.store, or leave this out"
             )
             report([(("cluster", "pools"), reason)])
 

@@ -31,7 +31,7 @@ from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.core.placement.policy import Placement
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.queueing.occupancy import Occupancy
-from llmproxy.core.queueing.rates import RateName, Rates
+from llmproxy.core.queueing.rates import RateName, Rates, expected
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.scaling.need import Need
 from llmproxy.core.scaling.observer import Scaling, facts_of
@@ -312,6 +312,12 @@ class Pools:
         scheduler = self.schedulers.get(request.pool)
         if scheduler is not None:
             scheduler.ended(request, met, now)
+
+    def goes_on_elsewhere(self, request: Request, now: float) -> None:
+        """Another process schedules a request that is about to end here, and counts none of its tokens: what was taken
+        for it stays taken."""
+        if request.limits:
+            self._limits.rates.used(request, expected(request), now)
 
     # --- decisions -----------------------------------------------------------------------------------------------
 

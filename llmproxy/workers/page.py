@@ -23,6 +23,8 @@ from llmproxy.workers.protocol import PageRequest, PageResponse
 
 CUT_AFTER_S = 0.1
 """How long a connection may still run after its answer is known, before it is cut."""
+PASSED_ON = web.RequestKey("PASSED_ON", int)
+"""What a request has that came by other processes: by how many."""
 
 _ANY_SIZE = ClientsConfig().model_copy(update={"head_bytes_max": 1 << 30, "head_fields_max": 1 << 30})
 
@@ -37,7 +39,9 @@ class _PageHandler:
     answer: asyncio.Future[PageResponse]
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        response = await self.front.handle(request.clone(remote=self.page.remote), checked=True)
+        asked = request.clone(remote=self.page.remote)
+        asked[PASSED_ON] = self.page.passed_on
+        response = await self.front.handle(asked, checked=True)
         assert isinstance(response, web.Response)
         return self._taken(response)
 

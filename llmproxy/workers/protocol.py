@@ -51,12 +51,14 @@ class Resolve(Message, frozen=True, tag=3):
 class PageRequest(Message, frozen=True, tag=4):
     """An HTTP/1 request from the address `remote` that is not for an engine, in bytes. Answered by `PageResponse`.
 
-    It is sent without its body. Where the answer is 100 (Continue), it is sent again with its body.
+    It is sent without its body. Where the answer is 100 (Continue), it is sent again with its body. `passed_on` counts
+    the processes that sent it on.
     """
 
     call: int
     request: bytes
     remote: str
+    passed_on: int = 1
 
 
 class DirectRequest(Message, frozen=True, tag=29):

@@ -24,6 +24,7 @@ from llmproxy.telemetry import logs
 from llmproxy.telemetry.exit import RequestExit
 from llmproxy.workers import protocol
 from llmproxy.workers.channel import Channel
+from llmproxy.workers.page import PASSED_ON
 
 CallAnswer = protocol.LeaseGranted | protocol.NameResolved | protocol.PageResponse
 _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect"})
@@ -272,7 +273,9 @@ class RemotePages:
     ) -> protocol.PageResponse:
         raw = _raw(request, body, raw_path or request.raw_path)
         try:
-            response = await self._calls.answer(lambda call: protocol.PageRequest(call, raw, request.remote or ""))
+            response = await self._calls.answer(
+                lambda call: protocol.PageRequest(call, raw, request.remote or "", request.get(PASSED_ON, 0) + 1)
+            )
         except Refused as refused:
             raise Failure.of(refused) from None
         assert isinstance(response, protocol.PageResponse)

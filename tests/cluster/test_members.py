@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from llmproxy.cluster import shard
-from llmproxy.config import BackendConfig
+from llmproxy.cluster.build import hash_of as config_hash
+from llmproxy.config import BackendConfig, Config
 from llmproxy.gateway.http.headers import OBJECTIVE_HEADERS
 from llmproxy.simulator.replica import Replica
 from tests.cluster.fleet import Members, cluster_of, members, shard_of
@@ -170,3 +171,10 @@ async def test_a_member_without_a_leader_has_no_number_for_an_autoscaler() -> No
         found.lock.away = set()
         await until(found.together)
         assert (await follower.get("/scale/base")).json["replicas"]["up"] == 1
+
+
+def test_members_that_differ_about_pools_with_a_lock_of_their_own_differ() -> None:
+    alike = [config_hash(Config.model_validate({"cluster": {"pools": pools}})) for pools in (["a", "b"], ["b", "a"])]
+    other = [config_hash(Config.model_validate({"cluster": {"pools": pools}})) for pools in ([], ["a"], ["ab"])]
+    assert len({*alike}) == 1
+    assert len({*alike, *other}) == 4

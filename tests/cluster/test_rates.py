@@ -10,10 +10,12 @@ import pytest
 
 from llmproxy.cluster.hand_over import RATES_KNOWN_MAX, RATES_MAX, KnownRateDebts
 from llmproxy.core.domain import Outcome
-from llmproxy.core.queueing.rates import REQUESTS, TOKENS
+from llmproxy.core.queueing.rates import REQUESTS, TOKENS, RateLimits
 from llmproxy.core.settings import Settings, UsageLimit
 from tests.cluster.virtual import VirtualMember, World, world
 from tests.dispatching import SETTINGS, Client, virtual
+from tests.shared.memory import LIMITS, MemoryStore, sharing, theirs
+from tests.shared.memory import TOKENS as TOKENS_KEY
 
 SOON_S = 0.05
 TENANT = "tenant:t"
@@ -117,6 +119,25 @@ async def test_what_waited_is_counted_once_over_a_broken_connection() -> None:
         await holder.done()
         await asyncio.sleep(SOON_S)
         assert waits.holds() == "a"
+
+
+@virtual
+async def test_what_was_taken_in_a_store_stays_so_when_another_leads() -> None:
+    """Who led counts no tokens of what goes on, and who leads knows nothing of what was taken for it."""
+    store, limits = MemoryStore(), replace(SETTINGS, limits=LIMITS)
+    async with sharing(store) as first, sharing(store) as second, world(2, settings=limits) as found:
+        for one, shared in zip(found.members, (first, second), strict=True):
+            one.dispatcher.pools._limits.rates, one.dispatcher.reserve = shared, shared.reserve
+        asks = found.followers[0]
+        running, waiting = asks.client(theirs(200)), asks.client(theirs(300))
+        await asyncio.sleep(0.5)
+        assert (running.holds(), waiting.holds()) == ("a", None)
+        assert store.taken_s(TOKENS_KEY) == pytest.approx(50.0, abs=0.6)
+        await another_leads(found)
+        assert store.taken_s(TOKENS_KEY) == pytest.approx(50.0 - 2.5, abs=0.6)
+        assert running.holds() == "a"
+        for one in found.members:
+            one.dispatcher.pools._limits.rates = RateLimits(LIMITS)
 
 
 # --- what is told -----------------------------------------------------------------------------------------------------

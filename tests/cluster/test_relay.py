@@ -341,6 +341,24 @@ async def test_a_new_leader_waits_for_all_whom_it_expects() -> None:
 
 
 @virtual
+async def test_a_new_leader_that_was_just_started_waits_for_those_whom_it_does_not_know() -> None:
+    """As where a process is killed and started again before its lock has ended."""
+    async with world(2) as found:
+        dead, [other] = found.leader, found.followers
+        runs = other.client()
+        await asyncio.sleep(0.1)
+        assert runs.holds() == "a"
+        other.cluster.begin_shutdown()
+        found.members.remove(dead)
+        await dead.die()
+        again = await found.member(dead.name, incarnation="2")
+        waits = again.client()
+        await asyncio.sleep(HELD_S + 1.0)
+        assert found.leader is again
+        assert (waits.holds(), len(again.dispatcher.pools.backends["a"].bookings)) == (None, 1)
+
+
+@virtual
 async def test_a_grant_by_a_leader_of_the_past_is_ignored() -> None:
     async with world(3) as found:
         old, (one, _) = found.leader, found.followers

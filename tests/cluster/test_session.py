@@ -479,7 +479,7 @@ async def test_nobody_waits_for_a_dead_leader_when_there_is_another() -> None:
         for alive in (one, other):
             found.cut(dead, alive)
         await asyncio.sleep(5.5)
-        dead.shard._election._stands = False  # type: ignore[union-attr]
+        dead.shard._election.stands = False  # type: ignore[union-attr]
         found.store.held = None
         async with asyncio.timeout(0.8):
             while not all(alive.shard.led and alive.shard.epoch == 2 for alive in (one, other)):  # noqa: ASYNC110
@@ -525,6 +525,32 @@ async def test_the_last_one_leads_until_somebody_else_is_there() -> None:
         assert new.shard.leads
         assert client.holds() == "a"
         assert new.dispatcher.leases == 1
+
+
+@virtual
+async def test_the_last_one_that_would_lead_does_so_until_its_end() -> None:
+    """The other one leaves as well, and only goes on with what it has."""
+    async with world(2) as found:
+        [leaves], last = found.followers, found.leader
+        runs = leaves.client()
+        await asyncio.sleep(0.1)
+        waits = [one.client() for one in (leaves, last)]
+        leaves.cluster.begin_shutdown()
+        await asyncio.sleep(1.0)
+        last.cluster.begin_shutdown()
+        await asyncio.sleep(2 * HELD_S)
+        assert found.leader is last
+        for client in (runs, *reversed(waits)):
+            assert client.holds() == "a"
+            await client.done()
+            await asyncio.sleep(0.1)
+        known = asyncio.Event()
+        late = await found.member("late", known.wait())
+        await asyncio.sleep(1.0)
+        assert found.leader is last
+        known.set()
+        await asyncio.sleep(1.0)
+        assert found.leader is late
 
 
 @virtual
@@ -575,7 +601,7 @@ async def test_what_flows_were_charged_is_known_to_the_next_leader() -> None:
         new.dispatcher.pools.recall = spy  # type: ignore[method-assign, assignment]
         found.cut(old, new)
         found.store.held = None
-        old.shard._election._stands = False  # type: ignore[union-attr]
+        old.shard._election.stands = False  # type: ignore[union-attr]
         await asyncio.sleep(HELD_S + SETTLE_S)
         assert new.shard.leads
         assert dict(recalled) == known
@@ -629,21 +655,21 @@ async def test_a_leader_that_has_seen_too_little_tells_the_next_one_what_it_was_
         old, [between, new] = found.leader, found.followers
         old.learned = Learned({}, {"base": KnownCapacity((1.0,), ()), "gone": KnownCapacity((2.0,), ())})
         await asyncio.sleep(LEARNED_S + 1.0)
-        new.shard._election._stands = False  # type: ignore[union-attr]
+        new.shard._election.stands = False  # type: ignore[union-attr]
         await hand_over(found, old, between)
         await asyncio.sleep(LEARNED_S + 1.0)
-        between.shard._election._stands = old.shard._election._stands = False  # type: ignore[union-attr]
+        between.shard._election.stands = old.shard._election.stands = False  # type: ignore[union-attr]
         await hand_over(found, between, new)
         assert new.recalled[-1][0] == Learned({}, {"base": KnownCapacity((1.0,), ())}), "of the pools that are there"
 
 
 async def hand_over(found: World, one: VirtualMember, other: VirtualMember) -> None:
     """The leader `one` lets `other` lead."""
-    one.shard._election._stands, other.shard._election._stands = False, True  # type: ignore[union-attr]
+    one.shard._election.stands, other.shard._election.stands = False, True  # type: ignore[union-attr]
     found.store.held = None
     await asyncio.sleep(HELD_S + SETTLE_S)
     assert other.shard.leads
-    one.shard._election._stands = True  # type: ignore[union-attr]
+    one.shard._election.stands = True  # type: ignore[union-attr]
 
 
 @virtual

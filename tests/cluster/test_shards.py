@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from llmproxy.app import running
 from llmproxy.cluster import cluster
-from llmproxy.cluster.cluster import BALANCE_S, STAYS_S
+from llmproxy.cluster.cluster import BALANCE_S, PATIENCE_MAX_S, STAYS_S
 from llmproxy.cluster.pages import status_of
 from llmproxy.cluster.stores import name_of
-from llmproxy.config import hash_of
+from llmproxy.config import Config, hash_of
 from llmproxy.core.domain import Outcome
 from llmproxy.core.shards import DEFAULT
 from llmproxy.simulator.replica import ReplicaOptions
@@ -22,7 +23,7 @@ from tests.cluster.fleet import cluster_of, members, shard_of
 from tests.cluster.virtual import VirtualMember, World, world
 from tests.core.make import BASE
 from tests.dispatching import Client, virtual
-from tests.e2e.proxies import FAST, HELLO, until
+from tests.e2e.proxies import FAST, HELLO, merged_with, until
 
 POOLS = {"b": "big", "c": "code"}
 CODE = ReplicaOptions(model="code", profile="tiny", noise=False)
@@ -82,6 +83,22 @@ async def test_when_a_leader_dies_only_its_pools_pause() -> None:
 
 
 @virtual
+async def test_who_leads_many_takes_free_locks_in_time() -> None:
+    """Before requests that wait are refused, which is some seconds after the lock has ended."""
+    pools = {name: name * 3 for name in "bcdefghijklmnopqrstuvwxyz"}
+    async with world(2, backends="".join(["a", *pools]), pools=pools) as found:
+        await asyncio.sleep(16.5 * BALANCE_S)
+        assert sorted(led(found).values()) == [13, 13]
+        dead, [stays] = found.leader, [one for one in found.members if one is not found.leader]
+        found.members.remove(dead)
+        await dead.die()
+        await asyncio.sleep(2 * HELD_S)
+        assert led(found) == {stays.name: 26}
+        gaps_s = [shard.last_gap_s or 0.0 for shard in stays.cluster.shards.values()]
+        assert max(gaps_s) < HELD_S + 1.5
+
+
+@virtual
 async def test_who_leads_less_takes_a_free_lock_first() -> None:
     """A member that leads something leaves a free lock to the others for a moment, and takes it where nobody does."""
     store = Store()
@@ -107,18 +124,71 @@ async def test_who_leads_less_takes_a_free_lock_first() -> None:
 
 @virtual
 async def test_nothing_is_handed_over_again_and_again() -> None:
-    """A member that takes nothing, because it is about to leave, is offered a shard once a minute."""
+    """A member that says it would lead, and takes nothing, is offered a shard once a minute."""
     async with world(1, backends="abc", pools=POOLS) as found:
-        leaves = await found.member("leaves")
-        for shard in leaves.cluster.shards.values():
+        idle = await found.member("idle")
+        await asyncio.sleep(SOON_S)
+        for shard in idle.cluster.shards.values():
             assert shard._election is not None
-            shard._election._stands = False
+            shard._election.stands = False
         await asyncio.sleep(STAYS_S)
         one = found.members[0]
         assert led(found) == {"m0": 3}
         assert [shard.changes for shard in one.cluster.shards.values()] == [2, 2, 2]
         await asyncio.sleep(0.9 * STAYS_S)
         assert sum(shard.changes for shard in one.cluster.shards.values()) <= 9
+
+
+@virtual
+@pytest.mark.parametrize("why", ["leaves", "cannot ask for the lock", "does not know backends yet"])
+async def test_nothing_is_handed_over_to_who_would_not_lead(why: str) -> None:
+    async with world(1, backends="abc", pools=POOLS) as found:
+        known = asyncio.Event()
+        other = await found.member("other", known.wait() if "backends" in why else None)
+        await asyncio.sleep(SOON_S)
+        if why == "leaves":
+            other.cluster.begin_shutdown()
+        elif why == "cannot ask for the lock":
+            for shard in other.cluster.shards.values():
+                shard._store_away("away")
+                shard._election._away = lambda _: None  # type: ignore[union-attr]
+        await asyncio.sleep(2 * STAYS_S)
+        assert led(found) == {"m0": 3}
+        assert [shard.changes for shard in found.members[0].cluster.shards.values()] == [1, 1, 1]
+        known.set()
+        if "backends" in why:
+            await asyncio.sleep(SPREAD_S)
+            assert led(found) == {"m0": 2, "other": 1}
+
+
+@virtual
+async def test_who_hands_over_leaves_it_to_others_that_lead_as_many() -> None:
+    async with world(2, backends="abc", pools=POOLS) as found:
+        await asyncio.sleep(SPREAD_S)
+        gives = max(found.members, key=lambda one: led(found)[one.name])
+        shard = next(shard for shard in gives.cluster.shards.values() if shard.leads)
+        await shard.hand_over("a test", PATIENCE_MAX_S)
+        await asyncio.sleep(SOON_S)
+        assert found.leader_of(shard.name) is not gives
+
+
+@virtual
+async def test_a_shard_that_could_not_be_given_up_is_led_again() -> None:
+    async with world(2, backends="abc", pools=POOLS) as found:
+        await asyncio.sleep(SPREAD_S)
+        for store in found.stores.values():
+            store.broken = RuntimeError("a bug")
+        told: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        for one in found.members:
+            for shard in one.cluster.shards.values():
+                if shard.leads:
+                    await shard.hand_over("a test", SOON_S)
+        for store in found.stores.values():
+            store.broken = None
+        await asyncio.sleep(HELD_S + 2.0)
+        assert sum(led(found).values()) == 3
+        assert told
 
 
 @virtual
@@ -244,6 +314,39 @@ async def test_a_backend_is_drained_where_it_is_led() -> None:
             await until(lambda: drained() == [set(), set()])
 
 
+async def test_a_drained_backend_stays_so_at_a_member_that_does_not_know_its_pool_yet() -> None:
+    """It takes the backend for one of those that have no lock of their own, whose leader says nothing of it."""
+    async with members(2, FAST, CODE, cluster={"pools": ["code"]}, admin_key=hash_of("k")) as found:
+        await until(lambda: all(shard_of(one, "code").led for one in found))
+        headers = {"Authorization": "Bearer k"}
+        assert (await found[0].post("/admin/backends/b1/drain", {}, headers=headers)).status == 200
+        await until(lambda: all(one.app.registry.drained() == {"b1"} for one in found))
+        await found[0].replica("b1")._stop()
+        late = merged_with(found[0].config_data, {"cluster": {"member": "late"}})
+        async with running(Config.model_validate(late)) as app:
+            assert app.cluster is not None
+            shards = app.cluster.shards.values()
+            await until(lambda: all(len(shard.members) == 3 for shard in shards))
+            assert (await found[0].post("/admin/backends/b0/drain", {}, headers=headers)).status == 200
+            await until(lambda: "b0" in app.registry.drained())
+            assert app.registry.drained() == {"b0", "b1"}
+
+
+async def test_a_page_is_not_passed_on_for_ever_where_members_differ_about_whose_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster, "BALANCE_S", 0.2)
+    async with members(2, FAST, CODE, cluster={"pools": ["code"]}, admin_key=hash_of("k")) as found:
+        await until(lambda: all(sum(shard.leads for shard in cluster_of(one).shards.values()) == 1 for one in found))
+        await until(lambda: all(shard_of(one, "code").led and shard_of(one).led for one in found))
+        unaware = next(one for one in found if shard_of(one, "code").leads)
+        monkeypatch.setattr(unaware.app.pools, "shard_of", lambda _: DEFAULT)
+        for one in found:
+            answer = await one.post("/admin/backends/b1/drain", {}, headers={"Authorization": "Bearer k"})
+            assert (answer.status, answer.headers["retry-after"]) == (503, "5")
+            assert "passed it on" in answer.json["error"]["message"]
+
+
 async def test_scale_says_nothing_where_a_pool_has_no_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "BALANCE_S", inf)
     async with members(2, FAST, CODE, cluster={"pools": ["code"]}) as found:
@@ -255,3 +358,17 @@ async def test_scale_says_nothing_where_a_pool_has_no_leader(monkeypatch: pytest
             assert (await one.get("/scale/code")).status == 503
             assert (await one.get("/scale/base")).status == 200
             assert (await one.get("/ready")).status == 200
+            listed = (await one.get("/admin/backends")).json["backends"]
+            assert [backend["backend"] for backend in listed] == ["b0", "b1"]
+
+
+async def test_scale_has_the_others_where_nobody_serves_a_pool_with_a_lock_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster, "BALANCE_S", 0.2)
+    async with members(2, FAST, cluster={"pools": ["misspelt"]}) as found:
+        await until(lambda: all(sum(shard.leads for shard in cluster_of(one).shards.values()) == 1 for one in found))
+        await until(lambda: all(shard_of(one, "misspelt").led and shard_of(one).led for one in found))
+        for one in found:
+            answer = await one.get("/scale")
+            assert (answer.status, [pool["pool"] for pool in answer.json["pools"]]) == (200, ["base"])

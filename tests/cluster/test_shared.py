@@ -125,6 +125,19 @@ async def test_a_backend_that_is_drained_at_any_member_stays_so_under_the_next_l
         await until(lambda: not any(one.app.registry.drained() for one in found))
 
 
+async def test_nothing_is_drained_without_a_leader_as_the_next_one_would_not_know_of_it() -> None:
+    async with members(2, FAST, FAST, **ADMIN) as found:
+        found.lock.away = {"m0", "m1"}
+        await until(lambda: not any(shard_of(one).led for one in found))
+        for one in found:
+            answer = await one.post("/admin/backends/b0/drain", {}, headers=KEY)
+            assert (answer.status, answer.headers["retry-after"]) == (503, "5")
+        found.lock.away.clear()
+        await until(found.together)
+        assert (await found[0].post("/admin/backends/b0/drain", {}, headers=KEY)).status == 200
+        await until(lambda: all(one.app.registry.drained() == {"b0"} for one in found))
+
+
 async def test_the_admin_port_of_a_member_asks_the_leader_too() -> None:
     async with members(2, FAST, admin={"port": 0}, **ADMIN) as found:
         for one in found:
@@ -171,7 +184,7 @@ async def test_who_knows_no_backend_yet_does_not_lead() -> None:
         await asyncio.sleep(0.05)
         polled = asyncio.Event()
         new = await found.member("new", known=polled.wait())
-        one.shard._election._stands = False  # type: ignore[union-attr]
+        one.shard._election.stands = False  # type: ignore[union-attr]
         old.cluster.begin_shutdown()
         await asyncio.sleep(3.0)
         assert not new.relay.led
@@ -191,7 +204,7 @@ async def test_who_leaves_before_it_knows_anything_does_not_lead_afterwards() ->
         new.cluster.begin_shutdown()
         polled.set()
         old = found.leader
-        old.shard._election._stands = False  # type: ignore[union-attr]
+        old.shard._election.stands = False  # type: ignore[union-attr]
         found.store.held = None
         await asyncio.sleep(10.0)
         assert not new.shard.leads

@@ -13,7 +13,7 @@ from typing import Any
 
 from llmproxy.cluster.cluster import Cluster
 from llmproxy.cluster.pages import bounded
-from llmproxy.cluster.protocol import PROTOCOL, Hello, Learned
+from llmproxy.cluster.protocol import PROTOCOL, Drained, Hello, Learned
 from llmproxy.cluster.relay import RelayDispatcher
 from llmproxy.cluster.relays import Relays
 from llmproxy.cluster.session import MemberSession, Shared
@@ -164,7 +164,7 @@ class VirtualMember:
             lambda one: self.responses.setdefault(one.response_id, one),
             lambda one: self.responses.update({one.response_id: one}),
             lambda: tuple(self.responses.values()),
-            lambda: self.drained,
+            lambda: Drained(self.drained),
             self._drain,
             lambda: self.learned,
             lambda *told: self.recalled.append(told),
@@ -197,8 +197,8 @@ class VirtualMember:
     def relay(self) -> RelayDispatcher:
         return self.shard.relay
 
-    def _drain(self, backends: frozenset[str]) -> None:
-        self.drained = backends
+    def _drain(self, told: Drained) -> None:
+        self.drained = told.backends
 
     async def start(self, known: Awaitable[object] | None = None) -> None:
         async def page(asked: protocol.PageRequest) -> protocol.PageResponse:

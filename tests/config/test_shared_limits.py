@@ -75,10 +75,18 @@ POOLS = "cluster: {listen: '127.0.0.1:8090', pools: [code]}\n"
 
 
 def test_leaders_of_several_pools_need_a_store_for_the_rates_of_tenants(write: Any) -> None:
-    said = ":1: cluster.pools: each leader would let pass what a tenant has per minute"
+    said = ":1: cluster.pools: each leader would let pass what a tenant or"
     tenants = f"tenants: [{{name: a, keys: ['{hash_of('k')}'], limits: {{requests_per_min: 60}}}}]\n"
     assert said in problem(write, POOLS + tenants)
     load(write(f"{POOLS}{tenants}shared_limits: {{{STORE}}}"))
+
+
+def test_leaders_of_several_pools_need_a_store_for_the_rates_of_a_name_of_several_models(write: Any) -> None:
+    said = ":1: cluster.pools: each leader would let pass what a tenant or a name of several models has per minute"
+    models = "models: [{name: chat, targets: {base: 9, code: 1}, limits: {tokens_per_min: 60}}]\n"
+    assert said in problem(write, POOLS + models)
+    load(write(f"{POOLS}{models}shared_limits: {{{STORE}}}"))
+    load(write(f"{POOLS}models: [{{name: chat, target: code, limits: {{tokens_per_min: 60}}}}]\n"))
 
 
 def test_what_a_tenant_has_in_flight_needs_no_store(write: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from llmproxy.cluster.cluster import Cluster
 from llmproxy.cluster.election import Leadership
-from llmproxy.cluster.protocol import PROTOCOL, Hello, Learned
+from llmproxy.cluster.protocol import PROTOCOL, Drained, Hello, Learned
 from llmproxy.cluster.relays import Relays
 from llmproxy.cluster.session import Shared
 from llmproxy.core.shards import DEFAULT
@@ -182,7 +182,7 @@ class LabCluster:
             pools.scaling.recall(known.capacities, told_s)
 
         shared = Shared(
-            lambda stored: stored, lambda _: None, tuple, frozenset, lambda _: None,
+            lambda stored: stored, lambda _: None, tuple, lambda: Drained(frozenset()), lambda _: None,
             lambda: Learned(pools.known_limits(), pools.scaling.known()), recall,
         )  # fmt: skip
         me = Hello(PROTOCOL, "", name, "0", "", "", 0)
