@@ -66,8 +66,8 @@ async def pools(times: int) -> None:
         await asyncio.gather(watching, return_exceptions=True)
         print(f"\nLooks with more than a replica may have: {len(made.over)} of {made.looks}.")
     for model, seen_s in gaps.items():
-        which = "of the leader that was killed" if model == OWN else "the other one"
-        print(f"Gap of the pool {which}: median {median(seen_s):.2f} s, at most {max(seen_s):.2f} s.")
+        which = "The pool of the leader that was killed" if model == OWN else "The other pool"
+        print(f"{which}: gap median {median(seen_s):.2f} s, at most {max(seen_s):.2f} s.")
     print()
 
 
