@@ -8,14 +8,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace as replace_field
 from math import inf
 
+import structlog
 from msgspec.structs import replace
 
+from llmproxy.cluster.channel import MemberChannel
 from llmproxy.cluster.election import SEEK_S, LockStore
-from llmproxy.cluster.links import Incoming
+from llmproxy.cluster.leader_link import CONNECT_S
 from llmproxy.cluster.network import Network
-from llmproxy.cluster.protocol import Hello
+from llmproxy.cluster.protocol import FROM_MEMBER, PROTOCOL, FromMember, Hello, NotLeader, Ping
 from llmproxy.cluster.relays import Relays
-from llmproxy.cluster.session import Shared
+from llmproxy.cluster.session import MemberSession, Shared
 from llmproxy.cluster.shard import Shard
 from llmproxy.core.shards import DEFAULT
 from llmproxy.dispatcher import Dispatcher
@@ -24,6 +26,7 @@ from llmproxy.workers import protocol
 from llmproxy.workers.remote import Calls
 from llmproxy.workers.session import SchedulerContext
 
+MEMBERS_MAX = 256
 PATIENCE_S = 2 * SEEK_S
 """A free lock is left to others for so long by a member, for each shard that it leads already."""
 PATIENCE_MAX_S = 1.0
@@ -35,6 +38,7 @@ STAYS_S = 60.0
 """A shard that was handed over, and came back, is not handed over again for so long."""
 
 Page = Callable[[protocol.PageRequest], Awaitable[protocol.PageResponse]]
+_log = structlog.get_logger()
 
 
 class Cluster:
@@ -183,3 +187,74 @@ class Cluster:
     def state(self) -> tuple[ShardState, ...]:
         """What metrics show."""
         return tuple(shard.state() for shard in self.shards.values())
+
+
+class Incoming:
+    """A connection that another member opened. Before its first message it may be anybody's."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._session: MemberSession | None = None
+        self._refused = False
+        self.channel: MemberChannel[FromMember] = MemberChannel(FROM_MEMBER, self._take, self._lost)
+        self._silent = asyncio.get_running_loop().call_later(CONNECT_S, self.channel.abort)
+        cluster.incoming.add(self)
+
+    def _take(self, message: FromMember) -> None:
+        if self._session is not None:
+            if self._session.hears(self.channel):
+                self._session.take(message)
+            else:
+                self.channel.abort()
+        elif self._refused:
+            pass
+        elif isinstance(message, Hello):
+            self._join(message)
+        elif not isinstance(message, Ping):
+            self._refuse("the first message is no Hello")
+
+    def _join(self, hello: Hello) -> None:
+        cluster, shard = self._cluster, self._cluster.shards.get(hello.shard)
+        if shard is None:
+            self._refuse(f"the pool {hello.shard} has no lock of its own here: give all members the same cluster.pools")
+            return
+        members = {} if shard.sessions is None else shard.sessions.by_name
+        other = members.get(hello.name)
+        if hello.protocol != PROTOCOL:
+            self._refuse(f"it speaks version {hello.protocol} of the protocol, and not {PROTOCOL}")
+        elif not cluster.network.trusts(self.channel.transport):
+            self._refuse("its certificate holds another name")
+        elif not shard.leads:
+            self._end("this member does not lead")
+        elif hello.epoch > shard.epoch:
+            shard.outbid(hello.epoch)
+            self._end("there was a later turn than that of this leader")
+        elif other is not None and other.connected and other.hello.incarnation != hello.incarnation:
+            self._refuse(f"another member has its name, {hello.name}: give each a cluster.member of its own")
+        elif len(members) >= MEMBERS_MAX and other is None:
+            self._refuse(f"there are {MEMBERS_MAX} members")
+        else:
+            self._silent.cancel()
+            self._session = shard.join(hello, self.channel)
+
+    def _refuse(self, why: str) -> None:
+        peer, refused = self.channel.transport.get_extra_info("peername"), self._cluster.refused
+        host = str(peer[0]) if peer else ""
+        # It tries again several times a second.
+        if refused.get(host) != why:
+            if len(refused) >= MEMBERS_MAX:
+                refused.clear()
+            refused[host] = why
+            _log.warning("cluster_member_refused", peer=str(peer), why=why)
+        self._end(why)
+
+    def _end(self, why: str) -> None:
+        self._refused = True
+        self.channel.send(NotLeader(why))
+        self.channel.close()
+
+    def _lost(self) -> None:
+        self._silent.cancel()
+        self._cluster.incoming.discard(self)
+        if self._session is not None:
+            self._session.detach(self.channel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from math import inf
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import structlog
 from msgspec.structs import replace
@@ -14,7 +14,8 @@ from llmproxy.cluster.alone import Alone
 from llmproxy.cluster.channel import LocalChannel, Sender
 from llmproxy.cluster.election import SEEK_S, Election, Leadership, LockStore
 from llmproxy.cluster.hand_over import HandOver
-from llmproxy.cluster.links import CONNECT_S, LeaderLink
+from llmproxy.cluster.leader_link import LeaderLink
+from llmproxy.cluster.network import Network
 from llmproxy.cluster.protocol import (
     Balances,
     Drained,
@@ -37,9 +38,6 @@ from llmproxy.workers.protocol import Message
 from llmproxy.workers.remote import Calls
 from llmproxy.workers.session import SchedulerContext
 
-if TYPE_CHECKING:
-    from llmproxy.cluster.cluster import Cluster
-
 SETTLE_S = 0.3
 """A new leader decides nothing before all members said what they have, or so long."""
 WITHOUT_LEADER_S = 5.0
@@ -49,16 +47,32 @@ WITHOUT_LEADER_S = 5.0
 _log = structlog.get_logger()
 
 
+class Process(Protocol):
+    """This member, which all of its shards have in common. `leaving`: it should lead nothing any more."""
+
+    me: Hello
+    network: Network
+    leaving: bool
+
+    @property
+    def id(self) -> str:
+        """The name of the process, which no other one has."""
+
+    @property
+    def patience_s(self) -> float:
+        """See `Candidate.patience_s`."""
+
+
 class Shard:
     """One shard at one member, from `start` to `close`. It is the `Candidate` of its own election."""
 
     def __init__(
-        self, name: str, cluster: Cluster, held_s: float, store: LockStore, dispatcher: Dispatcher,
+        self, name: str, process: Process, held_s: float, store: LockStore, dispatcher: Dispatcher,
         relay: RelayDispatcher, shared: Shared, alone_after_s: float,
     ) -> None:  # fmt: skip
         """`name` is that of its pool, or the default one."""
         self.name = name
-        self._cluster = cluster
+        self._process = process
         self._held_s = held_s
         self._store = store
         self._dispatcher = dispatcher
@@ -104,16 +118,16 @@ class Shard:
     def _me(self) -> Hello:
         """This member, as it says to others who it is."""
         stands = not self._resigns and self.store_away is None and self._election is not None and self._election.stands
-        return replace(self._cluster.me, epoch=self.epoch, shard=self.name, stands=stands)
+        return replace(self._process.me, epoch=self.epoch, shard=self.name, stands=stands)
 
     # --- start and end ------------------------------------------------------------------------------------------------
 
     def start(self, context: SchedulerContext, *, stands: bool) -> None:
         """Stand for election, or only follow until `stand`."""
         self._context = context
-        me = self._cluster.me
+        me = self._process.me
         self._election = Election(
-            self._store, self._cluster.id, me.address, self._held_s, self, self._store_away, stands=stands
+            self._store, self._process.id, me.address, self._held_s, self, self._store_away, stands=stands
         )
         self._tasks = [
             self._loop.create_task(self._election.run(), name="election"),
@@ -207,7 +221,7 @@ class Shard:
         """Refuse what waits for too long while nobody leads; tell members what they need to lead."""
         while True:
             await asyncio.sleep(SEEK_S)
-            if self._cluster.leaving:
+            if self._process.leaving:
                 self.leave()
             # While it settles, it still is to recall what the last leader told.
             if self.sessions is not None and self._settling is None:
@@ -237,7 +251,7 @@ class Shard:
 
     @property
     def patience_s(self) -> float:
-        return self._cluster.patience_s
+        return self._process.patience_s
 
     def lead(self, epoch: int, until_s: float) -> None:
         if self.leads and epoch != self.epoch:
@@ -251,7 +265,7 @@ class Shard:
     def follow(self, leadership: Leadership | None) -> None:
         if self.leads:
             self._stop_leading("another member leads" if leadership else "its lock was not renewed, or is given up")
-        if leadership is None or leadership.holder == self._cluster.id:
+        if leadership is None or leadership.holder == self._process.id:
             return
         if self._link is not None and self._link.leadership == leadership:
             return
@@ -268,7 +282,7 @@ class Shard:
             self._link.channel.abort()
             self._unlink(self._link)
         self.epoch = epoch
-        self.leadership = Leadership(self._cluster.id, self._me.address, epoch)
+        self.leadership = Leadership(self._process.id, self._me.address, epoch)
         self._expected = frozenset(self.members)
         assert self._context is not None
         self.sessions = Sessions(
@@ -335,14 +349,9 @@ class Shard:
 
     async def _connect(self, leadership: Leadership) -> None:
         """Connect to a leader, which then is followed as soon as it welcomes this member."""
-        link = LeaderLink(self, leadership)
+        link = LeaderLink(leadership, self.take, self.lost)
         try:
-            async with asyncio.timeout(CONNECT_S):
-                await self._cluster.network.connect(leadership.address, lambda: link.channel)
-                link.channel.send(self._me)
-                why = await link.answer
-        except (OSError, ValueError) as error:
-            why = str(error) or "no answer"
+            why = await link.open(self._process.network, self._me)
         finally:
             if self._link is not link:
                 link.channel.abort()

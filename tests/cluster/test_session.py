@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from llmproxy.cluster import links
+from llmproxy.cluster import cluster, leader_link
 from llmproxy.cluster.channel import FRAME_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, MemberChannel
 from llmproxy.cluster.election import SEEK_S
 from llmproxy.cluster.hand_over import LEARNED_S
-from llmproxy.cluster.links import CONNECT_S
+from llmproxy.cluster.leader_link import CONNECT_S
 from llmproxy.cluster.pages import PAGE_BYTES_MAX, status_of
 from llmproxy.cluster.protocol import (
     PROTOCOL,
@@ -191,7 +191,7 @@ async def test_a_process_that_was_restarted_replaces_the_one_that_is_gone() -> N
 async def test_no_more_members_than_the_limit() -> None:
     async with world(2) as found:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(links, "MEMBERS_MAX", 3)
+            patch.setattr(cluster, "MEMBERS_MAX", 3)
             ones = [Stranger(found, f"s{number}") for number in range(2)]
             for one in ones:
                 one.hello()
@@ -394,7 +394,7 @@ async def test_a_welcome_of_an_earlier_turn_is_refused() -> None:
         link = one.shard._link
         assert link is not None
         one.shard.epoch = 5
-        other = links.LeaderLink(one.shard, link.leadership)
+        other = leader_link.LeaderLink(link.leadership, one.shard.take, one.shard.lost)
         one.shard.welcomed(other, Welcome(4, "old", "0", "config"))
         assert one.shard._link is link
         assert one.shard.epoch == 5
@@ -422,7 +422,7 @@ async def test_a_leader_that_ends_a_connection_without_an_answer_may_want_tls() 
     async with world(2) as found:
         one = found.followers[0].shard
         assert one.leadership is not None
-        link = links.LeaderLink(one, one.leadership)
+        link = leader_link.LeaderLink(one.leadership, one.take, one.lost)
         link.channel.connection_lost(None)
         assert (await link.answer or "").endswith("as where only one of two members uses TLS")
 
