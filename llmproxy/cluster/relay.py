@@ -27,8 +27,10 @@ from llmproxy.workers import protocol
 from llmproxy.workers.protocol import Message
 from llmproxy.workers.remote import Calls
 
+PREFIXES_MAX = 2_000
+"""Prompts that a member remembers for the next leader."""
 HASHES_MAX = 100_000
-"""Hashes of blocks that a member remembers for the next leader: 50 MB of text, a frame of 1 MB."""
+"""Blocks of all of these together: 50 MB of text, 4 MB of memory, a frame of 1 MB."""
 UNSENT_MAX = 10_000
 """Reports that are kept while no leader is there. Of more, the oldest are lost: they correct estimates."""
 NO_LEADER_RETRY_S = 1.0
@@ -53,7 +55,7 @@ class _Prefixes:
         held = PrefixHeld(grant.request.pool, grant.placed.backend, tuple(hashes))
         self._held[grant.lease] = held, backend.processes
         self._hashes += len(held.hashes)
-        while self._hashes > HASHES_MAX:
+        while self._hashes > HASHES_MAX or len(self._held) > PREFIXES_MAX:
             self._forget(next(iter(self._held)))
 
     def _forget(self, lease: int) -> None:

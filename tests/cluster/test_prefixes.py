@@ -79,9 +79,10 @@ async def test_what_is_no_backend_here_is_left_out() -> None:
         assert known(one) == {}
 
 
+@pytest.mark.parametrize(("bound", "value"), [("HASHES_MAX", 2 * len(PROMPT)), ("PREFIXES_MAX", 2)])
 @virtual
-async def test_the_oldest_prompts_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "HASHES_MAX", 2 * len(PROMPT))
+async def test_the_oldest_prompts_are_forgotten_first(monkeypatch: pytest.MonkeyPatch, bound: str, value: int) -> None:
+    monkeypatch.setattr(relay, bound, value)
     prompts = [tuple(range(1000 * n, 1000 * n + len(PROMPT))) for n in range(5)]
     async with world(2) as found:
         [one] = found.followers
