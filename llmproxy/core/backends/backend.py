@@ -338,7 +338,7 @@ class Backend:
     def release(self, lease: int, verdict: Verdict, now: float, output_tokens: int = 0) -> None:
         """`output_tokens` are those of the whole answer, 0 where they were not counted."""
         if verdict is Verdict.BUSY:
-            self.limit.refused(self._seen)
+            self.limit.refused(self._seen - self.bookings[lease].request.sequences)
         booking = self._own.remove(lease, self.reading)
         served = verdict is Verdict.SERVED
         if output_tokens and served and now > booking.booked_s:

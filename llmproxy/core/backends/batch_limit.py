@@ -16,6 +16,8 @@ UNPUBLISHED = 256
 CALM_READINGS_MIN = 5
 CALM_READINGS_MAX = 160
 """Readings without a queue before a known plateau is tried again. Doubled each time that the plateau is the same."""
+FALLEN = 0.8
+"""Refusals below this share of the last plateau are no echo of its trial."""
 KEPT_FROM = 4
 """From this batch limit on, bands below the highest leave one slot free on each backend."""
 
@@ -71,8 +73,9 @@ class BatchLimit:
         self.value = self._cap if self._cap is not None else self._start
 
     def restarted(self) -> None:
-        """The engine is a new process, which may run less than the old one did."""
-        self._ran_most = 0
+        """The engine is a new process, which may run less than the old one did, or more."""
+        self._ran_most = self._calm = 0
+        self._calm_needed = CALM_READINGS_MIN
         self._waited.clear()
 
     def begin_at(self, limit: int, *, settled: bool) -> None:
@@ -162,22 +165,31 @@ class BatchLimit:
     def unpublished(self, load: int) -> None:
         """The backend is healthy with `load` sequences and publishes no numbers, so a low guess would stay for ever.
 
-        So would a refusal: more is tried after a calm, and another refusal makes the next calm longer.
+        After a refusal the limit grows as that of an engine with gauges. All that is in flight counts as running.
         """
-        if self._plateau is None:
+        if not self._settled:
             if self._cap is None:
                 self._set(max(self.value, UNPUBLISHED))
                 self._ran_freely = self.value
         elif load >= self._used_from():
-            self._calm += 1
-            if self._calm >= self._calm_needed:
-                self._calm = 0
-                self._set(min(self.value + max(1, self.value // 4), max(self.value, UNPUBLISHED)))
+            self._grow(load, load, None, UNPUBLISHED)
 
-    def refused(self, load: int) -> None:
-        """The engine turned a request away as busy while `load` sequences were at it."""
+    def refused(self, held: int) -> None:
+        """The engine turned a request away as busy while it held `held` other sequences.
+
+        A burst may have several refusals, of which the last ones show the least. Where no trial was running, the engine
+        takes less than it did, perhaps for a moment: the next trial comes after the shortest calm. From there the limit
+        doubles up to the old plateau, as the congestion window of TCP does up to its threshold (slow start, RFC 5681).
+        """
         self._calm = 0
-        self._settle(max(1, min(self.value, load - 1)), proven=False)
+        plateau = max(1, min(self.value, held))
+        self._proven = self._given = False
+        if self._plateau != self.value:
+            self._settle(plateau, proven=False)
+        elif plateau < self.value:
+            self._plateau = self.value = plateau
+            if plateau < FALLEN * self._settled:
+                self._calm_needed = CALM_READINGS_MIN
 
     def _used_from(self) -> int:
         """The load from which the limit is used: all of it where it is proven, else what the lowest band may fill."""
@@ -185,8 +197,7 @@ class BatchLimit:
             return self.value
         return max(1, min(slots_under(self.value, self.lowest_ceiling, 0), self.value - 1))
 
-    def _grow(self, running: int, load: int, pool: Exploration | None) -> None:
-        bound = None
+    def _grow(self, running: int, load: int, pool: Exploration | None, bound: int | None = None) -> None:
         if pool is not None and not self.settled:
             if (end := pool.proven_elsewhere(self)) is not None:
                 self._settle(end, proven=False)
@@ -197,7 +208,7 @@ class BatchLimit:
         if self._plateau is None or self.value < self._plateau:
             quarter = self.value + max(1, self.value // 4)
             filled = min(self.value, ceil(running / self.lowest_ceiling))
-            grown = quarter if self._settled else max(quarter, 2 * filled)
+            grown = max(quarter, min(2 * filled, self._settled) if self._settled else 2 * filled)
             self._set(grown if bound is None else max(self.value, min(grown, bound)))
             return
         self._calm += 1

@@ -10,6 +10,8 @@ from llmproxy.core.settings import HealthSettings
 
 BUSY_PAUSE_S = 0.25
 """Pause after a 503 "busy": about one poll, after which the engine's queue is known."""
+REFUSED_DOUBLINGS = 2
+"""The pause before the next probe of a backend that refuses as busy is doubled no more often."""
 WARM_STEP = 0.1
 """Share of its limit that a backend gets at once during slow start, and is given more at each step."""
 
@@ -214,6 +216,8 @@ class Health:
             case Verdict.BUSY:
                 # If no other backend can take the work, an ejection is of no use.
                 if idle and (self.peers is None or self.peers.others_up(self)):
+                    # A refused probe costs the engine nothing, and what it lacks may be there at once.
+                    self._ejections = min(self._ejections, REFUSED_DOUBLINGS)
                     self._failed(was_probe, now)
                 self._blocked_until_s = max(self._blocked_until_s, now + BUSY_PAUSE_S)
             case (

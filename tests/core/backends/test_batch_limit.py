@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import ceil, log2
 
 import pytest
 
@@ -187,10 +188,84 @@ def test_configured_limit_bounds_trials_and_a_queue_may_lower_it() -> None:
 
 def test_a_busy_answer_takes_the_limit_below_the_load_that_met_it() -> None:
     limit = BatchLimit(None, 32)
-    limit.refused(20)
+    limit.refused(19)
     assert limit.value == 19
-    limit.refused(1)
+    limit.refused(0)
     assert limit.value == 1
+
+
+def refuse_all(limit: BatchLimit, times: int) -> None:
+    """The engine refuses all that comes, whatever it runs, while what it had ends."""
+    for held in range(limit.value, limit.value - times, -1):
+        limit.refused(max(0, held))
+
+
+def test_a_refusal_lowers_a_limit_that_was_proven() -> None:
+    limit = settled(64, proven=True)
+    limit.refused(61)
+    assert limit.value == 61
+
+
+@pytest.mark.parametrize("batch", [2, 8, 64, 256])
+@pytest.mark.parametrize("trials", [0, 1_000])
+def test_an_engine_that_refused_all_for_a_while_is_full_again_at_once(batch: int, trials: int) -> None:
+    limit = BatchLimit(None, 4)
+    engine = Engine(batch, limit, look_ahead=0)
+    engine.saturate(20 + trials)
+    refuse_all(limit, 2 * batch)
+    assert limit.value == 1
+    engine.saturate(CALM_READINGS_MIN + ceil(log2(batch)) + 1)
+    assert limit.value >= batch
+    engine.saturate(PLATEAU_READINGS)
+    assert limit.value == batch
+
+
+@pytest.mark.parametrize("batch", [8, 64])
+def test_so_is_one_without_numbers(batch: int) -> None:
+    limit = BatchLimit(None, 4)
+    limit.unpublished(0)
+    refuse_all(limit, UNPUBLISHED - batch)
+    refuse_all(limit, 2 * batch)
+    assert limit.value == 1
+    for _ in range(CALM_READINGS_MIN + ceil(log2(batch)) + 1):
+        limit.unpublished(limit.value)
+    assert batch <= limit.value <= UNPUBLISHED
+
+
+@pytest.mark.parametrize("batch", [8, 64])
+@pytest.mark.parametrize("ceiling", [1.0, 0.95])
+def test_a_limit_known_by_refusals_alone_is_tried_ever_more_rarely(batch: int, ceiling: float) -> None:
+    limit = BatchLimit(None, 4, lowest_ceiling=0.85)
+    refused_at: list[int] = []
+    for number in range(1_500):
+        load = slots_under(limit.value, ceiling, 0)
+        for held in range(load - 1, batch - 1, -1):
+            limit.refused(held)
+            refused_at.append(number)
+        running = min(load, batch)
+        limit.observe(running, 0, running)
+    gaps = [later - earlier for earlier, later in pairwise(sorted(set(refused_at)))]
+    assert gaps[3:] == sorted(gaps[3:])
+    assert gaps[-1] >= CALM_READINGS_MAX
+    assert limit.value >= batch
+
+
+def test_an_engine_that_others_filled_is_believed_when_it_runs_more() -> None:
+    limit = BatchLimit(None, 4)
+    limit.refused(3)
+    limit.observe(running=8, waiting=0, load=8)
+    assert limit.value >= 8
+
+
+@pytest.mark.parametrize("batch", [4, 32])
+def test_a_new_process_may_refuse_at_another_number(batch: int) -> None:
+    limit = BatchLimit(None, 4)
+    for _ in range(200):
+        limit.refused(8) if limit.value > 8 else limit.observe(limit.value, 0, limit.value)
+    limit.restarted()
+    for _ in range(2 * CALM_READINGS_MIN + 5):
+        limit.refused(batch) if limit.value > batch else limit.observe(limit.value, 0, limit.value)
+    assert batch <= limit.value <= batch + batch // 4
 
 
 def test_a_trial_that_fails_again_makes_the_next_one_rarer() -> None:
@@ -217,14 +292,14 @@ def test_low_bands_teach_a_small_limit_without_its_last_slot(start: int) -> None
 @pytest.mark.parametrize("given", [None, 64])
 def test_refused_load_without_numbers_is_retried_ever_more_rarely(given: int | None) -> None:
     limit = BatchLimit(given, 4, lowest_ceiling=0.85)
-    for load in range(40, 0, -1):
-        limit.refused(load)
+    for held in range(39, -1, -1):
+        limit.refused(held)
     assert limit.value == 1
     refused_at: list[int] = []
     for poll in range(3_000):
         limit.unpublished(limit.value)
         if limit.value > 32:
-            limit.refused(33)
+            limit.refused(32)
             refused_at.append(poll)
     assert limit.value >= 32
     gaps = [later - earlier for earlier, later in pairwise(refused_at)]
@@ -238,7 +313,7 @@ def test_refused_load_without_numbers_is_retried_ever_more_rarely(given: int | N
 def test_an_engine_without_numbers_that_is_not_full_is_not_tried() -> None:
     limit = BatchLimit(None, 4, lowest_ceiling=0.85)
     limit.unpublished(0)
-    limit.refused(21)
+    limit.refused(20)
     for _ in range(1_000):
         limit.unpublished(10)
     assert limit.value == 20

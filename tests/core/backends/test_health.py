@@ -63,9 +63,12 @@ def test_busy_engine_pauses_and_an_idle_busy_one_fails() -> None:
     for _ in range(3):
         health.finished(1, Verdict.BUSY, 1.0, idle=True)
     assert (health.ejected_times, ejected_for_s(health, 1.0)) == (1, 1.0)
-    health.booked(7)
-    health.finished(7, Verdict.BUSY, 2.0, idle=True)
-    assert ejected_for_s(health, 2.0) == 2.0, "its probe failed"
+    pauses_s = []
+    for probe, now in enumerate((2.0, 5.0, 10.0, 15.0)):
+        health.booked(probe)
+        health.finished(probe, Verdict.BUSY, now, idle=True)
+        pauses_s.append(ejected_for_s(health, now))
+    assert pauses_s == [2.0, 4.0, 4.0, 4.0], "it is back soon after it takes requests again"
 
 
 def test_last_backend_that_is_busy_while_idle_only_pauses() -> None:
