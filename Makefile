@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types contracts unit browser deploy-test tour numbers newest fuzz hostile chaos compat monitoring bench lab lab-full docs reference lock audit sbom clean
+.PHONY: demo test lint types contracts unit browser deploy-test tour numbers newest fuzz hostile chaos compat monitoring bench live lab lab-full docs reference lock audit sbom clean
 
 .venv: pyproject.toml .ci/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("llmproxy needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -99,6 +99,10 @@ monitoring: .venv
 
 bench: .venv
 	$(BIN)/python -m benchmarks.peers $(BENCH)
+
+# Small fleets of real processes at their defaults: a quarter of an hour, and ratios with bounds. LIVE="--only slow".
+live: .venv
+	$(BIN)/python -m benchmarks.small_fleets $(LIVE)
 
 # The workloads under every policy in virtual time: four to five minutes on two free cores, and the decisive points
 # with intervals, an hour or more.

@@ -257,7 +257,7 @@ async def play(scenario: Scenario, rate: float, seed: int) -> Run:
     """Run one scenario on a fleet of its own, under `rate` streams per second."""
     connector = aiohttp.TCPConnector(limit=0)
     async with (
-        fleet(REPLICAS, REPLICA_FLAGS, PROXY_FLAGS) as running,
+        fleet([REPLICA_FLAGS] * REPLICAS, PROXY_FLAGS) as running,
         aiohttp.ClientSession(connector=connector) as session,
     ):
         run = Run()

@@ -58,16 +58,20 @@ class Fleet:
     replica_urls: list[str]
     replicas: list[Process]
     proxy: Process
-    replica_flags: Sequence[str]
+    replica_flags: Sequence[Sequence[str]]
     folder: Path
     _starts: int = field(default=0)
+
+    def name(self, index: int) -> str:
+        """The name of a replica in the proxy's logs and pages."""
+        return self.replica_urls[index].removeprefix("http://")
 
     async def restart_replica(self, index: int) -> None:
         """Start replica `index` anew on its old port, with a cold cache."""
         self._starts += 1
         port = self.replica_urls[index].rpartition(":")[2]
         log = self.folder / f"replica-{index}-again-{self._starts}.log"
-        self.replicas[index] = await start(["replica", "--port", port, *self.replica_flags], log)
+        self.replicas[index] = await start(["replica", "--port", port, *self.replica_flags[index]], log)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """The proxy's log lines of one kind so far; a line that is still being written is not one yet."""
@@ -82,24 +86,30 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(
-    replicas: int, replica_flags: Sequence[str], proxy_flags: Sequence[str] = (), metrics: str | None = None
+    replica_flags: Sequence[Sequence[str]],
+    proxy_flags: Sequence[str] = (),
+    *,
+    metrics: str | None = None,
+    tree: Path | None = None,
 ) -> AsyncIterator[Fleet]:
-    """Start `replicas` simulated replicas and a proxy that logs JSON, and wait until it is ready.
+    """Start a simulated replica for each of `replica_flags` and a proxy that logs JSON, and wait until it is ready.
 
-    `metrics` is where its metrics are, None where they are on the port of clients.
+    `metrics` is the URL of its metrics, None for the port of clients. `tree` is the checkout of the proxy.
     """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmproxy-bench-")))
         children: list[Process] = []
         urls = []
-        for index in range(replicas):
+        for index, flags in enumerate(replica_flags):
             port = str(free_port())
-            process = await start(["replica", "--port", port, *replica_flags], folder / f"replica-{index}.log")
+            process = await start(["replica", "--port", port, *flags], folder / f"replica-{index}.log")
             children.append(process)
             urls.append(f"http://127.0.0.1:{port}")
         url = f"http://127.0.0.1:{free_port()}"
-        argv = ["serve", "--host", "127.0.0.1", "--port", url.rpartition(":")[2], "--log-format", "json", *proxy_flags]
-        proxy = await start([*argv, *urls], folder / "proxy.log")
+        argv = ["serve", "--host", "127.0.0.1", "--port", url.rpartition(":")[2], "--log-format", "json"]
+        # What an earlier fleet taught is not to count here.
+        argv += ["--state-file", "none", *proxy_flags]
+        proxy = await start([*argv, *urls], folder / "proxy.log", tree=tree)
         running = Fleet(url, urls, children, proxy, replica_flags, folder)
         try:
             await ready(metrics or url, proxy)

@@ -101,7 +101,7 @@ async def _one(session: aiohttp.ClientSession, url: str, body: dict[str, Any], s
 
 async def capacity(load: Load) -> float:
     """Requests per second that the fleet serves when it never lacks work: measured, not assumed."""
-    async with fleet(load.replicas, load.replica_flags()) as running:
+    async with fleet([load.replica_flags()] * load.replicas) as running:
         seconds = 25.0
         await offer(running, load, [Source(60.0 * load.speed * load.replicas, "default")], seconds, seed=1)
         done = [e for e in running.exits() if e["outcome"] == "completed"]
@@ -157,7 +157,7 @@ async def _priority(load: Load, rate: float, seconds: float, seed: int) -> None:
     others = [Source(0.6 * 2 * rate, "default"), Source(0.2 * 2 * rate, "sheddable")]
     rows = []
     for name, sources in (("critical alone", [critical]), ("20/60/20 at 2x", [critical, *others])):
-        async with fleet(load.replicas, load.replica_flags(), ["--queue-ttl-s", "20"]) as running:
+        async with fleet([load.replica_flags()] * load.replicas, ["--queue-ttl-s", "20"]) as running:
             await offer(running, load, sources, seconds, seed)
             exits = running.exits()
             wrong = inversions(exits, {"critical": 100, "default": 0, "sheddable": -100})
@@ -203,7 +203,7 @@ async def _shares(load: Load, rate: float, seconds: float, seed: int) -> None:
     print("| --- | --- | --: | --: | --: |")
     for policy in ("fcfs", "fair_share"):
         flags = ["--fairness", policy, "--queue-ttl-s", "15"]
-        async with fleet(load.replicas, load.replica_flags(), flags) as running:
+        async with fleet([load.replica_flags()] * load.replicas, flags) as running:
             await offer(running, load, sources, seconds / 2, seed)
             exits = [e for e in running.exits() if e.get("granted_s") is not None]
             start = min(e["arrived_s"] for e in exits)

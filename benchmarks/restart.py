@@ -145,7 +145,7 @@ async def main() -> int:
     options = parser.parse_args()
     replace = by_successor if options.how == "successor" else by_stopping
     loop = asyncio.get_running_loop()
-    async with fleet(3, REPLICA_FLAGS, ("--drain-timeout-s", DRAIN_TIMEOUT_S)) as running:
+    async with fleet([REPLICA_FLAGS] * 3, ("--drain-timeout-s", DRAIN_TIMEOUT_S)) as running:
         clients, pids, took_s = RestartClients(running.url, options.seed), [running.proxy.child.pid], list[float]()
         load = asyncio.create_task(clients.run())
         end_s = loop.time() + options.seconds

@@ -88,7 +88,7 @@ async def queue(workers: int, seconds: float) -> Queue:
     with tempfile.TemporaryDirectory(prefix="llmproxy-bench-") as folder:
         log = Path(folder) / "decisions.jsonl"
         flags = ("--workers", str(workers), "--decision-log", str(log), "--scheduling-start-limit", str(SEQS))
-        async with fleet(REPLICAS, REPLICA_FLAGS, flags) as running:
+        async with fleet([REPLICA_FLAGS] * REPLICAS, flags) as running:
             over = asyncio.Event()
             async with asyncio.TaskGroup() as clients:
                 for (band, flow), count in CLIENTS.items():
@@ -215,7 +215,7 @@ async def kills(workers: int, times: int) -> list[Kill]:
     replica_flags = [*REPLICA_FLAGS, "--max-num-seqs", seats]
     flags = ("--workers", str(workers), "--admin-port", admin.rpartition(":")[2], "--scheduling-start-limit", seats)
     async with AsyncExitStack() as stack:
-        running = await stack.enter_async_context(fleet(REPLICAS, replica_flags, flags, metrics=admin))
+        running = await stack.enter_async_context(fleet([replica_flags] * REPLICAS, flags, metrics=admin))
         seen = []
         for number in range(1, times + 1):
             seen.append(await kill(running, admin, number))

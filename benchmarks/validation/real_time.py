@@ -214,7 +214,7 @@ async def real(arrivals: Sequence[Arrival], seed: int) -> tuple[list[Ended], flo
         _body(heads[arrival.blocks[0] // per_head] + _text(rng, arrival.prompt_tokens - HEAD_TOKENS), arrival)
         for arrival in arrivals
     ]
-    async with processes(REPLICAS, replica_flags, stretched_flags(load(None, []))) as running:
+    async with processes([replica_flags] * REPLICAS, stretched_flags(load(None, []))) as running:
         await asyncio.sleep(SETTLE_S / SPEED)
         seen = await _send_all(running, arrivals, bodies)
         exits = {entry["request_id"]: entry for entry in running.exits()}

@@ -47,6 +47,21 @@ async def test_a_client_that_leaves_frees_its_seat_and_the_gauge_says_so(
     check_engine(replica.engine)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_silent_replica_takes_a_request_and_shows_an_idle_engine(
+    replica: Replica, client: aiohttp.ClientSession, stream: bool
+) -> None:
+    replica.faults.set(FaultKind.SILENT, times=1)
+    silent = asyncio.create_task(client.post(CHAT_PATH, json=CHAT | {"stream": stream}))
+    await until(lambda: replica.faults.kind is None)
+    async with client.post(CHAT_PATH, json=CHAT) as answer:
+        assert answer.status == 200
+    assert not silent.done()
+    assert await gauge(client, "num_requests_running") == 0.0
+    silent.cancel()
+    await asyncio.wait([silent])
+
+
 async def test_lying_gauges_show_an_idle_engine_until_cleared(replica: Replica, client: aiohttp.ClientSession) -> None:
     async with client.post(CHAT_PATH, json=ENDLESS | {"stream": True}) as running:
         await until(lambda: replica.engine.counters.generation > 10)

@@ -62,6 +62,8 @@ async def generate(
             service.nixl.reject(body.get("kv_transfer_params"))
         raise
     service.refuse_if_due()
+    if service.faults.hits(FaultKind.SILENT):
+        await asyncio.Event().wait()  # Until its client leaves, also where the fault is cleared before.
     arrived_s = asyncio.get_running_loop().time()
     request_id = request.headers.get("x-request-id") or body.get("request_id") or secrets.token_hex(8)
     head = Head(str(request_id), int(unix_now_s()), service.options.prompt_tokens_details)

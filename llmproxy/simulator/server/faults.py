@@ -23,6 +23,8 @@ class FaultKind(StrEnum):
     """Nothing moves, gauges included, while `/health` says 200: a stopped worker process."""
     RESET = "reset"
     """The connection is reset after `after_bytes` bytes of the body; 0 is right behind the head."""
+    SILENT = "silent"
+    """Generation is accepted and never answered, while health, models and gauges of an idle engine are well."""
     SLOW = "slow"
     """Every step takes `factor` times as long: a GPU that is throttled."""
     LIES = "lies"

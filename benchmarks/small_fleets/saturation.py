@@ -1,0 +1,82 @@
+"""Fleets that are full: throughput beside direct access, what `/scale` asks for, and what a critical request waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.small_fleets.load import Work, first_s
+from benchmarks.small_fleets.stage import Check, Stage, staged, true
+
+COLD_S = 15.0
+SETTLE_S, WINDOW_S, ROUNDS = 2.5, 7.0, 2
+CLIENTS_PER_PLACE = 3
+LARGE = 100
+"""Places from which the replicas run at a third of their speed, so that the processors are not the bound."""
+
+
+async def throughput(sizes: Sequence[int], stream: bool, tree: Path | None) -> list[Check]:
+    """Tokens per second through a cold proxy and a warm one, over those of a client that uses the replicas directly."""
+    speed = 0.4 if sum(sizes) < LARGE else 0.13
+    work = Work(stream, tokens=(16, 128))
+    async with staged(sizes, speed=speed, tree=tree) as stage:
+        async with stage.clients(work) as clients:
+            clients.closed(CLIENTS_PER_PLACE * sum(sizes), stage.proxy)
+            cold = await stage.tokens_per_s(COLD_S)
+        direct, proxied, answered = 0.0, 0.0, 0.0
+        for _ in range(ROUNDS):
+            direct += (await _window(stage, sizes, work, direct=True))[0]
+            tokens, answers = await _window(stage, sizes, work, direct=False)
+            proxied, answered = proxied + tokens, answered + answers
+            advice = await stage.json("/scale/sim")
+        limits = await stage.limits()
+    replica = advice.get("replica") or {}
+    said = (replica.get("requests_per_s") or 0.0) * len(sizes)
+    return [
+        Check("warm / direct", proxied / direct, least=0.98, note=f"limits {limits}"),
+        Check("first 15 s / direct", cold * ROUNDS / direct, least=0.93),
+        true("/scale need is above what is up", (advice.get("need") or 0.0) > len(sizes), str(advice.get("reason"))),
+        Check("/scale places over true ones", (replica.get("seats") or 0) * len(sizes) / sum(sizes), 0.75, 1.25),
+        Check("/scale capacity over answers", said * ROUNDS / answered, 0.75, 1.25),
+    ]
+
+
+async def _window(stage: Stage, sizes: Sequence[int], work: Work, *, direct: bool) -> tuple[float, float]:
+    """(Tokens, answers) per second of a fleet that is full, by its least loaded replica or through the proxy."""
+    urls = stage.fleet.replica_urls
+    async with stage.clients(work) as clients:
+
+        def least() -> str:
+            return min(urls, key=lambda url: clients.running[url])
+
+        clients.closed(CLIENTS_PER_PLACE * sum(sizes), least if direct else stage.proxy)
+        await clients.rate(SETTLE_S)
+        before = len(clients.seen)
+        tokens = await stage.tokens_per_s(WINDOW_S)
+        return tokens, sum(one.whole for one in clients.seen[before:]) / WINDOW_S
+
+
+async def critical(sizes: Sequence[int], stream: bool, tree: Path | None) -> list[Check]:
+    """Two critical requests a second in a flood: what they wait beside the same requests in an idle fleet."""
+    urgent = Work(stream, tokens=(24, 24), headers={"x-llm-d-inference-objective": "critical"})
+    async with staged(sizes, tree=tree) as stage:
+        async with stage.clients(Work(stream, (32, 128))) as flood, stage.clients(urgent) as clients:
+            flood.closed(4 * sum(sizes), stage.proxy)
+            await flood.rate(10.0)
+            clients.poisson(2.0, stage.proxy)
+            await flood.rate(25.0)
+        async with stage.clients(urgent) as alone:
+            for _ in range(5):
+                await alone.ask(stage.proxy())
+        exits = [one for one in stage.fleet.exits() if "granted_s" in one]
+    waits = sorted(one["granted_s"] - one["arrived_s"] for one in exits if one.get("band") == "critical")
+    inversions = sum(
+        one["arrived_s"] + 0.005 < other["granted_s"] < one["granted_s"] - 0.0005
+        for one in exits if one.get("band") == "critical" for other in exits if other.get("band") != "critical"
+    )  # fmt: skip
+    return [
+        Check("critical first token, median over alone", first_s(clients.seen, 0.5) / first_s(alone.seen, 0.5), most=4),
+        Check("critical waits p95, s", waits[int(0.95 * len(waits))]),
+        Check("lower band granted while a critical one waited", inversions, most=0),
+        Check("flood first token, s", first_s(flood.seen, 0.5)),
+    ]
