@@ -22,11 +22,12 @@ _MARKS_MAX = 16 * 1024  # About 5 ms. The log probabilities of a prompt, for exa
 _HEAD_BYTES = 256
 _TORN_BYTES_MAX = 64  # Of the beginning of a choice; a longer one is known when its event ends.
 _ORDINARY = b'data: {"id"'
-_EVENT_END = re.compile(rb"\n\r?\n")
-_ERROR = re.compile(rb'\{\s*"(?:error"\s*:|type"\s*:\s*"error")')
+# Where carriage returns end lines; possessive, so that one CRLF is never taken for two line ends.
+_EVENT_END = re.compile(rb"\n\n|\r\n?+(?:\r\n?+|\n)|\n\r\n?+")
+_BOM = b"\xef\xbb\xbf"
+_ERROR = re.compile(rb'\{\s*"(?:error"\s*:(?!\s*null\b)|type"\s*:\s*"error")')
 _CLIENT_ERROR = re.compile(rb'"code"\s*:\s*4\d\d\b')
-_NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
-_SOME_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*[^\s\]]')
+_SOME_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
 _MARK = re.compile(rb'["{}\[\]]')
 # A string read backwards: a quote inside it is followed there by an odd number of backslashes.
 _STRING = re.compile(rb'"[^"]*+(?:"(?=\\(?:\\\\)*+(?!\\))[^"]*+)*+"')
@@ -60,6 +61,7 @@ class StreamTap:
         "_hide_usage",
         "_last_usage",
         "_partial",
+        "_returns",
         "data_events",
         "done_seen",
         "error_blames_client",
@@ -82,6 +84,7 @@ class StreamTap:
         self._last_usage: dict[str, Any] = {}
         self._partial = bytearray()  # The event that is not complete yet,
         self._handed_bytes = 0  # and how much of it was handed on already.
+        self._returns = False  # Whether the stream has carriage returns.
 
     @property
     def at_boundary(self) -> bool:
@@ -112,6 +115,9 @@ class StreamTap:
         as it is not sent.
         """
         held = bytes(self._partial[self._handed_bytes :])
+        if held and self._note(bytes(self._partial)) and not self._handed_bytes:
+            self._partial.clear()
+            return b""
         self._handed_bytes = len(self._partial)
         return held
 
@@ -121,13 +127,20 @@ class StreamTap:
         known = len(buffer)
         search_from = max(0, known - 2)
         buffer += data
+        returns = self._returns = self._returns or b"\r" in data
         out: list[bytes] = []
         start, handed = 0, self._handed_bytes
-        while match := _EVENT_END.search(buffer, search_from):
-            event = bytes(buffer[start : match.end()])
+        while (end := _end_of_event(buffer, search_from) if returns else buffer.find(b"\n\n", search_from) + 2) > 1:
+            event = bytes(buffer[start:end])
+            if returns and self._hide_usage and end == len(buffer) and event.endswith(b"\r") and _USAGE in event:
+                # A line feed that belongs to its end may still come.
+                break
             if not self._note(event) or handed:
                 out.append(event[handed:])
-            start = search_from = match.end()
+            elif event.startswith((b"\r", b"\n")):
+                # Blank lines before an event end the event before it.
+                out.append(event[: len(event) - len(event.lstrip(b"\r\n"))])
+            start = search_from = end
             handed = 0
         del buffer[:start]
         if handed or not (self._hide_usage and self._may_be_usage(max(0, known - start))):
@@ -147,19 +160,21 @@ class StreamTap:
         """
         if not self._partial or len(self._partial) > HELD_BYTES_MAX:
             return False
-        prefix = self._partial[:5]
-        return b"data:".startswith(prefix) and not _SOME_CHOICE.search(self._partial, max(0, known - _TORN_BYTES_MAX))
+        return not _SOME_CHOICE.search(self._partial, max(0, known - _TORN_BYTES_MAX))
 
     def _note(self, event: bytes) -> bool:
         """Learn from one whole event; true where it is the usage event to hide."""
-        self.first_event_complete = True
-        at = 0 if event.startswith(b"data:") else event.find(b"\ndata:") + 1
-        if at == 0 and not event.startswith(b"data:"):
-            return False
-        payload = event[at + 5 :].strip()
-        name = event[6 : event.find(b"\n")].strip() if event.startswith(b"event:") else b""
-        if payload == b"[DONE]":
-            self.done_seen = True
+        if not self.first_event_complete:
+            self.first_event_complete = True
+            event = event.removeprefix(_BOM)
+        at = event.find(b"\n") + 1 if event.startswith(b"event:") else 0
+        if event.startswith(b"data:", at) and event.find(b"\n", at) == len(event) - 2 and not self._returns:
+            # Nearly all events: perhaps a name, and then one line of data.
+            name, payload = event[6:at].strip() if at else b"", event[at + 5 :].strip()
+        else:
+            name, payload = _fields(event)
+        if not payload or payload == b"[DONE]":
+            self.done_seen = self.done_seen or bool(payload)
             return False
         error = name in _ERROR_EVENTS or _ERROR.match(payload) is not None
         if error:
@@ -172,8 +187,7 @@ class StreamTap:
         if usage:
             self._last_usage = usage
             self._first_usage = self._first_usage or usage
-        # An event that begins in any other way was not held back while it came, so it cannot be hidden now.
-        hidden = bool(usage) and self._hide_usage and event.startswith(b"data:") and _is_usage_event(payload)
+        hidden = bool(usage) and self._hide_usage and _is_usage_event(payload)
         if not error and not hidden and name not in _ACCEPTED_EVENTS:
             self.first_token_seen = True
         return hidden
@@ -194,15 +208,35 @@ def usage_of_tail(tail: bytes) -> Usage | None:
     return _usage(_own_usage(tail))
 
 
+def _end_of_event(buffer: bytearray, search_from: int) -> int:
+    """The position behind the first blank line from `search_from` on, with any line ends; 0 without any."""
+    match = _EVENT_END.search(buffer, search_from)
+    return match.end() if match is not None else 0
+
+
+def _fields(event: bytes) -> tuple[bytes, bytes]:
+    """The name and the data of an event, with any line ends and any order of fields (WHATWG HTML, 9.2.6).
+
+    Both are empty where the event has none, as a comment has none.
+    """
+    name, data = b"", []
+    for line in event.splitlines():
+        if line.startswith(b"data:"):
+            data.append(line[5:])
+        elif line.startswith(b"event:"):
+            name = line[6:].strip()
+    return name, b"\n".join(data).strip()
+
+
 def _is_usage_event(payload: bytes) -> bool:
     """Whether this is the event that an engine adds for usage alone: no choice and no error in it."""
-    if not _NO_CHOICES.search(payload):
+    if _SOME_CHOICE.search(payload):
         return False
     try:
         fields = orjson.loads(payload)
     except orjson.JSONDecodeError:
         return False
-    return isinstance(fields, dict) and fields.get("choices") == [] and "error" not in fields
+    return isinstance(fields, dict) and not fields.get("choices", True) and not fields.get("error")
 
 
 def _own_usage(text: bytes, holders: Set[bytes] = frozenset()) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Recorded streams, cut anywhere, come out the same; what they say is learned; one event can be hidden."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 
 import pytest
@@ -91,12 +91,52 @@ def test_cuts_change_neither_bytes_nor_facts(events: list[bytes], hide_usage: bo
         assert facts(tap) == facts(whole)
 
 
-def test_line_ends_with_carriage_returns() -> None:
-    events = [event.replace(b"\n", b"\r\n") for event in CHAT]
+def in_two_lines(event: bytes) -> bytes:
+    return event.replace(b'"choices":[', b'"choices":[\ndata: ', 1)
+
+
+FORMS: dict[str, Callable[[bytes], bytes]] = {
+    "CRLF": lambda event: event.replace(b"\n", b"\r\n"),
+    "CR": lambda event: event.replace(b"\n", b"\r"),
+    "CR, then CRLF": lambda event: event[:-2] + b"\r\r\n",
+    "LF, then CRLF": lambda event: event[:-1] + b"\r\n",
+    "id first": lambda event: b"id: 7\n" + event,
+    "name first": lambda event: b"event: message\nretry: 10\n" + event,
+    "id behind": lambda event: event[:-1] + b"id:7\n\n",
+    "comment first": lambda event: b": still here\n" + event,
+    "blank lines first": lambda event: b"\n\n" + event,
+    "no space": lambda event: event.replace(b"data: ", b"data:"),
+    "data in two lines": in_two_lines,
+    "data in two lines, CR": lambda event: in_two_lines(event).replace(b"\n", b"\r"),
+    "choices are null": lambda event: event.replace(b'"choices":[],', b'"choices":null,'),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_usage_event_is_hidden_in_every_form(form: str) -> None:
+    events = [FORMS[form](event) for event in CHAT if event != COMMENT]
+    usage = FORMS[form](USAGE)
+    # Blank lines before an event belong to the one before it.
+    rest = b"".join(event if event != usage else usage[: len(usage) - len(usage.lstrip())] for event in events)
     for chunks in cut_everywhere(b"".join(events)):
         out, tap = through(chunks, True)
-        assert out == b"".join(event for event in events if b'"choices":[],' not in event)
-        assert (tap.data_events, tap.usage) == (5, Usage(273, 3, 256))
+        assert out == rest
+        assert (tap.data_events, tap.usage, tap.done_seen) == (5, Usage(273, 3, 256), True)
+        assert through(chunks, False)[0] == b"".join(events)
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_the_usage_event_is_hidden_where_it_is_the_only_one(mark: bytes) -> None:
+    for end in (b"", b"\n", b"\n\n"):
+        for chunks in cut_everywhere(mark + USAGE.rstrip() + end):
+            out, tap = through(chunks, True)
+            assert (out, tap.usage) == (b"", Usage(273, 3, 256))
+
+
+def test_an_event_that_ends_with_a_carriage_return_is_sent_at_once() -> None:
+    tap = StreamTap(hide_usage=True)
+    for event in (ROLE, TOKEN, COMMENT, DONE):
+        assert tap.feed(FORMS["CR"](event)) == FORMS["CR"](event)
 
 
 def test_what_a_chat_stream_says_as_it_goes() -> None:
@@ -167,6 +207,12 @@ def test_an_event_sent_line_by_line_is_one() -> None:
     assert (tap.error_seen, tap.at_boundary, tap.data_events) == (True, True, 2)
 
 
+def test_an_error_that_is_null_is_none() -> None:
+    _, tap = through([b'data: {"error": null, "choices": [{"index": 0}]}\n\n'], False)
+    assert not tap.error_seen
+    assert tap.first_token_seen
+
+
 def test_text_that_looks_like_an_error_is_none() -> None:
     _, tap = through([ROLE, HEAD + b'"choices":[{"delta":{"content":"data: {\\"error\\": "}}]}\n\n'], False)
     assert not tap.error_seen
@@ -191,7 +237,9 @@ def test_an_event_is_held_only_while_it_may_be_the_usage_event() -> None:
     assert tap.feed(TOKEN[: choice - 1]) == b""
     assert tap.feed(TOKEN[choice - 1 : choice]) == TOKEN[:choice]
     assert tap.feed(TOKEN[choice:]) == TOKEN[choice:]
-    assert tap.feed(COMMENT[:4]) == COMMENT[:4]
+    # A comment may be a line of that event.
+    assert tap.feed(COMMENT[:4]) == b""
+    assert tap.feed(COMMENT[4:]) == COMMENT
 
 
 def test_an_event_too_deep_for_a_parser_is_passed_on() -> None:
