@@ -113,6 +113,7 @@ class Replica:
         self._stepping = asyncio.create_task(self._service.pacer.run(), name=f"engine of {self.url}")
 
     async def _stop(self) -> None:
+        self.faults.close()
         self._listening.close()
         self._cut(self._server.connections)
         if self._service.nixl is not None:

@@ -259,6 +259,40 @@ async def test_faults_can_be_switched_over_http(replica: Replica, client: aiohtt
         replica.faults.set("tired")
 
 
+@pytest.mark.parametrize(("kind", "status"), [("unauthorized", 401), ("rate_limited", 429)])
+async def test_refusals_hit_generation_alone(
+    replica: Replica, client: aiohttp.ClientSession, kind: str, status: int
+) -> None:
+    replica.faults.set(kind)
+    assert (await post(client, CHAT_PATH, CHAT))[0] == status
+    for path in ("/health", "/metrics", "/v1/models"):
+        async with client.get(path) as answer:
+            assert answer.status == 200
+
+
+async def test_error_rate_hits_its_share(replica: Replica, client: aiohttp.ClientSession) -> None:
+    assert (await post(client, "/sim/fault", {"kind": "error_rate", "share": 0.25}))[0] == 200
+    await until(lambda: replica.faults.kind is FaultKind.ERROR_RATE)
+    statuses = [(await post(client, CHAT_PATH, CHAT))[0] for _ in range(12)]
+    assert (statuses.count(500), statuses.count(200)) == (3, 9)
+    assert (await post(client, "/sim/fault", {"kind": "error_rate", "share": 2}))[0] == 400
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_ends_the_engine_and_then_the_process(
+    replica: Replica, client: aiohttp.ClientSession, stream: bool
+) -> None:
+    replica.faults.set("dies_of", word="hemlock")
+    body = CHAT | {"stream": stream}
+    assert (await post(client, CHAT_PATH, CHAT))[0] == 200
+    async with client.post(CHAT_PATH, json=body | {"messages": [{"role": "user", "content": "hemlock"}]}) as answer:
+        assert answer.status == (200 if stream else 500)
+        assert b"EngineCore encountered an issue" in await answer.read()
+    await until(lambda: replica.faults.kind is FaultKind.REFUSE)
+    with pytest.raises(aiohttp.ClientConnectorError):
+        await client.get("/health")
+
+
 async def test_slow_fault_multiplies_each_step_until_cleared(replica: Replica, client: aiohttp.ClientSession) -> None:
     url = "/sim/fault"
     pacer = replica._service.pacer

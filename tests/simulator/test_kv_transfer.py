@@ -303,5 +303,5 @@ async def test_a_replica_that_has_ended_does_nothing_later(client: aiohttp.Clien
         await params_of(client, prefiller)
         await decode(client, dying, {"do_remote_prefill": True})
         connectors = [replica._service.nixl for replica in (prefiller, dying)]
-    timers = [timer for one in connectors if one is not None for timer in (*one._leases.values(), one._dying) if timer]
-    assert [timer.cancelled() for timer in timers] == [True, True]
+    timers = [timer for one in connectors if one is not None for timer in one._leases.values()]
+    assert [timer.cancelled() for timer in (*timers, dying.faults._dying) if timer] == [True, True]

@@ -69,7 +69,7 @@ async def generate(
     head = Head(str(request_id), int(unix_now_s()), service.options.prompt_tokens_details)
     answer = writer_type(generation, head)
     job = service.job(generation, f"{answer.id}-{secrets.token_hex(4)}", arrived_s)
-    exchange = _Exchange(service, request, generation, job, answer)
+    exchange = _Exchange(service, request, generation, job, answer, service.faults.hit_by(await request.read()))
     with service.counted():
         try:
             await asyncio.sleep(service.frontend_s)
@@ -98,6 +98,7 @@ class _Exchange:
     generation: GenerationRequest
     job: GenerationJob
     answer: AnswerWriter
+    deadly: bool = False
     sent: list[_Sent] = field(init=False)
     opened: bool = False
     # How many more bytes of the body are sent before a reset; None where none is due.
@@ -111,7 +112,7 @@ class _Exchange:
         """The answer in one piece: nothing is sent before its end."""
         if self.service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
             raise engine_dead()
-        self.service.submit(self.job)
+        self._submit()
         while not self.job.ended:
             await self.job.news()
         if self.job.error is not None:
@@ -133,7 +134,7 @@ class _Exchange:
         if self.service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
             await self._events(response, self.answer.broken(engine_dead()))
             return response
-        self.service.submit(self.job)
+        self._submit()
         await self._events(response, self.answer.prologue())
         while not self.job.ended:
             await self._news(response)
@@ -147,6 +148,11 @@ class _Exchange:
         await self._events(response, self.answer.closing(choices, usage))
         self._keep(self.answer.whole(choices, usage))
         return response
+
+    def _submit(self) -> None:
+        self.service.submit(self.job)
+        if self.deadly:
+            self.service.faults.die()
 
     async def _news(self, response: web.StreamResponse) -> None:
         """Wait for tokens, with comments in the meantime where they are switched on."""

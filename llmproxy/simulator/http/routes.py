@@ -222,7 +222,7 @@ class Routes:
         return response
 
     async def _fault(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        """Not vLLM's: `{"kind": ..., "after_bytes": 0, "factor": 10, "times": null}` breaks it, kind null heals it."""
+        """Not vLLM's: `{"kind": ..., "factor": 10, ...}`, as for `FaultSwitch.set`, breaks it, kind null heals it."""
         fields = parse_object(body, "application/json")
         kind = fields.get("kind")
         if kind is not None and kind not in list(FaultKind):
@@ -230,11 +230,25 @@ class Routes:
         if kind is None:
             self._service.faults.clear()
         else:
-            after_bytes, factor = fields.get("after_bytes") or 0, fields.get("factor") or 10.0
+            factor, share, word = (
+                fields.get("factor") or 10.0,
+                fields.get("share") or 1.0,
+                fields.get("word") or "POISON",
+            )
             if not isinstance(factor, int | float) or factor <= 0:
                 raise ApiError(400, f"factor must be a number above 0, got {factor!r}", param="factor")
+            if not isinstance(share, int | float) or not 0 < share <= 1:
+                raise ApiError(400, f"share must be a number within 0..1, got {share!r}", param="share")
+            if not isinstance(word, str):
+                raise ApiError(400, f"word must be text, got {word!r}", param="word")
             switch_on = partial(
-                self._service.faults.set, kind, after_bytes=after_bytes, factor=factor, times=fields.get("times")
+                self._service.faults.set,
+                kind,
+                after_bytes=fields.get("after_bytes") or 0,
+                factor=factor,
+                share=share,
+                word=word,
+                times=fields.get("times"),
             )
             # The answer is on its way before the connection that it needs is closed.
             asyncio.get_running_loop().call_later(0.01, switch_on)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from enum import StrEnum
 
@@ -31,8 +32,18 @@ class FaultKind(StrEnum):
     """The gauges of load on `/metrics` say that it is idle, whatever runs."""
     REFUSE = "refuse"
     """The port refuses and every connection is cut: the process is gone."""
+    UNAUTHORIZED = "unauthorized"
+    """Generation gets 401, whatever its key, while `/health`, `/metrics` and `/v1/models` answer."""
+    RATE_LIMITED = "rate_limited"
+    """Generation is refused with 429."""
+    ERROR_RATE = "error_rate"
+    """The `share` of generation requests gets 500, evenly spread."""
+    DIES_OF = "dies_of"
+    """A request whose body contains `word` ends the engine, and the process with it."""
 
 
+DYING_S = 0.05
+"""vLLM's API server notices after about so long that its engine is dead, and ends."""
 PORT_CLOSING = frozenset({FaultKind.HANG, FaultKind.REFUSE})
 
 
@@ -43,22 +54,36 @@ class FaultSwitch:
         self.kind: FaultKind | None = None
         self.after_bytes = 0
         self.factor = 1.0
+        self._share = self._owed = 0.0
+        self._word = b""
         self._times: int | None = None
+        self._dying: asyncio.TimerHandle | None = None
         self._changed = changed
 
     def set(
-        self, kind: FaultKind | str, *, after_bytes: int = 0, factor: float = 10.0, times: int | None = None
+        self,
+        kind: FaultKind | str,
+        *,
+        after_bytes: int = 0,
+        factor: float = 10.0,
+        share: float = 1.0,
+        word: str = "POISON",
+        times: int | None = None,
     ) -> None:
         """Switch a fault on, for the next `times` generation requests only where that is given (faults that hit
-        all requests at once ignore it). ValueError for an unknown kind, or a factor that is not above 0.
+        all requests at once ignore it). ValueError for an unknown kind, a factor that is not above 0, a share that is
+        not within 0..1, or an empty word.
         """
         if self.kind in PORT_CLOSING:
             raise RuntimeError(f"the fault {self.kind} has closed the port; restart the replica first")
         if not factor > 0:
             raise ValueError(f"factor must be above 0, got {factor}")
+        if not 0 < share <= 1 or not word:
+            raise ValueError(f"share must be within 0..1 and word not empty, got {share} and {word!r}")
         self.kind = FaultKind(kind)
         self.after_bytes = after_bytes
         self.factor = factor
+        self._share, self._owed, self._word = share, 0.0, word.encode()
         self._times = times
         self._changed(self.kind)
 
@@ -73,8 +98,28 @@ class FaultSwitch:
         """Whether `kind` is on for one more request, which counts as one of its times."""
         if self.kind is not kind:
             return False
+        if kind is FaultKind.ERROR_RATE:
+            self._owed += self._share
+            if self._owed < 1.0:
+                return False
+            self._owed -= 1.0
         if self._times is not None:
             self._times -= 1
             if self._times <= 0:
                 self.clear()
         return True
+
+    def hit_by(self, body: bytes) -> bool:
+        """Whether the engine dies of a request with this body."""
+        return self.kind is FaultKind.DIES_OF and self._word in body
+
+    def die(self) -> None:
+        """The engine is dead, and the process ends soon."""
+        if self.kind is not FaultKind.ENGINE_DEAD and self.kind not in PORT_CLOSING:
+            self.set(FaultKind.ENGINE_DEAD)
+            self._dying = asyncio.get_running_loop().call_later(DYING_S, self.set, FaultKind.REFUSE)
+
+    def close(self) -> None:
+        """The replica ends: nothing is switched any more."""
+        if self._dying is not None:
+            self._dying.cancel()

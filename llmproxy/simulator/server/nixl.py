@@ -18,13 +18,11 @@ import aiohttp
 from yarl import URL
 
 from llmproxy.simulator.engine.kv_transfer import KvTransfer, MalformedParamsError, TransferParams
-from llmproxy.simulator.server.faults import PORT_CLOSING, FaultKind, FaultSwitch
+from llmproxy.simulator.server.faults import FaultSwitch
 from llmproxy.simulator.server.pacer import GenerationJob, Pacer
 from llmproxy.simulator.server.requests import ApiError
 
 PATH = "/sim/kv_transfer"
-# vLLM's API server notices after about so long that its engine is dead, and ends.
-_DYING_S = 0.05
 
 
 class Notice(StrEnum):
@@ -72,7 +70,6 @@ class NixlConnector:
         self._leases: dict[str, asyncio.TimerHandle] = {}
         self._fetches: dict[str, _Fetch] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._dying: asyncio.TimerHandle | None = None
         self._client: aiohttp.ClientSession | None = None
         pacer.on_fetch, pacer.on_finished, pacer.on_abort = self._begin, self._lease, self._give_up
 
@@ -82,9 +79,8 @@ class NixlConnector:
 
     async def close(self) -> None:
         """Keep nothing, tell nobody any more."""
-        for handle in (*self._leases.values(), self._dying):
-            if handle is not None:
-                handle.cancel()
+        for handle in self._leases.values():
+            handle.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -162,7 +158,7 @@ class NixlConnector:
         if fetch.params is not None:
             self._spawn(self._transfer(request_id, fetch, fetch.params, lacking_tokens))
         elif not any(name.startswith("remote_") for name in fetch.job.kv_transfer_params):
-            self._die()
+            self._faults.die()
         # With some of the parameters the request hangs, and the engine dies when it is aborted.
 
     def _give_up(self, request_id: str) -> None:
@@ -173,7 +169,7 @@ class NixlConnector:
         if fetch.params is None:
             del self._fetches[request_id]
             if fetch.began:
-                self._die()
+                self._faults.die()
         elif not fetch.began:
             self._end(request_id, fetch)
             self._spawn(self._done(fetch.params))
@@ -212,12 +208,6 @@ class NixlConnector:
         del self._fetches[request_id]
         if fetch.heartbeats is not None:
             fetch.heartbeats.cancel()
-
-    def _die(self) -> None:
-        """The engine is dead, and the process ends soon."""
-        if self._faults.kind is not FaultKind.ENGINE_DEAD and self._faults.kind not in PORT_CLOSING:
-            self._faults.set(FaultKind.ENGINE_DEAD)
-            self._dying = asyncio.get_running_loop().call_later(_DYING_S, self._faults.set, FaultKind.REFUSE)
 
     # --- words to others ----------------------------------------------------------------------------------------------
 

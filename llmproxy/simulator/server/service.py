@@ -170,6 +170,12 @@ class Service:
         """Raise the error that a fault or a full server has for a new generation request."""
         if self.faults.kind is FaultKind.ENGINE_DEAD:
             raise engine_dead()
+        if self.faults.hits(FaultKind.UNAUTHORIZED):
+            raise ApiError(401, "Unauthorized", "AuthenticationError")
+        if self.faults.hits(FaultKind.RATE_LIMITED):
+            raise ApiError(429, "Rate limit exceeded", "RateLimitError")
+        if self.faults.hits(FaultKind.ERROR_RATE):
+            raise ApiError(500, "out of luck", "InternalServerError")
         if self.faults.hits(FaultKind.DRAINING_500):
             raise ApiError(500, "cannot schedule new futures after shutdown", "InternalServerError")
         limit = self.options.max_queued_requests
