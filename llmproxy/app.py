@@ -39,10 +39,11 @@ from llmproxy.gateway.admin.scale import ScalePages
 from llmproxy.gateway.build import Gateway
 from llmproxy.gateway.http.client_limits import ClientLimits
 from llmproxy.gateway.http.tls import ClientTls
-from llmproxy.gateway.listener import Frontend, Listener, LocalFrontend, background_task, listen
+from llmproxy.gateway.listener import Frontend, Listener, LocalFrontend, listen
 from llmproxy.gateway.pages import OwnPages
 from llmproxy.gateway.proxying.handler import RequestHandler
 from llmproxy.gateway.router import Router
+from llmproxy.lifecycle.background import background_task
 from llmproxy.lifecycle.descriptors import clients_of_admin_port, clients_of_process, connections_max
 from llmproxy.lifecycle.handover import unless
 from llmproxy.lifecycle.sockets import Sockets
@@ -203,7 +204,7 @@ async def running(
         if limits is not None:
             stack.push_async_callback(limits.close)
             await limits.connect()
-            await stack.enter_async_context(background_task(limits.run()))
+            await stack.enter_async_context(background_task(limits.run, "shared limits"))
         pools = _pools(config, limits)
         backend_log = BackendLog(pools)
         endpoints = Endpoints()
@@ -215,13 +216,12 @@ async def running(
             recalled = state.read()
             proxy.registry.recall_limits(recalled.limits)
             pools.scaling.recall(recalled.capacities, asyncio.get_running_loop().time())
-            await stack.enter_async_context(
-                background_task(state.follow(lambda: State(proxy.registry.known_limits(), pools.scaling.known())))
-            )
+            known = partial(state.follow, lambda: State(proxy.registry.known_limits(), pools.scaling.known()))
+            await stack.enter_async_context(background_task(known, "state file"))
         proxy.look_for_backends()
-        await stack.enter_async_context(background_task(endpoints.follow_authorities()))
+        await stack.enter_async_context(background_task(endpoints.follow_authorities, "follow authorities"))
         if proxy.reloader is not None and config.reload == "watch":
-            await stack.enter_async_context(background_task(proxy.reloader.watch()))
+            await stack.enter_async_context(background_task(proxy.reloader.watch, "watch the configuration"))
         if proxy.cluster is not None:
             stack.push_async_callback(proxy.cluster.close)
         # Requests that are cut on the way out still return their lease and report their end; then the rest may close.
@@ -267,7 +267,7 @@ async def _wired(
     stack.push_async_callback(registry.close)
     recorder = Recorder(dispatcher, registry.statuses, lambda: gateway.rulebook.current.band_names)
     stack.enter_context(logs.heard_by(recorder.heard))
-    await stack.enter_async_context(background_task(recorder.run()))
+    await stack.enter_async_context(background_task(recorder.run, "record the past"))
     incarnation = uuid4().hex[:8]
     relays = None if config.cluster.listen is None else Relays(dispatcher, registry.backends)
 

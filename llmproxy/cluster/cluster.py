@@ -21,6 +21,7 @@ from llmproxy.cluster.session import MemberSession, Shared
 from llmproxy.cluster.shard import Shard
 from llmproxy.core.shards import DEFAULT
 from llmproxy.dispatcher import Dispatcher
+from llmproxy.lifecycle.background import spawned, supervised
 from llmproxy.telemetry.metrics import ShardState
 from llmproxy.workers import protocol
 from llmproxy.workers.remote import Calls
@@ -95,15 +96,9 @@ class Cluster:
         for shard in self.shards.values():
             shard.start(context, stands=known is None)
         if known is not None:
-            self._begin(self._stand(known), "stand")
+            self._tasks.append(spawned(self._stand(known), "stand"))
         if len(self.shards) > 1:
-            self._begin(self._balance(), "balance")
-
-    def _begin(self, work: Awaitable[None], name: str) -> None:
-        async def run() -> None:
-            await work
-
-        self._tasks.append(asyncio.get_running_loop().create_task(run(), name=name))
+            self._tasks.append(supervised(self._balance, "balance"))
 
     async def _stand(self, known: Awaitable[object]) -> None:
         await known

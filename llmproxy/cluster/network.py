@@ -11,6 +11,7 @@ from typing import Protocol
 
 from llmproxy.config import ClusterConfig, ClusterTlsConfig, ConfigError
 from llmproxy.gateway.http.tls import ClientTls
+from llmproxy.lifecycle.background import supervised
 
 ANY = frozenset({"0.0.0.0", "::", ""})
 
@@ -66,7 +67,7 @@ class TcpNetwork:
         tls, loop = self._tls, asyncio.get_running_loop()
         server = self._server = await loop.create_server(accepted, host, port, ssl=None if tls is None else tls.server)
         if tls is not None:
-            self._watching = loop.create_task(tls.watch(), name="cluster certificates")
+            self._watching = supervised(tls.watch, "follow the certificate of the cluster")
         return self._config.advertise or reachable(host, int(server.sockets[0].getsockname()[1]))
 
     async def connect(self, address: str, connected: Callable[[], asyncio.Protocol]) -> None:

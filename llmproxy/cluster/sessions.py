@@ -11,6 +11,7 @@ from llmproxy.cluster.channel import Sender
 from llmproxy.cluster.hand_over import HandOver
 from llmproxy.cluster.protocol import Hello, Members, NotLeader, Welcome
 from llmproxy.cluster.session import MemberSession, Shared
+from llmproxy.lifecycle.background import spawned
 from llmproxy.workers import protocol
 from llmproxy.workers.protocol import Message
 from llmproxy.workers.session import SchedulerContext
@@ -40,7 +41,7 @@ class Sessions:
             session.end()
         if session is None or session.over:
             session = self.by_name[hello.name] = MemberSession(self._context, hello, self._on_resumed)
-            asyncio.get_running_loop().create_task(self._until_gone(session))
+            spawned(self._until_gone(session), f"member {hello.name}")
             if hello.config != me.config and hello.name not in self._differing:
                 self._differing.add(hello.name)
                 self._log.warning("cluster_config_differs", member=hello.name, version=hello.version)

@@ -32,6 +32,7 @@ from llmproxy.cluster.session import MemberSession, Shared
 from llmproxy.cluster.sessions import Sessions
 from llmproxy.core.domain import Refused
 from llmproxy.dispatcher import Dispatcher
+from llmproxy.lifecycle.background import spawned, supervised
 from llmproxy.telemetry.metrics import ShardState
 from llmproxy.workers import protocol
 from llmproxy.workers.protocol import Message
@@ -130,8 +131,8 @@ class Shard:
             self._store, self._process.id, me.address, self._held_s, self, self._store_away, stands=stands
         )
         self._tasks = [
-            self._loop.create_task(self._election.run(), name="election"),
-            self._loop.create_task(self._watch(), name="shard"),
+            supervised(self._election.run, "election"),
+            supervised(self._watch, "shard"),
         ]
 
     def stand(self) -> None:
@@ -186,7 +187,7 @@ class Shard:
         if not self._resigns and (self.sessions is None or self.sessions.that_would_lead()):
             self._resigns = True
             self.introduce()
-            self._tasks.append(self._loop.create_task(self._resign(), name="resign"))
+            self._tasks.append(spawned(self._resign(), "resign"))
 
     async def _resign(self) -> None:
         if self._election is not None:
@@ -274,7 +275,7 @@ class Shard:
                 return
             self._linking.cancel()
         self._linking_to = leadership
-        self._linking = self._loop.create_task(self._connect(leadership), name="connect")
+        self._linking = spawned(self._connect(leadership), "connect")
 
     def _begin_to_lead(self, epoch: int) -> None:
         self._alone.end()

@@ -57,7 +57,7 @@ class PodsUrl:
             raise ValueError(f"{url!r}: {name!r} should be a label selector, such as app=vllm")
         if kind == INFERENCE_POOL and port:
             raise ValueError(f"{url!r} should hold no port: an InferencePool has its own")
-        if port.isdigit() and not 0 < int(port) < 1 << 16:
+        if port.isdecimal() and not (len(port) < 6 and 0 < int(port) < 1 << 16):
             raise ValueError(f"{url!r}: {port} is no port")
         return cls(scheme.lower(), namespace, kind, name, port)
 

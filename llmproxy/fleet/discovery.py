@@ -10,6 +10,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
@@ -31,7 +32,8 @@ from llmproxy.fleet.kubernetes.api import KubernetesApi
 from llmproxy.fleet.kubernetes.extension_objects import ExtensionObjects
 from llmproxy.fleet.kubernetes.source import KubernetesSource
 from llmproxy.fleet.registry import BackendRegistry
-from llmproxy.fleet.source import BACKENDS_MAX, BackendSource, SourceFailedError
+from llmproxy.fleet.source import BACKENDS_MAX, BackendSource, RefusedLog, SourceFailedError, place_of
+from llmproxy.lifecycle.background import supervised
 from llmproxy.upstream.resolver import Resolver
 
 FILE_LOOK_S = 1.0
@@ -90,6 +92,7 @@ class DnsSource:
         self._scheme, self._host = url.scheme, url.hostname or ""
         self._port = url.port or 80
         self._misses: dict[Address, int] = {}
+        self._refused = RefusedLog()
 
     async def look(self) -> Sequence[BackendConfig]:
         try:
@@ -103,11 +106,16 @@ class DnsSource:
         missed = {address: times + 1 for address, times in self._misses.items() if address not in found}
         kept = {address: times for address, times in missed.items() if times < gone_after}
         self._misses = dict.fromkeys(found, 0) | kept
-        return [self._backend(*address) for address in sorted(self._misses)]
-
-    def _backend(self, host: str, port: int) -> BackendConfig:
-        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        return self._template.model_copy(update={"url": f"{self._scheme}://{place}", "name": place})
+        backends, refused = [], {}
+        for host, port in sorted(self._misses):
+            try:
+                place = place_of(host, port)
+            except ValueError as error:
+                refused[f"{host}:{port}"] = str(error)
+            else:
+                backends.append(self._template.model_copy(update={"url": f"{self._scheme}://{place}", "name": place}))
+        self._refused.log(self._template.url, refused)
+        return backends
 
     async def close(self) -> None:
         pass
@@ -201,7 +209,7 @@ class Discovery:
                 running.task.cancel()
             else:
                 self._unanswered.add(name)
-            self._running[name] = _Running(definition, asyncio.create_task(self._ask(name, make()), name=f"ask {name}"))
+            self._running[name] = _Running(definition, supervised(partial(self._ask, name, make), f"ask {name}"))
         self.objects.reconfigure(config)
         self._tell_expected()
 
@@ -214,7 +222,8 @@ class Discovery:
         look_up = self._look_ups[0] if template.url.startswith(DNS) else self._look_ups[1]
         return lambda: DnsSource(template, chosen.dns_interval_s, chosen.gone_after, look_up)
 
-    async def _ask(self, name: str, source: BackendSource) -> None:
+    async def _ask(self, name: str, make: Callable[[], BackendSource]) -> None:
+        source = make()
         try:
             await self._ask_on(name, source)
         finally:

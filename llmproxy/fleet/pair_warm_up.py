@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -20,6 +19,7 @@ from llmproxy.core.domain import Listing, Role, Trouble
 from llmproxy.core.pools import Pools
 from llmproxy.fleet.events import BackendObserver
 from llmproxy.kv_connectors import KvConnector, NotHandedOver, connectors
+from llmproxy.lifecycle.background import spawned
 from llmproxy.upstream.own_requests import post
 from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken
 
@@ -71,7 +71,7 @@ class PairWarmUp(BackendObserver):
         # Its partners may still be down; their own first answer comes here too.
         self._listed.remove(backend)
         if (self._task is None or self._task.done()) and next(self._new(self._config()), None) is not None:
-            self._task = asyncio.create_task(self._warm_up())
+            self._task = spawned(self._warm_up(), "warm up pairs")
 
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
         """An engine that is down comes back as another process, which knows nobody."""
@@ -87,8 +87,7 @@ class PairWarmUp(BackendObserver):
         """Cancel what is under way."""
         if self._task is not None:
             self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.gather(self._task, return_exceptions=True)
 
     def _new(self, config: Config) -> Iterator[Pair]:
         """Pairs of one pool that may be asked and have not met."""

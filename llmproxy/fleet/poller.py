@@ -29,6 +29,7 @@ from llmproxy.fleet.engine_config import SERVER_INFO_PATH, parse_sequences
 from llmproxy.fleet.events import BackendObserver
 from llmproxy.fleet.metrics_text import METRIC_NAMES, is_filtered, parse_reading
 from llmproxy.fleet.models import parse_listing
+from llmproxy.lifecycle.background import supervised
 from llmproxy.lifecycle.descriptors import lack_of
 from llmproxy.upstream.port import ConnectFailed, InvalidResponse, Upstream, UpstreamBroken, read_body
 
@@ -117,7 +118,7 @@ class Poller:
 
     async def run(self) -> None:
         """Poll until cancelled. No answer and no bug of this program ends it."""
-        asking = asyncio.create_task(self._ask_limit(), name=f"limit of {self._backend}")
+        asking = supervised(self._ask_limit, f"limit of {self._backend}")
         try:
             while True:
                 try:

@@ -22,6 +22,7 @@ from llmproxy.core.snapshot import BackendStatus
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.fleet.events import BackendObserver
 from llmproxy.fleet.poller import Poller
+from llmproxy.lifecycle.background import spawned, supervised
 from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.port import Upstream
 from llmproxy.upstream.tls import peers_tls
@@ -236,7 +237,7 @@ class BackendRegistry:
 
     def _leave(self, member: _Member) -> None:
         name = member.config.name
-        member.leaving = asyncio.create_task(self._remove_when_empty(member), name=f"leave {name}")
+        member.leaving = spawned(self._remove_when_empty(member), f"leave {name}")
         member.since_s = self._now()
         self._apply_drain(member)
         _log.info("backend_leaves", backend=name, in_flight=self._dispatcher.in_flight(name))
@@ -261,7 +262,7 @@ class BackendRegistry:
             backend.name, backend.url, key, self._upstream, self._events, self._poll,
             has_work=lambda: self._dispatcher.in_flight(backend.name) > 0,
         )  # fmt: skip
-        return asyncio.create_task(poller.run(), name=f"poll {backend.name}")
+        return supervised(poller.run, f"poll {backend.name}")
 
     def _poll_anew(self, member: _Member) -> None:
         member.polling.cancel()

@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from ipaddress import IPv6Address
 from typing import Protocol
+
+import structlog
 
 from llmproxy.config import BackendConfig
 
 BACKENDS_MAX = 1_024
 """The most backends of one source."""
+SHOWN_CHARS = 60
+"""How much of a wrong value a message repeats."""
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([-A-Za-z0-9_.]*[A-Za-z0-9_])?")
+"""A name or an IPv4 address."""
+_SCOPED = re.compile(r"[0-9A-Fa-f:.]+(%[-A-Za-z0-9_.]+)?")
+
+_log = structlog.get_logger()
 
 
 class SourceFailedError(Exception):
     """A source did not answer, or its answer makes no sense."""
+
+
+class RefusedLog:
+    """Logs the objects of one source that are left out: each reason once, until the object is well or gone."""
+
+    def __init__(self) -> None:
+        self._logged: Mapping[str, str] = {}
+
+    def log(self, source: str, refused: Mapping[str, str]) -> None:
+        """`refused` has the reason of every object that is left out now, by name."""
+        for name, why in refused.items():
+            if self._logged.get(name) != why:
+                _log.warning("object_refused", object=name, source=source, why=why)
+        self._logged = dict(refused)
+
+
+def place_of(host: str, port: int) -> str:
+    """HOST:PORT as in a URL. Raises ValueError for a host that is no address and no name, and for a wrong port."""
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"{port} is no port")
+    if _HOST_NAME.fullmatch(host):
+        return f"{host}:{port}"
+    if not _SCOPED.fullmatch(host):
+        raise ValueError(f"{host[:SHOWN_CHARS]!r} is no address")
+    IPv6Address(host)
+    return f"[{host}]:{port}"
 
 
 class BackendSource(Protocol):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from socket import socket
-from typing import Any, Protocol
+from typing import Protocol
 
 from aiohttp import web
 
@@ -15,6 +15,7 @@ from llmproxy.config import Config
 from llmproxy.gateway.http.connection import ClientServer, ConnectionHandler
 from llmproxy.gateway.http.tls import ClientTls
 from llmproxy.gateway.proxying.handler import RequestHandler
+from llmproxy.lifecycle.background import background_task
 
 BACKLOG = 4096
 CUT_AFTER_S = 0.1
@@ -100,7 +101,7 @@ async def listen(
 ) -> Listener:
     """Accept connections on these sockets until the stack is left. `held` is that of the `Listener`."""
     if tls is not None:
-        await stack.enter_async_context(background_task(tls.watch()))
+        await stack.enter_async_context(background_task(tls.watch, "follow the certificate"))
     server = ClientServer(handler, config.clients, tls.context if tls else None)
     runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=CUT_AFTER_S)
     await runner.setup()
@@ -110,14 +111,3 @@ async def listen(
     host, port = runner.addresses[0][:2]
     url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     return Listener(server, runner, url, held)
-
-
-@asynccontextmanager
-async def background_task(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` for the length of the block."""
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

@@ -13,12 +13,14 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import structlog
 from aiohappyeyeballs import AddrInfoType
 from yarl import URL
+
+from llmproxy.lifecycle.background import supervised
 
 REFRESH_S = 10.0
 """How old an address may be for new connections. Envoy looks every 5 s, gRPC at most every 30 s."""
@@ -72,7 +74,7 @@ class Resolver:
             task.cancel()
         for host in hosts - self._names.keys():
             name = self._names[host] = _Name(host)
-            name.following = asyncio.create_task(self._follow(name), name=f"follow {host}")
+            name.following = supervised(partial(self._follow, name), f"follow {host}")
 
     async def connectable(self, host: str, port: int) -> list[AddrInfoType]:
         """The addresses to connect to. Only for the first answer about a name does this wait. Raises NameFailed."""

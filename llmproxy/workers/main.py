@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 
 import structlog
 import uvloop
@@ -23,8 +24,9 @@ from llmproxy.config import BackendConfig, Config, ConfigError
 from llmproxy.gateway.build import Gateway
 from llmproxy.gateway.http.client_limits import ClientLimits
 from llmproxy.gateway.http.tls import ClientTls
-from llmproxy.gateway.listener import Listener, background_task, listen
+from llmproxy.gateway.listener import Listener, listen
 from llmproxy.lifecycle import GC_THRESHOLDS
+from llmproxy.lifecycle.background import background_task, spawned
 from llmproxy.lifecycle.descriptors import clients_of_process, connections_max
 from llmproxy.telemetry import logs
 from llmproxy.upstream.client import HttpUpstream
@@ -146,7 +148,7 @@ class _Worker:
         if state.draining or state.closed:
             if self._waiting_idle is not None:
                 self._waiting_idle.cancel()
-            self._waiting_idle = asyncio.create_task(self._wait_idle(state))
+            self._waiting_idle = spawned(self._wait_idle(state), "wait until idle")
 
     async def report_held_bytes(self) -> None:
         """Report how many bytes of request bodies this worker holds, when that has changed, until cancelled."""
@@ -183,8 +185,9 @@ async def _serve(end: socket.socket) -> int:
             upstream = await stack.enter_async_context(HttpUpstream(endpoints, connections_max()))
             worker = _Worker(start.name, config, link.channel, upstream, endpoints)
             link.handle_by(worker.handle, worker.lost)
-            await stack.enter_async_context(background_task(endpoints.follow_authorities(quiet=True)))
-            await stack.enter_async_context(background_task(worker.report_held_bytes()))
+            authorities = partial(endpoints.follow_authorities, quiet=True)
+            await stack.enter_async_context(background_task(authorities, "follow authorities"))
+            await stack.enter_async_context(background_task(worker.report_held_bytes, "report held bytes"))
             stack.push_async_callback(worker.handler.idle.wait)
             opened = [socket.socket(fileno=fd) for fd in start.fds]
             worker.listener = await listen(stack, worker.router, config, ClientTls.of(config.tls), opened)

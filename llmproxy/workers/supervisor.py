@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -22,6 +23,7 @@ from llmproxy.core.domain import Refused
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.build import Gateway
+from llmproxy.lifecycle.background import supervised
 from llmproxy.telemetry.metrics import Metrics
 from llmproxy.workers import protocol
 from llmproxy.workers.session import SchedulerContext, WorkerSession
@@ -93,7 +95,7 @@ class WorkerSupervisor:
         if not all(url.done() and not url.cancelled() for url in urls):
             raise ConfigError(["a relay worker did not start; its own lines say why"])
         self.url = urls[0].result()
-        self._kept = [self._loop.create_task(self._keep(slot), name=f"worker {slot}") for slot in range(count)]
+        self._kept = [supervised(partial(self._keep, slot), f"worker {slot}") for slot in range(count)]
 
     async def _begin(self, slot: int) -> None:
         self._serial += 1

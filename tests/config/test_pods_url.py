@@ -43,6 +43,7 @@ def test_it_is_read_as_kubectl_writes(url: str, expected: tuple[str | None, ...]
         ("kubernetes+http://pods/vllm", "should be a label selector, such as app=vllm"),
         ("kubernetes+http://service/vllm:0", "0 is no port"),
         ("kubernetes+http://service/vllm:99999", "99999 is no port"),
+        (f"kubernetes+http://service/vllm:{'9' * 5_000}", "9 is no port"),
         ("kubernetes+http://inferencepool/q:8000", "should hold no port: an InferencePool has its own"),
     ],
 )

@@ -72,6 +72,18 @@ async def test_services_bring_their_own_ports_and_keep_https() -> None:
     assert [one.url for one in found] == ["https://a.svc:8443", "https://b.svc:9443"]
 
 
+async def test_a_record_that_is_no_address_is_left_out_and_no_other_one() -> None:
+    names = Names([("a.svc", 8443), ("", 80), ("exa mple", 80), ("b\x1b[31m.svc", 80), ("c.svc", 0), ("d/x?", 80)])
+    one = source(names, "srv+https://_vllm._tcp.svc")
+    with capture_logs() as lines:
+        assert await names_of(one) == ["a.svc:8443"]
+        assert await names_of(one) == ["a.svc:8443"]
+    assert sorted(line["why"] for line in lines) == [
+        "'' is no address", "'b\\x1b[31m.svc' is no address", "'d/x?' is no address", "'exa mple' is no address",
+        "0 is no port",
+    ]  # fmt: skip
+
+
 async def test_an_address_is_gone_when_several_answers_in_a_row_lack_it() -> None:
     one = source(Names([A, B], [A], [A, B], [A], [A], [A]))
     both, alone = ["127.0.0.8:1", "127.0.0.9:1"], ["127.0.0.8:1"]

@@ -5,13 +5,15 @@ What is terminating is no backend any more: it gets nothing new, and the streams
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from llmproxy.config import BackendConfig
 from llmproxy.core.domain import Role
 from llmproxy.fleet.kubernetes.objects import Endpoint, EndpointSlice, InferencePool, Pod
 from llmproxy.fleet.registry import Instance
+from llmproxy.fleet.source import SHOWN_CHARS, place_of
 
 ROLE_LABEL = "llm-d.ai/role"
 ROLES = {
@@ -25,8 +27,16 @@ ROLES = {
 ENCODERS = "encode"
 """The role of pods that answer no requests of clients."""
 ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
+_PORT = re.compile("[0-9]{1,5}")
 ENDED = ("Succeeded", "Failed")
 DEFAULT_PORT_NAME = "http"
+
+Refuse = Callable[[str, str], object]
+"""Called with the name of an object that is left out, and why. The other objects count."""
+
+
+def _ignored(name: str, why: str) -> None:
+    del name, why
 
 
 class UnclearPortError(Exception):
@@ -47,7 +57,8 @@ class Place:
     suffix: str = ""
 
     def backend(self, name: str, host: str, port: int, uid: str, *, ready: bool, **differs: object) -> Instance:
-        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        """Raises ValueError for what is no address or no port."""
+        place = place_of(host, port)
         changed = {"name": name + self.suffix if name else place, "url": f"{self.scheme}://{place}", **differs}
         return Instance.model_construct(**dict(self.template) | changed, uid=uid, ready=ready)
 
@@ -58,7 +69,7 @@ class Place:
         fitting = [number for name, number in known if wanted in (name, str(number), "")]
         if fitting:
             return fitting[0]
-        if not known and self.port.isdigit():
+        if not known and self.port.isdecimal():
             # Containers need not declare their ports.
             return int(self.port)
         said = ", ".join(f"{number} ({name})" if name else str(number) for name, number in known) or "none"
@@ -66,7 +77,7 @@ class Place:
         raise UnclearPortError(f"{advice}; the ports are: {said}")
 
 
-def of_slices(place: Place, slices: Iterable[EndpointSlice]) -> list[Instance]:
+def of_slices(place: Place, slices: Iterable[EndpointSlice], refuse: Refuse = _ignored) -> list[Instance]:
     """The servers behind a Service. Raises UnclearPortError where that leaves none.
 
     An address may be in two slices for a moment, and a pod has one for each family of addresses: its best state counts,
@@ -83,14 +94,18 @@ def of_slices(place: Place, slices: Iterable[EndpointSlice]) -> list[Instance]:
                 port = place.chosen(ports)
             except UnclearPortError as error:
                 unclear = error
+                refuse(one.metadata.name, str(error))
                 break
             target, host = endpoint.target_ref, endpoint.addresses[0]
             named = target is not None and target.uid
             key = (target.uid if target is not None and named else host, port)
             ready, ends = _state(endpoint)
-            backend = place.backend(
-                target.name if target is not None and named else "", host, port, key[0], ready=ready
-            )
+            name = target.name if target is not None and named else ""
+            try:
+                backend = place.backend(name, host, port, key[0], ready=ready)
+            except ValueError as error:
+                refuse(name or one.metadata.name, str(error))
+                continue
             found[key] = min((ends, backend), found.get(key, (ends, backend)), key=_worse)
     if unclear is not None and not found:
         raise unclear
@@ -111,38 +126,40 @@ def _worse(state: tuple[bool, Instance]) -> tuple[bool, bool, bool, str]:
     return ends, not backend.ready, "[" in backend.url, backend.url
 
 
-def of_pods(place: Place, pods: Iterable[Pod]) -> list[Instance]:
+def of_pods(place: Place, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
     """These pods. Raises UnclearPortError where that leaves none."""
     found: list[Instance] = []
     unclear: UnclearPortError | None = None
-    for pod in pods:
-        if not _serves(pod):
-            continue
+    for pod in filter(_serves, pods):
         ports = (
             (port.name or "", port.container_port)
-            for container in pod.spec.containers
+            for container in pod.spec.containers or ()
             for port in container.ports or ()
             if port.protocol in TCP
         )
         try:
             found.append(_backend(place, pod, place.chosen(ports)))
-        except UnclearPortError as error:
-            unclear = error
+        except (UnclearPortError, ValueError) as error:
+            unclear = error if isinstance(error, UnclearPortError) else unclear
+            refuse(pod.metadata.name, str(error))
     if unclear is not None and not found:
         raise unclear
     return _sorted(found)
 
 
-def of_pool(place: Place, pool: InferencePool, pods: Iterable[Pod]) -> list[Instance]:
+def of_pool(place: Place, pool: InferencePool, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
     """The pods of an InferencePool: each of its ports is a server of its own, unless a pod leaves it out."""
     numbers = [port.number for port in pool.spec.target_ports if port.number]
     found = []
     for pod in filter(_serves, pods):
-        active = _active_ports(pod)
+        active = _active_ports(pod, refuse)
         for number in numbers:
             if active is None or number in active:
                 name = pod.metadata.name if len(numbers) == 1 else f"{pod.metadata.name}:{number}"
-                found.append(_backend(place, pod, number, name))
+                try:
+                    found.append(_backend(place, pod, number, name))
+                except ValueError as error:
+                    refuse(name, str(error))
     return _sorted(found)
 
 
@@ -162,15 +179,17 @@ def _serves(pod: Pod) -> bool:
     return bool(pod.status.pod_ip) and not ends and (pod.metadata.labels or {}).get(ROLE_LABEL) != ENCODERS
 
 
-def _active_ports(pod: Pod) -> set[int] | None:
-    """The ports that a pod serves on, None where it does not say."""
+def _active_ports(pod: Pod, refuse: Refuse) -> set[int] | None:
+    """The ports that a pod serves on, None where it does not say. A part that is no port is left out."""
     annotations = pod.metadata.annotations or {}
     text = next((annotations[name] for name in ACTIVE_PORTS if name in annotations), None)
-    return None if text is None else set(_numbers(text))
-
-
-def _numbers(text: str) -> Iterator[int]:
-    return (int(part) for part in text.split(",") if part.strip().isdigit())
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    wrong = next((part for part in parts if part and not _PORT.fullmatch(part)), None)
+    if wrong is not None:
+        refuse(pod.metadata.name, f"its active ports name {wrong[:SHOWN_CHARS]!r}, which is no port")
+    return {int(part) for part in parts if _PORT.fullmatch(part)}
 
 
 def _sorted(backends: Iterable[Instance]) -> list[Instance]:

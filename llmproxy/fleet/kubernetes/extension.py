@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 import msgspec
+import pydantic
 
 from llmproxy.config import Entries, ModelConfig, ObjectiveConfig
 from llmproxy.config.entries import Told
@@ -58,6 +59,8 @@ def entries_of(objects: Iterable[tuple[str, CustomObject]], pools: Collection[tu
                     models.setdefault(model.name, (origin, model))
         except (msgspec.ValidationError, WrongObjectError) as error:
             problems.add((origin, str(error).replace("`$", "`spec")))
+        except pydantic.ValidationError as error:
+            problems.add((origin, "; ".join(f"{one['loc'][0]}: {one['msg']}" for one in error.errors())))
     return Entries(tuple(objectives.values()), tuple(models.values()), frozenset(problems))
 
 

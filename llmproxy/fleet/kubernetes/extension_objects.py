@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -15,6 +16,7 @@ from llmproxy.fleet.kubernetes.extension import OBJECTIVE, REWRITE, entries_of
 from llmproxy.fleet.kubernetes.objects import CustomObject
 from llmproxy.fleet.kubernetes.source import GATHER_S
 from llmproxy.fleet.kubernetes.watched import Watched
+from llmproxy.lifecycle.background import supervised
 
 RESOURCES = {OBJECTIVE: "inferenceobjectives", REWRITE: "inferencemodelrewrites"}
 GROUPS = ("llm-d.ai", "inference.networking.x-k8s.io")
@@ -81,7 +83,7 @@ class ExtensionObjects:
         # What was read for other pools stays while the API server is away.
         self._keeps = self._taken != Entries()
         self.answered.clear()
-        self._task = asyncio.create_task(self._follow(*definition), name="follow the inference extension")
+        self._task = supervised(partial(self._follow, *definition), "follow the inference extension")
 
     async def _follow(self, url: str | None, wanted: Pools) -> None:
         api, changed = KubernetesApi(url), asyncio.Event()
@@ -95,7 +97,7 @@ class ExtensionObjects:
             for group in GROUPS
             for kind, resource in RESOURCES.items()
         ]  # fmt: skip
-        tasks = [asyncio.create_task(one.watched.run(), name=f"watch {one.name}") for one in collections]
+        tasks = [supervised(one.watched.run, f"watch {one.name}") for one in collections]
         try:
             while True:
                 try:

@@ -65,7 +65,7 @@ class Container(Struct, frozen=True):
 
 
 class PodSpec(Struct, frozen=True):
-    containers: list[Container]
+    containers: list[Container] | None = None
 
 
 class PodCondition(Struct, frozen=True):

@@ -12,7 +12,8 @@ from llmproxy.fleet.kubernetes.api import KubernetesApi
 from llmproxy.fleet.kubernetes.endpoints import Place, UnclearPortError, of_pods, of_pool, of_slices
 from llmproxy.fleet.kubernetes.objects import EndpointSlice, InferencePool, Pod
 from llmproxy.fleet.kubernetes.watched import Watched
-from llmproxy.fleet.source import BACKENDS_MAX, SourceFailedError
+from llmproxy.fleet.source import BACKENDS_MAX, RefusedLog, SourceFailedError
+from llmproxy.lifecycle.background import supervised
 
 GATHER_S = 0.05
 """Changes are gathered for so long, because a roll-out brings many at once."""
@@ -38,6 +39,7 @@ class KubernetesSource:
         self._pool: Watched[InferencePool] | None = None
         self._pods: Watched[Pod] | None = None
         self._selector = ""
+        self._refused = RefusedLog()
 
     async def look(self) -> Sequence[BackendConfig]:
         if not self._tasks:
@@ -68,7 +70,7 @@ class KubernetesSource:
         if (task := self._tasks.pop(name, None)) is not None:
             task.cancel()
         watched = Watched(self._api, path.format(self._namespace), query, kind, self._changed.set)
-        self._tasks[name] = asyncio.create_task(watched.run(), name=f"watch {name} of {self._url.text}")
+        self._tasks[name] = supervised(watched.run, f"watch {name} of {self._url.text}")
         return watched
 
     def _follow_selector(self) -> None:
@@ -84,16 +86,22 @@ class KubernetesSource:
 
     def _backends(self) -> Sequence[BackendConfig]:
         pods = (self._pods.objects or {}).values() if self._pods is not None else ()
+        refused: dict[str, str] = {}
         try:
             if self._slices is not None:
-                found = of_slices(self._place, (self._slices.objects or {}).values())
+                found = of_slices(self._place, (self._slices.objects or {}).values(), refused.__setitem__)
             elif self._pool is None:
-                found = of_pods(self._place, pods)
+                found = of_pods(self._place, pods, refused.__setitem__)
             else:
                 pool = self._the_pool()
-                found = of_pool(self._place, pool, pods) if pool is not None else []
+                if pool is None and self._pool.refused:
+                    raise SourceFailedError(
+                        f"the InferencePool makes no sense: {next(iter(self._pool.refused.values()))}"
+                    )
+                found = of_pool(self._place, pool, pods, refused.__setitem__) if pool is not None else []
         except UnclearPortError as error:
             raise SourceFailedError(str(error)) from None
+        self._refused.log(self._url.text, refused)
         if len(found) > BACKENDS_MAX:
             raise SourceFailedError(f"there are {len(found)} pods, and {BACKENDS_MAX} are the most")
         return found

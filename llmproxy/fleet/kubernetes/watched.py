@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from llmproxy.fleet.kubernetes.api import ANSWER_S, SILENCE_S, ApiError, KubernetesApi
 from llmproxy.fleet.kubernetes.objects import Metadata
+from llmproxy.fleet.source import RefusedLog
 
 WATCH_S = 290
 """The server ends a watch after so many seconds."""
@@ -53,8 +54,22 @@ class _Bookmark(Struct, frozen=True):
     message: str = ""
 
 
+class _Name(Struct, rename="camel", frozen=True):
+    name: str = ""
+    namespace: str = ""
+    resource_version: str = ""
+
+
+class _Unread(Struct, frozen=True):
+    """An object of which only the name can be read."""
+
+    metadata: _Name = _Name()
+
+
 class Watched(Generic[T]):
     """The objects of one path, by namespace and name; None until they were listed once. Followed by `run`.
+
+    An object that makes no sense is logged, and stays as it was before. `refused` says why, by namespace and name.
 
     `on_change` is called after every change of `objects` or `trouble`, which says why the API server cannot be asked.
     The objects stay meanwhile. `status` is that of the answer which is the trouble, 0 for none.
@@ -81,6 +96,8 @@ class Watched(Generic[T]):
         self._version: str | None = None
         self._following = False
         self._pause_s = PAUSE_MIN_S
+        self.refused: dict[tuple[str, str], str] = {}
+        self._log = RefusedLog()
 
     async def run(self) -> None:
         """Follow the collection until cancelled. No answer ends it."""
@@ -95,7 +112,7 @@ class Watched(Generic[T]):
                 elif not (error.cut and self._following):
                     # A watch that is cut is one that ends; whether the server is away shows next.
                     self._set_trouble(str(error), error.status)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, RecursionError) as error:
                 # What comes next would rest on an object that is not known.
                 self._version = None
                 self._set_trouble(f"{self._path} makes no sense: {error}")
@@ -110,8 +127,11 @@ class Watched(Generic[T]):
                 if len(body) > LIST_BYTES_MAX:
                     raise ApiError(f"{self._path} has more than {LIST_BYTES_MAX >> 20} MiB")
         listed = msgspec.json.decode(body, type=_List)
-        objects = [self._decoder.decode(item) for item in listed.items or ()]
-        self.objects = {_key(one): one for one in objects}
+        before, self.objects = self.objects or {}, {}
+        self.refused.clear()
+        for item in listed.items or ():
+            self._take(item, before)
+        self._log_refused()
         self._version, self.trouble, self.status = listed.metadata.resource_version, None, 0
         self._on_change()
 
@@ -143,14 +163,32 @@ class Watched(Generic[T]):
                 raise ApiError(f"the watch of {self._path} ended: {told.message or told.code}", told.code)
             self._version = told.metadata.resource_version or self._version
             return False
-        found, objects = self._decoder.decode(event.object), self.objects
-        assert objects is not None, "it was listed before"
-        if event.type == "DELETED":
-            objects.pop(_key(found), None)
-        else:
-            objects[_key(found)] = found
-        self._version = found.metadata.resource_version or self._version
+        assert self.objects is not None, "it was listed before"
+        self._version = self._take(event.object, self.objects, deleted=event.type == "DELETED") or self._version
+        self._log_refused()
         return True
+
+    def _take(self, raw: msgspec.Raw, before: Mapping[tuple[str, str], T], *, deleted: bool = False) -> str:
+        """Add, replace or remove one object. Returns its version, empty where that cannot be read."""
+        assert self.objects is not None
+        found: T | _Unread
+        try:
+            found, why = self._decoder.decode(raw), ""
+        except msgspec.ValidationError as error:
+            found, why = _unread(raw), str(error)
+        metadata = found.metadata
+        key = metadata.namespace, metadata.name
+        known = before.get(key) if isinstance(found, _Unread) else found
+        self.objects.pop(key, None)
+        self.refused.pop(key, None)
+        if not deleted and known is not None:
+            self.objects[key] = known
+        if not deleted and why:
+            self.refused[key] = why
+        return metadata.resource_version
+
+    def _log_refused(self) -> None:
+        self._log.log(self._path, {"/".join(key): why for key, why in self.refused.items()})
 
     def _set_trouble(self, trouble: str | None, status: int = 0) -> None:
         if trouble != self.trouble:
@@ -158,5 +196,8 @@ class Watched(Generic[T]):
             self._on_change()
 
 
-def _key(one: Named) -> tuple[str, str]:
-    return one.metadata.namespace, one.metadata.name
+def _unread(raw: msgspec.Raw) -> _Unread:
+    try:
+        return msgspec.json.decode(raw, type=_Unread)
+    except msgspec.ValidationError:
+        return _Unread()

@@ -10,7 +10,7 @@ import pytest
 
 from llmproxy.config import BackendConfig
 from llmproxy.config.pods_url import PodsUrl
-from llmproxy.fleet.kubernetes.endpoints import Place, UnclearPortError, of_pods, of_pool, of_slices
+from llmproxy.fleet.kubernetes.endpoints import ACTIVE_PORTS, Place, UnclearPortError, of_pods, of_pool, of_slices
 from llmproxy.fleet.kubernetes.objects import EndpointSlice, InferencePool, Pod
 from llmproxy.fleet.registry import Instance
 from tests.fleet.kubernetes.api_server import Object, endpoint, endpoint_slice, inference_pool, pod
@@ -196,3 +196,15 @@ def test_each_port_of_a_pool_is_a_server_of_its_own() -> None:
         "b:8001": ("10.0.0.2:8001", True),
     }
     assert shown(pool(where, inference_pool("qwen", {}, 9000), made[0])) == {"a": ("10.0.0.1:9000", True)}
+
+
+@pytest.mark.parametrize("text", ["²", "9" * 5_000, "8000 8001", "٨٠٠٠", "-8000", "8e3", "99999999"])
+def test_ports_that_are_none_are_left_out_and_no_other_pod(text: str) -> None:
+    where, one = place("kubernetes+http://inferencepool/qwen"), inference_pool("qwen", {}, 8000)
+    made = [pod("a"), pod("bad", annotations={ACTIVE_PORTS[0]: text})]
+    refused: dict[str, str] = {}
+    found = of_pool(
+        where, msgspec.convert(one, InferencePool), [msgspec.convert(each, Pod) for each in made], refused.__setitem__
+    )
+    assert shown(found) == {"a": ("10.0.0.1:8000", True)}
+    assert refused == {"bad": f"its active ports name {text[:60]!r}, which is no port"}

@@ -160,6 +160,7 @@ def test_the_order_of_objects_changes_nothing(data: st.DataObject) -> None:
             rewrite("x", {"matches": [{"model": {"type": "Prefix", "value": "m"}}], "targets": []}),
             "Invalid enum value 'Prefix'",
         ),
+        (objective("x" * 600, 1), "name: String should have at most 512 characters"),
         (with_spec(rewrite("x"), rules=None), "Expected `array`, got `null` - at `spec.rules`"),
     ],
 )
@@ -168,7 +169,7 @@ def test_a_wrong_object_is_left_out_as_a_whole_and_no_other(wrong: Object, why: 
     found = said(good[0], wrong, good[1])
     assert (bands(found), aliases(found)) == ({"good": 1}, {"alias": "model"})
     ((origin, text),) = found.problems
-    assert origin == f"{wrong['kind']} default/x"
+    assert origin == f"{wrong['kind']} default/{wrong['metadata']['name']}"
     assert why in text
 
 

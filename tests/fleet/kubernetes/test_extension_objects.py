@@ -188,7 +188,7 @@ async def test_objects_stay_while_the_api_server_is_away(follower: Follower, unu
 
 async def test_a_group_that_stays_away_does_not_hide_the_others(follower: Follower) -> None:
     follower.server.put(OBJECTIVES, objective("batch", 1))
-    follower.server.objects[OLD_REWRITES]["broken"] = {"metadata": {"name": 7}}
+    follower.server.refused[OLD_REWRITES] = 500
     follower.follow(POOL)
     await follower.until(batch=1)
     follower.server.put(OBJECTIVES, objective("batch", 2))

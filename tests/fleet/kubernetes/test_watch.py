@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from llmproxy.config import BackendConfig
 from llmproxy.fleet.kubernetes import api as api_module
@@ -267,7 +268,7 @@ async def test_an_event_longer_than_any_buffer(server: ApiServer, follow: Callab
     [
         b"<html>502 Bad Gateway</html>\n",
         b'{"type": "MODIFIED"}\n',
-        b'{"type": "MODIFIED", "object": {"metadata": {"name": "s"}, "endpoints": 7}}\n',
+        b'{"type": "ADDED", "object": ' + b'{"a":' * 5_000 + b"1" + b"}" * 5_000 + b"}\n",
         b'{"type": "ERROR", "object": {"code": 500, "message": "etcd has no leader"}}\n',
     ],
 )
@@ -285,6 +286,83 @@ async def test_nonsense_is_said_and_changes_nothing(
     # What follows an event that nobody understood would rest on what nobody knows.
     lists = len(asked(server, kind=SLICES)) - len(asked(server, watch="true"))
     assert ("makes no sense" in one.failures[0], lists) == (True, 2) or "etcd has no leader" in one.failures[0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (pod("bad", "10.0.0.7:99/x?y#"), "'10.0.0.7:99/x?y#' is no address"),
+        (pod("bad", "exa mple"), "'exa mple' is no address"),
+        (pod("bad", "::::"), "At most one '::' permitted in '::::'"),
+        (pod("bad", ports={"http": 70_000}), "70000 is no port"),
+        (pod("bad", ports={"a": 1, "b": 2}), "the url should name a port; the ports are: 1 (a), 2 (b)"),
+        (pod("bad") | {"spec": {"containers": 5}}, "Expected `array | null`, got `int` - at `$.spec.containers`"),
+        (pod("bad", labels={"app": "vllm"}) | {"status": []}, "Expected `object`, got `array` - at `$.status`"),
+    ],
+)
+async def test_an_object_that_is_wrong_is_left_out_and_no_other_one(
+    wrong: dict[str, object], why: str, server: ApiServer, follow: Callable[..., Follower]
+) -> None:
+    server.put("pods", pod("a", "10.0.0.1"))
+    server.put("pods", wrong)
+    url = "kubernetes+http://pods/app!=x"
+    with capture_logs() as lines:
+        one = follow(url)
+        await one.until("a")
+        server.put("pods", pod("b", "10.0.0.2"))
+        await one.until("a", "b")
+        server.delete("pods", "a")
+        await one.until("b")
+    assert one.failures == []
+    refused = [(line["object"].rpartition("/")[2], line["why"]) for line in lines if line["event"] == "object_refused"]
+    assert refused == [("bad", why)], "it is said once"
+
+
+async def test_an_object_that_becomes_wrong_stays_as_it_was(server: ApiServer, follow: Callable[..., Follower]) -> None:
+    pools = "inferencepools"
+    server.put(pools, inference_pool("qwen", {"app": "vllm"}, 8000))
+    server.put("pods", pod("a", labels={"app": "vllm"}))
+    one = follow("kubernetes+http://inferencepool/qwen")
+    await one.until("a")
+    wrong = inference_pool("qwen", {"app": "vllm"}, 8000)
+    wrong["spec"]["targetPorts"] = 8000
+    server.put(pools, wrong)
+    server.put("pods", pod("a", labels={"app": "vllm"}) | {"status": []})
+    server.put("pods", pod("b", labels={"app": "vllm"}))
+    await one.until("a", "b")
+    # The whole collection is listed again.
+    server.compact()
+    server.cut()
+    server.put("pods", pod("c", labels={"app": "vllm"}))
+    await one.until("a", "b", "c")
+    server.delete("pods", "a")
+    await one.until("b", "c")
+    assert one.failures == []
+
+
+async def test_a_pool_that_is_wrong_from_the_start_is_a_failure(
+    server: ApiServer, follow: Callable[..., Follower]
+) -> None:
+    wrong = inference_pool("qwen", {"app": "vllm"}, 8000)
+    wrong["spec"]["selector"] = []
+    server.put("inferencepools", wrong)
+    one = follow("kubernetes+http://inferencepool/qwen")
+    await until(lambda: one.failures)
+    assert "the InferencePool makes no sense: Expected `object`, got `array` - at `$.spec.selector`" in one.failures[0]
+    assert one.found is None, "no backend leaves"
+
+
+async def test_an_object_without_a_name_hides_no_other_one(server: ApiServer, follow: Callable[..., Follower]) -> None:
+    server.put("pods", pod("a", "10.0.0.1"))
+    server.objects["pods"]["nameless"] = {"metadata": {"name": 7}}
+    one = follow("kubernetes+http://pods/app!=x")
+    await one.until("a")
+    assert one.failures == []
+
+
+async def test_pods_need_not_declare_containers(server: ApiServer, follow: Callable[..., Follower]) -> None:
+    server.put("pods", pod("a", "10.0.0.1") | {"spec": {}})
+    await follow("kubernetes+http://pods/app!=x:8000").until("a")
 
 
 async def test_many_changes_are_gathered(server: ApiServer, follow: Callable[..., Follower]) -> None:

@@ -1,0 +1,58 @@
+"""Work that goes on for as long as the process does, whatever happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import structlog
+
+PAUSE_MIN_S, PAUSE_MAX_S = 0.2, 30.0
+"""Work that failed starts again after a pause. The pause doubles, until the work has lasted for the longest pause."""
+
+Work = Callable[[], Coroutine[Any, Any, None]]
+_log = structlog.get_logger()
+
+
+def supervised(work: Work, name: str) -> asyncio.Task[None]:
+    """A task that does `work`, and starts it again when it ends by an unexpected exception, which is logged."""
+    return asyncio.create_task(_supervise(work, name), name=name)
+
+
+async def _supervise(work: Work, name: str) -> None:
+    pause_s, now = PAUSE_MIN_S, asyncio.get_running_loop().time
+    while True:
+        began_s = now()
+        try:
+            return await work()
+        except Exception as bug:  # noqa: BLE001 - without this, the work would end without a word
+            if now() - began_s >= PAUSE_MAX_S:
+                pause_s = PAUSE_MIN_S
+            _log.error("task_failed", task=name, why=repr(bug)[:200], again_in_s=pause_s, exc_info=bug)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, PAUSE_MAX_S)
+
+
+def spawned(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """A task that does `work` once. An exception of it is logged, although nobody waits for the task."""
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(_log_failure)
+    return task
+
+
+def _log_failure(ended: asyncio.Task[None]) -> None:
+    if not ended.cancelled() and (bug := ended.exception()) is not None:
+        _log.error("task_failed", task=ended.get_name(), why=repr(bug)[:200], exc_info=bug)
+
+
+@asynccontextmanager
+async def background_task(work: Work, name: str) -> AsyncIterator[None]:
+    """Do supervised `work` for the length of the block."""
+    task = supervised(work, name)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
