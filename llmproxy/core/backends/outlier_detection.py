@@ -1,14 +1,15 @@
-"""Which backends of a pool hang, and which have become slow, judged by their streams beside those of the others.
+"""Which backends of a pool hang, and which have become slow, judged by their work beside that of the others.
 
-A frozen worker or a throttled GPU answers polls as ever, but its streams stop or slow down. They are compared with what
-was predicted, with the backend's own past and with the rest of its pool, under every placement.
+A frozen worker or a throttled GPU answers polls as ever, but its streams stop, its counter of generated tokens rises
+slowly, and its answers come late. They are compared with what was predicted, with the backend's own past and with the
+rest of its pool, under every placement.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import inf
-from statistics import median
+from statistics import median_low
 
 from llmproxy.core.backends.adapter_loads import LongestLoad, PendingLoads
 from llmproxy.core.backends.health import Hang, Peers
@@ -81,7 +82,6 @@ class OutlierDetection:
         self._longest_load = LongestLoad()
         self._prefill = LearnedLine(BASE_TOKENS / 15_000, 1 / 15_000, USUAL_TOKENS, JITTER_S, 1.0 / BASE_TOKENS)
         self._step_s = 0.01
-        self._median_slowness = 1.0
         self._due_s = inf
         self._check_s = -inf
         self._judge_s = -inf
@@ -200,7 +200,7 @@ class OutlierDetection:
         if least < backend.ratio_least:
             backend.ratio_least, backend.unexplained_s = least, unexplained_s
         backend.ratio_most = min(backend.ratio_most, most)
-        bound = self.settings.slow_factor * backend.usual * self._median_slowness
+        bound = self.settings.slow_factor * backend.usual * backend.others_slowness
         fast = None if least < bound <= most else most < bound
         if fast:
             # No prompt was computed: the unstarted ones wait for room, and their time is still to come.
@@ -302,13 +302,13 @@ class OutlierDetection:
             if backend.ratio < inf:
                 backend.slowness, backend.judged_s = backend.ratio / backend.usual, now
         fresh = {name: one.slowness for name, one in self._backends.items() if one.judged_s > now - FRESH_S}
-        self._median_slowness = max(1.0, median(fresh.values())) if fresh else 1.0
         slow = {}
         for name, backend in self._backends.items():
+            others = [slowness for other, slowness in fresh.items() if other != name]
+            backend.others_slowness = max(1.0, median_low(others)) if others else 1.0
             if backend.ratio_most == inf:
                 continue
-            others = [slowness for other, slowness in fresh.items() if other != name]
-            bound = self.settings.slow_factor * backend.usual * max(1.0, median(others)) if others else inf
+            bound = self.settings.slow_factor * backend.usual * backend.others_slowness if others else inf
             ejected, least = self._peers.members[name].ejected, backend.ratio_least
             if not ejected and (backend.judgements < JUDGEMENTS_MIN or backend.ratio_most < bound):
                 backend.slow_s = 0.0

@@ -14,6 +14,8 @@ RATIO_MOST = 2.0
 """An observation counts as at most so many times the mean, so that a slow backend does not become usual at once."""
 USUAL_GAIN = 0.05
 """Weight of a newer judgement in the usual speed: about the last twenty decide."""
+SLOW_SPAN_S = 1.0
+"""The most that one judgement adds to the slow time of a backend."""
 SLOW_WITHIN_S = 6.0
 """Slow spans add up while no more than this lies between the first and the newest of them."""
 
@@ -39,8 +41,8 @@ class BackendStreams:
     as they may, which leaves `unexplained_s` of the span, and `ratio_most` no time at all.
 
     `usual` is the usual `ratio`, over `judgements` of them. `slowness` is the last ratio in multiples of the usual, as
-    of `judged_s`. `slow_s` is how long the backend was too slow since `slow_since_s`. `doubted`: its last observation
-    was far above the usual.
+    of `judged_s`, and `others_slowness` that of the rest of the pool, at least 1. `slow_s` is how long the backend was
+    too slow since `slow_since_s`. `doubted`: its last observation was far above the usual.
     """
 
     pending_loads: PendingLoads
@@ -59,6 +61,7 @@ class BackendStreams:
     judgements: int = 0
     slowness: float = 1.0
     judged_s: float = -inf
+    others_slowness: float = 1.0
     unexplained_s: float = 0.0
     span_since_s: float = -inf
     slow_s: float = 0.0
@@ -68,7 +71,8 @@ class BackendStreams:
     def add_slow_span(self, now: float) -> None:
         if not self.slow_s or now > self.slow_since_s + SLOW_WITHIN_S:
             self.slow_s, self.slow_since_s = 0.0, now
-        self.slow_s += min(self.unexplained_s, now - self.span_since_s)
+        # A process that was stopped and goes on has one long span, whatever its speed is now.
+        self.slow_s += min(self.unexplained_s, now - self.span_since_s, SLOW_SPAN_S)
 
     def learn_usual(self) -> None:
         """Learn from the last judgement how fast the backend usually is."""

@@ -273,20 +273,46 @@ def test_tenfold_slower_backend_is_ejected_within_five_seconds(placement: str) -
     assert 3.0 <= float(match[1]) <= 15.0
 
 
-def test_backend_stays_ejected_while_its_probes_are_slow() -> None:
-    pool = warm()
-    pool.factors["a"] = 10.0
-    pool.until("a", 20.0)
+@pytest.mark.parametrize(("names", "factor"), [("abcd", 10.0), ("ab", 10.0), ("ab", 5.0)])
+def test_backend_stays_ejected_while_its_probes_are_slow(names: str, factor: float) -> None:
+    pool = warm(names=names)
+    pool.factors["a"] = factor
+    assert pool.until("a", 20.0) < 20.0
     pool.granted.clear()
-    pool.run(20.0)
-    assert pool.ejected("a")
+    for _ in range(200):
+        pool.run(0.1)
+        assert pool.ejected("a")
     assert pool.granted.count("a") <= 5, "probes alone, at growing distances"
     pool.factors["a"] = 1.0
     pool.run(40.0)
     assert not pool.ejected("a")
     pool.granted.clear()
     pool.run(10.0)
-    assert pool.granted.count("a") >= 25, "a quarter of all, as before"
+    assert pool.granted.count("a") >= 25, "its share of all, as before"
+
+
+def test_one_of_three_backends_is_judged_although_another_is_slow_too() -> None:
+    pool = warm(names="abc")
+    pool.factors = {"a": 10.0, "b": 10.0}
+    pool.run(8.0)
+    assert pool.ejected("a") or pool.ejected("b"), "the third is as fast as ever"
+
+
+def test_a_process_that_was_stopped_and_goes_on_is_not_slow() -> None:
+    peers = Peers(0.5)
+    peers.members = {name: Health(HealthSettings()) for name in "ab"}
+    detection = OutlierDetection(HealthSettings(), peers)
+    for lease, name in enumerate("ab"):
+        detection.booked(lease, request(stream=True), Placed(name, 0.0, (), 2), False, 0.0)
+        detection.started(lease, 0.1)
+    tokens = {0: 1, 1: 1}
+    for half in range(1, 80):
+        now = 0.1 + 0.5 * half
+        for lease in tokens:
+            if lease == 1 or not 30 < half < 60:
+                tokens[lease] += 50
+                detection.progress(lease, tokens[lease], 1, 0.5, now)
+        assert detection.outliers(now) == ({}, {})
 
 
 @pytest.mark.parametrize("factor", [2.0, 6.0])
