@@ -292,7 +292,7 @@ class Poller:
             raise _PollFailed(Trouble.TIMEOUT, f"{what}: no answer within {timeout_s:g} s") from None
         except (ConnectFailed, UpstreamBroken, ValueError, zlib.error) as error:
             # The client names the backend, and the question does so already.
-            why = str(error.__cause__ or error).removeprefix(f"{self._url}: ")
+            why = str(error).removeprefix(f"{self._url}: ")
             if answers or isinstance(error, InvalidResponse | ValueError):
                 raise _PollFailed(Trouble.GARBAGE, f"{what}: {why}") from None
             # A backend that answered before has the right address.

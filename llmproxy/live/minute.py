@@ -130,12 +130,13 @@ class FlowSums:
 
 class Sums:
     """What ended within some time; flows are by (band, flow). `error_ratio` sums the errors of predicted first tokens,
-    of which there are `errors`."""
+    of which there are `errors`. `outcomes` counts requests that the proxy refused or that failed."""
 
     def __init__(self) -> None:
         self.bands: dict[str, BandSums] = {}
         self.backends: dict[str, BackendSums] = {}
         self.flows: dict[tuple[str, str], FlowSums] = {}
+        self.outcomes: Counter[str] = Counter()
         self.retries = self.preemptions = self.errors = 0
         self.error_ratio = 0.0
 
@@ -157,6 +158,8 @@ class Sums:
         if band is None:
             band = self.bands[name] = BandSums()
         band.kinds[kind] += 1
+        if kind in ("refused", "failed"):
+            self.outcomes[result.outcome] += 1
         if result.met is not None:
             band.met += result.met
             band.missed += not result.met
@@ -236,6 +239,7 @@ class Sums:
                 del self.flows[key]
             elif sign > 0:
                 flow.weight = theirs_of_flow.weight
+        _merge(self.outcomes, other.outcomes, sign)
         self.retries += sign * other.retries
         self.preemptions += sign * other.preemptions
         self.errors += sign * other.errors

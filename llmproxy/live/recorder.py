@@ -122,7 +122,9 @@ class Recorder:
             view = backend.view(now)
             row[begin + "state"] = STATES[status.state]
             row[begin + "saturation"] = view.saturation
-            row[begin + "tokens_per_s"] = minute.total.backend(status.name).output / minute.span_s
+            # As in the snapshot: nothing comes from a replica that went away.
+            if status.state == "up" or status.in_flight:
+                row[begin + "tokens_per_s"] = minute.total.backend(status.name).output / minute.span_s
             if view.reading is not None:
                 row[begin + "kv_used"] = view.kv_used
                 row[begin + "waiting"] = view.waiting

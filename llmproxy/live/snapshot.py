@@ -80,7 +80,8 @@ class LiveSnapshot:
         cluster = self._cluster()
         level, text = summary_of(
             seen.pools, statuses, why, dict(recorder.band_names()), recorder.dispatcher.nameless, [*paces.values()],
-            led=cluster is None or cluster["leader"] is not None, alone=cluster is not None and bool(cluster["alone"]),
+            minute=recorder.minute.total, led=cluster is None or cluster["leader"] is not None,
+            alone=cluster is not None and bool(cluster["alone"]),
         )  # fmt: skip
         minute = recorder.minute
         return {
@@ -95,6 +96,7 @@ class LiveSnapshot:
             "minute": {
                 "span_s": minute.span_s,
                 **{kind: minute.total.kind(kind) for kind in KINDS},
+                "outcomes": dict(minute.total.outcomes),
                 "retries": minute.total.retries,
                 "preemptions": minute.total.preemptions,
             },
@@ -203,6 +205,8 @@ class LiveSnapshot:
         view = seen.view if seen is not None else recorder.dispatcher.pools.backends[name].view(now)
         reading, minute = view.reading, recorder.minute
         sums = minute.total.backend(name)
+        # The mean of the last minute says nothing of a replica that went away in it.
+        idle = status.state != "up" and not status.in_flight
         return {
             "backend": name,
             "url": status.url,
@@ -220,8 +224,8 @@ class LiveSnapshot:
             "waiting": view.waiting,
             "reading_age_s": round(now - reading.taken_at_s, 2) if reading is not None else None,
             "room_for": [recorder.band(level) for level in seen.room_for] if seen is not None else [],
-            "output_tokens_per_s": round(sums.output / minute.span_s, 1),
-            "input_tokens_per_s": round(sums.prompt / minute.span_s, 1),
+            "output_tokens_per_s": 0.0 if idle else round(sums.output / minute.span_s, 1),
+            "input_tokens_per_s": 0.0 if idle else round(sums.prompt / minute.span_s, 1),
             "ended": sums.ends,
             "failed": sums.failures,
             "hit_share": _rounded(sums.cached / sums.prompt, 4) if sums.prompt else None,

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from llmproxy.core.domain import BackendPace
+from llmproxy.core.domain import BackendPace, Outcome
 from llmproxy.core.snapshot import BackendStatus, PoolSnapshot, Reason
+from llmproxy.live.minute import REFUSED, Sums
 
 OK, WARNING, BAD = "ok", "warning", "bad"
 NAMES_SHOWN = 3
 SLOWER = 1.5
 """A replica is named that takes so many times as long as its pool. With several kinds of GPU that is no fault."""
+FAILS, FAILURES_MIN = 0.05, 3
+"""A replica is named that failed so large a share of its attempts in the last minute, and at least so many."""
 
 
 def summary_of(
@@ -22,12 +25,14 @@ def summary_of(
     nameless: int,
     paces: Sequence[BackendPace] = (),
     *,
+    minute: Sums | None = None,
     led: bool = True,
     alone: bool = False,
 ) -> tuple[str, str]:
     """(Level, sentence). `reasons` says of a backend why it is in its state, `bands` names the bands.
 
     `nameless` requests wait for a model that no backend lists yet, and `paces` are what was learned of the backends.
+    `minute` has the requests that ended lately.
     `led`: False for a member of a cluster without a leader, which is `alone` where it decides nevertheless.
     """
     parts: list[tuple[str, str]] = []
@@ -41,10 +46,14 @@ def summary_of(
     if not up:
         parts.append((BAD, "No backend is up."))
     parts += [_backends(statuses, state, reasons) for state in ("down", "resting") if _in(statuses, state)]
+    if minute is not None:
+        parts += _failing(up, minute)
     waiting = [_waiting(pool, bands) for pool in pools if any(band.waiting for band in pool.bands)]
     parts += [(WARNING, text) for text in waiting]
     if nameless:
         parts.append((WARNING, f"{_requests(nameless)} for a model that no backend serves yet."))
+    if minute is not None:
+        parts += _ended(minute)
     limits: Counter[str] = Counter()
     for pool in pools:
         for band in pool.bands:
@@ -71,10 +80,36 @@ def _waiting(pool: PoolSnapshot, bands: dict[int, str]) -> str:
     oldest_s = max((flow.oldest_age_s for band in asked for flow in band.shown), default=0.0)
     total = sum(band.waiting for band in asked)
     why = f": {first.reason}" if first.reason is not None else ""
-    available = sum(one.view.available for one in pool.backends)
-    if first.reason is Reason.FULL and available > 1:
-        why = f": all {available} replicas are full"
+    if first.reason is Reason.FULL:
+        why = f": {_full(sum(one.view.available for one in pool.backends), len(pool.backends))}"
     return f"{pool.pool}: {counts} {'requests wait' if total != 1 else 'request waits'}, up to {oldest_s:.1f} s{why}."
+
+
+def _full(available: int, count: int) -> str:
+    if available == 1:
+        return "its replica is full" if count == 1 else "the only replica that takes requests is full"
+    return f"all {available} replicas {'that take requests ' if available < count else ''}are full"
+
+
+def _failing(up: Sequence[BackendStatus], minute: Sums) -> list[tuple[str, str]]:
+    found = [(one.name, minute.backend(one.name)) for one in up]
+    bad = [(name, sums) for name, sums in found if sums.failures >= max(FAILURES_MIN, FAILS * sums.ends)]
+    texts = [f"{name} failed {sums.failures:,} of {sums.ends:,} attempts in the last minute." for name, sums in bad]
+    more = f"So did {_count(len(bad) - NAMES_SHOWN, 'other replica')}."
+    return [(WARNING, text) for text in [*texts[:NAMES_SHOWN], *([more] if len(bad) > NAMES_SHOWN else [])]]
+
+
+def _ended(minute: Sums) -> list[tuple[str, str]]:
+    """Requests that were refused or failed, with their most frequent outcome. A used-up rate is no trouble."""
+    parts = []
+    total = _count(sum(band.kinds.total() for band in minute.bands.values()), "request")
+    for kind, word in (("refused", "were refused"), ("failed", "failed")):
+        found = [(n, outcome) for outcome, n in minute.outcomes.items() if (outcome in REFUSED) is (kind == "refused")]
+        if found:
+            level = OK if all(outcome == Outcome.RATE_LIMITED for _, outcome in found) else WARNING
+            names = f"{max(found)[1]}{', ...' if len(found) > 1 else ''}"
+            parts.append((level, f"{minute.kind(kind):,} of {total} {word} in the last minute ({names})."))
+    return parts
 
 
 def _backends(statuses: Sequence[BackendStatus], state: str, reasons: dict[str, str]) -> tuple[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import ssl
 import sys
 from collections.abc import Mapping
@@ -118,7 +120,7 @@ class HttpUpstream:
                 )
         except OSError as error:
             # TimeoutError is an OSError too, and has no text.
-            detail = f"{base_url}: {error or f'no connection within {timeout_s:g} s'}"
+            detail = f"{base_url}: {_in_words(error) or f'no connection within {timeout_s:g} s'}"
             lack = lack_of(error) if found else "the name of the backend does not resolve"
             raise LocalFailure(lack, detail) if lack is not None else ConnectFailed(detail) from error
         self._connections.add(connection)
@@ -165,6 +167,13 @@ class HttpUpstream:
                 del self._idle[to]
         if self._idle:
             self._sweep = loop.call_later(IDLE_MAX_S, self._drop_old)
+
+
+def _in_words(error: OSError) -> str:
+    """The error without its number, which says nothing to most people; names and TLS have texts of their own."""
+    if error.errno is None or isinstance(error, ssl.SSLError | socket.gaierror):
+        return str(error)
+    return os.strerror(error.errno)
 
 
 async def _send(connection: BackendConnection, head: bytes, body: Body, size_bytes: int) -> HttpExchange:

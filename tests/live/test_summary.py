@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import BackendPace
+from llmproxy.core.domain import BackendPace, Outcome, Verdict
 from llmproxy.core.snapshot import BackendStatus, BandSnapshot, FlowSnapshot, HeadSnapshot, PoolSnapshot, Reason
+from llmproxy.live.minute import Minute, Sums
 from llmproxy.live.summary import summary_of
+from llmproxy.telemetry.exit import AttemptRecord, RequestExit
+from tests.live.test_minute import ended
 
 NAMES = {100: "critical", 0: "default", -100: "sheddable"}
 
@@ -53,14 +56,25 @@ UP = [status("gpu-0"), status("gpu-1"), status("gpu-2")]
             {},
             (
                 "warning",
-                "gpu-2 is down. llama: 1 default request waits, up to 0.4 s: all 2 replicas are full.",
+                "gpu-2 is down. llama: 1 default request waits, up to 0.4 s: "
+                "all 2 replicas that take requests are full.",
             ),
         ),
         (
             [pool(band(0, 1, 0.4), backends=1)],
             UP[:1],
             {},
-            ("warning", "llama: 1 default request waits, up to 0.4 s: all backends are full."),
+            ("warning", "llama: 1 default request waits, up to 0.4 s: its replica is full."),
+        ),
+        (
+            [pool(band(0, 1, 0.4), backends=1, down=1)],
+            [UP[0], status("gpu-1", "down")],
+            {"gpu-1": "refused"},
+            (
+                "warning",
+                "gpu-1 is down: refused. llama: 1 default request waits, up to 0.4 s: "
+                "the only replica that takes requests is full.",
+            ),
         ),
         (
             [pool(band(-100, 2, reason=Reason.CEILING))],
@@ -137,4 +151,55 @@ def test_a_member_that_decides_alone_is_no_whole_cluster() -> None:
     said = "This member has no leader and decides alone, with a part of every limit."
     assert summary_of([pool()], UP, {}, NAMES, 0, led=False, alone=True) == ("warning", said)
     level, text = summary_of([pool(band(0, 1, 0.4), backends=1)], UP[:1], {}, NAMES, 0, led=False, alone=True)
-    assert (level, text) == ("warning", f"{said} llama: 1 default request waits, up to 0.4 s: all backends are full.")
+    assert (level, text) == ("warning", f"{said} llama: 1 default request waits, up to 0.4 s: its replica is full.")
+
+
+def minute(*exits: RequestExit) -> Sums:
+    kept = Minute()
+    for one in exits:
+        kept.record(one)
+    kept.roll(1)
+    return kept.total
+
+
+def failed(backend: str, outcome: Outcome = Outcome.COMPLETED) -> RequestExit:
+    """A request whose first attempt failed there, and whose second one was served elsewhere."""
+    one = ended(backend="gpu-0", outcome=outcome, status=502)
+    one.routing.tried = (AttemptRecord(backend=backend, verdict=Verdict.FAILED), *one.routing.tried)
+    return one
+
+
+@pytest.mark.parametrize(
+    ("exits", "wanted"),
+    [
+        (
+            [ended(backend=None, outcome=Outcome.REJECTED_CAPACITY, status=429), ended()],
+            ("warning", "1 of 2 requests were refused in the last minute (rejected_capacity)."),
+        ),
+        (
+            [ended(backend=None, outcome=Outcome.EXPIRED, status=429)] * 2
+            + [ended(backend=None, outcome=Outcome.REJECTED_CAPACITY, status=429)],
+            ("warning", "3 of 3 requests were refused in the last minute (expired, ...)."),
+        ),
+        (
+            [ended(backend=None, outcome=Outcome.RATE_LIMITED, status=429), ended()],
+            (
+                "ok",
+                "Healthy: 3 of 3 replicas up, nothing waits. "
+                "1 of 2 requests were refused in the last minute (rate_limited).",
+            ),
+        ),
+        (
+            [ended(outcome=Outcome.UPSTREAM_STATUS, status=500), ended()],
+            ("warning", "1 of 2 requests failed in the last minute (upstream_status)."),
+        ),
+        (
+            [failed("gpu-1")] * 3 + [ended(backend="gpu-1")] * 6,
+            ("warning", "gpu-1 failed 3 of 9 attempts in the last minute."),
+        ),
+        ([failed("gpu-1")] * 2 + [ended()], ("ok", "Healthy: 3 of 3 replicas up, nothing waits.")),
+        ([ended(outcome=Outcome.UPSTREAM_STATUS, status=404)], ("ok", "Healthy: 3 of 3 replicas up, nothing waits.")),
+    ],
+)
+def test_what_was_refused_or_failed_lately_is_not_healthy(exits: list[RequestExit], wanted: tuple[str, str]) -> None:
+    assert summary_of([pool()], UP, {}, NAMES, 0, minute=minute(*exits)) == wanted
