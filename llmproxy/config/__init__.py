@@ -23,7 +23,7 @@ from llmproxy.config.schema import (
     TimeoutsConfig,
     TlsConfig,
 )
-from llmproxy.config.value_types import AUTO_SALT, DNS, SRV, Network, hash_of, is_api_key, nearest
+from llmproxy.config.value_types import AUTO_SALT, DNS, SRV, TRUST_WORDS, Network, hash_of, is_api_key, nearest
 from llmproxy.config.watched import WatchedFile
 from llmproxy.core.placement.policy import presets
 
@@ -35,6 +35,7 @@ __all__ = [
     "DNS",
     "PLACEMENT_PRESETS",
     "SRV",
+    "TRUST_WORDS",
     "BackendConfig",
     "BackendTlsConfig",
     "ClientsConfig",

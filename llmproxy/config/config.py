@@ -43,14 +43,16 @@ from llmproxy.config.schema import (
     TlsConfig,
 )
 from llmproxy.config.value_types import (
+    AUTO_TRUST,
     TRUST_WORDS,
     ApiKey,
     Count,
     Integer,
     KeyHash,
     Module,
-    Networks,
+    Network,
     Number,
+    Trust,
     backend_from_text,
     criticality_of,
     hash_of,
@@ -98,8 +100,12 @@ class Config(Section):
     """After SIGTERM, time to accept requests with /ready at 503, until load balancers send no new clients."""
     drain_queued: Annotated[str, one_of(DRAIN_QUEUED)] = "refuse"
     """Waiting requests after SIGTERM: refuse (503, so that clients retry) or finish (within drain_timeout_s)."""
-    trust_headers: Networks = Field(default=TRUST_WORDS["loopback"], examples=["10.0.0.0/8"])
-    """Clients whose objective, fairness and SLO headers count: loopback, all, none, or a list of networks."""
+    trust_headers: Trust = Field(default=AUTO_TRUST, examples=["10.1.2.3"])
+    """Clients whose objective, fairness and SLO headers count: loopback, all, none, or a list of addresses and
+    networks. auto: loopback where clients need no key, else none."""
+    trust_proxy_headers: bool = False
+    """These headers count in all requests from clients.trusted_proxies. Only for proxies that set or remove them
+    themselves."""
     admin_key: KeyHash | None = Field(default=None, repr=False)
     """Hash of the key for /debug, /admin and adapters, from `llmproxy hash-key`. null: only this machine may read
     /debug."""
@@ -381,6 +387,12 @@ class Config(Section):
     def needs_key(self) -> bool:
         """Whether clients must present a key."""
         return bool(self.api_keys or self.tenants)
+
+    def trusted_networks(self) -> tuple[Network, ...]:
+        """The addresses of clients whose headers count."""
+        if isinstance(self.trust_headers, str):
+            return TRUST_WORDS["none" if self.needs_key() else "loopback"]
+        return self.trust_headers
 
 
 class BackendsFile(Section):

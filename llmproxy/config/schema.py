@@ -32,6 +32,7 @@ from llmproxy.config.value_types import (
     Moment,
     Name,
     Names,
+    Networks,
     Number,
     Origins,
     PromptRange,
@@ -84,6 +85,8 @@ def _holds_lines(field: FieldInfo) -> bool:
 
 
 class ClientsConfig(Section):
+    trusted_proxies: Networks = Field(default=(), examples=["loopback", "10.1.2.3"])
+    """Reverse proxies whose X-Forwarded-For counts: loopback, all, none, or a list of addresses and networks."""
     connections_max: Count = 65_536
     """Most client connections open at once. More are closed with 503. The limit of open files can lower it."""
     address_connections_max: Count | None = None
@@ -321,7 +324,7 @@ class TenantConfig(Section):
     criticality: Criticality | None = None
     """Band of its requests, unless a trusted header names another one. null: the band of the model."""
     band_max: Criticality | None = None
-    """Highest band that its requests can have. null: no limit."""
+    """Highest band that its requests can have. null: headers do not raise the band, or, if it is trusted, no limit."""
     weight: Weight = 1.0
     """Share of its flows, relative to other flows of the same band."""
     limits: LimitsConfig = LimitsConfig()
@@ -358,6 +361,8 @@ class AdminConfig(Section):
     port: Annotated[Integer, Field(ge=0, le=65535)] | None = None
     """Port for /metrics, /debug, /admin and adapters. The client port then does not serve them. null: the client
     port."""
+    open_metrics: bool = False
+    """Show /metrics on the client port to everybody, also where there are tenants or an admin key."""
 
 
 class SchedulingConfig(Section):

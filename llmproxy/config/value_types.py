@@ -25,6 +25,7 @@ TRUST_WORDS: Mapping[str, tuple[Network, ...]] = {
 KEY_PATTERN = r"^[\x21-\x7e]+$"
 KEY_CHARS_MAX = 4096
 AUTO_SALT = "auto"
+AUTO_TRUST = "auto"
 DISAGGREGATION = ("auto", "always", "never")
 SALT_CHARS_MIN = 16
 CLOSED = "closed"
@@ -98,20 +99,28 @@ def criticality_of(value: object) -> str | int:
 
 
 def networks_of(value: object) -> tuple[Network, ...]:
-    parts = re.split(r"[,\s]+", value.strip().lower()) if isinstance(value, str) else value
+    parts = re.findall(r"[^,\s]+", value.lower()) if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str | Network) for part in parts):
-        raise ValueError("should be loopback, all, none, or a list of networks such as 10.0.0.0/8")
+        raise ValueError("should be loopback, all, none, or a list of addresses or networks such as 10.1.2.3")
     found: list[Network] = []
     for part in parts:
         try:
             found += TRUST_WORDS[part] if part in TRUST_WORDS else (ip_network(str(part)),)
         except ValueError as error:
-            raise ValueError(f"{error}; should be loopback, all, none, or networks such as 10.0.0.0/8") from None
+            raise ValueError(f"{error}; should be loopback, all, none, or addresses such as 10.1.2.3") from None
     return tuple(found)
 
 
-def words_of(networks: tuple[Network, ...]) -> str:
+def trust_of(value: object) -> tuple[Network, ...] | str:
+    """`auto`, or networks."""
+    is_auto = isinstance(value, str) and value.strip().lower() == AUTO_TRUST
+    return AUTO_TRUST if is_auto else networks_of(value)
+
+
+def words_of(networks: tuple[Network, ...] | str) -> str:
     """These networks as text, which `networks_of` reads."""
+    if isinstance(networks, str):
+        return networks
     word = next((word for word, meant in TRUST_WORDS.items() if meant == networks), None)
     return word or ", ".join(map(str, networks))
 
@@ -340,6 +349,12 @@ Disaggregated = Annotated[str | int, PlainValidator(disaggregation_of), TypeName
 KeyHash = Annotated[str, PlainValidator(key_hash), TypeName("hash of a key")]
 Networks = Annotated[
     tuple[Network, ...], PlainValidator(networks_of), PlainSerializer(words_of, return_type=str), TypeName("networks")
+]
+Trust = Annotated[
+    tuple[Network, ...] | str,
+    PlainValidator(trust_of),
+    PlainSerializer(words_of, return_type=str),
+    TypeName("auto or networks"),
 ]
 PromptRange = Annotated[tuple[Count, Count], AfterValidator(prompt_range), TypeName("[from, to]")]
 Moment = Annotated[datetime, BeforeValidator(moment_of), TypeName("date or timestamp")]

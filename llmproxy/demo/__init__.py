@@ -47,7 +47,8 @@ curl {base}/v1/chat/completions \\
   "messages": [{{"role": "user", "content": "Hello"}}]}}'
 
 queued: in the proxy. waiting: in a replica. broken: cut midway. lost: an error.
-{scenes}More to see: /v1/models /metrics /debug/queue /debug/explain. Ctrl-C ends all.
+{scenes}More to see: llmproxy top {base} --admin-key {key}
+/v1/models and /metrics. Ctrl-C ends all.
 """
 KEYS = "Keys: {keys},\nblank: the demo leads again.\n"
 
@@ -129,6 +130,7 @@ def _config(port: int, replicas: Sequence[DemoReplica]) -> dict[str, Any]:
         "host": HOST,
         "port": port,
         "admin_key": hash_of(ADMIN_KEY),
+        "admin": {"open_metrics": True},
         # The state file is that of the person's own proxy, too.
         "state_file": "none",
         "scheduling": {"start_limit": BATCH},

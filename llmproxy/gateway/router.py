@@ -10,6 +10,7 @@ import structlog
 from aiohttp import web
 
 from llmproxy.core.domain import Outcome
+from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.client_limits import ClientLimits
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure, nothing_at
 from llmproxy.gateway.http.routes import MODELS, PING, SCHEDULED, STORED_RESPONSES, dialect_of, is_administrative
@@ -91,14 +92,15 @@ class Router:
             if asks_for_websocket(request):
                 # This is not logged as an error: clients that can do both try this first, and then use HTTP.
                 return no_websocket().response(dialect_of(path), {"x-request-id": id_for_error(request.headers)})
+            sender = self._rulebook.current.clients.of(request)
             if path not in OWN:
-                self.clients.count_request(request.remote or "", asyncio.get_running_loop().time())
+                self.clients.count_request(sender.address, asyncio.get_running_loop().time())
             # The raw path: a proxy in front that decides by path does not take %2f for a slash.
             route = SCHEDULED.get(request.rel_url.raw_path.rstrip("/"))
             if route is not None:
                 check_method(request, route.method)
-                return await self._handler.serve(route, request)
-            return await self._unscheduled(path, request)
+                return await self._handler.serve(route, request, sender)
+            return await self._unscheduled(path, request, sender)
         except Failure as failure:
             return self.refuse(request, failure, path)
         except (ConnectionError, web.RequestPayloadError):
@@ -141,13 +143,13 @@ class Router:
         return failure.raw()
 
     async def _stored_response(
-        self, path: str, request: web.BaseRequest, response_id: str, tenant: Tenant
+        self, path: str, request: web.BaseRequest, response_id: str, tenant: Tenant, sender: Client
     ) -> web.StreamResponse:
         own_id = request_id(request.headers) or uuid4().hex
         self._handler.begin_request()
         try:
             response, outcome, error = await self._stored.serve(
-                path, request, response_id, own_id, tenant, lambda: self._handler.shutting_down
+                path, request, response_id, own_id, tenant, sender, lambda: self._handler.shutting_down
             )
         except (asyncio.CancelledError, ConnectionError) as left:
             self._record(request, path, own_id, *self._handler.cancellation(left))
@@ -164,7 +166,7 @@ class Router:
         self._exits.record(ended)
         log_exit(ended)
 
-    async def _unscheduled(self, path: str, request: web.BaseRequest) -> web.StreamResponse:
+    async def _unscheduled(self, path: str, request: web.BaseRequest, sender: Client) -> web.StreamResponse:
         if path in OWN or path.startswith(MODELS + "/"):
             check_method(request, "GET", "HEAD", *(["POST"] if path == PING else []))
             return await self._pages.show(path, request)
@@ -173,7 +175,7 @@ class Router:
             response_id, _, verb = path.removeprefix(STORED_RESPONSES).partition("/")
             if verb in ("", "cancel"):
                 check_method(request, "POST" if verb else "GET")
-                return await self._stored_response(path, request, response_id, tenant)
+                return await self._stored_response(path, request, response_id, tenant, sender)
         raise nothing_at(path)
 
 

@@ -55,7 +55,7 @@ def test_mapping_changes_by_key_and_list_as_a_whole() -> None:
     old = config(scheduling={"weights": {"a": 1.0, "b": 2.0}}, bands={"urgent": 50})
     new = config(scheduling={"weights": {"a": 3.0}}, trust_headers="none")
     assert message(old, new) == [
-        "trust_headers: [127.0.0.0/8, ::1/128] -> []",
+        "trust_headers: auto -> []",
         "bands.urgent: removed",
         "scheduling.weights.a: 1.0 -> 3.0",
         "scheduling.weights.b: removed",

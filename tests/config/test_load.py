@@ -153,7 +153,7 @@ def test_session_name_keeps_its_case_except_for_headers(write: Any, text: str, m
         ("bands: {urgent: 50}\nscheduling: {ceilings: {urgent: 0.5}}", "ceilings must not rise as priority falls"),
         ("trust_headers: everyone", ":1: trust_headers: 'everyone' does not appear to be an IPv4 or IPv6 network"),
         ("trust_headers: [10.0.0.1/8]", ":1: trust_headers: 10.0.0.1/8 has host bits set"),
-        ("trust_headers: [7]", ":1: trust_headers: should be loopback, all, none, or a list of networks"),
+        ("trust_headers: [7]", ":1: trust_headers: should be loopback, all, none, or a list of addresses"),
         ("\nhealth: {backoff_s: 50}", ":2: health.backoff_max_s: 30 should not be below backoff_s, which is 50"),
         ("body_bytes_max: 2000000000", "queue.bytes_max: 1073741824 is below body_bytes_max 2000000000"),
         (
@@ -295,7 +295,6 @@ def test_overridden_value_is_not_checked_but_its_section_is(write: Any) -> None:
 
 
 OTHER_THAN_DEFAULT: dict[str, str | list[str]] = {
-    "trust_headers": "all",
     "backend_api_key": "k",
     "admin_key": hash_of("k"),
     "discovery.kubernetes_api": "http://127.0.0.1:8001",
@@ -322,12 +321,10 @@ def test_every_key_outside_lists_can_be_overridden() -> None:
         config: Any = load(None, [Override(key, value, "here")])
         for part in key.split("."):
             config = getattr(config, part)
-        if isinstance(field.default, tuple) and key not in ("trust_headers", *OTHER_THAN_DEFAULT):
+        if isinstance(field.default, tuple) and key not in OTHER_THAN_DEFAULT:
             assert config == field.default
         else:
-            assert (
-                config != field.default if isinstance(value, list) or key == "trust_headers" else str(config) == value
-            )
+            assert config != field.default if isinstance(value, list) else str(config) == value
 
 
 @pytest.mark.parametrize(
@@ -349,7 +346,7 @@ def test_origin_is_normalized_as_browsers_send_it(write: Any, text: str, message
 
 
 def test_section_of_comments_has_its_defaults(write: Any) -> None:
-    assert load(write("queue:\nbackends:\ntrust_headers:\nscheduling: {weights: }\nplugins: null\n")) == Config()
+    assert load(write("queue:\nbackends:\nscheduling: {weights: }\nplugins: null\n")) == Config()
     assert load(write("")) == load(write("# nothing\n")) == load() == Config()
 
 
@@ -398,10 +395,22 @@ def test_ceilings_are_by_band_over_the_defaults(write: Any) -> None:
         ("[]", []),
         ("[loopback, 10.0.0.0/8]", ["127.0.0.0/8", "::1/128", "10.0.0.0/8"]),
         ("10.0.0.0/8, 10.1.1.1", ["10.0.0.0/8", "10.1.1.1/32"]),
+        ("''", []),
     ],
 )
-def test_trusted_peers_are_networks(write: Any, text: str, networks: list[str]) -> None:
-    assert load(write(f"trust_headers: {text}")).trust_headers == tuple(map(ip_network, networks))
+def test_trusted_addresses_are_networks(write: Any, text: str, networks: list[str]) -> None:
+    found = load(write(f"trust_headers: {text}\nclients:\n  trusted_proxies: {text}"))
+    assert found.trust_headers == found.clients.trusted_proxies == tuple(map(ip_network, networks))
+
+
+def test_loopback_is_trusted_by_default_only_where_no_client_needs_a_key(write: Any) -> None:
+    tenant = f"tenants: [{{name: acme, keys: ['{hash_of('k')}']}}]"
+    loopback = tuple(map(ip_network, ("127.0.0.0/8", "::1/128")))
+    for trust in ("", "trust_headers: Auto\n"):
+        assert load(write(f"{trust}port: 1")).trusted_networks() == loopback
+        assert load(write(f"{trust}{tenant}")).trusted_networks() == ()
+        assert load(write(f"{trust}api_keys: [k]")).trusted_networks() == ()
+    assert load(write(f"trust_headers: loopback\n{tenant}")).trusted_networks() == loopback
 
 
 def test_configuration_is_frozen() -> None:

@@ -10,20 +10,20 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from hmac import compare_digest
-from ipaddress import ip_address
 from types import MappingProxyType
 from typing import Any
 
 import orjson
 from aiohttp import web
 
-from llmproxy.config import Config
+from llmproxy.config import TRUST_WORDS, Config
 from llmproxy.core.adapters import Adapters, AdapterState
 from llmproxy.core.domain import Outcome
 from llmproxy.core.rate_limit import TokenBucket
 from llmproxy.core.snapshot import BackendSnapshot, BandSnapshot, FlowSnapshot, PoolSnapshot, Position
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.admin.explained import fields_of, pages_of
+from llmproxy.gateway.http.client_address import AddressSet, Clients
 from llmproxy.gateway.http.errors import Failure, error_body, nothing_at
 from llmproxy.gateway.http.routes import METRICS, Dialect
 from llmproxy.gateway.request.auth import digest_of, presented
@@ -40,9 +40,8 @@ PAGES_PER_S = 5.0
 BURST = 10.0
 """Pages that may be requested at once after a pause. Each is built on the loop that serves all requests."""
 
+LOOPBACK = AddressSet(TRUST_WORDS["loopback"])
 UNSTORED = {"Cache-Control": "no-store"}
-FORWARDED = frozenset({"forwarded", "via", "x-forwarded-for", "x-real-ip"})
-"""Fields that show a proxy in front of this one, so that the peer's address is not the client's."""
 
 WRONG_ADMIN_KEY = "This needs the admin key of the proxy (admin_key), as `Authorization: Bearer KEY`."
 NO_ADMIN_KEY = (
@@ -68,20 +67,22 @@ class AdminPages:
         """Use another admin key, other names of bands and other tenants."""
         self._digest = None if config.admin_key is None else digest_of(config.admin_key)
         self._names = config.band_names()
-        self._has_tenants = bool(config.tenants)
+        self._clients = Clients(config.clients.trusted_proxies)
+        self._open_metrics = config.admin.open_metrics
+        self._secret_metrics = bool(config.tenants) or config.admin_key is not None
 
     def admits(self, request: web.BaseRequest) -> bool:
-        """Whether the client is on this machine or has the admin key.
+        """Whether the client has the admin key; where none is configured, whether it is on this machine."""
+        return self.has_key(request) if self._digest is not None else self._is_local(request)
 
-        A foreign web page in a browser on this machine is not admitted, although its requests come from here. Its
-        `Origin` gives it away, or its `Host` if its own name was made to point here (DNS rebinding).
+    def _is_local(self, request: web.BaseRequest) -> bool:
+        """Whether the client seems to be on this machine. A reverse proxy on this machine that adds no field seems so.
+
+        A foreign page in a browser on this machine is not local. Its `Origin` shows that, or its `Host` if its own name
+        was made to point here (DNS rebinding).
         """
-        if self.has_key(request):
-            return True
-        if not _is_local(request.remote) or not FORWARDED.isdisjoint(name.lower() for name in request.headers):
-            return False
-        host, origin = request.headers.get("host", "").lower(), request.headers.get("origin")
-        return self._names_us(host) and (origin is None or origin.lower().partition("://")[2] == host)
+        client = self._clients.of(request)
+        return client.certain and client.address in LOOPBACK and self._names_us(request.headers.get("host", "").lower())
 
     def _names_us(self, host: str) -> bool:
         """Whether a `Host` is local or one on which the proxy listens. No web page sends an empty one."""
@@ -89,33 +90,31 @@ class AdminPages:
         if name in ("", "localhost") or name in self._bound:
             return True
         try:
-            return _is_local(name)
+            return name in LOOPBACK
         except ValueError:
             return False
 
     def check(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> None:
         """Raise Failure for a client that may not do this at this administrative path. All paths have this one rule.
 
-        404, as if the path did not exist, for a client that is not admitted or on the wrong port. 401 for an admitted
-        client without the key that a change needs. Metrics are public unless they name tenants.
+        401 for a client on this machine without the admin key. 404, as if the path did not exist, for any other, and on
+        the wrong port. A change needs the key from everybody, because a page in a local browser can send a POST too.
         """
         if self._has_port is not on_admin_port:
             raise nothing_at(path)
-        if path == METRICS:
-            if self._has_tenants and not on_admin_port and not self.admits(request):
-                message = "Where there are tenants, metrics need the admin key of the proxy (admin_key)."
-                raise Failure(Outcome.UNAUTHORIZED, message)
+        if path == METRICS and (on_admin_port or self._open_metrics or not self._secret_metrics):
             return
         if path.startswith(UI) and self._digest is not None:
             # The page itself shows nothing. It asks for the key, with which it then asks for what it shows.
             return
-        if not self.admits(request):
-            raise nothing_at(path)
         if path.startswith("/debug") or request.method in ("GET", "HEAD"):
+            if self.admits(request):
+                return
+        elif self.has_key(request):
             return
-        # A web page in a local browser can send a POST too, so changes need more than a local client.
-        if not self.has_key(request):
+        if path == METRICS or self._is_local(request):
             raise Failure(Outcome.UNAUTHORIZED, NO_ADMIN_KEY if self._digest is None else WRONG_ADMIN_KEY)
+        raise nothing_at(path)
 
     def has_key(self, request: web.BaseRequest) -> bool:
         """Whether the client has the admin key."""
@@ -252,10 +251,3 @@ def refusal(status: int, message: str, headers: Mapping[str, str] = MappingProxy
     """An error of a page, with the JSON of OpenAI's."""
     body = error_body(Dialect.OPENAI, status, message)
     return web.Response(status=status, body=body, content_type="application/json", headers={**UNSTORED, **headers})
-
-
-def _is_local(peer: str | None) -> bool:
-    if peer is None:
-        return False
-    address = ip_address(peer.partition("%")[0])
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

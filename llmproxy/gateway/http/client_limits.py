@@ -1,7 +1,7 @@
 """Limits for one client address: connections, and requests per second.
 
-The address is that of the connection; `X-Forwarded-For` is not used. All addresses of one IPv6 network of 64 bits count
-as one, because one client usually has them all.
+Requests count by the address of the client, connections by that of the peer, except those of trusted proxies. All
+addresses of one IPv6 network of 64 bits count as one, because one client usually has them all.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from ipaddress import IPv6Address, ip_address
 from llmproxy.config import ClientsConfig
 from llmproxy.core.domain import Outcome
 from llmproxy.core.rate_limit import TokenBucket
+from llmproxy.gateway.http.client_address import AddressSet
 from llmproxy.gateway.http.errors import Failure
 
 ADDRESSES_MAX = 10_000
@@ -24,6 +25,7 @@ class ClientLimits:
 
     def __init__(self, limits: ClientsConfig) -> None:
         self._limits = limits
+        self._proxies = AddressSet(limits.trusted_proxies)
         self._open = 0
         self._open_by: Counter[str] = Counter()
         self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
@@ -34,7 +36,8 @@ class ClientLimits:
         if self._open >= limits.connections_max:
             message = "Too many connections are open here (clients.connections_max, or the limit of open files)."
             return Failure(Outcome.REJECTED_CAPACITY, message, status=503, retry_after_s=RETRY_S)
-        if limits.address_connections_max is not None and self._open_by[key] >= limits.address_connections_max:
+        most = None if address in self._proxies else limits.address_connections_max
+        if most is not None and self._open_by[key] >= most:
             message = "Too many connections of this address are open (clients.address_connections_max)."
             return Failure(Outcome.RATE_LIMITED, message, retry_after_s=RETRY_S)
         self._open += 1

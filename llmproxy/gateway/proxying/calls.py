@@ -28,7 +28,7 @@ def call_for(
     handover: Handover | None,
 ) -> Call:
     """The call to `backend`. `handover` is what the first stage left for the second one, None for any other."""
-    http, rules, tenant, route = received.http, received.rules, received.tenant, received.route
+    http, rules, route = received.http, received.rules, received.route
     request = lease.grant.request
     prefill, decode = request.stage is Stage.PREFILL, request.stage is Stage.DECODE
     transfer = handover.parameters.value if handover is not None else None
@@ -39,7 +39,7 @@ def call_for(
         want_usage=True,
         priority=priority,
         salt=received.salt,
-        trusted=rules.identity.trusts(http.remote, tenant),
+        trusted=received.trusted,
         transfer=rules.connector.asks if prefill else transfer,
         prompt_alone=prefill,
     )
@@ -47,7 +47,7 @@ def call_for(
     return Call(
         route.method,
         f"{route.path}?{query}" if query else route.path,
-        rules.identity.to_backend(http, received.id, backend, tenant, received.trace, span_id),
+        rules.identity.to_backend(http, received.id, backend, received.trusted, received.trace, span_id),
         spliced.parts,
         request.stream,
         spliced.hides_usage,

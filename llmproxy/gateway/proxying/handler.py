@@ -18,6 +18,7 @@ from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Outcome, Refused, Request, Stage, Verdict
 from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.core.retry import RetryBudget
+from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure
 from llmproxy.gateway.http.headers import check as check_fields
 from llmproxy.gateway.http.routes import Dialect, Route, Work
@@ -118,13 +119,13 @@ class RequestHandler:
         error = "the client left" if isinstance(cause, asyncio.CancelledError) else f"the client left: {cause}"
         return Outcome.CANCELLED, 499, error
 
-    async def serve(self, route: Route, http: web.BaseRequest) -> web.StreamResponse:
+    async def serve(self, route: Route, http: web.BaseRequest, sender: Client) -> web.StreamResponse:
         """Serve one request of a scheduled route, and record how it ended."""
         extra: dict[str, str] = {}
         now = asyncio.get_running_loop().time()
         rules = self._rulebook.current
         client = ResponseWriter(http, extra, lambda: self.shutting_down, rules.cors)
-        received = ReceivedRequest(rules, route, http, now, urandom(16).hex(), HeldBody(self.bodies))
+        received = ReceivedRequest(rules, route, http, sender, now, urandom(16).hex(), HeldBody(self.bodies))
         context = RequestContext(received, client, extra)
         self.begin_request()
         try:
@@ -159,6 +160,7 @@ class RequestHandler:
         context.extra["x-request-id"] = received.id
         check_fields(http.headers.items())
         received.tenant = rules.keys.check(http.headers)
+        received.trusted = rules.identity.trusts(received.client, received.tenant)
         received.begin_trace(self._sampler)
         if self._dispatcher.draining:
             raise Failure(Outcome.DRAINING, "The proxy is shutting down. Try again.", retry_after_s=1.0)
@@ -217,8 +219,7 @@ class RequestHandler:
 
     def _make_request(self, received: ReceivedRequest, parsed: ParsedBody, target: Target) -> Request:
         http, facts, tenant, identity = received.http, parsed.facts, received.tenant, received.rules.identity
-        trusted = identity.trusts(http.remote, tenant)
-        standing = identity.classify(http.headers, trusted, target.requested, target.model, tenant)
+        standing = identity.classify(http.headers, received.trusted, target.requested, target.model, tenant)
         received.ttl_s, received.unknown_objective = standing.ttl_s, standing.unknown_objective
         prompt_tokens, output_tokens = self._estimator.tokens(target.model, facts)
         if received.route.work is not Work.GENERATES:
@@ -287,11 +288,11 @@ class RequestHandler:
         received, routing = context.input, context.routing
         assert routing is not None
         tried = routing.tried[-1]
-        http, rules, tenant, dialect = received.http, received.rules, received.tenant, received.route.dialect
+        rules, tenant, dialect = received.rules, received.tenant, received.route.dialect
         backend, stage = self._backends[lease.backend], lease.grant.request.stage
         if received.trace is not None:
             tried.span_id = new_span_id()
-        if rules.identity.shows_backend(http.remote, tenant):
+        if received.shows_backend:
             context.extra["x-llmproxy-backend"] = backend.name
         context.extra["x-llmproxy-queue-ms"] = f"{routing.waited_s * 1e3:.1f}"
         context.extra["x-llmproxy-attempts"] = str(routing.attempts)

@@ -10,6 +10,7 @@ from aiohttp import web
 from llmproxy.attempts import Routing
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Grant, Outcome, Stage
+from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.routes import Route
 from llmproxy.gateway.proxying.answers import KeptAnswer
 from llmproxy.gateway.proxying.attempt import Attempt
@@ -39,15 +40,20 @@ _CLIENTS_DOING = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE
 
 @dataclass(slots=True)
 class ReceivedRequest:
-    """What came in: the request itself, and what was read from it so far. `id` is in the log and in headers."""
+    """What came in: the request itself, and what was read from it so far. `id` is in the log and in headers.
+
+    `trusted`: its headers about bands, flows and objectives count.
+    """
 
     rules: Rules
     route: Route
     http: web.BaseRequest
+    client: Client
     arrived_s: float
     id: str
     held: HeldBody
     tenant: Tenant = NO_TENANT
+    trusted: bool = False
     body_bytes: int = 0
     parsed: ParsedBody | None = None
     previous: Previous | None = None
@@ -61,8 +67,12 @@ class ReceivedRequest:
     def begin_trace(self, sampler: Sampler | None) -> None:
         """Begin the trace, once. Only clients whose headers count may say which one it is."""
         if sampler is not None and self.trace is None:
-            believed = self.rules.identity.trusts(self.http.remote, self.tenant)
-            self.trace = sampler.begin(self.http.headers.getall("traceparent", ()), believed)
+            self.trace = sampler.begin(self.http.headers.getall("traceparent", ()), self.trusted)
+
+    @property
+    def shows_backend(self) -> bool:
+        """Whether answers name their backend. They do, except to tenants that are not trusted."""
+        return self.trusted or not self.tenant.name
 
     def record(self, routing: Routing | None, band_names: Mapping[int, str]) -> RequestInput:
         record = RequestInput(

@@ -10,6 +10,7 @@ from aiohttp import web
 from llmproxy.config import Config
 from llmproxy.core.domain import Outcome, RequestFacts
 from llmproxy.core.placement.policy import presets
+from llmproxy.gateway.http.client_address import Clients
 from llmproxy.gateway.http.cors import Cors
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.routes import BodyKind, Route
@@ -25,13 +26,14 @@ from llmproxy.upstream.port import Upstream
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Everything that a request needs of one configuration: keys, identity, body reader, relay.
+    """Everything that a request needs of one configuration: keys, clients, identity, body reader, relay.
 
     A request keeps the rules that were current when it came, so that it never meets parts of two configurations.
     """
 
     config: Config
     keys: Keys
+    clients: Clients
     identity: Identity
     body_reader: BodyReader
     relay: Relay
@@ -50,6 +52,7 @@ class Rules:
         return cls(
             config,
             Keys(config),
+            Clients(config.clients.trusted_proxies),
             identity,
             body_reader,
             Relay(upstream, config.timeouts),

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from llmproxy.config import BackendConfig
 from llmproxy.core.domain import Outcome, Refused
+from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.errors import Failure, error_event
 from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
@@ -171,6 +172,7 @@ class StoredResponses:
         response_id: str,
         own_id: str,
         tenant: Tenant,
+        sender: Client,
         shutting_down: Callable[[], bool],
     ) -> tuple[web.StreamResponse, Outcome, str | None]:
         """Send a request of `tenant` about one response to the backend that made it.
@@ -184,10 +186,11 @@ class StoredResponses:
             raise Failure(Outcome.BAD_REQUEST, message, status=404)
         backend = self._backends[name]
         extra = {"x-request-id": own_id}
-        if rules.identity.shows_backend(request.remote, tenant):
+        trusted = rules.identity.trusts(sender, tenant)
+        if trusted or not tenant.name:
             extra["x-llmproxy-backend"] = name
         client = ResponseWriter(request, extra, shutting_down, rules.cors)
-        headers = rules.identity.to_backend(request, own_id, backend, tenant)
+        headers = rules.identity.to_backend(request, own_id, backend, trusted)
         query = request.rel_url.raw_query_string
         limit_s = rules.config.timeouts.stall_s
         exchange = None

@@ -20,8 +20,9 @@ class Tenant:
     """The tenant of a request, found by its key, and its rights.
 
     `band` is the band of its requests if no trusted header names one; None leaves it to the model. No request gets
-    above `band_max`. `models` are the model names that it may use, None for all. `salt` is the secret that keeps its
-    prefixes apart in the caches of engines, None if it shares them.
+    above `band_max`; None: no header raises the band, unless the tenant is `trusted`. `models` are the model names that
+    it may use, None for all. `salt` is the secret that keeps its prefixes apart in the caches of engines, None if it
+    shares them.
     """
 
     name: str = ""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
 from math import isfinite
 from uuid import uuid4
 
 from aiohttp import web
 from xxhash import xxh64_hexdigest
 
-from llmproxy.config import BackendConfig, Config, ModelConfig, Network, model_limit, settings_of, tenant_limit
+from llmproxy.config import TRUST_WORDS, BackendConfig, Config, ModelConfig, model_limit, settings_of, tenant_limit
 from llmproxy.core.domain import BAND_NAMES, DEFAULT, Outcome, Slo
+from llmproxy.gateway.http.client_address import AddressSet, Client
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.headers import (
     FAIRNESS_HEADERS,
@@ -72,10 +72,12 @@ _NOTHING = _Objective()
 
 
 class Identity:
-    """Classifies requests. Headers that give an advantage count only from trusted peers and tenants."""
+    """Classifies requests. Headers that give an advantage count only from trusted clients and tenants."""
 
     def __init__(self, config: Config) -> None:
-        self._trusted: Sequence[Network] = config.trust_headers
+        self._trusted = AddressSet(config.trusted_networks())
+        self._trusts_all = config.trusted_networks() == TRUST_WORDS["all"]
+        self._trusts_proxies = config.trust_proxy_headers
         self._ttl_s = config.queue.ttl_s
         self._band_ttls_s = config.by_band(config.queue.band_ttl_s)
         self._models = {model.name: _of_model(config, model) for model in config.models}
@@ -91,46 +93,30 @@ class Identity:
         named = [place.partition(":") for place in config.scheduling.session]
         self._session_names = [(place, name) for place, _, name in named]
         self._privileged = PRIVILEGED.union(own)
-        self._peers: dict[str, bool] = {}
         self._backend_key = config.backend_api_key
         self._keeps_credentials = config.forward_credentials
 
-    def trusts(self, peer: str | None, tenant: Tenant = NO_TENANT) -> bool:
-        """Whether headers of this peer address, or of this tenant from any address, count.
-
-        A peer that has disconnected has no address and is not trusted.
-        """
-        if tenant.trusted:
+    def trusts(self, client: Client, tenant: Tenant = NO_TENANT) -> bool:
+        """Whether the headers of a request from this client, or from this tenant at any address, count."""
+        if tenant.trusted or (client.proxied and self._trusts_proxies):
             return True
-        if not peer:
-            return False
-        known = self._peers.get(peer)
-        if known is None:
-            if len(self._peers) >= 10_000:
-                self._peers.clear()
-            known = self._peers[peer] = self._in_networks(peer)
-        return known
-
-    def _in_networks(self, peer: str) -> bool:
-        address = ip_address(peer.partition("%")[0])
-        mapped = getattr(address, "ipv4_mapped", None) or address
-        return any(mapped in network for network in self._trusted if network.version == mapped.version)
+        return (client.certain or self._trusts_all) and client.address in self._trusted
 
     def to_backend(
         self,
         http: web.BaseRequest,
         request_id: str,
         backend: BackendConfig,
-        tenant: Tenant = NO_TENANT,
+        trusted: bool = False,
         trace: TraceContext | None = None,
         span_id: str = "",
     ) -> Headers:
-        """The header fields for `backend`: with its own key, without privileged fields of an untrusted client.
+        """The header fields for `backend`: with its own key, without privileged fields of a client that is not trusted.
 
         With a `trace`, the span of this id is the parent of what the backend does; else the client's fields say it.
         """
         key = backend.api_key or self._backend_key
-        withheld = frozenset() if self.trusts(http.remote, tenant) else self._privileged
+        withheld = frozenset() if trusted else self._privileged
         headers = to_backend(
             http.headers.items(),
             request_id=request_id,
@@ -147,10 +133,6 @@ class Identity:
         if backend.api_key or self._backend_key:
             return f"{backend.name} does not accept the key that is configured for it (api_key or backend_api_key)"
         return f"{backend.name} wants a key: set backend_api_key, or its own api_key; keys of clients are not forwarded"
-
-    def shows_backend(self, peer: str | None, tenant: Tenant) -> bool:
-        """Whether answers name their backend. They do, except to tenants that are not trusted."""
-        return not tenant.name or self.trusts(peer, tenant)
 
     @property
     def session_members(self) -> tuple[str, ...]:
@@ -178,7 +160,8 @@ class Identity:
         """The class of a request of `tenant` for the model name `requested`, which stands for `target`.
 
         A trusted header takes precedence over the tenant, and the tenant over the model. No request gets above its
-        tenant's highest band. Raises Failure (400) for a header that counts and is not valid.
+        tenant's `band_max`. Without one, a header cannot raise the band of a tenant, unless the tenant is trusted.
+        Raises Failure (400) for a header that counts and is not valid.
         """
         named = _first(headers, OBJECTIVE_HEADERS) if trusted else None
         objective, unknown = _NOTHING, None
@@ -186,14 +169,18 @@ class Identity:
             known = self._objectives.get(named[1])
             objective = _Objective(DEFAULT) if known is None else known
             unknown = named[1][:FLOW_CHARS_MAX] if known is None else None
-        sources = [objective, _Objective(tenant.band, tenant.ttft_s, tenant.tpot_s)]
+        sources = [_Objective(tenant.band, tenant.ttft_s, tenant.tpot_s)]
         sources += [self._models.get(name, _NOTHING) for name in (requested, target)]
+        own = next((one.band for one in sources if one.band is not None), DEFAULT)
+        band = own if objective.band is None else objective.band
+        sources.insert(0, objective)
         if trusted:
             times = _milliseconds(headers, TTFT_HEADERS), _milliseconds(headers, TPOT_HEADERS)
             sources.insert(0, _Objective(None, *times))
-        band = next((one.band for one in sources if one.band is not None), DEFAULT)
         if tenant.band_max is not None:
             band = min(band, tenant.band_max)
+        elif tenant.name and not tenant.trusted:
+            band = min(band, own)
         ttft_s = next((one.ttft_s for one in sources if one.ttft_s is not None), None)
         tpot_s = next((one.tpot_s for one in sources if one.tpot_s is not None), None)
         flow = self._flow_of(headers, trusted, requested, tenant)

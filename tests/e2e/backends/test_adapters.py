@@ -139,7 +139,7 @@ async def test_one_that_has_another_of_that_name_does_not() -> None:
         answer = await load(proxy)
         assert (answer.status, answer.json["error"]["code"]) == (400, 400), "the status on which all agree"
         assert (answer.json["remembered"], replies(answer)) == (False, [("b0", 400, False), ("b1", 400, False)])
-        assert (await proxy.get(PAGE)).json == {"adapters": [], "more": 0}
+        assert (await proxy.get(PAGE, headers=KEY)).json == {"adapters": [], "more": 0}
         assert (await load(proxy, load_inplace=True)).status == 200
 
 
@@ -152,7 +152,7 @@ async def test_a_report_lists_backends_that_took_the_change() -> None:
         assert "LoRA is not enabled" in answer.json["replicas"][1]["message"]
         assert answer.json["remembered"]
         assert {(await proxy.chat(ASK)).backend for _ in range(4)} == {"b0"}
-        (shown,) = (await proxy.get(PAGE)).json["adapters"]
+        (shown,) = (await proxy.get(PAGE, headers=KEY)).json["adapters"]
         assert (shown["adapter"], shown["path"], shown["later_ones_too"]) == ("fresh", "/adapters/fresh", True)
         assert [(one["backend"], one["wanted"], one["done"]) for one in shown["replicas"]] == [
             ("b0", "load", True), ("b1", "load", False)
@@ -268,7 +268,7 @@ async def test_a_change_is_carried_out_although_its_client_left() -> None:
         await asyncio.gather(first, return_exceptions=True)
         slow.let.set()
         await until(lambda: "fresh" in adapters(proxy, "b0"))
-        (shown,) = (await proxy.get(PAGE)).json["adapters"]
+        (shown,) = (await proxy.get(PAGE, headers=KEY)).json["adapters"]
         assert [one["done"] for one in shown["replicas"]] == [True]
 
 
@@ -291,7 +291,7 @@ async def test_a_late_backend_is_reported_and_believed_later() -> None:
         assert "timeouts.adapter_s" in answer.json["replicas"][0]["message"]
         slow.let.set()
         await until(lambda: "fresh" in adapters(proxy, "b0"))
-        (shown,) = (await proxy.get(PAGE)).json["adapters"]
+        (shown,) = (await proxy.get(PAGE, headers=KEY)).json["adapters"]
         assert [one["done"] for one in shown["replicas"]] == [True]
 
 

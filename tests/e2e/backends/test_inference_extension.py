@@ -15,7 +15,7 @@ from llmproxy.config import hash_of
 from llmproxy.fleet.kubernetes import watched
 from llmproxy.simulator.replica import Replica
 from tests.e2e.backends.test_kubernetes import LABELS, port_of
-from tests.e2e.operators.test_reload import KEYED
+from tests.e2e.operators.test_reload import ADMIN, KEYED
 from tests.e2e.operators.test_reload import rewrite as reloaded
 from tests.e2e.proxies import FAST, HELLO, ProxyUnderTest, is_poll, serving, until
 from tests.fleet.kubernetes.api_server import ApiServer, api_server, inference_pool, objective, pod, rewrite, rule
@@ -156,10 +156,10 @@ async def test_a_reload_keeps_the_objects_and_objects_keep_the_reload(tmp_path: 
         assert await band_of(proxy, "batch") == ("batch", -20)
         await reloaded(proxy, objectives=[{"name": "batch", "criticality": 7}])
         assert knows(proxy, "objectives", batch=7)
-        settings = {one["key"]: one for one in (await proxy.get("/debug/config")).json["settings"]}
+        settings = {one["key"]: one for one in (await proxy.get("/debug/config", headers=ADMIN)).json["settings"]}
         assert settings["objectives[batch].criticality"]["value"] == "7"
         await reloaded(proxy, objectives=[])
-        settings = {one["key"]: one for one in (await proxy.get("/debug/config")).json["settings"]}
+        settings = {one["key"]: one for one in (await proxy.get("/debug/config", headers=ADMIN)).json["settings"]}
         assert settings["objectives[batch].criticality"] == {
             "key": "objectives[batch].criticality", "value": "-20", "origin": "InferenceObjective default/batch",
             "restart": False,

@@ -35,7 +35,8 @@ async def test_with_a_port_of_their_own_these_paths_are_nowhere_else() -> None:
         assert proxy.app.admin_url.startswith("http://127.0.0.1:")
         for path in PAGES:
             assert (await proxy.get(path, headers=KEY)).status == 404
-            assert (await proxy.get(proxy.app.admin_url + path)).status == 200
+            assert (await proxy.get(proxy.app.admin_url + path, headers=KEY)).status == 200
+            assert (await proxy.get(proxy.app.admin_url + path)).status == (200 if path == "/metrics" else 401)
         change = {"lora_name": "new", "lora_path": "/x"}
         assert (await proxy.post(LOAD_ADAPTER, change, headers=KEY)).status == 404
         assert (await proxy.post(proxy.app.admin_url + LOAD_ADAPTER, change)).status == 401
@@ -61,19 +62,47 @@ async def test_from_elsewhere_the_port_serves_metrics_or_the_key() -> None:
         assert (await proxy.get(f"{proxy.app.admin_url}/metrics", headers=AFAR)).status == 200
 
 
+ADMIN: dict[str, Any] = {"admin_key": hash_of("for-admins")}
+
+
 @pytest.mark.parametrize(
-    ("config", "status"), [({}, 200), ({"api_keys": ["k"]}, 200), (TENANT | {"admin_key": hash_of("for-admins")}, 401)]
+    ("config", "status", "local"),
+    [
+        ({}, 200, 200),
+        ({"api_keys": ["k"]}, 200, 200),
+        (ADMIN, 401, 401),
+        (TENANT, 401, 200),
+        (TENANT | ADMIN, 401, 401),
+        (TENANT | ADMIN | {"admin": {"open_metrics": True}}, 200, 200),
+    ],
 )
-async def test_metrics_are_open_unless_they_name_tenants(config: dict[str, Any], status: int) -> None:
+async def test_metrics_need_the_admin_key_where_there_is_one_and_where_they_name_tenants(
+    config: dict[str, Any], status: int, local: int
+) -> None:
     async with serving(FAST, **config) as proxy:
-        assert (await proxy.get("/metrics")).status == 200, "on this machine"
+        assert (await proxy.get("/metrics")).status == local
         for headers in (AFAR, AFAR | ACME):
             answer = await proxy.get("/metrics", headers=headers)
             assert answer.status == status
             assert (b"llmproxy_" in answer.body) is (status == 200)
         if status == 401:
             assert b"admin_key" in answer.body
-            assert (await proxy.get("/metrics", headers=AFAR | KEY)).status == 200
+            assert (await proxy.get("/metrics", headers=AFAR | KEY)).status == (200 if "admin_key" in config else 401)
+
+
+LOOK = ("/debug", "/debug/live", "/debug/queue", "/admin/backends", "/admin/cluster", "/scale", "/scale/base", *PAGES)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8080", "[::1]", "", "llm.example.com"])
+async def test_with_an_admin_key_nothing_is_open_to_this_machine_but_probes(host: str) -> None:
+    async with serving(FAST, **TENANT, **ADMIN) as proxy:
+        for path in LOOK:
+            for headers in ({"host": host}, {"host": host, "origin": f"http://{host}"}, AFAR, ACME):
+                answer = await proxy.get(path, headers=headers)
+                assert answer.status in (401, 404), path
+                assert answer.json["error"]["message"]
+        for path in ("/health", "/ready", "/version", "/ui"):
+            assert (await proxy.get(path)).status == 200
 
 
 @pytest.mark.parametrize("path", CHANGES)

@@ -196,7 +196,7 @@ async def test_where_each_setting_comes_from(tmp_path: Path) -> None:
     file = tmp_path / "llmproxy.yaml"
     async with serving(FAST, file=file, admin_key=hash_of("for-admins")) as proxy:
         assert (await proxy.post("/admin/reload", {}, headers=KEY)).status == 200
-        page = (await proxy.get("/debug/config")).json
+        page = (await proxy.get("/debug/config", headers=KEY)).json
         found = {one["key"]: one for one in page["settings"]}
         assert found["admin_key"]["value"] == "***"
         assert "hash" not in json.dumps(page)

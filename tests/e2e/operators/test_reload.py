@@ -44,7 +44,7 @@ def seen_chats(proxy: ProxyUnderTest, backend: str) -> int:
 
 
 async def states(proxy: ProxyUnderTest) -> dict[str, str]:
-    page = (await proxy.get("/admin/backends")).json
+    page = (await proxy.get("/admin/backends", headers=ADMIN)).json
     return {one["backend"]: one["state"] for one in page["backends"]}
 
 
@@ -129,7 +129,7 @@ async def test_keys_that_need_a_restart_are_logged_and_others_used(tmp_path: Pat
         assert answer.json["changes"] == ["drain_timeout_s: 5.0 -> 1.0", "scheduling.weights.base: added 2.0"]
         assert proxy.app.config.drain_timeout_s == 1.0
         assert proxy.app.config.scheduling.placement == proxy.app.pools.settings.placement == "cost"
-        settings = (await proxy.get("/debug/config")).json["settings"]
+        settings = (await proxy.get("/debug/config", headers=ADMIN)).json["settings"]
         shown = {one["key"]: (one["value"], one["origin"]) for one in settings}
         assert shown["scheduling.placement"] == ("cost", "default")
         assert shown["drain_timeout_s"][1].endswith("c.yaml:1")
@@ -198,16 +198,16 @@ async def test_backends_change_their_address_key_and_limit(tmp_path: Path) -> No
 async def test_a_role_is_shown_wherever_its_backend_is(tmp_path: Path) -> None:
     async with reloadable(tmp_path, FAST) as proxy:
         (backend,) = proxy.config_data["backends"]
-        assert "b0 (" not in (await proxy.get("/debug/plain")).body.decode()
+        assert "b0 (" not in (await proxy.get("/debug/plain", headers=ADMIN)).body.decode()
         for role in ("prefill", "decode"):
             await rewrite(proxy, backends=[{**backend, "role": role}])
             # A second passes, and with it the age of the document: the clock itself never comes so far.
             now = asyncio.get_running_loop().time()
             proxy.app.recorder.tick(max(proxy.app.recorder.history.last_s, now + 3_600.0) + 2.0)
-            pages = [(await proxy.get(path)).json for path in ("/admin/backends", "/debug/live")]
-            (pool,) = (await proxy.get("/debug/queue")).json["pools"]
+            pages = [(await proxy.get(path, headers=ADMIN)).json for path in ("/admin/backends", "/debug/live")]
+            (pool,) = (await proxy.get("/debug/queue", headers=ADMIN)).json["pools"]
             assert [one["role"] for page in (*pages, pool) for one in page["backends"]] == [role] * 3
-            assert f"b0 ({role})" in (await proxy.get("/debug/plain")).body.decode()
+            assert f"b0 ({role})" in (await proxy.get("/debug/plain", headers=ADMIN)).body.decode()
 
 
 async def test_every_part_uses_the_new_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ async def test_every_part_uses_the_new_configuration(tmp_path: Path, monkeypatch
         # A removed backend gets no order to load again, and no request waits for it.
         await rewrite(proxy, **key, backends=proxy.config_data["backends"][:1])
         await until(lambda: list(proxy.app.pools.backends) == ["b0"])
-        (sql,) = (await proxy.get("/debug/adapters")).json["adapters"]
+        (sql,) = (await proxy.get("/debug/adapters", headers=again)).json["adapters"]
         assert [one["backend"] for one in sql["replicas"]] == ["b0"]
 
 
@@ -282,15 +282,16 @@ async def test_a_backend_that_leaves_and_comes_back_meanwhile_stays(tmp_path: Pa
         assert (await proxy.chat()).backend == "b0"
 
 
-async def test_the_list_of_backends_is_read_without_a_key(tmp_path: Path) -> None:
+async def test_backends_are_listed_for_those_with_the_key(tmp_path: Path) -> None:
     async with reloadable(tmp_path, FAST) as proxy:
-        (shown,) = (await proxy.get("/admin/backends")).json["backends"]
+        (shown,) = (await proxy.get("/admin/backends", headers=ADMIN)).json["backends"]
         assert shown["since_s"] >= 0.0
         del shown["since_s"]
         url = proxy.replicas[0].url
         expected = {"backend": "b0", "url": url, "role": "both", "group": None, "source": "config"}
         assert shown == {**expected, "state": "up", "in_flight": 0}
         assert (await proxy.post("/admin/backends/b9/drain", None, headers=ADMIN)).status == 404
+        assert (await proxy.get("/admin/backends")).status == 401
         assert (await proxy.get("/admin/backends", headers={"x-forwarded-for": "10.0.0.1"})).status == 404
 
 

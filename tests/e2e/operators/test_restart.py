@@ -211,7 +211,7 @@ async def test_a_successor_knows_which_backends_were_drained(
         for number in (1, 2):
             os.kill(process_id, signal.SIGUSR2)
             process_id = (await process.event("replaced", number))["by_pid"]
-            async with ClientSession() as session, session.get(url + "/admin/backends") as page:
+            async with ClientSession() as session, session.get(url + "/admin/backends", headers=key) as page:
                 states = {one["backend"]: one["state"] for one in (await page.json())["backends"]}
                 assert states == {"kept": "up", "drained": "drained"}
 

@@ -51,9 +51,17 @@ def bytes_of(answer: web.Response) -> bytes:
 
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
-def test_local_clients_are_admitted(peer: str) -> None:
+def test_local_clients_are_admitted_where_there_is_no_admin_key(peer: str) -> None:
     assert pages().admits(look(peer=peer))
-    assert pages(admin_key=hash_of("for-admins")).admits(look(peer=peer))
+    assert not pages(admin_key=hash_of("for-admins")).admits(look(peer=peer))
+
+
+def test_clients_that_a_trusted_proxy_names_are_admitted_by_their_own_address() -> None:
+    page = pages(clients={"trusted_proxies": "127.0.0.1"})
+    assert page.admits(look({"X-Forwarded-For": "127.0.0.5"}))
+    assert not page.admits(look({"X-Forwarded-For": AFAR}))
+    assert not page.admits(look({"X-Forwarded-For": f"127.0.0.5, {AFAR}"}))
+    assert not page.admits(look()), "it speaks for somebody unknown"
 
 
 @pytest.mark.parametrize("peer", [AFAR, "::ffff:10.0.0.7", "fe80::1%eth0", "192.168.0.1", None])
@@ -79,16 +87,15 @@ def test_the_proxys_own_host_names_are_admitted(host: str) -> None:
     "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "10.0.0.7", "[fe80::1]"]
 )
 def test_a_rebound_host_name_is_not_admitted(host: str) -> None:
-    page = pages(admin_key=hash_of("for-admins"))
-    assert not page.admits(look({"Host": host}))
-    assert not page.admits(look({"Host": host, "Origin": f"http://{host}"}))
-    assert page.admits(look(KEY | {"Host": host}))
+    assert not pages().admits(look({"Host": host}))
+    assert not pages().admits(look({"Host": host, "Origin": f"http://{host}"}))
+    assert pages(admin_key=hash_of("for-admins")).admits(look(KEY | {"Host": host}))
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "", "http://localhost", "http://localhost:3000"])
 def test_a_foreign_web_page_in_a_local_browser_is_not_admitted(origin: str) -> None:
+    assert not pages().admits(look({"Host": "localhost:8080", "Origin": origin}))
     page = pages(admin_key=hash_of("for-admins"))
-    assert not page.admits(look({"Host": "localhost:8080", "Origin": origin}))
     assert page.admits(look(KEY | {"Host": "localhost:8080", "Origin": origin}))
 
 

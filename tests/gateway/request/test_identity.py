@@ -9,6 +9,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from llmproxy.config import Config, hash_of
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Slo
+from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.headers import PRIVILEGED
 from llmproxy.gateway.request.auth import NO_TENANT, Keys, Tenant
@@ -106,28 +107,54 @@ def test_the_time_to_wait_is_that_of_the_final_band() -> None:
 # --- trust ------------------------------------------------------------------------------------------------------------
 
 
+def at(address: str) -> Client:
+    """A client at this address, for whom nobody else speaks."""
+    return Client(address, certain=True)
+
+
 def test_trust_is_by_network() -> None:
     loopback = Identity(config())
-    assert loopback.trusts("127.0.0.1")
-    assert loopback.trusts("127.8.8.8")
-    assert loopback.trusts("::1")
-    assert loopback.trusts("::ffff:127.0.0.1")
-    assert not loopback.trusts("10.0.0.7")
-    assert not loopback.trusts(None)
-    assert not Identity(config(trust_headers="all")).trusts(""), "whoever has no address any more is in no network"
+    for address in ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"):
+        assert loopback.trusts(at(address))
+    assert not loopback.trusts(at("10.0.0.7"))
+    assert not loopback.trusts(at(""))
+    assert not Identity(config(trust_headers="all")).trusts(at("")), "whoever has no address any more is in no network"
     networks = Identity(config(trust_headers=["10.0.0.0/8"]))
-    assert networks.trusts("10.0.0.7")
-    assert not networks.trusts("127.0.0.1")
-    assert not Identity(config(trust_headers="none")).trusts("127.0.0.1")
+    assert networks.trusts(at("10.0.0.7"))
+    assert not networks.trusts(at("127.0.0.1"))
+    assert not Identity(config(trust_headers="none")).trusts(at("127.0.0.1"))
+
+
+@pytest.mark.parametrize("trust", ["auto", "loopback", ["10.0.0.0/8", "127.0.0.1"]])
+def test_no_address_counts_if_the_request_may_be_somebody_elses(trust: object) -> None:
+    identity = Identity(config(trust_headers=trust))
+    for address in ("127.0.0.1", "10.0.0.7"):
+        assert not identity.trusts(Client(address, certain=False))
+        assert not identity.trusts(Client(address, certain=False, proxied=True))
+    assert Identity(config(trust_headers="all")).trusts(Client("127.0.0.1", certain=False)), "then no address matters"
+
+
+def test_loopback_counts_for_nothing_where_clients_need_a_key() -> None:
+    identity, acme = of_acme()
+    assert not identity.trusts(at("127.0.0.1"), acme)
+    assert not Identity(config(api_keys=["k"])).trusts(at("127.0.0.1"))
+    identity, acme = of_acme(trust_headers="loopback")
+    assert identity.trusts(at("127.0.0.1"), acme)
+
+
+def test_trusted_proxies_may_set_the_headers() -> None:
+    identity = Identity(config(trust_proxy_headers=True, trust_headers="none"))
+    assert identity.trusts(Client("8.8.8.8", certain=False, proxied=True))
+    assert not identity.trusts(at("8.8.8.8"))
 
 
 def test_a_tenant_can_be_trusted_from_any_network() -> None:
     identity, trusted = of_acme({"trusted": True}, trust_headers="none")
-    assert identity.trusts("8.8.8.8", trusted)
-    assert not identity.trusts("8.8.8.8"), "what is known of a peer is not what is known of its tenant"
+    assert identity.trusts(at("8.8.8.8"), trusted)
+    assert not identity.trusts(at("8.8.8.8")), "what is known of an address is not what is known of its tenant"
     identity, plain = of_acme(trust_headers=["10.0.0.0/8"])
-    assert not identity.trusts("8.8.8.8", plain)
-    assert identity.trusts("10.0.0.7", plain)
+    assert not identity.trusts(at("8.8.8.8"), plain)
+    assert identity.trusts(at("10.0.0.7"), plain)
 
 
 def test_only_a_shorter_ttl_counts_from_untrusted_clients() -> None:
@@ -178,11 +205,16 @@ def test_an_alias_has_its_targets_band_unless_it_has_its_own() -> None:
         ({}, {}, SHEDDABLE),
         ({}, {"criticality": 50}, 50),
         ({}, {"criticality": "default"}, DEFAULT),
-        ({OBJECTIVE: "critical"}, {"criticality": 50}, CRITICAL),
+        ({OBJECTIVE: "critical"}, {"criticality": 50}, 50),
+        ({OBJECTIVE: "critical"}, {"criticality": 50, "trusted": True}, CRITICAL),
+        ({OBJECTIVE: "critical"}, {"criticality": 50, "band_max": "critical"}, CRITICAL),
+        ({OBJECTIVE: "critical"}, {}, SHEDDABLE),
+        ({OBJECTIVE: "critical"}, {"trusted": True}, CRITICAL),
         ({OBJECTIVE: "default"}, {"criticality": 50}, DEFAULT),
         ({OBJECTIVE: "quick"}, {"criticality": 50}, 50),
         ({OBJECTIVE: "quick"}, {}, SHEDDABLE),
         ({OBJECTIVE: "critical"}, {"band_max": 70}, 70),
+        ({OBJECTIVE: "critical"}, {"band_max": 70, "trusted": True}, 70),
         ({OBJECTIVE: "sheddable"}, {"band_max": 70}, SHEDDABLE),
         ({}, {"band_max": -200}, -200),
         ({OBJECTIVE: "unheard of"}, {"criticality": 50}, DEFAULT),
