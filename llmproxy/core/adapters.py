@@ -137,7 +137,7 @@ class Adapters:
         """
         pool = self._pool_for(name, model)
         self._check_name(name, pool)
-        record = self._records.get(name)
+        record = self._record(name)
         before = record.load if record is not None else None
         if before is not None and before.path != path and not in_place:
             message = f"The lora adapter '{name}' has already been loaded from another path. Unload it first, or set "
@@ -167,7 +167,7 @@ class Adapters:
         Raises Refused, with `unknown_model` when no backend is known to have it.
         """
         pool = self._pool_for(name, model)
-        record = self._records.get(name)
+        record = self._record(name)
         wanted = record.wanted if record is not None and record.pool == pool else {}
         holders = [b for b in self._members(pool) if b in wanted or name in self._listed(b)]
         # A record without holders is one whose backends serve another model by now: it need only be forgotten.
@@ -181,13 +181,15 @@ class Adapters:
         change = plan.change
         del self._changing[change.name]
         answered = [reply for reply in replies if reply.status is not None]
-        record = self._records.get(change.name) or _Record(change.pool)
+        record = self._record(change.name) or _Record(change.pool)
         # An adapter of that name that was loaded by hand in another pool can be unloaded, but is not remembered.
-        remembered = record.pool == change.pool and (not answered or any(reply.taken for reply in answered))
+        remembered = record.pool == self._catalogue.pool_named(change.pool) and (
+            not answered or any(reply.taken for reply in answered)
+        )
         if remembered:
             self._records[change.name] = record
             record.joining = change if plan.joining else None
-            members = self._members(change.pool)
+            members = self._members(record.pool)
             record.wanted = {b: c for b, c in record.wanted.items() if b in members}
             record.wanted |= dict.fromkeys((b for b in plan.backends if b in self._pools.backends), change)
             for reply in replies:
@@ -210,8 +212,9 @@ class Adapters:
         """The changes that this backend has not taken, by its last listing, in the order of their requests."""
         pool = self._catalogue.pool_of(backend)
         due: list[AdapterChange] = []
-        for name, record in list(self._records.items()):
-            if record.pool != pool or name in self._changing:
+        for name in list(self._records):
+            record = self._record(name)
+            if record is None or record.pool != pool or name in self._changing:
                 continue
             if record.joining is not None:
                 record.wanted.setdefault(backend, record.joining)
@@ -231,13 +234,13 @@ class Adapters:
         """
         if change.path is None:
             return change.name not in self._listed(backend)
-        record = self._records.get(change.name)
+        record = self._record(change.name)
         taken = record is not None and record.confirmed.get(backend) is change
         return self._holds(change.name, backend, change.path) and (taken or not change.in_place)
 
     def replied(self, change: AdapterChange, reply: Reply, now: float) -> None:
         """Note the answer of a backend to a change. A backend that did not answer is sent it again."""
-        record = self._records.get(change.name)
+        record = self._record(change.name)
         if record is None or record.wanted.get(reply.backend) is not change:
             return
         if reply.taken:
@@ -257,7 +260,7 @@ class Adapters:
 
     def _tidy(self, name: str) -> None:
         """Forget a record that wants nothing; the catalogue promises the adapters that will be loaded."""
-        record = self._records.get(name)
+        record = self._record(name)
         if record is not None and not record.wanted and record.joining is None:
             del self._records[name]
         self._catalogue.promised = frozenset(n for n, r in self._records.items() if r.load is not None)
@@ -299,6 +302,13 @@ class Adapters:
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
+    def _record(self, name: str) -> _Record | None:
+        record = self._records.get(name)
+        if record is not None:
+            # A pool gets another name when most of its backends list that.
+            record.pool = self._catalogue.pool_named(record.pool)
+        return record
+
     def _pool_for(self, name: str, model: str | None) -> str:
         """The pool of `model`, or without it that of the adapter, or the only one there is. Raises Refused."""
         if model is not None:
@@ -308,7 +318,7 @@ class Adapters:
                 raise Refused(Outcome.UNKNOWN_MODEL, message + (", ".join(self._catalogue.pools[:20]) or "none") + ".")
             return target.pool
         if name in self._records:
-            return self._records[name].pool
+            return self._catalogue.pool_named(self._records[name].pool)
         target = self._catalogue.served.get(name)
         if target is not None and target.adapter is not None:
             return target.pool
@@ -323,7 +333,7 @@ class Adapters:
 
     def _check_name(self, name: str, pool: str) -> None:
         """Raises Refused for a name that would not lead to the adapter, or not only to it."""
-        target, record = self._catalogue.served.get(name), self._records.get(name)
+        target, record = self._catalogue.served.get(name), self._record(name)
         if self._catalogue.aliases.get(name, name) != name:
             raise Refused(Outcome.BAD_REQUEST, f"The name '{name}' is an alias in the proxy's configuration.")
         if target is not None and target.adapter is None:

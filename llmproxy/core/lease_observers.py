@@ -127,6 +127,10 @@ class PlaceObserver(LeaseObserver):
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Backend, int, str]] = {}
 
+    def __len__(self) -> int:
+        """Requests for which a place is kept."""
+        return len(self._kept)
+
     def booked(self, lease: LeaseRecord, now: float) -> None:
         if lease.answers_on is not None:
             self._kept[lease.request.id] = lease.answers_on, lease.request.sequences, lease.backend.name

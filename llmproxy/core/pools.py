@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from math import inf
 
@@ -13,6 +14,7 @@ from llmproxy.core.backends.health import EjectionEvent
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import (
     Decision,
+    Drop,
     Entry,
     Grant,
     KnownLimit,
@@ -54,10 +56,11 @@ NEWS_MAX = 1_000
 
 
 class Pools:
-    """One scheduler per base model, so that a saturated model cannot hold up another.
+    """One scheduler per pool of `Catalogue`, so that a saturated model cannot hold up another.
 
     `backends` maps a backend's name to its configured `max_in_flight`, None where it is to be learned. A backend
     belongs to no pool until its first listing. Each pool gets a placement of its own from `make_placement`.
+    `schedulers` are by pool. A scheduler stays that of its pool while the names of the pool come and go one by one.
     """
 
     def __init__(
@@ -80,10 +83,14 @@ class Pools:
         self._lease_serial = count(1)
         self._news: deque[tuple[str, EjectionEvent]] = deque(maxlen=NEWS_MAX)
         self.schedulers: dict[str, Scheduler] = {}
+        self._left: list[Scheduler] = []
+        """Schedulers whose pool became part of another one. They grant nothing more, and their leases run on."""
+        self._of_backend: dict[str, Scheduler] = {}
+        self._of_lease: dict[int, Scheduler] = {}
+        self._to_regroup = False
         self.scaling = Scaling(settings.scaling)
-        self._pool_of: dict[str, str] = {}
         self.catalogue = Catalogue((), aliases)
-        self.catalogue.named = frozenset(settings.scaling.pools)
+        self.catalogue.named, self.catalogue.apart = frozenset(settings.scaling.pools), shards.own
         self.estimator = Estimator()
         self.backends: dict[str, Backend] = {}
         for name, fixed in backends.items():
@@ -117,13 +124,13 @@ class Pools:
         """Remove a backend on which nothing is in flight, and forget what was learned of it."""
         assert not self.backends[name].bookings
         self.catalogue.remove(name)
-        self._assign(name)
+        self._arrange()
         del self.backends[name]
 
     def replace_process(self, name: str) -> None:
         """A new process has the name of a backend; see `Backend.replaced`."""
         self.backends[name].replaced()
-        for scheduler in self.schedulers.values():
+        for scheduler in self._all():
             scheduler.leases.replaced(self.backends[name])
             scheduler.drop_bound(name)
 
@@ -140,8 +147,9 @@ class Pools:
         self.catalogue.rename(aliases)
         for backend in self.backends.values():
             backend.reconfigure(settings.capacity, settings.health, settings.ceiling_range)
-        for scheduler in self.schedulers.values():
+        for scheduler in self._all():
             scheduler.reconfigure(settings, now)
+        self._arrange()
 
     def divide(self, parts: int, now: float, shard: str = DEFAULT) -> None:
         """Use a part of every limit from the next decision on: so many processes decide, and none knows of the others.
@@ -164,7 +172,7 @@ class Pools:
 
     def shard_of(self, backend: str) -> str:
         """The shard of a backend."""
-        return self.shards.of(self._pool_of.get(backend))
+        return self.shards.of(self.pool_of(backend))
 
     def decide_until(self, until_s: float, shard: str = DEFAULT) -> None:
         """Decide nothing about the pools of a shard from `until_s` on: another process may decide then."""
@@ -183,43 +191,110 @@ class Pools:
     def listed(self, backend: str, listing: Listing) -> None:
         """A backend's `/v1/models` was read: names, adapters and pools may appear, move or go."""
         self.backends[backend].listed(listing)
-        changed = self.catalogue.listed(backend, listing)
-        # A policy may have raised when its pool was to be made: the next listing makes up for what was missed.
-        if changed or self.catalogue.pool_of(backend) != self._pool_of.get(backend):
-            self._assign(backend)
+        self.catalogue.listed(backend, listing)
+        # Also where nothing changed: a policy may have raised when a pool was to be made.
+        self._arrange()
 
     def troubled(self, backend: str, trouble: Trouble) -> bool:
         """See `Backend.troubled`."""
         gone = self.backends[backend].troubled(trouble)
         if gone:
-            for scheduler in self.schedulers.values():
+            for scheduler in self._all():
                 scheduler.leases.lost(self.backends[backend])
                 scheduler.drop_bound(backend)
         return gone
 
-    def _assign(self, backend: str) -> None:
-        pool, old = self.catalogue.pool_of(backend), self._pool_of.get(backend)
-        if pool == old:
+    def _all(self) -> list[Scheduler]:
+        return [*self.schedulers.values(), *self._left]
+
+    def _arrange(self) -> None:
+        """Give each pool of the catalogue a scheduler, and this one the backends of the pool.
+
+        A pool keeps the scheduler that had one of its names before. Where several had, it is the one with most of the
+        pool's backends, and what waits in the others moves there. Where a pool was split, the part with most of the
+        backends keeps the scheduler.
+        """
+        pools, members, before = self.catalogue.names, self.catalogue.members, self.schedulers
+        same = all(pool in before and before[pool].names == names for pool, names in pools.items())
+        if same and all(self.pool_of(backend) == members.get(backend) for backend in self.backends):
             return
-        if old is not None:
-            self.schedulers[old].detach(backend)
-            del self._pool_of[backend]
-        if pool is not None:
-            if pool not in self.schedulers:
-                self.schedulers[pool] = Scheduler(
-                    pool,
-                    self.settings,
-                    self._occupancy,
-                    self._limits,
-                    self._lease_serial,
-                    self._make_placement(),
-                    (self.scaling.pool(pool),),
-                )
-            self.schedulers[pool].attach(self.backends[backend])
-            self._pool_of[backend] = pool
-        self.backends[backend].parts = self._parts[self.shards.of(pool)]
-        self.schedulers = {name: s for name, s in self.schedulers.items() if not s.idle}
+        had = Counter((members.get(backend), scheduler.pool) for backend, scheduler in self._of_backend.items())
+        shared = [(pool, was) for pool, names in pools.items() for was, one in before.items() if one.names & names]
+        kept: dict[str, str] = {}
+        for pool, was in sorted(shared, key=lambda one: (-had[one], one[0] != one[1], one)):
+            if pool not in kept.values() and was not in kept:
+                kept[was] = pool
+        merged = {was: pool for pool, was in shared if was not in kept}
+        placements = {pool: self._make_placement() for pool in pools if pool not in kept.values()}
+        self.scaling.rename(kept, merged)
+        made = {pool: self._make(pool, placement) for pool, placement in placements.items()}
+        after = {kept.get(was, was): one for was, one in before.items() if was not in merged} | made
+        for pool, was in shared:
+            if after[pool] is not before[was]:
+                after[pool].inherit(before[was])
+        self.schedulers, self._left = after, self._left + [before[was] for was in merged]
+        for pool, names in pools.items():
+            after[pool].pool, after[pool].names = pool, names
+        for name, backend in self.backends.items():
+            self._assign(backend, after.get(members.get(name, "")))
+        self.schedulers = {pool: one for pool, one in after.items() if not one.idle}
         self.scaling.keep(self.schedulers)
+        self._to_regroup = any(one.waiting for one in self._all())
+
+    def _make(self, pool: str, placement: Placement) -> Scheduler:
+        return Scheduler(
+            pool,
+            self.settings,
+            self._occupancy,
+            self._limits,
+            self._lease_serial,
+            placement,
+            (self.scaling.pool(pool),),
+        )
+
+    def _assign(self, backend: Backend, new: Scheduler | None) -> None:
+        old = self._of_backend.pop(backend.name, None)
+        if new is not None:
+            self._of_backend[backend.name] = new
+        if new is not old:
+            if old is not None:
+                if new is None:
+                    old.drop_bound(backend.name)
+                old.detach(backend.name)
+            if new is not None:
+                new.attach(backend)
+        parts = self._parts[self.shard_of(backend.name)]
+        if backend.parts != parts:
+            backend.parts = parts
+
+    def _scheduler_of(self, request: Request) -> Scheduler | None:
+        """The scheduler of the backends that list the model of a request by now, whatever their pool was called."""
+        if request.backend in self._of_backend:
+            return self._of_backend[request.backend]
+        target = self.catalogue.served.get(request.model)
+        return self.schedulers.get(request.pool if target is None else target.pool)
+
+    def _scheduler_named(self, pool: str) -> Scheduler | None:
+        """The scheduler of a pool by any of its names: other processes, and requests of before, may use another."""
+        return self.schedulers.get(self.catalogue.pool_named(pool))
+
+    def _regroup(self, now: float) -> list[Drop]:
+        """Let requests wait where their model is served by now; returns those that cannot."""
+        dropped: list[Drop] = []
+        self._to_regroup = False
+        for scheduler in self._all():
+            for request, excluded in scheduler.leave(partial(self._moves, scheduler)):
+                try:
+                    self.submit(request, now, excluded, Entry.RESUMED)
+                except Refused as refused:
+                    lost = refused.outcome is Outcome.BAD_REQUEST
+                    outcome = refused.outcome if lost else Outcome.EXPIRED_NO_BACKENDS
+                    dropped.append(Drop(request, outcome, refused.retry_after_s or 0.0))
+        return dropped
+
+    def _moves(self, here: Scheduler, request: Request) -> bool:
+        # What nobody serves by now waits where it is, for as long as it may.
+        return request.model in self.catalogue.served and self._scheduler_of(request) not in (None, here)
 
     # --- requests and leases -------------------------------------------------------------------------------------
 
@@ -227,26 +302,27 @@ class Pools:
         self, request: Request, now: float, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW
     ) -> None:
         """See `Scheduler.submit`. Raises Refused, also when the pool has gone since the name was resolved."""
-        scheduler = self.schedulers.get(request.pool)
-        if scheduler is None:
-            message = f"No backend serves `{request.pool}` any more. Try again shortly."
+        scheduler = self._scheduler_of(request)
+        if scheduler is None or self.shards.of(scheduler.pool) != self.shards.of(request.pool):
+            message = f"No backend serves `{request.model}` in this pool any more. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
         scheduler.submit(request, now, excluded, entry)
         limited = bool(request.limits) and any(limit in request.limits for _, limit in scheduler.blocked())
-        self.scaling.pool(request.pool).arrived(request, now, new=entry is Entry.NEW, counts=not limited)
+        self.scaling.pool(scheduler.pool).arrived(request, now, new=entry is Entry.NEW, counts=not limited)
 
     def resume(self, request: Request, placed: Placed, at_s: float) -> int | None:
         """Book what another scheduler granted at `at_s` and what still runs; returns the lease.
 
         None where the backend is unknown here, or of another pool: then only its own readings tell of it.
         """
-        if self._pool_of.get(placed.backend) != request.pool:
+        scheduler = self._of_backend.get(placed.backend)
+        if scheduler is None or scheduler is not self._scheduler_named(request.pool):
             return None
         answers_on = None if placed.answers_on is None else self.backends.get(placed.answers_on)
         backend = self.backends[placed.backend]
-        scheduler = self.schedulers[request.pool]
         lease = scheduler.leases.book(request, placed, backend, at_s, answers_on=answers_on)
         scheduler.charges.taken_over(request, lease)
+        self._of_lease[lease] = scheduler
         return lease
 
     def balances(self, shard: str = DEFAULT) -> dict[tuple[str, int], Mapping[str, float]]:
@@ -260,8 +336,9 @@ class Pools:
 
     def recall(self, pool: str, band: int, balances: Mapping[str, float]) -> None:
         """Take over what another process knew of the flows of a band; see `FairnessPolicy.recall`."""
-        if pool in self.schedulers:
-            self.schedulers[pool].recall(band, balances)
+        scheduler = self._scheduler_named(pool)
+        if scheduler is not None:
+            scheduler.recall(band, balances)
 
     def rate_debts(self, now: float) -> dict[RateName, float]:
         """See `Rates.debts`."""
@@ -272,32 +349,33 @@ class Pools:
         self._limits.rates.recall(debts, now)
 
     def cancel(self, request: Request) -> None:
-        self.schedulers[request.pool].cancel(request.id)
+        for scheduler in self._all():
+            scheduler.cancel(request.id)
 
     def recomputing(self, grant: Grant) -> None:
-        self.schedulers[grant.request.pool].leases.recomputing(grant.lease)
+        self._of_lease[grant.lease].leases.recomputing(grant.lease)
 
     def started(self, grant: Grant, now: float) -> None:
-        self.schedulers[grant.request.pool].leases.started(grant.lease, now)
+        self._of_lease[grant.lease].leases.started(grant.lease, now)
 
     def committed(self, grant: Grant, now: float) -> None:
-        self.schedulers[grant.request.pool].leases.committed(grant.lease, now)
+        self._of_lease[grant.lease].leases.committed(grant.lease, now)
 
     def progress(self, grant: Grant, output_tokens: int, now: float) -> None:
-        self.schedulers[grant.request.pool].leases.progress(grant.lease, output_tokens, now)
+        self._of_lease[grant.lease].leases.progress(grant.lease, output_tokens, now)
 
     def finish(self, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
-        self.schedulers[grant.request.pool].leases.finish(grant.lease, verdict, now, usage)
+        self._of_lease.pop(grant.lease).leases.finish(grant.lease, verdict, now, usage)
 
     def cached(self, pool: str, lease: int, backend: str, hashes: Sequence[int]) -> None:
         """The prompt and the answer of a lease that has ended are these blocks; see `Placement.cached`."""
-        scheduler = self.schedulers.get(pool)
+        scheduler = self._scheduler_named(pool)
         if scheduler is not None:
             scheduler.cached(lease, backend, hashes)
 
     def recall_prefix(self, pool: str, backend: str, hashes: Sequence[int]) -> None:
         """See `Scheduler.recall_prefix`."""
-        scheduler = self.schedulers.get(pool)
+        scheduler = self._scheduler_named(pool)
         if scheduler is not None:
             scheduler.recall_prefix(backend, hashes)
 
@@ -307,11 +385,11 @@ class Pools:
         `met` says whether it kept its objective, None when it had none or its client left.
         """
         self._limits.ended(request, now)
-        if request.pool in self.scaling.pools:
-            self.scaling.pools[request.pool].left(request)
-        scheduler = self.schedulers.get(request.pool)
+        scheduler = self._scheduler_of(request)
         if scheduler is not None:
-            scheduler.ended(request, met, now)
+            self.scaling.pool(scheduler.pool).left(request)
+        for one in self._left if scheduler is None else (scheduler, *self._left):
+            one.ended(request, met, now)
 
     def goes_on_elsewhere(self, request: Request, now: float) -> None:
         """Another process schedules a request that is about to end here, and counts none of its tokens: what was taken
@@ -323,20 +401,32 @@ class Pools:
 
     def decide(self, now: float) -> list[Decision]:
         """See `Scheduler.decide`, of every pool."""
+        decisions: list[Decision] = []
+        if self._to_regroup:
+            decisions += self._regroup(now)
+        if self._left:
+            self._left = [one for one in self._left if not one.idle]
         schedulers = self._deciding(now)
         if self.settings.limits and len(schedulers) > 1:
             # A usage limit may span pools: its free places go by band and arrival, not by the order of pools.
             schedulers.sort(key=Scheduler.first_blocked)
-        return [decision for scheduler in schedulers for decision in scheduler.decide(now)]
+        for scheduler in schedulers:
+            for decision in scheduler.decide(now):
+                decisions.append(decision)
+                if isinstance(decision, Grant):
+                    self._of_lease[decision.lease] = scheduler
+        return decisions
 
     def _deciding(self, now: float) -> list[Scheduler]:
-        return [scheduler for pool, scheduler in self.schedulers.items() if self.decides(pool, now)]
+        return [scheduler for scheduler in self._all() if self.decides(scheduler.pool, now)]
 
     def faults(self, now: float) -> list[tuple[Exception, int]]:
         """See `Faults.take`, of every pool."""
-        return [fault for scheduler in self.schedulers.values() for fault in scheduler.faults.take(now)]
+        return [fault for scheduler in self._all() for fault in scheduler.faults.take(now)]
 
     def next_wakeup(self, now: float) -> float | None:
+        if self._to_regroup:
+            return now
         times = [scheduler.next_wakeup(now) for scheduler in self._deciding(now)]
         return min([time for time in times if time is not None], default=None)
 
@@ -368,6 +458,9 @@ class Pools:
         learned = self.learned(now)
         found = {}
         for name, watched in self.scaling.pools.items():
+            if self.catalogue.pool_named(name) != name:
+                # A named pool that has joined another one.
+                continue
             scheduler = self.schedulers.get(name)
             views = () if scheduler is None else scheduler.views(now)
             paces = {} if name not in learned else {pace.backend: pace for pace in learned[name].backends}
@@ -378,7 +471,8 @@ class Pools:
 
     def pool_of(self, backend: str) -> str | None:
         """The pool that a backend belongs to, None before its first listing."""
-        return self._pool_of.get(backend)
+        scheduler = self._of_backend.get(backend)
+        return None if scheduler is None else scheduler.pool
 
     def snapshot(self, now: float, flows_max: int | None = None) -> Snapshot:
         """What waits, why, and which backends have room, with at most so many flows. It costs what it shows.
@@ -407,7 +501,7 @@ class Pools:
 
     def position(self, name: str, now: float) -> Position | None:
         """The position of the waiting request with this label or id, None when there is none."""
-        found = (scheduler.position(name, now) for scheduler in self.schedulers.values())
+        found = (scheduler.position(name, now) for scheduler in self._all())
         return next((position for position in found if position is not None), None)
 
     def choices(self, now: float) -> list[PoolChoices]:
@@ -422,7 +516,7 @@ class Pools:
     def blocked(self) -> dict[str, int]:
         """Usage limit or backend -> requests that are blocked by it, over all pools."""
         blocked: Counter[str] = Counter()
-        for scheduler in self.schedulers.values():
+        for scheduler in self._all():
             for (_, limit), waiting in scheduler.blocked().items():
                 blocked[limit] += waiting
         return dict(blocked)
@@ -437,7 +531,7 @@ class Pools:
         return holds or any(b.listing is not None and b.view(now).available for b in self.backends.values())
 
     def check(self, now: float) -> None:
-        for scheduler in self.schedulers.values():
+        for scheduler in self._all():
             scheduler.check(now)
         waiting = sum(requests for requests, _ in self.queued().values())
-        assert waiting == sum(scheduler.waiting for scheduler in self.schedulers.values())
+        assert waiting == sum(scheduler.waiting for scheduler in self._all())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 
 from msgspec import Struct
@@ -92,6 +92,8 @@ class Scheduler:
         observers: Sequence[LeaseObserver] = (),
     ) -> None:
         self.pool = pool
+        self.names = frozenset({pool})
+        """The base models that the pool serves, or did last."""
         self._settings = settings
         # Shared by all pools: a tenant may use several models, and a backend that moves still holds leases of the old.
         self._limits = limits
@@ -148,10 +150,23 @@ class Scheduler:
         self.leases.attach(backend.name)
 
     def detach(self, backend: str) -> None:
-        """Grant nothing more to a backend. Its leases run on; requests that may go to it alone are dropped."""
-        self.drop_bound(backend)
+        """Grant nothing more to a backend. Its leases run on."""
         self._backends.remove(backend)
         self.leases.detach(backend)
+
+    def inherit(self, other: Scheduler) -> None:
+        """Add what another pool counted for flows: what waits there, or would, waits here from now on."""
+        own = self.balances()
+        for level, balances in other.balances().items():
+            mine = own.get(level, {})
+            self.recall(level, {flow: balance + mine.get(flow, 0.0) for flow, balance in balances.items()})
+
+    def leave(self, leaves: Callable[[Request], bool]) -> list[tuple[Request, frozenset[str]]]:
+        """Take out the waiting requests of which `leaves` says yes; returns each with what was excluded for it."""
+        found = [queued for queued in self._room.waiting.values() if leaves(queued.request)]
+        for queued in found:
+            self._room.leave(queued)
+        return [(queued.request, queued.excluded) for queued in found]
 
     def drop_bound(self, backend: str) -> None:
         """Drop the requests that may go to `backend` alone: what they refer to is gone with its process."""
@@ -165,7 +180,8 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self._backends.by_name or self._room or self.leases or self._shed or self._prefilled)
+        uses = self._backends.by_name, self._room, self.leases, self._shed, self._prefilled, self._places
+        return not any(uses)
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -252,7 +268,7 @@ class Scheduler:
         if not self._room.waiting:
             # Most passes follow a reading or an end while no request waits; they need no views of a large fleet.
             return
-        expired = self._expired(alive, now)
+        expired = self._expired(now)
         decisions += expired
         # Nothing is granted while requests that are past their deadline may still wait.
         self._more = len(expired) == PASS_MAX
@@ -433,9 +449,11 @@ class Scheduler:
             return 0
         return max(1, view.limit + view.look_ahead - view.load)
 
-    def _expired(self, alive: bool, now: float) -> list[Drop]:
+    def _expired(self, now: float) -> list[Drop]:
         drops = []
         for queued in self._room.due(now, PASS_MAX):
+            model = queued.request.model
+            alive = any(backend.up and backend.serves(model) for backend in self._backends.by_name.values())
             outcome = Outcome.EXPIRED if alive and not queued.held else Outcome.EXPIRED_NO_BACKENDS
             drops.append(Drop(queued.request, outcome, self._drain.retry_after_s(len(self._room), now)))
         return drops

@@ -281,7 +281,7 @@ async def test_a_message_that_makes_no_sense_is_skipped() -> None:
             protocol.RequestEnded("unknown", None), Resume(frozenset({1}), frozenset({2})),
         ):  # fmt: skip
             one.channel.send(message)
-        one.channel.send(protocol.Admit(5, request(pool="no such pool"), frozenset(), Entry.NEW))
+        one.channel.send(protocol.Admit(5, request(pool="no such pool", model="none"), frozenset(), Entry.NEW))
         await asyncio.sleep(0.1)
         [refused] = one.of(protocol.CallRefused)
         assert refused.call == 5

@@ -375,3 +375,17 @@ def test_a_name_that_will_be_served_again_is_not_unknown() -> None:
         assert (caught.outcome, caught.retry_after_s) == (Outcome.REJECTED_NO_BACKENDS, 1.0)
     world.unload()
     assert refusal(world.pools.catalogue.resolve, "x").outcome is Outcome.UNKNOWN_MODEL
+
+
+def test_an_adapter_stays_with_its_replicas_when_their_base_model_gets_another_name() -> None:
+    world = World()
+    world.load()
+    world.load("y")
+    cards = (ModelCard("new", None, None), ModelCard(BASE, None, None), ModelCard("x", "new", None, {"root": "/x"}))
+    for backend in FLEET:
+        world.pools.listed(backend, Listing(1.0, cards))
+    assert world.pools.catalogue.pools == ("new",)
+    assert world.due("a") == [("load", "y")]
+    world.pools.listed("a", Listing(2.0, cards[:1]))
+    assert sorted(world.due("a")) == [("load", "x"), ("load", "y")]
+    assert {state.pool for state in world.adapters.states()[0]} == {"new"}

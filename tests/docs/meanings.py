@@ -8,7 +8,7 @@ METRICS = {
     "llmproxy_inversions_total": "Grants to a lower band of room that a waiting request of a higher band in the same pool could have had. 0 unless the scheduler has a bug. Grants by `min_share` are not counted, nor are waiting requests whose usage limit is used up, or that the backend cannot serve or has failed. `why` in the decision log has `inverted`.",
     "llmproxy_oldest_waiting_seconds": "How long the request of the band that came first has waited, since it came or came back after a failed or preempted attempt. 0 while none waits.",
     "llmproxy_queue_work_seconds": "Seconds until what waits would be served if nothing else came and the engines were empty: the uncached part of the prompts, at the share of cached tokens of late, and the expected answers in full batches, by the learned speed and the batch limit of each available backend, which all end at the same time. Absent for placements that learn no speed, before the first stream, and while no backend of the pool is available.",
-    "llmproxy_backend_info": "Always 1. The pool of the backend is in the label: the base model that it serves, empty before its first listing. A backend is in one pool at a time.",
+    "llmproxy_backend_info": "Always 1. The pool of the backend is in the label: a base model that it or most of its peers serve, empty before its first listing. A backend is in one pool at a time.",
     "llmproxy_tenant_queue_wait_seconds": "The same for requests of tenants, by tenant.",
     "llmproxy_queued_requests": "Requests that wait for a backend.",
     "llmproxy_queued_bytes": "Body bytes of the waiting requests.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -25,7 +26,7 @@ class Target:
     """What a requested name means.
 
     `model` is the name that the backends know; `adapter` is None for a base model. `context_tokens` is the longest
-    context in the pool, None where no backend publishes it.
+    context of a backend that lists the name, None where no backend publishes it.
     """
 
     requested: str
@@ -38,10 +39,15 @@ class Target:
 class Catalogue:
     """Name -> (pool, adapter), rebuilt whenever a listing changes.
 
-    A pool is named after the first base model that a backend lists. Listings of backends that are down still count.
-    `aliases` are configured. `promised` are adapters that a backend is being
-    asked to load: a request for one is early, not wrong. `named` are pools that may have no backend at the moment.
-    `expecting` says that discovery will still name backends.
+    Backends that list a base model in common are in one pool, and so are backends that a third one joins in this way.
+    Adapters join nothing: they belong to the pool of the backend that lists them. A pool has the name that most of its
+    backends list, of several the one that most list first, then the first by the alphabet. So the name depends on the
+    listings alone, and a roll-out from one served name to another changes it once. A name in `apart` or `named` comes
+    before all others and pins it. Listings of backends that are down still count.
+
+    `aliases` are configured. `promised` are adapters that a backend is being asked to load: a request for one is
+    early, not wrong. `named` are pools that may have no backend at the moment, `apart` those that are a shard of their
+    own. `expecting` says that discovery will still name backends.
     """
 
     def __init__(self, backends: Iterable[str], aliases: Aliases) -> None:
@@ -50,19 +56,28 @@ class Catalogue:
         """Every name that a backend lists, and what it means there."""
         self.targets: Mapping[str, Target] = {}
         """Every known name that always means the same, and what it means to clients."""
-        self.pools: tuple[str, ...] = ()
+        self.names: Mapping[str, frozenset[str]] = {}
+        """Pool -> the base models that its backends list."""
+        self.members: Mapping[str, str] = {}
+        """Backend -> its pool; without those that were never read."""
+        self._pool_named: Mapping[str, str] = {}
         self._listings: dict[str, Listing | None] = dict.fromkeys(backends)
         self._cards: dict[str, ModelCard] = {}
-        self._contexts: Mapping[str, int | None] = {}
         self._unread = set(self._listings)
         self._names_text: str | None = None
         self.promised: frozenset[str] = frozenset()
         self.named: frozenset[str] = frozenset()
+        self.apart: frozenset[str] = frozenset()
         self.expecting = False
         self.ever_read = False
         """Whether any backend was read since the start of the process."""
         self.revision = 0
         """Increases whenever `targets` or `pools` may have changed."""
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """The names of all pools, sorted."""
+        return tuple(self.names)
 
     @property
     def complete(self) -> bool:
@@ -94,8 +109,8 @@ class Catalogue:
         stands_for = None if name is None else self._stands_for(name)
         if stands_for is None or isinstance(stands_for, str):
             return stands_for
-        pool = None if beside is None else self.pool_of(beside)
-        there = {one for one in stands_for if one in self.served and self.served[one].pool == pool}
+        listing = None if beside is None else self._listings.get(beside)
+        there = stands_for.keys() & {card.name for card in listing.cards} if listing is not None else set()
         there = there or {one for one in stands_for if self._may_be_served(one)} or set(stands_for)
         return _drawn({one: weight for one, weight in stands_for.items() if one in there}, f"{name}\0{key}")
 
@@ -108,8 +123,11 @@ class Catalogue:
 
     def pool_of(self, backend: str) -> str | None:
         """The pool of a backend; None where it was never read or lists no base model."""
-        listing = self._listings.get(backend)
-        return _pool_name(listing) if listing is not None else None
+        return self.members.get(backend)
+
+    def pool_named(self, name: str) -> str:
+        """The pool whose backends list this base model; the name itself where no backend lists it."""
+        return self._pool_named.get(name, name)
 
     def listed(self, backend: str, listing: Listing) -> bool:
         """Store a backend's listing. True when names or pools changed."""
@@ -187,7 +205,7 @@ class Catalogue:
         # A backend that never answers must not fail every request without a name.
         if len(self.pools) == 1:
             pool = self.pools[0]
-            return Target(pool, pool, pool, None, self._contexts[pool])
+            return self.served[pool]
         if not self.complete and not self.pools:
             message = "The request names no model, and no backend has answered so far. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNREAD_S)
@@ -195,25 +213,35 @@ class Catalogue:
         raise Refused(Outcome.BAD_REQUEST, message + (", ".join(self.pools[:20]) or "none (no model is served)") + ".")
 
     def _rebuild(self) -> None:
+        listings = {backend: listing for backend, listing in sorted(self._listings.items()) if listing is not None}
+        bases = {backend: names for backend, listing in listings.items() if (names := _base_models(listing))}
+        listed = Counter(name for names in bases.values() for name in set(names))
+        first = Counter(names[0] for names in bases.values())
+
+        def rank(name: str) -> tuple[bool, bool, int, int, str]:
+            return name not in self.apart, name not in self.named, -listed[name], -first[name], name
+
+        self.names = dict(sorted((min(names, key=rank), names) for names in _joined(bases.values())))
+        self._pool_named = {name: pool for pool, names in self.names.items() for name in names}
+        self.members = {backend: self._pool_named[names[0]] for backend, names in bases.items()}
         targets: dict[str, Target] = {}
         cards: dict[str, ModelCard] = {}
-        contexts: dict[str, int | None] = {}
-        members: list[tuple[str, Listing]] = []
-        for _, listing in sorted(self._listings.items()):
-            pool = _pool_name(listing) if listing is not None else None
-            if listing is None or pool is None:
-                continue
-            members.append((pool, listing))
-            lengths = [card.max_model_len for card in listing.cards if card.max_model_len is not None]
-            contexts[pool] = max([*lengths, contexts.get(pool) or 0]) or None
-        for pool, listing in members:
-            for card in listing.cards:
-                adapter = card.name if card.parent is not None else None
-                # The first name of a pool belongs to that pool, even if another pool lists it as a further name.
-                if card.name not in targets or card.name == pool:
-                    targets[card.name] = Target(card.name, card.name, pool, adapter, contexts[pool])
-                    cards[card.name] = card
-        self.served, self._cards, self.pools, self._contexts = targets, cards, tuple(sorted(contexts)), contexts
+        # A name that is both a base model and an adapter is a base model.
+        for adapters in (False, True):
+            for backend, pool in self.members.items():
+                listing = listings[backend]
+                longest = max((card.max_model_len or 0 for card in listing.cards), default=0) or None
+                for card in listing.cards:
+                    if (card.parent is not None) is not adapters:
+                        continue
+                    known = targets.get(card.name)
+                    if known is None:
+                        adapter = card.name if adapters else None
+                        targets[card.name] = Target(card.name, card.name, pool, adapter, longest)
+                        cards[card.name] = card
+                    elif longest is not None and known.pool == pool and longest > (known.context_tokens or 0):
+                        targets[card.name] = replace(known, context_tokens=longest)
+        self.served, self._cards = targets, cards
         meanings = ((name, self._stands_for(name)) for name in (targets.keys() | self.aliases) - {ANY})
         self.targets = {
             name: replace(targets[meant], requested=name)
@@ -236,5 +264,14 @@ def _drawn(weights: Mapping[str, float], key: str) -> str:
     return list(weights)[min(bisect_right(ends, point), len(ends) - 1)]
 
 
-def _pool_name(listing: Listing) -> str | None:
-    return next((card.name for card in listing.cards if card.parent is None), None)
+def _base_models(listing: Listing) -> tuple[str, ...]:
+    return tuple(card.name for card in listing.cards if card.parent is None)
+
+
+def _joined(lists: Iterable[Iterable[str]]) -> list[frozenset[str]]:
+    """The names of these lists, those of lists that overlap together."""
+    joined: list[frozenset[str]] = []
+    for names in map(frozenset, lists):
+        overlapping = [one for one in joined if one & names]
+        joined = [one for one in joined if not one & names] + [names.union(*overlapping)]
+    return joined

@@ -13,7 +13,7 @@ from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, NoCapacity, NoMatch, Placed
 from llmproxy.core.placement.policy import NO_CAPACITY, Placement, context_tokens, could_serve
 from llmproxy.core.queueing.blocked import OF_BACKEND
-from llmproxy.core.queueing.queue import FLOW_LOOK_MAX, Band, Queued
+from llmproxy.core.queueing.queue import Band, Queued
 from llmproxy.core.queueing.usage_limits import UsageLimits
 
 INVERSION_LOOK_MAX = 64
@@ -80,7 +80,7 @@ def first_fit(
             line = band.first(flow)
             try:
                 # A head that fits nowhere must not block its flow while lower bands are served.
-                for queued in islice(line, FLOW_LOOK_MAX):
+                for queued in line:
                     if (held := limited(queued, limits)) is not None:
                         return held
                     if queued.request.backend is not None:

@@ -160,7 +160,7 @@ def _lost_reference(request: Request) -> Refused:
 def refusal(drop: Drop) -> Refused:
     """The refusal of a request that had to leave the waiting room."""
     if drop.outcome is Outcome.EXPIRED_NO_BACKENDS:
-        message = f"No backend of `{drop.request.pool}` came up before the request's time to wait was over."
+        message = f"No backend of `{drop.request.model}` came up before the request's time to wait was over."
     elif drop.outcome is Outcome.BAD_REQUEST:
         return _lost_reference(drop.request)
     elif drop.outcome is Outcome.EXPIRED:

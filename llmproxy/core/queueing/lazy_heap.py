@@ -53,6 +53,12 @@ class LazyHeap(Generic[Key, Item]):
         own = next(entry for entry in self._entries if entry[2] is item and self._counts(entry))
         return sum(1 for entry in self._entries if entry[:2] < own[:2] and self._counts(entry))
 
+    def below(self, key: Key) -> int | None:
+        """How many entries have a lesser key, None when there are more than BEFORE_LOOK_MAX to count."""
+        if len(self._entries) > BEFORE_LOOK_MAX:
+            return None
+        return sum(1 for entry in self._entries if entry[:1] < (key,) and self._counts(entry))
+
     def __iter__(self) -> Generator[Item, None, None]:
         """The items that count, least key first. Close the iterator before changing anything."""
         taken: list[HeapEntry[Key, Item]] = []

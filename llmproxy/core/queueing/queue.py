@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing
+from heapq import merge
 from itertools import islice
 from math import inf
 from typing import Any
@@ -17,7 +18,8 @@ from llmproxy.core.queueing.lazy_heap import HeapEntry, LazyHeap
 from llmproxy.core.queueing.ordering import Key, Rank
 
 FLOW_LOOK_MAX = 8
-"""Requests of one flow that are looked at when the first of them fit nowhere; bounds the time of a pass."""
+"""Requests of one flow and base model that are looked at when the first of them fit nowhere; bounds the time of a
+pass."""
 
 
 def head_rank(request: Request) -> Rank:
@@ -54,22 +56,61 @@ def _in_place(entry: HeapEntry[Key, Queued]) -> bool:
     return not entry[2].gone and entry[2].key == entry[0]
 
 
-class _Line(LazyHeap[Key, Queued]):
-    """The waiting requests of one flow, in the order of their ranks."""
+class _Line:
+    """The waiting requests of one flow, in the order of their ranks.
 
-    __slots__ = ("size",)
+    Each base model has a heap, so that many requests of a model that is full do not hide those of another one behind
+    them. Adapters share one heap: there may be thousands.
+    """
+
+    __slots__ = ("heaps", "size")
 
     def __init__(self) -> None:
-        super().__init__(_in_place)
+        self.heaps: dict[str, LazyHeap[Key, Queued]] = {}
         self.size = 0
 
     def put(self, queued: Queued, key: Key) -> None:
         queued.key = key
-        self.push(key, queued, self.size + 1)
+        model = _heap_of(queued)
+        heap = self.heaps.get(model)
+        if heap is None:
+            heap = self.heaps[model] = LazyHeap(_in_place)
+        heap.push(key, queued, self.size + 1)
 
     def head(self) -> Queued | None:
-        entry = self.least()
-        return None if entry is None else entry[2]
+        entries = [entry for heap in self.heaps.values() if (entry := heap.least()) is not None]
+        return min(entries, key=_key)[2] if entries else None
+
+    def before(self, queued: Queued) -> int | None:
+        """How many come before `queued`, None where they are too many to count."""
+        own = self.heaps[_heap_of(queued)]
+        before = own.before(queued)
+        for heap in self.heaps.values():
+            below = 0 if heap is own else heap.below(queued.key)
+            before = None if before is None or below is None else before + below
+        return before
+
+    def __iter__(self) -> Generator[Queued, None, None]:
+        """The first `FLOW_LOOK_MAX` of each heap. Close the iterator before changing anything."""
+        heaps = [iter(heap) for heap in self.heaps.values()]
+        try:
+            looks = [islice(heap, FLOW_LOOK_MAX) for heap in heaps]
+            yield from looks[0] if len(looks) == 1 else merge(*looks, key=_place)
+        finally:
+            for heap in heaps:
+                heap.close()
+
+
+def _heap_of(queued: Queued) -> str:
+    return queued.request.model if queued.request.adapter is None else ""
+
+
+def _key(entry: HeapEntry[Key, Queued]) -> Key:
+    return entry[0]
+
+
+def _place(queued: Queued) -> Key:
+    return queued.key
 
 
 class Band:
@@ -141,14 +182,17 @@ class Band:
         self._notify(self.fairness.backlogged, flow, head.request)
 
     def first(self, flow: str) -> Generator[Queued, None, None]:
-        """The requests of `flow` in their order. Close the iterator before changing anything."""
-        return self._lines[flow].__iter__()
+        """The first `FLOW_LOOK_MAX` requests of `flow` for each base model, in their order.
+
+        Close the iterator before changing anything.
+        """
+        return iter(self._lines[flow])
 
     def heads(self) -> Generator[Queued, None, None]:
-        """The first `FLOW_LOOK_MAX` requests of each flow. Close the iterator before changing anything."""
+        """`first` of each flow. Close the iterator before changing anything."""
         for flow in self._lines:
             with closing(self.first(flow)) as line:
-                yield from islice(line, FLOW_LOOK_MAX)
+                yield from line
 
     def before(self, queued: Queued) -> int | None:
         """How many of its flow come before `queued`, None where they are too many to count."""
@@ -160,15 +204,18 @@ class Band:
 
     def requests(self) -> list[Request]:
         """All requests, flow by flow in their order; slow, for inspection only."""
-        return [queued.request for line in self._lines.values() for queued in list(line)]
+        lines = (heap for line in self._lines.values() for heap in line.heaps.values())
+        return [queued.request for heap in lines for queued in list(heap)]
 
     def check(self, now: float) -> None:
         assert self.size == sum(line.size for line in self._lines.values())
         for flow, line in self._lines.items():
-            queued = list(line)
+            heaps = [list(heap) for heap in line.heaps.values()]
+            queued = [one for heap in heaps for one in heap]
             assert len(queued) == line.size > 0, f"{flow} lists {len(queued)} requests and counts {line.size}"
             assert all(one.request.flow == flow for one in queued)
-            assert [one.key for one in queued] == sorted(one.key for one in queued), f"{flow} is out of order"
+            for heap in heaps:
+                assert [one.key for one in heap] == sorted(one.key for one in heap), f"{flow} is out of order"
         offered = list(self.fairness.candidates(now))
         assert len(offered) == len(set(offered)), "a flow is listed twice"
         assert set(offered) == set(self._lines), "the policy offers other flows than those that wait"

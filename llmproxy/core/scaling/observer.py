@@ -61,6 +61,7 @@ class PoolScaling(LeaseObserver):
         self._sizes: dict[int, Count] = {}
         self._running = self._others = 0
         self._held = 0
+        self._joined: list[PoolScaling] = []
         self._adapters: OrderedDict[str, float] = OrderedDict()
         self._tpot_s: float | None = None
         self._tpots = 0
@@ -71,6 +72,11 @@ class PoolScaling(LeaseObserver):
 
     def reconfigure(self, settings: ScalingSettings) -> None:
         self._settings = settings
+
+    def join(self, other: PoolScaling) -> None:
+        """Another pool is part of this one from now on. What it has in flight counts here until it ends."""
+        self._joined.append(other)
+        self._held, other._held = self._held + other._held, 0
 
     @property
     def known(self) -> KnownCapacity | None:
@@ -228,9 +234,12 @@ class PoolScaling(LeaseObserver):
             self._attention = learned.prefill_attention
         while self._adapters and next(iter(self._adapters.values())) < now - ADAPTERS_S:
             self._adapters.popitem(last=False)
-        busy = self._running + self._others + len(self._waiting) + self._held
+        self._joined = [one for one in self._joined if one._running or one._others]
+        running = self._running + sum(one._running for one in self._joined)
+        others = self._others + sum(one._others for one in self._joined)
+        busy = running + others + len(self._waiting) + self._held
         idle_s = 0.0 if busy or self._asked_s is None else now - self._asked_s
-        demand = Demand(self._running, self._others, self._sizes, self._held, len(self._adapters), idle_s)
+        demand = Demand(running, others, self._sizes, self._held, len(self._adapters), idle_s)
         tpot_s = self._settings.target_tpot_s if self._settings.target_tpot_s is not None else self._tpot_s
         return need_of(
             self.mix, learned, self.curve, replicas, demand, self._settings, tpot_s, self.start_s, kv_full, now
@@ -270,10 +279,24 @@ class Scaling:
         if name in self._settings.pools:
             self.pool(name).held(change, now)
 
+    def rename(self, kept: Mapping[str, str], merged: Mapping[str, str]) -> None:
+        """Pools have other names: both map the name of before to that of now, `merged` where another pool keeps it."""
+        before = dict(self.pools)
+        moved = {now: self.pools.pop(was) for was, now in kept.items() if was in before}
+        for now, pool in moved.items():
+            if now in self.pools:
+                pool.join(self.pools[now])
+        self.pools |= moved
+        for was, now in merged.items():
+            if was in before and now in self.pools:
+                self.pools[now].join(before[was])
+
     def keep(self, names: Container[str]) -> None:
         """Forget all pools but these and those that are named."""
         named = self._settings.pools
         self.pools = {name: pool for name, pool in self.pools.items() if name in names or name in named}
+        for name in named:
+            self.pool(name)
 
     def reconfigure(self, settings: ScalingSettings) -> None:
         self._settings = settings

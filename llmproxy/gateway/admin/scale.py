@@ -87,18 +87,19 @@ class ScalePages:
 
     def _serve(self, request: web.BaseRequest) -> web.Response:
         needs, name = self.needs(), request.path.removeprefix(SCALE).strip("/")
+        pool = self._pools.catalogue.pool_named(name)
         named = self._pools.settings.scaling.pools
         if not self._pools.catalogue.ever_read and not any(need.waiting for need in needs.values()):
             return refusal(
                 503, "No backend has answered since the start, so nothing is known yet.", {"Retry-After": "5"}
             )
-        if name and name not in needs:
+        if name and pool not in needs:
             known = ", ".join(f"`{one}`" for one in sorted(needs)) or "none"
             return refusal(404, f"There is no pool `{name[:256]}`. Known pools: {known}; scaling.pools names others.")
         states = self._states()
-        pages = [shown(pool, need, states.get(pool, {}), named=pool in named) for pool, need in sorted(needs.items())]
+        pages = [shown(one, need, states.get(one, {}), named=one in named) for one, need in sorted(needs.items())]
         if name:
-            return page_response(next(one for one in pages if one["pool"] == name))
+            return page_response(next(one for one in pages if one["pool"] == pool))
         return page_response({"pools": pages})
 
     def _states(self) -> dict[str, Counter[str]]:

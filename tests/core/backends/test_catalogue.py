@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from llmproxy.core.backends.catalogue import Catalogue, Target
@@ -18,7 +20,18 @@ def refusal(of: Catalogue, name: str | None) -> Refused:
     return caught.value
 
 
-def test_pool_has_the_name_of_its_first_base_model() -> None:
+def names_of(*names: str, context: int | None = 10) -> Listing:
+    return Listing(0.0, tuple(ModelCard(name, None, context) for name in names))
+
+
+def listed(**listings: Listing) -> Catalogue:
+    names = catalogue(*listings)
+    for backend, one in listings.items():
+        names.listed(backend, one)
+    return names
+
+
+def test_backends_of_one_base_model_are_a_pool_with_its_name() -> None:
     names = catalogue("a", "b")
     assert names.listed("a", listing("lora-0"))
     assert names.listed("b", listing("lora-1"))
@@ -29,18 +42,67 @@ def test_pool_has_the_name_of_its_first_base_model() -> None:
 
 
 def test_two_served_names_of_one_backend_are_one_pool() -> None:
-    names = catalogue("a")
-    names.listed("a", Listing(0.0, (ModelCard("long-name", None, 10), ModelCard("short", None, 10))))
+    names = listed(a=names_of("long-name", "short"))
     assert names.pools == ("long-name",)
     assert names.resolve("short") == Target("short", "short", "long-name", None, 10)
 
 
-def test_first_name_of_a_pool_belongs_to_it_alone() -> None:
+@pytest.mark.parametrize("turned", [False, True])
+def test_backends_that_list_a_name_in_common_are_one_pool(turned: bool) -> None:
+    both = ("y", "x") if turned else ("x", "y")
+    names = listed(a=names_of(*both), b=names_of("y"), c=names_of("z"))
+    assert names.names == {"y": {"x", "y"}, "z": {"z"}}
+    assert names.members == {"a": "y", "b": "y", "c": "z"}
+    assert [names.resolve(name).pool for name in "xyz"] == ["y", "y", "z"]
+    assert [names.pool_named(name) for name in ("x", "y", "z", "other")] == ["y", "y", "z", "other"]
+
+
+def test_a_backend_joins_two_pools_and_its_removal_parts_them() -> None:
+    names = listed(a=names_of("x"), b=names_of("x", "y"), c=names_of("y"))
+    assert names.names == {"x": {"x", "y"}}, "the first by the alphabet of two that two list, and one lists first"
+    names.remove("b")
+    assert names.names == {"x": {"x"}, "y": {"y"}}
+
+
+def test_adapters_join_nothing() -> None:
+    names = listed(a=listing("lora"), b=listing("lora", base="other"))
+    assert names.pools == ("base", "other")
+    assert names.resolve("lora").pool == "base"
+    names.listed("b", names_of("other", "lora"))
+    assert names.resolve("lora") == Target("lora", "lora", "other", None, 10), "a base model goes before an adapter"
+
+
+def test_a_roll_out_changes_the_name_of_a_pool_once() -> None:
+    names = listed(**{f"r{n}": names_of("old") for n in range(4)})
+    seen = [names.pools]
+    for served in (("new", "old"), ("new",)):
+        for backend in range(4):
+            names.listed(f"r{backend}", names_of(*served))
+            seen.append(names.pools)
+    changes = sum(one != other for one, other in pairwise(seen))
+    assert (seen[0], seen[-1], changes) == (("old",), ("new",), 1)
+
+
+def test_a_name_of_the_configuration_is_that_of_its_pool() -> None:
     names = catalogue("a", "b")
-    names.listed("a", Listing(0.0, (ModelCard("x", None, 10), ModelCard("y", None, 10))))
-    names.listed("b", listing(base="y"))
-    assert names.pools == ("x", "y")
-    assert names.resolve("y").pool == "y"
+    names.named, names.apart = frozenset({"x", "w"}), frozenset({"z"})
+    names.listed("a", names_of("y", "x", "w"))
+    assert names.pools == ("w",)
+    names.listed("b", names_of("y", "z"))
+    assert names.pools == ("z",), "a shard of its own, whoever lists what"
+
+
+def test_the_context_of_a_name_is_the_longest_where_it_is_listed() -> None:
+    names = listed(a=names_of("x", context=10), b=names_of("x", "y", context=20), c=names_of("y", context=30))
+    assert {name: names.resolve(name).context_tokens for name in "xy"} == {"x": 20, "y": 30}
+
+
+def test_a_conversation_stays_with_a_name_that_its_backend_lists() -> None:
+    names = Catalogue("ab", {"both": {"x": 1.0, "y": 1.0}})
+    names.listed("a", names_of("x"))
+    names.listed("b", names_of("z", "y"))
+    names.listed("b", names_of("x", "y"))
+    assert {names.resolve("both", str(key), beside="a").model for key in range(20)} == {"x"}
 
 
 def test_alias_means_its_target_and_keeps_the_requested_name() -> None:

@@ -26,8 +26,8 @@ from msgspec import structs
 from llmproxy.core import scheduler
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.domain import Listing, ModelCard, NoCapacity, Reading, Request, Trouble, Verdict
-from llmproxy.core.placement import first_fit
 from llmproxy.core.placement.policy import presets
+from llmproxy.core.queueing import queue
 from llmproxy.core.queueing.fairness import fcfs, policies
 from llmproxy.core.queueing.ordering import orderings
 from llmproxy.core.queueing.waiting_room import WaitingRoom
@@ -42,7 +42,7 @@ LISTINGS = (
     listing("x"),
     listing("y", max_model_len=100),
     listing(base="other"),
-    Listing(0.0, (ModelCard("base", None, 500), ModelCard("other", None, 500))),
+    Listing(0.0, (ModelCard("base", None, 500), ModelCard("spare", None, 500))),
 )
 
 
@@ -248,7 +248,7 @@ def low_bands_go_first(patching: pytest.MonkeyPatch) -> None:
 
 
 def only_heads_are_looked_at(patching: pytest.MonkeyPatch) -> None:
-    patching.setattr(first_fit, "FLOW_LOOK_MAX", 1)
+    patching.setattr(queue, "FLOW_LOOK_MAX", 1)
 
 
 def ceilings_are_ignored(patching: pytest.MonkeyPatch) -> None:

@@ -306,7 +306,8 @@ class World:
         return wakeup_s is not None and wakeup_s <= self.now
 
     def _expiry(self, waiter: Waiter) -> Outcome:
-        alive = self._alive(waiter.request.pool) and not waiter.held
+        rows, model = self._rows(waiter.request.pool), waiter.request.model
+        alive = any(model in row.view.served and not self._down(name) for name, row in rows.items()) and not waiter.held
         return Outcome.EXPIRED if alive else Outcome.EXPIRED_NO_BACKENDS
 
     def _proven_to_wait(self, preempt: Preempt) -> None:
