@@ -44,7 +44,7 @@ PROXY = "http://127.0.0.1:8080"
 ProxyUrl = Annotated[str, typer.Argument(metavar="URL", help="Base URL of the proxy, or of its admin port.")]
 AdminKey = Annotated[
     str | None,
-    typer.Option(metavar="KEY", envvar=ADMIN_KEY_VARIABLE, help="Needed unless the proxy is on this machine."),
+    typer.Option(metavar="KEY", envvar=ADMIN_KEY_VARIABLE, help="Needed where the proxy has one."),
 ]
 
 

@@ -95,6 +95,8 @@ def _unread(config: Config) -> list[Problem]:
     rules = {} if config.plugins else _read_by_policies(config)
     rules["decision_log_sample"] = config.decision_log is not None, "there is no decision_log"
     rules["admin.host"] = config.admin.port is not None, "there is no admin.port"
+    rules["admin.open_metrics"] = config.admin.port is None, "everybody who reaches admin.port sees /metrics there"
+    rules["trust_proxy_headers"] = bool(config.clients.trusted_proxies), "there are no clients.trusted_proxies"
     for key in ("advertise", "lock", "lock_s", "name", "pools", "member", "plaintext", "tls"):
         rules[f"cluster.{key}"] = config.cluster.listen is not None, "there is no cluster.listen"
     for key in ("name", "on_failure"):

@@ -111,8 +111,8 @@ class Asker:
             if target.admin_key:
                 return AskError(f"{target} refuses this admin key, or has no {path} on this port (admin_port)")
             return AskError(
-                f"{target} shows {path} to clients on its own machine and to those with its admin key"
-                " (--admin-key); if it has an admin_port, only there"
+                f"{target} shows {path} to those with its admin key (--admin-key); where it has none, to clients on its"
+                " own machine; if it has an admin_port, only there"
             )
         # A proxy that starts, ends or is asked too often will answer later.
         kind = UnreachableError if status == 429 or status >= 500 else AskError

@@ -70,6 +70,11 @@ def warned(tmp_path: Path, text: str) -> list[str]:
             "4: backends[0].prompt_tokens: placement is random, not cost",
         ),
         ("admin: {host: '::1'}", "1: admin.host: there is no admin.port"),
+        (
+            "admin: {port: 9090, open_metrics: true}",
+            "1: admin.open_metrics: everybody who reaches admin.port sees /metrics there",
+        ),
+        ("trust_proxy_headers: true", "1: trust_proxy_headers: there are no clients.trusted_proxies"),
         ("retry: {extra_attempts: 0, budget_ratio: 0.5}", "1: retry.budget_ratio: retry.extra_attempts is 0"),
         (
             "backends: [http://a]\ndiscovery: {gone_after: 9}",

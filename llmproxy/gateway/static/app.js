@@ -248,7 +248,7 @@ function showDialog(title, ...children) {
 async function lock() {
   const first = !locked;
   locked = true;
-  if (first) askKey(key.get() ? "This key was refused." : "The proxy shows its state to clients on its own machine, and to those with its admin key.");
+  if (first) askKey(key.get() ? "This key was refused." : "The proxy shows its state to those with its admin key.");
 }
 
 /** Asks for the key, says why, and tries it at once. */
@@ -294,7 +294,7 @@ function begin() {
   setSpan(store.span);
   element("pause").addEventListener("click", pause);
   element("theme").addEventListener("click", turn);
-  element("key").addEventListener("click", () => askKey("A drain needs it, and everything where the proxy is on another machine."));
+  element("key").addEventListener("click", () => askKey("Where the proxy has an admin key, everything needs it."));
   element("help").addEventListener("click", () => KEYS.at(-1)[2]());
   store.chosen = inBrowser.get(THEME);
   wear();
