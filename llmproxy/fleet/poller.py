@@ -236,7 +236,8 @@ class Poller:
         sent_at_s = self._clock()
         status, body = await self._get("/v1/models")
         if status != 200:
-            trouble = Trouble.UNHEALTHY if status >= 500 else Trouble.GARBAGE
+            # An engine has this route: what answers in its place, such as a front that waits for it, serves nothing.
+            trouble = Trouble.UNHEALTHY if status >= 500 or status == 404 else Trouble.GARBAGE
             asks = "; is the backend's api_key right?" if self._has_key else "; set backend_api_key, or its own api_key"
             hint = asks if status in (401, 403) else "; does it speak TLS (https://)?" if status == 400 else ""
             raise _PollFailed(trouble, f"GET {self._url}/v1/models answered {status}{hint}")
@@ -244,6 +245,9 @@ class Poller:
             listing = await _in_slices(parse_listing(body, sent_at_s))
         except ValueError as error:
             raise _PollFailed(Trouble.GARBAGE, f"GET {self._url}/v1/models: {error}") from None
+        if all(card.parent is not None for card in listing.cards):
+            # The names of before stay known, so that requests for them wait.
+            raise _PollFailed(Trouble.UNHEALTHY, f"GET {self._url}/v1/models lists no base model")
         # The answer to an earlier question may arrive later. It must not replace a newer one.
         if sent_at_s >= self._listed_at_s:
             self._listed_at_s = sent_at_s

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
+
 from tests.e2e.proxies import HELLO, ProxyUnderTest, serving, until
 from tests.e2e.scripted import Scripted, answering, scripted, whole
 
@@ -54,3 +56,18 @@ async def test_a_pool_answers_to_all_of_its_names_for_autoscalers() -> None:
             for name in ("new", "old"):
                 assert (await proxy.get(f"/scale/{name}")).json["pool"] == "old"
             assert (await proxy.get("/scale/none")).status == 404
+
+
+@pytest.mark.parametrize(
+    "poll",
+    [model_list(), whole(b"", "404 Not Found"), whole(b"", "503 Service Unavailable")],
+    ids=["empty", "404", "503"],
+)
+async def test_requests_wait_while_a_backend_lists_nothing(poll: bytes) -> None:
+    async with scripted(answering(DONE)) as backend, serving(extra=[backend.url], queue={"hold_s": 30.0}) as proxy:
+        backend.polls[b"/v1/models"] = answering(poll)
+        await until(lambda: proxy.app.pools.backends["b0"].health.down)
+        waiting = asyncio.create_task(asked(proxy, "base"))
+        await until(lambda: sum(requests for requests, _ in proxy.app.pools.queued().values()) == 8)
+        lists(backend, "base")
+        assert await waiting == {200}
