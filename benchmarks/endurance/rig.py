@@ -151,6 +151,7 @@ class Rig:
             "log_format": "json",
             "plugins": ["benchmarks.endurance.probe"],
             "admin_key": hash_of(ADMIN_KEY),
+            "admin": {"open_metrics": True},
             "backends": backends,
             "tenants": tenants,
             "models": [{"name": ALIAS, "target": "sim", "ttft_s": 2.0}],
