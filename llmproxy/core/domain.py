@@ -75,7 +75,7 @@ class RequestFacts(Struct, frozen=True):
     `model` is None when the body names none (absent, null or empty). `prompt_bytes` counts the UTF-8 bytes of the text
     that the engine will tokenise (images and audio are not text); `prompt_tokens` is set instead where the prompt came
     as token ids and is therefore exact. `sequences` is how many sequences the engine will run at once (`n` times the
-    number of prompts).
+    number of prompts). `prepared`: media, a grammar or a very large body, which take an engine time before it begins.
     """
 
     model: str | None
@@ -84,6 +84,7 @@ class RequestFacts(Struct, frozen=True):
     prompt_tokens: int | None = None
     max_tokens: int | None = None
     sequences: int = 1
+    prepared: bool = False
 
 
 class Slo(Struct, frozen=True):
@@ -110,7 +111,7 @@ class Request(Struct, frozen=True):
     blocks, of about `prefix_tokens` tokens each. `session` is a hash that the requests of one session share, None
     without a session. `backend` is the only one that the request may go to, because it keeps what the request refers
     to; None when any backend may serve it. `splittable`: one backend may compute the prompt and another the answer;
-    `stage` is the part that this is.
+    `stage` is the part that this is. `prepared` is as in `RequestFacts`.
     """
 
     id: str
@@ -138,6 +139,7 @@ class Request(Struct, frozen=True):
     backend: str | None = None
     splittable: bool = False
     stage: Stage = Stage.WHOLE
+    prepared: bool = False
 
 
 class Entry(StrEnum):
@@ -197,6 +199,7 @@ class Reading(Struct, frozen=True):
 
     `taken_at_s` is when the scrape was *sent*: work booked after it cannot be in these numbers. `kv_used` is 0..1.
     Of those `waiting`, the `deferred` ones wait for something else than a place, such as KV of another engine.
+    `generated` counts the tokens that the engine has generated since its process began.
     `running_adapters` are those of the newest `lora_requests_info` series; they are surely resident, others may be.
     """
 
@@ -208,6 +211,7 @@ class Reading(Struct, frozen=True):
     running_adapters: frozenset[str] = frozenset()
     max_adapters: int | None = None
     deferred: int = 0
+    generated: int | None = None
 
 
 class Trouble(StrEnum):

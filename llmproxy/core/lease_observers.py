@@ -226,7 +226,7 @@ class PlacementObserver(LeaseObserver):
 
 
 class OutlierObserver(LeaseObserver):
-    """Reports to the outlier detection how fast streams are, and to a slow backend that it became fast."""
+    """Reports to the outlier detection how fast answers come, and to a slow backend that it became fast."""
 
     def __init__(self, detection: OutlierDetection) -> None:
         self._detection = detection
@@ -248,7 +248,8 @@ class OutlierObserver(LeaseObserver):
             backend.measured(lease.number, fast, now)
 
     def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        self._detection.finished(lease.number, now)
+        served = usage if verdict is Verdict.SERVED else None
+        self._detection.finished(lease.number, now, served, lease.backend.sequences)
 
     def process_gone(self, backend: str) -> None:
         self._detection.forget(backend)

@@ -22,18 +22,20 @@ class PoolBackends:
 
     def reconfigure(self, settings: HealthSettings) -> None:
         self._peers.ejected_max = settings.ejected_max
-        self.outliers.settings = settings
+        self.outliers.reconfigure(settings)
 
     def add(self, backend: Backend) -> None:
         self.by_name[backend.name] = backend
         backend.health.peers = self._peers
         backend.exploration = self._exploration
+        backend.outliers = self.outliers
         self._exploration.members[backend.name] = backend
         self._peers.members[backend.name] = backend.health
         self._changed()
 
     def remove(self, name: str) -> None:
-        self.by_name.pop(name).exploration = None
+        backend = self.by_name.pop(name)
+        backend.exploration = backend.outliers = None
         del self._exploration.members[name]
         self._peers.members.pop(name).peers = None
         self._changed()
@@ -65,7 +67,7 @@ class PoolBackends:
         leases: list[int] = []
         for name, silent in hung.items():
             if self.by_name[name].hangs(silent, now):
-                leases += self.outliers.give_up(name)
+                leases += self.outliers.give_up(name, now)
         for name, why in slow.items():
             self.by_name[name].slowed(why, now)
         return leases

@@ -19,9 +19,11 @@ KV_USED_OLD = b"vllm:gpu_cache_usage_perc"
 CACHE_CONFIG = b"vllm:cache_config_info"
 LORA_INFO = b"vllm:lora_requests_info"
 WAITING_BY_REASON = b"vllm:num_requests_waiting_by_reason"
+GENERATED = b"vllm:generation_tokens_total"
 
 METRIC_NAMES: tuple[str, ...] = tuple(
-    name.decode() for name in (RUNNING, WAITING, KV_USED, KV_USED_OLD, CACHE_CONFIG, LORA_INFO, WAITING_BY_REASON)
+    name.decode()
+    for name in (RUNNING, WAITING, KV_USED, KV_USED_OLD, CACHE_CONFIG, LORA_INFO, WAITING_BY_REASON, GENERATED)
 )
 """The names to ask for where a backend can filter its page."""
 
@@ -42,7 +44,7 @@ _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 def parse_reading(text: bytes, taken_at_s: float) -> Generator[None, None, Reading | None]:
     """Read the load of one backend from its metrics page; `taken_at_s` is when the scrape was sent.
 
-    Several engines behind one page are summed (requests, KV tokens) or averaged (KV use). None where neither running
+    Several engines behind one page are summed (requests, tokens) or averaged (KV use). None where neither running
     nor waiting requests are there: it is no vLLM page, and a reading of zeroes would mean an idle engine. Yields
     after at most some milliseconds of work. Raises ValueError with a reason for people beyond LABELS_BYTES_MAX.
     """
@@ -52,6 +54,7 @@ def parse_reading(text: bytes, taken_at_s: float) -> Generator[None, None, Readi
         return None
     kv_used = (yield from _values(text, KV_USED)) or (yield from _values(text, KV_USED_OLD))
     adapters, max_adapters = yield from _newest_adapters(text)
+    generated = yield from _values(text, GENERATED)
     return Reading(
         taken_at_s=taken_at_s,
         running=round(sum(running)),
@@ -61,6 +64,7 @@ def parse_reading(text: bytes, taken_at_s: float) -> Generator[None, None, Readi
         running_adapters=adapters,
         max_adapters=max_adapters,
         deferred=round((yield from _deferred(text))),
+        generated=round(sum(generated)) if generated else None,
     )
 
 

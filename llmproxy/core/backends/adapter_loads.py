@@ -25,13 +25,13 @@ SAME_STEP_S = 0.05
 
 
 class LongestLoad:
-    """The longest time that a load of an adapter takes in one pool, forgotten slowly.
+    """The longest time that a load of an adapter takes in one pool, or another preparation, forgotten slowly.
 
     `LoadTimesByTier` is another quantity: the mean that a placement expects.
     """
 
-    def __init__(self) -> None:
-        self.load_s = GUESS_S
+    def __init__(self, guess_s: float = GUESS_S) -> None:
+        self.load_s = guess_s
         self._seen = 0
 
     def explained_s(self, loads: int) -> float:

@@ -11,6 +11,7 @@ from llmproxy.core.backends.batch_limit import BatchLimit, Exploration
 from llmproxy.core.backends.bookings import GAUGE_LAG_S, Bookings, ResidentAdapters
 from llmproxy.core.backends.health import Hang, Health
 from llmproxy.core.backends.look_ahead import LookAhead
+from llmproxy.core.backends.outlier_detection import OutlierDetection
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DECODE, KnownLimit, Listing, Reading, Request, Role, Trouble, Verdict
 from llmproxy.core.settings import CapacitySettings, HealthSettings
@@ -51,6 +52,7 @@ class Backend:
         self.processes = 1
         """How many processes have had this name, as far as is known."""
         self.exploration: Exploration | None = None
+        self.outliers: OutlierDetection | None = None
         lowest_ceiling, self._highest_ceiling = ceiling_range
         self.limit = BatchLimit(max_in_flight, capacity.start_limit, lowest_ceiling)
         self._look_ahead = LookAhead()
@@ -183,7 +185,8 @@ class Backend:
             if not self._unread or self._numberless_polls > UNREAD_MAX:
                 self.limit.unpublished(self._seen)
         # Without a stream there is no byte before the end, and not every server publishes counters.
-        for lease, booking in self._own.unstarted_answers():
+        idle = self.reading is not None and not self.reading.running
+        for lease, booking in () if idle else self._own.unstarted_answers():
             if now - booking.booked_s >= STARTED_AFTER_S:
                 booking.started = True
                 self.health.first_byte(lease, now)
@@ -218,6 +221,10 @@ class Backend:
             self._resident.touch(adapter, reading.max_adapters)
         self._resident.evict(reading.max_adapters)
         self._changed()
+        if self.outliers is not None:
+            fast = self.outliers.read(self.name, reading, self._own.sequences)
+            if fast is not None and self.health.slow:
+                self.measured(None, fast, reading.taken_at_s)
 
     def troubled(self, trouble: Trouble) -> bool:
         """A poll failed. True when the process is surely gone, and with it its open streams."""
@@ -231,6 +238,11 @@ class Backend:
     def sequences(self) -> int:
         """Our sequences in flight there."""
         return self._own.sequences
+
+    @property
+    def _counted(self) -> bool:
+        """Whether the engine publishes how many tokens it has generated."""
+        return self.reading is not None and self.reading.generated is not None
 
     @property
     def in_flight(self) -> int:
@@ -345,20 +357,11 @@ class Backend:
             self._look_ahead.ended(now - booking.booked_s, output_tokens / booking.request.sequences)
         idle = not self.bookings and (self.reading is None or not self.reading.running)
         self._load_changed(alone=served)
-        self.health.finished(lease, verdict, now, idle=idle)
+        self.health.finished(lease, verdict, now, idle=idle, counted=self._counted)
 
     def hangs(self, hang: Hang, now: float) -> bool:
-        """There is evidence that the backend hangs. Answers whether it was ejected.
-
-        An engine without running sequences does not hang: before it begins, it may fetch images, tokenise or compile,
-        which takes time. A probe gets that time for as long as a reading counts as fresh. A reading from the first half
-        of the silence proves nothing, because a frozen server sends none later.
-        """
+        """There is evidence that the backend hangs. Answers whether it was ejected."""
         self._changed()
-        reading, silent_s = self.reading, now - hang.since_s
-        idle = reading is not None and not reading.running and reading.taken_at_s >= now - 0.5 * silent_s
-        if idle and not hang.stopped and not (self.health.ejected and silent_s >= self._capacity.stale_after_s):
-            return False
         return self.health.hangs(hang.why(now), now)
 
     def slowed(self, why: str, now: float) -> bool:
@@ -366,7 +369,7 @@ class Backend:
         self._changed()
         return self.health.slowed(why, now)
 
-    def measured(self, lease: int, fast: bool, now: float) -> None:
+    def measured(self, lease: int | None, fast: bool, now: float) -> None:
         """See `Health.measured`."""
         self._changed()
         self.health.measured(lease, fast, now)
@@ -482,7 +485,7 @@ class Backend:
             highest_ceiling=self._highest_ceiling,
             prompt_window_s=capacity.prompt_window_s,
             probed=available and health.ejected,
-            stream_probe=health.stream_probe,
+            stream_probe=health.stream_probe and reading is None,
             role=self._role,
         )
 

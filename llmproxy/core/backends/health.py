@@ -46,14 +46,17 @@ class Hang:
     """Evidence that a backend hangs.
 
     It has been silent since `since_s`, and owes `owed` first bytes. `stopped` counts the streams that stopped at once,
-    if that is the evidence.
+    if that is the evidence. `idle`: its engine shows none of the requests that were sent to it.
     """
 
     since_s: float
     owed: int
     stopped: int
+    idle: bool = False
 
     def why(self, now: float) -> str:
+        if self.idle:
+            return f"hung: its engine has shown none of {self.owed} requests for {now - self.since_s:.1f} s"
         stopped = f", streams that stopped together: {self.stopped}" if self.stopped else ""
         return f"hung: silent for {now - self.since_s:.1f} s, first bytes owed: {self.owed}{stopped}"
 
@@ -184,28 +187,31 @@ class Health:
         if lease == self._probe and not self.slow:
             self._uneject(now)
 
-    def measured(self, lease: int, fast: bool, now: float) -> None:
-        """A stream of a slow backend shows whether the backend is fast again.
+    def measured(self, lease: int | None, fast: bool, now: float) -> None:
+        """A stream of a slow backend shows whether the backend is fast again, or its engine where `lease` is None.
 
         Only the probe ends the ejection. A fast stream from before the ejection ends just the pause: the backend needs
         the probe, because a placement that has learned how slow it was would send it no other request.
         """
         if not fast:
             self._eject("slow: its probe was as slow", now)
-        elif lease == self._probe:
+        elif self._probe is not None and lease in (None, self._probe):
             self._uneject(now)
         elif self.ejected:
             self._blocked_until_s = min(self._blocked_until_s, now)
 
-    def finished(self, lease: int, verdict: Verdict, now: float, *, idle: bool = False) -> None:
-        """The lease ended; the backend is `idle` if nothing else is known to be running there."""
+    def finished(self, lease: int, verdict: Verdict, now: float, *, idle: bool = False, counted: bool = False) -> None:
+        """The lease ended; the backend is `idle` if nothing else is known to be running there.
+
+        Where its tokens are `counted`, only `measured` ends an ejection of a slow backend: a probe may end too early.
+        """
         was_probe = lease == self._probe
         if was_probe:
             self._probe = None
         match verdict:
             case Verdict.SERVED:
                 self._failures = 0
-                if was_probe:
+                if was_probe and not (self.slow and counted):
                     self._uneject(now)
             case Verdict.CONNECT_FAILED | Verdict.DRAINING:
                 # A fact and not a suspicion: further requests would fail too, so `ejected_max` does not apply.

@@ -12,9 +12,10 @@ from math import inf
 from statistics import median_low
 
 from llmproxy.core.backends.adapter_loads import LongestLoad, PendingLoads
+from llmproxy.core.backends.hang_detection import HangDetection
 from llmproxy.core.backends.health import Hang, Peers
 from llmproxy.core.backends.stream_progress import BackendStreams, StreamSpan, follow_robustly
-from llmproxy.core.domain import DECODE, Placed, Request
+from llmproxy.core.domain import DECODE, Placed, Reading, Request, Usage
 from llmproxy.core.estimates.line import JITTER_S, USUAL_TOKENS, LearnedLine
 from llmproxy.core.settings import HealthSettings
 
@@ -22,14 +23,6 @@ CHECK_S = 0.25
 """Shortest time between two checks of the pool."""
 SPAN_S = 0.5
 """How long a stream is followed for one observation of its speed, and a backend for one judgement."""
-LATE = 5.0
-"""A silent backend hangs after this many times the predicted time to all its first bytes."""
-TOGETHER = 3
-"""So many streams that stop at once are not explained by their readers."""
-TOGETHER_S = 0.6
-"""Streams stop at once if their last bytes lie no further apart: longer than between two bytes of a flowing stream."""
-TOGETHER_LATE = 2.0
-"""As `LATE`, where started streams stopped together: most engines go on with them while they compute prompts."""
 JUDGEMENTS_MIN = 10
 """Judgements after which the usual speed of a backend is known."""
 CROWD = 100.0
@@ -47,26 +40,28 @@ SLOW_S = 2.0
 PROMPT_LATE = 2.0
 """An uncached prompt explains up to so many times its predicted time."""
 PROMPTS_MOST = 0.3
-"""A span teaches nothing if prompts may explain a larger share of it, because their time is an estimate."""
+"""A span teaches nothing of a step if prompts may explain a larger share of it, because their time is an estimate."""
+PROMPTS_NEARLY_ALL = 0.7
+"""Nor anything of its backend beyond this share."""
 KV_CROWDED = 0.9
 """Use of a KV-cache from which an engine may preempt sequences and compute them again."""
 FRESH_S = 5.0
 """How long a judgement of another backend is used for comparison."""
+GAP_S = 2.5
+"""Readings further apart are not compared: the machine of the backend or the network stood still between them."""
 
 
 class OutlierDetection:
-    """Follows the streams of one pool. It reports, and changes no backend itself.
+    """Follows the requests of one pool and the readings of its backends. It reports, and changes no backend itself.
 
-    **Hung**: the backend has unstarted streams and has been silent for `hung_s`, or for `LATE` times their predicted
-    time, while others of its pool sent bytes. A backend of which `TOGETHER` started streams stop at once hangs too;
-    fewer prove nothing, because a client may have stopped reading. Long prompts and adapter loads explain a long
-    silence. For an ejected backend the unstarted stream is its probe, and the others need not send bytes.
+    **Hung**: see `HangDetection`.
 
-    **Slow**: the fastest stream takes `slow_factor` times its backend's usual time, relative to the others' median of
-    the same measure, for `SLOW_S` in all. A pool that slows down as a whole has no outlier, and a backend that was
-    slow from the beginning is another kind of machine, which the placement handles. Time that prompts may explain, if
-    they were not cached, does not count. A span that is slow only with that time says nothing. (Huang et al., "Gray
-    Failure: The Achilles' Heel of Cloud-Scale Systems", HotOS 2017.)
+    **Slow**: the fastest stream, the engine by its counter of tokens, or an answer in one piece where no tokens are
+    counted takes `slow_factor` times its backend's usual time, relative to the others' median of the same measure, for
+    `SLOW_S` in all. A pool that slows down as a whole has no outlier, and a backend that was slow from the beginning is
+    another kind of machine, which the placement handles. Time that prompts may explain, if they were not cached, does
+    not count. A span that is slow only with that time says nothing. (Huang et al., "Gray Failure: The Achilles' Heel of
+    Cloud-Scale Systems", HotOS 2017.)
 
     The predictions are two times of the pool: seconds from booking to first byte over the prompt tokens ahead, and
     seconds per token of a stream. They learn from observations that look normal, because a backend that becomes slow
@@ -75,16 +70,19 @@ class OutlierDetection:
     """
 
     def __init__(self, settings: HealthSettings, peers: Peers) -> None:
-        self.settings = settings
+        self._settings = settings
         self._peers = peers
         self._backends: dict[str, BackendStreams] = {}
         self._streams: dict[int, StreamSpan] = {}
         self._longest_load = LongestLoad()
         self._prefill = LearnedLine(BASE_TOKENS / 15_000, 1 / 15_000, USUAL_TOKENS, JITTER_S, 1.0 / BASE_TOKENS)
+        self._hangs = HangDetection(settings, peers, self._backends, self._prefill)
         self._step_s = 0.01
-        self._due_s = inf
         self._check_s = -inf
         self._judge_s = -inf
+
+    def reconfigure(self, settings: HealthSettings) -> None:
+        self._settings = self._hangs.settings = settings
 
     # --- events of leases ----------------------------------------------------------------------------------------
 
@@ -99,8 +97,15 @@ class OutlierDetection:
         if fetched:
             # Where it does not arrive and is computed here, `prompt_tokens` explains the time.
             own_tokens = 0.0
+        adapter = request.adapter
+        stream = StreamSpan(
+            backend, now, request.prompt_tokens, own_tokens, backend.unstarted_tokens + own_tokens, now, adapter, cold,
+            fetched, sequences=request.sequences, whole=not request.stream, prepared=request.prepared,
+        )  # fmt: skip
+        self._streams[lease] = backend.unseen[lease] = stream
         if not request.stream:
             # Its first token is invisible. It shows only that its prompt takes time.
+            stream.begin(0, self._prompts_s(backend, now), now)
             backend.computed_tokens += own_tokens
             backend.prompts_s += request.prompt_tokens * self._prefill.slope
             if cold:
@@ -108,16 +113,12 @@ class OutlierDetection:
                 backend.pending_loads.add_unseen(now)
                 backend.pending_loads.done += 1
             return
-        self._due_s = min(self._due_s, now + self.settings.hung_s)
+        self._hangs.due_s = min(self._hangs.due_s, now + self._settings.hung_s)
         backend.unstarted_tokens += own_tokens
         backend.unstarted_tokens_max += request.prompt_tokens
         if not backend.unstarted:
             backend.prompts_until_s = now
-        adapter = request.adapter
-        stream = StreamSpan(
-            backend, now, request.prompt_tokens, own_tokens, backend.unstarted_tokens, now, adapter, cold, fetched
-        )
-        self._streams[lease] = backend.unstarted[lease] = stream
+        backend.unstarted[lease] = stream
         # Residency is only an estimate. A started stream proves it.
         if adapter is not None and (cold or not backend.uses(adapter)):
             backend.pending_loads.add(lease, cold, now)
@@ -125,13 +126,18 @@ class OutlierDetection:
 
     def committed(self, lease: int, now: float) -> None:
         """A byte went to the client: the request cannot be retried elsewhere any more."""
-        if lease in self._streams:
-            self._first_byte(lease, self._streams[lease], now)
+        stream = self._streams.get(lease)
+        if stream is not None and not stream.whole:
+            self._first_byte(lease, stream, now)
 
     def started(self, lease: int, now: float) -> None:
-        """The first token came."""
+        """The first token came, or the whole of an answer in one piece."""
         stream = self._streams.get(lease)
         if stream is None:
+            return
+        if stream.whole:
+            stream.backend.unseen.pop(lease, None)
+            stream.backend.last_byte_s = stream.last_byte_s = now
             return
         if not (stream.fetched or stream.backend.doubted or stream.loads_ahead or stream.backend.pending_loads):
             self._prefill.learn(stream.tokens_ahead, now - stream.booked_s)
@@ -141,6 +147,7 @@ class OutlierDetection:
     def _first_byte(self, lease: int, stream: StreamSpan, now: float) -> None:
         backend = stream.backend
         since_s, prompts_s = backend.last_byte_s, self._prefill.at(backend.unstarted_tokens)
+        backend.unseen.pop(lease, None)
         backend.last_byte_s = stream.last_byte_s = now
         backend.started[lease] = stream
         if self._remove_unstarted(lease, stream, now):
@@ -166,7 +173,7 @@ class OutlierDetection:
         longest = max(stream.prompt_tokens for stream in backend.unstarted.values())
         at_most_s = PROMPT_LATE * longest * self._prefill.slope
         at_most_s += backend.pending_loads.explained_s(backend.prompts_until_s)
-        return backend.prompts_s + min(now - backend.prompts_until_s, at_most_s)
+        return backend.prompts_s + min(max(0.0, now - backend.prompts_until_s), at_most_s)
 
     def progress(
         self, lease: int, output_tokens: int, sequences: int, kv_used: float | None, now: float
@@ -180,9 +187,52 @@ class OutlierDetection:
             return None
         backend = stream.backend
         backend.last_byte_s = stream.last_byte_s = now
-        took_s, tokens = now - stream.since_s, output_tokens - stream.tokens
+        if now - stream.since_s < SPAN_S or output_tokens <= stream.tokens:
+            return None
+        return self._observed(stream, output_tokens, sequences, kv_used, now)
+
+    def read(self, name: str, reading: Reading, sequences: int) -> bool | None:
+        """A reading came of a backend on which `sequences` of ours are in flight. Answers as `progress` does."""
+        backend, now = self._backends.get(name), reading.taken_at_s
+        if backend is None:
+            return None
+        before, backend.reading = backend.reading, reading
+        self._hangs.see(backend, reading, sequences)
+        engine = backend.engine
+        if (
+            before is None
+            or before.generated is None
+            or reading.generated is None
+            or reading.generated < before.generated
+            or now > before.taken_at_s + GAP_S
+        ):
+            engine.since_s = -inf
+            return None
+        if reading.generated > before.generated:
+            backend.generated_s = now
+        if engine.since_s == -inf or not (before.running or reading.running):
+            engine.begin(reading.generated, self._prompts_s(backend, now), now)
+            backend.running_s = 0.0
+            backend.ran = reading.running > 0
+            return None
+        backend.running_s += 0.5 * (before.running + reading.running) * (now - before.taken_at_s)
+        backend.ran = backend.ran and reading.running > 0
+        took_s, tokens = now - engine.since_s, reading.generated - engine.tokens
         if took_s < SPAN_S or tokens <= 0:
             return None
+        running = backend.running_s / took_s
+        # Of one sequence, as `tokens` of a stream are.
+        engine.tokens = 0
+        fast = self._observed(engine, tokens / running, running, reading.kv_used, now, sure=backend.ran)
+        engine.tokens, backend.running_s, backend.ran = reading.generated, 0.0, reading.running > 0
+        return fast
+
+    def _observed(
+        self, stream: StreamSpan, output_tokens: float, sequences: float, kv_used: float | None, now: float,
+        *, sure: bool = True,
+    ) -> bool | None:  # fmt: skip
+        """Close a span of a stream or of an engine. It teaches at most where not `sure`."""
+        backend, took_s, tokens = stream.backend, now - stream.since_s, output_tokens - stream.tokens
         # Of the unstarted prompts, only the first can have taken time already.
         first = next(iter(backend.unstarted.values()), None)
         first_tokens, loading = (first.own_tokens, first.cold) if first is not None else (0.0, False)
@@ -190,36 +240,45 @@ class OutlierDetection:
         prompts_s += (backend.pending_loads.done - stream.loaded + loading) * self._longest_load.load_s
         so_far_s = self._prompts_s(backend, now)
         unexplained_s = max(0.0, took_s - (so_far_s - stream.prompts_s))
-        stream.begin(output_tokens, so_far_s, now)
+        stream.begin(round(output_tokens), so_far_s, now)
         if (kv_used or 0.0) > KV_CROWDED:
             # The engine may be computing preempted sequences again.
             backend.slow_s = 0.0
             return None
         steps = tokens * (1.0 + sequences / CROWD)
         least, most = unexplained_s / (steps * self._step_s), took_s / (steps * self._step_s)
+        if not sure:
+            least = 0.0
         if least < backend.ratio_least:
             backend.ratio_least, backend.unexplained_s = least, unexplained_s
         backend.ratio_most = min(backend.ratio_most, most)
-        bound = self.settings.slow_factor * backend.usual * backend.others_slowness
+        bound = self._settings.slow_factor * backend.usual * backend.others_slowness
         fast = None if least < bound <= most else most < bound
         if fast:
             # No prompt was computed: the unstarted ones wait for room, and their time is still to come.
             backend.prompts_s, backend.prompts_until_s = so_far_s, now
-        if prompts_s > PROMPTS_MOST * took_s:
+        if prompts_s > PROMPTS_NEARLY_ALL * took_s:
             return fast
         ratio = took_s / (steps * self._step_s + prompts_s)
         backend.ratio = min(backend.ratio, ratio)
         backend.doubted = backend.judgements >= JUDGEMENTS_MIN and ratio > DOUBTFUL * backend.usual
-        if not backend.doubted:
+        if not backend.doubted and prompts_s <= PROMPTS_MOST * took_s:
             self._step_s = follow_robustly(self._step_s, (took_s - prompts_s) / steps, GAIN)
         return fast
 
-    def finished(self, lease: int, now: float) -> None:
-        """The lease ended, for whatever reason."""
+    def finished(self, lease: int, now: float, usage: Usage | None = None, sequences: int = 1) -> None:
+        """The lease ended. `usage` is None where it was not served; `sequences` of ours are left on its backend."""
         stream = self._streams.pop(lease, None)
         if stream is None:
             return
         backend, loads = stream.backend, stream.backend.pending_loads
+        backend.unseen.pop(lease, None)
+        if stream.whole:
+            uncounted = backend.reading is None or backend.reading.generated is None
+            if uncounted and usage is not None and usage.output_tokens and stream.last_byte_s > stream.booked_s:
+                tokens = usage.output_tokens / stream.sequences
+                self._observed(stream, tokens, sequences, None, stream.last_byte_s)
+            return
         backend.started.pop(lease, None)
         self._remove_unstarted(lease, stream, now)
         loads.ended(lease, now)
@@ -238,8 +297,8 @@ class OutlierDetection:
     @property
     def due_s(self) -> float | None:
         """When a silence may have lasted too long without any event; None where only an event can show it."""
-        known = self._due_s < inf and len(self._peers.members) > 1
-        return max(self._due_s, self._check_s) if known else None
+        known = self._hangs.due_s < inf and len(self._peers.members) > 1
+        return max(self._hangs.due_s, self._check_s) if known else None
 
     def outliers(self, now: float) -> tuple[dict[str, Hang], dict[str, str]]:
         """The backends that hang with the evidence, and those that became slow with the reason.
@@ -248,52 +307,26 @@ class OutlierDetection:
         """
         if now < self._check_s:
             return {}, {}
-        self._check_s, self._due_s = now + CHECK_S, inf
+        self._check_s, self._hangs.due_s = now + CHECK_S, inf
         if len(self._peers.members) < 2:
             return {}, {}
         hung = {}
-        for name, backend in self._backends.items():
-            if (hang := self._hang(name, backend, now)) is not None:
+        for name in self._backends:
+            if (hang := self._hangs.hang(name, now)) is not None:
                 hung[name] = hang
         return hung, self._judge(now) if now >= self._judge_s else {}
 
-    def give_up(self, backend: str) -> Iterator[int]:
-        """The leases without a byte from a hung backend, which are to be revoked."""
+    def give_up(self, backend: str, now: float) -> Iterator[int]:
+        """The leases of a hung backend for which nothing visible was done, which are to be revoked."""
         streams = self._backends[backend]
         unstarted, streams.unstarted = streams.unstarted, {}
+        if self._hangs.idle(streams, now):
+            unstarted |= streams.unseen
+        for lease in unstarted:
+            streams.unseen.pop(lease, None)
         streams.pending_loads.clear()
         streams.unstarted_tokens, streams.unstarted_tokens_max = 0.0, 0
         return iter(unstarted)
-
-    def _hang(self, name: str, backend: BackendStreams, now: float) -> Hang | None:
-        """The evidence that a backend hangs; None where there is not enough."""
-        ejected = self._peers.members[name].ejected
-        # The prefix may not be cached after all, and an uncached long prompt takes many times as long.
-        prompts_s = self._prefill.at(backend.unstarted_tokens_max)
-        if backend.unstarted:
-            # A started stream may wait for its client, a first byte does not.
-            since_s = max(backend.last_byte_s, next(iter(backend.unstarted.values())).booked_s)
-            if self._only_silent(backend, since_s, LATE * prompts_s, now, ejected):
-                return Hang(since_s, len(backend.unstarted), 0)
-        if not ejected and len(backend.started) >= TOGETHER:
-            since_s = backend.last_byte_s
-            if self._only_silent(backend, since_s, TOGETHER_LATE * prompts_s, now, ejected):
-                stopped = sum(stream.last_byte_s >= since_s - TOGETHER_S for stream in backend.started.values())
-                if stopped >= TOGETHER:
-                    return Hang(since_s, len(backend.unstarted), stopped)
-        return None
-
-    def _only_silent(self, backend: BackendStreams, since_s: float, late_s: float, now: float, ejected: bool) -> bool:
-        """Whether a backend, and no other, has been silent for too long since `since_s`."""
-        limit_s = max(self.settings.hung_s, late_s) + backend.pending_loads.explained_s(since_s)
-        if now < since_s + limit_s:
-            self._due_s = min(self._due_s, since_s + limit_s)
-            return False
-        if ejected:
-            return any(not health.down and not health.ejected for health in self._peers.members.values())
-        # If all are silent, the proxy stood still or the network to all of them failed.
-        others_s = max((other.last_byte_s for other in self._backends.values() if other is not backend), default=-inf)
-        return others_s >= since_s + 0.5 * limit_s
 
     def _judge(self, now: float) -> dict[str, str]:
         """Close one span of all backends. Answers those that were too slow for long enough, with the reason."""
@@ -308,7 +341,7 @@ class OutlierDetection:
             backend.others_slowness = max(1.0, median_low(others)) if others else 1.0
             if backend.ratio_most == inf:
                 continue
-            bound = self.settings.slow_factor * backend.usual * backend.others_slowness if others else inf
+            bound = self._settings.slow_factor * backend.usual * backend.others_slowness if others else inf
             ejected, least = self._peers.members[name].ejected, backend.ratio_least
             if not ejected and (backend.judgements < JUDGEMENTS_MIN or backend.ratio_most < bound):
                 backend.slow_s = 0.0
@@ -319,7 +352,7 @@ class OutlierDetection:
             backend.begin_span(now)
             if backend.slow_s >= SLOW_S:
                 backend.slow_s = 0.0
-                slow[name] = f"slow: {least * self.settings.slow_factor / bound:.1f} times as slow as usual"
+                slow[name] = f"slow: {least * self._settings.slow_factor / bound:.1f} times as slow as usual"
         return slow
 
     def check(self) -> None:

@@ -8,6 +8,7 @@ from math import inf
 from msgspec import Struct
 
 from llmproxy.core.backends.adapter_loads import PendingLoads
+from llmproxy.core.domain import Reading
 from llmproxy.core.estimates.learning import follow_ratio, gain
 
 RATIO_MOST = 2.0
@@ -31,7 +32,11 @@ class BackendStreams:
 
     `unstarted` are streams without a byte, the oldest first; `unstarted_tokens` is what has to be computed of their
     prompts, `unstarted_tokens_max` the same if nothing of them is cached. `pending_loads` are adapters that may have to
-    be loaded for them. `started` are streams with a byte. `last_byte_s` is when any stream last brought something.
+    be loaded for them. `started` are streams with a byte. `last_byte_s` is when any answer last brought something.
+
+    `unseen` are requests without a byte that no reading has shown yet, the oldest first. `engine` is a span as of a
+    stream that has all tokens which `reading`, the last one, counts. The engine ran `running_s` seconds of sequences
+    in it, and `ran` all the time, as far as is known. `generated_s` is when the count last rose.
 
     `computed_tokens` counts the prompt tokens computed so far. `prompts_s` is the time that prompts may have taken
     until `prompts_until_s`, which is when the backend last had no unstarted stream, brought a first byte, or was fast.
@@ -46,6 +51,12 @@ class BackendStreams:
     """
 
     pending_loads: PendingLoads
+    engine: StreamSpan = field(init=False)
+    reading: Reading | None = None
+    running_s: float = 0.0
+    ran: bool = False
+    generated_s: float = -inf
+    unseen: dict[int, StreamSpan] = field(default_factory=dict)
     unstarted: dict[int, StreamSpan] = field(default_factory=dict)
     unstarted_tokens: float = 0.0
     unstarted_tokens_max: int = 0
@@ -67,6 +78,9 @@ class BackendStreams:
     slow_s: float = 0.0
     slow_since_s: float = -inf
     doubted: bool = False
+
+    def __post_init__(self) -> None:
+        self.engine = StreamSpan(self, -inf, 0, 0.0, 0.0, -inf, None, cold=False)
 
     def add_slow_span(self, now: float) -> None:
         if not self.slow_s or now > self.slow_since_s + SLOW_WITHIN_S:
@@ -93,7 +107,8 @@ class StreamSpan(Struct, eq=False):
 
     `tokens_ahead` had to be computed for its first byte when it was booked, `own_tokens` of them its own. `loads_ahead`
     adapters may have been loaded before its first byte; its own `adapter` is `cold` where it was not believed resident.
-    `fetched`: another backend computed the prompt.
+    `fetched`: another backend computed the prompt. `whole`: the answer comes in one piece, and the span is all of it.
+    `prepared`: the engine has more to do than to tokenise before it shows the request.
 
     The span began at `since_s`, after `tokens` of the answer. The backend had computed `computed_tokens` and loaded
     `loaded` adapters by then, in at most `prompts_s`. `last_byte_s` is when the stream last brought something.
@@ -114,6 +129,9 @@ class StreamSpan(Struct, eq=False):
     loaded: int = 0
     prompts_s: float = 0.0
     last_byte_s: float = -inf
+    sequences: int = 1
+    whole: bool = False
+    prepared: bool = False
 
     def begin(self, tokens: int, prompts_s: float, now: float) -> None:
         """Begin a span after so many tokens of the answer."""

@@ -256,6 +256,7 @@ class RequestHandler:
             prefix_tokens=prefix_tokens,
             session=received.session,
             splittable=parsed.splittable and received.previous is None,
+            prepared=facts.prepared or not received.route.computes,
             backend=received.previous.backend if received.previous is not None else None,
         )
 

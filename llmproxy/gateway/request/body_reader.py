@@ -7,6 +7,7 @@ long as it runs, whatever thread it runs in.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,12 @@ _SPLITTABLE = frozenset({BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES,
 _NOT_TEXT = frozenset(
     {"role", "type", "id", "tool_call_id", "call_id", "cache_control", "detail", "format", "media_type", "status"}
 )
+# Members by which the engine compiles a grammar before it begins.
+_GRAMMAR = frozenset(
+    {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "text"}
+)
 _MEDIA = frozenset({"image_url", "image", "input_audio", "audio_url", "video_url", "image_embeds", "audio_embeds"})
+_MEDIA_KEY = re.compile(rb'"(?:%s)"' % b"|".join(name.encode() for name in sorted(_MEDIA)))
 
 
 class BodyReader:
@@ -165,15 +171,19 @@ def read_large(
 ) -> Slices[ParsedBody]:
     """Scan a JSON body of any size in slices. Raises BadBody, but not for broken values that nobody here needs."""
     options = (*_OPTIONS, *_INDIVISIBLE, *PROMPT_ALONE, *(KEPT if kind is BodyKind.RESPONSES else ()))
-    found = yield from scan_every(body, (*_TEXT, *options, SALT, *GUARDED, *PROMPT_ALONE, *session_members))
+    grammar = (*_GRAMMAR, "tool_choice")
+    found = yield from scan_every(body, (*_TEXT, *options, SALT, *GUARDED, *PROMPT_ALONE, *grammar, *session_members))
     members = dict(found)
     fields = {name: _option(body, name, members[name]) for name in options if name in members}
     sizes = [_size_of_member(members[name]) for name in _TEXT if name in members]
     chain = (yield from chain_of_large(body, members, kind)) if prefixes else None
     named = {name: _scanned_text(body, members[name]) for name in session_members if name in members}
     guarded = yield from guarded_in(body, found)
-    if "tools" in members:
-        fields["tools"] = ABSENT
+    fields |= {name: ABSENT for name in ("tools", *_GRAMMAR) if name in members}
+    if "tool_choice" in members:
+        fields["tool_choice"] = _scanned_text(body, members["tool_choice"])
+    if len(body) <= PARSE_BYTES_MAX and _MEDIA_KEY.search(body) is not None:
+        sizes.append(_Size(media=True))
     return _assembled(body, kind, fields, sizes, _sessions(named, session_members), guarded, members, chain)
 
 
@@ -188,7 +198,8 @@ def _assembled(
     chain: Chain | None,
 ) -> ParsedBody:
     sequences = _sequences(fields, sizes)
-    facts = _facts(fields, sizes, kind, sequences)
+    prepared = len(body) > PARSE_BYTES_MAX or any(size.media for size in sizes) or _has_grammar(fields)
+    facts = _facts(fields, sizes, kind, sequences, prepared)
     kept = {name: fields[name] for name in KEPT if name in fields} if kind is BodyKind.RESPONSES else {}
     options = fields.get("stream_options", ABSENT)
     splittable = sequences == 1 and _is_splittable(kind, fields)
@@ -233,20 +244,32 @@ def read_form(body: bytes, content_type: str, session_members: Sequence[str] = (
     stream = texts.get("stream", "").strip().lower()
     if stream not in TRUE | FALSE:
         raise BadBody("The form field stream must be true or false.", "body.stream")
-    facts = RequestFacts(model, stream in TRUE, MEDIA_BYTES)
+    facts = RequestFacts(model, stream in TRUE, MEDIA_BYTES, prepared=True)
     return ParsedBody(facts, BodyKind.FORM, body, members=found, sessions=_sessions(texts, session_members))
 
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """The size of one text member: bytes of text, exact tokens if it is token ids, and how many prompts it holds."""
+    """The size of one text member: bytes of text, exact tokens if it is token ids, and how many prompts it holds.
+
+    `media`: there are images or sounds in it.
+    """
 
     text_bytes: int = 0
     tokens: int | None = None
     prompts: int = 1
+    media: bool = False
 
 
-def _facts(fields: Mapping[str, Any], sizes: list[_Size], kind: BodyKind, sequences: int) -> RequestFacts:
+def _has_grammar(fields: Mapping[str, Any]) -> bool:
+    # A tool that must be called is a grammar too.
+    choice = fields.get("tool_choice")
+    return not _GRAMMAR.isdisjoint(fields) or (choice is not None and choice not in ("auto", "none"))
+
+
+def _facts(
+    fields: Mapping[str, Any], sizes: list[_Size], kind: BodyKind, sequences: int, prepared: bool
+) -> RequestFacts:
     model = fields.get("model")
     if model is not None and not isinstance(model, str):
         raise BadBody("The model must be a string: the name of a model or an adapter.", "body.model")
@@ -263,6 +286,7 @@ def _facts(fields: Mapping[str, Any], sizes: list[_Size], kind: BodyKind, sequen
         prompt_tokens=sum(tokens) if tokens and not text_bytes else None,
         max_tokens=_count(max_tokens),
         sequences=min(SEQUENCES_MAX, sequences),
+        prepared=prepared,
     )
 
 
@@ -293,20 +317,19 @@ def _count(value: Any) -> int | None:
 def _size_of(name: str, value: Any) -> _Size:
     """The size of a parsed text member."""
     if not isinstance(value, list) or not value:
-        return _Size(_text_bytes(value, name == "tools"))
+        return _text_size(value, name == "tools")
     if type(value[0]) is int:
         return _Size(tokens=len(value))
     if type(value[0]) is list:
         if value[0] and type(value[0][0]) is int:
             return _Size(tokens=sum(len(ids) for ids in value if isinstance(ids, list)), prompts=len(value))
-        return _Size(_text_bytes(value, False), prompts=len(value))
-    prompts = len(value) if type(value[0]) is str else 1
-    return _Size(_text_bytes(value, name == "tools"), prompts=prompts)
+        return _text_size(value, False, len(value))
+    return _text_size(value, name == "tools", len(value) if type(value[0]) is str else 1)
 
 
-def _text_bytes(value: Any, with_names: bool) -> int:
-    """UTF-8 bytes of the text in a parsed value, however deeply it is nested."""
-    total_bytes = 0
+def _text_size(value: Any, with_names: bool, prompts: int = 1) -> _Size:
+    """The size of the text in a parsed value, however deeply it is nested."""
+    total_bytes, media = 0, False
     ahead = [value]
     while ahead:
         value = ahead.pop()
@@ -321,10 +344,10 @@ def _text_bytes(value: Any, with_names: bool) -> int:
                 continue
             for name, inner in value.items():
                 if name in _MEDIA:
-                    total_bytes += MEDIA_BYTES
+                    total_bytes, media = total_bytes + MEDIA_BYTES, True
                 elif name not in _NOT_TEXT:
                     ahead.append(inner)
-    return total_bytes
+    return _Size(total_bytes, None, prompts, media)
 
 
 def _string_bytes(text: str) -> int:

@@ -128,6 +128,7 @@ class LabProxy:
                 running_adapters=frozenset(gauges.running_adapters),
                 max_adapters=engine.max_loras if len(self._cards[name]) > 1 else None,
                 deferred=gauges.deferred,
+                generated=gauges.generated,
             )
             self.dispatcher.observe(name, reading)
         self.dispatcher.answered(name)

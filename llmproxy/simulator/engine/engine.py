@@ -209,6 +209,7 @@ class Engine:
             to_fetch=self._waiting.to_fetch,
             fetching=len(self._fetching),
             fetched=len(self._waiting.fetched),
+            generated=self.counters.generation,
         )
 
     def step(self) -> StepResult:

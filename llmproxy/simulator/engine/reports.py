@@ -37,6 +37,7 @@ class Gauges:
 
     `waiting` counts the `deferred` ones too, which wait for an adapter slot or for KV of another engine. Of those for
     KV, `to_fetch` have not begun to get it, `fetching` are getting it, and `fetched` have it and wait for a place.
+    `generated` tokens is the total since the start.
     """
 
     running: int = 0
@@ -47,6 +48,7 @@ class Gauges:
     to_fetch: int = 0
     fetching: int = 0
     fetched: int = 0
+    generated: int = 0
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from llmproxy.core.backends.adapter_loads import LongestLoad
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import (
     CRITICAL,
@@ -241,4 +242,4 @@ def test_engine_that_has_not_begun_its_probe_gets_more_time() -> None:
         now += 0.25
         of.backends["a"].observe(reading(now, running=0))
     assert [decision.lease for decision in decided if isinstance(decision, Revoke)] == [probe.lease]
-    assert now - 4.0 == pytest.approx(SETTINGS.capacity.stale_after_s, abs=0.5)
+    assert now - 4.0 == pytest.approx(LongestLoad().explained_s(1), abs=0.5)

@@ -385,6 +385,9 @@ class World:
             self.listed(name, listed)
             for _ in range(2):
                 self.observe(name, Reading(taken_at_s=self.now, kv_used=0.0))
+        # The readings show nothing of what was granted meanwhile, so that its backend may be ejected once more.
+        self.decide()
+        self.advance(self.settings.health.backoff_max_s)
         for _ in range(len(self.waiting) + len(self.held) + 1):
             self.decide()
             self.check()

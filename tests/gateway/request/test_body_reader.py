@@ -374,7 +374,7 @@ FORM = (
 
 async def test_a_form() -> None:
     parsed = await BodyReader().read(FORM % (b"whisper", b"True"), BodyKind.FORM, FORM_TYPE)
-    assert parsed.facts == RequestFacts("whisper", stream=True, prompt_bytes=MEDIA_BYTES)
+    assert parsed.facts == RequestFacts("whisper", stream=True, prompt_bytes=MEDIA_BYTES, prepared=True)
     spliced = parsed.spliced(model="whisper-large", want_usage=True)
     assert b"".join(spliced.parts) == FORM % (b"whisper-large", b"True")
     assert not spliced.hides_usage

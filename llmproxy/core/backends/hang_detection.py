@@ -1,0 +1,136 @@
+"""Which backends of a pool hang: they were sent requests and bring nothing, while others work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+
+from llmproxy.core.backends.adapter_loads import LongestLoad
+from llmproxy.core.backends.bookings import GAUGE_LAG_S
+from llmproxy.core.backends.health import Hang, Peers
+from llmproxy.core.backends.stream_progress import BackendStreams
+from llmproxy.core.domain import Reading
+from llmproxy.core.estimates.line import LearnedLine
+from llmproxy.core.settings import HealthSettings
+
+LATE = 5.0
+"""A silent backend hangs after this many times the predicted time to all its first bytes."""
+TOGETHER = 3
+"""So many streams that stop at once are not explained by their readers."""
+TOGETHER_S = 0.6
+"""Streams stop at once if their last bytes lie no further apart: longer than between two bytes of a flowing stream."""
+TOGETHER_LATE = 2.0
+"""As `LATE`, where started streams stopped together: most engines go on with them while they compute prompts."""
+UNSEEN_S = 0.5
+"""Assumed time until a reading shows a request of text, before any was seen. It contains the time between readings."""
+
+
+class HangDetection:
+    """Judges the silence of backends. It reports, and changes no backend itself.
+
+    A backend hangs if it has unstarted streams and has been silent for `hung_s`, or for `LATE` times their predicted
+    time, while others of its pool worked. A backend of which `TOGETHER` started streams stop at once hangs too; fewer
+    prove nothing, because a client may have stopped reading. Long prompts and adapter loads explain a long silence. For
+    an ejected backend the unstarted stream is its probe, and the others need not work.
+
+    A backend whose readings show nothing although it was sent requests hangs as well, whether they stream or not. It
+    has `hung_s`, or several times what requests of the pool took before a reading showed them. Those with media or a
+    grammar have a time of their own.
+
+    `due_s` is when a silence may have lasted too long. `prefill` is the time to a first byte over tokens of prompts.
+    """
+
+    def __init__(
+        self, settings: HealthSettings, peers: Peers, backends: Mapping[str, BackendStreams], prefill: LearnedLine
+    ) -> None:
+        self.settings = settings
+        self.due_s = inf
+        self._peers = peers
+        self._backends = backends
+        self._prefill = prefill
+        self._unseen = {False: LongestLoad(UNSEEN_S), True: LongestLoad()}
+        self._shows_work = False
+
+    def see(self, backend: BackendStreams, reading: Reading, sequences: int) -> None:
+        """Note which requests a reading shows for the first time: all where it shows as many as were sent before it."""
+        shown, sent_s = reading.running + reading.waiting, reading.taken_at_s - GAUGE_LAG_S
+        self._shows_work = self._shows_work or shown > 0
+        for stream in reversed(backend.unseen.values()):
+            if stream.booked_s <= sent_s:
+                break
+            sequences -= stream.sequences
+        if not backend.unseen or shown < max(1, sequences):
+            return
+        for lease, stream in list(backend.unseen.items()):
+            if stream.booked_s > sent_s:
+                break
+            del backend.unseen[lease]
+            self._unseen[stream.prepared].learn(reading.taken_at_s - stream.booked_s, sure=True)
+
+    def idle(self, backend: BackendStreams, now: float) -> bool:
+        """Whether a backend shows nothing of the requests that were sent to it, although its readings show such."""
+        reading, first = backend.reading, next(iter(backend.unseen.values()), None)
+        return (
+            self._shows_work
+            and first is not None
+            and reading is not None
+            and not reading.running
+            and not reading.waiting
+            # A frozen server gives no reading of the second half of the silence.
+            and reading.taken_at_s >= 0.5 * (now + max(first.booked_s, backend.generated_s))
+        )
+
+    def hang(self, name: str, now: float) -> Hang | None:
+        """The evidence that a backend hangs; None where there is not enough."""
+        backend, ejected = self._backends[name], self._peers.members[name].ejected
+        if self.idle(backend, now):
+            unseen = backend.unseen.values()
+            since_s = max(backend.last_byte_s, backend.generated_s, next(iter(unseen)).booked_s)
+            # What an engine does before it shows a request, such as to tokenise it, is a part of the time to a token.
+            late_s = LATE * self._prefill.at(sum(stream.prompt_tokens for stream in unseen))
+            late_s = max(late_s, self._unseen[any(stream.prepared for stream in unseen)].explained_s(1))
+            if self._silent(backend, since_s, late_s, now) and self._other_up(name):
+                return Hang(since_s, len(unseen), 0, idle=True)
+            return None
+        # The prefix may not be cached after all, and an uncached long prompt takes many times as long.
+        prompts_s = self._prefill.at(backend.unstarted_tokens_max)
+        if backend.unstarted:
+            # A started stream may wait for its client, a first byte does not.
+            since_s = max(backend.last_byte_s, backend.generated_s, next(iter(backend.unstarted.values())).booked_s)
+            late_s = LATE * prompts_s
+            reading = backend.reading
+            if reading is not None and not reading.running and reading.taken_at_s >= 0.5 * (now + since_s):
+                # An engine that runs nothing waits for a grammar, or for KV of another engine.
+                late_s = max(late_s, self._unseen[True].explained_s(1))
+            if self._only_silent(backend, since_s, late_s, now, ejected, name):
+                return Hang(since_s, len(backend.unstarted), 0)
+        if not ejected and len(backend.started) >= TOGETHER:
+            since_s = backend.last_byte_s
+            if self._only_silent(backend, since_s, TOGETHER_LATE * prompts_s, now, ejected, name):
+                stopped = sum(stream.last_byte_s >= since_s - TOGETHER_S for stream in backend.started.values())
+                if stopped >= TOGETHER:
+                    return Hang(since_s, len(backend.unstarted), stopped)
+        return None
+
+    def _silent(self, backend: BackendStreams, since_s: float, late_s: float, now: float) -> bool:
+        """Whether a silence since `since_s` is too long; else it may be at `due_s`."""
+        until_s = since_s + max(self.settings.hung_s, late_s) + backend.pending_loads.explained_s(since_s)
+        if now < until_s:
+            self.due_s = min(self.due_s, until_s)
+        return now >= until_s
+
+    def _other_up(self, name: str) -> bool:
+        return any(other != name and not (one.down or one.ejected) for other, one in self._peers.members.items())
+
+    def _only_silent(
+        self, backend: BackendStreams, since_s: float, late_s: float, now: float, ejected: bool, name: str
+    ) -> bool:
+        """Whether a backend, and no other, has been silent for too long since `since_s`."""
+        if not self._silent(backend, since_s, late_s, now):
+            return False
+        if ejected:
+            return self._other_up(name)
+        # If all are silent, the proxy stood still or the network to all of them failed.
+        others = [other for other in self._backends.values() if other is not backend]
+        others_s = max((max(other.last_byte_s, other.generated_s) for other in others), default=-inf)
+        return others_s >= 0.5 * (since_s + now)

@@ -1,0 +1,81 @@
+"""Backends that hang or have become slow, seen by their readings alone: no answer streams."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmproxy.core.backends.health import Health, Peers
+from llmproxy.core.backends.outlier_detection import OutlierDetection
+from llmproxy.core.domain import Placed
+from llmproxy.core.settings import HealthSettings
+from tests.core.make import reading, request
+
+POLL_S = 0.2
+
+
+def detection_of(*names: str) -> OutlierDetection:
+    peers = Peers(0.5)
+    peers.members = {name: Health(HealthSettings()) for name in names}
+    for health in peers.members.values():
+        health.poll_succeeded(0.0)
+    detection = OutlierDetection(HealthSettings(), peers)
+    for lease, name in enumerate(names):
+        detection.booked(lease, request(), Placed(name, 0.0, (), 2), False, 0.0)
+    return detection
+
+
+@pytest.mark.parametrize("factor", [8.0, 100.0])
+def test_engine_that_generates_slowly_is_found_in_five_seconds(factor: float) -> None:
+    detection = detection_of("a", "b")
+    tokens, slow_s = {"a": 0.0, "b": 0.0}, None
+    for poll in range(1, 150):
+        now = poll * POLL_S
+        for name in tokens:
+            tokens[name] += 8 * 50 * POLL_S / (factor if name == "a" and now > 15.0 else 1.0)
+            detection.read(name, reading(now, running=8, generated=int(tokens[name])), 8)
+        slow = detection.outliers(now)[1]
+        assert slow.keys() <= {"a"}
+        if slow and slow_s is None:
+            slow_s = now - 15.0
+    assert slow_s is not None
+    assert 0.0 < slow_s <= 5.0
+
+
+def test_counter_that_stood_still_with_its_process_is_not_slow() -> None:
+    detection = detection_of("a", "b")
+    tokens = {"a": 0, "b": 0}
+    for poll in range(1, 250):
+        now = poll * POLL_S
+        for name in tokens:
+            if name == "b" or not 15.0 < now < 35.0:
+                tokens[name] += 80
+                detection.read(name, reading(now, running=8, generated=tokens[name]), 8)
+        assert not detection.outliers(now)[1]
+
+
+@pytest.mark.parametrize(
+    ("prepared", "running", "earliest_s", "latest_s"),
+    [(False, 0, 1.5, 3.0), (True, 0, 8.0, 10.0), (False, 1, 19.0, 21.0)],
+    ids=["text", "media or a grammar", "a busy engine"],
+)
+def test_engine_that_shows_none_of_its_requests_hangs(
+    prepared: bool, running: int, earliest_s: float, latest_s: float
+) -> None:
+    detection = detection_of("a", "b")
+    for poll in range(1, 26):
+        for name in "ab":
+            detection.read(name, reading(poll * POLL_S, running=1, generated=20 * poll), 1)
+    for lease in (0, 1):
+        detection.finished(lease, 5.0)
+    detection.booked(2, request(prepared=prepared), Placed("a", 0.0, (), 2), False, 5.0)
+    hung_s = 20.0
+    for poll in range(26, 125):
+        now = poll * POLL_S
+        detection.read("a", reading(now, running=running, generated=500 + poll * running), 1)
+        detection.read("b", reading(now, running=0, generated=500), 0)
+        if "a" in detection.outliers(now)[0]:
+            hung_s = now - 5.0
+            break
+    assert earliest_s <= hung_s <= latest_s
+    if hung_s < 20.0:
+        assert list(detection.give_up("a", now)) == [2], "nothing was computed, so that it may be tried elsewhere"
