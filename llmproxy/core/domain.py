@@ -379,6 +379,9 @@ class Why(Struct, frozen=True):
     `standing` is what the fairness policy counted for its flow. `passed_over` requests of its band came before it
     and fitted nowhere. `guaranteed`: it went by the minimum share of its band, although a higher band waited.
     `inverted`: a waiting request of a higher band could have had the backend instead, which must never be.
+
+    `waited_for` is the rule that held it back last, "" for a request that did not wait. `went_first` counts the latest
+    grants since its arrival, as (band, flow, requests), the most frequent first.
     """
 
     waiting: tuple[tuple[int, int], ...]
@@ -387,6 +390,8 @@ class Why(Struct, frozen=True):
     passed_over: int
     guaranteed: bool = False
     inverted: bool = False
+    waited_for: str = ""
+    went_first: tuple[tuple[int, str, int], ...] = ()
 
 
 class Grant(Struct, frozen=True):

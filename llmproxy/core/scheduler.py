@@ -48,7 +48,7 @@ from llmproxy.core.queueing.occupancy import DrainRate, Occupancy
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
-from llmproxy.core.snapshot import Look, PoolChoices, PoolSnapshot, Position
+from llmproxy.core.snapshot import Look, PoolChoices, PoolSnapshot, Position, Reason
 
 PASS_MAX = 64
 """Drops or grants of one pass; the rest follow in the next, so that a mass release never holds the event loop."""
@@ -132,6 +132,7 @@ class Scheduler:
         self._decided: list[Decision] = []
         self._rests_until_s = -inf
         self._place_changes_s: float | None = None
+        self._held_back: dict[int, tuple[float, Reason]] = {}
 
     def reconfigure(self, settings: Settings, now: float) -> None:
         """Apply other settings. Policies stay, with the settings that they were made with."""
@@ -327,12 +328,29 @@ class Scheduler:
                 granted = self._grant_one(level, self._headroom.ceiling(level, this.now), this, unmatched)
                 if isinstance(granted, NoCapacity):
                     self._preempt(level, this)
+                    self._hold_back(level, this)
                     # Lower bands see a lower ceiling: where this one finds no room, neither may they.
                     return
                 if granted is None and not self._readmit(level, this):
+                    reason = Reason.LATER if unmatched.later else Reason.NO_MATCH
+                    self._held_back[level] = this.now, reason
                     break
             if this.steps >= PASS_MAX or this.blocked:
                 return
+
+    def _hold_back(self, level: int, this: _Pass) -> None:
+        """Note why the bands from `level` down wait."""
+        ceiling, views = self._headroom.ceiling(level, this.now), this.views
+        if not any(view.has_room(1.0) for view in views):
+            reason = Reason.FULL
+        elif any(view.has_room(ceiling) for view in views) and not self._headroom.keeps_last(level, views, this.now):
+            reason = Reason.PROMPTS
+        else:
+            reason = Reason.CEILING
+        self._held_back[level] = this.now, reason
+        for lower in self._room.levels():
+            if lower < level:
+                self._held_back[lower] = this.now, Reason.HIGHER_BAND
 
     def _grant_guaranteed(self, this: _Pass) -> bool:
         """Grant what bands have earned by their minimum shares; True when the others may go on."""
@@ -410,7 +428,15 @@ class Scheduler:
         band = self._room.band(request.band)
         inverted = not guaranteed and self._inverts(placed, request.band, now)
         standing = band.fairness.standing(request.flow)
-        why = Why(self._room.sizes(), band.flows, standing, found.passed_over, guaranteed, inverted)
+        held_back_s, waited_for = self._held_back.get(request.band, (-inf, ""))
+        if queued.back_from is not None:
+            waited_for = queued.back_from
+        elif held_back_s < request.arrived_s:
+            waited_for = ""
+        went_first = self._drain.since(request.arrived_s) if waited_for else ()
+        why = Why(
+            self._room.sizes(), band.flows, standing, found.passed_over, guaranteed, inverted, waited_for, went_first
+        )
         ahead, left_s = len(self._room) - 1, self._room.deadlines.own_left_s(queued, now)
         self._room.leave(queued)
         backend, answers_on = self._backends.by_name[placed.backend], None
@@ -420,7 +446,7 @@ class Scheduler:
         this.outdated = [backend] if answers_on is None else [backend, answers_on]
         grant = Grant(lease, request, placed, now, ahead, why, left_s)
         this.decisions.append(grant)
-        self._drain.granted(request.id, now)
+        self._drain.granted(request, now)
         this.steps += 1
         return grant
 

@@ -39,7 +39,8 @@ class Reason(StrEnum):
     CEILING = "the room left is kept for higher bands"
     PROMPTS = "all backends have enough prompts to compute"
     HIGHER_BAND = "higher bands go first"
-    NO_MATCH = "no backend with room suits it yet"
+    LATER = "a full backend is expected to answer sooner than those with room"
+    NO_MATCH = "the backends with room cannot take it"
 
 
 @dataclass(frozen=True, slots=True)

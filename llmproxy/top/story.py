@@ -74,6 +74,13 @@ def _attempt(number: int, attempt: Mapping[str, Any]) -> Iterator[Text]:
     for name, text in moments:
         if attempt[name] is not None:
             yield Text(printable(f"  {attempt[name]:>8.3f} s  {text}"))
+        if name == "queued_s" and (why := attempt["why"]) and why.get("waited_for"):
+            first = ", ".join(f"{count:,} of {flow or 'no name'} ({band})" for band, flow, count in why["went_first"])
+            yield Text(
+                printable(
+                    f"              waited: {why['waited_for']}" + (f"; before it went {first}" * bool(first)), 300
+                )
+            )
     if attempt["error"]:
         yield Text(printable(f"              {attempt['error']}", 1000), "red")
 

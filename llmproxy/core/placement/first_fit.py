@@ -36,9 +36,13 @@ class Limited(Struct, frozen=True):
 
 
 class Unmatched:
-    """Requests of one band that found no match in this pass. Room only shrinks, so similar ones find none either."""
+    """Requests of one band that found no match in this pass. Room only shrinks, so similar ones find none either.
+
+    `later`: one of them is better off with a backend that is full now.
+    """
 
     def __init__(self) -> None:
+        self.later = False
         self._from_tokens: dict[tuple[str, frozenset[str]], int] = {}
 
     def add(self, queued: Queued, why: NoMatch) -> None:
@@ -105,7 +109,9 @@ def first_fit(
                         return Found(queued, placed, passed_over)
                     if isinstance(placed, NoCapacity):
                         return placed
-                    if not placed.later:
+                    if placed.later:
+                        unmatched.later = True
+                    else:
                         unmatched.add(queued, placed)
                     passed_over += 1
             finally:

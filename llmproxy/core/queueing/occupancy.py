@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
@@ -123,22 +123,32 @@ class DrainRate:
     _PAUSE_S = 10.0
     _RETRY_MIN_S = 1.0
     _RETRY_MAX_S = 60.0
+    _FLOWS_SHOWN = 3
 
     def __init__(self) -> None:
-        self._grants: deque[tuple[float, str]] = deque(maxlen=self._GRANTS)
+        self._grants: deque[tuple[float, Request]] = deque(maxlen=self._GRANTS)
 
-    def granted(self, request_id: str, now: float) -> None:
+    def granted(self, request: Request, now: float) -> None:
         # After a pause in which nothing was asked for, the old pace says nothing of the new one.
         if self._grants and now - self._grants[-1][0] > self._PAUSE_S:
             self._grants.clear()
-        self._grants.append((now, request_id))
+        self._grants.append((now, request))
 
     def came_back(self, request_id: str) -> None:
         """A request that was granted waits again."""
         for at, (_, granted) in enumerate(self._grants):
-            if granted == request_id:
+            if granted.id == request_id:
                 del self._grants[at]
                 return
+
+    def since(self, arrived_s: float) -> tuple[tuple[int, str, int], ...]:
+        """(Band, flow, requests) granted after `arrived_s`, the most frequent first; the last `_GRANTS` are known."""
+        found: Counter[tuple[int, str]] = Counter()
+        for at_s, request in reversed(self._grants):
+            if at_s <= arrived_s:
+                break
+            found[request.band, request.flow] += 1
+        return tuple([(*key, count) for key, count in found.most_common(self._FLOWS_SHOWN)])
 
     def interval_s(self, now: float) -> float | None:
         """Seconds between two grants of late, None before the first."""

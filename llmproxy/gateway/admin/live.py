@@ -179,7 +179,7 @@ class LivePages:
                 "request": wanted[:256],
                 "waits": None if position is None else self._admin.position(position),
                 "ended": None if ended is None else self._ended(ended, now),
-                "attempts": [] if ended is None else [_attempt(one, ended) for one in ended.routing.tried],
+                "attempts": [] if ended is None else [self._attempt(one, ended) for one in ended.routing.tried],
                 "choices": choices,
             }
         )
@@ -190,14 +190,15 @@ class LivePages:
             fields["ended_age_s"] = round(now - ended.ended_s, 3)
         return fields
 
-
-def _attempt(attempt: AttemptRecord, ended: RequestExit) -> dict[str, Any]:
-    """One attempt; instants are seconds from the arrival of its request."""
-    fields: dict[str, Any] = to_builtins(attempt)
-    arrived_s = ended.input.arrived_s or 0.0
-    for name in ("queued_s", "granted_s", "first_byte_s", "ended_s"):
-        if fields[name] is not None:
-            fields[name] = round(fields[name] - arrived_s, 4)
-    fields["why"] = None if attempt.why is None else why_fields(attempt.why)
-    fields["terms"] = {name: round(seconds, 6) for name, seconds in attempt.terms}
-    return fields
+    def _attempt(self, attempt: AttemptRecord, ended: RequestExit) -> dict[str, Any]:
+        """One attempt; instants are seconds from the arrival of its request."""
+        fields: dict[str, Any] = to_builtins(attempt)
+        arrived_s = ended.input.arrived_s or 0.0
+        for name in ("queued_s", "granted_s", "first_byte_s", "ended_s"):
+            if fields[name] is not None:
+                fields[name] = round(fields[name] - arrived_s, 4)
+        if attempt.why is not None:
+            first = [(self._recorder.band(band), flow, count) for band, flow, count in attempt.why.went_first]
+            fields["why"] = why_fields(attempt.why) | {"went_first": first}
+        fields["terms"] = {name: round(seconds, 6) for name, seconds in attempt.terms}
+        return fields

@@ -208,7 +208,7 @@ def test_retry_after_follows_the_measured_rate_within_its_bounds() -> None:
     drain = DrainRate()
     assert drain.retry_after_s(1000, 0.0) == 1.0, "nothing was measured yet"
     for tenth in range(100):
-        drain.granted(str(tenth), tenth / 10)
+        drain.granted(request(id=str(tenth)), tenth / 10)
     now = 9.9
     assert drain.retry_after_s(99, now) == pytest.approx(10.0, rel=0.05)
     assert drain.retry_after_s(0, now) == 1.0
@@ -218,22 +218,22 @@ def test_retry_after_follows_the_measured_rate_within_its_bounds() -> None:
 def test_grants_of_one_instant_are_a_finite_rate() -> None:
     drain = DrainRate()
     for number in range(64):
-        drain.granted(str(number), 5.0)
+        drain.granted(request(id=str(number)), 5.0)
     assert drain.retry_after_s(6400, 5.0) == pytest.approx(10.0, rel=0.01)
 
 
 def test_the_pace_of_before_a_pause_says_nothing_of_the_one_after() -> None:
     drain = DrainRate()
-    drain.granted("old", 0.0)
+    drain.granted(request(id="old"), 0.0)
     for at in (1000.0, 1000.5, 1001.0):
-        drain.granted(str(at), at)
+        drain.granted(request(id=str(at)), at)
     assert drain.interval_s(1001.0) == pytest.approx(1.0 / 3)
 
 
 def test_what_came_back_has_not_left_the_queue() -> None:
     drain = DrainRate()
     for second in range(10):
-        drain.granted(str(second), float(second))
+        drain.granted(request(id=str(second)), float(second))
     assert drain.interval_s(10.0) == 1.0
     for second in range(1, 10, 2):
         drain.came_back(str(second))

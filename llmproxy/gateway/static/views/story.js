@@ -81,6 +81,10 @@ function attempt(one) {
   if (one.why) {
     const waiting = Object.values(one.why.waiting).reduce((sum, number) => sum + number, 0);
     const passed = one.why.passed_over ? ` ${count(one.why.passed_over)} were passed over, because no replica with room suited them.` : "";
+    if (one.why.waited_for) {
+      const first = one.why.went_first.map(([band, flow, number]) => `${count(number)} of ${flow || "no name"} (${band})`).join(", ");
+      lines.push(`It waited: ${one.why.waited_for}.${first ? ` Before it went ${first}.` : ""}`);
+    }
     lines.push(`It was its turn among ${plural(waiting, "waiting request")} and ${plural(one.why.flows, "flow")} of its band${one.why.guaranteed ? ", by the share that its band is guaranteed" : ""}.${passed}`);
   }
   const terms = Object.entries(one.terms);
