@@ -76,6 +76,7 @@ class BatchLimit:
         """The engine is a new process, which may run less than the old one did, or more."""
         self._ran_most = self._calm = 0
         self._calm_needed = CALM_READINGS_MIN
+        self._proven = False
         self._waited.clear()
 
     def begin_at(self, limit: int, *, settled: bool) -> None:

@@ -330,6 +330,14 @@ def test_a_new_process_may_prove_that_it_runs_less_than_the_old_one() -> None:
     assert limit.value == 240
 
 
+def test_a_new_process_may_run_more_than_the_old_one_proved() -> None:
+    limit = settled(8, proven=True)
+    limit.restarted()
+    for _ in range(CALM_READINGS_MIN):
+        limit.observe(running=7, waiting=0, load=7)
+    assert limit.value > 8, "bands that do not fill it try it too"
+
+
 def test_removed_configured_limit_leaves_the_learned_one() -> None:
     limit = BatchLimit(512, 4)
     limit.cap(None)
