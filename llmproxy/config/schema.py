@@ -403,7 +403,7 @@ class SchedulingConfig(Section):
     refuse_late: bool = False
     """Refuse a request at once (429) if it could not meet its objective even as the next one served."""
     look_ahead: Annotated[Integer, Field(ge=0)] | None = None
-    """Requests in flight above the batch limit of an engine, so that it never runs dry. null: from batch and times."""
+    """Requests in flight above the batch limit of an engine, so that it never runs dry. null: measured."""
     prompt_window_s: Seconds | None = 0.3
     """A backend gets no more prompts while those it has take longer than this to compute. They wait in the queue, where
     a request may still go to another backend. Placement `cost` only. null: no such limit."""

@@ -186,7 +186,7 @@ class Leases:
     def finish(self, number: int, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
         """Return a lease. `usage` is what the engine counted, or the tokens seen so far when it was cut short."""
         lease = self._held.pop(number)
-        lease.backend.release(number, verdict, now, usage.output_tokens if usage is not None else 0)
+        lease.backend.release(number, verdict, now)
         for finished in self._on_finished:
             finished(lease, verdict, usage, now)
 

@@ -215,6 +215,9 @@ class Backend:
             waiting = reading.waiting - self._fetching(reading)
             running = reading.running if waiting else max(reading.running, self._own.begun)
             self.limit.observe(running, waiting, self.in_flight, proven=proven, pool=self.exploration)
+        load = self._own.sequences
+        if self.limit.settled and load >= self.limit.value and not self._others:
+            self._look_ahead.observe(load, load - reading.running - reading.waiting)
         if self.exploration is not None:
             self.exploration.learned(self.limit)
         for adapter in sorted(reading.running_adapters & self._adapters):
@@ -347,16 +350,12 @@ class Backend:
         self._load_changed()
         self.health.first_byte(lease, now)
 
-    def release(self, lease: int, verdict: Verdict, now: float, output_tokens: int = 0) -> None:
-        """`output_tokens` are those of the whole answer, 0 where they were not counted."""
+    def release(self, lease: int, verdict: Verdict, now: float) -> None:
         if verdict is Verdict.BUSY:
             self.limit.refused(self._seen - self.bookings[lease].request.sequences)
-        booking = self._own.remove(lease, self.reading)
-        served = verdict is Verdict.SERVED
-        if output_tokens and served and now > booking.booked_s:
-            self._look_ahead.ended(now - booking.booked_s, output_tokens / booking.request.sequences)
+        self._own.remove(lease, self.reading)
         idle = not self.bookings and (self.reading is None or not self.reading.running)
-        self._load_changed(alone=served)
+        self._load_changed(alone=verdict is Verdict.SERVED)
         self.health.finished(lease, verdict, now, idle=idle, counted=self._counted)
 
     def hangs(self, hang: Hang, now: float) -> bool:

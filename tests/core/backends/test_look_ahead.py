@@ -2,78 +2,94 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.backends.look_ahead import GAIN, SHARE_MAX, STEPS, TRAVEL_S, LookAhead
+from llmproxy.core.backends.look_ahead import EMPTY_MAX, SHARE_MAX, LookAhead
 from llmproxy.core.domain import Verdict
 from llmproxy.core.settings import CapacitySettings, HealthSettings
-from tests.core.make import listing, request
+from tests.core.make import listing, reading, request
 
 
-def learned(sequence_s: float, tokens: float) -> LookAhead:
+def learned(load: int, *on_the_way: int) -> LookAhead:
     ahead = LookAhead()
-    ahead.ended(sequence_s, tokens)
+    for number in on_the_way:
+        ahead.observe(load, number)
     return ahead
 
 
-@pytest.mark.parametrize(
-    ("limit", "sequence_s", "tokens", "requests"),
-    [(8, 4.0, 512, 0), (64, 6.0, 512, 0), (256, 8.0, 512, 1), (256, 3.0, 200, 4), (256, 1.0, 50, 13), (8, 0.2, 20, 1)],
-)
-def test_look_ahead_is_what_a_batch_ends_during_the_way(
-    limit: int, sequence_s: float, tokens: int, requests: int
-) -> None:
-    way_s = TRAVEL_S + STEPS * sequence_s / tokens
-    assert requests - 0.5 <= limit * way_s / sequence_s < requests + 0.5
-    assert learned(sequence_s, tokens).requests(limit) == requests
+@pytest.mark.parametrize("limit", [4, 8, 16, 64, 256])
+@pytest.mark.parametrize("mean", [0.02, 0.1, 0.46, 0.9])
+def test_few_places_are_empty_and_one_request_less_would_leave_too_many(limit: int, mean: float) -> None:
+    rng = Random(1)
+    on_the_way = [sum(rng.random() < mean / limit for _ in range(limit)) for _ in range(20_000)]
+    ahead = learned(limit, *on_the_way).requests(limit)
+
+    def empty(ahead: int) -> float:
+        return sum(max(0, number - ahead) for number in on_the_way) / len(on_the_way) / limit
+
+    assert empty(ahead) <= 1.2 * EMPTY_MAX or ahead == limit // SHARE_MAX
+    assert not ahead or empty(ahead - 1) > 0.8 * EMPTY_MAX
 
 
 @pytest.mark.parametrize("limit", [1, 3, 4, 8, 256])
 def test_look_ahead_is_at_most_a_share_of_the_batch(limit: int) -> None:
-    assert learned(0.001, 1).requests(limit) == limit // SHARE_MAX
+    assert learned(limit, limit).requests(limit) == limit // SHARE_MAX
 
 
-def test_nothing_is_sent_ahead_before_anything_has_ended() -> None:
-    assert LookAhead().requests(256) == 0
+@pytest.mark.parametrize("ahead", [LookAhead(), learned(256, 0), learned(256, -3)])
+def test_nothing_is_sent_ahead_while_nothing_is_known_to_be_on_its_way(ahead: LookAhead) -> None:
+    assert ahead.requests(256) == 0
 
 
-def test_look_ahead_follows_shorter_answers() -> None:
-    ahead = learned(8.0, 512)
-    for _ in range(round(10 / GAIN)):
-        ahead.ended(0.5, 32)
-    assert ahead.requests(64) == learned(0.5, 32).requests(64) > 0
+def test_look_ahead_follows_the_engine() -> None:
+    ahead = learned(64, *[0] * 100, *[6] * 1_000)
+    assert ahead.requests(64) == learned(64, 6).requests(64) > 6
 
 
-def backend(look_ahead: int | None) -> Backend:
-    made = Backend("a", CapacitySettings(look_ahead=look_ahead), HealthSettings(), 64)
+# --- what a backend learns from -------------------------------------------------------------------------------------
+
+
+def backend(look_ahead: int | None = None, limit: int = 8) -> Backend:
+    made = Backend("a", CapacitySettings(look_ahead=look_ahead), HealthSettings(), limit)
     made.answered(0.0)
     made.listed(listing())
     return made
 
 
+@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
-    ("verdict", "output_tokens", "learns"),
-    [(Verdict.SERVED, 20, True), (Verdict.SERVED, 0, False), (Verdict.CLIENT_GONE, 20, False)],
+    ("load", "running", "waiting", "ahead"),
+    [
+        pytest.param(8, 7, 0, 2, id="one of a full batch is on its way"),
+        pytest.param(10, 8, 1, 2, id="so it is beside some that were sent ahead"),
+        pytest.param(8, 8, 0, 0, id="all run"),
+        pytest.param(8, 6, 2, 0, id="all have come"),
+        pytest.param(7, 3, 0, 0, id="it is not full"),
+        pytest.param(8, 7, 4, 0, id="others use the engine"),
+    ],
 )
-def test_backend_learns_from_whole_and_counted_answers(verdict: Verdict, output_tokens: int, learns: bool) -> None:
-    one = backend(None)
-    one.book(1, request(), 0.0)
-    one.release(1, verdict, 0.2, output_tokens)
-    assert (one.view(0.2).look_ahead > 0) is learns
-
-
-def test_each_sequence_of_a_request_has_its_share_of_the_tokens() -> None:
-    one = backend(None)
-    one.book(1, request(sequences=4), 0.0)
-    one.release(1, Verdict.SERVED, 1.0, 400)
-    assert one.view(1.0).look_ahead == learned(1.0, 100).requests(64)
+def test_a_full_backend_is_sent_what_readings_show_on_its_way(
+    stream: bool, load: int, running: int, waiting: int, ahead: int
+) -> None:
+    one = backend()
+    for lease in range(load):
+        one.book(lease, request(stream=stream), 0.0)
+    for at_s in range(1, 6):
+        one.observe(reading(float(at_s), running=running, waiting=waiting))
+    assert one.view(5.0).look_ahead == ahead
 
 
 def test_new_process_resets_the_mean_and_a_configured_number_stays() -> None:
-    for look_ahead, after in ((None, 0), (5, 5)):
+    for look_ahead, before, after in ((None, 2, 0), (5, 5, 5)):
         one = backend(look_ahead)
-        one.book(1, request(), 0.0)
-        one.release(1, Verdict.SERVED, 0.2, 20)
+        for lease in range(8):
+            one.book(lease, request(), 0.0)
+        one.observe(reading(1.0, running=6))
+        assert one.view(1.0).look_ahead == before
+        for lease in range(8):
+            one.release(lease, Verdict.LOST, 1.0)
         one.replaced()
-        assert one.view(0.3).look_ahead == after
+        assert one.view(1.3).look_ahead == after

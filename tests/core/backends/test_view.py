@@ -59,9 +59,8 @@ LEASE_EVENTS = st.one_of(
     st.builds(_book, REQUESTS),
     st.builds(_of_lease, st.just(lambda one, lease, now: one.started(lease, now)), LEASES),
     st.builds(
-        lambda verdict, tokens, at: _of_lease(lambda one, lease, now: one.release(lease, verdict, now, tokens), at),
+        lambda verdict, at: _of_lease(lambda one, lease, now: one.release(lease, verdict, now), at),
         st.just(Verdict.SERVED) | st.sampled_from(Verdict),
-        st.integers(0, 50),
         LEASES,
     ),
 )
