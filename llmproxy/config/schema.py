@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -129,10 +128,11 @@ class BackendTlsConfig(Section):
 
 class BackendConfig(Section):
     url: Annotated[str, AfterValidator(backend_url)] = Field(examples=["http://gpu-0:8000"])
-    """Base URL of a vLLM server. dns+http://HOST:PORT: every address of HOST. srv+http://NAME: its SRV records.
-    kubernetes+http://service/NAME, pods/SELECTOR or inferencepool/NAME: their pods."""
+    """Base URL of a vLLM server; a path goes before that of each request. dns+http://HOST:PORT: every address of HOST.
+    srv+http://NAME: its SRV records. kubernetes+http://service/NAME, pods/SELECTOR, inferencepool/NAME: their pods."""
     name: Name = Field(default_factory=lambda data: _place_of(data.get("url", "")), examples=["gpu-0"])
-    """Name in logs, metrics and the x-llmproxy-backend header. Without it: host:port of the URL, or name of the pod."""
+    """Name in logs, metrics and the x-llmproxy-backend header. Without it: the URL without its scheme, or the name of
+    the pod."""
     max_in_flight: Count | None = None
     """Most requests in flight at once: the --max-num-seqs of the server. null: the proxy learns it."""
     prompt_tokens: PromptRange | None = Field(default=None, examples=[[1, 4000]])
@@ -175,7 +175,7 @@ def _by_https(url: str) -> bool:
 
 
 def _place_of(url: str) -> str:
-    return url if url.startswith(KUBERNETES) else urlsplit(url).netloc
+    return url if url.startswith(KUBERNETES) else url.partition("://")[2]
 
 
 class DiscoveryConfig(Section):

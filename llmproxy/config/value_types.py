@@ -125,7 +125,12 @@ def words_of(networks: tuple[Network, ...] | str) -> str:
     return word or ", ".join(map(str, networks))
 
 
+_BASE_PATH = re.compile(r"(/[\w.~-]+)*", re.ASCII)
+
+
 def base_url(value: str) -> str:
+    """A URL without user, query and trailing slash; a path goes before that of each request. `/v1` is left out, because
+    requests have it."""
     example = "; write it like http://gpu-0:8000"
     if "@" in value:
         raise ValueError(f"should hold no user name or password; an engine's key goes into api_key{example}")
@@ -138,9 +143,12 @@ def base_url(value: str) -> str:
         raise ValueError(f"{value!r} should start with http:// or https://{example}")
     if not url.hostname or port == 0 or not re.fullmatch(r"[\w.\-]+(:\d+)?|\[[\da-fA-F:.]+\](:\d+)?", url.netloc):
         raise ValueError(f"{value!r} names no host{example}")
-    if url.path.rstrip("/") not in ("", "/v1") or url.query or url.fragment:
-        raise ValueError(f"{value!r} should end after the port (or with /v1): requests keep their own path{example}")
-    return f"{url.scheme}://{url.netloc.lower()}"
+    if url.query or url.fragment:
+        raise ValueError(f"{value!r} should have no query: it should end after the port or a path{example}")
+    path = url.path.rstrip("/").removesuffix("/v1")
+    if not _BASE_PATH.fullmatch(path) or "/." in path:
+        raise ValueError(f"{value!r} has a path that is no plain one, such as /engine-1{example}")
+    return f"{url.scheme}://{url.netloc.lower()}{path}"
 
 
 DNS, SRV = "dns+", "srv+"

@@ -89,7 +89,7 @@ class DnsSource:
         self._look_up = look_up
         self._prefix = DNS if template.url.startswith(DNS) else SRV
         url = urlsplit(template.url.removeprefix(self._prefix))
-        self._scheme, self._host = url.scheme, url.hostname or ""
+        self._scheme, self._host, self._path = url.scheme, url.hostname or "", url.path
         self._port = url.port or 80
         self._misses: dict[Address, int] = {}
         self._refused = RefusedLog()
@@ -109,7 +109,7 @@ class DnsSource:
         backends, refused = [], {}
         for host, port in sorted(self._misses):
             try:
-                place = place_of(host, port)
+                place = place_of(host, port) + self._path
             except ValueError as error:
                 refused[f"{host}:{port}"] = str(error)
             else:

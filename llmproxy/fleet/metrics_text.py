@@ -27,6 +27,15 @@ METRIC_NAMES: tuple[str, ...] = tuple(
 )
 """The names to ask for where a backend can filter its page."""
 
+_OTHER_NAMES = (
+    (b"ray_vllm_", b"vllm:"),
+    (b"vllm_", b"vllm:"),
+    (b"sglang:num_running_reqs", RUNNING),
+    (b"sglang:num_queue_reqs", WAITING),
+    (b"sglang:token_usage", KV_USED),
+)
+"""Names on pages of Ray Serve, of collectors that allow no colon, and of SGLang, and those of vLLM for the same."""
+
 LABELS_BYTES_MAX = 64 << 10
 """Of one series: vLLM's longest are 1 KB, and as many adapter names as wait."""
 
@@ -48,6 +57,8 @@ def parse_reading(text: bytes, taken_at_s: float) -> Generator[None, None, Readi
     nor waiting requests are there: it is no vLLM page, and a reading of zeroes would mean an idle engine. Yields
     after at most some milliseconds of work. Raises ValueError with a reason for people beyond LABELS_BYTES_MAX.
     """
+    if RUNNING not in text:
+        text = yield from _in_our_names(text)
     running = yield from _values(text, RUNNING)
     waiting = yield from _values(text, WAITING)
     if not running and not waiting:
@@ -66,6 +77,15 @@ def parse_reading(text: bytes, taken_at_s: float) -> Generator[None, None, Readi
         deferred=round((yield from _deferred(text))),
         generated=round(sum(generated)) if generated else None,
     )
+
+
+def _in_our_names(text: bytes) -> Generator[None, None, bytes]:
+    text = b"\n" + text
+    for theirs, ours in _OTHER_NAMES:
+        if (name := b"\n" + theirs) in text:
+            text = text.replace(name, b"\n" + ours)
+            yield
+    return text
 
 
 def is_filtered(text: bytes) -> bool:

@@ -74,7 +74,9 @@ def test_session_name_keeps_its_case_except_for_headers(write: Any, text: str, m
         ("backends: ['gpu-0:8000']", "backends[0].url: 'gpu-0:8000' should start with http:// or https://"),
         ("backends: ['http://']", "backends[0].url: 'http://' names no host"),
         ("backends: ['http://a:b']", "backends[0].url: 'http://a:b' is no URL"),
-        ("backends: ['http://a/x']", "backends[0].url: 'http://a/x' should end after the port"),
+        ("backends: ['http://a/x/../y']", "backends[0].url: 'http://a/x/../y' has a path that is no plain one"),
+        ("backends: ['http://a//x']", "backends[0].url: 'http://a//x' has a path that is no plain one"),
+        ("backends:\n- http://a:1/x\n- http://A:1/x/v1/", ":3: backends[1].url: 'http://a:1/x' is given twice"),
         ("backends:\n- url: http://a\n  tls: {ca: x}", ":3: backends[0].tls: has no effect: http://a is no https URL"),
         (
             "backends:\n- url: https://a\n  tls: {ca: x, insecure_skip_verify: true}",
@@ -87,7 +89,7 @@ def test_session_name_keeps_its_case_except_for_headers(write: Any, text: str, m
         ("replica_groups: [{name: a}, {name: a}]", ":1: replica_groups[1].name: 'a' is given twice"),
         ("replica_groups: [{name: a, min: 3, max: 2}]", "replica_groups[0].max: 2 should not be below min, which is 3"),
         ("replica_groups: [{name: a, cost: 0}]", "replica_groups[0].cost: should be greater than 0"),
-        ("backends: ['http://a?x=1']", "should end after the port"),
+        ("backends: ['http://a?x=1']", "should have no query"),
         ("backends:\n- http://a:1\n- http://A:1/v1/", ":3: backends[1].url: 'http://a:1' is given twice"),
         ("backends:\n- {url: http://a, name: x}\n- {url: http://b, name: x}", ":3: backends[1].name: 'x' is given"),
         ("models:\n- {name: a}\n- {name: a}", ":3: models[1].name: 'a' is given twice"),
@@ -360,13 +362,14 @@ def test_anchors_and_merges_work(write: Any) -> None:
     assert [(backend.url, backend.max_in_flight) for backend in config.backends] == [("http://a", 3), ("http://b", 3)]
 
 
-def test_backend_url_ends_at_the_port_and_names_the_backend() -> None:
-    urls = ["http://GPU-0:8000/v1/", "https://gpu.example/", "http://[::1]:80"]
+def test_backend_url_names_the_backend_and_keeps_its_path() -> None:
+    urls = ["http://GPU-0:8000/v1/", "https://gpu.example/", "http://[::1]:80", "http://GPU-0:8000/Engine-1/v1"]
     backends = load(None, [Override("backends", urls, "--backend")]).backends
     assert [(backend.url, backend.name) for backend in backends] == [
         ("http://gpu-0:8000", "gpu-0:8000"),
         ("https://gpu.example", "gpu.example"),
         ("http://[::1]:80", "[::1]:80"),
+        ("http://gpu-0:8000/Engine-1", "gpu-0:8000/Engine-1"),
     ]
 
 

@@ -79,6 +79,17 @@ def test_engines_behind_one_page_are_summed_and_averaged() -> None:
     assert found.kv_used == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize("prefix", [b"ray_vllm_", b"vllm_"])
+def test_names_with_another_prefix_are_those_of_vllm(prefix: bytes) -> None:
+    assert drain(parse_reading(PAGE.replace(b"vllm:", prefix), 7.0)) == EXPECTED
+
+
+def test_names_of_sglang_are_read() -> None:
+    page = b'sglang:num_running_reqs{a="b"} 3\nsglang:num_running_reqs_offline 9\nsglang:num_queue_reqs 2\n'
+    found = drain(parse_reading(page + b"sglang:token_usage 0.4\n", 7.0))
+    assert found == Reading(taken_at_s=7.0, running=3, waiting=2, kv_used=0.4)
+
+
 def test_the_old_name_of_kv_use_counts_where_the_new_one_is_absent() -> None:
     assert reading(b"vllm:gpu_cache_usage_perc 0.5").kv_used == 0.5
     assert reading(b"vllm:gpu_cache_usage_perc 0.5", b"vllm:kv_cache_usage_perc 0.25").kv_used == 0.25

@@ -17,7 +17,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from llmproxy.config import BackendConfig, Config, hash_of
 from llmproxy.gateway.http.errors import Failure
-from llmproxy.gateway.http.headers import PRIVILEGED, check, named_in_connection, to_client
+from llmproxy.gateway.http.headers import PRIVILEGED, named_in_connection, to_client
 from llmproxy.gateway.request.auth import Keys
 from llmproxy.gateway.request.identity import Identity, id_for_error, parse_duration_s, request_id
 from llmproxy.telemetry.trace_context import Sampler
@@ -76,7 +76,6 @@ def test_no_field_raises_anything_but_a_failure(fields: list[tuple[str, str]]) -
     headers = CIMultiDict(fields)
     identity, keys = Identity(CONFIG), Keys(CONFIG)
     for act in (
-        lambda: check(fields),
         lambda: keys.check(headers),
         lambda: identity.classify(headers, True, "m", "m"),
         lambda: request_id(headers),

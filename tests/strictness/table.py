@@ -49,7 +49,7 @@ def row(vector: Vector, statuses: Sequence[int], closed: bool, reached: int) -> 
 
 
 def _shown(data: bytes) -> str:
-    return data.decode().strip()
+    return data.decode(errors="backslashreplace").strip()
 
 
 async def observed_requests() -> tuple[dict[str, list[str]], list[str]]:

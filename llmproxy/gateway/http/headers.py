@@ -5,9 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Set
 
-from llmproxy.core.domain import Outcome
-from llmproxy.gateway.http.errors import Failure
-
 Headers = list[tuple[str, str]]
 
 _HOP_BY_HOP = frozenset(
@@ -105,19 +102,12 @@ def reason_to_client(reason: str) -> str:
     return reason if reason.isascii() and reason.isprintable() else _clean(reason)
 
 
-def check(fields: Iterable[tuple[str, str]]) -> None:
-    """Raise Failure (400) for a field that is not UTF-8, because it could not be forwarded unchanged."""
-    for name, value in fields:
-        if not value.isascii() and _writable(value) is not value:
-            raise Failure(Outcome.BAD_REQUEST, f"The value of the header field {name} is not UTF-8.", param=name)
-
-
 def _clean(value: str) -> str:
-    return _CONTROL.sub(" ", _writable(value))
+    return _CONTROL.sub(" ", as_text(value))
 
 
-def _writable(value: str) -> str:
-    """`value` itself if it can be encoded as UTF-8, else its bytes decoded as Latin-1."""
+def as_text(value: str) -> str:
+    """`value` itself if it can be encoded as UTF-8, else its bytes decoded as Latin-1, as engines decode them."""
     try:
         value.encode()
     except UnicodeEncodeError:

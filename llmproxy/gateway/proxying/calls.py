@@ -24,10 +24,12 @@ def call_for(
     parsed: ParsedBody,
     lease: Lease,
     backend: BackendConfig,
+    engine_id: str,
     span_id: str,
     handover: Handover | None,
 ) -> Call:
-    """The call to `backend`. `handover` is what the first stage left for the second one, None for any other."""
+    """The call to `backend`, with `engine_id` as its request id. `handover` is what the first stage left for the second
+    one, None for any other."""
     http, rules, route = received.http, received.rules, received.route
     request = lease.grant.request
     prefill, decode = request.stage is Stage.PREFILL, request.stage is Stage.DECODE
@@ -47,7 +49,7 @@ def call_for(
     return Call(
         route.method,
         f"{route.path}?{query}" if query else route.path,
-        rules.identity.to_backend(http, received.id, backend, received.trusted, received.trace, span_id),
+        rules.identity.to_backend(http, engine_id, backend, received.trusted, received.trace, span_id),
         spliced.parts,
         request.stream,
         spliced.hides_usage,

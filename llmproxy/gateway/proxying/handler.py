@@ -20,7 +20,6 @@ from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.core.retry import RetryBudget
 from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure
-from llmproxy.gateway.http.headers import check as check_fields
 from llmproxy.gateway.http.routes import Dialect, Route, Work
 from llmproxy.gateway.proxying.answers import Answers
 from llmproxy.gateway.proxying.attempt import Attempt
@@ -76,6 +75,7 @@ class RequestHandler:
         self.shutting_down = self.replaced = False
         self._cutting = False
         self.open_requests = 0
+        self._open_ids: set[str] = set()
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -146,6 +146,8 @@ class RequestHandler:
             await client.abort()
         finally:
             received.held.release()
+            if not received.repeated:
+                self._open_ids.discard(received.id)
             self.end_request()
             self._record(context)
         assert client.response is not None
@@ -156,9 +158,10 @@ class RequestHandler:
     async def _schedule(self, context: RequestContext) -> None:
         received = context.input
         http, rules = received.http, received.rules
-        received.id = request_id(http.headers) or received.id
+        if (given := request_id(http.headers)) is not None:
+            received.id, received.repeated = given, given in self._open_ids
+            self._open_ids.add(given)
         context.extra["x-request-id"] = received.id
-        check_fields(http.headers.items())
         received.tenant = rules.keys.check(http.headers)
         received.trusted = rules.identity.trusts(received.client, received.tenant)
         received.begin_trace(self._sampler)
@@ -316,7 +319,9 @@ class RequestHandler:
             if handover is not None and handover.unreachable_from(backend.url):
                 refuse_unreachable(attempt, handover, lease)
             else:
-                call = call_for(received, parsed, lease, backend, tried.span_id or "", handover)
+                call = call_for(
+                    received, parsed, lease, backend, received.engine_id(routing), tried.span_id or "", handover
+                )
                 await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
         finally:
             # Also where its client has left, as many do when they read the end mark.

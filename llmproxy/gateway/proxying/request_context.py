@@ -42,7 +42,8 @@ _CLIENTS_DOING = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE
 class ReceivedRequest:
     """What came in: the request itself, and what was read from it so far. `id` is in the log and in headers.
 
-    `trusted`: its headers about bands, flows and objectives count.
+    `repeated` says that the client has another open request of this id. `trusted`: its headers about bands, flows and
+    objectives count.
     """
 
     rules: Rules
@@ -52,6 +53,7 @@ class ReceivedRequest:
     arrived_s: float
     id: str
     held: HeldBody
+    repeated: bool = False
     tenant: Tenant = NO_TENANT
     trusted: bool = False
     body_bytes: int = 0
@@ -73,6 +75,15 @@ class ReceivedRequest:
     def shows_backend(self) -> bool:
         """Whether answers name their backend. They do, except to tenants that are not trusted."""
         return self.trusted or not self.tenant.name
+
+    def engine_id(self, routing: Routing) -> str:
+        """The id for the engine, which may abort or mix up two requests of one id.
+
+        An engine may also still abort the attempt before this one.
+        """
+        if not self.repeated and routing.attempts <= 1:
+            return self.id
+        return f"{self.id}-{routing.request.id}-{routing.attempts}"
 
     def record(self, routing: Routing | None, band_names: Mapping[int, str]) -> RequestInput:
         record = RequestInput(

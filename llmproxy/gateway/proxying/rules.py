@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -68,6 +69,7 @@ class Rules:
             # A GET names its model in the query.
             return ParsedBody(RequestFacts(http.rel_url.query.get("model") or None), route.kind, b"")
         content_type = http.headers.get("content-type", "")
+        body = body if route.kind is BodyKind.FORM else body.removeprefix(BOM_UTF8)
         wanted = "multipart/form-data" if route.kind is BodyKind.FORM else "application/json"
         if content_type.partition(";")[0].strip().lower() != wanted:
             raise Failure(Outcome.BAD_REQUEST, f"Unsupported media type: the content type of this route is {wanted}.")

@@ -22,6 +22,7 @@ from llmproxy.gateway.http.headers import (
     TPOT_HEADERS,
     TTFT_HEADERS,
     Headers,
+    as_text,
     to_backend,
 )
 from llmproxy.gateway.request.auth import NO_TENANT, Tenant
@@ -280,5 +281,5 @@ def _first(headers: Mapping[str, str], names: Sequence[str]) -> tuple[str, str] 
     for name in names:
         value = headers.get(name)
         if value:
-            return name, value
+            return name, value if value.isascii() else as_text(value)
     return None

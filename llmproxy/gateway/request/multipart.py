@@ -22,6 +22,7 @@ _PARAM = re.compile(
     r"""[ \t]*+;[ \t]*+([\w!#$%&'*+.^`|~-]++)[ \t]*+=[ \t]*+("(?:[^"\\]|\\.)*+"|[!#-:<-\[\]-~]*+)[ \t]*+""", re.ASCII
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_UTF_8 = ("utf-8", "utf8")
 # The only extended parameter (RFC 8187) that clients send. Some parsers take others for the plain ones.
 _EXTENDED = "filename*"
 
@@ -67,9 +68,11 @@ def _boundary(content_type: str) -> bytes:
         raise BadBody("This endpoint takes multipart/form-data.", "content-type")
     params = _params(content_type)
     boundary = params.pop("boundary", "")
+    # With another charset, the engine's framework would decode names and values differently.
+    if params.pop("charset", "utf-8").lower() not in _UTF_8:
+        raise BadBody("The charset of a form has to be utf-8.", "content-type")
     if params:
-        # With a `charset`, the engine's framework would decode the field names differently.
-        message = f"The content-type of a form takes no parameter but boundary: leave out {', '.join(params)[:200]}."
+        message = f"The content-type of a form takes boundary and charset only: leave out {', '.join(params)[:200]}."
         raise BadBody(message, "content-type")
     if not boundary or len(boundary) > _BOUNDARY_BYTES_MAX or not boundary.isascii() or "\\" in boundary:
         raise BadBody("The content-type names no usable boundary for the form.", "content-type")

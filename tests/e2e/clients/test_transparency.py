@@ -15,7 +15,7 @@ from llmproxy.gateway.http.routes import SCHEDULED, BodyKind
 from llmproxy.gateway.proxying import stream_relay as passing
 from llmproxy.lease import Lease
 from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, raw_post, serving
-from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, serving_script, whole
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, serving_script, whole
 from tests.upstream.raw_server import Peer
 
 POSTED = [route for route in SCHEDULED.values() if route.method == "POST"]
@@ -120,6 +120,86 @@ async def test_a_request_id_is_taken_sent_on_and_echoed(proxy: ProxyUnderTest) -
     answer = await proxy.chat(headers={"X-Request-Id": "mine-1"})
     assert answer.headers.getall("x-request-id") == ["mine-1"]
     assert answer.json["id"] == "chatcmpl-mine-1", "the engine got it"
+
+
+async def test_open_requests_of_one_id_have_different_ids_in_the_engine() -> None:
+    asked, go = asyncio.Semaphore(0), asyncio.Event()
+
+    async def script(peer: Peer, _: bytes) -> None:
+        asked.release()
+        await go.wait()
+        await peer.send(whole(b'{"object":"chat.completion","model":"base"}'))
+
+    async with serving_script(script) as (proxy, backend):
+        same = {"X-Request-Id": "mine-1"}
+        tasks = [asyncio.create_task(proxy.chat(headers=same)) for _ in range(3)]
+        for _ in tasks:
+            await asyncio.wait_for(asked.acquire(), 10.0)
+        go.set()
+        answers = [await task for task in tasks]
+        # The id is free again.
+        answers.append(await proxy.chat(headers=same))
+        sent = [re.findall(rb"(?i)x-request-id: (.+?)\r", request) for request in backend.requests]
+        names = [name for [name] in sent]
+    assert [answer.headers["x-request-id"] for answer in answers] == ["mine-1"] * 4
+    assert len(set(names[:3])) == 3
+    assert all(name.startswith(b"mine-1") for name in names)
+    assert [names[0], names[3]] == [b"mine-1"] * 2
+
+
+async def test_a_second_attempt_has_another_id_in_the_engine() -> None:
+    async def script(peer: Peer, _: bytes) -> None:
+        backend = first if len(first.requests) == 1 and not second.requests else second
+        if backend is first:
+            await peer.send(whole(b"{}", "503 Service Unavailable"))
+        else:
+            await peer.send(whole(b'{"object":"chat.completion","model":"base"}'))
+
+    async with (
+        scripted(script) as first,
+        scripted(script) as second,
+        serving(extra=[first.url, second.url]) as proxy,
+    ):
+        answer = await proxy.chat(headers={"X-Request-Id": "mine-1"})
+        requests = first.requests + second.requests
+    assert answer.headers["x-llmproxy-attempts"] == "2"
+    names = {name for request in requests for name in re.findall(rb"(?i)x-request-id: (.+?)\r", request)}
+    assert len(names) == 2
+    assert b"mine-1" in names
+
+
+async def test_a_path_in_the_url_of_a_backend_goes_before_every_path() -> None:
+    paths: list[bytes] = []
+
+    async def answer(peer: Peer, request: bytes) -> None:
+        path = request.split(b" ", 2)[1].partition(b"?")[0]
+        paths.append(path)
+        listing = b'{"object":"list","data":[{"id":"base","object":"model"}]}'
+        await peer.send(whole(listing if path.endswith(b"/v1/models") else b"{}"))
+
+    async with scripted(answer) as backend:
+        for path in (b"/engine-1/health", b"/engine-1/v1/models", b"/engine-1/metrics", b"/engine-1/server_info"):
+            backend.polls[path] = answer
+        async with serving(extra=[f"{backend.url}/engine-1/"]) as proxy:
+            assert (await proxy.chat()).status == 200
+    assert b"/engine-1/v1/chat/completions" in paths
+    assert all(path.startswith(b"/engine-1/") for path in paths)
+    assert b"/engine-1/health" in paths
+    assert b"/engine-1/metrics" in paths
+
+
+async def test_latin_1_in_a_header_passes_as_it_is(proxy: ProxyUnderTest) -> None:
+    request = raw_post(HELLO, extra="x-title: Jos#\r\nx-llm-d-inference-fairness-id: Jos#\r\nconnection: close\r\n")
+    async with proxy.wire(request.replace(b"#", b"\xe9")) as (reader, _):
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+    assert proxy.sent().headers["x-title"].encode("utf-8", "surrogateescape") == b"Jos\xe9"
+
+
+async def test_a_byte_order_mark_before_json_is_left_out(proxy: ProxyUnderTest) -> None:
+    body = json.dumps(HELLO).encode()
+    answer = await proxy.chat(b"\xef\xbb\xbf" + body)
+    assert answer.status == 200
+    assert proxy.sent(answer.backend).body == body
 
 
 async def test_a_request_id_is_made_where_there_is_none(proxy: ProxyUnderTest) -> None:

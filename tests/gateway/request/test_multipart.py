@@ -94,7 +94,10 @@ def test_a_boundary_split_between_two_slices_is_found(monkeypatch: pytest.Monkey
         'multipart/form-data; boundary="c\\ut"',
         "multipart/form-data; boundary=cut; boundary=cot",
         "multipart/form-data; boundary=cut; boundary*=utf-8''cot",
-        "multipart/form-data; boundary=cut; charset=utf-8",
+        "multipart/form-data; boundary=cut; charset=iso-8859-1",
+        "multipart/form-data; boundary=cut; charset=utf-8; charset=utf-7",
+        "multipart/form-data; boundary=cut; charset=",
+        "multipart/form-data; boundary=cut; charset*=utf-8''utf-7",
         "multipart/form-data; charset=utf-7; boundary=cut",
         "multipart/form-data; boundary=cut; x=y",
     ],
@@ -103,6 +106,18 @@ def test_a_missing_or_unusable_boundary_is_refused(content_type: str) -> None:
     with pytest.raises(BadBody) as bad:
         fields(part("name=model", b"m") + b"--cut--", content_type)
     assert bad.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        "multipart/form-data; boundary=cut; charset=UTF-8",
+        "multipart/form-data;charset=utf8;boundary=cut",
+        'multipart/form-data; charset="utf-8"; boundary=cut',
+    ],
+)
+def test_a_charset_that_the_engine_uses_anyway_is_taken(content_type: str) -> None:
+    assert fields(part("name=model", "é".encode()) + b"--cut--", content_type) == {"model": "é".encode()}
 
 
 def test_a_quoted_boundary_is_read() -> None:
