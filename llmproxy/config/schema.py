@@ -147,6 +147,9 @@ class BackendConfig(Section):
     """API key sent to this backend. null: backend_api_key."""
     forward_priority: bool = False
     """Send vLLM its own priority field. The server must run with --scheduling-policy priority."""
+    ask_usage: bool = True
+    """Ask for the usage of streams whose client did not, and take it out of the answer. false: for servers that send it
+    to everybody (--enable-force-include-usage). One that refuses the question is not asked for an hour."""
     tls: BackendTlsConfig = BackendTlsConfig()
     """How to verify a backend with an https URL."""
 
@@ -507,6 +510,9 @@ class TimeoutsConfig(Section):
     """Longest pause between two pieces of a stream."""
     total_s: Seconds = 3600.0
     """Longest time of one attempt, from dispatch to the last byte."""
+    keep_alive_s: Seconds | None = None
+    """A stream that has not begun gets a comment (`: keep-alive`) after each such time. The first one sends status 200,
+    so that a later error is an event of the stream. null: no comments."""
     adapter_s: Seconds = 120.0
     """Longest time in which one backend loads or unloads an adapter."""
 

@@ -175,6 +175,7 @@ EVENTS = {
     "connections_limited": "The limit of open files allows fewer connections than `connections_max`.",
     "decision_log_failed": "The decision log cannot be written.",
     "decision_log_resumed": "The decision log is written again.",
+    "usage_refused": "A backend refused a stream because the proxy had asked for its usage (`stream_options`). The request was sent again without that, and the backend is not asked for `again_s`. Its tokens are estimated meanwhile. `ask_usage: false` has it never asked.",
     "prompt_not_released": "The client of a split request left before its answer began, and `backend` did not have what `prefill_backend` computed for it freed, so that it stays there for a lease. Written once for each two backends.",
     "disaggregation_failed": "A request was not served in two stages, for this `cause`. Written once for each cause and backend ([what is counted](../how-to/disaggregation.md#what-is-counted)).",
     "discovery_failed": "A source of backends, or objects of a cluster, could not be read. Nothing changes.",

@@ -148,11 +148,11 @@ def error_fields(status: int, message: str, param: str | None = None) -> dict[st
     return {"message": message, "type": kind, "param": param, "code": status}
 
 
-def error_event(dialect: Dialect, message: str) -> bytes:
-    """One SSE event that ends a stream that broke after its first byte."""
+def error_event(dialect: Dialect, message: str, status: int = 502) -> bytes:
+    """One SSE event that ends a stream that has begun; `status` is what the answer would have had otherwise."""
     if dialect is Dialect.ANTHROPIC:
-        return b"event: error\ndata: " + error_body(dialect, 500, message) + b"\n\n"
+        return b"event: error\ndata: " + error_body(dialect, status, message) + b"\n\n"
     if dialect is Dialect.RESPONSES:
         event = {"type": "error", "code": "server_error", "message": message, "param": None}
         return b"event: error\ndata: " + orjson.dumps(event) + b"\n\n"
-    return b"data: " + error_body(dialect, 502, message) + b"\n\n"
+    return b"data: " + error_body(dialect, status, message) + b"\n\n"

@@ -86,6 +86,10 @@ class Attempt(AttemptResult):
     def complete(self) -> None:
         self.outcome, self.verdict = Outcome.COMPLETED, Verdict.SERVED
 
+    def refuses(self, member: bytes) -> bool:
+        """Whether the backend refused the request for this member of its body."""
+        return self.status in (400, 422) and self.answer is not None and member in self.answer.body
+
     def note(self, record: AttemptRecord) -> None:
         """Complete the record of this attempt, which has ended."""
         record.ended_s, record.first_byte_s = asyncio.get_running_loop().time(), self.first_token_s

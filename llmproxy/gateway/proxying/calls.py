@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import structlog
 from msgspec import structs
 
 from llmproxy.config import BackendConfig
@@ -18,6 +19,30 @@ from llmproxy.lease import Lease
 UNKNOWN_SHAPES = frozenset({BodyKind.OTHER, BodyKind.FORM})
 """Bodies that are understood in part: how much they ask for may be deeper in them, or the length of a sound."""
 
+REFUSED_S = 3600.0
+"""For how long a backend is not asked for usage after it refused: a newer engine may take its place."""
+BACKENDS_MAX = 10_000
+"""Backends that are remembered to refuse."""
+
+_log = structlog.get_logger()
+
+
+class UsageQuestions:
+    """Which backends are asked for the usage of streams whose client did not ask."""
+
+    def __init__(self) -> None:
+        self._refused_until_s: dict[str, float] = {}
+
+    def asks(self, backend: BackendConfig, now: float) -> bool:
+        return backend.ask_usage and now >= self._refused_until_s.get(backend.url, 0.0)
+
+    def refused(self, backend: BackendConfig, now: float) -> None:
+        """The backend refused a request because of the question, and is not asked for a while."""
+        if len(self._refused_until_s) >= BACKENDS_MAX:
+            self._refused_until_s.clear()
+        self._refused_until_s[backend.url] = now + REFUSED_S
+        _log.warning("usage_refused", backend=backend.name, again_s=REFUSED_S)
+
 
 def call_for(
     received: ReceivedRequest,
@@ -27,6 +52,7 @@ def call_for(
     engine_id: str,
     span_id: str,
     handover: Handover | None,
+    ask_usage: bool = True,
 ) -> Call:
     """The call to `backend`, with `engine_id` as its request id. `handover` is what the first stage left for the second
     one, None for any other."""
@@ -38,7 +64,7 @@ def call_for(
     priority = -request.band if backend.forward_priority else None
     spliced = parsed.spliced(
         model=request.model,
-        want_usage=True,
+        want_usage=ask_usage,
         priority=priority,
         salt=received.salt,
         trusted=received.trusted,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -19,14 +20,14 @@ from llmproxy.core.domain import Outcome, Refused, Request, Stage, Verdict
 from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.core.retry import RetryBudget
 from llmproxy.gateway.http.client_address import Client
-from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure
+from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure, error_event
 from llmproxy.gateway.http.routes import Dialect, Route, Work
 from llmproxy.gateway.proxying.answers import Answers
 from llmproxy.gateway.proxying.attempt import Attempt
-from llmproxy.gateway.proxying.calls import UNKNOWN_SHAPES, call_for
-from llmproxy.gateway.proxying.relay import end_broken
+from llmproxy.gateway.proxying.calls import UNKNOWN_SHAPES, UsageQuestions, call_for
+from llmproxy.gateway.proxying.relay import end_broken, events_of
 from llmproxy.gateway.proxying.request_context import ReceivedRequest, RequestContext
-from llmproxy.gateway.proxying.response_writer import ResponseWriter, read_body, within
+from llmproxy.gateway.proxying.response_writer import KeepAlive, ResponseWriter, read_body, within
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.proxying.stages import Handover, Warnings, refuse_unreachable
 from llmproxy.gateway.proxying.stored import StoredResponses
@@ -76,6 +77,7 @@ class RequestHandler:
         self._cutting = False
         self.open_requests = 0
         self._open_ids: set[str] = set()
+        self._usage = UsageQuestions()
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -131,20 +133,22 @@ class RequestHandler:
         try:
             await self._schedule(context)
         except Failure as failure:
-            return self._fail(context, failure)
+            return await self._fail(context, failure)
         except Refused as refused:
-            return self._fail(context, Failure.of(refused))
+            return await self._fail(context, Failure.of(refused))
         except (asyncio.CancelledError, ConnectionError, web.RequestPayloadError) as cause:
             self._cancelled(context, cause)
             raise
         except Exception as error:  # noqa: BLE001 - a bug becomes one 500, and its traceback goes to the log
             log_internal(received.id, error)
-            failed = self._fail(context, Failure(Outcome.INTERNAL, INTERNAL_MESSAGE))
-            if client.response is None:
-                return failed
+            if client.response is None or client.only_comments:
+                return await self._fail(context, Failure(Outcome.INTERNAL, INTERNAL_MESSAGE))
+            context.end(Outcome.INTERNAL, client.status, INTERNAL_MESSAGE)
             # An answer has begun, and a client would read a second one as a part of it.
             await client.abort()
         finally:
+            if context.keep_alive is not None:
+                context.keep_alive.stop()
             received.held.release()
             if not received.repeated:
                 self._open_ids.discard(received.id)
@@ -175,6 +179,8 @@ class RequestHandler:
         received.body_bytes = len(body)
         received.parsed = await rules.read(received.route, http, body)
         parsed = received.parsed = await self._isolated(received, received.parsed)
+        if parsed.facts.stream and rules.config.timeouts.keep_alive_s is not None:
+            context.keep_alive = KeepAlive(context.client, rules.config.timeouts.keep_alive_s)
         received.session = rules.identity.session(http, parsed.sessions, received.tenant)
         received.target = await self._target(received, parsed.facts.model)
         self.budget.request()
@@ -319,10 +325,16 @@ class RequestHandler:
             if handover is not None and handover.unreachable_from(backend.url):
                 refuse_unreachable(attempt, handover, lease)
             else:
-                call = call_for(
-                    received, parsed, lease, backend, received.engine_id(routing), tried.span_id or "", handover
-                )
+                engine_id, span_id = received.engine_id(routing), tried.span_id or ""
+                asks = self._usage.asks(backend, lease.grant.at_s)
+                call = call_for(received, parsed, lease, backend, engine_id, span_id, handover, asks)
                 await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
+                if call.hide_usage and attempt.refuses(b"stream_options"):
+                    # Only the proxy asked for it.
+                    self._usage.refused(backend, lease.grant.at_s)
+                    attempt = context.attempt = Attempt(split=attempt.split)
+                    call = call_for(received, parsed, lease, backend, engine_id, span_id, handover, False)
+                    await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
         finally:
             # Also where its client has left, as many do when they read the end mark.
             self._exits.attempted(lease.backend, attempt.verdict)
@@ -355,6 +367,10 @@ class RequestHandler:
                 raise Failure(attempt.outcome, attempt.message, status=503, retry_after_s=1.0)
             status = attempt.status if attempt.outcome is Outcome.UPSTREAM_STATUS else None
             raise Failure(attempt.outcome, attempt.message, status=status)
+        if context.client.only_comments:
+            context.end(attempt.outcome, answer.status, attempt.message)
+            await self._end_stream(context, events_of(answer, context.input.route.dialect, attempt.message))
+            return
         headers = answer.headers
         if answer.status == 503 and not any(name.lower() == "retry-after" for name, _ in headers):
             headers = [*headers, ("Retry-After", "1")]
@@ -362,6 +378,11 @@ class RequestHandler:
         context.client.write(answer.body)
         await within(context.client.end(), context.client, context.input.rules.config.timeouts.stall_s)
         context.end(attempt.outcome, answer.status, attempt.message)
+
+    async def _end_stream(self, context: RequestContext, event: bytes) -> None:
+        """End a stream of comments with an event. It has its end mark: it is all that there is to say."""
+        context.client.write(event)
+        await within(context.client.end(), context.client, context.input.rules.config.timeouts.stall_s)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -390,9 +411,15 @@ class RequestHandler:
         outcome, status, error = self.cancellation(cause)
         context.end(outcome, (context.client.status or status) if outcome is Outcome.DRAINING else status, error)
 
-    def _fail(self, context: RequestContext, failure: Failure) -> web.Response:
+    async def _fail(self, context: RequestContext, failure: Failure) -> web.StreamResponse:
         context.end(failure.outcome, failure.status, failure.message)
-        return failure.response(context.input.route.dialect, {"x-request-id": context.input.id, **context.extra})
+        client, dialect = context.client, context.input.route.dialect
+        if client.response is not None:
+            # It has the head of a stream, and comments.
+            with suppress(ConnectionError):
+                await self._end_stream(context, error_event(dialect, failure.message, failure.status))
+            return client.response
+        return failure.response(dialect, {"x-request-id": context.input.id, **context.extra})
 
     def _record(self, context: RequestContext) -> None:
         # Of a request that was refused before its tenant was known.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 
+import orjson
+
 from llmproxy.config import TimeoutsConfig
 from llmproxy.core.domain import Outcome, Request, Stage, Usage, Verdict
 from llmproxy.core.estimates.tokens import believable
@@ -196,6 +198,9 @@ class Relay:
     async def _relay_plain(
         self, attempt: Attempt, timer: AttemptTimer, lease: Lease, exchange: Exchange, client: ResponseWriter
     ) -> None:
+        if not client.end_comments():
+            not_a_stream(attempt)
+            return
         first = await exchange.chunk()
         attempt.head = first[:4096]
         check_lease(lease)
@@ -224,6 +229,9 @@ class Relay:
         tap: StreamTap
         opening_events = call.opening_events
         if is_encoded(exchange):
+            if not client.end_comments():
+                not_a_stream(attempt)
+                return
             # No event can be taken out or added, its progress is not seen, and nobody knows where its opening ends.
             tap, opening_events = EncodedTap(), 0
         else:
@@ -318,6 +326,13 @@ class Relay:
             lease.usage = Usage(lease.grant.request.prompt_tokens, seen)
 
 
+def not_a_stream(attempt: Attempt) -> None:
+    """The client has comments of a stream, and the backend sends something else."""
+    message = "The backend did not answer with a plain stream of events, which its client has begun to read."
+    attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=False)
+    attempt.status = 502
+
+
 def _so_far(reported: Usage, request: Request, seen: int) -> Usage:
     """The cost of a stream that was cut short; it may have reported its prompt alone, or one of its choices."""
     prompt_tokens = reported.prompt_tokens
@@ -336,6 +351,19 @@ async def end_broken(attempt: Attempt, dialect: Dialect, client: ResponseWriter)
     event = boundary + error_event(dialect, f"The stream broke: {attempt.message}")
     # An engine may have sent an error event of its own before it died.
     await end_with_error(b"" if attempt.tap.error_seen else event, client)
+
+
+def events_of(answer: Answer, dialect: Dialect, message: str) -> bytes:
+    """A backend's own error as the events of a stream that has begun with comments."""
+    if answer.status < 300:
+        return answer.body
+    try:
+        body = b"data: " + orjson.dumps(orjson.loads(answer.body)) + b"\n\n"
+    except orjson.JSONDecodeError:
+        return error_event(dialect, message, answer.status)
+    if dialect is Dialect.RESPONSES:
+        return error_event(dialect, message, answer.status)
+    return body if dialect is Dialect.OPENAI else b"event: error\n" + body
 
 
 async def end_with_error(event: bytes, client: ResponseWriter) -> None:

@@ -14,7 +14,7 @@ from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.routes import Route
 from llmproxy.gateway.proxying.answers import KeptAnswer
 from llmproxy.gateway.proxying.attempt import Attempt
-from llmproxy.gateway.proxying.response_writer import ResponseWriter
+from llmproxy.gateway.proxying.response_writer import KeepAlive, ResponseWriter
 from llmproxy.gateway.proxying.rules import Rules
 from llmproxy.gateway.proxying.stages import Handover
 from llmproxy.gateway.proxying.stored import Previous
@@ -124,6 +124,7 @@ class RequestContext:
     attempt: Attempt | None = None
     kept: KeptAnswer | None = None
     handover: Handover | None = None
+    keep_alive: KeepAlive | None = None
     split: Split | None = None
     outcome: Outcome = Outcome.INTERNAL
     status: int = 0

@@ -17,7 +17,7 @@ from llmproxy.core.domain import Outcome
 from llmproxy.gateway.http.connection import ClientConnection
 from llmproxy.gateway.http.cors import Cors
 from llmproxy.gateway.http.errors import Failure
-from llmproxy.gateway.http.headers import Headers, reason_to_client
+from llmproxy.gateway.http.headers import SERVER, Headers, reason_to_client
 from llmproxy.gateway.request.body_budget import BodyBudget, HeldBody
 from llmproxy.upstream import http1
 
@@ -25,6 +25,8 @@ _LIMITS = ClientsConfig()
 RETRY_HELD_S = 1.0
 """Retry-After where there is no room for a body: room comes within about that time."""
 _BODILESS = frozenset({204, 304})
+EVENT_STREAM: Headers = [("Content-Type", "text/event-stream; charset=utf-8"), ("Cache-Control", "no-cache")]
+KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class Source(Protocol):
@@ -150,8 +152,8 @@ class ResponseWriter:
     """
 
     __slots__ = (
-        "_chunked", "_connection", "_cors", "_drained", "_extra", "_head", "_request", "_shutting_down", "_transport",
-        "keep", "on_commit", "response", "sent_bytes", "source", "status",
+        "_chunked", "_committed", "_connection", "_cors", "_drained", "_extra", "_head", "_request", "_shutting_down",
+        "_silent", "_transport", "keep", "on_commit", "response", "sent_bytes", "source", "status",
     )  # fmt: skip
 
     def __init__(
@@ -168,7 +170,7 @@ class ResponseWriter:
         self._transport: asyncio.Transport | None = None
         self._connection: ClientConnection | None = None
         self._head = b""
-        self._chunked = False
+        self._chunked = self._committed = self._silent = False
         self._drained: asyncio.Future[None] | None = None
         self.response: _SentResponse | None = None
         self.on_commit: Callable[[], None] | None = None
@@ -177,16 +179,49 @@ class ResponseWriter:
         self.status = 0
         self.sent_bytes = 0
 
+    @property
+    def only_comments(self) -> bool:
+        """Whether the client has the head of a stream, and none of its events."""
+        return self.response is not None and not self._committed
+
+    def comment(self, comment: bytes) -> bool:
+        """Send a comment to a client that waits for its stream, before the first one the head.
+
+        False where the answer has begun, or the client is gone. Other attempts can still be made.
+        """
+        if self._committed or self._silent or self._request.transport is None:
+            return False
+        if self.response is None:
+            self._make_head(200, "", [*EVENT_STREAM, SERVER])
+        try:
+            self._send_body(comment)
+        except ConnectionError:
+            return False
+        return True
+
+    def end_comments(self) -> bool:
+        """Send no comments from now on. Whether there were none, so that the answer may be any."""
+        self._silent = True
+        return self.response is None
+
     def commit(self, status: int, reason: str, headers: Headers) -> None:
-        """Make the head, which goes out with the first bytes. From here on, no other attempt can be made."""
+        """Make the head, which goes out with the first bytes. From here on, no other attempt can be made.
+
+        Where the client has comments already, the answer has to be a stream with status 200.
+        """
+        self._committed = True
+        if self.on_commit is not None:
+            self.on_commit()
+        if self.response is None:
+            self._make_head(status, reason, headers)
+
+    def _make_head(self, status: int, reason: str, headers: Headers) -> None:
         request = self._request
         fields = [*headers, *self._extra.items()]
         if self._cors is not None:
             fields = self._cors.passed_on(request.headers.get("origin"), fields)
         known = {name.lower(): value for name, value in fields}
         self.response, self.status = _SentResponse(status=status), status
-        if self.on_commit is not None:
-            self.on_commit()
         if known.get("content-encoding", "identity").lower() != "identity":
             self.keep = None
         modern = request.version >= HttpVersion11
@@ -215,6 +250,9 @@ class ResponseWriter:
         self.sent_bytes += len(data)
         if self.keep is not None:
             self.keep(data)
+        self._send_body(data)
+
+    def _send_body(self, data: bytes) -> None:
         if self._chunked and data:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         self._send(data)
@@ -263,3 +301,19 @@ class ResponseWriter:
             drained.set_result(None)
         if self.source is not None:
             self.source.resume()
+
+
+class KeepAlive:
+    """Sends a comment every `every_s` seconds until the answer has begun, or until `stop`."""
+
+    def __init__(self, client: ResponseWriter, every_s: float) -> None:
+        self._client = client
+        self._every_s = every_s
+        self._timer = asyncio.get_running_loop().call_later(every_s, self._send)
+
+    def _send(self) -> None:
+        if self._client.comment(KEEP_ALIVE):
+            self._timer = asyncio.get_running_loop().call_later(self._every_s, self._send)
+
+    def stop(self) -> None:
+        self._timer.cancel()
