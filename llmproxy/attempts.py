@@ -13,7 +13,7 @@ from typing import TypeVar
 from msgspec import structs
 
 from llmproxy.core.domain import Entry, Request, Stage, Verdict
-from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
+from llmproxy.core.retry import COMPUTED_MAX, RETRY_WAIT_MIN_S, Again, RetryBudget
 from llmproxy.lease import Lease, Leasing
 from llmproxy.telemetry.exit import AttemptRecord
 
@@ -26,15 +26,15 @@ would have served the request, and it is not to pay for being split."""
 class AttemptResult:
     """What the loop needs to know of an attempt that has ended.
 
-    `retryable` says that another backend might do better, and that the client has seen nothing yet. `elsewhere` says
-    that another backend has what the request refers to; such attempts are bounded by neither limit nor budget.
+    `again` says whether another backend may be tried; NO where the client has seen something. `deadly`: the request
+    may have ended the engine.
     `prefilled`: the prompt is computed, and the answer comes next, from another backend. `unsplit`: the request would
     do better as a whole.
     """
 
     verdict: Verdict = Verdict.CLIENT_GONE
-    retryable: bool = False
-    elsewhere: bool = False
+    again: Again = Again.NO
+    deadly: bool = False
     prefilled: bool = False
     unsplit: bool = False
 
@@ -49,14 +49,17 @@ class Routing:
     """Where one request waited and which backends it tried.
 
     `attempts` counts leases, `preemptions` those given back for a request of a higher band. Both stages of a request
-    that is split are one attempt, and `failed_stages` counts attempts of which one failed. `lease` is the latest one,
-    and `tried` has a record for each. Backends in `excluded` are not tried again.
+    that is split are one attempt, and `failed_stages` counts attempts of which one failed. `computed` counts engines
+    that took the request and gave no answer, `sought` the attempts for which only the backend was to blame. `lease` is
+    the latest one, and `tried` has a record for each. Backends in `excluded` are not tried again.
     """
 
     request: Request
     attempts: int = 0
     preemptions: int = 0
     failed_stages: int = 0
+    computed: int = 0
+    sought: int = 0
     lease: Lease | None = None
     waited_s: float = 0.0
     waits_since_s: float | None = None
@@ -110,18 +113,24 @@ async def run_attempts(
         if result.prefilled:
             entry = Entry.PREFILLED
             continue
-        staged = lease.grant.request.stage is not Stage.WHOLE and routing.failed_stages < FAILED_STAGES_MAX
-        if result.elsewhere and dispatcher.granting:
+        whole = lease.grant.request.stage is Stage.WHOLE
+        routing.computed += result.deadly or (whole and result.again is Again.ONCE)
+        staged = not whole and routing.failed_stages < FAILED_STAGES_MAX
+        if (result.again is Again.NO and not result.unsplit) or not dispatcher.granting:
+            return result
+        if routing.computed >= COMPUTED_MAX:
+            return result
+        if result.again is Again.ANYWHERE_ELSE and routing.request.backend is None:
+            # Bounded by the number of backends, because each is tried once.
             entry = Entry.SEEKING
-        elif staged and (result.retryable or result.unsplit) and dispatcher.granting:
+            routing.sought += 1
+        elif staged:
             entry = Entry.RETRY
             routing.failed_stages += 1
             if result.unsplit or routing.failed_stages == FAILED_STAGES_MAX:
                 routing.request = structs.replace(routing.request, splittable=False)
         elif (
-            result.retryable
-            and routing.attempts - routing.preemptions - routing.failed_stages <= extra_attempts
-            and dispatcher.granting
+            routing.attempts - routing.preemptions - routing.failed_stages - routing.sought <= extra_attempts
             and budget.take(result.verdict)
         ):
             entry = Entry.RETRY

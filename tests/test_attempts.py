@@ -12,7 +12,7 @@ import pytest
 from llmproxy.attempts import AttemptResult, Routing, run_attempts
 from llmproxy.core.domain import Entry, Grant, Outcome, Placed, Refused, Request, Stage, Verdict, Why
 from llmproxy.core.placement.staged import stage_of
-from llmproxy.core.retry import RetryBudget
+from llmproxy.core.retry import MEANINGS, Again, Cause, RetryBudget
 from llmproxy.lease import Lease
 from tests.core.make import request
 
@@ -60,3 +60,41 @@ async def test_both_stages_are_one_attempt_and_each_beginning_is_one(stages: tup
     assert (routing.attempts, len(routing.tried)) == (attempts, len(stages))
     # What was computed in vain leaves the request its further attempts.
     assert routing.attempts - routing.failed_stages == 1
+
+
+@pytest.mark.parametrize(
+    ("causes", "attempts"),
+    [
+        ([Cause.BROKEN] * 9, 2),
+        ([Cause.ENGINE_DEAD, Cause.GONE, Cause.BROKEN], 2),
+        ([Cause.ERROR, Cause.ERROR, Cause.ERROR], 2),
+        ([Cause.LATE, Cause.BROKEN, Cause.ERROR], 2),
+        # What computed nothing is no repetition, and a refusal does not count against the limit.
+        ([Cause.NO_CONNECTION, Cause.BROKEN, Cause.ERROR], 3),
+        ([Cause.UNAUTHORIZED] * 6 + [Cause.BUSY] * 9, 9),
+        ([Cause.BUSY] * 9, 3),
+        ([Cause.REJECTED] * 9, 1),
+        ([Cause.OVERRAN] * 9, 1),
+    ],
+)
+async def test_engines_compute_a_request_twice_at_most(causes: list[Cause], attempts: int) -> None:
+    routing, failures = Routing(request()), iter(causes)
+
+    async def attempt(_: Lease) -> AttemptResult:
+        meaning = MEANINGS[next(failures)]
+        return AttemptResult(meaning.verdict, meaning.again, meaning.deadly)
+
+    dispatcher: Any = Granting(*[WHOLE] * 20)
+    await run_attempts(routing, attempt, dispatcher, RetryBudget(0.0), 2)
+    assert routing.attempts == attempts
+
+
+async def test_two_stages_that_end_their_engines_are_the_last() -> None:
+    routing = Routing(request(splittable=True))
+
+    async def attempt(_: Lease) -> AttemptResult:
+        return AttemptResult(Verdict.FAILED, Again.ONCE, deadly=True)
+
+    dispatcher: Any = Granting(*[PREFILL] * 20)
+    await run_attempts(routing, attempt, dispatcher, RetryBudget(0.0), 2)
+    assert routing.attempts == 2

@@ -234,6 +234,10 @@ class Verdict(StrEnum):
     CLIENT_GONE = "client_gone"
     CONNECT_FAILED = "connect_failed"
     FAILED = "failed"
+    ENGINE_DEAD = "engine_dead"
+    TIMED_OUT = "timed_out"
+    UNAUTHORIZED = "unauthorized"  # It refuses the key of the proxy.
+    NOT_SERVED = "not_served"  # It does not serve what it lists.
     BUSY = "busy"
     DRAINING = "draining"
     LOST = "lost"

@@ -18,6 +18,8 @@ from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
 
+_DOUBTFUL = frozenset({Verdict.FAILED, Verdict.TIMED_OUT, Verdict.UNAUTHORIZED, Verdict.NOT_SERVED})
+
 
 class ChargeObserver(LeaseObserver):
     """Charges flows, and credits the minimum shares of bands.
@@ -223,6 +225,45 @@ class PlacementObserver(LeaseObserver):
 
     def process_gone(self, backend: str) -> None:
         self._notify(self._placement.lost, backend)
+
+
+class BlameObserver(LeaseObserver):
+    """Decides between a request and its backends which is to blame for a failed attempt.
+
+    The same failure on two backends blames the request. A backend that refuses is blamed as soon as another one serves
+    the same request. A backend whose gauges show it at work is not blamed for a prompt that takes too long, and such a
+    request is not computed again.
+    """
+
+    def __init__(self) -> None:
+        self._failed: dict[str, list[tuple[Backend, Verdict]]] = {}
+        self._too_long: set[str] = set()
+
+    def excuses(self, lease: LeaseRecord, verdict: Verdict, now: float) -> bool:
+        if verdict not in _DOUBTFUL:
+            return False
+        if verdict is Verdict.TIMED_OUT and lease.backend.at_work(now):
+            self._too_long.add(lease.request.id)
+            return True
+        failed = self._failed.setdefault(lease.request.id, [])
+        same = [backend for backend, before in failed if before is verdict and backend is not lease.backend]
+        if len(same) == 1:
+            same[0].forgive(verdict, now)
+        failed.append((lease.backend, verdict))
+        return bool(same)
+
+    def started(self, lease: LeaseRecord, now: float) -> None:
+        if self._failed:
+            for backend, verdict in self._failed.pop(lease.request.id, ()):
+                backend.to_blame(verdict, now)
+
+    def too_long(self, request_id: str) -> bool:
+        """Whether the request met a time limit on a backend that was at work."""
+        return request_id in self._too_long
+
+    def ended(self, request_id: str) -> None:
+        self._failed.pop(request_id, None)
+        self._too_long.discard(request_id)
 
 
 class OutlierObserver(LeaseObserver):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from msgspec import Struct
 
@@ -51,6 +52,10 @@ class LeaseObserver:
     def progress(self, lease: LeaseRecord, output_tokens: int, now: float) -> None:
         """The answer has about `output_tokens` so far."""
 
+    def excuses(self, lease: LeaseRecord, verdict: Verdict, now: float) -> bool:  # noqa: ARG002
+        """Whether the backend is not to blame for the end of a lease, asked before it is `finished`."""
+        return False
+
     def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
         """The lease is over. `usage` is None where nothing is known of its tokens."""
 
@@ -72,6 +77,7 @@ class Leases:
         self._on_started = _overriding(observers, "started")
         self._on_committed = _overriding(observers, "committed")
         self._on_progress = _overriding(observers, "progress")
+        self._on_excuses = _overriding(observers, "excuses")
         self._on_finished = _overriding(observers, "finished")
         self._on_process_gone = _overriding(observers, "process_gone")
         self._held: dict[int, LeaseRecord] = {}
@@ -186,7 +192,8 @@ class Leases:
     def finish(self, number: int, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
         """Return a lease. `usage` is what the engine counted, or the tokens seen so far when it was cut short."""
         lease = self._held.pop(number)
-        lease.backend.release(number, verdict, now)
+        excused = verdict is not Verdict.SERVED and any(x(lease, verdict, now) for x in self._on_excuses)
+        lease.backend.release(number, verdict, now, excused=excused)
         for finished in self._on_finished:
             finished(lease, verdict, usage, now)
 
@@ -197,7 +204,7 @@ class Leases:
             assert mine <= backend.bookings.keys(), "a lease is not booked on its backend"
 
 
-def _overriding(observers: Iterable[LeaseObserver], event: str) -> list[Callable[..., None]]:
+def _overriding(observers: Iterable[LeaseObserver], event: str) -> list[Callable[..., Any]]:
     """The methods for `event` of those observers that do not ignore it."""
     ignored = getattr(LeaseObserver, event)
     return [getattr(one, event) for one in observers if getattr(type(one), event) is not ignored]

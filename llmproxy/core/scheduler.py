@@ -25,6 +25,7 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.lease_observers import (
+    BlameObserver,
     ChargeObserver,
     FirstTokenObserver,
     LimitObserver,
@@ -112,12 +113,14 @@ class Scheduler:
         self.charges = ChargeObserver(settings, self._room, self._min_shares, self.faults)
         self._places = PlaceObserver()
         self._transfers = TransferObserver(placement)
+        self._blame = BlameObserver()
         self._prefilled: list[tuple[Request, frozenset[str]]] = []
         self.leases = Leases(
             lease_serial,
             [
                 self._places,
                 self._transfers,
+                self._blame,
                 OutlierObserver(self._backends.outliers),
                 LimitObserver(limits),
                 self._preemption,
@@ -193,11 +196,14 @@ class Scheduler:
 
         Raises Refused: `rejected_no_backends` when no backend could ever serve it, `rejected_capacity` when a limit of
         the waiting room is reached, `rate_limited` when one of its tenant or model is, `rejected_deadline` when it
-        would be late even if served next.
+        would be late even if served next, `upstream_timeout` for the retry of one that met a time limit on a backend
+        at work.
         """
         if entry is Entry.PREFILLED:
             self._prefilled.append((request, excluded))
             return
+        if entry is Entry.RETRY and self._blame.too_long(request.id):
+            raise Refused(Outcome.UPSTREAM_TIMEOUT, "It takes longer than a time limit allows, and not for a fault.")
         self._room.deadlines.pool_is(self._backends.any_up(), now)
         self._shed += self._admission.enter(request, excluded, entry, now)
 
@@ -224,6 +230,7 @@ class Scheduler:
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """The request is over. `met` says whether it kept its objective, None when it had none."""
         self._places.give_up(request.id)
+        self._blame.ended(request.id)
         self.charges.ended(request)
         self._room.band(request.band).ended(request, met, now)
 

@@ -19,6 +19,7 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 BEGUN = OK + b"transfer-encoding: chunked\r\n\r\n"
 FIRST = STREAM_HEAD + chunk(EVENT)
 STREAM = FIRST + chunk(DONE) + STREAM_END
+NO_MODEL = b'{"error":{"message":"The model `sim` does not exist.","type":"NotFoundError","param":"model","code":404}}'
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n" * 1000
 LATER = b"retry-after: 7\r\n"
 
@@ -62,6 +63,16 @@ def passed(name: str, script: Script, plain: Script | None = None) -> Misbehavio
     return Misbehaviour(name, script, plain, stream="own", verdict="served")
 
 
+def passed_error(name: str, line: str) -> Misbehaviour:
+    """An error of the client, which it gets as it came."""
+    return Misbehaviour(name, status(line), stream=line[:3], verdict="served")
+
+
+def late(name: str, *scripts: Script) -> Misbehaviour:
+    """What a time limit ends before the first byte."""
+    return Misbehaviour(name, *scripts, whole="504", alone="504", verdict="timed_out", config=SHORT)
+
+
 def torn(name: str, script: Script, plain: Script, **more: Any) -> Misbehaviour:
     """An answer that breaks when its client has a part of it."""
     return Misbehaviour(name, script, plain, stream="event", whole="cut", **more)
@@ -70,14 +81,12 @@ def torn(name: str, script: Script, plain: Script, **more: Any) -> Misbehaviour:
 MISBEHAVIOURS: list[Misbehaviour] = [
     # --- no answer ----------------------------------------------------------------------------------------------------
     Misbehaviour("refuses connections", says(), before=lambda bad: bad.hang(), verdict="connect_failed"),
-    Misbehaviour("accepts and says nothing", says(), whole="504", alone="504", config=SHORT),
+    late("accepts and says nothing", says()),
     Misbehaviour("closes the connection without an answer", breaking()),
     Misbehaviour("resets the connection without an answer", breaking(reset=True)),
     # --- heads --------------------------------------------------------------------------------------------------------
-    Misbehaviour("sends its headers byte by byte", slow_headers, whole="504", alone="504", config=SHORT),
-    Misbehaviour(
-        "sends a head and nothing more", says(STREAM_HEAD), says(BEGUN), whole="504", alone="504", config=SHORT
-    ),
+    late("sends its headers byte by byte", slow_headers),
+    late("sends a head and nothing more", says(STREAM_HEAD), says(BEGUN)),
     Misbehaviour("resets behind its head", breaking(STREAM_HEAD, reset=True), breaking(BEGUN, reset=True)),
     Misbehaviour("sends a status line of garbage", says(b"\x00\x01 garbage \xff\r\n\r\n")),
     Misbehaviour("answers 000", says(whole(BODY, "000 OK"))),
@@ -95,6 +104,7 @@ MISBEHAVIOURS: list[Misbehaviour] = [
     Misbehaviour(
         "switches to another protocol (101)",
         says(b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\nhello"),
+        verdict="not_served",
     ),
     # --- bodies -------------------------------------------------------------------------------------------------------
     torn("resets in mid-answer", breaking(FIRST, reset=True), breaking(whole(BODY)[:-1], reset=True)),
@@ -132,12 +142,14 @@ MISBEHAVIOURS: list[Misbehaviour] = [
         "sends events without end",
         for_ever(STREAM_HEAD, chunk(EVENT), 0.005),
         for_ever(BEGUN, chunk(b" "), 0.005),
+        verdict="timed_out",
         config=SHORT,
     ),
     torn(
         "sends one event without end",
         for_ever(STREAM_HEAD, chunk(b"data: " + b"x" * (1 << 18)), 0.01),
         for_ever(BEGUN, chunk(b"x"), 0.01),
+        verdict="timed_out",
         config=SHORT,
     ),
     passed("ends a stream without `[DONE]`", answering(FIRST + STREAM_END), answering(whole(BODY))),
@@ -145,8 +157,8 @@ MISBEHAVIOURS: list[Misbehaviour] = [
         "sends an error as its first event, then `[DONE]`; 500 to what is no stream",
         answering(STREAM_HEAD + chunk(ERROR) + chunk(DONE) + STREAM_END),
         status("500 Internal Server Error"),
-        whole="500",
         alone="own",
+        whole_alone="500",
     ),
     Misbehaviour(
         "sends an error in mid-stream, then `[DONE]`",
@@ -156,24 +168,34 @@ MISBEHAVIOURS: list[Misbehaviour] = [
         whole_verdict="served",
     ),
     # --- statuses -----------------------------------------------------------------------------------------------------
-    Misbehaviour("answers 500", status("500 Internal Server Error"), stream="500"),
+    Misbehaviour("answers 500", status("500 Internal Server Error"), alone="500"),
     Misbehaviour("answers 502", status("502 Bad Gateway")),
     Misbehaviour("answers 503", status("503 Service Unavailable"), alone="503", verdict="busy"),
     Misbehaviour("answers 503 with Retry-After", status("503 Service Unavailable", LATER), alone="503", verdict="busy"),
-    Misbehaviour("answers 429", status("429 Too Many Requests"), stream="429", verdict="served"),
+    Misbehaviour("answers 429", status("429 Too Many Requests"), alone="429", verdict="busy"),
+    Misbehaviour("answers 429 with Retry-After", status("429 Too Many Requests", LATER), alone="429", verdict="busy"),
+    Misbehaviour("answers 529", status("529 Overloaded"), alone="529", verdict="busy"),
+    Misbehaviour("answers 408", status("408 Request Timeout"), alone="408", verdict="busy"),
+    Misbehaviour("answers 504", status("504 Gateway Timeout"), stream="504", verdict="timed_out"),
+    Misbehaviour("answers 401 to the proxy's key", status("401 Unauthorized"), verdict="unauthorized"),
+    Misbehaviour("answers 403 to the proxy's key", status("403 Forbidden"), verdict="unauthorized"),
     Misbehaviour(
-        "answers 429 with Retry-After", status("429 Too Many Requests", LATER), stream="429", verdict="served"
+        "answers 404 for a model that it lists",
+        answering(whole(NO_MODEL, "404 Not Found")),
+        alone="404",
+        verdict="not_served",
     ),
-    Misbehaviour("answers 504", status("504 Gateway Timeout"), stream="504"),
+    passed_error("answers 404 for a path", "404 Not Found"),
+    passed_error("answers 400", "400 Bad Request"),
     Misbehaviour(
         "redirects elsewhere",
         answering(whole(b"", "307 Temporary Redirect", extra=b"location: http://x/\r\n")),
-        stream="502",
+        verdict="not_served",
     ),
     Misbehaviour(
         "answers 500 with a body without end",
         for_ever(b"HTTP/1.1 500 Oh No\r\ntransfer-encoding: chunked\r\n\r\n", chunk(b"x" * 65536)),
-        stream="500",
+        alone="500",
     ),
     # --- as real engines break: simulated replicas --------------------------------------------------------------------
     Misbehaviour("is gone (SIGKILL)", fault=FaultKind.REFUSE, verdict="connect_failed"),
@@ -188,6 +210,6 @@ MISBEHAVIOURS: list[Misbehaviour] = [
         alone="500",
         verdict="draining",
     ),
-    Misbehaviour("has a dead engine", fault=FaultKind.ENGINE_DEAD, stream="500"),
+    Misbehaviour("has a dead engine", fault=FaultKind.ENGINE_DEAD, alone="500", verdict="engine_dead"),
     Misbehaviour("is busy", fault=FaultKind.BUSY_503, alone="503", verdict="busy"),
 ]  # fmt: skip

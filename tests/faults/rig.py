@@ -36,8 +36,9 @@ class Misbehaviour:
     It is either a `script` below HTTP, with another one for answers in one piece where there is a `plain` one, or a
     `fault` of a simulated replica; `before` is called when the proxy runs, and may prepare the scripted backend. What
     clients see of it is given in the words of `Seen.client`: of a `stream`, and of a `whole` answer where that differs,
-    beside a replica that is well; `alone` stands for `other` where there is none. `verdict` is what the backend is
-    blamed for (with `whole` answers `whole_verdict`, where that differs).
+    beside a replica that is well; `alone` (for a `whole` answer `whole_alone`, where that differs) stands for `other`
+    where there is none. `verdict` is what the backend is blamed for (with `whole` answers `whole_verdict`, where that
+    differs).
     """
 
     name: str
@@ -49,6 +50,7 @@ class Misbehaviour:
     stream: str = "other"
     whole: str | None = None
     alone: str = "502"
+    whole_alone: str | None = None
     verdict: str = "failed"
     whole_verdict: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -56,7 +58,9 @@ class Misbehaviour:
     def client(self, ask: str, alone: bool) -> str:
         """What the client must see that asks for a `stream` or a `whole` answer."""
         seen = self.whole if ask == "whole" and self.whole is not None else self.stream
-        return self.alone if alone and seen == "other" else seen
+        if not alone or seen != "other":
+            return seen
+        return self.whole_alone if ask == "whole" and self.whole_alone is not None else self.alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

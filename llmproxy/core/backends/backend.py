@@ -350,13 +350,29 @@ class Backend:
         self._load_changed()
         self.health.first_byte(lease, now)
 
-    def release(self, lease: int, verdict: Verdict, now: float) -> None:
+    def release(self, lease: int, verdict: Verdict, now: float, *, excused: bool = False) -> None:
+        """The lease ended; for `excused` see `Health.finished`."""
         if verdict is Verdict.BUSY:
             self.limit.refused(self._seen - self.bookings[lease].request.sequences)
         self._own.remove(lease, self.reading)
         idle = not self.bookings and (self.reading is None or not self.reading.running)
         self._load_changed(alone=verdict is Verdict.SERVED)
-        self.health.finished(lease, verdict, now, idle=idle, counted=self._counted)
+        self.health.finished(lease, verdict, now, idle=idle, counted=self._counted, excused=excused)
+
+    def at_work(self, now: float) -> bool:
+        """Whether a fresh reading shows sequences that run."""
+        reading = self.reading
+        return reading is not None and reading.running > 0 and now < reading.taken_at_s + self._capacity.stale_after_s
+
+    def forgive(self, verdict: Verdict, now: float) -> None:
+        """See `Health.forgive`."""
+        self._changed()
+        self.health.forgive(verdict, now)
+
+    def to_blame(self, verdict: Verdict, now: float) -> None:
+        """See `Health.to_blame`."""
+        self._changed()
+        self.health.to_blame(verdict, now)
 
     def hangs(self, hang: Hang, now: float) -> bool:
         """There is evidence that the backend hangs. Answers whether it was ejected."""

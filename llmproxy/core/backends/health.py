@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from llmproxy.core.backends.failure_rate import FailureRate
 from llmproxy.core.domain import Trouble, Verdict
 from llmproxy.core.settings import HealthSettings
 
@@ -12,8 +13,21 @@ BUSY_PAUSE_S = 0.25
 """Pause after a 503 "busy": about one poll, after which the engine's queue is known."""
 REFUSED_DOUBLINGS = 2
 """The pause before the next probe of a backend that refuses as busy is doubled no more often."""
+REFUSED_PAUSE_S = 1.0
+"""Pause after a refusal of the proxy's key or of a listed model, until another backend has served the same request."""
 WARM_STEP = 0.1
 """Share of its limit that a backend gets at once during slow start, and is given more at each step."""
+
+
+FACTS = {
+    Verdict.CONNECT_FAILED: "no connection",
+    Verdict.DRAINING: "it is shutting down",
+    Verdict.ENGINE_DEAD: "its engine died",
+}
+REFUSALS = {
+    Verdict.UNAUTHORIZED: "it refuses the key that the proxy sends",
+    Verdict.NOT_SERVED: "it does not serve a model that it lists",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +117,8 @@ class Health:
         self._refused_polls = 0
         self._failures = 0
         self._ejections = 0
+        self.rate = FailureRate()
+        self._suspected = self._by_rate = False
         self.ejected_times = 0
         self.slow = False
         self._skipped_until_s = 0.0
@@ -155,8 +171,10 @@ class Health:
         """A poll found the backend healthy. One that was down gets a clean record and starts slowly."""
         if self.down:
             self._slow_start_s = now
+            self._by_rate = False
             self._clear(now)
             self._failures = 0
+            self.rate.clear()
             self._blocked_until_s = 0.0
         self.down = False
         self._failed_polls = self._refused_polls = 0
@@ -200,10 +218,20 @@ class Health:
         elif self.ejected:
             self._blocked_until_s = min(self._blocked_until_s, now)
 
-    def finished(self, lease: int, verdict: Verdict, now: float, *, idle: bool = False, counted: bool = False) -> None:
+    def finished(
+        self,
+        lease: int,
+        verdict: Verdict,
+        now: float,
+        *,
+        idle: bool = False,
+        counted: bool = False,
+        excused: bool = False,
+    ) -> None:
         """The lease ended; the backend is `idle` if nothing else is known to be running there.
 
         Where its tokens are `counted`, only `measured` ends an ejection of a slow backend: a probe may end too early.
+        `excused`: the request failed in the same way on another backend, or the backend is at work.
         """
         was_probe = lease == self._probe
         if was_probe:
@@ -211,14 +239,25 @@ class Health:
         match verdict:
             case Verdict.SERVED:
                 self._failures = 0
+                self.rate.add(False)
+                if self._by_rate and not self.ejected and self.rate.settled:
+                    self._by_rate, self._ejections = False, 0
                 if was_probe and not (self.slow and counted):
                     self._uneject(now)
-            case Verdict.CONNECT_FAILED | Verdict.DRAINING:
+            case Verdict.CONNECT_FAILED | Verdict.DRAINING | Verdict.ENGINE_DEAD:
                 # A fact and not a suspicion: further requests would fail too, so `ejected_max` does not apply.
-                why = "no connection" if verdict is Verdict.CONNECT_FAILED else "it is shutting down"
-                self._eject(why, now)
-            case Verdict.FAILED:
-                self._failed(was_probe, now)
+                self._eject(FACTS[verdict], now)
+            case Verdict.FAILED | Verdict.TIMED_OUT:
+                if not excused:
+                    self._failed(was_probe, now)
+            case Verdict.UNAUTHORIZED | Verdict.NOT_SERVED:
+                if was_probe:
+                    self.try_eject(REFUSALS[verdict], now)
+                elif excused or (self.peers is not None and not self.peers.others_up(self)):
+                    # All refuse, and where nobody could take the work, an ejection is of no use.
+                    self._skip(REFUSALS[verdict], now)
+                else:
+                    self._blocked_until_s = max(self._blocked_until_s, now + REFUSED_PAUSE_S)
             case Verdict.BUSY:
                 # If no other backend can take the work, an ejection is of no use.
                 if idle and (self.peers is None or self.peers.others_up(self)):
@@ -233,10 +272,36 @@ class Health:
 
     def _failed(self, was_probe: bool, now: float) -> None:
         self._failures += 1
+        self.rate.add(True)
         if was_probe:
             self.try_eject("its probe failed", now)
         elif self._failures >= self.settings.failures:
-            self.try_eject(f"{self._failures} failures in a row", now)
+            self._suspect(f"{self._failures} failures in a row", now)
+        elif self.peers is not None and not self.ejected:
+            others = [health.rate for health in self.peers.members.values() if health is not self and not health.down]
+            if (why := self.rate.outlier(others)) is not None and self._suspect(why, now):
+                self._by_rate = True
+                self.rate.clear()
+
+    def _suspect(self, why: str, now: float) -> bool:
+        self._suspected = self.try_eject(why, now)
+        return self._suspected
+
+    def forgive(self, verdict: Verdict, now: float) -> None:
+        """A request failed here with `verdict`, and in the same way on another backend: it is to blame itself."""
+        if verdict in REFUSALS:
+            self._blocked_until_s = self._blocked_until_s if self.ejected else now
+            return
+        self._failures = max(0, self._failures - 1)
+        self.rate.forgive()
+        if self._suspected:
+            self._clear(now)
+            self._blocked_until_s = now
+
+    def to_blame(self, verdict: Verdict, now: float) -> None:
+        """Another backend served a request that this one failed with `verdict`."""
+        if verdict in REFUSALS:
+            self.try_eject(REFUSALS[verdict], now)
 
     def hangs(self, why: str, now: float) -> bool:
         """The backend hangs. Answers whether it was ejected."""
@@ -255,13 +320,16 @@ class Health:
     def try_eject(self, why: str, now: float) -> bool:
         """Eject the backend if `ejected_max` of its pool allows it. Answers whether it was ejected."""
         if not self.ejected and self.peers is not None and not self.peers.may_eject():
-            # Only the first of several in a row is an event, until an ejection would have ended.
-            if now >= self._skipped_until_s:
-                self.on_event(EjectionSkipped(why))
-            self._skipped_until_s = now + self.settings.backoff_max_s
+            self._skip(why, now)
             return False
         self._eject(why, now)
         return True
+
+    def _skip(self, why: str, now: float) -> None:
+        # Only the first of several in a row is an event, until an ejection would have ended.
+        if now >= self._skipped_until_s:
+            self.on_event(EjectionSkipped(why))
+        self._skipped_until_s = now + self.settings.backoff_max_s
 
     def _uneject(self, now: float) -> None:
         self._clear(now)
@@ -270,7 +338,10 @@ class Health:
     def _clear(self, now: float) -> None:
         if self.ejected:
             self.on_event(Unejected(now - self._first_ejected_s))
-        self.ejected, self._probe, self._ejections = False, None, 0
+        self.ejected, self._probe = False, None
+        # One that failed a share of its requests passes most probes: its pauses grow until it is well for a while.
+        self._ejections = self._ejections if self._by_rate else 0
+        self._suspected = False
         self.slow = self.stream_probe = False
 
     def _eject(self, why: str, now: float) -> None:

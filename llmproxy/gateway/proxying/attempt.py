@@ -9,6 +9,7 @@ from math import inf
 from llmproxy.attempts import AttemptResult
 from llmproxy.config import TimeoutsConfig
 from llmproxy.core.domain import Outcome, Stage, Usage, Verdict
+from llmproxy.core.retry import MEANINGS, Again, Cause
 from llmproxy.gateway.http.headers import Headers
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.sse import StreamTap
@@ -23,6 +24,7 @@ class Call:
 
     The answer to a prefill is for the proxy, and `connector` reads it. A stream is held back until more than its
     `opening_events` have come. A stage that is `released` is not cut before both engines know that its client left.
+    `own_key`: the key that goes with it is the proxy's, not that of the client.
     """
 
     method: str
@@ -37,6 +39,7 @@ class Call:
     connector: KvConnector | None = None
     opening_events: int = 0
     released: bool = False
+    own_key: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +82,12 @@ class Attempt(AttemptResult):
     split: Split | None = None
     tap: StreamTap | None = field(default=None, repr=False)
 
-    def fail(self, outcome: Outcome, verdict: Verdict, message: str, *, retryable: bool) -> None:
-        self.outcome, self.verdict, self.message = outcome, verdict, message
-        self.retryable = retryable and not self.committed
+    def fail(self, outcome: Outcome, cause: Cause, message: str) -> None:
+        """The attempt failed for this cause, which says what may become of its request."""
+        meaning = MEANINGS[cause]
+        self.outcome, self.verdict, self.message = outcome, meaning.verdict, message
+        self.again = Again.NO if self.committed else meaning.again
+        self.deadly = meaning.deadly
 
     def complete(self) -> None:
         self.outcome, self.verdict = Outcome.COMPLETED, Verdict.SERVED
@@ -138,10 +144,17 @@ class AttemptTimer:
         if self.scope is not None and not self.scope.expired():
             self.scope.reschedule(self.now())
 
+    @property
+    def cause(self) -> Cause:
+        """Which limit was exceeded."""
+        # Not by the clock: timers of the loop go off up to a millisecond early.
+        if self.deadline_s >= self._end_s:
+            return Cause.OVERRAN
+        return Cause.STALLED if self._streaming else Cause.LATE
+
     def reason(self) -> str:
         """The limit that was exceeded, in words."""
-        # Not by the clock: timers of the loop go off up to a millisecond early.
-        return "The backend " + (self._total if self.deadline_s >= self._end_s else self._phase) + "."
+        return "The backend " + (self._total if self.cause is Cause.OVERRAN else self._phase) + "."
 
     def _move(self, now: float) -> None:
         self._moved_s = now

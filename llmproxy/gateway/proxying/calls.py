@@ -85,6 +85,7 @@ def call_for(
         rules.connector if prefill else None,
         OPENING_EVENTS.get(route.kind, 0) if decode else 0,
         rules.connector.frees_refused and (prefill or handover is not None),
+        rules.identity.sends_own_key(backend),
     )
 
 

@@ -18,7 +18,7 @@ from llmproxy.config import BackendConfig, Config
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Outcome, Refused, Request, Stage, Verdict
 from llmproxy.core.estimates.tokens import Estimator
-from llmproxy.core.retry import RetryBudget
+from llmproxy.core.retry import COMPUTED_MAX, Again, RetryBudget
 from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure, error_event
 from llmproxy.gateway.http.routes import Dialect, Route, Work
@@ -288,6 +288,9 @@ class RequestHandler:
         finally:
             await self._release(context, routing)
         if not attempt.committed:
+            if routing.computed >= COMPUTED_MAX:
+                # In doubt it is the request: the SDKs of OpenAI and Anthropic do not send it again by themselves, then.
+                context.extra["x-should-retry"] = "false"
             await self._deliver_failure(context, attempt)
             return
         self._settle(context, attempt)
@@ -347,9 +350,10 @@ class RequestHandler:
         if attempt.split is not None:
             self._warnings.note(attempt.split, backend.name, attempt)
         context.note_split(attempt, lease.grant)
-        if attempt.status == 401 and not rules.config.forward_credentials:
+        if attempt.verdict is Verdict.UNAUTHORIZED:
             attempt.detail = rules.identity.key_hint(backend)
-        attempt.elsewhere = received.previous is not None and received.previous.sought(attempt)
+        if received.previous is not None and received.previous.sought(attempt):
+            attempt.again = Again.ANYWHERE_ELSE
         return attempt
 
     async def _release(self, context: RequestContext, routing: Routing) -> None:

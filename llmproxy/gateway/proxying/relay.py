@@ -13,10 +13,12 @@ import orjson
 from llmproxy.config import TimeoutsConfig
 from llmproxy.core.domain import Outcome, Request, Stage, Usage, Verdict
 from llmproxy.core.estimates.tokens import believable
+from llmproxy.core.retry import Cause
 from llmproxy.gateway.http.errors import error_event
 from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.attempt import Answer, Attempt, AttemptTimer, Call
+from llmproxy.gateway.proxying.error_words import cause_of_answer, cause_of_event
 from llmproxy.gateway.proxying.release import DECODE_GRACE_S, PREFILL_GRACE_S, outliving
 from llmproxy.gateway.proxying.response_writer import ResponseWriter, within
 from llmproxy.gateway.proxying.sse import EncodedTap, StreamTap, usage_of_tail
@@ -42,8 +44,11 @@ LINGER_S = 0.05
 ANSWER_BYTES_PER_TOKEN = 4
 """How many bytes of a JSON answer count as a token where its end has no usage."""
 
-SHUTDOWN_MARK = b"cannot schedule new futures"
-"""A part of the 500 that a vLLM answers while it shuts down and its /health is still 200."""
+
+_KEY_REFUSED = (
+    "No backend accepts the key that this proxy sends. That is a matter of the proxy's configuration, not of the key of"
+    " the client."
+)
 
 
 class Relay:
@@ -72,15 +77,15 @@ class Relay:
             raise
         except LocalFailure as error:
             attempt.detail = str(error)
-            attempt.fail(Outcome.REJECTED_CAPACITY, Verdict.LOCAL_FAILURE, error.message, retryable=True)
+            attempt.fail(Outcome.REJECTED_CAPACITY, Cause.LACK, error.message)
         except ConnectFailed as error:
             attempt.detail = str(error)
-            message = "No connection to the backend came about."
-            attempt.fail(Outcome.CONNECT_FAILED, Verdict.CONNECT_FAILED, message, retryable=True)
+            attempt.fail(Outcome.CONNECT_FAILED, Cause.NO_CONNECTION, "No connection to the backend came about.")
         except UpstreamBroken as error:
             attempt.detail = str(error)
             if not await self._was_complete(attempt, client):
-                self._broke(attempt)
+                outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
+                attempt.fail(outcome, Cause.BROKEN, "The connection to the backend failed.")
         except TimeoutError:
             if attempt.writing and (attempt.ended or not lease.revoked):
                 await client.abort()
@@ -125,10 +130,10 @@ class Relay:
                 attempt.status = exchange.status
                 if exchange.status < 200:
                     message = f"The backend switched to another protocol ({exchange.status}), which was not asked for."
-                    attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=True)
+                    attempt.fail(Outcome.UPSTREAM_STATUS, Cause.NOT_SERVED, message)
                     attempt.status = 502
                 elif exchange.status >= 300:
-                    await self._hold_error(attempt, exchange)
+                    await self._hold_error(attempt, exchange, call.own_key)
                 elif call.connector is not None:
                     await self._take_prefill(attempt, lease, exchange, call, call.connector)
                 elif is_event_stream(exchange):
@@ -144,30 +149,22 @@ class Relay:
 
     # --- an error answer ---------------------------------------------------------------------------------------------
 
-    async def _hold_error(self, attempt: Attempt, exchange: Exchange) -> None:
+    async def _hold_error(self, attempt: Attempt, exchange: Exchange, own_key: bool) -> None:
         body = await _read_held(exchange)
         status = exchange.status
+        cause = cause_of_answer(status, body, own_key=own_key)
         if status < 400:
-            message = f"The backend answered with a redirect ({status}), which is not passed on."
-            attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=False)
-            attempt.status = 502
-            return
-        message = f"The backend answered {status}."
-        if len(body) <= HELD_BYTES_MAX:
-            attempt.answer = Answer(status, exchange.reason, to_client(exchange.headers), body)
+            attempt.status, message = 502, f"The backend answered with a redirect ({status}), which is not passed on."
+        elif cause is Cause.UNAUTHORIZED:
+            # Its client cannot know that key, and would take the status for an answer to its own.
+            attempt.status, message = 502, _KEY_REFUSED
         else:
-            message += f" What it said is not passed on: it is longer than {HELD_BYTES_MAX} bytes."
-        if status == 503:
-            attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.BUSY, message, retryable=True)
-        elif status == 502:
-            attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=True)
-        elif status == 500 and SHUTDOWN_MARK in body:
-            attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.DRAINING, message, retryable=True)
-        elif status >= 500 and status != 501:
-            attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=False)
-        else:
-            # A 4xx is the client's fault, and 501 says that the engine has no such function: no failure of the backend.
-            attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.SERVED, message, retryable=False)
+            message = f"The backend answered {status}."
+            if len(body) <= HELD_BYTES_MAX:
+                attempt.answer = Answer(status, exchange.reason, to_client(exchange.headers), body)
+            else:
+                message += f" What it said is not passed on: it is longer than {HELD_BYTES_MAX} bytes."
+        attempt.fail(Outcome.UPSTREAM_STATUS, cause, message)
 
     # --- a prefill ---------------------------------------------------------------------------------------------------
 
@@ -247,16 +244,12 @@ class Relay:
             else:
                 message += f" What it said is not passed on: it is longer than {HELD_BYTES_MAX} bytes."
                 attempt.status = 502
-            if tap.error_blames_client:
-                attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.SERVED, message, retryable=False)
-            else:
-                attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=True)
+            attempt.fail(Outcome.UPSTREAM_STATUS, cause_of_event(tap.error, own_key=call.own_key), message)
             return
         relay.flush()
         if tap.error_seen:
-            message = "The backend ended the stream with an error event."
-            verdict = Verdict.SERVED if tap.error_blames_client else Verdict.FAILED
-            attempt.outcome, attempt.verdict, attempt.message = Outcome.UPSTREAM_STATUS, verdict, message
+            cause = cause_of_event(tap.error, own_key=call.own_key)
+            attempt.fail(Outcome.UPSTREAM_STATUS, cause, "The backend ended the stream with an error event.")
         else:
             attempt.complete()
         await relay.end()
@@ -270,10 +263,6 @@ class Relay:
         await within(client.end(), client, self._timeouts.stall_s)
         return True
 
-    def _broke(self, attempt: Attempt) -> None:
-        outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
-        attempt.fail(outcome, Verdict.FAILED, "The connection to the backend failed.", retryable=True)
-
     def _timed_out(self, attempt: Attempt, timer: AttemptTimer, lease: Lease) -> None:
         outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.UPSTREAM_TIMEOUT
         if lease.revoked:
@@ -282,11 +271,11 @@ class Relay:
             gone = "The backend is gone: it refuses connections, and its open streams get no more data."
             message = gone if attempt.committed else hangs
             lost = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
-            attempt.fail(lost, Verdict.LOST, message, retryable=True)
+            attempt.fail(lost, Cause.GONE, message)
         elif lease.preempted and not attempt.committed:
-            attempt.fail(Outcome.INTERNAL, Verdict.PREEMPTED, "", retryable=True)
+            attempt.outcome, attempt.verdict = Outcome.INTERNAL, Verdict.PREEMPTED
         else:
-            attempt.fail(outcome, Verdict.FAILED, timer.reason(), retryable=timer.streams)
+            attempt.fail(outcome, timer.cause, timer.reason())
 
     def _account(self, attempt: Attempt, lease: Lease, most: Usage | None) -> None:
         """Set the verdict and the usage of the lease, however the attempt ended; `most` bounds the usage."""

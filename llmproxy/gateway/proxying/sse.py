@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from llmproxy.core.domain import Usage
+from llmproxy.gateway.proxying.error_words import error_in
 
 HELD_BYTES_MAX = 1024 * 1024
 USAGE_TAIL_BYTES = 64 * 1024
@@ -25,8 +26,8 @@ _ORDINARY = b'data: {"id"'
 # Where carriage returns end lines; possessive, so that one CRLF is never taken for two line ends.
 _EVENT_END = re.compile(rb"\n\n|\r\n?+(?:\r\n?+|\n)|\n\r\n?+")
 _BOM = b"\xef\xbb\xbf"
-_ERROR = re.compile(rb'\{\s*"(?:error"\s*:(?!\s*null\b)|type"\s*:\s*"error")')
-_CLIENT_ERROR = re.compile(rb'"code"\s*:\s*4\d\d\b')
+_ERROR = re.compile(rb'\{\s*"(?:error"\s*:(?!\s*null\b)|(?:type|object)"\s*:\s*"(?:error|response\.failed)")')
+_ERROR_BYTES_MAX = 64 * 1024
 _SOME_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
 _MARK = re.compile(rb'["{}\[\]]')
 # A string read backwards: a quote inside it is followed there by an odd number of backslashes.
@@ -50,8 +51,8 @@ class StreamTap:
     """Reads one event stream. With `hide_usage` it takes the engine's closing usage event out of it.
 
     `data_events` counts events with data, without comments and `[DONE]`. `first_event_complete`: a whole event or
-    comment was seen. `error_first`: the first event with data was an error. `error_blames_client`: an error had a
-    status of 4xx. `first_token_seen`: an event was neither an error nor a mere acknowledgement. `at_boundary`: what was
+    comment was seen. `error_first`: the first event with data was an error. `error` has the data of the last one.
+    `first_token_seen`: an event was neither an error nor a mere acknowledgement. `at_boundary`: what was
     returned so far ends between two events, so that another event may be appended.
     """
 
@@ -64,7 +65,7 @@ class StreamTap:
         "_returns",
         "data_events",
         "done_seen",
-        "error_blames_client",
+        "error",
         "error_first",
         "error_seen",
         "first_event_complete",
@@ -76,7 +77,7 @@ class StreamTap:
         self.first_token_seen = False
         self.error_first = False
         self.error_seen = False
-        self.error_blames_client = False
+        self.error = b""
         self.done_seen = False
         self.data_events = 0
         self._hide_usage = hide_usage
@@ -176,10 +177,10 @@ class StreamTap:
         if not payload or payload == b"[DONE]":
             self.done_seen = self.done_seen or bool(payload)
             return False
-        error = name in _ERROR_EVENTS or _ERROR.match(payload) is not None
+        error = name in _ERROR_EVENTS or _ERROR.match(payload) is not None or _has_error(payload)
         if error:
             self.error_seen = True
-            self.error_blames_client = _CLIENT_ERROR.search(payload) is not None
+            self.error = payload[:_ERROR_BYTES_MAX]
             self.error_first = self.error_first or self.data_events == 0
         self.data_events += 1
         self.done_seen = self.done_seen or name in _LAST_EVENTS
@@ -206,6 +207,11 @@ class EncodedTap(StreamTap):
 def usage_of_tail(tail: bytes) -> Usage | None:
     """The usage in the last bytes (USAGE_TAIL_BYTES are enough) of a JSON answer, None where it has none."""
     return _usage(_own_usage(tail))
+
+
+def _has_error(payload: bytes) -> bool:
+    """Whether an event has an error behind other members, as of routers that put an `id` before it."""
+    return b'"error"' in payload and not _SOME_CHOICE.search(payload) and error_in(payload) is not None
 
 
 def _end_of_event(buffer: bytearray, search_from: int) -> int:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from llmproxy.core.domain import Grant, Outcome, Stage, Usage, Verdict
+from llmproxy.core.retry import Again, Cause
 from llmproxy.gateway.http.routes import BodyKind
 from llmproxy.gateway.proxying.attempt import Attempt
 from llmproxy.kv_connectors import NotHandedOver, Parameters
@@ -77,7 +78,7 @@ def not_handed_over(attempt: Attempt, error: NotHandedOver) -> None:
     attempt.detail = error.message
     attempt.split = Split.NO_PARAMETERS if error.missing else Split.BAD_PARAMETERS
     message = "The backend did not say where what it computed is."
-    attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.TRANSFER_FAILED, message, retryable=True)
+    attempt.fail(Outcome.UPSTREAM_STATUS, Cause.NOT_TRANSFERRED, message)
     attempt.status, attempt.unsplit = 502, True
 
 
@@ -87,7 +88,7 @@ def refuse_unreachable(attempt: Attempt, handover: Handover, lease: Lease) -> No
     host = handover.parameters.host
     attempt.detail = f"{handover.backend} names {host} as its host, and {lease.backend} is on another machine"
     message = "The backend cannot fetch what another one computed."
-    attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.TRANSFER_FAILED, message, retryable=True)
+    attempt.fail(Outcome.UPSTREAM_STATUS, Cause.NOT_TRANSFERRED, message)
     lease.verdict, lease.usage = attempt.verdict, Usage(0, 0)
 
 
@@ -100,7 +101,9 @@ def settle_failed(attempt: Attempt, stage: Stage) -> None:
     refused = said and attempt.verdict is Verdict.SERVED
     if stage is Stage.PREFILL:
         attempt.split = Split.PREFILL_REFUSED if refused else Split.PREFILL_FAILED
-        attempt.unsplit, attempt.retryable = refused, True
+        attempt.unsplit = refused
+        if attempt.again is Again.NO:
+            attempt.again = Again.ELSEWHERE
         return
     attempt.split = Split.DECODE_REFUSED if refused else Split.DECODE_FAILED
     attempt.unsplit = refused

@@ -129,6 +129,10 @@ class Identity:
             headers.append(("traceparent", trace.traceparent(span_id)))
         return headers
 
+    def sends_own_key(self, backend: BackendConfig) -> bool:
+        """Whether requests to `backend` have the proxy's key, or none, instead of that of their client."""
+        return bool(backend.api_key or self._backend_key) or not self._keeps_credentials
+
     def key_hint(self, backend: BackendConfig) -> str:
         """What the log says about a backend that refuses requests for lack of a valid key."""
         if backend.api_key or self._backend_key:

@@ -23,7 +23,7 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
-from llmproxy.core.retry import RetryBudget
+from llmproxy.core.retry import Again, RetryBudget
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.lab.baselines.policy import Surroundings
 from llmproxy.lab.fleet.job import Broken, Leaving, Refusing, ServerJob, TooLong, TransferFailed
@@ -261,16 +261,16 @@ class LabProxy:
         stage = lease.grant.request.stage
         if stage is Stage.WHOLE:
             record.prefilled_on = None
-        retryable = await self._run(record, routing, lease)
+        again = await self._run(record, routing, lease)
         prefilled = stage is Stage.PREFILL and lease.verdict is Verdict.SERVED
-        return AttemptResult(lease.verdict, retryable, prefilled=prefilled)
+        return AttemptResult(lease.verdict, again, again is Again.ONCE, prefilled=prefilled)
 
-    async def _run(self, record: Record, routing: Routing, lease: Lease) -> bool:
+    async def _run(self, record: Record, routing: Routing, lease: Lease) -> Again:
         """Have the replica of the lease serve the request; whether another attempt may be made."""
         arrival, replica, request = record.arrival, self._replicas[lease.backend], routing.request
         if lease.preempted and not lease.revoked:
             lease.verdict = Verdict.PREEMPTED
-            return True
+            return Again.NO
         stage, leases = lease.grant.request.stage, len(routing.tried)
         sequence = self._world.sequence(request.id, f"{request.id}.{leases}", stage)
         kept = self._kept.pop(request.id, None) if stage is Stage.DECODE else None
@@ -286,11 +286,11 @@ class LabProxy:
             leaving = isinstance(failed, Leaving)
             lease.verdict = Verdict.DRAINING if leaving else Verdict.CONNECT_FAILED
             record.outcome = Outcome.UPSTREAM_STATUS if leaving else Outcome.CONNECT_FAILED
-            return True
+            return Again.ELSEWHERE
         except TooLong:
             lease.verdict, record.outcome = Verdict.SERVED, Outcome.UPSTREAM_STATUS
             lease.usage = Usage(0, 0)
-            return False
+            return Again.NO
         timers.append(self._loop.call_later(self._config.timeouts.first_byte_s, job.break_off, True))
 
         def cut() -> None:
@@ -309,7 +309,7 @@ class LabProxy:
             return self._broke(request, record, lease, job, broken.by_timeout)
         except TransferFailed:
             lease.verdict, record.outcome = Verdict.TRANSFER_FAILED, Outcome.UPSTREAM_STATUS
-            return True
+            return Again.ELSEWHERE
         except TimeoutError:
             return self._broke(request, record, lease, job, by_timeout=True)
         finally:
@@ -322,27 +322,28 @@ class LabProxy:
         if stage is Stage.PREFILL:
             self._kept[request.id], record.prefilled_on = replica.kept(job), lease.backend
             lease.usage = Usage(arrival.prompt_tokens, 1, job.hit_tokens)
-            return False
+            return Again.NO
         if kept is not None:
             job.hit_tokens = kept.cached_tokens
         record.outcome = Outcome.COMPLETED
         self._measure(record, lease, job, arrival.output_tokens)
         lease.usage = Usage(arrival.prompt_tokens, arrival.output_tokens, job.hit_tokens)
-        return False
+        return Again.NO
 
-    def _broke(self, request: Request, record: Record, lease: Lease, job: ServerJob, by_timeout: bool) -> bool:
+    def _broke(self, request: Request, record: Record, lease: Lease, job: ServerJob, by_timeout: bool) -> Again:
         if lease.preempted and not lease.revoked and job.first_s is None:
             lease.verdict = Verdict.PREEMPTED
-            return True
-        lease.verdict = Verdict.LOST if lease.revoked else Verdict.FAILED
+            return Again.NO
+        failed = Verdict.TIMED_OUT if by_timeout else Verdict.FAILED
+        lease.verdict = Verdict.LOST if lease.revoked else failed
         if job.first_s is None or lease.grant.request.stage is Stage.PREFILL:
             record.outcome = Outcome.UPSTREAM_TIMEOUT if by_timeout else Outcome.CONNECT_FAILED
-            return True
+            return Again.ONCE
         record.outcome = Outcome.BROKEN_STREAM
         self._measure(record, lease, job, job.heard_tokens)
         # The tokens that were seen were computed, and are charged.
         lease.usage = Usage(request.prompt_tokens, job.heard_tokens)
-        return False
+        return Again.NO
 
     def _measure(self, record: Record, lease: Lease, job: ServerJob, output_tokens: int) -> None:
         assert job.first_s is not None

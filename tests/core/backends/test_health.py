@@ -308,3 +308,109 @@ def test_skipped_ejections_in_a_row_are_one_event() -> None:
     assert events == [EjectionSkipped("3 failures in a row")]
     assert not health.try_eject("hung", row_s[-1] + SETTINGS.backoff_max_s)
     assert events[1:] == [EjectionSkipped("hung")]
+
+
+# --- failures by rate, refusals, and whose fault they are ----------------------------------------------------------
+
+
+def share(health: Health, lease: int, now: float) -> None:
+    """Every third of its answers fails."""
+    health.booked(lease)
+    health.finished(lease, Verdict.FAILED if lease % 3 == 0 else Verdict.SERVED, now)
+
+
+def test_a_third_of_failures_ejects_beside_a_pool_that_has_none() -> None:
+    bad, good = pool(2, 0.5)
+    events: list[EjectionEvent] = []
+    bad.on_event = events.append
+    for lease in range(1, 31):
+        share(bad, lease, 0.0)
+        good.finished(lease, Verdict.SERVED, 0.0)
+        if events:
+            break
+    assert events == [Ejected("5 of its last 15 answers failed, 0 of 14 of the others", 1.0)]
+
+
+def test_a_pool_that_fails_as_a_whole_has_no_outlier() -> None:
+    members = pool(3, 0.5)
+    for lease in range(1, 100):
+        for health in members:
+            share(health, lease, 0.0)
+    assert not any(health.ejected_times for health in members)
+
+
+def test_pauses_grow_while_a_share_fails_although_each_probe_passes() -> None:
+    bad, good = pool(2, 0.5)
+    for lease in range(100):
+        good.finished(lease, Verdict.SERVED, 0.0)
+    now, pauses = 0.0, []
+    for _ in range(3):
+        lease = 0
+        while bad.available(now):
+            lease += 1
+            share(bad, lease, now)
+        pauses.append(ejected_for_s(bad, now))
+        now += pauses[-1]
+        bad.booked(100)
+        bad.first_byte(100, now)
+        bad.finished(100, Verdict.SERVED, now)
+    assert pauses == [1.0, 2.0, 4.0]
+    for lease in range(100, 200):
+        bad.finished(lease, Verdict.SERVED, now)
+    fail(bad, 3, now)
+    assert ejected_for_s(bad, now) == 1.0, "a whole window of good answers begins anew"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "why"),
+    [
+        (Verdict.UNAUTHORIZED, "it refuses the key that the proxy sends"),
+        (Verdict.NOT_SERVED, "it does not serve a model that it lists"),
+    ],
+)
+def test_a_refusal_is_a_rest_until_another_backend_has_served_the_request(verdict: Verdict, why: str) -> None:
+    bad, _ = pool(2, 0.5)
+    events: list[EjectionEvent] = []
+    bad.on_event = events.append
+    fail(bad, 1, 0.0, verdict)
+    assert (events, ejected_for_s(bad, 0.0)) == ([], 1.0)
+    bad.to_blame(verdict, 0.2)
+    assert events == [Ejected(why, 1.0)]
+    bad.booked(100)
+    bad.finished(100, verdict, 1.5)
+    assert events[1:] == [Ejected(why, 2.0)]
+
+
+def test_a_refusal_that_all_share_or_of_the_last_backend_is_said_and_changes_nothing() -> None:
+    one, other = pool(2, 0.5)
+    events: list[EjectionEvent] = []
+    other.on_event = events.append
+    fail(one, 1, 0.0, Verdict.UNAUTHORIZED)
+    other.finished(1, Verdict.UNAUTHORIZED, 0.0, excused=True)
+    one.forgive(Verdict.UNAUTHORIZED, 0.0)
+    one.poll_failed(Trouble.UNHEALTHY)
+    fail(other, 5, 1.0, Verdict.UNAUTHORIZED)
+    assert other.available(1.0)
+    assert events == [EjectionSkipped("it refuses the key that the proxy sends")]
+    one.poll_succeeded(2.0)
+    assert one.available(2.0)
+
+
+def test_a_dead_engine_is_a_fact() -> None:
+    health, events = with_events()
+    fail(health, 1, verdict=Verdict.ENGINE_DEAD)
+    assert events == [Ejected("its engine died", 1.0)]
+
+
+def test_an_excused_failure_does_not_count_and_a_forgiven_one_counts_no_more() -> None:
+    health = healthy()
+    for lease in range(50):
+        health.finished(lease, Verdict.FAILED, 0.0, excused=True)
+    assert health.available(0.0)
+    fail(health, 3)
+    assert not health.available(0.0)
+    health.forgive(Verdict.FAILED, 0.0)
+    assert health.available(0.0)
+    assert not health.ejected
+    fail(health, 1)
+    assert not health.ejected, "one of three was taken back and the count begins with the ejection"

@@ -268,9 +268,9 @@ def debit_is_skipped(patching: pytest.MonkeyPatch) -> None:
 def release_is_forgotten(patching: pytest.MonkeyPatch) -> None:
     release = Backend.release
 
-    def forgetful(self: Backend, lease: int, verdict: Verdict, now: float) -> None:
+    def forgetful(self: Backend, lease: int, verdict: Verdict, now: float, *, excused: bool = False) -> None:
         if verdict is not Verdict.CLIENT_GONE:
-            release(self, lease, verdict, now)
+            release(self, lease, verdict, now, excused=excused)
 
     patching.setattr(Backend, "release", forgetful)
 

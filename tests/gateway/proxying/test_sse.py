@@ -63,7 +63,7 @@ MESSAGES = [
 
 def facts(tap: StreamTap) -> tuple[object, ...]:
     return (
-        tap.first_event_complete, tap.first_token_seen, tap.error_first, tap.error_seen, tap.error_blames_client,
+        tap.first_event_complete, tap.first_token_seen, tap.error_first, tap.error_seen, tap.error,
         tap.done_seen, tap.data_events, tap.at_boundary, tap.usage,
     )  # fmt: skip
 

@@ -1,0 +1,97 @@
+"""Reads why an engine failed from its error answers and error events, in the dialects of engines and of other routers.
+
+Known are OpenAI's errors (numeric or text `code`, or `type` alone), those of vLLM before 0.10 (`"object": "error"`),
+FastAPI's `detail`, Anthropic's, and those of the responses API.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import orjson
+
+from llmproxy.core.retry import Cause, cause_of
+
+_BYTES_MAX = 64 << 10
+_LIKELY = re.compile(rb'"(?:error|object|type|response)"\s*:')
+_DEAD = re.compile(
+    rb"EngineCore encountered an issue|Engine(?:Core)?(?:Dead|Died)|engine (?:loop|core)? ?(?:is|has) (?:dead|died)"
+    rb"|background loop (?:has errored|is not running)",
+    re.IGNORECASE,
+)
+_DRAINING = b"cannot schedule new futures"
+"""A part of the 500 that a vLLM answers while it shuts down and its /health is still 200."""
+_NO_MODEL = re.compile(r"model.{0,300}?(?:does not exist|not found|is not (?:available|loaded|served))", re.I | re.S)
+_NOT_LETTERS = re.compile(r"[^a-z]+")
+# Letters alone, so that `BadRequestError`, `Bad Request` and `bad_request_error` are one word.
+_WORDS = (
+    (re.compile(r"authentication|permission|unauthorized|forbidden|apikey"), Cause.UNAUTHORIZED),
+    (re.compile(r"ratelimit|overloaded|serviceunavailable|insufficientquota|toomanyrequests"), Cause.BUSY),
+    (re.compile(r"modelnotfound"), Cause.NOT_SERVED),
+    (re.compile(r"timeout"), Cause.OVERRAN),
+    (
+        re.compile(
+            r"^(?:invalid|badrequest|unsupported|unprocessable|validation|valueerror|notfound|missing|unknownparameter"
+            r"|string|image|emptyimage|failedtodownloadimage)|contextlength|contextwindow|toolong|toolarge"
+            r"|contentfilter|contentpolicy|policyviolation|exceedsmax"
+        ),
+        Cause.REJECTED,
+    ),
+)
+
+
+def cause_of_answer(status: int, body: bytes, *, own_key: bool) -> Cause:
+    """The cause of an answer that is not 2xx."""
+    cause = cause_of(status, own_key=own_key)
+    if cause is Cause.ERROR:
+        if _DRAINING in body:
+            return Cause.DRAINING
+        return Cause.ENGINE_DEAD if _DEAD.search(body[:_BYTES_MAX]) else cause
+    if status == 404:
+        error = error_in(body) or {}
+        named = error.get("param") == "model" or _letters(error.get("code")) == "modelnotfound"
+        # Of a path that the engine does not have, and of a stored response, it says something else.
+        return Cause.NOT_SERVED if named or _NO_MODEL.search(str(error.get("message", ""))) else cause
+    return cause
+
+
+def cause_of_event(data: bytes, *, own_key: bool = True) -> Cause:
+    """The cause of an error event with this data, in an answer of status 200. In doubt it is an error of the engine."""
+    if _DEAD.search(data[:_BYTES_MAX]):
+        return Cause.ENGINE_DEAD
+    error = error_in(data) or {}
+    for name in ("code", "status", "status_code"):
+        number = str(error.get(name, ""))
+        if re.fullmatch(r"[45]\d\d", number):
+            return cause_of_answer(int(number), data, own_key=own_key)
+    for name in ("code", "status", "type"):
+        word = _letters(error.get(name))
+        for pattern, cause in _WORDS:
+            if pattern.search(word):
+                return Cause.REJECTED if cause is Cause.UNAUTHORIZED and not own_key else cause
+    return Cause.ERROR
+
+
+def error_in(data: bytes) -> dict[str, Any] | None:
+    """The error in the JSON of an answer or of an event, None where it has none."""
+    if len(data) > _BYTES_MAX or not _LIKELY.search(data):
+        return None
+    try:
+        fields = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(fields, dict):
+        return None
+    response = fields.get("response")
+    for holder in (fields, response if isinstance(response, dict) else {}):
+        error = holder.get("error")
+        if isinstance(error, dict):
+            return error
+        if isinstance(error, str) and error:
+            return {"message": error, **{name: fields.get(name) for name in ("code", "status", "type")}}
+    return fields if "error" in (fields.get("object"), fields.get("type")) else None
+
+
+def _letters(value: object) -> str:
+    return _NOT_LETTERS.sub("", value.lower()) if isinstance(value, str) else ""
