@@ -334,7 +334,7 @@ class LabProxy:
         if lease.preempted and not lease.revoked and job.first_s is None:
             lease.verdict = Verdict.PREEMPTED
             return Again.NO
-        failed = Verdict.TIMED_OUT if by_timeout else Verdict.FAILED
+        failed = Verdict.TIMED_OUT if by_timeout and job.first_s is None else Verdict.FAILED
         lease.verdict = Verdict.LOST if lease.revoked else failed
         if job.first_s is None or lease.grant.request.stage is Stage.PREFILL:
             record.outcome = Outcome.UPSTREAM_TIMEOUT if by_timeout else Outcome.CONNECT_FAILED

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from llmproxy.gateway.proxying import relay
 from llmproxy.gateway.proxying.stream_relay import HELD_BYTES_MAX
+from llmproxy.simulator.server.faults import FaultKind
 from llmproxy.upstream.port import Exchange
 from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, all_of, all_up, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, serving_script, whole
@@ -103,12 +104,25 @@ async def test_an_error_as_the_first_event_is_sent_whole_or_not() -> None:
         assert (answer.status, b"is not passed on" in answer.body) == (502, True)
 
 
-async def test_there_are_two_extra_attempts_at_most() -> None:
+@pytest.mark.parametrize(("fault", "attempts"), [("busy_503", "3"), ("stream_error_first", "2")])
+async def test_there_are_two_extra_attempts_at_most_and_one_where_engines_compute(fault: str, attempts: str) -> None:
     async with serving(FAST, FAST, FAST, FAST) as proxy:
         for replica in proxy.replicas:
-            replica.faults.set("stream_error_first")
-        assert (await proxy.chat(STREAM)).headers["x-llmproxy-attempts"] == "3"
-        assert proxy.metric("llmproxy_retries_total") == 2
+            replica.faults.set(fault)
+        headers = (await proxy.chat(STREAM)).headers
+        assert headers["x-llmproxy-attempts"] == attempts
+        assert headers.get("x-should-retry") == ("false" if attempts == "2" else None)
+
+
+@pytest.mark.parametrize("ask", [STREAM, HELLO])
+async def test_a_request_ends_two_engines_at_most_and_a_fleet_goes_on(ask: dict[str, Any]) -> None:
+    poison = ask | {"messages": [{"role": "user", "content": "POISON"}]}
+    async with serving(FAST, FAST, FAST, FAST) as proxy:
+        for replica in proxy.replicas:
+            replica.faults.set("dies_of")
+        await proxy.chat(poison)
+        assert sum(replica.faults.kind is not FaultKind.DIES_OF for replica in proxy.replicas) == 2
+        assert [(await proxy.chat(ask)).status for _ in range(8)] == [200] * 8
 
 
 async def test_retries_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:

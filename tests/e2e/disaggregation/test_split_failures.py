@@ -85,7 +85,7 @@ async def test_after_two_failed_stages_a_request_is_served_as_a_whole() -> None:
     retry = {"extra_attempts": 0}
     async with split(*[NIXL] * 4, roles="prefill prefill prefill decode", retry=retry) as proxy:
         for replica in proxy.replicas[:3]:
-            replica.faults.set("engine_dead")
+            replica.faults.set("error_rate")
         await right_answer(proxy)
         assert hows(proxy) == {"prefill_failed": 1}
         asked = [one for replica in proxy.replicas[:3] for one in replica.requests_seen if one.path == CHAT]
@@ -96,7 +96,7 @@ async def test_failed_stages_leave_the_whole_its_further_attempts() -> None:
     retry = {"extra_attempts": 1}
     async with split(*[NIXL] * 4, roles="prefill prefill decode decode", retry=retry) as proxy:
         for replica in proxy.replicas[:3]:
-            replica.faults.set("reset")
+            replica.faults.set("draining_500")
         # The other one is asked first.
         proxy.app.pools.backends["b3"].keep_place(1)
         await right_answer(proxy)

@@ -29,16 +29,16 @@ def test_retry_goes_to_a_backend_that_has_not_failed_it(calls: SchedulerCalls, e
     on, config = hung(4, 0.0, first_byte_s=0.4)
     config = config.model_copy(update={"retry": given(retry={"extra_attempts": extra}).retry})
     ends = records_of(setup([Arrival(0.1 + 0.01 * i, 100, 10) for i in range(12)], on=on, config=config))
-    assert {(one.outcome, one.attempts) for one in ends} == {(Outcome.UPSTREAM_TIMEOUT, extra + 1)}
+    # A prompt that an engine took is computed twice at most.
+    attempts = min(extra + 1, 2)
+    assert {(one.outcome, one.attempts) for one in ends} == {(Outcome.UPSTREAM_TIMEOUT, attempts)}
     tried: dict[str, list[str]] = {}
     for grant, verdict, _ in calls.ends:
         tried.setdefault(grant.request.id, []).append(grant.placed.backend)
-        assert verdict is Verdict.FAILED
-    assert [len(set(backends)) for backends in tried.values()] == [extra + 1] * 12
+        assert verdict is Verdict.TIMED_OUT
+    assert [len(set(backends)) for backends in tried.values()] == [attempts] * 12
     # A retry is marked as one: it was let in before, and is not held to the limits of the waiting room anew.
-    assert Counter(calls.attempts) == {
-        (failed, Entry.RETRY if failed else Entry.NEW): 12 for failed in range(extra + 1)
-    }
+    assert Counter(calls.attempts) == {(failed, Entry.RETRY if failed else Entry.NEW): 12 for failed in range(attempts)}
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
@@ -55,7 +55,8 @@ def test_retries_stay_within_their_budget(monkeypatch: pytest.MonkeyPatch, ratio
     retries = sum(one.attempts - 1 for one in ends)
     if ratio == 0.0:
         assert retries == 2
-        assert outcomes[Outcome.UPSTREAM_TIMEOUT] > 5
+        # Until the share of its answers that failed ejects it.
+        assert outcomes[Outcome.UPSTREAM_TIMEOUT] > 2
     else:
         assert retries > 5
         assert outcomes == {Outcome.COMPLETED: 20}
