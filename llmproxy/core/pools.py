@@ -456,6 +456,7 @@ class Pools:
     def needs(self, now: float) -> dict[str, Need]:
         """Pool -> how many replicas it needs."""
         learned = self.learned(now)
+        ceiling = self.settings.ceiling(self.settings.scaling.from_band)
         found = {}
         for name, watched in self.scaling.pools.items():
             if self.catalogue.pool_named(name) != name:
@@ -464,7 +465,9 @@ class Pools:
             scheduler = self.schedulers.get(name)
             views = () if scheduler is None else scheduler.views(now)
             paces = {} if name not in learned else {pace.backend: pace for pace in learned[name].backends}
-            replicas = [facts_of(view, self.backends[view.backend].limit, paces.get(view.backend)) for view in views]
+            replicas = [
+                facts_of(view, self.backends[view.backend].limit, paces.get(view.backend), ceiling) for view in views
+            ]
             need = watched.need(learned.get(name), replicas, self.settings.capacity.kv_full, now)
             found[name] = apart(need, views)
         return found

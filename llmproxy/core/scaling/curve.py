@@ -62,7 +62,12 @@ class StepCurve:
 
         False, and nothing happens, for numbers that cannot be some.
         """
-        if len(sums) != len(self._sums) or not all(isfinite(one) and one >= 0.0 for one in sums) or sums[0] <= 0.0:
+        if (
+            len(sums) != len(self._sums)
+            or not all(isfinite(one) and one >= 0.0 for one in sums)
+            or sums[0] <= 0.0
+            or sums[6] <= 0.0
+        ):
             return False
         scale = min(1.0, RECALLED_STEPS / sums[0])
         self._sums = [scale * one for one in sums]

@@ -183,7 +183,8 @@ class Mix:
         size.seen += 1
         self.ended += 1
         weight = gain(GAIN, size.seen)
-        size.learn(float(usage.output_tokens), weight)
+        # A prompt alone, as for an embedding, takes a step as well.
+        size.learn(max(1.0, usage.output_tokens), weight)
         if usage.cached_tokens is not None and usage.prompt_tokens > 0:
             size.cached_share = follow(
                 size.cached_share, usage.cached_tokens / (usage.prompt_tokens * sequences), weight

@@ -8,18 +8,21 @@ The unit of every term is one replica that is fully, but not overly, used:
     seats = the most sequences with which it keeps its objective: least of batch limit, KV-cache / tokens that an answer
             holds on average over its time, and the largest n with s(n) / (1 - u) below 0.8 of the objective per token
     w     = p + output * s(seats) / seats, what one request costs
+
+Each replica has its own seats, so its own w. That of the usual one is found from the mean of 1 / w over those that are
+up. Replicas that are full while requests wait do all they can, so `work` is at least as many as are up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil, inf, sqrt
 
 from msgspec import Struct
 
 from llmproxy.core.backends.batch_limit import UNPUBLISHED
 from llmproxy.core.domain import Learned
-from llmproxy.core.scaling.curve import StepCurve
+from llmproxy.core.scaling.curve import StepCurve, StepLine
 from llmproxy.core.scaling.groups import GroupNeed
 from llmproxy.core.scaling.mix import LONG_S, NO_TOKENS, SHORT_S, TREND_S, Mix, Sizes, Tokens, requests_of
 from llmproxy.core.settings import ScalingSettings
@@ -36,15 +39,17 @@ SIGMAS = 2.0
 """A change counts as one if chance alone would rarely make it: so many standard deviations of a Poisson process."""
 ENDED_MIN = 30
 """Answers that are seen before the number is trusted."""
+FULL_S = 10.0
+"""Requests that wait for so long without a pause, while every replica is full, are no burst."""
 TURNS = 8
 DIGITS = 2
 """KEDA cuts a number off after thousandths: with two digits it comes to the same whole number of replicas."""
 
 
 class ReplicaFacts(Struct, frozen=True):
-    """One replica as scaling sees it. `limit` is its batch limit where that is known, `pace` its speed (1: usual).
+    """One replica as scaling sees it. `limit` is its batch limit where one was learned, `pace` its speed (1: usual).
 
-    `for_prompts`: it computes prompts for others.
+    `for_prompts`: it computes prompts for others. `full`: it has no room for one more request of a band that counts.
     """
 
     up: bool
@@ -54,11 +59,14 @@ class ReplicaFacts(Struct, frozen=True):
     max_adapters: int | None = None
     pace: float = 1.0
     for_prompts: bool = False
+    full: bool = False
+    backend: str = ""
 
 
 class Demand(Struct, frozen=True):
     """What asks for replicas, beside arrivals: sequences in flight (`running`, and `others` of lower bands), requests
-    that wait, held requests for a pool without replicas, and adapters that were asked for lately."""
+    that wait, held requests for a pool without replicas, and adapters that were asked for lately. Some have waited for
+    `waited_s` without a pause."""
 
     running: int
     others: int
@@ -66,14 +74,16 @@ class Demand(Struct, frozen=True):
     held: int
     adapters: int
     idle_s: float
+    waited_s: float = 0.0
 
 
 class Capacity(Struct, frozen=True):
-    """What one usual replica can do with this mix of requests."""
+    """What one usual replica can do with this mix of requests. `speeds` are those of all, by backend (1: usual)."""
 
     seats: float
     prompt_s: float
     output_s: float
+    speeds: Mapping[str, float] = {}
 
     @property
     def request_s(self) -> float:
@@ -117,55 +127,76 @@ class Need(Struct, frozen=True):
 
 def capacity_of(
     came: Tokens, learned: Learned | None, curve: StepCurve, replicas: Sequence[ReplicaFacts], tpot_s: float | None,
-    kv_full: float,
+    kv_full: float, usual_limit: float = UNPUBLISHED,
 ) -> Capacity | None:  # fmt: skip
     """What one replica can do with such requests; None while that is not known.
 
-    `tpot_s` is the objective per token, None without one.
+    `tpot_s` is the objective per token, None without one, `usual_limit` the batch limit where none was learned.
     """
     line = curve.line
     if came.requests == 0.0 or line is None:
         return None
-    base_s, slope_s = line.base_s, line.sequence_s
     attention = 0.0 if learned is None else learned.prefill_attention
     token_s = line.token_s
     if learned is not None and any(one.for_prompts for one in replicas):
-        # Beside answers few prompts are computed, or none: their streams say little of what a token of one takes.
+        # Beside answers few prompts are computed, or none: their times say little of what a token of one takes.
         token_s = learned.prefill_token_s
     prompt_s = token_s * came.compute * (1.0 + attention * came.before) / came.requests
-    tokens = came.output / came.requests
-    most = min(
-        _usual([one.limit for one in replicas], UNPUBLISHED),
-        KV_MARGIN * kv_full * _usual([one.kv_tokens for one in replicas]) / max(1.0, came.held),
-    )
-    seats = most = max(1.0, most)
+    tokens = max(1.0, came.output / came.requests)
+    usual_kv = mean_of([one.kv_tokens for one in replicas], inf)
+    kv_seats = KV_MARGIN * kv_full / max(1.0, came.held)
+    replicas = replicas or [ReplicaFacts(False, None, None, None)]
+    places = [max(1.0, min(one.limit or usual_limit, kv_seats * (one.kv_tokens or usual_kv))) for one in replicas]
     if tpot_s is not None:
-        seats = min(most, 1e6)
-        for _ in range(TURNS):
-            output_s = tokens * (base_s + slope_s * seats) / seats
-            share = prompt_s / (prompt_s + output_s) if prompt_s + output_s > 0.0 else 0.0
-            room_s = MARGIN * tpot_s * (1.0 - share) - base_s
-            seats = min(
-                most, max(1.0, (seats + (room_s / slope_s if slope_s > 0.0 else most if room_s > 0 else 1.0)) / 2.0)
-            )
-    return Capacity(seats, prompt_s, tokens * (base_s + slope_s * seats) / seats)
+        most = _keeping(tpot_s, line, prompt_s, tokens, max(places))
+        places = [min(one, most) for one in places]
+    none_up = not any(one.up for one in replicas)
+    rates, counted, seats, rate, prompts = [], 0, 0.0, 0.0, 0.0
+    for one, own in zip(replicas, places, strict=True):
+        own_s = prompt_s + tokens * line.at(own) / own
+        rates.append(one.pace / own_s)
+        if one.up or none_up:
+            counted += 1
+            seats += own
+            rate += rates[-1]
+            prompts += prompt_s / own_s
+    usual = rate / counted
+    return Capacity(
+        seats / counted, prompts / rate, (counted - prompts) / rate,
+        {one.backend: own / usual for one, own in zip(replicas, rates, strict=True)},
+    )  # fmt: skip
+
+
+def _keeping(tpot_s: float, line: StepLine, prompt_s: float, tokens: float, most: float) -> float:
+    """The largest batch up to `most` beside which a token keeps its objective."""
+    seats = min(most, 1e6)
+    for _ in range(TURNS):
+        output_s = tokens * line.at(seats) / seats
+        share = prompt_s / (prompt_s + output_s)
+        room_s = MARGIN * tpot_s * (1.0 - share) - line.base_s
+        beyond = room_s / line.sequence_s if line.sequence_s > 0.0 else most if room_s > 0.0 else 1.0
+        seats = min(most, max(1.0, (seats + beyond) / 2.0))
+    return seats
 
 
 def need_of(
     mix: Mix, learned: Learned | None, curve: StepCurve, replicas: Sequence[ReplicaFacts], demand: Demand,
     settings: ScalingSettings, tpot_s: float | None, start_s: float, kv_full: float, now: float,
+    usual_limit: float = UNPUBLISHED,
 ) -> Need:  # fmt: skip
     """The number for one pool. `tpot_s` is the objective per token, `start_s` how long a new replica takes."""
     up = sum(one.up for one in replicas)
-    supply = sum(one.pace for one in replicas if one.up)
+    full = up if demand.waited_s >= FULL_S and all(one.full for one in replicas if one.up) else 0
     came = mix.tokens(mix.within(now, LONG_S))
-    capacity = capacity_of(came, learned, curve, replicas, tpot_s, kv_full)
+    capacity = capacity_of(came, learned, curve, replicas, tpot_s, kv_full, usual_limit)
     waiting = round(requests_of(demand.waiting.values())) + demand.held
     # What an earlier process learned says what a request costs, and not yet how many there are.
     known = mix.ended >= ENDED_MIN or (mix.recalled and mix.span_s(now, SHORT_S) >= SHORT_S)
     if capacity is None or not known:
-        return _held_on(up, demand, settings, waiting, start_s)
+        return _held_on(up, full, demand, settings, waiting, start_s)
     work, prefill = _work(mix, came, capacity, now)
+    if work < full:
+        work, prefill = float(full), prefill * _ratio(full, work)
     ahead = work * (1.0 + _trend(mix, start_s, now))
     waits = mix.tokens(demand.waiting) if waiting else NO_TOKENS
     prompts_s, answers_s = _seconds(waits, came, capacity)
@@ -178,7 +209,7 @@ def need_of(
         "queue": waiting_s / settings.drain_s,
         "seats": demand.running / capacity.seats,
         # A full one counts as one, so that replicas whose cache is always full ask for themselves alone.
-        "kv": counted * sum(one.pace * min(1.0, (one.kv_used or 0.0) / kv_full) for one in replicas if one.up),
+        "kv": counted * sum(min(1.0, (one.kv_used or 0.0) / kv_full) for one in replicas if one.up),
         "adapters": demand.adapters / min(adapters_max) if adapters_max else 0.0,
     }
     by = {name: terms[name] for name in ("seats", "kv", "adapters")}
@@ -188,8 +219,7 @@ def need_of(
     need = by[reason]
     if demand.idle_s >= settings.idle_s and not waiting:
         reason, need, own = "idle", 0.0, 0.0
-    # In replicas as fast as those that are up.
-    need, own = (round(number * up / supply if up else number, DIGITS) for number in (need, own))
+    need, own = round(need, DIGITS), round(own, DIGITS)
     desired, reason = _bounded(ceil(need), reason, settings)
     if waiting and desired == 0:
         desired, reason = 1, "queue"
@@ -199,14 +229,18 @@ def need_of(
     )  # fmt: skip
 
 
-def _held_on(up: int, demand: Demand, settings: ScalingSettings, waiting: int, start_s: float) -> Need:
-    """What is not known is not idle: as many as there are, and one where somebody waits."""
+def _held_on(up: int, full: int, demand: Demand, settings: ScalingSettings, waiting: int, start_s: float) -> Need:
+    """What is not known is not idle: as many as there are, more where all are full, and one where somebody waits."""
+    need = 0.0
     if demand.idle_s >= settings.idle_s and not waiting:
         # Nobody has asked for so long: nothing needs to be known of what nobody wants.
         desired, reason = _bounded(0, "idle", settings)
+    elif full:
+        need = round(full / settings.utilisation, DIGITS)
+        desired, reason = _bounded(ceil(need), "queue", settings)
     else:
         desired, reason = max(up, settings.min, 1 if waiting else 0), "queue" if waiting and not up else "unknown"
-    return Need(desired, float(desired), reason, False, up, {}, 0.0, 0.0, None, waiting, 0.0, start_s)
+    return Need(desired, need or float(desired), reason, False, up, {}, 0.0, 0.0, None, waiting, 0.0, start_s)
 
 
 def _seconds(some: Tokens, came: Tokens, capacity: Capacity) -> tuple[float, float]:
@@ -251,7 +285,7 @@ def _bounded(desired: int, reason: str, settings: ScalingSettings) -> tuple[int,
     return desired, reason
 
 
-def _usual(values: Sequence[int | None], otherwise: float = inf) -> float:
+def mean_of(values: Iterable[int | None], otherwise: float) -> float:
     """The mean of what is known."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else otherwise

@@ -6,18 +6,16 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from math import inf
 
-from llmproxy.core.backends.batch_limit import BatchLimit
+from llmproxy.core.backends.batch_limit import UNPUBLISHED, BatchLimit
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DECODE, PREFILL, BackendPace, KnownCapacity, Learned, Request, Role, Usage, Verdict
 from llmproxy.core.estimates.learning import follow, gain
 from llmproxy.core.leases import LeaseObserver, LeaseRecord
 from llmproxy.core.scaling.curve import StepCurve
 from llmproxy.core.scaling.mix import Count, Mix, size_of
-from llmproxy.core.scaling.need import ENDED_MIN, Demand, Need, ReplicaFacts, need_of
+from llmproxy.core.scaling.need import ENDED_MIN, Demand, Need, ReplicaFacts, mean_of, need_of
 from llmproxy.core.settings import ScalingSettings
 
-OUTPUT_TOKENS_MIN = 16
-"""A shorter answer says little of the time of a step."""
 ADAPTERS_S = 300.0
 ADAPTERS_MAX = 10_000
 TPOT_GAIN = 0.02
@@ -45,7 +43,7 @@ class _Engine:
 
 
 _Begun = tuple[_Engine, float, float, float]
-"""The engine of an answer, both of its integrals when its tokens began, and when that was."""
+"""The engine of an answer, both of its integrals when the request was sent there, and when that was."""
 
 
 class PoolScaling(LeaseObserver):
@@ -56,8 +54,10 @@ class PoolScaling(LeaseObserver):
         self.mix = Mix()
         self.curve = StepCurve()
         self._engines: dict[str, _Engine] = {}
-        self._decoding: dict[int, _Begun] = {}
+        self._begun: dict[int, _Begun] = {}
         self._waiting: dict[str, int] = {}
+        self._waiting_since_s = 0.0
+        self._usual_limit: float = UNPUBLISHED
         self._sizes: dict[int, Count] = {}
         self._running = self._others = 0
         self._held = 0
@@ -119,6 +119,8 @@ class PoolScaling(LeaseObserver):
             return
         if request.id in self._waiting:
             self.left(request)
+        if not self._waiting:
+            self._waiting_since_s = now
         self._waiting[request.id] = request.prompt_tokens
         size = size_of(request.prompt_tokens)
         count = self._sizes.get(size)
@@ -155,76 +157,48 @@ class PoolScaling(LeaseObserver):
     def booked(self, lease: LeaseRecord, now: float) -> None:
         request = lease.request
         self.left(request)
+        engine = self._engines.get(lease.backend.name)
+        if engine is None:
+            engine = self._engines[lease.backend.name] = _Engine(now)
+        begun = engine, engine.at(now), engine.prompt_tokens, now
+        if request.stage is not DECODE:
+            cached = lease.placed.cached_tokens or 0
+            uncached = max(0, request.prompt_tokens - cached)
+            engine.prompt_tokens += uncached * (1.0 + self._attention * (cached + uncached / 2.0))
         if request.stage is PREFILL:
+            # No sequence stays there. Its tokens are known with the answer.
             return
+        engine.sequences += request.sequences
+        self._begun[lease.number] = begun
         if request.band >= self._settings.from_band:
             self._running += request.sequences
         else:
             self._others += request.sequences
-        if not request.stream:
-            self._begin(lease, now)
-
-    def started(self, lease: LeaseRecord, now: float) -> None:
-        if lease.request.stage is PREFILL:
-            self._add_prompt(self._engine(lease, now), lease)
-        elif lease.request.stream:
-            self._begin(lease, now)
 
     def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        request, number = lease.request, lease.number
+        request = lease.request
         if request.stage is PREFILL:
-            # No sequence stays there. Its tokens are known with the answer.
             return
         if request.band >= self._settings.from_band:
             self._running -= request.sequences
         else:
             self._others -= request.sequences
-        begun = self._decoding.pop(number, None)
-        if begun is not None:
-            self._end(lease, begun, usage if verdict is Verdict.SERVED else None, now)
-        if usage is not None and verdict is Verdict.SERVED and usage.prompt_tokens > 0:
-            self.mix.learn(usage, request.sequences)
-            self._learned_s = now
+        engine, area, prompt_tokens, begun_s = self._begun.pop(lease.number)
+        area = engine.at(now) - area
+        engine.sequences -= request.sequences
+        if usage is None or verdict is not Verdict.SERVED or usage.prompt_tokens <= 0:
+            return
+        self.mix.learn(usage, request.sequences)
+        self._learned_s = now
+        took_s = now - begun_s
+        if took_s > 0.0 and self._engines.get(lease.backend.name) is engine:
+            # A prompt alone, as for an embedding, takes a step as well.
+            steps = max(1.0, usage.output_tokens / request.sequences)
+            self.curve.learn(steps, took_s, area / took_s, engine.prompt_tokens - prompt_tokens, now)
 
     def process_gone(self, backend: str) -> None:
         # Leases may run on, and end later; what they saw of an engine that is gone is of no use.
         self._engines.pop(backend, None)
-
-    def _begin(self, lease: LeaseRecord, now: float) -> None:
-        engine = self._engine(lease, now)
-        area = engine.at(now)
-        engine.sequences += lease.request.sequences
-        if lease.request.stage is not DECODE:
-            self._add_prompt(engine, lease)
-        self._decoding[lease.number] = (engine, area, engine.prompt_tokens, now)
-
-    def _engine(self, lease: LeaseRecord, now: float) -> _Engine:
-        engine = self._engines.get(lease.backend.name)
-        if engine is None:
-            engine = self._engines[lease.backend.name] = _Engine(now)
-        return engine
-
-    def _add_prompt(self, engine: _Engine, lease: LeaseRecord) -> None:
-        cached = lease.placed.cached_tokens or 0
-        uncached = max(0, lease.request.prompt_tokens - cached)
-        engine.prompt_tokens += uncached * (1.0 + self._attention * (cached + uncached / 2.0))
-
-    def _end(self, lease: LeaseRecord, begun: _Begun, usage: Usage | None, now: float) -> None:
-        engine, area, prompt_tokens, begun_s = begun
-        area, engine.sequences = engine.at(now) - area, engine.sequences - lease.request.sequences
-        if (
-            usage is None
-            or usage.output_tokens < OUTPUT_TOKENS_MIN
-            or begun_s >= now
-            # An answer in one piece does not show when its tokens began.
-            or not lease.request.stream
-            or self._engines.get(lease.backend.name) is not engine
-        ):
-            return
-        took_s = now - begun_s
-        steps = usage.output_tokens / lease.request.sequences - 1.0
-        if area >= took_s and steps > 0.0:
-            self.curve.learn(steps, took_s, area / took_s, engine.prompt_tokens - prompt_tokens, now)
 
     # --- the number ----------------------------------------------------------------------------------------------
 
@@ -239,11 +213,15 @@ class PoolScaling(LeaseObserver):
         others = self._others + sum(one._others for one in self._joined)
         busy = running + others + len(self._waiting) + self._held
         idle_s = 0.0 if busy or self._asked_s is None else now - self._asked_s
-        demand = Demand(running, others, self._sizes, self._held, len(self._adapters), idle_s)
+        waited_s = now - self._waiting_since_s if self._waiting else 0.0
+        demand = Demand(running, others, self._sizes, self._held, len(self._adapters), idle_s, waited_s)
+        # Also for a pool whose last replica is gone, and for new ones.
+        self._usual_limit = mean_of((one.limit for one in replicas), self._usual_limit)
         tpot_s = self._settings.target_tpot_s if self._settings.target_tpot_s is not None else self._tpot_s
         return need_of(
-            self.mix, learned, self.curve, replicas, demand, self._settings, tpot_s, self.start_s, kv_full, now
-        )
+            self.mix, learned, self.curve, replicas, demand, self._settings, tpot_s, self.start_s, kv_full, now,
+            self._usual_limit,
+        )  # fmt: skip
 
 
 class Scaling:
@@ -306,15 +284,23 @@ class Scaling:
             self.pool(name)
 
 
-def facts_of(view: View, limit: BatchLimit, pace: BackendPace | None) -> ReplicaFacts:
-    """A backend as scaling sees it."""
-    used = view.kv_used if view.reading is not None else None
-    known = limit.value if limit.proven else None
-    speed = 1.0 if pace is None else speed_of(pace)
-    for_prompts = view.role is Role.PREFILL
-    return ReplicaFacts(view.available, known, view.kv_tokens, used, view.max_adapters, speed, for_prompts)
+def facts_of(view: View, limit: BatchLimit, pace: BackendPace | None, ceiling: float) -> ReplicaFacts:
+    """A backend as scaling sees it. `ceiling` is that of the lowest band that counts."""
+    # A limit that nothing was learned of is where learning begins.
+    learned = limit.value if limit.settled or limit.known is not None else None
+    return ReplicaFacts(
+        view.available,
+        learned,
+        view.kv_tokens,
+        view.kv_used if view.reading is not None else None,
+        view.max_adapters,
+        1.0 if pace is None else _speed_of(pace),
+        view.role is Role.PREFILL,
+        not view.has_room(ceiling),
+        view.backend,
+    )
 
 
-def speed_of(pace: BackendPace) -> float:
+def _speed_of(pace: BackendPace) -> float:
     """The work of a backend in a second, over that of the usual replica of its pool."""
     return 2.0 / max(0.1, pace.prefill_factor + pace.step_factor)

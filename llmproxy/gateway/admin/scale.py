@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from llmproxy.core.pools import Pools
 from llmproxy.core.scaling.groups import Group, kept, spread
 from llmproxy.core.scaling.need import Need
-from llmproxy.core.scaling.observer import speed_of
 from llmproxy.core.snapshot import BackendStatus
 from llmproxy.gateway.admin.debug import page_response, refusal
 
@@ -42,7 +41,8 @@ class ScalePages:
         """Pool -> how many replicas it needs, at most a second old."""
         now = self._clock()
         if now >= self._found_s + KEPT_S:
-            found, kinds = self._pools.needs(now), self._groups(now)
+            found = self._pools.needs(now)
+            kinds = self._groups(found)
             self._found = {
                 pool: replace(need, groups=(spread(need.need, kinds[pool]) if need.sure else kept(kinds[pool])))
                 if pool in kinds
@@ -52,9 +52,9 @@ class ScalePages:
             self._found_s = now
         return self._found
 
-    def _groups(self, now: float) -> dict[str, list[Group]]:
+    def _groups(self, needs: Mapping[str, Need]) -> dict[str, list[Group]]:
         """The groups of each pool whose backends are in one: those, and for a named pool all that are configured."""
-        settings, learned = self._pools.settings.scaling, self._pools.learned(now)
+        settings = self._pools.settings.scaling
         configured = {one.name: one for one in settings.groups}
         speeds: dict[str, dict[str, list[float]]] = {}
         up: Counter[tuple[str, str]] = Counter()
@@ -64,8 +64,9 @@ class ScalePages:
                 continue
             found = speeds.setdefault(pool, {}).setdefault(status.group, [])
             up[pool, status.group] += status.state == "up"
-            paces = learned[pool].backends if pool in learned else ()
-            found += [speed_of(pace) for pace in paces if pace.backend == status.name]
+            capacity = needs[pool].capacity
+            if capacity is not None:
+                found.append(capacity.speeds[status.name])
         for pool in settings.pools if configured else ():
             for group in configured:
                 speeds.setdefault(pool, {}).setdefault(group, [])
