@@ -387,7 +387,7 @@ def _configured(config: Config) -> tuple[BackendConfig, ...]:
 
 def _aliases(config: Config) -> Aliases:
     # A name with an entry of its own means itself also where `*` stands for all others.
-    return {model.name: model.stands_for or model.name for model in config.models}
+    return {model.name: model.stands_for or model.name for model in config.models if model.base is None}
 
 
 def _clients(config: Config) -> ClientLimits:

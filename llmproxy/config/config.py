@@ -201,6 +201,8 @@ class Config(Section):
         for i, model in enumerate(models):
             if model.target is not None and model.targets:
                 problems.append(((i, "targets"), "is given beside target; put the target among them"))
+            if model.base is not None and (model.stands_for is not None or model.base in aliases):
+                problems.append(((i, "base"), "is a base model as engines list it, and not beside target or targets"))
             if model.name in (model.target, *model.targets) and len(model.targets) < 2:
                 key = "targets" if model.targets else "target"
                 problems.append(((i, key), f"{model.name!r} is an alias for itself"))
@@ -211,8 +213,13 @@ class Config(Section):
                 if name in aliases and name != model.name
             ]
             bare = ModelConfig(name=ANY, target=model.target, targets=model.targets)
-            if model.name == ANY and (model.stands_for is None or model != bare):
-                problems.append(((i,), f"{ANY} has a target or targets, and nothing else: limits and bands are theirs"))
+            if model.name == ANY and model.base is None and (model.stands_for is None or model != bare):
+                problems.append(
+                    (
+                        (i,),
+                        f"{ANY} has a target or targets, and nothing else: limits and bands are theirs; or a base",
+                    )
+                )
         report(problems)
         return models
 

@@ -32,6 +32,7 @@ def settings_of(config: Config) -> Settings:
         ceilings=config.ceilings(),
         min_shares=config.by_band(scheduling.min_shares),
         limits=_limits(config),
+        unlisted={model.name: model.base for model in config.models if model.base is not None},
         prompt_ranges={one.name: one.prompt_tokens for one in config.backends if one.prompt_tokens is not None},
         roles={one.name: Role(one.role) for one in config.backends if one.role != Role.BOTH},
         capacity=CapacitySettings(**_same_names(CapacitySettings, scheduling), stale_after_s=config.poll.stale_after_s),

@@ -285,6 +285,10 @@ class ModelConfig(Section):
     targets: dict[str, Weight] = Field(default={}, examples=[{"llama-3.1-8b": 9, "llama-3.3-8b": 1}])
     """Base models or adapters that share the requests of an alias, with their weights. Its own name may be one of
     them. Requests of one session get the same one. What no backend serves gets none."""
+    base: Name | None = Field(default=None, examples=["llama-3.1-8b"])
+    """Base model whose engines load an adapter of this name when it is first asked for (a LoRA resolver). Requests go
+    to all of them, also while none lists the name. Such a name may end in *, for every name that begins so: all of
+    these share the bands, objectives and limits of the entry. null: only listed names are served."""
     criticality: Criticality | None = Field(default=None, examples=["critical"])
     """Band of its requests: a name or an integer. null: that of the target, else the default band."""
     ttft_s: Seconds | None = None

@@ -91,6 +91,7 @@ class Pools:
         self.scaling = Scaling(settings.scaling)
         self.catalogue = Catalogue((), aliases)
         self.catalogue.named, self.catalogue.apart = frozenset(settings.scaling.pools), shards.own
+        self.catalogue.unlisted = settings.unlisted
         self.estimator = Estimator()
         self.backends: dict[str, Backend] = {}
         for name, fixed in backends.items():
@@ -144,6 +145,7 @@ class Pools:
         self._limits.reconfigure(self._parted(), now)
         self.scaling.reconfigure(settings.scaling)
         self.catalogue.named = frozenset(settings.scaling.pools)
+        self.catalogue.unlisted = settings.unlisted
         self.catalogue.rename(aliases)
         for backend in self.backends.values():
             backend.reconfigure(settings.capacity, settings.health, settings.ceiling_range)

@@ -153,6 +153,8 @@ class Settings:
     `slo_window_s` the rolling window of `slo`. `refuse_late` refuses requests that cannot meet their objective even if
     served next. `limits` maps the names in `Request.limits` to what they allow, `prompt_ranges` a backend to the least
     and the most tokens of the prompts that it is meant for, `roles` a backend to its role if that is not `both`.
+    `unlisted` maps names of adapters, or what they begin with and `*`, to the base model whose engines load them when
+    they are first asked for.
     """
 
     fairness: str = "fair_share"
@@ -170,6 +172,7 @@ class Settings:
     preemption: bool = True
     refuse_late: bool = False
     limits: Mapping[str, UsageLimit] = field(default_factory=dict)
+    unlisted: Mapping[str, str] = field(default_factory=dict)
     prompt_ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     roles: Mapping[str, Role] = field(default_factory=dict)
     capacity: CapacitySettings = field(default_factory=CapacitySettings)

@@ -96,6 +96,10 @@ def test_session_name_keeps_its_case_except_for_headers(write: Any, text: str, m
         ("models:\n- {name: a, target: a}", ":2: models[0].target: 'a' is an alias for itself"),
         ("models:\n- {name: a, target: b}\n- {name: b, target: c}", ":2: models[0].target: 'b' is an alias too"),
         ("models:\n- {name: a, targets: {a: 1}}", ":2: models[0].targets: 'a' is an alias for itself"),
+        (
+            "models:\n- {name: 'a-*', base: b, target: c}",
+            ":2: models[0].base: is a base model as engines list it, and not beside target or targets",
+        ),
         ("models:\n- {name: a, target: b, targets: {c: 1}}", ":2: models[0].targets: is given beside target"),
         ("models:\n- name: a\n  targets:\n    b: 1\n    c: 0", ":5: models[0].targets.c: should be greater than 0"),
         (

@@ -25,7 +25,8 @@ RETRY_UNREAD_S = 1.0
 class Target:
     """What a requested name means.
 
-    `model` is the name that the backends know; `adapter` is None for a base model. `context_tokens` is the longest
+    `model` is a name that the backends list; `adapter` is None for a base model. An adapter that they load when it is
+    first asked for may be in no list: `model` is its base model then. `context_tokens` is the longest
     context of a backend that lists the name, None where no backend publishes it.
     """
 
@@ -68,6 +69,8 @@ class Catalogue:
         self.promised: frozenset[str] = frozenset()
         self.named: frozenset[str] = frozenset()
         self.apart: frozenset[str] = frozenset()
+        self.unlisted: Mapping[str, str] = {}
+        """See `Settings.unlisted`."""
         self.expecting = False
         self.ever_read = False
         """Whether any backend was read since the start of the process."""
@@ -114,7 +117,17 @@ class Catalogue:
         there = there or {one for one in stands_for if self._may_be_served(one)} or set(stands_for)
         return _drawn({one: weight for one, weight in stands_for.items() if one in there}, f"{name}\0{key}")
 
+    def _let_through(self, name: str) -> str | None:
+        """The key of `unlisted` that covers a name, of several the longest; None for what is known otherwise."""
+        served = self.served.get(name)
+        if not self.unlisted or name in self.aliases or (served is not None and served.adapter is None):
+            return None
+        covers = (key for key in self.unlisted if key == name or (key[-1:] == ANY and name.startswith(key[:-1])))
+        return max(covers, key=len, default=None)
+
     def _stands_for(self, name: str) -> str | Mapping[str, float]:
+        if (entry := self._let_through(name)) is not None:
+            return self.unlisted[entry]
         # An alias is followed once, so that its own name can be one of those that share it.
         return self.aliases.get(name) or self.aliases.get(ANY, name)
 
@@ -151,6 +164,9 @@ class Catalogue:
         target = self.targets.get(name)
         if target is not None:
             return target
+        if (entry := self._let_through(name)) is not None:
+            # Clients make up such names, so that they count as the entry that lets them through.
+            return replace(self.resolve(self.unlisted[entry]), requested=entry, adapter=name)
         meant = self.meant(name, key, beside)
         assert meant is not None
         if meant in self.served:
@@ -246,7 +262,7 @@ class Catalogue:
         self.targets = {
             name: replace(targets[meant], requested=name)
             for name, meant in meanings
-            if isinstance(meant, str) and meant in targets
+            if isinstance(meant, str) and meant in targets and self._let_through(name) is None
         }
         self._names_text = None
         self.revision += 1

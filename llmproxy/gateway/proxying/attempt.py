@@ -24,7 +24,8 @@ class Call:
 
     The answer to a prefill is for the proxy, and `connector` reads it. A stream is held back until more than its
     `opening_events` have come. A stage that is `released` is not cut before both engines know that its client left.
-    `own_key`: the key that goes with it is the proxy's, not that of the client.
+    `own_key`: the key that goes with it is the proxy's, not that of the client. `listed`: a backend that has no such
+    model breaks the promise of its list.
     """
 
     method: str
@@ -40,6 +41,7 @@ class Call:
     opening_events: int = 0
     released: bool = False
     own_key: bool = True
+    listed: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def call_for(
     # In the engine's own priority, lower comes first.
     priority = -request.band if backend.forward_priority else None
     spliced = parsed.spliced(
-        model=request.model,
+        model=request.adapter or request.model,
         want_usage=ask_usage,
         priority=priority,
         salt=received.salt,
@@ -86,6 +86,7 @@ def call_for(
         OPENING_EVENTS.get(route.kind, 0) if decode else 0,
         rules.connector.frees_refused and (prefill or handover is not None),
         rules.identity.sends_own_key(backend),
+        request.adapter in (None, request.model),
     )
 
 

@@ -133,7 +133,7 @@ class Relay:
                     attempt.fail(Outcome.UPSTREAM_STATUS, Cause.NOT_SERVED, message)
                     attempt.status = 502
                 elif exchange.status >= 300:
-                    await self._hold_error(attempt, exchange, call.own_key)
+                    await self._hold_error(attempt, exchange, call)
                 elif call.connector is not None:
                     await self._take_prefill(attempt, lease, exchange, call, call.connector)
                 elif is_event_stream(exchange):
@@ -149,10 +149,12 @@ class Relay:
 
     # --- an error answer ---------------------------------------------------------------------------------------------
 
-    async def _hold_error(self, attempt: Attempt, exchange: Exchange, own_key: bool) -> None:
+    async def _hold_error(self, attempt: Attempt, exchange: Exchange, call: Call) -> None:
         body = await _read_held(exchange)
         status = exchange.status
-        cause = cause_of_answer(status, body, own_key=own_key)
+        cause = cause_of_answer(status, body, own_key=call.own_key)
+        if status == 404:
+            cause = _blamed(cause, call)
         if status < 400:
             attempt.status, message = 502, f"The backend answered with a redirect ({status}), which is not passed on."
         elif cause is Cause.UNAUTHORIZED:
@@ -244,11 +246,13 @@ class Relay:
             else:
                 message += f" What it said is not passed on: it is longer than {HELD_BYTES_MAX} bytes."
                 attempt.status = 502
-            attempt.fail(Outcome.UPSTREAM_STATUS, cause_of_event(tap.error, own_key=call.own_key), message)
+            attempt.fail(
+                Outcome.UPSTREAM_STATUS, _blamed(cause_of_event(tap.error, own_key=call.own_key), call), message
+            )
             return
         relay.flush()
         if tap.error_seen:
-            cause = cause_of_event(tap.error, own_key=call.own_key)
+            cause = _blamed(cause_of_event(tap.error, own_key=call.own_key), call)
             attempt.fail(Outcome.UPSTREAM_STATUS, cause, "The backend ended the stream with an error event.")
         else:
             attempt.complete()
@@ -392,3 +396,8 @@ def is_event_stream(exchange: Exchange) -> bool:
         name.lower() == "content-type" and value.lower().startswith("text/event-stream")
         for name, value in exchange.headers
     )
+
+
+def _blamed(cause: Cause, call: Call) -> Cause:
+    """The cause, where it is the client's fault that the engine knows no model of a name that it does not list."""
+    return Cause.REJECTED if cause is Cause.NOT_SERVED and not call.listed else cause

@@ -97,7 +97,8 @@ class ReceivedRequest:
         )
         if self.target is not None:
             record.model = self.target.requested
-            record.target = self.target.model if self.target.model != self.target.requested else None
+            sent = self.target.adapter or self.target.model
+            record.target = sent if sent != self.target.requested else None
         elif self.parsed is not None and self.parsed.facts.model is not None:
             record.unknown_model = self.parsed.facts.model[:_MODEL_CHARS_MAX]
         if routing is not None:

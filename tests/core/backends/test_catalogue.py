@@ -201,3 +201,21 @@ def test_known_names_are_sorted_once_for_all_refusals() -> None:
     assert "2 of 3 backends" in refusal(one, "nobody").message
     one.remove("a")
     assert "2 of 2 backends never answered so far. Known models: none. " in refusal(one, "nobody").message
+
+
+def test_names_that_no_backend_lists_are_let_through_to_their_base_model() -> None:
+    names = catalogue("a", "b", aliases={"user-alias": "other"})
+    names.unlisted = {"user-*": "base", "user-vip-*": "other", "one": "base"}
+    assert refusal(names, "user-1").outcome is Outcome.REJECTED_NO_BACKENDS
+    names.listed("a", listing("user-2"))
+    names.listed("b", listing(base="other"))
+    for name in ("user-1", "user-2"):
+        assert names.resolve(name) == Target("user-*", "base", "base", name, 4096), "also where it is listed already"
+    assert names.resolve("one") == Target("one", "base", "base", "one", 4096)
+    assert names.resolve("user-vip-1").model == "other", "the longest that covers it"
+    assert names.resolve("user-alias") == Target("user-alias", "other", "other", None, 4096)
+    assert "user-2" not in names.targets, "relay workers ask for what depends on more than the list"
+    assert refusal(names, "user").outcome is Outcome.UNKNOWN_MODEL
+    names.listed("b", listing(base="user-3"))
+    assert names.resolve("user-3").adapter is None, "a base model means itself"
+    assert "`other`" in refusal(names, "user-vip-1").message

@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.proxies import HELLO, ProxyUnderTest, serving, until
 from tests.e2e.scripted import Scripted, answering, scripted, whole
+from tests.upstream.raw_server import Peer
 
 DONE = whole(json.dumps({"id": "c", "object": "chat.completion", "choices": [{"index": 0}]}).encode())
 
@@ -71,3 +72,34 @@ async def test_requests_wait_while_a_backend_lists_nothing(poll: bytes) -> None:
         await until(lambda: sum(requests for requests, _ in proxy.app.pools.queued().values()) == 8)
         lists(backend, "base")
         assert await waiting == {200}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_an_adapter_that_the_engine_loads_when_first_named_is_let_through(workers: int) -> None:
+    seen: list[str] = []
+
+    async def resolver(peer: Peer, request: bytes) -> None:
+        name = json.loads(request.partition(b"\r\n\r\n")[2])["model"]
+        seen.append(name)
+        if name == "user-none":
+            body = json.dumps({"error": {"message": "The model `user-none` does not exist.", "code": 404}}).encode()
+            await peer.send(whole(body, "404 Not Found"))
+        else:
+            await peer.send(DONE)
+
+    let_through = [{"name": "user-*", "base": "base"}]
+    async with (
+        scripted(resolver) as a,
+        scripted(resolver) as b,
+        serving(extra=[a.url, b.url], models=let_through, workers=workers, fixed_limit=2) as proxy,
+    ):
+        lists(a, "base", adapters=("user-1",))
+        await until(lambda: proxy.app.pools.backends["b0"].serves("user-1"))
+        assert await asked(proxy, "user-1") == {200}
+        assert a.requests
+        assert b.requests, "one that has not loaded it yet"
+        assert await asked(proxy, "user-2") == {200}
+        assert (await proxy.chat(HELLO | {"model": "user-none"})).status == 404
+        assert (await proxy.chat(HELLO | {"model": "users"})).status == 404
+        assert seen == ["user-1"] * 8 + ["user-2"] * 8 + ["user-none"]
+        assert not any(backend.health.ejected for backend in proxy.app.pools.backends.values())
