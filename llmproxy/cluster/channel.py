@@ -15,6 +15,8 @@ SILENCE_S = 3.0
 """A connection on which nothing came for so long is lost."""
 FRAME_BYTES_MAX = 16 << 20
 """A longer frame is not from this program."""
+HELLO_BYTES_MAX = 16 << 10
+"""A longer frame is no Hello, and nothing else may come before that."""
 FRAME_MESSAGES_MAX = 256
 """An `Admit` has 37 kB at most, so that a frame of them stays below its limit."""
 UNSENT_BYTES_MAX = 64 << 20
@@ -43,8 +45,12 @@ class MemberChannel(Channel[MessageT]):
         decoder: KnownMessages[MessageT],
         on_message: Callable[[MessageT], None],
         on_lost: Callable[[], None],
+        frame_bytes_max: int = FRAME_BYTES_MAX,
+        on_broken: Callable[[str], None] | None = None,
     ) -> None:
-        super().__init__(decoder, on_message, on_lost, FRAME_BYTES_MAX)
+        super().__init__(decoder, on_message, on_lost, frame_bytes_max)
+        self.on_broken = on_broken
+        """Called instead of a log line with why what came is no frame."""
         self._heard_s = self._checked_s = self._loop.time()
         self._beat: asyncio.TimerHandle | None = None
 
@@ -56,6 +62,17 @@ class MemberChannel(Channel[MessageT]):
     def data_received(self, data: bytes) -> None:
         self._heard_s = self._loop.time()
         super().data_received(data)
+
+    def introduced(self) -> None:
+        """The peer is a member: it may send frames of any length that members send."""
+        self._frames.bytes_max = FRAME_BYTES_MAX
+        self.on_broken = None
+
+    def broken(self, why: str) -> None:
+        if self.on_broken is None:
+            super().broken(why)
+        else:
+            self.on_broken(why)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._beat is not None:

@@ -11,9 +11,8 @@ from math import inf
 import structlog
 from msgspec.structs import replace
 
-from llmproxy.cluster.channel import MemberChannel
-from llmproxy.cluster.election import SEEK_S, LockStore
-from llmproxy.cluster.leader_link import CONNECT_S
+from llmproxy.cluster.channel import HELLO_BYTES_MAX, MemberChannel
+from llmproxy.cluster.election import EPOCH_MAX, SEEK_S, LockStore
 from llmproxy.cluster.network import Network
 from llmproxy.cluster.protocol import FROM_MEMBER, PROTOCOL, FromMember, Hello, NotLeader, Ping
 from llmproxy.cluster.relays import Relays
@@ -28,6 +27,8 @@ from llmproxy.workers.remote import Calls
 from llmproxy.workers.session import SchedulerContext
 
 MEMBERS_MAX = 256
+CLAIMED_EPOCH_MAX = EPOCH_MAX // 2
+"""Members are believed up to here about turns that the store has forgotten: it leaves as many for those to come."""
 PATIENCE_S = 2 * SEEK_S
 """A free lock is left to others for so long by a member, for each shard that it leads already."""
 PATIENCE_MAX_S = 1.0
@@ -191,8 +192,9 @@ class Incoming:
         self._cluster = cluster
         self._session: MemberSession | None = None
         self._refused = False
-        self.channel: MemberChannel[FromMember] = MemberChannel(FROM_MEMBER, self._take, self._lost)
-        self._silent = asyncio.get_running_loop().call_later(CONNECT_S, self.channel.abort)
+        self.channel: MemberChannel[FromMember] = MemberChannel(
+            FROM_MEMBER, self._take, self._lost, HELLO_BYTES_MAX, self._broken
+        )
         cluster.incoming.add(self)
 
     def _take(self, message: FromMember) -> None:
@@ -219,6 +221,8 @@ class Incoming:
             self._refuse(f"it speaks version {hello.protocol} of the protocol, and not {PROTOCOL}")
         elif not cluster.network.trusts(self.channel.transport):
             self._refuse("its certificate holds another name")
+        elif not 0 <= hello.epoch <= CLAIMED_EPOCH_MAX:
+            self._refuse("it knows of a turn that nobody can have had")
         elif not shard.leads:
             self._end("this member does not lead")
         elif hello.epoch > shard.epoch:
@@ -229,12 +233,13 @@ class Incoming:
         elif len(members) >= MEMBERS_MAX and other is None:
             self._refuse(f"there are {MEMBERS_MAX} members")
         else:
-            self._silent.cancel()
+            self.channel.introduced()
+            cluster.network.introduced(self.channel.transport)
             self._session = shard.join(hello, self.channel)
 
     def _refuse(self, why: str) -> None:
-        peer, refused = self.channel.transport.get_extra_info("peername"), self._cluster.refused
-        host = str(peer[0]) if peer else ""
+        peer, refused = self.channel.peer, self._cluster.refused
+        host = str(peer[0]) if isinstance(peer, tuple) else ""
         # It tries again several times a second.
         if refused.get(host) != why:
             if len(refused) >= MEMBERS_MAX:
@@ -248,8 +253,12 @@ class Incoming:
         self.channel.send(NotLeader(why))
         self.channel.close()
 
+    def _broken(self, why: str) -> None:
+        # Who is no member may send anything: its text is logged nowhere, and its address once.
+        del why
+        self._refuse("it sent what is no frame of a member")
+
     def _lost(self) -> None:
-        self._silent.cancel()
         self._cluster.incoming.discard(self)
         if self._session is not None:
             self._session.detach(self.channel)

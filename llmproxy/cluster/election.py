@@ -58,6 +58,10 @@ class LockStore(Protocol):
     async def close(self) -> None: ...
 
 
+EPOCH_MAX = (1 << 31) - 1
+"""The highest epoch of a turn: the most transitions that a Lease of Kubernetes counts."""
+
+
 class Candidate(Protocol):
     """What the election is about. Each method is called on the loop, and does not wait."""
 

@@ -13,7 +13,7 @@ from llmproxy.cluster.protocol import TO_MEMBER, Hello, ToMember
 from llmproxy.workers.remote import Calls
 
 CONNECT_S = 2.0
-"""How long a member that connects, or is connected to, may take to say who it is."""
+"""How long a leader may take until it has taken in a member that connects."""
 
 
 class LeaderLink:

@@ -9,9 +9,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from llmproxy.config import ClusterConfig, ClusterTlsConfig, ConfigError
-from llmproxy.gateway.http.tls import ClientTls
+from llmproxy.cluster.strangers import HELLO_S, Strangers
+from llmproxy.config import ClientsConfig, ClusterConfig, ClusterTlsConfig, ConfigError
+from llmproxy.gateway.http.client_limits import ClientLimits
+from llmproxy.gateway.http.tls import ClientTls, TlsConnection
+from llmproxy.lifecycle.accepting import Acceptor
 from llmproxy.lifecycle.background import supervised
+from llmproxy.lifecycle.descriptors import member_connections_max
+from llmproxy.lifecycle.sockets import opened
 
 ANY = frozenset({"0.0.0.0", "::", ""})
 
@@ -48,6 +53,9 @@ class Network(Protocol):
     def trusts(self, transport: asyncio.BaseTransport) -> bool:
         """Whether who connected has the name of a member."""
 
+    def introduced(self, transport: asyncio.BaseTransport) -> None:
+        """Who connected was taken in as a member: the connection may stay."""
+
     def close(self) -> None:
         """Accept nobody any more."""
 
@@ -58,17 +66,25 @@ class TcpNetwork:
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
         self._tls = None if config.tls.cert is None else PeerTls(config.tls)
-        self._server: asyncio.Server | None = None
+        self._acceptor: Acceptor | None = None
+        self._strangers = Strangers(member_connections_max())
         self._watching: asyncio.Task[None] | None = None
 
     async def listen(self, accepted: Callable[[], asyncio.Protocol]) -> str:
         assert self._config.listen is not None
         host, port = split_address(self._config.listen)
-        tls, loop = self._tls, asyncio.get_running_loop()
-        server = self._server = await loop.create_server(accepted, host, port, ssl=None if tls is None else tls.server)
-        if tls is not None:
+        sockets = opened(host, port)
+        factory: Callable[[], asyncio.BaseProtocol] = accepted
+        if (tls := self._tls) is not None:
             self._watching = supervised(tls.watch, "follow the certificate of the cluster")
-        return self._config.advertise or reachable(host, int(server.sockets[0].getsockname()[1]))
+            loop, nobody = asyncio.get_running_loop(), ClientLimits(ClientsConfig())
+
+            def factory() -> asyncio.BaseProtocol:
+                return TlsConnection(loop, accepted(), tls.server, nobody, lambda _: b"", HELLO_S)
+
+        port = int(sockets[0].getsockname()[1])
+        self._acceptor = Acceptor(sockets, factory, self._strangers.came)
+        return self._config.advertise or reachable(host, port)
 
     async def connect(self, address: str, connected: Callable[[], asyncio.Protocol]) -> None:
         host, port = split_address(address)
@@ -79,9 +95,12 @@ class TcpNetwork:
     def trusts(self, transport: asyncio.BaseTransport) -> bool:
         return self._tls is None or self._tls.names(transport)
 
+    def introduced(self, transport: asyncio.BaseTransport) -> None:
+        self._strangers.introduced(transport)
+
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         if self._watching is not None:
             self._watching.cancel()
 

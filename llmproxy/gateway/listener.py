@@ -15,9 +15,9 @@ from llmproxy.config import Config
 from llmproxy.gateway.http.connection import ClientServer, ConnectionHandler
 from llmproxy.gateway.http.tls import ClientTls
 from llmproxy.gateway.proxying.handler import RequestHandler
+from llmproxy.lifecycle.accepting import Acceptor
 from llmproxy.lifecycle.background import background_task
 
-BACKLOG = 4096
 CUT_AFTER_S = 0.1
 """How long requests that outlived the drain get before they are cut. The server library takes 0 for no limit."""
 IDLE_CHECK_S = 0.05
@@ -30,13 +30,13 @@ class Listener:
 
     server: web.Server
     runner: web.ServerRunner
+    acceptor: Acceptor
     url: str
     held: bool
 
     async def close(self) -> None:
         """Accept no more connections. Open ones stay."""
-        for site in list(self.runner.sites):
-            await site.stop()
+        self.acceptor.close()
 
     async def wait_closed(self) -> None:
         """Wait until no connection is open."""
@@ -106,8 +106,9 @@ async def listen(
     runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=CUT_AFTER_S)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    for one in opened:
-        await web.SockSite(runner, one, backlog=BACKLOG).start()
-    host, port = runner.addresses[0][:2]
+    sockets = list(opened)
+    host, port = sockets[0].getsockname()[:2]
+    acceptor = Acceptor(sockets, server)
+    stack.callback(acceptor.close)
     url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-    return Listener(server, runner, url, held)
+    return Listener(server, runner, acceptor, url, held)

@@ -59,6 +59,11 @@ def clients_of_admin_port(config: Config) -> ClientsConfig:
     return config.clients.model_copy(update={"connections_max": min(config.clients.connections_max, _own() // 2)})
 
 
+def member_connections_max() -> int:
+    """How many connections other members of a cluster may have here. These too are kept for the process itself."""
+    return _own() // 4
+
+
 def _own() -> int:
     return min(OWN_MAX, max(OWN_MIN, open_files_max() // OWN_SHARE))
 

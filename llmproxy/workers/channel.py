@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import msgspec
+import structlog
 
 from llmproxy.workers.protocol import FromWorker, Message, ToWorker
 
 FRAME_BYTES_MAX = 1 << 30
 """More than the listings of any fleet. A longer frame is not from this program."""
 INTEGER_MAX = (1 << 64) - 1
+WHY_CHARS = 200
 _LENGTH = struct.Struct(">I")
+_log = structlog.get_logger()
 
 MessageT = TypeVar("MessageT")
 DecodedT = TypeVar("DecodedT", covariant=True)
@@ -77,7 +80,7 @@ class Frames(Generic[MessageT]):
 
     def __init__(self, decoder: Decoder[MessageT], bytes_max: int = FRAME_BYTES_MAX) -> None:
         self._decoder = decoder
-        self._bytes_max = bytes_max
+        self.bytes_max = bytes_max
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[MessageT]:
@@ -88,7 +91,7 @@ class Frames(Generic[MessageT]):
         try:
             while len(held) - begin >= _LENGTH.size:
                 (size,) = _LENGTH.unpack_from(held, begin)
-                if size > self._bytes_max:
+                if size > self.bytes_max:
                     raise BrokenFrameError(f"a frame of {size} bytes")
                 end = begin + _LENGTH.size + size
                 if len(held) < end:
@@ -97,8 +100,8 @@ class Frames(Generic[MessageT]):
                     messages = self._decoder.decode(view[begin + _LENGTH.size : end])
                 begin = end
                 yield from messages
-        except msgspec.DecodeError as error:
-            raise BrokenFrameError(str(error)) from error
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise BrokenFrameError(str(error)) from None
         finally:
             del held[:begin]
 
@@ -133,8 +136,17 @@ class Channel(asyncio.Protocol, Generic[MessageT]):
             for message in self._frames.feed(data):
                 self._handle(message)
         except BrokenFrameError as error:
-            self._loop.call_exception_handler({"message": "a broken frame", "exception": error})
+            self.broken(str(error))
             self.abort()
+
+    def broken(self, why: str) -> None:
+        """The other side sent what is no frame: log it. The connection ends."""
+        _log.error("broken_frame", peer=str(self.peer), why=why[:WHY_CHARS])
+
+    @property
+    def peer(self) -> object:
+        """Address and port of the other end; None for a socket pair."""
+        return None if self._transport is None else self._transport.get_extra_info("peername")
 
     def _handle(self, message: MessageT) -> None:
         try:

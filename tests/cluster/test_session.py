@@ -9,10 +9,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from llmproxy.cluster import cluster, leader_link
-from llmproxy.cluster.channel import FRAME_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, MemberChannel
+from llmproxy.cluster.channel import FRAME_BYTES_MAX, HELLO_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, MemberChannel
+from llmproxy.cluster.cluster import CLAIMED_EPOCH_MAX
 from llmproxy.cluster.election import SEEK_S
 from llmproxy.cluster.hand_over import LEARNED_S
-from llmproxy.cluster.leader_link import CONNECT_S
 from llmproxy.cluster.pages import PAGE_BYTES_MAX, status_of
 from llmproxy.cluster.protocol import (
     PROTOCOL,
@@ -205,18 +205,6 @@ async def test_no_more_members_than_the_limit() -> None:
 
 
 @virtual
-async def test_who_says_nothing_is_not_kept() -> None:
-    async with world(2) as found:
-        one = Stranger(found)
-        pings = asyncio.get_running_loop()
-        for number in range(10):
-            pings.call_later(number / 4, one.channel.send, Ping())
-        await asyncio.sleep(CONNECT_S + 0.5)
-        assert one.lost
-        await asyncio.sleep(1.0)
-
-
-@virtual
 async def test_who_is_refused_says_why_once() -> None:
     async with world(2) as found:
         late = await found.member("late")
@@ -239,9 +227,14 @@ def reports() -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "data", [b"\xff\xff\xff\xff", b"\x01\x00\x00\x01", b"\x00\x00\x00\x01\xc1", b"GET / HTTP/1.1\r\n\r\n"], ids=repr
-)
+DEEP = b"\x91" * 5_000
+GARBAGE = (
+    b"\xff\xff\xff\xff", b"\x01\x00\x00\x01", b"\x00\x00\x00\x01\xc1", b"GET / HTTP/1.1\r\n\r\n",
+    len(DEEP).to_bytes(4, "big") + DEEP,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("data", GARBAGE, ids=lambda data: repr(data[:20]))
 @pytest.mark.parametrize("member", [False, True])
 @virtual
 async def test_garbage_ends_its_connection_alone(data: bytes, member: bool) -> None:
@@ -252,12 +245,43 @@ async def test_garbage_ends_its_connection_alone(data: bytes, member: bool) -> N
         if member:
             one.hello()
         await asyncio.sleep(0.1)
-        one.channel.transport.write(data)  # type: ignore[attr-defined]
-        await asyncio.sleep(0.1)
+        with capture_logs() as lines:
+            one.channel.transport.write(data)  # type: ignore[attr-defined]
+            await asyncio.sleep(0.1)
         assert one.lost
-        assert len(reported) == 1
+        assert reported == [], "it is no bug of this program"
+        said = [line["event"] for line in lines if line["event"] in ("broken_frame", "cluster_member_refused")]
+        assert said == ["broken_frame" if member else "cluster_member_refused"]
         assert client.holds() == "a"
         assert all(each.shard.led for each in found.members)
+
+
+@virtual
+async def test_before_its_hello_a_member_sends_small_frames_alone() -> None:
+    async with world(2) as found:
+        one = Stranger(found)
+        one.channel.transport.write((HELLO_BYTES_MAX + 1).to_bytes(4, "big"))  # type: ignore[attr-defined]
+        await asyncio.sleep(0.1)
+        assert one.lost
+        other = Stranger(found)
+        other.hello()
+        await asyncio.sleep(0.1)
+        other.channel.transport.write((HELLO_BYTES_MAX + 1).to_bytes(4, "big"))  # type: ignore[attr-defined]
+        await asyncio.sleep(0.1)
+        assert not other.lost
+        await other.end()
+
+
+@pytest.mark.parametrize("epoch", [1 << 62, CLAIMED_EPOCH_MAX + 1, -1])
+@virtual
+async def test_a_turn_that_nobody_can_have_had_moves_no_leader(epoch: int) -> None:
+    async with world(2) as found:
+        leader, turn = found.leader.name, found.leader.shard.epoch
+        one = Stranger(found)
+        one.hello(epoch=epoch)
+        assert "a turn that nobody can have had" in await one.refused()
+        await asyncio.sleep(5.0)
+        assert (found.leader.name, found.leader.shard.epoch) == (leader, turn)
 
 
 @virtual

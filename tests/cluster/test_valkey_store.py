@@ -107,7 +107,19 @@ async def test_two_clusters_have_locks_of_their_own(server: Server, lock: Valkey
 
 @pytest.mark.parametrize(
     "value",
-    [b"", b"garbage", b"5", b"null", b"[]", b"{}", b'{"holder": "a"}', b'{"holder": "a", "epoch": "x"}', b"\xff"],
+    [
+        b"",
+        b"garbage",
+        b"5",
+        b"null",
+        b"[]",
+        b"{}",
+        b'{"holder": "a"}',
+        b'{"holder": "a", "epoch": "x"}',
+        b"\xff",
+        *(b'{"holder": "a", "address": "", "epoch": %s}' % epoch for epoch in (b"1e999", b"4e18")),
+        b"[" * 5_000,
+    ],
 )
 async def test_a_key_that_holds_something_else_is_an_error(lock: ValkeyLock, value: bytes) -> None:
     await lock._server.client.set("llmproxy:{test}:leader", value)
@@ -121,8 +133,9 @@ async def test_a_key_of_another_type_is_an_error(lock: ValkeyLock, key: str) -> 
     assert "WRONGTYPE" in await refused(lock.take(wanted("a"), LONG_S))
 
 
-async def test_a_count_of_turns_that_is_none_is_an_error(lock: ValkeyLock) -> None:
-    await lock._server.client.set("llmproxy:{test}:epoch", "many")
+@pytest.mark.parametrize("count", ["many", "1e999", "nan"])
+async def test_a_count_of_turns_that_is_none_is_an_error(lock: ValkeyLock, count: str) -> None:
+    await lock._server.client.set("llmproxy:{test}:epoch", count)
     await refused(lock.take(wanted("a"), LONG_S))
 
 

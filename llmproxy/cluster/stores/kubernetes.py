@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from math import ceil
 from typing import Any
 
-from llmproxy.cluster.election import Leadership
+from llmproxy.cluster.election import EPOCH_MAX, Leadership
 from llmproxy.fleet.kubernetes.api import ApiError, KubernetesApi
 from llmproxy.shared.valkey import StoreError
 
@@ -144,7 +144,7 @@ def _leadership(lease: dict[str, Any]) -> Leadership | None:
 
 def _epoch(spec: dict[str, Any]) -> int:
     epoch = spec.get("leaseTransitions")
-    return epoch if isinstance(epoch, int) else 0
+    return epoch if isinstance(epoch, int) and 0 <= epoch <= EPOCH_MAX else 0
 
 
 def _time() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from llmproxy.cluster.election import Leadership
+from llmproxy.cluster.election import EPOCH_MAX, Leadership
 from llmproxy.shared.valkey import StoreError, ValkeyServer
 
 ANSWER_S = 5.0
@@ -63,6 +63,9 @@ def _leadership(held: bytes) -> Leadership:
     """Raises StoreError for a key that is not ours."""
     try:
         found = json.loads(held)
-        return Leadership(str(found["holder"]), str(found["address"]), int(found["epoch"]))
-    except (ValueError, TypeError, KeyError):
+        epoch = int(found["epoch"])
+        if not 0 <= epoch <= EPOCH_MAX:
+            raise ValueError(epoch)
+        return Leadership(str(found["holder"]), str(found["address"]), epoch)
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         raise StoreError("the key of the lock holds something else") from None

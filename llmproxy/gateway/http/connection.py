@@ -73,6 +73,7 @@ class ClientConnection(web.RequestHandler):
         "_address",
         "_conn_handler",
         "_head_bytes",
+        "_head_came",
         "_head_timer",
         "_latest",
         "_limits",
@@ -89,6 +90,7 @@ class ClientConnection(web.RequestHandler):
         self._limits = limits
         self._address: str | None = None
         self._head_bytes = 0
+        self._head_came = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._latest = b""
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -163,7 +165,9 @@ class ClientConnection(web.RequestHandler):
             return
         self._latest = (self._latest + data[-len(LAST_CHUNK) :])[-len(LAST_CHUNK) :]
         super().data_received(data)
-        if self._waiter is not None and not self._waiter.done():
+        self._head_came = self._head_came or bool(self._messages)
+        # The first bytes may come before the task that serves this connection waits for them.
+        if not self._head_came or (self._waiter is not None and not self._waiter.done()):
             # Some clients send an empty line after a body. No head begins with it.
             if self._head_bytes or data.strip(b"\r\n"):
                 self._add_head(len(data))

@@ -99,6 +99,9 @@ class VirtualNetwork:
         del transport
         return True
 
+    def introduced(self, transport: asyncio.BaseTransport) -> None:
+        """There are no strangers."""
+
     def close(self) -> None:
         self._listening.pop(self.address, None)
 

@@ -1,0 +1,100 @@
+"""Accepts connections: all that wait on a socket in one turn of the loop.
+
+uvloop accepts one connection in a turn. Behind a burst of new clients, the next one would wait for as many turns as
+there are clients in front of it, and each turn does the work of all clients that are there already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import structlog
+
+from llmproxy.lifecycle.descriptors import lack_of
+
+BACKLOG = 4096
+ACCEPTS_MAX = BACKLOG
+"""A turn accepts no more than this, so that a flood cannot hold it for ever."""
+RETRY_S = 0.1
+"""How long nothing is accepted after this process or its machine lacked something for a connection."""
+LOG_S = 60.0
+"""How often that is logged."""
+
+_log = structlog.get_logger()
+
+
+class Acceptor:
+    """Makes a protocol of every connection to these listening sockets, until `close`.
+
+    `accepted` is called with each transport, after `connection_made` of its protocol.
+    """
+
+    def __init__(
+        self,
+        opened: Iterable[socket.socket],
+        factory: Callable[[], asyncio.BaseProtocol],
+        accepted: Callable[[asyncio.Transport], None] | None = None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._factory = factory
+        self._accepted = accepted
+        self._sockets = list(opened)
+        self._beginning: set[asyncio.Task[None]] = set()
+        self._paused: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._logged_s = -LOG_S
+        for one in self._sockets:
+            one.setblocking(False)
+            one.listen(BACKLOG)
+            self._watch(one)
+
+    def close(self) -> None:
+        """Accept no more connections. Open ones stay."""
+        for one in self._sockets:
+            if (paused := self._paused.pop(one, None)) is not None:
+                paused.cancel()
+            else:
+                self._loop.remove_reader(one)
+            one.close()
+        self._sockets.clear()
+
+    def _watch(self, listening: socket.socket) -> None:
+        self._paused.pop(listening, None)
+        self._loop.add_reader(listening, self._accept, listening)
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(ACCEPTS_MAX):
+            try:
+                connection, _ = listening.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if (lack := lack_of(error)) is not None:
+                    self._pause(listening, lack)
+                    return
+                # The client has left already.
+                continue
+            task = self._loop.create_task(self._begin(connection))
+            self._beginning.add(task)
+            task.add_done_callback(self._beginning.discard)
+
+    async def _begin(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        try:
+            transport, _ = await self._loop.connect_accepted_socket(self._factory, connection)
+        except OSError:
+            # It was reset meanwhile.
+            connection.close()
+            return
+        if self._accepted is not None:
+            self._accepted(transport)
+
+    def _pause(self, listening: socket.socket, lack: str) -> None:
+        """Accept nothing for a moment: the socket stays readable, so that the loop would ask without a pause."""
+        self._loop.remove_reader(listening)
+        self._paused[listening] = self._loop.call_later(RETRY_S, partial(self._watch, listening))
+        if self._loop.time() >= self._logged_s + LOG_S:
+            self._logged_s = self._loop.time()
+            _log.error("connections_not_accepted", why=lack, again_in_s=RETRY_S)
