@@ -14,7 +14,7 @@ import uvloop
 from llmproxy.app import Proxy, running
 from llmproxy.config import Config, ConfigError, unused_settings
 from llmproxy.config.reload import Reread
-from llmproxy.fleet.state_file import NONE, StateFile, place
+from llmproxy.fleet.state_file import AUTO, NONE, StateFile, place, warn_of_old
 from llmproxy.lifecycle import GC_THRESHOLDS, early_signals
 from llmproxy.lifecycle.descriptors import clients_of_process, open_files_max, raise_limit
 from llmproxy.lifecycle.handover import ProcessSignals, drained_before, notify, unless
@@ -41,7 +41,9 @@ async def _serve(config: Config, reread: Reread | None) -> int:
     try:
         sockets = Sockets.from_environment(os.environ, os.getpid())
         signals = ProcessSignals(sockets)
-        path = place(config.state_file, os.environ)
+        path = place(config.state_file, os.environ, config.host, config.port)
+        if config.state_file == AUTO:
+            warn_of_old(path)
         state = None if path is None else StateFile(path)
         async with running(config, reread, sockets, drained_before(os.environ), state) as proxy:
             # Handled also without a file, because SIGHUP would end the process.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,7 +22,8 @@ from llmproxy.fleet.engine_config import SEQUENCES_MAX
 
 AUTO, NONE = "auto", "none"
 FORMAT = "llmproxy-state/1"
-NAME = "state.json"
+OLD_NAME = "state.json"
+"""What all proxies of a user shared in earlier versions. Nobody can tell whose numbers are in it."""
 AGE_MAX_S = 7 * 86_400.0
 """A backend that was not seen for so long is forgotten: engines are restarted with other options."""
 ENTRIES_MAX = 4_096
@@ -75,19 +77,31 @@ class _Unusable(Exception):  # noqa: N818 - it is found in a file, and logged
     pass
 
 
-def place(setting: str, environ: Mapping[str, str]) -> Path | None:
-    """The file that `state_file` means: in systemd's StateDirectory, else by XDG base directories; None for none."""
+def place(setting: str, environ: Mapping[str, str], host: str, port: int) -> Path | None:
+    """The file that `state_file` means, None for none. By default it is in systemd's StateDirectory, else by XDG base
+    directories, and is named after the address where the proxy listens, so that no other proxy's numbers are taken. A
+    port that the system chooses is another one at each start, so there is no file then.
+    """
     if setting == NONE:
         return None
     if setting != AUTO:
         return Path(setting)
+    if port == 0:
+        return None
+    name = "state-" + re.sub(r"[^0-9A-Za-z.-]+", "_", f"{host}-{port}") + ".json"
     if directory := environ.get("STATE_DIRECTORY"):
-        return Path(directory.split(":")[0]) / NAME
+        return Path(directory.split(":")[0]) / name
     for base in (Path(environ.get("XDG_STATE_HOME", "")), Path(environ.get("HOME", "")) / ".local" / "state"):
         # A relative one is to be ignored.
         if base.is_absolute():
-            return base / "llmproxy" / NAME
+            return base / "llmproxy" / name
     return None
+
+
+def warn_of_old(path: Path | None) -> None:
+    """Log that the file of earlier versions beside the one by default is not read."""
+    if path is not None and path.name != OLD_NAME and (old := path.with_name(OLD_NAME)).exists():
+        _log.info("old_state_ignored", path=str(old), hint="proxies shared it: delete it, or name it as state_file")
 
 
 class StateFile:

@@ -191,6 +191,7 @@ EVENTS = {
     "name_not_resolved": "The host name of a backend could not be looked up.",
     "name_resolved": "The host name of a backend has new addresses.",
     "needs_a_restart": "A changed key has no effect before a restart.",
+    "old_state_ignored": "The state file that proxies shared in earlier versions is not read.",
     "pair_not_warmed_up": "A prefill and a decode backend did not transfer a short prompt, and why. The first request shows whether they can.",
     "pair_warmed_up": "A prefill and a decode backend transferred a short prompt, so that the first request does not wait for them to connect.",
     "no_backend_up": "No backend is up, with what each one answered.",

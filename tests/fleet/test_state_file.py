@@ -13,8 +13,18 @@ from structlog.testing import capture_logs
 from llmproxy.core.domain import KnownCapacity, KnownLimit
 from llmproxy.fleet import state_file
 from llmproxy.fleet.engine_config import SEQUENCES_MAX
-from llmproxy.fleet.state_file import AGE_MAX_S, ENTRIES_MAX, FILE_BYTES_MAX, FORMAT, State, StateFile, place
+from llmproxy.fleet.state_file import (
+    AGE_MAX_S,
+    ENTRIES_MAX,
+    FILE_BYTES_MAX,
+    FORMAT,
+    State,
+    StateFile,
+    place,
+    warn_of_old,
+)
 
+ADDRESSES = (("0.0.0.0", 8080), ("0.0.0.0", 8081), ("127.0.0.1", 8080), ("::", 8080), ("/run/a.sock", 8080))
 ONE = KnownLimit(8, True, ("tiny",), 4096)
 OTHER = KnownLimit(40, False, ("large", "small"), None)
 
@@ -218,15 +228,39 @@ async def test_it_follows_what_is_known_and_writes_once_more_at_the_end(
     [
         ("none", {"HOME": "/h"}, None),
         ("/x/y.json", {"HOME": "/h", "STATE_DIRECTORY": "/s"}, "/x/y.json"),
-        ("auto", {"HOME": "/h", "STATE_DIRECTORY": "/s:/t", "XDG_STATE_HOME": "/x"}, "/s/state.json"),
-        ("auto", {"HOME": "/h", "XDG_STATE_HOME": "/x"}, "/x/llmproxy/state.json"),
-        ("auto", {"HOME": "/h", "XDG_STATE_HOME": "x"}, "/h/.local/state/llmproxy/state.json"),
-        ("auto", {"HOME": "/h"}, "/h/.local/state/llmproxy/state.json"),
+        ("auto", {"HOME": "/h", "STATE_DIRECTORY": "/s:/t", "XDG_STATE_HOME": "/x"}, "/s/state-0.0.0.0-8080.json"),
+        ("auto", {"HOME": "/h", "XDG_STATE_HOME": "/x"}, "/x/llmproxy/state-0.0.0.0-8080.json"),
+        ("auto", {"HOME": "/h", "XDG_STATE_HOME": "x"}, "/h/.local/state/llmproxy/state-0.0.0.0-8080.json"),
+        ("auto", {"HOME": "/h"}, "/h/.local/state/llmproxy/state-0.0.0.0-8080.json"),
         ("auto", {}, None),
     ],
 )
 def test_where_it_lies(setting: str, environ: dict[str, str], path: str | None) -> None:
-    assert place(setting, environ) == (None if path is None else Path(path))
+    assert place(setting, environ, "0.0.0.0", 8080) == (None if path is None else Path(path))
+
+
+def test_each_address_has_a_file_of_its_own() -> None:
+    places = {place("auto", {"HOME": "/h"}, host, port) for host, port in ADDRESSES}
+    assert len(places) == len(ADDRESSES)
+    assert {None if one is None else str(one.parent) for one in places} == {"/h/.local/state/llmproxy"}
+
+
+def test_a_port_that_is_another_at_each_start_has_no_file() -> None:
+    assert place("auto", {"HOME": "/h"}, "127.0.0.1", 0) is None
+    assert place("/x/y.json", {}, "127.0.0.1", 0) == Path("/x/y.json")
+
+
+def test_the_file_that_proxies_shared_is_not_read_and_that_is_logged(tmp_path: Path) -> None:
+    own = place("auto", {"XDG_STATE_HOME": str(tmp_path)}, "127.0.0.1", 8080)
+    assert own is not None
+    with capture_logs() as logs:
+        warn_of_old(own)
+    assert logs == []
+    StateFile(own.with_name("state.json")).write(State({"http://a": ONE}))
+    with capture_logs() as logs:
+        warn_of_old(own)
+    assert [line["event"] for line in logs] == ["old_state_ignored"]
+    assert StateFile(own).read() == State()
 
 
 # --- capacities -------------------------------------------------------------------------------------------------------
