@@ -95,7 +95,8 @@ class BandSnapshot:
     """`waiting` counts requests in flows, `blocked` those beside them, by the usage limit that they wait for.
 
     `flows` is how many flows wait, `shown` the first of them in the order in which the policy would take them.
-    `reason` says why the first of them waits, None while nobody waits in a flow.
+    `reason` says why the first of them waits, None while nobody waits in a flow. `places` is how many sequences of the
+    band and those below it the available backends take, the rest is kept for higher bands.
     """
 
     level: int
@@ -105,6 +106,7 @@ class BandSnapshot:
     blocked: Mapping[str, int]
     flows: int
     shown: tuple[FlowSnapshot, ...]
+    places: int = 0
     reason: Reason | None = None
 
 
@@ -213,7 +215,14 @@ class Look:
             if not self.headroom.keeps_last(level, views, self.now)
         }
         backends = [BackendSnapshot(view, tuple(level for level in ready if view in ready[level])) for view in views]
-        bands = [replace(band, reason=self._reason(band, bands, views, ready, alive)) for band in bands]
+        bands = [
+            replace(
+                band,
+                places=self.headroom.places(band.level, views, self.now),
+                reason=self._reason(band, bands, views, ready, alive),
+            )
+            for band in bands
+        ]
         held = not alive and self.settings.queue.hold_s > 0.0
         return PoolSnapshot(self.pool, alive, held, leases, preempting, tuple(bands), tuple(backends))
 

@@ -119,13 +119,21 @@ class BackendSums:
 
 
 class FlowSums:
-    """The requests of one flow of a band, and their tokens; `weight` is that of the newest."""
+    """The requests of one flow of a band, their tokens, and their time in the queue in microseconds.
 
-    __slots__ = ("ends", "tokens", "weight")
+    `weight` is that of the newest.
+    """
+
+    __slots__ = ("ends", "tokens", "wait_us", "weight")
 
     def __init__(self) -> None:
-        self.ends = self.tokens = 0
+        self.ends = self.tokens = self.wait_us = 0
         self.weight = 1.0
+
+    @property
+    def wait_s(self) -> float:
+        """The mean time in the queue, also of requests that were refused there."""
+        return self.wait_us / self.ends * 1e-6 if self.ends else 0.0
 
 
 class Sums:
@@ -167,7 +175,7 @@ class Sums:
             band.wait_s[bucket_of(routing.queue_wait_s)] += 1
         tokens = max(0, result.prompt_tokens or 0), max(0, result.output_tokens or 0)
         if asked.flow is not None:
-            self._add_flow((name, asked.flow), asked.weight, sum(tokens))
+            self._add_flow((name, asked.flow), asked.weight, sum(tokens), routing.queue_wait_s or 0.0)
         tpot_s = ended.time_per_output_token_s
         if asked.stream and result.ttft_s is not None:
             band.ttft_s[bucket_of(result.ttft_s)] += 1
@@ -202,7 +210,7 @@ class Sums:
                 self.error_ratio += last.predicted_ttft.error_ratio(observed_s)
                 self.errors += 1
 
-    def _add_flow(self, key: tuple[str, str], weight: float, tokens: int) -> None:
+    def _add_flow(self, key: tuple[str, str], weight: float, tokens: int, wait_s: float) -> None:
         flow = self.flows.get(key)
         if flow is None:
             if len(self.flows) >= FLOWS_MAX - 1:
@@ -210,6 +218,7 @@ class Sums:
             flow = self.flows.setdefault(key, FlowSums())
         flow.ends += 1
         flow.tokens += tokens
+        flow.wait_us += round(wait_s * 1e6)
         flow.weight = weight
 
     def merge(self, other: Sums, sign: int) -> None:
@@ -235,6 +244,7 @@ class Sums:
                 flow = self.flows[key] = FlowSums()
             flow.ends += sign * theirs_of_flow.ends
             flow.tokens += sign * theirs_of_flow.tokens
+            flow.wait_us += sign * theirs_of_flow.wait_us
             if not flow.ends:
                 del self.flows[key]
             elif sign > 0:

@@ -22,7 +22,7 @@ from llmproxy.telemetry.exit import RequestExit
 BACKENDS_MAX = 64
 """Backends that have columns of their own in the history; a page shows the present state of all."""
 FLOWS_MAX = 20
-"""Flows that have columns of their own, those with most tokens of the last minute."""
+"""Flows that have columns of their own: those with most tokens of the last minute, and those that waited longest."""
 STATES = {"up": 0.0, "starting": 1.0, "drained": 2.0, "leaving": 3.0, "resting": 4.0, "down": 5.0}
 """The states of a backend as numbers, the worst last."""
 
@@ -94,8 +94,11 @@ class Recorder:
         _put_share(row, "fleet/ttft_error", total.error_ratio, total.errors)
         self._put_bands(row, passed_s)
         self._put_backends(row, now)
-        for band, flow in nlargest(FLOWS_MAX, total.flows, key=lambda key: total.flows[key].tokens):
-            row[f"flow/{band}/{flow[:200]}/tokens_per_s"] = total.flows[band, flow].tokens / minute.span_s
+        flows = total.flows
+        for band, flow in nlargest(FLOWS_MAX, flows, key=lambda key: flows[key].tokens):
+            row[f"flow/{band}/{flow[:200]}/tokens_per_s"] = flows[band, flow].tokens / minute.span_s
+        for band, flow in nlargest(FLOWS_MAX, flows, key=lambda key: flows[key].wait_s):
+            row[f"flow/{band}/{flow[:200]}/wait_s"] = flows[band, flow].wait_s
         return row
 
     def _put_bands(self, row: dict[str, float], passed_s: int) -> None:
@@ -120,11 +123,16 @@ class Recorder:
         for status in islice(self.statuses(), BACKENDS_MAX):
             backend, begin = pools.backends[status.name], f"backend/{status.name[:200]}/"
             view = backend.view(now)
+            sums = minute.total.backend(status.name)
             row[begin + "state"] = STATES[status.state]
             row[begin + "saturation"] = view.saturation
             # As in the snapshot: nothing comes from a replica that went away.
             if status.state == "up" or status.in_flight:
-                row[begin + "tokens_per_s"] = minute.total.backend(status.name).output / minute.span_s
+                row[begin + "tokens_per_s"] = sums.output / minute.span_s
+            if sums.ttft_s is not None:
+                row[begin + "ttft_s"] = sums.ttft_s
+            if sums.tpot_s is not None:
+                row[begin + "tpot_s"] = sums.tpot_s
             if view.reading is not None:
                 row[begin + "kv_used"] = view.kv_used
                 row[begin + "waiting"] = view.waiting

@@ -166,6 +166,7 @@ class LiveSnapshot:
                     "band": self._recorder.band(band.level),
                     "waiting": band.waiting,
                     "ceiling": _rounded(band.ceiling, 3),
+                    "places": band.places,
                     "min_share": band.min_share,
                     "reason": band.reason,
                     "oldest_s": round(_oldest_s(band), 3),
@@ -185,7 +186,7 @@ class LiveSnapshot:
         paces: Mapping[str, BackendPace],
         now: float,
     ) -> list[dict[str, Any]]:
-        pool_of = {one.view.backend: (pool.pool, one) for pool in seen.pools for one in pool.backends}
+        pool_of = {one.view.backend: (pool, one) for pool in seen.pools for one in pool.backends}
         shown = []
         for status in statuses[:BACKENDS_MAX]:
             pool, one = pool_of.get(status.name, (None, None))
@@ -195,7 +196,7 @@ class LiveSnapshot:
     def _backend(
         self,
         status: BackendStatus,
-        pool: str | None,
+        pool: PoolSnapshot | None,
         seen: BackendSnapshot | None,
         pace: BackendPace | None,
         change: Event | None,
@@ -215,10 +216,13 @@ class LiveSnapshot:
             "state": status.state,
             "why": change.why if change is not None and status.state != "up" else "",
             "since_s": round(now - max(status.since_s, change.at_s if change is not None else 0.0), 1),
-            "pool": pool,
+            "pool": pool.pool if pool is not None else None,
             "in_flight": status.in_flight,
             "load": view.load,
             "limit": view.limit,
+            "places": {
+                recorder.band(band.level): view.slots(band.ceiling) for band in (pool.bands if pool is not None else ())
+            },
             "kv_used": _rounded(view.kv_used, 4) if reading is not None else None,
             "running": reading.running if reading is not None else None,
             "waiting": view.waiting,

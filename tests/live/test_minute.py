@@ -131,3 +131,13 @@ def test_flows_are_bounded_and_a_weight_is_that_of_the_newest() -> None:
     assert len(flows) == FLOWS_MAX
     assert flows["default", OTHER].ends == 51
     assert flows["default", "f0"].weight == 3.0
+
+
+def test_a_flow_has_the_mean_wait_of_its_requests_also_of_those_that_were_refused() -> None:
+    minute = Minute()
+    minute.record(ended("starved", 60.0, backend=None, outcome=Outcome.EXPIRED, status=503))
+    minute.record(ended("starved", 20.0))
+    minute.roll(0)
+    assert minute.total.flows["default", "starved"].wait_s == pytest.approx(40.0)
+    minute.roll(SPAN_S)
+    assert minute.total.flows == {}

@@ -66,6 +66,16 @@ class Headroom:
                     return False
         return not idle
 
+    def places(self, band: int, views: Sequence[View], now: float) -> int:
+        """How many sequences of `band` and the bands below it fill `views`, the KV-cache aside."""
+        ceiling = self.ceiling(band, now)
+        able = [view for view in views if view.available]
+        places = sum(view.slots(ceiling) for view in able)
+        if not able or not self.used_above(band, now):
+            return places
+        # See `keeps_last`.
+        return max(1, min(places, sum(min(view.limit, view.slots(self._highest)) for view in able) - 1))
+
     def used_above(self, band: int, now: float) -> bool:
         """A band above `band` is in use."""
         return next(self._above(band, now), None) is not None

@@ -137,6 +137,8 @@ def test_small_replicas_keep_one_slot_together_and_larger_ones_each(
     first = only_grant(one, 0.0)
     one.finish(first, Verdict.SERVED, 0.5)
     submit(one, *(request(band=band, deadline_s=100.0) for _ in range(20)), now=1.0)
+    (seen,) = one.snapshot(1.0).pools
+    assert {shown.level: shown.places for shown in seen.bands}[band] == granted
     assert len(one.decide(1.0)) == granted
     # Nobody asked for more in a minute: it all goes to who waits.
     assert len(one.decide(60.5)) == sum(limits) - granted

@@ -55,6 +55,10 @@ function open(host, store) {
     title: "Tokens per second by flow", note: "The flows with most tokens. Mean of the last minute.", write: number, stacked: true, height: 190,
     lines: (history) => history.names("flow/", "/tokens_per_s").map((name, at) => ({ label: name, column: `flow/${name}/tokens_per_s`, ...looks(at) })),
   });
+  const waits = new Chart(host, store, {
+    title: "Wait in the queue by flow", note: "The flows that waited longest. Mean of the last minute, also of requests that were refused.", write: duration, log: true, height: 190,
+    lines: (history) => history.names("flow/", "/wait_s").map((name, at) => ({ label: name, column: `flow/${name}/wait_s`, ...looks(at) })),
+  });
   host.append(card("Limits", limits.element));
   return {
     update({ live, history }) {
@@ -64,8 +68,9 @@ function open(host, store) {
       heads.update(waiting, live.pools.reduce((more, pool) => more + pool.bands.reduce((sum, band) => sum + band.more_flows, 0), 0));
       limits.update(live.limits, live.more_limits);
       chart.update(history);
+      waits.update(history);
     },
-    close: () => chart.close(),
+    close: () => [chart, waits].forEach((each) => each.close()),
   };
 }
 

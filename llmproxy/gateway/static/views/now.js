@@ -3,35 +3,45 @@
 import { asking } from "../lib/asking.js";
 import { bandLooks, Chart } from "../lib/chart.js";
 import { json } from "../lib/client.js";
-import { bar, card, h, Keyed, put } from "../lib/dom.js";
+import { card, h, Keyed, put } from "../lib/dom.js";
 import { count, duration, number, percent, plural } from "../lib/format.js";
 import { EventList } from "./events.js";
-import { replicaTable } from "./replicas.js";
+import { replicaTable, WORDS } from "./replicas.js";
 import { needed } from "./scale.js";
 
 const DOT_PX = 9;
+const DEFAULT = 0; // the level of the band of requests that name none
+const LATE_S = 1; // a wait of a higher band that is worth a colour
+const USED_UP = "rate_limited"; // a tenant's own rate: no trouble of the proxy
+const FLOWS_SHOWN = 3;
 
 export const now = { title: "Now", columns: ["fleet/", "band/"], open };
 
+/** [title, value, note, level]: a level of `warning` or `bad` is written beside the title. */
 const TILES = [
   ["Requests/s", (live) => number(live.row["fleet/completed_per_s"] ?? 0), (live) => `completed in a second; ${plural(live.minute.completed, "request")} in ${duration(live.minute.span_s)}`],
-  ["Waiting", (live) => count(sum(live.bands, (band) => band.waiting)), (live) => `${count(sum(live.bands, (band) => band.blocked))} more for limits of their own`],
+  ["Waiting", (live) => count(sum(live.bands, (band) => band.waiting)), (live) => `${count(sum(live.bands, (band) => band.blocked))} more for limits of their own`, (live) => (live.bands.some((band) => band.level > DEFAULT && band.oldest_s >= LATE_S) ? "bad" : live.bands.some((band) => band.waiting) ? "warning" : "")],
   ["In flight", (live) => count(sum(live.backends, (one) => one.load)), (live) => `of ${count(sum(live.backends, (one) => (one.state === "up" ? (one.limit ?? 0) : 0)))} that replicas take`],
   ["Output tokens/s", (live) => number(live.row["fleet/output_tokens_per_s"]), (live) => `${number(live.row["fleet/input_tokens_per_s"])} input tokens/s`],
   ["Cache hits", (live) => percent(live.row["fleet/hit_share"]), () => "of the prompt tokens, last minute"],
-  ["Refused, failed", (live) => `${count(live.minute.refused)}, ${count(live.minute.failed)}`, (live) => `in ${duration(live.minute.span_s)}; ${plural(live.minute.retries, "retry").replace("retrys", "retries")}`],
+  ["Refused, failed", (live) => `${count(live.minute.refused)}, ${count(live.minute.failed)}`, (live) => `in ${duration(live.minute.span_s)}; ${[...reasons(live), plural(live.minute.retries, "retry").replace("retrys", "retries")].join(", ")}`, (live) => (live.minute.failed ? "bad" : live.minute.refused > (live.minute.outcomes[USED_UP] ?? 0) ? "warning" : "")],
+  ["Replicas up", (live) => count(of(live, "up")), (live) => `of ${count(live.backends.length + live.more_backends)}${["down", "resting", "leaving", "drained", "starting"].filter((state) => of(live, state)).map((state) => `, ${count(of(live, state))} ${WORDS[state] ?? state}`).join("")}`, (live) => (of(live, "down") || !of(live, "up") ? "bad" : of(live, "resting") ? "warning" : "")],
 ];
 
+/** Requests that were refused or failed in the last minute, by outcome, the most frequent first. */
+const reasons = ({ minute }) => Object.entries(minute.outcomes).sort((one, other) => other[1] - one[1]).map(([name, times]) => `${count(times)} ${name}`);
+const of = (live, state) => live.backends.filter((one) => one.state === state).length;
 const sum = (items, of) => items.reduce((total, item) => total + of(item), 0);
 
 function open(host, store) {
-  const tiles = [...TILES.map(([title]) => title), "Replicas wanted"].map((title) => ({ title, value: h("dd", { className: "big" }, "–"), note: h("dd", { className: "quiet" }) }));
+  const tiles = [...TILES.map(([title]) => title), "Replicas wanted"].map((title) => ({ title, level: h("strong"), value: h("dd", { className: "big" }, "–"), note: h("dd", { className: "quiet" }) }));
+  for (const tile of tiles) tile.element = h("div", { className: "tile" }, h("dt", {}, tile.title, " ", tile.level), tile.value, tile.note);
   const lanes = h("ul", { className: "bands" });
   const rows = new Keyed(lanes, lane);
   const inversions = h("p", { className: "quiet" });
   const table = replicaTable(store, false);
   host.append(
-    h("dl", { className: "tiles" }, tiles.map((tile) => h("div", { className: "tile" }, h("dt", {}, tile.title), tile.value, tile.note))),
+    h("dl", { className: "tiles" }, tiles.map((tile) => tile.element)),
     card("Bands, the most important first", lanes, inversions),
     card("Replicas", table.element),
   );
@@ -47,11 +57,14 @@ function open(host, store) {
   }, () => {});
   return {
     update({ live, history }) {
-      TILES.forEach(([, value, note], at) => {
+      TILES.forEach(([, value, note, level], at) => {
+        const found = level?.(live) ?? "";
+        tiles[at].element.dataset.level = found;
+        put(tiles[at].level, found);
         put(tiles[at].value, value(live));
         put(tiles[at].note, note(live));
       });
-      rows.update(live.bands, (band) => band.band, fillLane);
+      rows.update(live.bands, (band) => band.band, (parts, band) => fillLane(parts, band, live.pools));
       put(inversions, `Inversions: ${count(live.inversions)}. That is how often a lower band was served although a higher one could have been.`);
       table.update(live);
       for (const chart of charts) chart.update(history);
@@ -80,26 +93,40 @@ export function bands(store, history) {
 }
 
 function lane() {
-  const parts = { name: h("h3"), waiting: h("span", { className: "big" }), line: bar(), reason: h("p", { className: "reason" }) };
-  parts.facts = ["oldest", "granted/s", "TTFT p50", "TTFT p99", "objective met"].map((name) => ({ name, value: h("dd") }));
+  const parts = { name: h("h3"), waiting: h("span", { className: "big" }), reason: h("p", { className: "reason" }), flows: h("p", { className: "flows" }) };
+  parts.facts = ["oldest", "granted/s", "TTFT p50", "TTFT p99", "objective met", "may fill"].map((name) => ({ name, value: h("dd") }));
   parts.element = h("li", { className: "band" },
     h("div", { className: "band-name" }, parts.name, h("p", {}, parts.waiting, " waiting")),
-    h("div", { className: "band-line" }, h("div", { className: "dots", "aria-hidden": "true" }, (parts.dots = h("span"))), parts.reason),
+    h("div", { className: "band-line" }, h("div", { className: "dots", "aria-hidden": "true" }, (parts.dots = h("span"))), parts.reason, parts.flows),
     h("dl", { className: "facts" }, parts.facts.map((fact) => h("div", {}, h("dt", {}, fact.name), fact.value))));
   return parts;
 }
 
-function fillLane(parts, band) {
+/** The flows of a band that wait, over all pools, most requests first; those that the document leaves out are counted. */
+function waiting(band, pools) {
+  const [found, parts] = [new Map(), pools.flatMap((pool) => pool.bands.filter((one) => one.band === band.band))];
+  for (const flow of parts.flatMap((part) => part.flows)) {
+    const before = found.get(flow.flow) ?? { waiting: 0, oldest_s: 0 };
+    found.set(flow.flow, { waiting: before.waiting + flow.waiting, oldest_s: Math.max(before.oldest_s, flow.oldest_s) });
+  }
+  const flows = [...found].sort((one, other) => other[1].waiting - one[1].waiting);
+  return { flows, more: Math.max(0, flows.length - FLOWS_SHOWN) + sum(parts, (part) => part.more_flows), places: sum(parts, (part) => part.places) };
+}
+
+function fillLane(parts, band, pools) {
   parts.element.dataset.band = band.band;
   put(parts.name, band.band);
   put(parts.waiting, count(band.waiting));
   parts.dots.style.width = `${band.waiting * DOT_PX}px`;
   const blocked = band.blocked ? `${plural(band.blocked, "request")} more for a limit of their own.` : "";
   put(parts.reason, [band.reasons.map((reason) => `Why: ${reason}.`).join(" "), blocked].filter(Boolean).join(" ") || (band.waiting ? "" : "Nothing waits."));
+  const { flows, more, places } = waiting(band, pools);
+  const named = flows.slice(0, FLOWS_SHOWN).map(([name, flow]) => `${name || "no name"}: ${count(flow.waiting)}, oldest ${duration(flow.oldest_s)}`);
+  put(parts.flows, [...named, ...(more ? [`and ${plural(more, "more flow")}`] : [])].join("; "));
   const asked = band.objectives.met + band.objectives.missed;
   const values = [
     band.waiting ? duration(band.oldest_s) : "–", number(band.grants_per_s), duration(band.ttft_s.p50), duration(band.ttft_s.p99),
-    asked ? percent(band.objectives.met / asked) : "none asked",
+    asked ? percent(band.objectives.met / asked) : "none asked", plural(places, "place"),
   ];
   parts.facts.forEach((fact, at) => put(fact.value, values[at]));
 }

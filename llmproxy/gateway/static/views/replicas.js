@@ -11,7 +11,7 @@ import { scaleTable } from "./scale.js";
 
 export const replicas = { title: "Replicas", columns: ["backend/"], open };
 
-const WORDS = { resting: "ejected" };
+export const WORDS = { resting: "ejected" };
 const RECENT_S = 300;
 /** Times as slow as the others that are worth a word: replicas of one kind differ by less. */
 const SLOW = 1.5;
@@ -31,6 +31,8 @@ function open(host, store) {
   host.append(plots);
   const lines = (suffix) => (history) => history.names("backend/", `/${suffix}`).map((name, at) => ({ label: name, column: `backend/${name}/${suffix}`, ...looks(at) }));
   const charts = [
+    new Chart(plots, store, { title: "Time to the first token", note: "Mean of the requests of the last minute, from the grant.", lines: lines("ttft_s"), write: duration, log: true }),
+    new Chart(plots, store, { title: "Time per token", note: "Mean of the requests of the last minute, after the first token.", lines: lines("tpot_s"), write: duration, log: true }),
     new Chart(plots, store, { title: "Output tokens per second", lines: lines("tokens_per_s"), write: number }),
     new Chart(plots, store, { title: "KV cache in use", lines: lines("kv_used"), write: percent }),
     new Chart(plots, store, { title: "Waiting in the engine", lines: lines("waiting"), write: count }),
@@ -56,7 +58,7 @@ export function replicaTable(store, full) {
     { title: "Replica", value: (one) => one.backend, text: (one) => (one.role === "both" ? one.backend : `${one.backend} (${one.role})`) },
     { title: "State", value: (one) => one.state, fill: (cell, one) => fillState(cell, one, made.failures?.get(one.backend), store.offset) },
     ...(full ? [{ title: "", fill: (cell, one) => fillDrain(cell, one, store, made) }] : []),
-    { title: "Load", number: true, value: (one) => share(one), fill: (cell, one) => fillLoad(cell, one, made.marks?.get(one.pool) ?? []), hint: "Requests that the proxy sent there, and how many it sends at most" },
+    { title: "Load", number: true, value: (one) => share(one), fill: (cell, one) => fillLoad(cell, one), hint: "Requests that the proxy sent there, and how many it sends at most" },
     { title: "TTFT", number: true, value: (one) => one.ttft_s, text: (one) => duration(one.ttft_s), hint: "Mean time of the replica to the first token of a stream, last minute" },
     { title: "Per token", number: true, value: (one) => one.tpot_s, fill: (cell, one) => fillPerToken(cell, one, made.slower?.get(one.backend)), hint: "Mean time per token after the first, last minute; 2.0x is twice the median of its pool" },
     ...(full ? [
@@ -83,7 +85,6 @@ export function replicaTable(store, full) {
     update(live) {
       made.slower = slower(live.backends);
       made.failures = failures(store.events(), live.now_s - RECENT_S);
-      made.marks = new Map(live.pools.map((pool) => [pool.pool, pool.bands.filter((band) => band.ceiling !== null && band.ceiling < 1).map((band) => ({ at: band.ceiling, style: `band-${band.band}` }))]));
       table.update(live.backends, live.more_backends);
     },
   });
@@ -142,7 +143,10 @@ function fillPerToken(cell, one, times) {
   cell.classList.toggle("stands-out", Boolean(times));
 }
 
-function fillLoad(cell, one, marks) {
+function fillLoad(cell, one) {
+  const places = Object.entries(one.places);
+  const marks = places.filter(([, most]) => most < one.limit).map(([band, most]) => ({ at: most / one.limit, style: `band-${band}` }));
+  cell.title = places.map(([band, most]) => `${band} up to ${count(most)}`).join(", ");
   putMeter(cell, share(one), `${count(one.load)} / ${one.limit === null ? "?" : count(one.limit)}`, "", marks);
 }
 
