@@ -150,7 +150,7 @@ def test_a_pressed_button_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_demo_keeps_out_of_the_state_file_of_others() -> None:
     config = Config.model_validate(_config(8080, REPLICAS))
-    assert place(config.state_file, {"XDG_STATE_HOME": "/elsewhere"}) is None
+    assert place(config.state_file, {"XDG_STATE_HOME": "/elsewhere"}, "127.0.0.1", 8080) is None
     assert config.host == "127.0.0.1"
     assert [backend.name for backend in config.backends] == ["replica-1", "replica-16"]
 
