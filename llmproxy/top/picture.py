@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmproxy.core.placement.price import NAMES
+from llmproxy.live.summary import SLOWER
 from llmproxy.terminal import printable
 from llmproxy.top.document import Backend, Band, Candidate, Choice, Document, Event, Explained, Flow
 from llmproxy.top.view import COLUMNS, KEYS, View
@@ -42,7 +43,7 @@ HELP = {
     "load": "what the proxy sent there, of what it sends at most",
     "role": "prefill or decode where it is not meant for both",
     "KV, hit": "share of the KV cache in use; share of prompt tokens that it had",
-    "pace": "time of a token against the pool: 2.00x is twice as slow",
+    "pace": "time of a token against the pool: 2.00x is twice as slow, ! from 1.5x",
     "share, due": "its part of the band's tokens in the last minute; its part by weight",
     "choices": "price in seconds and its parts; → is chosen, × takes no request now",
 }
@@ -152,6 +153,9 @@ def _head(document: Document, view: View, width: int, height: int | None, troubl
     }
     told = [f"{minute.completed:,} completed", *(f"{count:,} {name}" for name, count in counts.items() if count)]
     ended = Text(f"in {minute.span_s:.0f} s: {', '.join(told)}")
+    if minute.outcomes:
+        reasons = sorted(minute.outcomes.items(), key=lambda one: -one[1])
+        ended.append(f"; {', '.join(f'{count:,} {printable(name)}' for name, count in reasons)}", "yellow")
     if (cluster := document.cluster) is not None:
         leader = "nobody" if cluster.leader is None else printable(cluster.leader)
         ended.append(f"; {leader} leads {len(cluster.members)} members")
@@ -237,10 +241,18 @@ def _replica(one: Backend) -> list[Text]:
         Text(_percent(one.kv_used)),
         Text(_percent(one.hit_share)),
         Text(f"{one.output_tokens_per_s:,.0f}"),
-        Text("-" if one.tokens_slower is None or one.state != "up" else f"{one.tokens_slower:.2f}x"),
+        _pace(one),
         _name(one.pool or "-"),
         _name("" if one.state == "up" else f"for {duration(one.since_s)}" + (f": {one.why}" if one.why else "")),
     ]
+
+
+def _pace(one: Backend) -> Text:
+    """A slow replica has a mark beside the colour."""
+    if one.tokens_slower is None or one.state != "up":
+        return Text("-")
+    slow = one.tokens_slower >= SLOWER
+    return Text(f"{'!' * slow}{one.tokens_slower:.2f}x", "yellow" if slow else "")
 
 
 def _flows(flows: Sequence[Flow], view: View) -> Section:

@@ -221,6 +221,14 @@ def test_a_replica_that_is_not_up_has_no_pace() -> None:
     assert "2.50x" not in "\n".join(lines)
 
 
+def test_a_slow_replica_has_a_mark_and_refusals_have_their_outcome() -> None:
+    slow = replace(live().backends[0], state="up", tokens_slower=2.5)
+    refused = replace(live().minute, outcomes={"expired": 2, "rejected_capacity": 59})
+    lines = "\n".join(drawn(picture(live(backends=(slow,), minute=refused), View(), 120)))
+    assert "!2.50x" in lines
+    assert "59 rejected_capacity, 2 expired" in lines
+
+
 def test_lines_that_are_left_show_the_last_choices() -> None:
     (choice,) = found("story.json")["choices"]
     explained = read({"pools": [{"choices": [choice | {"request": f"r{number}"} for number in range(20)]}]}, Explained)
