@@ -311,6 +311,7 @@ OTHER_THAN_DEFAULT: dict[str, str | list[str]] = {
     "shared_limits.store": "valkey://127.0.0.1:6379",
     "shared_limits.on_failure": "1/3",
     "admin.port": "9100",
+    "timeouts.keep_alive_s": "15.0",
     "decision_log": "decisions.jsonl",
     "clients.address_requests_per_s": "0.5",
     "scaling.target_tpot_s": "0.5",

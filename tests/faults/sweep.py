@@ -65,8 +65,8 @@ def sweep(patch: pytest.MonkeyPatch, handler: RequestHandler, at: int, moment: M
     serve: Callable[[Route, Any], Awaitable[Any]] = type(handler).serve.__get__(handler)
     runs: list[Swept] = []
 
-    async def swept(route: Route, http: Any) -> Any:
-        runs.append(Swept(serve(route, http), at, moment))
+    async def swept(route: Route, *given: Any) -> Any:
+        runs.append(Swept(serve(route, *given), at, moment))
         return await runs[-1]
 
     patch.setattr(handler, "serve", swept)

@@ -225,8 +225,8 @@ async def test_a_drain_that_begins_while_the_store_is_asked_refuses(store: Memor
 
 
 @with_dispatcher
-async def test_a_request_of_an_unknown_pool_costs_nothing(store: MemoryStore, one: Dispatcher) -> None:
-    lost = request(limits=(ACME,), pool="nowhere")
+async def test_a_request_for_an_unknown_model_costs_nothing(store: MemoryStore, one: Dispatcher) -> None:
+    lost = request(limits=(ACME,), pool="nowhere", model="nowhere")
 
     async def come() -> None:
         async with one.admit(lost):

@@ -322,7 +322,7 @@ class Relay:
 def not_a_stream(attempt: Attempt) -> None:
     """The client has comments of a stream, and the backend sends something else."""
     message = "The backend did not answer with a plain stream of events, which its client has begun to read."
-    attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=False)
+    attempt.fail(Outcome.UPSTREAM_STATUS, Cause.ERROR, message)
     attempt.status = 502
 
 

@@ -111,6 +111,7 @@ def test_readings_are_what_the_gauges_published_and_no_more(calls: SchedulerCall
                 running_adapters=frozenset(gauges.running_adapters),
                 max_adapters=2,
                 deferred=gauges.deferred,
+                generated=gauges.generated,
             ),
         )
         for at_s, replica, gauges in calls.published
