@@ -224,7 +224,7 @@ def test_a_replica_that_is_not_up_has_no_pace() -> None:
 def test_a_slow_replica_has_a_mark_and_refusals_have_their_outcome() -> None:
     slow = replace(live().backends[0], state="up", tokens_slower=2.5)
     refused = replace(live().minute, outcomes={"expired": 2, "rejected_capacity": 59})
-    lines = "\n".join(drawn(picture(live(backends=(slow,), minute=refused), View(), 120)))
+    lines = "\n".join(drawn(picture(live(backends=(slow,), minute=refused), View(), 120), 120))
     assert "!2.50x" in lines
     assert "59 rejected_capacity, 2 expired" in lines
 
