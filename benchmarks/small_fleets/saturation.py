@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.small_fleets.load import Work, first_s
 from benchmarks.small_fleets.stage import Check, Stage, staged, true
@@ -26,9 +27,8 @@ async def throughput(sizes: Sequence[int], stream: bool, tree: Path | None) -> l
         direct, proxied, answered = 0.0, 0.0, 0.0
         for _ in range(ROUNDS):
             direct += (await _window(stage, sizes, work, direct=True))[0]
-            tokens, answers = await _window(stage, sizes, work, direct=False)
+            tokens, answers, advice = await _window(stage, sizes, work, direct=False)
             proxied, answered = proxied + tokens, answered + answers
-            advice = await stage.json("/scale/sim")
         limits = await stage.limits()
     replica = advice.get("replica") or {}
     said = (replica.get("requests_per_s") or 0.0) * len(sizes)
@@ -41,8 +41,13 @@ async def throughput(sizes: Sequence[int], stream: bool, tree: Path | None) -> l
     ]
 
 
-async def _window(stage: Stage, sizes: Sequence[int], work: Work, *, direct: bool) -> tuple[float, float]:
-    """(Tokens, answers) per second of a fleet that is full, by its least loaded replica or through the proxy."""
+async def _window(
+    stage: Stage, sizes: Sequence[int], work: Work, *, direct: bool
+) -> tuple[float, float, dict[str, Any]]:
+    """(Tokens per second, answers per second, advice of `/scale`) of a fleet that is full.
+
+    Clients use the replica with fewest of their requests where they are `direct`, and the proxy otherwise.
+    """
     urls = stage.fleet.replica_urls
     async with stage.clients(work) as clients:
 
@@ -53,7 +58,8 @@ async def _window(stage: Stage, sizes: Sequence[int], work: Work, *, direct: boo
         await clients.rate(SETTLE_S)
         before = len(clients.seen)
         tokens = await stage.tokens_per_s(WINDOW_S)
-        return tokens, sum(one.whole for one in clients.seen[before:]) / WINDOW_S
+        answers = sum(one.whole for one in clients.seen[before:])
+        return tokens, answers / WINDOW_S, await stage.json("/scale/sim")
 
 
 async def critical(sizes: Sequence[int], stream: bool, tree: Path | None) -> list[Check]:
