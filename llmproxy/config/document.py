@@ -58,7 +58,9 @@ class ConfigError(Exception):
 
 def dotted(place: Place) -> str:
     """A place as a message begins with it: `models[0].name: `."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part != "[key]")
+    # A key may hold what controls a terminal.
+    shown = (part if isinstance(part, int) or part.isprintable() else ascii(part)[1:-1] for part in place)
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in shown if part != "[key]")
     return f"{text.lstrip('.')}: " if text else ""
 
 

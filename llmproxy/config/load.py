@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from llmproxy.config.changes import SECRET
 from llmproxy.config.config import BackendsFile, Config
 from llmproxy.config.document import ConfigError, Document, Place, advice, dotted
 from llmproxy.config.keys import keys, leaves, sections_in
@@ -137,7 +138,7 @@ def _reason_of(detail: ErrorDetails) -> str:
         return str(detail["ctx"]["error"])
     reason = re.sub(r"^\w+ should", "should", detail["msg"]).partition(", unable to")[0]
     # A wrong key may still be a secret, and this text may be logged.
-    secret = any("api_key" in str(part) or part == "cache_salt" for part in detail["loc"])
+    secret = any(part in SECRET for part in detail["loc"])
     return reason if secret else f"{reason}, not {reprlib.repr(detail['input'])}"
 
 

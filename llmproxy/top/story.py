@@ -112,7 +112,9 @@ def _choice(choice: Mapping[str, Any], width: int) -> RenderableType:
     table.add_column(no_wrap=True, justify="right")
     table.add_column(no_wrap=True, overflow="ellipsis")
     room = max(BAR_MIN, width - max(10, width // 4) - 34)
-    highest = max((one["total_s"] for one in candidates), default=0.0)
+    # Terms may be larger than their total in a document of another program, and a bar never exceeds its room.
+    totals = [max(one["total_s"], sum(max(0.0, s) for s in one["terms"].values())) for one in candidates]
+    highest = max(totals, default=0.0)
     for one in candidates:
         bar = _bar(one["terms"], names, room / highest if highest > 0.0 else 0.0)
         bar.append("" if one["fits"] else " takes no request now", "dim")

@@ -182,6 +182,7 @@ backends: [{{url: http://a:1, prompt_tokens: [1, 9], role: decode}}]
 models:
 - {{name: m, limits: {{requests_per_min: 90.5}}}}
 - {{name: free}}
+- {{name: user-*, base: m}}
 tenants:
 - {{name: acme, keys: [{HASH}], limits: {{in_flight: 3, tokens_per_min: 1000}}}}
 scheduling:
@@ -226,6 +227,7 @@ scaling: {{pools: [m], from_band: batch, min: 2, max: 5, utilisation: 0.7}}
     }
     assert message.disaggregation == Disaggregation(Splitting.TOKENS, 512, lease_s=20.0)
     assert message.scaling == ScalingSettings(pools=("m",), from_band=-50, min=2, max=5, utilisation=0.7)
+    assert message.unlisted == {"user-*": "m"}
     plain = {
         "fairness": "slo", "ordering": "edf", "placement": "random", "charged": "kv_seconds", "headroom_s": 7.0,
         "input_weight": 0.5, "output_weight": 3.0, "quantum_tokens": 10.0, "slo_window_s": 60.0, "ageing_s": 5.0,

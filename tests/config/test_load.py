@@ -442,3 +442,27 @@ def test_prompt_range_is_read_unless_it_is_empty(tmp_path: Path) -> None:
     path.write_text("backends: [{url: http://a:1, prompt_tokens: [5, 4]}]\n")
     with pytest.raises(ConfigError, match=r"config\.yaml:1: backends\[0\]\.prompt_tokens: should be \[from, to\]"):
         load(path)
+
+
+SECRETS = [
+    "cluster: {listen: '127.0.0.1:1', lock: ['valkey://user:hush@store']}",
+    "shared_limits: {store: {a: 'valkey://user:hush@store'}}",
+    "admin_key: [hush]",
+    "backend_api_key: {a: hush}",
+    "backends: [{url: 'http://a', api_key: [hush]}]",
+    "tenants: [{name: a, keys: {a: hush}}]",
+    "tenants: [{name: a, keys: [{hash: [hush]}]}]",
+]
+
+
+@pytest.mark.parametrize("text", SECRETS)
+def test_a_secret_of_a_wrong_type_is_not_repeated(write: Any, text: str) -> None:
+    found = problems(write(text))
+    assert found
+    assert not any("hush" in problem for problem in found)
+
+
+def test_a_key_that_controls_a_terminal_is_escaped(write: Any) -> None:
+    (problem,) = problems(write('"a\\e]0;\\abc": 1'))
+    assert problem.isprintable()
+    assert "\\x1b" in problem

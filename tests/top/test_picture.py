@@ -187,6 +187,12 @@ def test_choices_show_what_decides() -> None:
     assert choice["request"] not in "\n".join(nothing)
 
 
+def test_a_bar_has_no_more_room_than_there_is() -> None:
+    document = found("story.json")
+    document["choices"][0]["candidates"][0]["terms"] = {"queue": 1e12}
+    assert max(map(len, drawn(story(document, 80)))) < 200
+
+
 def test_terms_of_choices_have_one_order_and_room() -> None:
     (choice,) = found("story.json")["choices"]
     more = {"headroom": 0.02, "slot": 1.2, "adapter": 0.3, "of_a_plugin": 0.9}
