@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -36,6 +37,8 @@ FAST = ReplicaOptions(model="base", adapters=("lora-0", "lora-1"), profile="tiny
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"model": "base", "messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 4}
 STREAM = HELLO | {"stream": True}
+OWN_ID = re.compile(r"-\d+-\d+$")
+"""The end of an id that the proxy made its own, because an engine may still have a request of the client's id."""
 ENDLESS = STREAM | {"max_tokens": 30_000, "ignore_eos": True}
 """A stream that only ends when it is cut."""
 

@@ -189,6 +189,9 @@ class World:
             self.pools.submit(request, self.now, excluded, entry)
         except Refused as refusal:
             refused = refusal.outcome
+        if refused is Outcome.UPSTREAM_TIMEOUT:
+            assert entry is Entry.RETRY, "only after a time limit"
+            expected = refused
         assert refused == expected, f"{request.id}: {refused}"
         if refused is not None:
             self._end(request, refused)

@@ -155,7 +155,7 @@ async def test_a_backend_that_wants_a_key_is_logged(log: io.StringIO) -> None:
     async with scripted(answering(refusal)) as backend:
         async with serving(extra=[backend.url]) as proxy:
             answer = await proxy.chat()
-            assert (answer.status, answer.body) == (401, b'{"error":"Unauthorized"}')
+            assert answer.status == 502, "its client did not choose the key"
         async with serving(extra=[backend.url], backend_api_key="secret-wrong") as proxy:
             await proxy.chat()
     assert "b0 wants a key: set backend_api_key, or its own api_key" in log.getvalue()

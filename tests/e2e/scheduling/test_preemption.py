@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmproxy import attempts
-from tests.e2e.proxies import FAST, HELLO, STREAM, ProxyUnderTest, one_seat, serving, until
+from tests.e2e.proxies import FAST, HELLO, OWN_ID, STREAM, ProxyUnderTest, one_seat, serving, until
 
 OBJECTIVE = "x-llm-d-inference-objective"
 SHEDDABLE, CRITICAL = {OBJECTIVE: "sheddable"}, {OBJECTIVE: "critical"}
@@ -24,8 +24,9 @@ async def serving_one_frozen(**scheduling: Any) -> AsyncIterator[ProxyUnderTest]
 
 
 def posted(proxy: ProxyUnderTest) -> list[str]:
-    """Who reached the replica, in order."""
-    return [seen.headers["x-request-id"] for seen in proxy.replicas[0].requests_seen if seen.method == "POST"]
+    """Who reached the replica, in order; a second attempt has an id of its own there."""
+    seen = [request for request in proxy.replicas[0].requests_seen if request.method == "POST"]
+    return [OWN_ID.sub("", request.headers["x-request-id"]) for request in seen]
 
 
 async def test_a_stream_without_a_byte_is_preempted() -> None:

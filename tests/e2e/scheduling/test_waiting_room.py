@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.proxies import FAST, HELLO, STREAM, Answer, ProxyUnderTest, one_seat, serving, until
+from tests.e2e.proxies import FAST, HELLO, OWN_ID, STREAM, Answer, ProxyUnderTest, one_seat, serving, until
 
 OBJECTIVE = "x-llm-d-inference-objective"
 FAIRNESS = "x-llm-d-inference-fairness-id"
@@ -33,7 +33,7 @@ class Queue:
         answers = await asyncio.gather(*self._tasks)
         assert {answer.status for answer in answers} == {200}
         seen = [request for request in self._proxy.replicas[0].requests_seen if request.method == "POST"]
-        return [request.headers["x-request-id"] for request in seen[1:]]
+        return [OWN_ID.sub("", request.headers["x-request-id"]) for request in seen[1:]]
 
 
 async def test_priority_between_bands_is_strict() -> None:
