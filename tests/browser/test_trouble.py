@@ -165,6 +165,4 @@ async def test_without_javascript_there_are_tables(browser: Browser) -> None:
         async with visiting(browser, proxy.url, java_script_enabled=False) as visit:
             await visit.page.goto(f"{proxy.url}/ui")
             await visit.page.wait_for_url("**/debug/plain")
-            content = await visit.page.content()
-            assert "<table" in content
-            assert "b1" in content
+            assert "Healthy: 2 of 2 replicas up" in await visit.page.content()
