@@ -4,136 +4,161 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from benchmarks.small_fleets.load import Clients, Work, details, failures
-from benchmarks.small_fleets.stage import Check, Stage, staged, true
+from benchmarks.small_fleets.load import Clients, Seen, Work, details, failures
+from benchmarks.small_fleets.stage import SPEED, Check, Stage, staged, true
 
 SIZES = (8, 8)
 CLIENTS = 32
+BROKEN = 1
+"""The replica that breaks, by its place in the fleet."""
 WARM_S, BASE_S = 7.0, 4.0
 NAMED_S = 5.0
 BACK_S = 30.0
 
 
-async def slow(stream: bool, tree: Path | None, factor: float = 8.0, speed: float = 0.4) -> list[Check]:
-    """A replica becomes 8 times as slow for 20 s: ejected and named within 5 s, and not let back before it is well."""
+@dataclass(slots=True)
+class Episode:
+    """A fleet under load whose replica `BROKEN` breaks and recovers, and the checks that its scene collects.
+
+    `base` is the healthy fleet's rate in answers per second; `before` is how many requests had ended by then.
+    """
+
+    stage: Stage
+    clients: Clients
+    base: float
+    before: int
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def seen(self) -> list[Seen]:
+        """Requests that ended since the fleet was warm."""
+        return self.clients.seen[self.before :]
+
+    async def fault(self, kind: str | None, **more: Any) -> None:
+        """Switch a fault of the replica on, or off with None."""
+        await self.stage.fault(BROKEN, kind, **more)
+
+    async def named(self, *words: str, within_s: float = NAMED_S) -> float:
+        """Check that the headline names the replica with all `words`; returns the seconds that it took."""
+        found_s, text = await self.stage.soon([self.stage.fleet.name(BROKEN), *words], 2 * within_s)
+        self.checks.append(Check("named after, s", found_s, most=within_s, note=text))
+        return min(found_s, 2 * within_s)
+
+    async def answers_on(self, seconds: float) -> None:
+        """Check the answers of the next `seconds`: the other replica has half of the places."""
+        during = await self.clients.rate(seconds)
+        self.checks.append(Check("answers meanwhile / before", during / self.base, least=0.4))
+
+    async def recovers(self, most_s: float = BACK_S) -> None:
+        """Check the seconds until nine tenths of `base` are back, over windows of 3 s."""
+        loop = asyncio.get_running_loop()
+        began_s, back_s = loop.time(), 2 * most_s
+        while loop.time() < began_s + 2 * most_s:
+            if await self.clients.rate(3.0) > 0.9 * self.base:
+                back_s = loop.time() - began_s - 3.0
+                break
+        self.checks.append(Check("full again after, s", back_s, most=most_s))
+
+    def none_failed(self) -> None:
+        """Check that no request failed before a byte of its answer came."""
+        failed = failures(self.seen)
+        self.checks.append(Check("failed requests", len(failed), most=0, note=details(failed)))
+
+
+@asynccontextmanager
+async def episode(stream: bool, tree: Path | None, speed: float = SPEED) -> AsyncIterator[Episode]:
+    """A fleet whose limits are known, with twice as many clients as places."""
     async with staged(SIZES, speed=speed, tree=tree) as stage, stage.clients(Work(stream)) as clients:
-        base = await _warm(stage, clients)
-        await stage.fault(1, "slow", factor=factor)
-        found_s, text = await stage.soon([stage.fleet.name(1), "slow"], 2 * NAMED_S)
-        during = await clients.rate(20.0 - min(found_s, 2 * NAMED_S))
-        ejected, back = stage.named("backend_ejected", 1), stage.named("backend_back", 1)
-        await stage.fault(1, None)
-        recovered_s = await _recovered(clients, base)
+        clients.closed(CLIENTS, stage.proxy)
+        await clients.rate(WARM_S)
+        base = await clients.rate(BASE_S)
+        yield Episode(stage, clients, base, len(clients.seen))
+
+
+async def slow(stream: bool, tree: Path | None, factor: float = 8.0, speed: float = SPEED) -> list[Check]:
+    """A replica becomes 8 times as slow for 20 s: ejected and named within 5 s, and not back before it is well."""
+    async with episode(stream, tree, speed) as scene:
+        await scene.fault("slow", factor=factor)
+        await scene.answers_on(20.0 - await scene.named("slow"))
+        ejected, back = (scene.stage.named(event, BROKEN) for event in ("backend_ejected", "backend_back"))
+        await scene.fault(None)
+        await scene.recovers()
     return [
-        Check("named after, s", found_s, most=NAMED_S, note=text),
+        *scene.checks,
         Check("times ejected", ejected, 1, 2),
-        Check("times let back while slow", back, most=ejected - 1),
-        Check("answers meanwhile / before", during / base, least=0.4),
-        Check("full again after, s", recovered_s, most=BACK_S),
+        Check("times back while slow", back, most=ejected - 1),
     ]
 
 
 async def silent(stream: bool, tree: Path | None) -> list[Check]:
     """A replica takes requests and never answers one, while its health and its metrics are well."""
-    async with staged(SIZES, tree=tree) as stage, stage.clients(Work(stream)) as clients:
-        base = await _warm(stage, clients)
-        before = len(clients.seen)
-        await stage.fault(1, "silent")
-        found_s, text = await stage.soon([stage.fleet.name(1), "ejected"], 20.0)
-        during = await clients.rate(15.0)
-        oldest_s = max(clients.ages_s(), default=0.0)
-        failed = failures(clients.seen[before:])
-        await stage.fault(1, None)
-        recovered_s = await _recovered(clients, base)
-    return [
-        Check("found and named after, s", found_s, most=10.0, note=text),
-        Check("answers meanwhile / before", during / base, least=0.4),
-        Check("oldest request without a byte, s", oldest_s, most=12.0),
-        Check("failed requests", len(failed), most=0, note=details(failed)),
-        Check("full again after, s", recovered_s, most=BACK_S),
-    ]
+    async with episode(stream, tree) as scene:
+        await scene.fault("silent")
+        await scene.named("ejected", within_s=10.0)
+        await scene.answers_on(15.0)
+        oldest_s = max(scene.clients.ages_s(), default=0.0)
+        await scene.fault(None)
+        await scene.recovers()
+        scene.none_failed()
+    return [*scene.checks, Check("oldest request without a byte, s", oldest_s, most=12.0)]
 
 
 async def busy(stream: bool, tree: Path | None) -> list[Check]:
     """A replica refuses everything as busy for 12 s: its batch limit is back soon after."""
-    async with staged(SIZES, tree=tree) as stage, stage.clients(Work(stream)) as clients:
-        base = await _warm(stage, clients)
-        before = len(clients.seen)
-        await stage.fault(1, "busy_503")
-        during = await clients.rate(12.0)
-        await stage.fault(1, None)
-        recovered_s = await _recovered(clients, base)
-        failed = failures(clients.seen[before:])
-        limits = await stage.limits()
-    return [
-        Check("answers meanwhile / before", during / base, least=0.4),
-        Check("full again after, s", recovered_s, most=10.0, note=f"limits {limits}"),
-        Check("failed requests", len(failed), most=0, note=details(failed)),
-    ]
+    async with episode(stream, tree) as scene:
+        await scene.fault("busy_503")
+        await scene.answers_on(12.0)
+        await scene.fault(None)
+        await scene.recovers(most_s=10.0)
+        scene.none_failed()
+        limits = await scene.stage.limits()
+    return [*scene.checks, Check("least limit afterwards", min(limits), note=f"limits {limits}")]
 
 
-async def refuses(kind: str, words: list[str], tree: Path | None, **more: float) -> list[Check]:
+async def refuses(kind: str, words: Sequence[str], tree: Path | None, **more: float) -> list[Check]:
     """A replica answers at once with an error that is its own: clients see none, and the headline names it."""
-    async with staged(SIZES, tree=tree) as stage, stage.clients(Work(stream=False)) as clients:
-        base = await _warm(stage, clients)
-        before = len(clients.seen)
-        await stage.fault(1, kind, **more)
-        found_s, text = await stage.soon([stage.fleet.name(1), *words], 15.0)
-        during = await clients.rate(8.0)
-        failed = failures(clients.seen[before:])
-        await stage.fault(1, None)
-        recovered_s = await _recovered(clients, base)
-    return [
-        Check("named after, s", found_s, most=10.0, note=text),
-        Check("answers meanwhile / before", during / base, least=0.4),
-        Check("failed requests", len(failed), most=0, note=details(failed)),
-        Check("full again after, s", recovered_s, most=BACK_S),
-    ]
+    async with episode(False, tree) as scene:
+        await scene.fault(kind, **more)
+        await scene.named(*words, within_s=10.0)
+        await scene.answers_on(8.0)
+        await scene.fault(None)
+        await scene.recovers()
+        scene.none_failed()
+    return scene.checks
 
 
 async def killed(stream: bool, tree: Path | None) -> list[Check]:
     """SIGKILL of a replica, and a new one 6 s later: only streams that had begun there break."""
-    async with staged(SIZES, tree=tree) as stage, stage.clients(Work(stream)) as clients:
-        base = await _warm(stage, clients)
-        before = len(clients.seen)
-        await stage.fleet.replicas[1].stop(signal.SIGKILL)
-        found_s, text = await stage.soon([stage.fleet.name(1), "down"], NAMED_S)
-        await asyncio.sleep(max(0.0, 6.0 - found_s))
-        await stage.fleet.restart_replica(1)
-        recovered_s = await _recovered(clients, base, until_s=60.0)
-        failed = failures(clients.seen[before:])
-        broken = [one for one in clients.seen[before:] if one.begun and not one.whole]
-    return [
-        Check("named after, s", found_s, most=NAMED_S, note=text),
-        Check("failed requests", len(failed), most=0, note=details(failed)),
-        Check("broken streams", len(broken), most=SIZES[1] if stream else 0, note=details(broken)),
-        Check("full again after, s", recovered_s, most=45.0),
-    ]
+    async with episode(stream, tree) as scene:
+        await scene.stage.fleet.replicas[BROKEN].stop(signal.SIGKILL)
+        await asyncio.sleep(max(0.0, 6.0 - await scene.named("down")))
+        await scene.stage.fleet.restart_replica(BROKEN)
+        await scene.recovers(most_s=45.0)
+        scene.none_failed()
+        broken = [one for one in scene.seen if one.begun and not one.whole]
+    most = SIZES[BROKEN] if stream else 0
+    return [*scene.checks, Check("broken streams", len(broken), most=most, note=details(broken))]
 
 
 async def stopped(stream: bool, tree: Path | None) -> list[Check]:
     """SIGSTOP of a replica for 10 s: it is found, and after SIGCONT it is not taken for a slow one."""
-    async with staged(SIZES, tree=tree) as stage, stage.clients(Work(stream)) as clients:
-        base = await _warm(stage, clients)
-        before = len(clients.seen)
-        stage.fleet.replicas[1].child.send_signal(signal.SIGSTOP)
-        found_s, text = await stage.soon([stage.fleet.name(1)], NAMED_S)
-        during = await clients.rate(10.0 - min(found_s, NAMED_S))
-        stage.fleet.replicas[1].child.send_signal(signal.SIGCONT)
-        ejected = stage.named("backend_ejected", 1)
-        recovered_s = await _recovered(clients, base)
+    async with episode(stream, tree) as scene:
+        process = scene.stage.fleet.replicas[BROKEN].child
+        process.send_signal(signal.SIGSTOP)
+        await scene.answers_on(10.0 - await scene.named())
+        process.send_signal(signal.SIGCONT)
+        ejected = scene.stage.named("backend_ejected", BROKEN)
+        await scene.recovers()
         await asyncio.sleep(5.0)
-        again = stage.named("backend_ejected", 1) - ejected
-        failed = failures(clients.seen[before:])
-    return [
-        Check("named after, s", found_s, most=NAMED_S, note=text),
-        Check("answers meanwhile / before", during / base, least=0.4),
-        Check("failed requests", len(failed), most=0, note=details(failed)),
-        Check("full again after, s", recovered_s, most=BACK_S),
-        Check("ejected again when it goes on", again, most=0),
-    ]
+        again = scene.stage.named("backend_ejected", BROKEN) - ejected
+        scene.none_failed()
+    return [*scene.checks, Check("ejected again when it goes on", again, most=0)]
 
 
 async def deadly(tree: Path | None) -> list[Check]:
@@ -153,20 +178,3 @@ async def deadly(tree: Path | None) -> list[Check]:
         Check("failed requests of others", len(failed), most=0, note=details(failed)),
         true("its client got an error", seen.status >= 500, seen.detail),
     ]
-
-
-async def _warm(stage: Stage, clients: Clients) -> float:
-    """Answers per second of the healthy fleet, once its limits are known."""
-    clients.closed(CLIENTS, stage.proxy)
-    await clients.rate(WARM_S)
-    return await clients.rate(BASE_S)
-
-
-async def _recovered(clients: Clients, base: float, until_s: float = 60.0) -> float:
-    """Seconds until nine tenths of the answers per second are back, over windows of 3 s; `until_s` if never."""
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-    while loop.time() < began_s + until_s:
-        if await clients.rate(3.0) > 0.9 * base:
-            return loop.time() - began_s - 3.0
-    return until_s
