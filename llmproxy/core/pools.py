@@ -295,8 +295,9 @@ class Pools:
         return dropped
 
     def _moves(self, here: Scheduler, request: Request) -> bool:
-        # What nobody serves by now waits where it is, for as long as it may.
-        return request.model in self.catalogue.served and self._scheduler_of(request) not in (None, here)
+        # A request for a model that no backend serves now waits where it is, unless its own backend has left this pool.
+        served = request.backend is not None or request.model in self.catalogue.served
+        return served and self._scheduler_of(request) not in (None, here)
 
     # --- requests and leases -------------------------------------------------------------------------------------
 

@@ -139,10 +139,14 @@ class World:
             self.gone.discard(backend)
         self._see_bereft()
 
-    def _see_bereft(self) -> None:
-        """Whoever waits for one backend alone leaves with it."""
+    def _see_bereft(self, moved: bool = False) -> None:
+        """Drop requests that wait for one backend alone when it leaves; `moved`: also when it serves other models."""
         for name, waiter in list(self.waiting.items()):
-            if waiter.request.backend is not None and not self._kept(waiter.request):
+            request = waiter.request
+            if request.backend is None or self._kept(request):
+                continue
+            own = self.pools.backends.get(request.backend)
+            if moved or own is None or own.health.gone or self.pools.catalogue.pool_of(request.backend) is None:
                 del self.waiting[name]
                 self.bereft.add(name)
 
@@ -248,6 +252,7 @@ class World:
 
     def decide(self) -> list[Decision]:
         """One pass, held to every promise. Answers its decisions."""
+        self._see_bereft(moved=True)
         rows = {pool: self._rows(pool) for pool in {*self.pools.catalogue.pools, *self.pools.schedulers}}
         held = {pool: self._pass_time(pool) for pool in rows}
         left_s = {n: w.held_s if held[w.request.pool] else w.own_s for n, w in self.waiting.items()}
