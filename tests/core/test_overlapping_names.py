@@ -220,6 +220,19 @@ def test_a_request_bound_to_a_backend_goes_with_it_into_another_pool() -> None:
     assert names(grants(of, 2.0)) == ["bound"]
 
 
+def test_a_bound_request_is_refused_when_its_backend_leaves_the_pool_and_nobody_serves_its_model() -> None:
+    of = fleet(a=lists("x"), b=lists("x", adapters=("only",)))
+    for number in range(2):
+        ask(of, "only", backend="b", id=f"{number}")
+    held = only_grant(of, 0.0)
+    of.listed("b", lists("y"))
+    assert only_drop(of, 1.0).outcome is Outcome.BAD_REQUEST
+    of.check(1.0)
+    ask(of, "x", 1.0)
+    assert only_grant(of, 1.0).placed.backend == "a"
+    of.finish(held, Verdict.SERVED, 2.0)
+
+
 # --- what is counted by pool ------------------------------------------------------------------------------------------
 
 

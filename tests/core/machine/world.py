@@ -257,11 +257,13 @@ class World:
         held = {pool: self._pass_time(pool) for pool in rows}
         left_s = {n: w.held_s if held[w.request.pool] else w.own_s for n, w in self.waiting.items()}
         due = {name for name, left in left_s.items() if left <= 5e-7}
-        ejected = self._ejected()
+        # Also one that was ejected may be ejected again: its pause was over, and it hangs still.
+        ejected = {name: backend.health.ejected_times for name, backend in self.pools.backends.items()}
         decisions = self.pools.decide(self.now)
         for its_rows in rows.values():
-            for name in its_rows.keys() & self._ejected() - ejected:
-                its_rows[name].available = False
+            for name, row in its_rows.items():
+                if self.pools.backends[name].health.ejected_times > ejected[name]:
+                    row.available = False
         reached: dict[str, float] = dict.fromkeys(rows, inf)
         for decision in decisions:
             self.trace.append(repr(decision))
@@ -325,13 +327,12 @@ class World:
         assert reading.taken_at_s > self.held[preempt.lease].grant.at_s
 
     def _owed_by_one_that_hangs(self, revoke: Revoke) -> None:
-        assert revoke.backend in self._ejected()
-        held = self.held[revoke.lease]
-        assert held.grant.request.stream
+        backend, held = self.pools.backends[revoke.backend], self.held[revoke.lease]
+        assert backend.health.ejected
+        # An answer in one piece owes no first byte. Only a reading can tell that the engine has nothing of it.
+        idle = backend.reading is not None and not (backend.reading.running or backend.reading.waiting)
+        assert held.grant.request.stream or idle
         assert not held.started, "its client has seen a byte"
-
-    def _ejected(self) -> set[str]:
-        return {name for name, backend in self.pools.backends.items() if backend.health.ejected}
 
     # --- what is known of the fleet ----------------------------------------------------------------------------------
 
