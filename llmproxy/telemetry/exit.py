@@ -43,7 +43,7 @@ class Split(StrEnum):
     DECODE_REFUSED = "decode_refused"
 
 
-class RequestInput(Struct, kw_only=True):
+class RequestInput(Struct, kw_only=True, omit_defaults=True):
     """What was asked for, and as what it was scheduled. It holds no prompt and no key.
 
     `path` has no query. `model` is the requested name where the catalogue knows it, else `UNKNOWN_MODEL`; `target` is
@@ -86,7 +86,7 @@ class RequestInput(Struct, kw_only=True):
         return None if self.slo is None else self.slo.tpot_s
 
 
-class AttemptRecord(Struct, kw_only=True):
+class AttemptRecord(Struct, kw_only=True, omit_defaults=True):
     """One attempt, from its wait to its end. Instants are of the scheduler's clock, so that orders can be audited.
 
     It waited from `queued_s` to `granted_s`, when `queued_ahead` requests of its pool waited. `why` says why it was its
@@ -152,7 +152,7 @@ class AttemptRecord(Struct, kw_only=True):
 _NEVER_GRANTED = AttemptRecord()
 
 
-class RequestRouting(Struct, kw_only=True):
+class RequestRouting(Struct, kw_only=True, omit_defaults=True):
     """Where it waited and which backends it tried.
 
     `attempts` counts the backends tried, `preemptions` those given back for a request of a higher band; `tried` has the
@@ -193,7 +193,7 @@ class RequestRouting(Struct, kw_only=True):
         return self.tried[-1] if self.tried else _NEVER_GRANTED
 
 
-class RequestResult(Struct, kw_only=True):
+class RequestResult(Struct, kw_only=True, omit_defaults=True):
     """What became of it. It holds no text of the answer.
 
     All durations are seconds: `duration_s` from arrival to the end, `ttft_s` from arrival to the first body byte handed

@@ -210,7 +210,7 @@ def _plain(value: object) -> object:
 
 class _TextRender:
     def __init__(self, colours: bool) -> None:
-        self._clock = _WallClock("%H:%M:%S", local=True)
+        self._clock = _WallClock("%Y-%m-%d %H:%M:%S", local=True)
         self._levels = {
             level: f"{colour}{level:<7}{_RESET}" if colours else f"{level:<7}" for level, colour in _COLOURS.items()
         }

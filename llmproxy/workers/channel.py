@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Generic, Protocol, TypeVar, cast
 
 import msgspec
 import structlog
 
+from llmproxy.telemetry.packed import packed
 from llmproxy.workers.protocol import FromWorker, Message, ToWorker
 
 FRAME_BYTES_MAX = 1 << 30
 """More than the listings of any fleet. A longer frame is not from this program."""
-INTEGER_MAX = (1 << 64) - 1
 WHY_CHARS = 200
 _LENGTH = struct.Struct(">I")
 _log = structlog.get_logger()
@@ -39,36 +39,10 @@ FROM_WORKER: msgspec.msgpack.Decoder[list[FromWorker]] = msgspec.msgpack.Decoder
 TO_WORKER: msgspec.msgpack.Decoder[list[ToWorker]] = msgspec.msgpack.Decoder(list[ToWorker])
 
 
-def _plain(value: Any) -> Any:
-    """A string of a subclass, as header names are, as a plain string."""
-    if isinstance(value, str):
-        return str(value)
-    raise NotImplementedError(type(value).__name__)
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
-
-
 def frame(messages: Iterable[Message]) -> bytes:
     """One frame of all these messages."""
-    sent = list(messages)
-    try:
-        body = _ENCODER.encode(sent)
-    except (UnicodeEncodeError, OverflowError):
-        # Clients may ask for more tokens than 64 bits can count, and send header fields that are no UTF-8.
-        body = _ENCODER.encode(_bounded(msgspec.to_builtins(sent, builtin_types=(bytes,), enc_hook=_plain)))
+    body = packed(list(messages))
     return _LENGTH.pack(len(body)) + body
-
-
-def _bounded(value: Any) -> Any:
-    """Plain data with all texts in UTF-8 and all integers in 64 bits. Texts that differ still differ."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, int):
-        return value if -(INTEGER_MAX >> 1) <= value <= INTEGER_MAX else INTEGER_MAX
-    if isinstance(value, dict):
-        return {_bounded(key): _bounded(one) for key, one in value.items()}
-    return [_bounded(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 class BrokenFrameError(Exception):

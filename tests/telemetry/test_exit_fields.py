@@ -22,7 +22,7 @@ TEXTS = st.one_of(
     st.sampled_from(["m", "default", "", "two words", 'a="b"', "\n", "\x1b[2J", "é", "\udcff"]), st.text()
 )
 NUMBERS = st.one_of(st.floats(min_value=-1e6, max_value=1e9), st.sampled_from([0.0, 1.0, 0.00005, 0.12345]))
-TIME = re.compile(r'^(\{"timestamp": ?"[0-9T:.-]+Z"|[0-9:.]+(?= ))')
+TIME = re.compile(r'^(\{"timestamp": ?"[0-9T:.-]+Z"|[0-9-]+ [0-9:.]+(?= ))')
 WHYS = st.builds(Why, st.just(((100, 1), (0, 2))), st.integers(), st.just((("counter", 3.00001),)), st.integers())
 STRATEGIES: dict[Any, st.SearchStrategy[Any]] = {
     str: TEXTS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -100,6 +101,7 @@ def test_text_is_one_line_without_colours_where_there_is_no_terminal() -> None:
     out = configured("text")
     log_exit(changed(SERVED, error="two words"))
     (line,) = out.getvalue().splitlines()
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} info ", line)
     assert " info    request outcome=completed status=200 model=chat " in line
     assert " terms={queue:0.5,kv:0.1235} " in line
     assert line.endswith('request_id=r1 error="two words"')

@@ -15,8 +15,9 @@ from msgspec.structs import replace
 
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Entry, Outcome, Placed, Predicted, Slo, Stage, Usage, Verdict, Why
+from llmproxy.telemetry.packed import INTEGER_MAX
 from llmproxy.workers import protocol
-from llmproxy.workers.channel import FROM_WORKER, INTEGER_MAX, TO_WORKER, BrokenFrameError, Channel, Frames, frame
+from llmproxy.workers.channel import FROM_WORKER, TO_WORKER, BrokenFrameError, Channel, Frames, frame
 from tests.core.make import request
 from tests.dispatching import turns, virtual
 from tests.exits import exit_of

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from itertools import islice
 from struct import pack
 from typing import Any
 
 from aiohttp import web
 from msgspec import to_builtins
+from msgspec.structs import asdict
 
 from llmproxy.config import Config
 from llmproxy.config.in_force import in_force
@@ -43,6 +45,8 @@ PAGES_PER_S = 20.0
 BURST = 40.0
 """Pages of the past that may be requested at once after a pause, by all who look."""
 REQUESTS_SHOWN = 100
+REQUESTS_SEARCHED = 1_000
+"""Of those that are remembered, among which a list may choose: to read all of them takes too long."""
 PREFIXES_MAX = 50
 CHOICES_MAX = 20
 """Choices shown in the story of one request, the newest first."""
@@ -120,7 +124,8 @@ class LivePages:
     def _requests(self, request: web.BaseRequest) -> web.Response:
         """The last requests that ended, the newest first, or with `?request=` the story of one (404 if unknown).
 
-        `?limit=` bounds them (1 to 100). `outcome`, `kind`, `model`, `tenant`, `band` and `backend` choose among them.
+        `?limit=` bounds them (1 to 100). `outcome`, `kind`, `model`, `tenant`, `band` and `backend` choose among
+        the newest 1,000.
         """
         now = self._clock()
         if not self._bucket.try_take(1.0, now):
@@ -134,7 +139,7 @@ class LivePages:
         chosen = [(values_of, request.query[name]) for name, values_of in FILTERS.items() if name in request.query]
         shown: list[dict[str, Any]] = []
         more = 0
-        for ended in self._recorder.recent.newest_first():
+        for ended in islice(self._recorder.recent.newest_first(), REQUESTS_SEARCHED):
             if any(all((one or "") != value for one in values_of(ended)) for values_of, value in chosen):
                 continue
             if len(shown) < limit:
@@ -167,7 +172,7 @@ class LivePages:
     def _story(self, wanted: str, now: float) -> web.Response:
         """Everything that is known of one request: its place in the queue, its choices, its end."""
         pools = self._recorder.dispatcher.pools
-        ended = next((one for one in self._recorder.recent.newest_first() if one.input.request_id == wanted), None)
+        ended = self._recorder.recent.find(wanted)
         position = pools.position(wanted, now)
         pages = pages_of(pools.choices(now), now, CHOICES_MAX, wanted)
         choices = [choice | {"pool": page["pool"]} for page in pages for choice in page["choices"]]
@@ -192,7 +197,7 @@ class LivePages:
 
     def _attempt(self, attempt: AttemptRecord, ended: RequestExit) -> dict[str, Any]:
         """One attempt; instants are seconds from the arrival of its request."""
-        fields: dict[str, Any] = to_builtins(attempt)
+        fields: dict[str, Any] = to_builtins(asdict(attempt))
         arrived_s = ended.input.arrived_s or 0.0
         for name in ("queued_s", "granted_s", "first_byte_s", "ended_s"):
             if fields[name] is not None:

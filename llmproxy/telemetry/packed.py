@@ -1,0 +1,38 @@
+"""Records and messages as MessagePack. Clients may send texts that are no UTF-8, and integers beyond 64 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+INTEGER_MAX = (1 << 64) - 1
+
+
+def packed(value: object) -> bytes:
+    """`value` as MessagePack, with such texts escaped and such integers bounded. Texts that differ still differ."""
+    try:
+        return _ENCODER.encode(value)
+    except (UnicodeEncodeError, OverflowError):
+        return _ENCODER.encode(_bounded(msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=_plain)))
+
+
+def _plain(value: Any) -> Any:
+    """A string of a subclass, as header names are, as a plain string."""
+    if isinstance(value, str):
+        return str(value)
+    raise NotImplementedError(type(value).__name__)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+
+
+def _bounded(value: Any) -> Any:
+    """Plain data with all texts in UTF-8 and all integers in 64 bits."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, int):
+        return value if -(INTEGER_MAX >> 1) <= value <= INTEGER_MAX else INTEGER_MAX
+    if isinstance(value, dict):
+        return {_bounded(key): _bounded(one) for key, one in value.items()}
+    return [_bounded(one) for one in value] if isinstance(value, list | tuple) else value
