@@ -259,9 +259,11 @@ class Pools:
         if new is not None:
             self._of_backend[backend.name] = new
         if new is not old:
+            if new is None:
+                # They may wait in a pool that the backend left a moment ago, too.
+                for scheduler in self._all():
+                    scheduler.drop_bound(backend.name)
             if old is not None:
-                if new is None:
-                    old.drop_bound(backend.name)
                 old.detach(backend.name)
             if new is not None:
                 new.attach(backend)

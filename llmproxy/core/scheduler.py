@@ -10,6 +10,7 @@ from msgspec import Struct
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import (
+    DEFAULT,
     Decision,
     Drop,
     Entry,
@@ -453,6 +454,9 @@ class Scheduler:
         this.outdated = [backend] if answers_on is None else [backend, answers_on]
         grant = Grant(lease, request, placed, now, ahead, why, left_s)
         this.decisions.append(grant)
+        if request.band > DEFAULT and backend.view(now).waiting:
+            # It came behind those that wait inside the engine.
+            this.decisions += self._preemption.clear((backend,), now)
         self._drain.granted(request, now)
         this.steps += 1
         return grant

@@ -233,6 +233,14 @@ def test_a_bound_request_is_refused_when_its_backend_leaves_the_pool_and_nobody_
     of.finish(held, Verdict.SERVED, 2.0)
 
 
+def test_a_bound_request_is_refused_when_its_backend_leaves_the_pool_and_then_the_fleet() -> None:
+    of = fleet(a=lists("x"), b=lists("x"))
+    ask(of, "x", backend="b")
+    of.listed("b", lists("y"))
+    of.remove_backend("b")
+    assert only_drop(of, 1.0).outcome is Outcome.BAD_REQUEST
+
+
 # --- what is counted by pool ------------------------------------------------------------------------------------------
 
 

@@ -239,16 +239,16 @@ def overfilled(of_them: int = 2, stream: bool = True) -> tuple[Pools, list[Grant
 def test_a_lease_in_an_engines_queue_is_preempted_despite_seeming_room(stream: bool) -> None:
     of, held = overfilled(stream=stream)
     urgent(of)
-    decided = of.decide(2.0)
-    assert [type(decision) for decision in decided] == [Grant]
-    assert taken_back(of, 2.1) == ["low7", "low6"]
+    granted, *preempted = of.decide(2.0)
+    assert isinstance(granted, Grant)
+    assert [(type(one), one.request.id) for one in preempted] == [(Preempt, "low7"), (Preempt, "low6")]
+    assert of.decide(2.0) == []
     of.finish(held[7], Verdict.PREEMPTED, 2.2)
     of.submit(held[7].request, 2.2, entry=Entry.PREEMPTED)
     # It does not go back there, behind whom it made way for.
     assert of.decide(2.2) == []
     of.backends["a"].observe(reading(2.5, running=7, waiting=0))
-    granted = only_grant(of, 2.6)
-    assert granted.request.id == "low7"
+    assert only_grant(of, 2.6).request.id == "low7"
 
 
 def test_only_those_before_it_make_way_and_only_while_it_waits() -> None:

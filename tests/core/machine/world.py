@@ -197,6 +197,8 @@ class World:
             assert entry is Entry.RETRY, "only after a time limit"
             expected = refused
         assert refused == expected, f"{request.id}: {refused}"
+        if refused is not Outcome.UPSTREAM_TIMEOUT:
+            self._pass_time(self.pools.catalogue.pool_of(request.backend or "") or request.pool)
         if refused is not None:
             self._end(request, refused)
             return
@@ -204,7 +206,6 @@ class World:
             self.books.use(request.pool, request.band)
         for victim in self._shed_by(request.pool, in_the_way):
             self._see_shed(victim, below)
-        self._pass_time(request.pool)
         self.waiting[request.id] = waiter
 
     def _service_s(self, request: Request) -> float:
