@@ -54,6 +54,7 @@ from llmproxy.telemetry import logs, spans
 from llmproxy.telemetry.decisions import DecisionLog, open_to_append
 from llmproxy.telemetry.exit import Exits, RequestExit
 from llmproxy.telemetry.genai import GenAiMetrics
+from llmproxy.telemetry.key_metrics import KeyMetrics
 from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState
 from llmproxy.telemetry.trace_context import Sampler
 from llmproxy.upstream.client import HttpUpstream
@@ -277,7 +278,7 @@ async def _wired(
         if relays is None or relays.shown_here(ended):
             recorder.record(ended)
 
-    readers = [show, *_exit_readers(stack, config, metrics, now())]
+    readers = [show, *_exit_readers(stack, config, metrics, now(), lambda: gateway.rulebook.current.config)]
     exits = Exits(metrics, *readers)
     # Ids of requests differ between members.
     ids = "" if relays is None else f"{incarnation}-"
@@ -361,11 +362,16 @@ def _pools(config: Config, limits: SharedLimits | None) -> Pools:
 
 
 def _exit_readers(
-    stack: AsyncExitStack, config: Config, metrics: Metrics, now: float
+    stack: AsyncExitStack, config: Config, metrics: Metrics, now: float, current: Callable[[], Config]
 ) -> Iterator[Callable[[RequestExit], None]]:
-    """What gets the record of each request beside the metrics. They close when the stack is left."""
+    """What gets the record of each request beside the metrics. They close when the stack is left.
+
+    `current` is the configuration that holds then.
+    """
     if config.genai_metrics:
         yield GenAiMetrics(metrics.registry).record
+    if config.key_metrics:
+        yield KeyMetrics(metrics.registry, lambda: current().key_names()).record
     path = config.decision_log
     if path is not None:
         try:

@@ -23,6 +23,7 @@ NEEDS_RESTART = frozenset(
         "decision_log",
         "decision_log_sample",
         "genai_metrics",
+        "key_metrics",
         "tracing",
         "state_file",
         "plugins",

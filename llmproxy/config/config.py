@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from math import fsum
 from pathlib import Path
@@ -117,6 +117,8 @@ class Config(Section):
     """Share of requests (0 to 1) whose decisions are written."""
     genai_metrics: bool = False
     """Count requests by OpenTelemetry's GenAI conventions (gen_ai_server_*) too."""
+    key_metrics: bool = False
+    """Count requests by key too (llmproxy_key_requests_total), so that a key nobody uses any more is seen."""
     tracing: bool = False
     """Send traces by OpenTelemetry, as its OTEL_* environment variables say. Needs the extra otel."""
     state_file: str = Field(default="auto", examples=["/var/lib/llmproxy/limits.json"])
@@ -390,6 +392,11 @@ class Config(Section):
     def by_band(self, section: Mapping[str, float]) -> dict[int, float]:
         """A mapping with names of bands as keys, by band."""
         return {self.band(name): value for name, value in section.items()}
+
+    def key_names(self) -> Iterator[tuple[str, str]]:
+        """Tenant and name of each key, as records of requests have them. Plain keys have no tenant."""
+        yield from (("", f"api_keys[{i}]") for i in range(len(self.api_keys)))
+        yield from ((tenant.name, name) for tenant in self.tenants for name in tenant.key_names())
 
     def needs_key(self) -> bool:
         """Whether clients must present a key."""

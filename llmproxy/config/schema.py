@@ -6,6 +6,7 @@ The description of a field is the only place where a key is explained: the help 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -321,6 +322,8 @@ class KeyConfig(Section):
     """Hash of the API key, as `llmproxy hash-key` prints it. A plain hash may stand for the whole entry."""
     expires: Moment | None = Field(default=None, examples=["2027-01-31"])
     """The key is refused from this moment on: a date or a timestamp, in UTC without a time zone. null: never."""
+    name: Name | None = Field(default=None, examples=["laptop"])
+    """Name of the key in logs, on the page and in key_metrics. null: its place among the keys, such as keys[0]."""
 
 
 class TenantConfig(Section):
@@ -347,11 +350,18 @@ class TenantConfig(Section):
     tpot_s: Seconds | None = None
     """Objective for the mean time per further token. null: that of the model."""
 
+    def key_names(self) -> list[str]:
+        """The names of its keys, in their order."""
+        return [key.name or f"keys[{i}]" for i, key in enumerate(self.keys)]
+
     @field_validator("keys")
     @classmethod
     def _has_keys(cls, keys: tuple[KeyConfig, ...]) -> tuple[KeyConfig, ...]:
         if not keys:
             raise ValueError("is empty: a tenant is known by its keys; `llmproxy hash-key --new` makes one")
+        names = Counter(key.name for key in keys if key.name is not None)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"has two keys of the name {twice[0]}: nobody could tell which of them is used")
         return keys
 
     @field_validator("models")

@@ -44,7 +44,7 @@ class Split(StrEnum):
 
 
 class RequestInput(Struct, kw_only=True, omit_defaults=True):
-    """What was asked for, and as what it was scheduled. It holds no prompt and no key.
+    """What was asked for, and as what it was scheduled. It holds no prompt and no key: `key` is the name of one.
 
     `path` has no query. `model` is the requested name where the catalogue knows it, else `UNKNOWN_MODEL`; `target` is
     the base model or adapter that it stands for, None where it is the same name; `adapter` is None for a base model.
@@ -65,6 +65,9 @@ class RequestInput(Struct, kw_only=True, omit_defaults=True):
     target: str | None = None
     adapter: str | None = None
     tenant: str = ""
+    key: str | None = None
+    client: str | None = None
+    user_agent: str | None = None
     band: str | None = None
     level: int | None = None
     flow: str | None = None

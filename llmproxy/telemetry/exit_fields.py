@@ -11,7 +11,7 @@ from llmproxy.telemetry.exit import RequestExit
 from llmproxy.telemetry.series import Counts, Distributions
 from llmproxy.telemetry.text import ShownNames, shown, shown_seconds
 
-_names = ShownNames()
+_names, _agents = ShownNames(), ShownNames()
 
 
 class Shape(NamedTuple):
@@ -87,6 +87,7 @@ NUMBER = Shape(str)
 TEXT = Shape(shown)
 NAME = Shape(_names.__getitem__)
 """A text that most requests repeat."""
+AGENT = Shape(_agents.__getitem__)
 SECONDS = Shape(shown_seconds, lambda value: round(value, 4), _microseconds)
 INSTANT = SECONDS._replace()
 """An instant on the scheduler's clock; in the decision log, seconds since that was opened."""
@@ -107,6 +108,9 @@ FIELDS = (
     Field("input.target", NAME, "target"),
     Field("input.adapter", NAME, "", "adapter"),
     Field("input.tenant", NAME, "tenant", "tenant", optional=True),
+    Field("input.key", NAME, "key"),
+    Field("input.client", TEXT, "client"),
+    Field("input.user_agent", AGENT, "user_agent"),
     Field("input.band", NAME, "band", "band"),
     Field("input.level", NUMBER, "", "criticality"),
     Field("input.flow", NAME, "flow", "flow"),

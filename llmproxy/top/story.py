@@ -36,7 +36,11 @@ def story(found: Mapping[str, Any], width: int) -> RenderableType:
 
 def _asked(ended: Mapping[str, Any]) -> Text:
     parts = [f"{ended['method']} {ended['path']}"]
-    parts += [f"{name} {ended[name]}" for name in ("model", "tenant", "band", "flow") if ended.get(name)]
+    parts += [
+        f"{name.replace('_', ' ')} {ended[name]}"
+        for name in ("model", "tenant", "key", "band", "flow", "client", "user_agent")
+        if ended.get(name)
+    ]
     parts += [f"{ended['prompt_tokens']:,} prompt tokens"] if ended.get("prompt_tokens") is not None else []
     return Text(", ".join(printable(part) for part in parts))
 

@@ -147,6 +147,7 @@ OTHER_THAN_DEFAULT = {
     "decision_log_sample": "0.5",
     "tracing": "true",
     "genai_metrics": "true",
+    "key_metrics": "true",
     "scaling.pools": "llama,qwen",
     "scaling.utilisation": "0.5",
 }

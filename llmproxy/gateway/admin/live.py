@@ -56,6 +56,8 @@ FILTERS: dict[str, Callable[[RequestExit], Iterable[str | None]]] = {
     "kind": lambda ended: (kind_of(ended),),
     "model": lambda ended: (ended.input.model,),
     "tenant": lambda ended: (ended.input.tenant,),
+    "key": lambda ended: (ended.input.key,),
+    "client": lambda ended: (ended.input.client,),
     "band": lambda ended: (ended.input.band,),
     "backend": lambda ended: [attempt.backend for attempt in ended.routing.tried] or (None,),
 }
@@ -124,8 +126,7 @@ class LivePages:
     def _requests(self, request: web.BaseRequest) -> web.Response:
         """The last requests that ended, the newest first, or with `?request=` the story of one (404 if unknown).
 
-        `?limit=` bounds them (1 to 100). `outcome`, `kind`, `model`, `tenant`, `band` and `backend` choose among
-        the newest 1,000.
+        `?limit=` bounds them (1 to 100). Each of `FILTERS` chooses among the newest 1,000.
         """
         now = self._clock()
         if not self._bucket.try_take(1.0, now):

@@ -11,6 +11,7 @@ from llmproxy.attempts import Routing
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Grant, Outcome, Stage
 from llmproxy.gateway.http.client_address import Client
+from llmproxy.gateway.http.headers import as_text
 from llmproxy.gateway.http.routes import Route
 from llmproxy.gateway.proxying.answers import KeptAnswer
 from llmproxy.gateway.proxying.attempt import Attempt
@@ -35,6 +36,7 @@ from llmproxy.telemetry.trace_context import Sampler, TraceContext
 _MODEL_CHARS_MAX = 100
 """Of the name of an unknown model in a record. A character may become twelve in its line, which is bounded too."""
 
+_AGENT_CHARS_MAX = 64
 _CLIENTS_DOING = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE_LIMITED})
 
 
@@ -91,6 +93,9 @@ class ReceivedRequest:
             method=self.http.method,
             path=self.route.path,
             tenant=self.tenant.name,
+            key=self.tenant.key,
+            client=self.client.address,
+            user_agent=_user_agent(self.http),
             unknown_objective=self.unknown_objective,
             arrived_s=self.arrived_s,
             body_bytes=self.body_bytes,
@@ -108,6 +113,12 @@ class ReceivedRequest:
             record.ttl_s, record.stream, record.weight = self.ttl_s, request.stream, request.weight
             record.expected_prompt_tokens = request.prompt_tokens
         return record
+
+
+def _user_agent(http: web.BaseRequest) -> str | None:
+    """The beginning of what the client says of its program."""
+    agent = http.headers.get("user-agent")
+    return None if agent is None else as_text(agent[:_AGENT_CHARS_MAX])
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from base64 import urlsafe_b64encode
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from hmac import compare_digest, digest
@@ -22,7 +22,7 @@ class Tenant:
     `band` is the band of its requests if no trusted header names one; None leaves it to the model. No request gets
     above `band_max`; None: no header raises the band, unless the tenant is `trusted`. `models` are the model names that
     it may use, None for all. `salt` is the secret that keeps its prefixes apart in the caches of engines, None if it
-    shares them.
+    shares them. `key` is the name of the key, never the key.
     """
 
     name: str = ""
@@ -34,6 +34,7 @@ class Tenant:
     ttft_s: float | None = None
     tpot_s: float | None = None
     salt: bytes | None = field(default=None, repr=False)
+    key: str | None = field(default=None, compare=False)
 
     def cache_salt(self, own: str | None) -> str | None:
         """The `cache_salt` that its requests get instead of `own`, the client's. None if the tenant has no secret.
@@ -74,10 +75,16 @@ class Keys:
 
     def __init__(self, config: Config, wall_clock: Callable[[], datetime] = _utc_now) -> None:
         self._wall_clock = wall_clock
-        self._known = [_Known(digest_of(hash_of(key)), NO_TENANT) for key in config.api_keys]
+        self._known = [
+            _Known(digest_of(hash_of(key)), replace(NO_TENANT, key=f"api_keys[{i}]"))
+            for i, key in enumerate(config.api_keys)
+        ]
         for entry in config.tenants:
             tenant = _tenant(config, entry)
-            self._known += [_Known(digest_of(key.hash), tenant, key.expires) for key in entry.keys]
+            self._known += [
+                _Known(digest_of(key.hash), replace(tenant, key=name), key.expires)
+                for key, name in zip(entry.keys, entry.key_names(), strict=True)
+            ]
 
     def check(self, headers: Mapping[str, str]) -> Tenant:
         """The tenant whose key the request has. Raises Failure (401) if the key is unknown or expired.

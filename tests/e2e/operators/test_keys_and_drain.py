@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 from dataclasses import replace
 
@@ -222,3 +223,23 @@ async def test_a_successor_hears_from_its_backends_before_it_accepts(proxy: Prox
             sockets.serving()
     assert os.read(reads, 1) == b"1"
     os.close(reads)
+
+
+@pytest.mark.parametrize(
+    ("sent", "logged"),
+    [
+        ("curl/8.5", "user_agent=curl/8.5 "),
+        ('x" status=500', r'user_agent="x\" status=500" '),
+        ("<b>é", "user_agent=<b>é "),
+        ("long " * 40, f'user_agent="{("long " * 40)[:64]}" '),
+    ],
+)
+async def test_who_sent_a_request_is_logged_and_remembered(sent: str, logged: str, log: io.StringIO) -> None:
+    async with serving(FAST, clients={"trusted_proxies": ["127.0.0.1"]}) as proxy:
+        headers = {"user-agent": sent, "x-forwarded-for": "203.0.113.9", "x-request-id": "who"}
+        assert (await proxy.chat(headers=headers)).status == 200
+        (line,) = [line for line in log.getvalue().splitlines() if " request " in line]
+        assert f" client=203.0.113.9 {logged}" in line
+        ended = proxy.app.recorder.recent.find("who")
+        assert ended is not None
+        assert (ended.input.client, ended.input.user_agent, ended.input.key) == ("203.0.113.9", sent[:64], None)

@@ -42,7 +42,7 @@ def refused(keys: Keys, headers: dict[str, str]) -> str:
 def test_keys_are_accepted_in_both_dialects() -> None:
     keys = Keys(config(api_keys=["one", "two"]))
     for good in (bearer("two"), {"authorization": "bearer one"}, {"x-api-key": "one"}):
-        assert keys.check(good) is NO_TENANT
+        assert keys.check(good) == NO_TENANT
     for bad in ({}, bearer("three"), {"authorization": "Basic one"}, {"authorization": "two"}, bearer("")):
         assert refused(keys, bad).startswith("Missing or wrong API key")
 
@@ -57,6 +57,16 @@ def test_a_key_identifies_the_tenant() -> None:
     for key, name in (("acme-old", "acme"), ("acme-new", "acme"), ("zeta-1", "zeta"), ("plain", "")):
         assert keys.check(bearer(key)).name == name
         assert keys.check({"x-api-key": key}).name == name
+
+
+def test_a_key_has_a_name_that_is_not_the_key() -> None:
+    named = {"name": "acme", "keys": [{"hash": hash_of("one"), "name": "laptop"}, hash_of("two")]}
+    keys = Keys(config(api_keys=["zero", "plain"], tenants=[named]))
+    names = {key: keys.check(bearer(key)).key for key in ("plain", "one", "two")}
+    assert names == {"plain": "api_keys[1]", "one": "laptop", "two": "keys[1]"}
+    twice = [{"hash": hash_of(key), "name": "laptop"} for key in ("one", "two")]
+    with pytest.raises(ValueError, match="two keys of the name laptop"):
+        config(tenants=[{"name": "acme", "keys": twice}])
 
 
 def test_tenants_require_a_key_and_a_hash_is_no_key() -> None:

@@ -9,7 +9,7 @@ import { story } from "./story.js";
 
 export const requests = { title: "Requests", columns: [], open };
 
-const FILTERS = ["kind", "band", "model", "tenant", "backend"];
+const FILTERS = ["kind", "band", "model", "tenant", "key", "client", "backend"];
 const KINDS = ["completed", "refused", "failed", "cancelled", "client_error"];
 
 function open(host, store, argument) {
@@ -34,6 +34,8 @@ function list(host, store) {
       { title: "Band", value: (one) => one.band, text: (one) => one.band ?? "–" },
       { title: "Model", value: (one) => one.model, text: (one) => one.model ?? one.unknown_model ?? "–" },
       { title: "Flow", value: (one) => one.flow, text: (one) => one.tenant ?? one.flow ?? "–" },
+      { title: "Client", value: (one) => one.client, text: (one) => one.client ?? "–", hint: "Address of the client" },
+      { title: "Key", value: (one) => one.key, text: (one) => one.key ?? "–", hint: "Name of the key" },
       { title: "Replica", value: (one) => one.backend, text: (one) => one.backend ?? "–" },
       { title: "Attempts", number: true, value: (one) => one.attempts, text: (one) => count(one.attempts) },
       { title: "Waited", number: true, value: (one) => one.queue_wait_s, text: (one) => duration(one.queue_wait_s) },

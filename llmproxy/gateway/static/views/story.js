@@ -42,7 +42,7 @@ function waits(place) {
 function result(ended, at) {
   const tokens = ended.prompt_tokens === undefined ? "" : ` ${count(ended.prompt_tokens)} prompt tokens (${count(ended.cached_tokens ?? 0)} cached), ${count(ended.output_tokens ?? 0)} output tokens.`;
   const met = ended.met === undefined ? "" : ended.met ? " Its objective was met." : " Its objective was missed.";
-  const whose = [ended.band && `band ${ended.band}`, ended.model && `model ${ended.model}`, (ended.tenant ?? ended.flow) && `flow ${ended.tenant ?? ended.flow}`].filter(Boolean).join(", ");
+  const whose = [ended.band && `band ${ended.band}`, ended.model && `model ${ended.model}`, (ended.tenant ?? ended.flow) && `flow ${ended.tenant ?? ended.flow}`, ended.key && `key ${ended.key}`, ended.client && `from ${ended.client}`, ended.user_agent && `with ${ended.user_agent}`].filter(Boolean).join(", ");
   const sent = ended.attempts ? "" : " It was sent to no replica.";
   return `${whose ? `${whose[0].toUpperCase()}${whose.slice(1)}, at ${clock(at)}: ` : ""}${ended.outcome} (${ended.status ?? "no status"}) after ${duration(ended.duration_s)}, ${count(ended.attempts)} ${ended.attempts === 1 ? "attempt" : "attempts"}.${sent}${tokens}${met}${ended.error ? ` ${ended.error}` : ""}`;
 }
