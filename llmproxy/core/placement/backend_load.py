@@ -6,7 +6,7 @@ from math import exp, log
 
 from msgspec import Struct
 
-from llmproxy.core.domain import DECODE, Request
+from llmproxy.core.domain import DECODE, Request, Usage
 from llmproxy.core.estimates.learning import DecayingRate
 from llmproxy.core.placement.adapter_demand import Slots
 from llmproxy.core.placement.prefix_index import InUse
@@ -27,6 +27,8 @@ TPOT_MAX_S = 10.0
 """An objective counts as at most this: none beyond can be missed."""
 SAME_STEP_S = 0.003
 """First bytes this close come from one engine step, which computed all their prompts."""
+WHOLE_EVERY_S = 0.02
+"""An answer in one piece that ends sooner after the last one teaches nothing: fifty a second are enough."""
 TOGETHER_S = 0.05
 """An idle engine begins requests that come this close in one step."""
 STRETCH_PROMPTS = 16
@@ -47,7 +49,9 @@ class InFlight(Struct, eq=False):
     `deferred`: all adapter slots were in use, so later requests may be computed first. `begun_at_work_s` is the
     backend's `worked_s` when the first token came. `rations_at` is the objective of its stream, in tokens per second;
     0 where it has none that could be kept. `fetched_tokens` of the prompt come from another backend; None where they
-    were to come and did not, so that its time says nothing of what was predicted.
+    were to come and did not, so that its time says nothing of what was predicted. An answer in one piece got its place
+    in the batch at `began_s`, None while it waits for one. Then `begun_at_work_s` was noted, and `ahead_tokens`, the
+    weighted tokens of the prompts up to its own.
     """
 
     request: Request
@@ -68,6 +72,8 @@ class InFlight(Struct, eq=False):
     begun_at_work_s: float = 0.0
     rations_at: float = 0.0
     fetched_tokens: int | None = 0
+    began_s: float | None = None
+    ahead_tokens: float = 0.0
 
     @property
     def fetched(self) -> bool:
@@ -100,8 +106,10 @@ class BackendLoad:
         self._prompts = DecayingRate(RATION_S)
         self.worked_s = 0.0
         self.in_flight = 0
+        self._learns_at_s = 0.0
         self._rationing: dict[int, tuple[int, float]] = {}
         self._unstarted: dict[int, InFlight] = {}
+        self._queued: dict[int, InFlight] = {}
         self._plain = 0
         self._to_prefill_tokens = 0.0
         self._loading: dict[int, int] = {}
@@ -112,6 +120,19 @@ class BackendLoad:
         self._loads: list[int] = []
         self._known = True
         self._mixed = False
+
+    def answered(self, flight: InFlight, usage: Usage, rates: PoolRates, now: float) -> None:
+        """Learn from an answer in one piece, unless it waited for an adapter or for an unknown time."""
+        steps = usage.output_tokens / flight.request.sequences
+        if flight.began_s is None or flight.deferred or flight.cold_adapter or steps < 1.0 or now < self._learns_at_s:
+            return
+        self._learns_at_s = now + WHOLE_EVERY_S
+        tokens = flight.ahead_tokens
+        others_s = self.worked_s - flight.begun_at_work_s - tokens * rates.prefill.slope * self.prefill.factor
+        if usage.cached_tokens is not None:
+            tokens = max(0.0, tokens + flight.cached_tokens - usage.cached_tokens)
+        took_s = (flight.started_s or now) - flight.began_s
+        rates.answered(self.prefill, self.step, tokens, steps, self.in_flight, took_s, max(0.0, others_s))
 
     def renew(self, rates: PoolRates, now: float) -> None:
         """Update both speed factors, and learn from adapter loads that just ended."""
@@ -196,6 +217,10 @@ class BackendLoad:
         self.in_flight += flight.request.sequences
         self._ration(flight, rates)
         flight.crowded = self.limit is not None and self.in_flight > self.limit
+        if flight.crowded:
+            self._queued[lease] = flight
+        else:
+            self._begin(flight, self._to_prefill_tokens, now)
         self.in_use.add(flight.request.prefix)
 
     def _book_prompt(self, lease: int, flight: InFlight, rates: PoolRates, now: float) -> None:
@@ -281,6 +306,9 @@ class BackendLoad:
             done_s = min(flight.work_s, now - max(flight.booked_s, self._spoke_s)) if first else 0.0
             self._prompts.add((done_s - flight.work_s) * exp((flight.booked_s - now) / RATION_S), now)
         self._settle(lease, flight)
+        if self._queued and self._queued.pop(lease, None) is None:
+            longest = self._queued.pop(next(iter(self._queued)))
+            self._begin(longest, longest.work_tokens, now)
         request = flight.request
         self.in_flight -= request.sequences
         if flight.rations_at:
@@ -290,6 +318,11 @@ class BackendLoad:
         self.in_use.remove(request.prefix)
         if request.adapter is not None:
             self.adapters.release(request.adapter)
+
+    def _begin(self, flight: InFlight, ahead_tokens: float, now: float) -> None:
+        """The batch has a place for it."""
+        if not (flight.request.stream or flight.fetched):
+            flight.began_s, flight.ahead_tokens, flight.begun_at_work_s = now, ahead_tokens, self.worked_s
 
     def _ration(self, flight: InFlight, rates: PoolRates) -> None:
         """Let the objective of a stream ration prompts, unless it is missed without any."""

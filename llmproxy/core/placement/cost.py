@@ -37,7 +37,7 @@ from llmproxy.core.placement.policy import (
 )
 from llmproxy.core.placement.prefix_index import PrefixIndex
 from llmproxy.core.placement.price import NAMES, PriceRow, with_headroom
-from llmproxy.core.placement.rates import PoolRates
+from llmproxy.core.placement.rates import PROMPTS_MOST, PoolRates
 
 LATER = NoMatch(whole_model=False, later=True)
 TIE_S = 0.005
@@ -47,8 +47,6 @@ STREAM = 0.1
 nothing, and one who reads a little slower has almost everything."""
 HIT_GAIN = 0.02
 """Weight of a newer request in the pool's hit ratio: about the last fifty decide."""
-PROMPTS_MOST = 0.8
-"""The most of a stream's time that its backend may have spent on prompts; more is an error of the estimate."""
 ASIDE_S = 2.0
 """Cost of sending a prompt to a backend that is meant for other prompt lengths."""
 EXPLAINED_MAX = 100
@@ -393,7 +391,8 @@ class CostPlacement(Placement):
         flight.started_s = now
         backend_load = flight.backend_load
         backend_load.start(lease, flight, self._rates, now)
-        flight.begun_at_work_s = backend_load.worked_s
+        if flight.request.stream:
+            flight.begun_at_work_s = backend_load.worked_s
         fetched_tokens = flight.fetched_tokens
         if flight.request.stream and fetched_tokens is not None:
             self._rates.late_ttft.learn(flight.ttft_s, now - flight.booked_s)
@@ -421,6 +420,8 @@ class CostPlacement(Placement):
             decode_s = (took_s - prompts_s) / steps
             self._rates.streamed(backend_load.step, backend_load.in_flight, tpot_s, decode_s)
             self._rates.late_tpot.learn(flight.tpot_s, tpot_s)
+        elif not flight.request.stream:
+            backend_load.answered(flight, usage, self._rates, now)
 
     def cached(self, backend: str, hashes: Sequence[int]) -> None:
         self._index.record(backend, hashes)

@@ -7,6 +7,7 @@ from math import exp
 
 from llmproxy.core.estimates.learning import QuantileTracker, follow, gain
 from llmproxy.core.estimates.line import JITTER_S, KEEP, OUTLIER, USUAL_TOKENS, LearnedLine
+from llmproxy.core.estimates.whole_answers import WholeAnswers
 
 RECENT_KEEP = 0.9
 """As `KEEP`, for a change of one backend: about ten, so that a backend that slows down is repriced within seconds."""
@@ -18,6 +19,10 @@ UNSEEN = 30.0
 less than one observation is left of it."""
 STALE = 10
 """Observations of the pool after which a speed factor is computed again."""
+FIRST_BYTES_OLD = 50
+"""So many answers in one piece after the last first byte of a stream, they teach what prompts take."""
+PROMPTS_MOST = 0.8
+"""The most of an answer's time that its backend may have spent on prompts; more is an error of the estimate."""
 LOAD_GUESS_S = 0.05
 """Assumed load time of an adapter before any was seen."""
 LOAD_GAIN = 0.1
@@ -187,6 +192,9 @@ class PoolRates:
         self.step = LearnedLine(0.01, 1e-4, 64.0, 1e-3)
         self.decode = LearnedLine(0.01, 1e-4, 64.0, 1e-3)
         self.transfer = LearnedLine(0.03, 1e-5, USUAL_TOKENS, JITTER_S)
+        self._assumed = self.prefill.base, self.prefill.slope, self.step.base, self.step.slope
+        self._whole = WholeAnswers()
+        self._whole_answers = FIRST_BYTES_OLD
         self._usual_factor = 1.0
         self.loads = LoadTimesByTier()
         self.late_ttft = QuantileTracker()
@@ -212,6 +220,7 @@ class PoolRates:
 
     def prefilled(self, speed: SpeedFactor, tokens: float, attended: float, took_s: float) -> None:
         """A backend computed `tokens` prompt tokens, which attended to `attended` earlier ones in all, in `took_s`."""
+        self._whole_answers = 0
         # Slow backends may get other prompt lengths than fast ones. Without the correction they would tilt the line.
         self._usual_factor = follow(self._usual_factor, speed.factor, 1.0 - KEEP)
         usual_s = took_s * self._usual_factor / speed.factor
@@ -236,3 +245,43 @@ class PoolRates:
         self.decode.learn(running, decode_s / speed.factor)
         self.step.learn(running, per_token_s)
         speed.learn(self.step, running, per_token_s)
+
+    def answered(
+        self,
+        prefill: SpeedFactor,
+        step: SpeedFactor,
+        tokens: float,
+        steps: float,
+        running: float,
+        took_s: float,
+        others_s: float,
+    ) -> None:
+        """An answer of `steps` tokens came in one piece, `took_s` after its grant.
+
+        Weighted `tokens` of prompts were to be computed before its first token, and prompts of others took about
+        `others_s` after it. `running` is as in `streamed`. The time is divided by what both parts take on this backend,
+        so that both of its factors learn the same ratio. The base of a prompt cannot be told from its first tokens, and
+        is assumed until streams show it.
+        """
+        prompt_s, token_s = self.prefill.at(tokens), self.step.at(running)
+        own_prompt_s, own_steps_s = prompt_s * prefill.factor, token_s * step.factor * steps
+        slower = (own_prompt_s + own_steps_s) / (prompt_s + token_s * steps)
+        self._usual_factor = follow(self._usual_factor, slower, 1.0 - KEEP)
+        self._whole_answers += 1
+        if self._whole_answers > FIRST_BYTES_OLD:
+            base_s, slope_s, step_s, sequence_s = self._assumed
+            usual_s = took_s * self._usual_factor / slower
+            whole = self._whole
+            whole.learn(slope_s * tokens, steps * (step_s + sequence_s * running), max(0.0, usual_s - base_s))
+            prompt_s = base_s + whole.prompt * slope_s * tokens
+            self.prefill.learn(tokens, prompt_s)
+            own_prompt_s = prompt_s * slower / self._usual_factor
+        ratio = took_s / (own_prompt_s + own_steps_s)
+        prefill.learn(self.prefill, tokens, ratio * own_prompt_s)
+        rest_s = took_s - own_prompt_s
+        if rest_s < (1.0 - PROMPTS_MOST) * took_s:
+            # It is almost all prompt, and says too little of its tokens.
+            return
+        self.decode.learn(running, (rest_s - min(others_s, PROMPTS_MOST * rest_s)) / steps / step.factor)
+        self.step.learn(running, rest_s / steps)
+        step.learn(self.step, running, ratio * own_steps_s / steps)
