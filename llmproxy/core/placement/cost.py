@@ -75,7 +75,7 @@ class CostPlacement(Placement):
     - `stream`: the rest of the answer. A second of it counts `STREAM`.
     - `harm`: the slowdown of the streams beside it, which counts `STREAM` too, and the delay of later requests, which
       weighs more the busier the backend is with prompts.
-    - `eviction`: the cached blocks that the computed part displaces, at the pool's present hit ratio.
+    - `eviction`: the cached blocks that the computed part displaces once the cache is full, at the pool's hit ratio.
     - `memory`: KV-cache held during the answer, except blocks that other requests hold anyway; more when it is full.
     - `transfer`: fetching the prompt that another backend computed, in the place of `prefill`.
     - `range`: the backend is meant for prompts of other lengths.
@@ -203,7 +203,7 @@ class CostPlacement(Placement):
         known = self._backend_loads
         backend_loads = [known.get(view.backend) or self._backend_load(view.backend) for view in able]
         matched = self._matched(request, able, backend_loads)
-        rates, without = self._rates, self._without
+        rates, index, without = self._rates, self._index, self._without
         token_s, step_base_s, step_slope_s = rates.prefill.slope, rates.step.base, rates.step.slope
         attention = 0.5 * rates.attention.share
         displaces = _scarce(self._hit_ratio)
@@ -248,6 +248,8 @@ class CostPlacement(Placement):
             streams = load - backend_load.waiting if alone else load
             harm_s = STREAM * (crowd_s + streams * prefill_s) + prefill_s * scarce
             eviction_s = prefill_s * displaces
+            if eviction_s and (room := index.room(view.backend)):
+                eviction_s *= max(0.0, 1.0 - room * block_tokens / (prompt_tokens - cached_tokens))
             total_s = queue_s + prefill_s + stream_s + harm_s + eviction_s
             adapter_s = range_s = memory_s = slot_s = None
             if adapter is not None and adapter in slots.deferred:

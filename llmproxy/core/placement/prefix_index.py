@@ -90,6 +90,11 @@ class PrefixIndex:
         held = self._recent.get(backend)
         return self._capacity_blocks if held is None else held.limit
 
+    def room(self, backend: str) -> int:
+        """How many more blocks surely displace none. A full cache that just dropped a generation has no room."""
+        limit = self.limit(backend)
+        return max(0, limit - limit // _GENERATIONS_MIN - self.size(backend))
+
     def check(self) -> None:
         """Raise AssertionError unless the counts agree with what is held."""
         for recent in self._recent.values():

@@ -101,6 +101,7 @@ def test_fewer_cached_tokens_than_expected_age_the_index() -> None:
 
 def test_eviction_counts_by_the_hit_ratio_of_the_pool() -> None:
     bench = CostBench()
+    bench.index.resize("a", 1_000)
     asked = chain(900, 30)
     assert bench.terms(asked, view("a"))["eviction"] == 0.0
     # Every other prompt is found whole: half is hit, so that what is displaced is missed once for each time.
@@ -112,6 +113,23 @@ def test_eviction_counts_by_the_hit_ratio_of_the_pool() -> None:
         bench.serve(chain(0, 10), "a")
     terms = bench.terms(asked, view("a"))
     assert terms["eviction"] > 10.0 * terms["prefill"]
+
+
+def test_eviction_counts_only_what_is_displaced() -> None:
+    bench = CostBench()
+    for _ in range(100):
+        bench.serve(chain(0, 10), "a")
+    bench.index.resize("a", 400)
+    charged = []
+    for blocks in (310, 15, 20):
+        # Room for 30 blocks before an eighth of the 400 is dropped, then for 15, then for none.
+        first = 10_000 * blocks
+        bench.index.record("a", range(first, first + blocks))
+        terms = bench.terms(chain(900, 30), view("a"))
+        charged.append(terms["eviction"] / terms["prefill"])
+    assert charged[0] == 0.0
+    assert charged[1] == pytest.approx(charged[2] / 2.0)
+    assert charged[2] > 1.0
 
 
 # --- the memory -------------------------------------------------------------------------------------------------------
@@ -203,6 +221,7 @@ def test_backend_busy_with_prompts_costs_more_until_it_was_idle() -> None:
 
 def test_the_terms_add_up_to_the_score() -> None:
     bench = CostBench()
+    bench.serve(chain(1_000, 80), "a")
     for _ in range(2):
         bench.serve(chain(0, 10), "a")
     bench.book(streamed(prompt_tokens=700), "a")

@@ -11,7 +11,7 @@ const HINTS = {
   prefill: "Computing what is not cached of its prompt",
   stream: "The rest of its answer; a second of it counts a tenth",
   harm: "The delay of others",
-  eviction: "Computing again what it displaces from the prefix cache, by how often that is hit. The KV cache in use counts running requests alone: cached prompts fill the rest",
+  eviction: "Computing again what it displaces from a full prefix cache, by how often that is hit. The KV cache in use counts running requests alone: cached prompts fill the rest",
   adapter: "Loading its adapter",
   memory: "Its share of the KV cache, where that is scarce",
   slot: "Until a full replica has room",
