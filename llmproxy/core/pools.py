@@ -85,6 +85,7 @@ class Pools:
         self.schedulers: dict[str, Scheduler] = {}
         self._left: list[Scheduler] = []
         """Schedulers whose pool became part of another one. They grant nothing more, and their leases run on."""
+        self._all: tuple[Scheduler, ...] = ()
         self._of_backend: dict[str, Scheduler] = {}
         self._of_lease: dict[int, Scheduler] = {}
         self._to_regroup = False
@@ -131,7 +132,7 @@ class Pools:
     def replace_process(self, name: str) -> None:
         """A new process has the name of a backend; see `Backend.replaced`."""
         self.backends[name].replaced()
-        for scheduler in self._all():
+        for scheduler in self._all:
             scheduler.leases.replaced(self.backends[name])
             scheduler.drop_bound(name)
 
@@ -149,7 +150,7 @@ class Pools:
         self.catalogue.rename(aliases)
         for backend in self.backends.values():
             backend.reconfigure(settings.capacity, settings.health, settings.ceiling_range)
-        for scheduler in self._all():
+        for scheduler in self._all:
             scheduler.reconfigure(settings, now)
         self._arrange()
 
@@ -201,13 +202,10 @@ class Pools:
         """See `Backend.troubled`."""
         gone = self.backends[backend].troubled(trouble)
         if gone:
-            for scheduler in self._all():
+            for scheduler in self._all:
                 scheduler.leases.lost(self.backends[backend])
                 scheduler.drop_bound(backend)
         return gone
-
-    def _all(self) -> list[Scheduler]:
-        return [*self.schedulers.values(), *self._left]
 
     def _arrange(self) -> None:
         """Give each pool of the catalogue a scheduler, and this one the backends of the pool.
@@ -240,8 +238,9 @@ class Pools:
         for name, backend in self.backends.items():
             self._assign(backend, after.get(members.get(name, "")))
         self.schedulers = {pool: one for pool, one in after.items() if not one.idle}
+        self._all = (*self.schedulers.values(), *self._left)
         self.scaling.keep(self.schedulers)
-        self._to_regroup = any(one.waiting for one in self._all())
+        self._to_regroup = any(one.waiting for one in self._all)
 
     def _make(self, pool: str, placement: Placement) -> Scheduler:
         return Scheduler(
@@ -261,7 +260,7 @@ class Pools:
         if new is not old:
             if new is None:
                 # They may wait in a pool that the backend left a moment ago, too.
-                for scheduler in self._all():
+                for scheduler in self._all:
                     scheduler.drop_bound(backend.name)
             if old is not None:
                 old.detach(backend.name)
@@ -286,7 +285,7 @@ class Pools:
         """Let requests wait where their model is served by now; returns those that cannot."""
         dropped: list[Drop] = []
         self._to_regroup = False
-        for scheduler in self._all():
+        for scheduler in self._all:
             for request, excluded in scheduler.leave(partial(self._moves, scheduler)):
                 try:
                     self.submit(request, now, excluded, Entry.RESUMED)
@@ -308,7 +307,9 @@ class Pools:
     ) -> None:
         """See `Scheduler.submit`. Raises Refused, also when the pool has gone since the name was resolved."""
         scheduler = self._scheduler_of(request)
-        if scheduler is None or self.shards.of(scheduler.pool) != self.shards.of(request.pool):
+        if scheduler is None or (
+            scheduler.pool != request.pool and self.shards.of(scheduler.pool) != self.shards.of(request.pool)
+        ):
             message = f"No backend serves `{request.model}` in this pool any more. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
         scheduler.submit(request, now, excluded, entry)
@@ -354,7 +355,7 @@ class Pools:
         self._limits.rates.recall(debts, now)
 
     def cancel(self, request: Request) -> None:
-        for scheduler in self._all():
+        for scheduler in self._all:
             scheduler.cancel(request.id)
 
     def recomputing(self, grant: Grant) -> None:
@@ -411,6 +412,7 @@ class Pools:
             decisions += self._regroup(now)
         if self._left:
             self._left = [one for one in self._left if not one.idle]
+            self._all = (*self.schedulers.values(), *self._left)
         schedulers = self._deciding(now)
         if self.settings.limits and len(schedulers) > 1:
             # A usage limit may span pools: its free places go by band and arrival, not by the order of pools.
@@ -423,11 +425,12 @@ class Pools:
         return decisions
 
     def _deciding(self, now: float) -> list[Scheduler]:
-        return [scheduler for scheduler in self._all() if self.decides(scheduler.pool, now)]
+        of, until_s = self.shards.of, self._until_s
+        return [one for one in self._all if now < until_s[of(one.pool)]]
 
     def faults(self, now: float) -> list[tuple[Exception, int]]:
         """See `Faults.take`, of every pool."""
-        return [fault for scheduler in self._all() for fault in scheduler.faults.take(now)]
+        return [fault for scheduler in self._all for fault in scheduler.faults.take(now)]
 
     def next_wakeup(self, now: float) -> float | None:
         if self._to_regroup:
@@ -509,7 +512,7 @@ class Pools:
 
     def position(self, name: str, now: float) -> Position | None:
         """The position of the waiting request with this label or id, None when there is none."""
-        found = (scheduler.position(name, now) for scheduler in self._all())
+        found = (scheduler.position(name, now) for scheduler in self._all)
         return next((position for position in found if position is not None), None)
 
     def choices(self, now: float) -> list[PoolChoices]:
@@ -524,7 +527,7 @@ class Pools:
     def blocked(self) -> dict[str, int]:
         """Usage limit or backend -> requests that are blocked by it, over all pools."""
         blocked: Counter[str] = Counter()
-        for scheduler in self._all():
+        for scheduler in self._all:
             for (_, limit), waiting in scheduler.blocked().items():
                 blocked[limit] += waiting
         return dict(blocked)
@@ -539,7 +542,7 @@ class Pools:
         return holds or any(b.listing is not None and b.view(now).available for b in self.backends.values())
 
     def check(self, now: float) -> None:
-        for scheduler in self._all():
+        for scheduler in self._all:
             scheduler.check(now)
         waiting = sum(requests for requests, _ in self.queued().values())
-        assert waiting == sum(scheduler.waiting for scheduler in self._all())
+        assert waiting == sum(scheduler.waiting for scheduler in self._all)

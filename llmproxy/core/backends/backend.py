@@ -357,7 +357,9 @@ class Backend:
         self._own.remove(lease, self.reading)
         idle = not self.bookings and (self.reading is None or not self.reading.running)
         self._load_changed(alone=verdict is Verdict.SERVED)
-        self.health.finished(lease, verdict, now, idle=idle, counted=self._counted, excused=excused)
+        self.health.finished(
+            lease, verdict, now, idle=idle, counted=self.health.slow and self._counted, excused=excused
+        )
 
     def at_work(self, now: float) -> bool:
         """Whether a fresh reading shows sequences that run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -61,9 +62,13 @@ class LazyHeap(Generic[Key, Item]):
 
     def __iter__(self) -> Generator[Item, None, None]:
         """The items that count, least key first. Close the iterator before changing anything."""
+        return self.first(sys.maxsize)
+
+    def first(self, most: int) -> Generator[Item, None, None]:
+        """At most so many items that count, least key first. Close the iterator before changing anything."""
         taken: list[HeapEntry[Key, Item]] = []
         try:
-            while (entry := self.least()) is not None:
+            while len(taken) < most and (entry := self.least()) is not None:
                 # Callers almost always want the first item alone, so it stays in the heap until they ask for more.
                 yield entry[2]
                 taken.append(heappop(self._entries))
@@ -109,7 +114,7 @@ class KeyedHeap:
 
     def __iter__(self) -> Iterator[str]:
         """Names by key. Close the iterator before changing anything."""
-        return iter(self._heap)
+        return self._heap.first(sys.maxsize)
 
     def _is_current(self, entry: HeapEntry[tuple[float, ...], str]) -> bool:
         return self._current.get(entry[2]) is entry

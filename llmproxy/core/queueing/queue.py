@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import closing
 from heapq import merge
-from itertools import islice
 from math import inf
 from typing import Any
 
@@ -78,6 +77,10 @@ class _Line:
         heap.push(key, queued, self.size + 1)
 
     def head(self) -> Queued | None:
+        if len(self.heaps) == 1:
+            (heap,) = self.heaps.values()
+            only = heap.least()
+            return None if only is None else only[2]
         entries = [entry for heap in self.heaps.values() if (entry := heap.least()) is not None]
         return min(entries, key=_key)[2] if entries else None
 
@@ -90,12 +93,17 @@ class _Line:
             before = None if before is None or below is None else before + below
         return before
 
-    def __iter__(self) -> Generator[Queued, None, None]:
+    def first(self) -> Generator[Queued, None, None]:
         """The first `FLOW_LOOK_MAX` of each heap. Close the iterator before changing anything."""
-        heaps = [iter(heap) for heap in self.heaps.values()]
+        if len(self.heaps) == 1:
+            (heap,) = self.heaps.values()
+            return heap.first(FLOW_LOOK_MAX)
+        return self._merged()
+
+    def _merged(self) -> Generator[Queued, None, None]:
+        heaps = [heap.first(FLOW_LOOK_MAX) for heap in self.heaps.values()]
         try:
-            looks = [islice(heap, FLOW_LOOK_MAX) for heap in heaps]
-            yield from looks[0] if len(looks) == 1 else merge(*looks, key=_place)
+            yield from merge(*heaps, key=_place)
         finally:
             for heap in heaps:
                 heap.close()
@@ -186,7 +194,7 @@ class Band:
 
         Close the iterator before changing anything.
         """
-        return iter(self._lines[flow])
+        return self._lines[flow].first()
 
     def heads(self) -> Generator[Queued, None, None]:
         """`first` of each flow. Close the iterator before changing anything."""

@@ -23,7 +23,7 @@ from llmproxy.core.rate_limit import TokenBucket
 from llmproxy.core.snapshot import BackendSnapshot, BandSnapshot, FlowSnapshot, PoolSnapshot, Position
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.admin.explained import fields_of, pages_of
-from llmproxy.gateway.http.client_address import AddressSet, Clients
+from llmproxy.gateway.http.client_address import Clients, InNetworks
 from llmproxy.gateway.http.errors import Failure, error_body, nothing_at
 from llmproxy.gateway.http.routes import METRICS, Dialect
 from llmproxy.gateway.request.auth import digest_of, presented
@@ -40,7 +40,7 @@ PAGES_PER_S = 5.0
 BURST = 10.0
 """Pages that may be requested at once after a pause. Each is built on the loop that serves all requests."""
 
-LOOPBACK = AddressSet(TRUST_WORDS["loopback"])
+LOOPBACK = InNetworks(TRUST_WORDS["loopback"])
 UNSTORED = {"Cache-Control": "no-store"}
 
 WRONG_ADMIN_KEY = "This needs the admin key of the proxy (admin_key), as `Authorization: Bearer KEY`."
@@ -82,7 +82,7 @@ class AdminPages:
         was made to point here (DNS rebinding).
         """
         client = self._clients.of(request)
-        return client.certain and client.address in LOOPBACK and self._names_us(request.headers.get("host", "").lower())
+        return client.certain and LOOPBACK[client.address] and self._names_us(request.headers.get("host", "").lower())
 
     def _names_us(self, host: str) -> bool:
         """Whether a `Host` is local or one on which the proxy listens. No web page sends an empty one."""
@@ -90,7 +90,7 @@ class AdminPages:
         if name in ("", "localhost") or name in self._bound:
             return True
         try:
-            return name in LOOPBACK
+            return LOOPBACK[name]
         except ValueError:
             return False
 

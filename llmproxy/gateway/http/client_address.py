@@ -7,7 +7,7 @@ from trusted proxies, from its right end, and past trusted proxies alone (`real_
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from ipaddress import ip_address
 from typing import NamedTuple
@@ -42,59 +42,55 @@ class Client(NamedTuple):
     proxied: bool = False
 
 
-class AddressSet:
-    """Answers whether an address is in one of these networks, and remembers it."""
+class InNetworks(dict[str, bool]):
+    """Address -> whether it is in one of these networks; filled when an address is first asked for."""
 
     def __init__(self, networks: Sequence[Network]) -> None:
         self._networks = networks
-        self._known: dict[str, bool] = {"": False}
 
-    def __contains__(self, address: str) -> bool:
-        if not self._networks:
-            return False
-        known = self._known.get(address)
-        if known is None:
-            if len(self._known) >= ADDRESSES_MAX:
-                self._known = {"": False}
-            parsed = ip_address(address.partition("%")[0])
-            plain = getattr(parsed, "ipv4_mapped", None) or parsed
-            known = any(plain in network for network in self._networks if network.version == plain.version)
-            self._known[address] = known
+    def __missing__(self, address: str) -> bool:
+        if len(self) >= ADDRESSES_MAX:
+            self.clear()
+        known = self[address] = bool(address and self._networks) and self._found(address)
         return known
+
+    def _found(self, address: str) -> bool:
+        parsed = ip_address(address.partition("%")[0])
+        plain = getattr(parsed, "ipv4_mapped", None) or parsed
+        return any(plain in network for network in self._networks if network.version == plain.version)
 
 
 class Clients:
     """Finds the client of a request."""
 
     def __init__(self, trusted_proxies: Sequence[Network]) -> None:
-        self._proxies = AddressSet(trusted_proxies)
+        self._proxied = InNetworks(trusted_proxies)
 
     def of(self, http: web.BaseRequest) -> Client:
         """The client of this request. A peer that has disconnected has the address ""."""
         peer, fields = http.remote or "", http.headers
-        if peer not in self._proxies:
-            return Client(peer, not (_is_forwarded(fields) or _from_foreign_page(fields)))
+        if not self._proxied[peer]:
+            names = "\n".join(fields)
+            client = (_known_client if len(names) <= NAMES_CHARS_MAX else _direct_client)(peer, names)
+            return Client(peer) if "origin" in fields and _from_foreign_page(fields) else client
         address, hops = peer, ",".join(fields.getall("x-forwarded-for", ())).rsplit(",", HOPS_MAX - 1)
-        while hops and address in self._proxies:
+        while hops and self._proxied[address]:
             named = _address(hops.pop())
             if named is None:
                 break
             address = named
         # A trusted proxy that names nobody speaks for somebody unknown: it has no rights of its own. An entry that is
         # left says that the client passes on a request, whether or not that is true.
-        certain = not hops and address not in self._proxies and not _from_foreign_page(fields)
+        certain = not hops and not self._proxied[address] and not _from_foreign_page(fields)
         return Client(address, certain, proxied=True)
 
 
-def _is_forwarded(fields: Iterable[str]) -> bool:
-    """Whether one of these names says that a proxy sent the request."""
-    names = "\n".join(fields)
-    return _one_forwards(names) if len(names) <= NAMES_CHARS_MAX else FORWARDING.search(names) is not None
+def _direct_client(peer: str, names: str) -> Client:
+    """The client of a request from `peer`, which is no trusted proxy, with fields of these names, one a line."""
+    return Client(peer, FORWARDING.search(names) is None)
 
 
-@lru_cache(maxsize=1024)
-def _one_forwards(names: str) -> bool:
-    return FORWARDING.search(names) is not None
+_known_client = lru_cache(maxsize=1024)(_direct_client)
 
 
 def _from_foreign_page(fields: Mapping[str, str]) -> bool:

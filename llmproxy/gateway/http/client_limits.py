@@ -12,7 +12,7 @@ from ipaddress import IPv6Address, ip_address
 from llmproxy.config import ClientsConfig
 from llmproxy.core.domain import Outcome
 from llmproxy.core.rate_limit import TokenBucket
-from llmproxy.gateway.http.client_address import AddressSet
+from llmproxy.gateway.http.client_address import InNetworks
 from llmproxy.gateway.http.errors import Failure
 
 ADDRESSES_MAX = 10_000
@@ -25,7 +25,7 @@ class ClientLimits:
 
     def __init__(self, limits: ClientsConfig) -> None:
         self._limits = limits
-        self._proxies = AddressSet(limits.trusted_proxies)
+        self._proxied = InNetworks(limits.trusted_proxies)
         self._open = 0
         self._open_by: Counter[str] = Counter()
         self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
@@ -36,7 +36,7 @@ class ClientLimits:
         if self._open >= limits.connections_max:
             message = "Too many connections are open here (clients.connections_max, or the limit of open files)."
             return Failure(Outcome.REJECTED_CAPACITY, message, status=503, retry_after_s=RETRY_S)
-        most = None if address in self._proxies else limits.address_connections_max
+        most = None if self._proxied[address] else limits.address_connections_max
         if most is not None and self._open_by[key] >= most:
             message = "Too many connections of this address are open (clients.address_connections_max)."
             return Failure(Outcome.RATE_LIMITED, message, retry_after_s=RETRY_S)

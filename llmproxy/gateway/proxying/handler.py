@@ -231,11 +231,12 @@ class RequestHandler:
         standing = identity.classify(http.headers, received.trusted, target.requested, target.model, tenant)
         received.ttl_s, received.unknown_objective = standing.ttl_s, standing.unknown_objective
         prompt_tokens, output_tokens = self._estimator.tokens(target.model, facts)
+        computes = received.route.computes
         if received.route.work is not Work.GENERATES:
-            prompt_tokens, output_tokens = prompt_tokens if received.route.computes else 1, 0
+            prompt_tokens, output_tokens = prompt_tokens if computes else 1, 0
         prefix: tuple[int, ...] = ()
         prefix_tokens = 0.0
-        if parsed.chain is not None and received.route.computes:
+        if parsed.chain is not None and computes:
             as_ids = facts.prompt_tokens is not None
             token_bytes = ID_BYTES if as_ids else self._estimator.bytes_per_token(target.model)
             prefix = parsed.chain.hashes_on(target.model, target.adapter)
@@ -265,7 +266,7 @@ class RequestHandler:
             prefix_tokens=prefix_tokens,
             session=received.session,
             splittable=parsed.splittable and received.previous is None,
-            prepared=facts.prepared or not received.route.computes,
+            prepared=facts.prepared or not computes,
             backend=received.previous.backend if received.previous is not None else None,
         )
 

@@ -194,7 +194,7 @@ class ResponseWriter:
         if self.response is None:
             self._make_head(200, "", [*EVENT_STREAM, SERVER])
         try:
-            self._send_body(comment)
+            self._send(b"%x\r\n%b\r\n" % (len(comment), comment) if self._chunked else comment)
         except ConnectionError:
             return False
         return True
@@ -250,9 +250,6 @@ class ResponseWriter:
         self.sent_bytes += len(data)
         if self.keep is not None:
             self.keep(data)
-        self._send_body(data)
-
-    def _send_body(self, data: bytes) -> None:
         if self._chunked and data:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         self._send(data)

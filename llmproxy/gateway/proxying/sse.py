@@ -28,6 +28,7 @@ _EVENT_END = re.compile(rb"\n\n|\r\n?+(?:\r\n?+|\n)|\n\r\n?+")
 _BOM = b"\xef\xbb\xbf"
 _ERROR = re.compile(rb'\{\s*"(?:error"\s*:(?!\s*null\b)|(?:type|object)"\s*:\s*"(?:error|response\.failed)")')
 _ERROR_BYTES_MAX = 64 * 1024
+_ERROR_MEMBER = b'"error"'
 _SOME_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
 _MARK = re.compile(rb'["{}\[\]]')
 # A string read backwards: a quote inside it is followed there by an odd number of backslashes.
@@ -177,7 +178,11 @@ class StreamTap:
         if not payload or payload == b"[DONE]":
             self.done_seen = self.done_seen or bool(payload)
             return False
-        error = name in _ERROR_EVENTS or _ERROR.match(payload) is not None or _has_error(payload)
+        error = (
+            name in _ERROR_EVENTS
+            or _ERROR.match(payload) is not None
+            or (_ERROR_MEMBER in payload and _has_error(payload))
+        )
         if error:
             self.error_seen = True
             self.error = payload[:_ERROR_BYTES_MAX]
@@ -211,7 +216,7 @@ def usage_of_tail(tail: bytes) -> Usage | None:
 
 def _has_error(payload: bytes) -> bool:
     """Whether an event has an error behind other members, as of routers that put an `id` before it."""
-    return b'"error"' in payload and not _SOME_CHOICE.search(payload) and error_in(payload) is not None
+    return not _SOME_CHOICE.search(payload) and error_in(payload) is not None
 
 
 def _end_of_event(buffer: bytearray, search_from: int) -> int:

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import orjson
@@ -198,7 +199,9 @@ def _assembled(
     chain: Chain | None,
 ) -> ParsedBody:
     sequences = _sequences(fields, sizes)
-    prepared = len(body) > PARSE_BYTES_MAX or any(size.media for size in sizes) or _has_grammar(fields)
+    # A tool that must be called is a grammar too.
+    grammar = not _GRAMMAR.isdisjoint(fields) or fields.get("tool_choice") not in (None, "auto", "none")
+    prepared = grammar or len(body) > PARSE_BYTES_MAX or any(map(_has_media, sizes))
     facts = _facts(fields, sizes, kind, sequences, prepared)
     kept = {name: fields[name] for name in KEPT if name in fields} if kind is BodyKind.RESPONSES else {}
     options = fields.get("stream_options", ABSENT)
@@ -261,10 +264,7 @@ class _Size:
     media: bool = False
 
 
-def _has_grammar(fields: Mapping[str, Any]) -> bool:
-    # A tool that must be called is a grammar too.
-    choice = fields.get("tool_choice")
-    return not _GRAMMAR.isdisjoint(fields) or (choice is not None and choice not in ("auto", "none"))
+_has_media = attrgetter("media")
 
 
 def _facts(

@@ -13,7 +13,7 @@ from xxhash import xxh64_hexdigest
 
 from llmproxy.config import TRUST_WORDS, BackendConfig, Config, ModelConfig, model_limit, settings_of, tenant_limit
 from llmproxy.core.domain import BAND_NAMES, DEFAULT, Outcome, Slo
-from llmproxy.gateway.http.client_address import AddressSet, Client
+from llmproxy.gateway.http.client_address import Client, InNetworks
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.headers import (
     FAIRNESS_HEADERS,
@@ -76,7 +76,7 @@ class Identity:
     """Classifies requests. Headers that give an advantage count only from trusted clients and tenants."""
 
     def __init__(self, config: Config) -> None:
-        self._trusted = AddressSet(config.trusted_networks())
+        self._trusted = InNetworks(config.trusted_networks())
         self._trusts_all = config.trusted_networks() == TRUST_WORDS["all"]
         self._trusts_proxies = config.trust_proxy_headers
         self._ttl_s = config.queue.ttl_s
@@ -101,7 +101,7 @@ class Identity:
         """Whether the headers of a request from this client, or from this tenant at any address, count."""
         if tenant.trusted or (client.proxied and self._trusts_proxies):
             return True
-        return (client.certain or self._trusts_all) and client.address in self._trusted
+        return (client.certain or self._trusts_all) and self._trusted[client.address]
 
     def to_backend(
         self,
