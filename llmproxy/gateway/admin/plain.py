@@ -50,6 +50,7 @@ def plain_page(document: Mapping[str, Any]) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>llmproxy</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="refresh" content="{REFRESH_S}"><link rel="stylesheet" href="/ui/app.css">',
+        '<link rel="icon" href="/ui/icon.svg">',
         f"</head><body><main><h1>llmproxy</h1><p>{escape(document['summary']['text'])}</p>",
         _table("Bands", _BANDS, document["bands"]),
         _table("Replicas", _BACKENDS, document["backends"]),

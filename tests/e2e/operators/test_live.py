@@ -131,6 +131,15 @@ async def test_it_is_compressed_for_those_who_can_read_that(proxy: ProxyUnderTes
     assert await packed.read() == await plain.read()
 
 
+@pytest.mark.parametrize("page", ["/ui", "/debug/plain"])
+async def test_a_page_links_to_what_is_served_and_names_its_icon(proxy: ProxyUnderTest, page: str) -> None:
+    """A browser asks for `/favicon.ico` otherwise, which is nothing here."""
+    head = (await proxy.get(page)).body.decode().partition("</head>")[0]
+    links = dict(re.findall(r'<link rel="(\w+)" href="([^"]+)">', head))
+    assert links.keys() == {"icon", "stylesheet"}
+    assert [(await proxy.get(path)).status for path in links.values()] == [200, 200]
+
+
 async def test_the_past_in_columns(proxy: ProxyUnderTest) -> None:
     for _ in range(4):
         assert (await proxy.chat(HELLO | {"stream": True, "max_tokens": 4})).status == 200
