@@ -160,7 +160,8 @@ class Scheduler:
         self.leases.detach(backend)
 
     def inherit(self, other: Scheduler) -> None:
-        """Add what another pool counted for flows: what waits there, or would, waits here from now on."""
+        """Add what another pool counted for flows and bands: what waits there, or would, waits here from now on."""
+        self._headroom.inherit(other._headroom)
         own = self.balances()
         for level, balances in other.balances().items():
             mine = own.get(level, {})

@@ -209,6 +209,23 @@ def test_shares_go_on_where_pools_are_joined() -> None:
     assert [grant.request.flow for grant in grants(of, 2.0)] == ["modest", "modest"]
 
 
+def with_critical(of: Pools, model: str) -> Pools:
+    """The same with the critical band in use."""
+    ask(of, model, band=CRITICAL)
+    of.finish(only_grant(of, 0.0), Verdict.SERVED, 0.0)
+    return of
+
+
+def test_bands_stay_in_use_where_pools_are_joined() -> None:
+    of = with_critical(fleet(places=2, a=lists("x"), b=lists("y")), "x")
+    of.listed("a", lists("y", "x"))
+    for _ in range(9):
+        ask(of, "y", 1.0)
+    assert len(grants(of, 1.0)) == 3
+    ask(of, "y", 1.0, id="critical", band=CRITICAL)
+    assert names(grants(of, 1.0)) == ["critical"]
+
+
 def test_a_request_bound_to_a_backend_goes_with_it_into_another_pool() -> None:
     of = fleet(a=lists("x"), b=lists("y"), c=lists("y"))
     ask(of, "x")

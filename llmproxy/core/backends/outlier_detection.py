@@ -183,7 +183,8 @@ class OutlierDetection:
         Answers whether its backend is as fast as it should be, None where it is too early to say.
         """
         stream = self._streams.get(lease)
-        if stream is None:
+        if stream is None or stream.whole:
+            # The span of an answer in one piece is all of it.
             return None
         backend = stream.backend
         backend.last_byte_s = stream.last_byte_s = now

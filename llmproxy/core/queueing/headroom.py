@@ -40,6 +40,11 @@ class Headroom:
             self._used_s = {other: used_s for other, used_s in self._used_s.items() if self._lasts(used_s, now)}
         self._used_s[band] = now
 
+    def inherit(self, other: Headroom) -> None:
+        """The bands that are in use in another pool are in use here from now on."""
+        for band, used_s in other._used_s.items():
+            self._used_s[band] = max(used_s, self._used_s.get(band, -inf))
+
     def ceiling(self, band: int, now: float) -> float:
         """The saturation (0..1] at which `band` waits now."""
         ceiling = self._own.get(band)

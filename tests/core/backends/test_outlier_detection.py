@@ -11,7 +11,7 @@ from msgspec import structs
 
 from llmproxy.core.backends.health import Ejected, Health, Peers
 from llmproxy.core.backends.outlier_detection import BASE_TOKENS, OutlierDetection
-from llmproxy.core.domain import Entry, Grant, Placed, Request, Revoke, Stage, Verdict
+from llmproxy.core.domain import Entry, Grant, Placed, Request, Revoke, Stage, Usage, Verdict
 from llmproxy.core.settings import HealthSettings, Settings
 from tests.core.make import kill, pools, reading, request
 
@@ -442,3 +442,14 @@ def test_a_prompt_that_another_backend_computed_takes_no_time_here() -> None:
         assert fetching._prefill.at(tokens) == alone._prefill.at(tokens)
     # Prompts excuse a slow stream, and make it teach nothing: these do neither.
     assert fetching._backends["a"].computed_tokens == alone._backends["a"].computed_tokens
+
+
+def test_an_answer_in_one_piece_whose_tokens_were_seen_as_they_came_counts_once() -> None:
+    of = pools({"a": 1, "b": 1})
+    of.submit(request(stream=False), 0.0)
+    (grant,) = of.decide(0.0)
+    assert isinstance(grant, Grant)
+    of.progress(grant, 900, 0.5)
+    of.started(grant, 1.0)
+    of.finish(grant, Verdict.SERVED, 1.0, Usage(20, 900))
+    of.check(1.0)

@@ -141,6 +141,8 @@ class World:
 
     def _see_bereft(self, moved: bool = False) -> None:
         """Drop requests that wait for one backend alone when it leaves; `moved`: also when it serves other models."""
+        # A pool that comes again begins anew.
+        self.books.used_s = {use: at_s for use, at_s in self.books.used_s.items() if use[0] in self.pools.schedulers}
         for name, waiter in list(self.waiting.items()):
             request = waiter.request
             if request.backend is None or self._kept(request):
