@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from llmproxy.config.config import Config
-from llmproxy.config.schema import LimitsConfig, SchedulingConfig, Section
+from llmproxy.config.schema import SchedulingConfig, Section
 from llmproxy.core.domain import Role
 from llmproxy.core.scaling.groups import Group
 from llmproxy.core.settings import (
@@ -76,8 +76,5 @@ def model_limit(name: str) -> str:
 def _limits(config: Config) -> dict[str, UsageLimit]:
     entries = [(tenant_limit(tenant.name), tenant.limits) for tenant in config.tenants]
     entries += [(model_limit(model.name), model.limits) for model in config.models]
-    return {
-        name: UsageLimit(limits.in_flight, limits.requests_per_min, limits.tokens_per_min)
-        for name, limits in entries
-        if limits != LimitsConfig()
-    }
+    usage = [(name, UsageLimit(one.in_flight, one.requests_per_min, one.tokens_per_min)) for name, one in entries]
+    return {name: limit for name, limit in usage if limit != UsageLimit()}

@@ -276,6 +276,12 @@ class LimitsConfig(Section):
     """Most requests per minute. More are refused with 429. null: no limit."""
     tokens_per_min: Rate | None = None
     """Most prompt and output tokens per minute. Further requests are refused with 429. null: no limit."""
+    prompt_tokens_max: Count | None = None
+    """Most tokens of the prompt of one request, as the proxy estimates them. Longer ones are refused with 400. null:
+    what the engine takes."""
+    max_tokens_max: Count | None = None
+    """Most tokens that one request may ask for (max_tokens and its other names). More is refused with 400. It is
+    written into chats, completions, responses and messages that give no limit. null: what the engine allows."""
 
 
 class ModelConfig(Section):

@@ -183,6 +183,10 @@ class RequestHandler:
             context.keep_alive = KeepAlive(context.client, rules.config.timeouts.keep_alive_s)
         received.session = rules.identity.session(http, parsed.sessions, received.tenant)
         received.target = await self._target(received, parsed.facts.model)
+        if rules.request_limits:
+            parsed = received.parsed = rules.request_limits.kept(
+                received.route, parsed, received.tenant.name, received.target, self._estimator
+            )
         self.budget.request()
         if self._answers is not None and received.route.computes:
             context.kept = self._answers.keep(parsed)

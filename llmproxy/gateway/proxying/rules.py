@@ -21,6 +21,7 @@ from llmproxy.gateway.request.auth import Keys
 from llmproxy.gateway.request.body_reader import BodyReader
 from llmproxy.gateway.request.identity import Identity
 from llmproxy.gateway.request.parsed_body import ParsedBody
+from llmproxy.gateway.request.request_limits import RequestLimits
 from llmproxy.kv_connectors import KvConnector, connectors
 from llmproxy.upstream.port import Upstream
 
@@ -36,6 +37,7 @@ class Rules:
     keys: Keys
     clients: Clients
     identity: Identity
+    request_limits: RequestLimits
     body_reader: BodyReader
     relay: Relay
     band_names: Mapping[int, str]
@@ -55,6 +57,7 @@ class Rules:
             Keys(config),
             Clients(config.clients.trusted_proxies),
             identity,
+            RequestLimits(config),
             body_reader,
             Relay(upstream, config.timeouts),
             config.band_names(),

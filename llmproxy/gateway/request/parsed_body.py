@@ -74,7 +74,8 @@ class ParsedBody:
     members that name a session, by member name. `kept` holds the members of a `/v1/responses` body about stored
     responses. `guarded` holds every transfer parameter and priority, repeated names included. `sequences` is the number
     of sequences that the engine may run, without the limit that `facts` has. `splittable`: one engine may compute the
-    prompt and another one the answer.
+    prompt and another one the answer. `written_limit` is the limit of the answer that the proxy writes into a body
+    without one.
     """
 
     facts: RequestFacts
@@ -88,6 +89,7 @@ class ParsedBody:
     guarded: tuple[tuple[str, Member], ...] = field(default=(), repr=False)
     sequences: int = 1
     splittable: bool = False
+    written_limit: int | None = None
 
     @property
     def stores(self) -> bool:
@@ -103,6 +105,13 @@ class ParsedBody:
             return str(orjson.loads(self.body[member.start : member.end]))
         except orjson.JSONDecodeError:
             return None  # The engine reads the same bytes and reports the error.
+
+    def answer_limit(self) -> tuple[str, bytes] | None:
+        """Name and JSON value of the member by which the engine limits the answer; None without one."""
+        names = LIMITS[self.kind]
+        members = drain(scan_members(self.body, names)) if self.members is None else self.members
+        given = [(name, self.body[members[name].start : members[name].end]) for name in names if name in members]
+        return next(((name, value) for name, value in given if value != b"null"), None)
 
     def spliced(
         self,
@@ -145,6 +154,8 @@ class ParsedBody:
             edits += [(member.start, member.end, own or b"0") for member in given]
         if own is not None and not given:
             added.append(b'"priority":' + own)
+        if self.written_limit is not None and not prompt_alone:
+            self._set(LIMITS[self.kind][-1], str(self.written_limit).encode(), edits, added)
         if salt is not None:
             self._set(SALT, orjson.dumps(salt), edits, added)
         if added:

@@ -54,6 +54,20 @@ async def test_bodies_are_salted_only_where_the_engine_knows_it(path: str) -> No
         assert await sent_with(proxy, path, body | {"cache_salt": "x"}, "open") == body | {"cache_salt": "x"}
 
 
+async def test_one_request_of_a_tenant_is_bounded_and_others_are_sent_as_they_came() -> None:
+    bounded = {"name": "small", "keys": [hash_of("small")], "limits": {"prompt_tokens_max": 100, "max_tokens_max": 6}}
+    async with serving(FAST, tenants=[*TENANTS, bounded]) as proxy:
+        body = b'{ "messages" : [{"role":"user","content":"hello"}] }'
+        for tenant in ("open", "small"):
+            assert (await proxy.chat(body, headers=key(tenant))).status == 200
+            assert proxy.sent().body == (body if tenant == "open" else body.replace(b"{", b'{"max_tokens":6,', 1))
+        long = json.dumps({"messages": [{"role": "user", "content": "word " * 1_000}]}).encode()
+        for asked, param in ((long, "prompt"), (b'{"max_tokens": 7, "messages": []}', "max_tokens")):
+            error = (await proxy.chat(asked, headers=key("small"))).json["error"]
+            assert (error["code"], error["type"], error["param"]) == (400, "BadRequestError", param)
+            assert "of the tenant small" in error["message"]
+
+
 async def test_a_large_body_is_salted_too() -> None:
     large = {"model": "base", "stream": True, "messages": [{"role": "user", "content": "word " * 40_000}]}
     async with serving(FAST, tenants=TENANTS) as proxy:

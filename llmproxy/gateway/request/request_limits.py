@@ -1,0 +1,78 @@
+"""Limits of a single request, by its tenant and its model: the tokens of its prompt and of its answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NoReturn
+
+import orjson
+from msgspec import structs
+
+from llmproxy.config import Config
+from llmproxy.config.schema import LimitsConfig
+from llmproxy.core.backends.catalogue import Target
+from llmproxy.core.domain import Outcome
+from llmproxy.core.estimates.tokens import Estimator
+from llmproxy.gateway.http.errors import Failure
+from llmproxy.gateway.http.routes import BodyKind, Route, Work
+from llmproxy.gateway.request.parsed_body import LIMITS, ParsedBody
+
+_WRITTEN = frozenset({BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES, BodyKind.MESSAGES})
+"""Bodies into which the limit of an answer is written if they have none."""
+
+
+class RequestLimits:
+    """The limits of one configuration. It is false where there are none."""
+
+    def __init__(self, config: Config) -> None:
+        self._tenants = {one.name: one.limits for one in config.tenants if _limits_one(one.limits)}
+        self._models = {one.name: one.limits for one in config.models if _limits_one(one.limits)}
+
+    def __bool__(self) -> bool:
+        return bool(self._tenants or self._models)
+
+    def kept(self, route: Route, parsed: ParsedBody, tenant: str, target: Target, estimator: Estimator) -> ParsedBody:
+        """The body, with the limit of its answer to be written if it has none. Raises Failure (400) for one beyond."""
+        of_tenant, of_model = f"tenant {tenant}", f"model {target.requested[:200]}"
+        found = [(of_tenant, self._tenants.get(tenant))]
+        found += [(of_model, self._models.get(name)) for name in dict.fromkeys((target.requested, target.model))]
+        held = [(whose, limits) for whose, limits in found if limits is not None]
+        if not held or not route.computes:
+            return parsed
+        prompt_tokens, _ = estimator.tokens(target.model, parsed.facts)
+        for whose, limits in held:
+            most = limits.prompt_tokens_max
+            if most is not None and prompt_tokens > most:
+                about = "" if parsed.facts.prompt_tokens is not None else "about "
+                _refuse(
+                    f"The prompt has {about}{prompt_tokens:,} tokens, and a request of the {whose} may have {most:,}"
+                    " (prompt_tokens_max): send a shorter prompt.",
+                    "prompt",
+                )
+        ceilings = [(limits.max_tokens_max, whose) for whose, limits in held if limits.max_tokens_max is not None]
+        if route.work is not Work.GENERATES or parsed.kind not in LIMITS or not ceilings:
+            return parsed
+        most, whose = min(ceilings)
+        name, value = parsed.answer_limit() or ("", b"null")
+        given = orjson.loads(value)
+        if given is None:
+            context = target.context_tokens
+            # An engine refuses a limit that its context cannot hold after the prompt, and ends there without one.
+            fits = context is None or prompt_tokens + most <= context
+            if parsed.kind not in _WRITTEN or not fits:
+                return parsed
+            return replace(parsed, written_limit=most, facts=structs.replace(parsed.facts, max_tokens=most))
+        if type(given) is not int:
+            _refuse(f"{name} should be an integer of at most {most:,}, the max_tokens_max of the {whose}.", name)
+        if given > most:
+            asks = f"{name} is {given:,}, and a request of the {whose} may ask for {most:,} (max_tokens_max)"
+            _refuse(f"{asks}: ask for less.", name)
+        return parsed
+
+
+def _limits_one(limits: LimitsConfig) -> bool:
+    return limits.prompt_tokens_max is not None or limits.max_tokens_max is not None
+
+
+def _refuse(message: str, param: str) -> NoReturn:
+    raise Failure(Outcome.BAD_REQUEST, message, param=param)
