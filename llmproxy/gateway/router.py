@@ -22,7 +22,7 @@ from llmproxy.gateway.proxying.handler import RequestHandler
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.request.auth import Tenant
-from llmproxy.gateway.request.identity import id_for_error, request_id
+from llmproxy.gateway.request.identity import id_for_error
 from llmproxy.telemetry.exit import ExitSink, RequestExit, RequestInput, RequestResult
 from llmproxy.telemetry.logs import log_exit, log_internal
 
@@ -145,7 +145,7 @@ class Router:
     async def _stored_response(
         self, path: str, request: web.BaseRequest, response_id: str, tenant: Tenant, sender: Client
     ) -> web.StreamResponse:
-        own_id = request_id(request.headers) or uuid4().hex
+        own_id = id_for_error(request.headers)
         self._handler.begin_request()
         try:
             response, outcome, error = await self._stored.serve(

@@ -145,6 +145,12 @@ def log_exit(ended: RequestExit) -> None:
     getattr(log, level)(EXIT_EVENT, **exit_fields(ended), **({} if why is None else {"why": why_fields(why)}))
 
 
+def log_replaced_id(request_id: str) -> None:
+    """Log that the request of this id had another one, which fits no log line."""
+    hint = "x-request-id should be 1 to 256 printable ASCII characters without spaces"
+    _log.warning("request_id_replaced", request_id=request_id, hint=hint)
+
+
 def log_internal(request_id: str, error: BaseException) -> None:
     """Log a bug of the proxy that one request met, with its traceback."""
     _log.error("internal", request_id=request_id, exc_info=error)

@@ -221,5 +221,6 @@ EVENTS = {
     "task_failed": "A bug in work in the background. It starts again after `again_in_s`, or is over where that is not given.",
     "worker_lost": "A worker died and is started again.",
     "worker_not_started": "A worker could not be started; the proxy tries again.",
+    "request_id_replaced": "The `x-request-id` of a request fits no log line, and the request has another one. Logged once.",
     "wrong_protocol": "A client spoke another protocol than the port does.",
 }

@@ -268,9 +268,9 @@ EVIL = BODY.replace(b'"base"', json.dumps("base\r\nx-evil: 1").encode())
 CONTENT = (
     declined("a line break in the model's name",
              head(HOST, JSON, b"content-length: %d" % len(EVIL)) + EVIL, 404),
-    declined("a space in X-Request-ID", post(b"x-request-id: a b"), 400),
-    declined("a X-Request-ID of 257 bytes", post(b"x-request-id: " + b"x" * 257), 400),
-    declined("a X-Request-ID beyond ASCII", post("x-request-id: ä".encode()), 400),
+    ok("a space in X-Request-ID", post(b"x-request-id: a b"), unseen=b": a b"),
+    ok("a X-Request-ID of 257 bytes", post(b"x-request-id: " + b"x" * 257), unseen=b"xxx"),
+    ok("a X-Request-ID beyond ASCII", post("x-request-id: ä".encode()), unseen="ä".encode()),
     no("a line break in X-Request-ID", post(b"x-request-id: a\nx-evil: 1")),
     ok("line breaks in X-Request-ID, escaped", post(b"x-request-id: a%0d%0ax-evil:1"), seen=b": a%0d%0ax-evil:1\r\n"),
     declined("Content-Encoding: gzip", post(b"content-encoding: gzip"), 415),

@@ -32,12 +32,12 @@ from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.proxying.stages import Handover, Warnings, refuse_unreachable
 from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.request.body_budget import BodyBudget, HeldBody
-from llmproxy.gateway.request.identity import request_id
+from llmproxy.gateway.request.identity import REQUEST_ID_HEADER, request_id
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, ID_BYTES, SALT
 from llmproxy.lease import Lease, Leasing
 from llmproxy.telemetry.exit import ExitSink, Split
-from llmproxy.telemetry.logs import log_exit, log_internal
+from llmproxy.telemetry.logs import log_exit, log_internal, log_replaced_id
 from llmproxy.telemetry.trace_context import Sampler, new_span_id
 
 
@@ -77,6 +77,7 @@ class RequestHandler:
         self._cutting = False
         self.open_requests = 0
         self._open_ids: set[str] = set()
+        self._replaced_id_logged = False
         self._usage = UsageQuestions()
         self.idle = asyncio.Event()
         self.idle.set()
@@ -165,6 +166,10 @@ class RequestHandler:
         if (given := request_id(http.headers)) is not None:
             received.id, received.repeated = given, given in self._open_ids
             self._open_ids.add(given)
+        elif not self._replaced_id_logged and REQUEST_ID_HEADER in http.headers:
+            # Once: a client that sends such ids does so with every request.
+            self._replaced_id_logged = True
+            log_replaced_id(received.id)
         context.extra["x-request-id"] = received.id
         received.tenant = rules.keys.check(http.headers)
         received.trusted = rules.identity.trusts(received.client, received.tenant)

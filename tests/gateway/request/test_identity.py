@@ -65,12 +65,11 @@ def test_other_texts_are_no_duration(text: str) -> None:
     assert parse_duration_s(text) is None
 
 
-def test_request_ids_are_accepted_if_they_fit_a_log_line() -> None:
+def test_request_ids_are_taken_if_they_fit_a_log_line() -> None:
     assert request_id({}) is None
     assert request_id({"x-request-id": "abc-1"}) == "abc-1"
     for bad in ("", "a b", "x" * 257, "caf\u00e9"):
-        with pytest.raises(Failure):
-            request_id({"x-request-id": bad})
+        assert request_id({"x-request-id": bad}) is None
 
 
 def test_the_ttl_header_can_only_shorten() -> None:
