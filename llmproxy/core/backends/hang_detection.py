@@ -105,9 +105,11 @@ class HangDetection:
             if self._only_silent(backend, since_s, late_s, now, ejected, name):
                 return Hang(since_s, len(backend.unstarted), 0)
         if not ejected and len(backend.started) >= TOGETHER:
-            since_s = backend.last_byte_s
+            # An engine may hold back what it generates, such as a long tool call until it is whole.
+            since_s = max(backend.last_byte_s, backend.generated_s)
             if self._only_silent(backend, since_s, TOGETHER_LATE * prompts_s, now, ejected, name):
-                stopped = sum(stream.last_byte_s >= since_s - TOGETHER_S for stream in backend.started.values())
+                together_s = backend.last_byte_s - TOGETHER_S
+                stopped = sum(stream.last_byte_s >= together_s for stream in backend.started.values())
                 if stopped >= TOGETHER:
                     return Hang(since_s, len(backend.unstarted), stopped)
         return None

@@ -79,3 +79,24 @@ def test_engine_that_shows_none_of_its_requests_hangs(
     assert earliest_s <= hung_s <= latest_s
     if hung_s < 20.0:
         assert list(detection.give_up("a", now)) == [2], "nothing was computed, so that it may be tried elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("per_poll", "hangs"), [(20, False), (0, True)], ids=["a tool call that is held back", "frozen"]
+)
+def test_streams_that_stop_together_hang_only_where_nothing_is_generated(per_poll: int, hangs: bool) -> None:
+    detection = detection_of("a", "b")
+    for lease in range(10, 18):
+        detection.booked(lease, request(stream=True), Placed("ab"[lease % 2], 0.0, (), 2), False, 0.0)
+        detection.started(lease, 0.2)
+    tokens, hung = {"a": 0, "b": 0}, False
+    for poll in range(2, 60):
+        now = poll * POLL_S
+        for name in tokens:
+            tokens[name] += per_poll if name == "a" and now > 2.0 else 20
+            detection.read(name, reading(now, running=4, generated=tokens[name]), 4)
+        for lease in range(10, 18):
+            if "ab"[lease % 2] == "b" or now <= 2.0:
+                detection.progress(lease, poll, 4, None, now)
+        hung = hung or "a" in detection.outliers(now)[0]
+    assert hung is hangs
