@@ -23,6 +23,7 @@ EVENTS_MAX = 8
 NEGLIGIBLE_S = 0.0005
 """A part of the price that is less for all candidates has no column."""
 SUMMARY_LINES_MAX = 3
+ENDED_LINES_MAX = 2
 FIRST_COLUMN = 10
 """Narrowest first column, so that sections with short names stand alike."""
 LINES_MIN = 2
@@ -160,13 +161,18 @@ def _head(document: Document, view: View, width: int, height: int | None, troubl
         leader = "nobody" if cluster.leader is None else printable(cluster.leader)
         ended.append(f"; {leader} leads {len(cluster.members)} members")
     text = Text(printable(document.summary.text, 1000), LEVEL_STYLES.get(document.summary.level, "red"))
-    # The width is known, so a console of that width wraps as the terminal's will.
     most = SUMMARY_LINES_MAX if height is None else max(1, min(SUMMARY_LINES_MAX, height // 8))
-    sentence = text.wrap(Console(width=width), width)
-    if len(sentence) > most:
-        sentence[most - 1].truncate(width - 1)
-        sentence[most - 1].append("…")
-    return [_line(title), _line(ended), *sentence[:most]]
+    return [_line(title), *_wrapped(ended, width, min(most, ENDED_LINES_MAX)), *_wrapped(text, width, most)]
+
+
+def _wrapped(text: Text, width: int, most: int) -> list[Text]:
+    """At most so many lines of the text; the last one says if there were more."""
+    # The width is known, so a console of that width wraps as the terminal's will.
+    lines = text.wrap(Console(width=width), width)
+    if len(lines) > most:
+        lines[most - 1].truncate(width - 1)
+        lines[most - 1].append("…")
+    return list(lines[:most])
 
 
 def _foot(view: View) -> Text:

@@ -233,6 +233,10 @@ def test_a_slow_replica_has_a_mark_and_refusals_have_their_outcome() -> None:
     lines = "\n".join(drawn(picture(live(backends=(slow,), minute=refused), View(), 120), 120))
     assert "!2.50x" in lines
     assert "59 rejected_capacity, 2 expired" in lines
+    small = drawn(picture(live(minute=refused), View(), 80, 24))
+    assert "59 rejected_capacity, 2 expired" in " ".join(line.strip() for line in small)
+    assert len(small) == 24
+    assert max(map(cell_len, small)) <= 80
 
 
 def test_lines_that_are_left_show_the_last_choices() -> None:
