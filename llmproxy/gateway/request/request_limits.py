@@ -11,8 +11,8 @@ from msgspec import structs
 from llmproxy.config import Config
 from llmproxy.config.schema import LimitsConfig
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Outcome
-from llmproxy.core.estimates.tokens import Estimator
+from llmproxy.core.domain import Outcome, RequestFacts
+from llmproxy.core.estimates.tokens import Estimate, Estimator
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.routes import BodyKind, Route, Work
 from llmproxy.gateway.request.parsed_body import LIMITS, ParsedBody
@@ -39,7 +39,7 @@ class RequestLimits:
         held = [(whose, limits) for whose, limits in found if limits is not None]
         if not held or not route.computes:
             return parsed
-        prompt_tokens, _ = estimator.tokens(target.model, parsed.facts)
+        prompt_tokens = _at_least(parsed.facts, estimator.bytes_per_token(target.model))
         for whose, limits in held:
             most = limits.prompt_tokens_max
             if most is not None and prompt_tokens > most:
@@ -58,7 +58,7 @@ class RequestLimits:
         if given is None:
             context = target.context_tokens
             # An engine refuses a limit that its context cannot hold after the prompt, and ends there without one.
-            fits = context is None or prompt_tokens + most <= context
+            fits = context is None or estimator.tokens(target.model, parsed.facts)[0] + most <= context
             if parsed.kind not in _WRITTEN or not fits:
                 return parsed
             return replace(parsed, written_limit=most, facts=structs.replace(parsed.facts, max_tokens=most))
@@ -68,6 +68,16 @@ class RequestLimits:
             asks = f"{name} is {given:,}, and a request of the {whose} may ask for {most:,} (max_tokens_max)"
             _refuse(f"{asks}: ask for less.", name)
         return parsed
+
+
+def _at_least(facts: RequestFacts, bytes_per_token: float) -> int:
+    """The tokens that a prompt has in all likelihood, for no prompt should be refused by mistake.
+
+    The text around short messages, of which the proxy sees nothing, makes the learned bytes per token small.
+    """
+    if facts.prompt_tokens is not None:
+        return facts.prompt_tokens
+    return round(facts.prompt_bytes / max(bytes_per_token, Estimate().bytes_per_token))
 
 
 def _limits_one(limits: LimitsConfig) -> bool:

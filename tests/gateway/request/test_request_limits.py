@@ -8,6 +8,7 @@ import pytest
 
 from llmproxy.config import Config, hash_of
 from llmproxy.core.backends.catalogue import Target
+from llmproxy.core.domain import Usage
 from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.routes import SCHEDULED, BodyKind
@@ -98,6 +99,15 @@ def test_prompts_beyond_it_are_refused() -> None:
             f"The prompt has {said} tokens, and a request of the tenant acme may have 100 (prompt_tokens_max):"
             " send a shorter prompt."
         )
+
+
+def test_short_messages_do_not_make_longer_prompts_look_too_long() -> None:
+    limits, estimator = limits_of({"prompt_tokens_max": 300}), Estimator()
+    for _ in range(50):
+        # A template of 30 tokens around a word.
+        estimator.learn("base", 5, 1, Usage(31, 4))
+    parsed = read_small(b'{"prompt":"' + b"x" * 900 + b'"}', BodyKind.COMPLETION)
+    assert limits.kept(SCHEDULED["/v1/completions"], parsed, "acme", TARGET, estimator) is parsed
 
 
 def test_the_lowest_of_tenant_and_model_counts_and_others_are_free() -> None:
