@@ -39,6 +39,32 @@ def both(body: bytes, kind: BodyKind = CHAT) -> tuple[ParsedBody, ParsedBody]:
 # --- facts ------------------------------------------------------------------------------------------------------------
 
 
+PICTURE = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,a"}}]}]}
+PREPARED = [
+    ({"messages": [{"role": "user", "content": "hi"}]}, False),
+    ({"tool_choice": "auto"}, False),
+    ({"tool_choice": "none"}, False),
+    ({"tool_choice": None}, False),
+    ({"tool_choice": "required"}, True),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, True),
+    ({"response_format": {"type": "json_object"}}, True),
+    ({"structured_outputs": {"choice": ["a"]}}, True),
+    ({"guided_regex": "a+"}, True),
+    (PICTURE, True),
+]
+
+
+@pytest.mark.parametrize(("fields", "prepared"), PREPARED)
+def test_media_and_grammars_take_an_engine_time_before_it_begins(fields: dict[str, Any], prepared: bool) -> None:
+    assert [one.facts.prepared for one in both(orjson.dumps({"model": "m"} | fields))] == [prepared, prepared]
+
+
+def test_a_body_is_very_large_from_one_byte_beyond_what_is_parsed() -> None:
+    around = len(orjson.dumps({"model": "m", "prompt": ""}))
+    for size_bytes, prepared in ((PARSE_BYTES_MAX, False), (PARSE_BYTES_MAX + 1, True)):
+        assert facts_of({"model": "m", "prompt": "x" * (size_bytes - around)}, COMPLETION).prepared is prepared
+
+
 def test_a_chat_body() -> None:
     messages = [{"role": "user", "content": "hé"}]
     facts = facts_of({"model": "m", "stream": True, "max_tokens": 7, "n": 2, "messages": messages})
