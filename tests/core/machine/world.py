@@ -397,14 +397,16 @@ class World:
             self.listed(name, listed)
             for _ in range(2):
                 self.observe(name, Reading(taken_at_s=self.now, kv_used=0.0))
-        # The readings show nothing of what was granted meanwhile, so that its backend may be ejected once more.
-        self.decide()
-        self.advance(self.settings.health.backoff_max_s)
-        for _ in range(len(self.waiting) + len(self.held) + 1):
+        # The readings show nothing of what was granted meanwhile, so that its backend may be ejected once more, also while
+        # that pause passes. So what is granted from now on is served within a second.
+        for _ in range(len(self.waiting) + len(self.held) + int(self.settings.health.backoff_max_s) + 1):
             self.decide()
             self.check()
             for lease in list(self.held):
                 self.finish(lease, Verdict.SERVED, 5, retry=False)
+            self.advance(1.0)
+        for lease in list(self.held):
+            self.finish(lease, Verdict.SERVED, 5, retry=False)
         for waiter in self.waiting.values():
             rows = self._rows(waiter.request.pool).values()
             assert not any(serves(row, waiter) for row in rows), f"{waiter.request.id} was never served"
