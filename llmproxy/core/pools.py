@@ -417,11 +417,19 @@ class Pools:
         if self.settings.limits and len(schedulers) > 1:
             # A usage limit may span pools: its free places go by band and arrival, not by the order of pools.
             schedulers.sort(key=Scheduler.first_blocked)
-        for scheduler in schedulers:
+        to_decide = deque(schedulers)
+        while to_decide:
+            scheduler = to_decide.popleft()
+            filled = False
             for decision in scheduler.decide(now):
                 decisions.append(decision)
                 if isinstance(decision, Grant):
                     self._of_lease[decision.lease] = scheduler
+                    filled = filled or self._limits.full(decision.request) is not None
+            if filled:
+                # A request of another pool may be blocked now, and holds up those behind it there no more.
+                others = (one for one in schedulers if one.waiting and one is not scheduler)
+                to_decide.extend([one for one in others if one not in to_decide])
         return decisions
 
     def _deciding(self, now: float) -> list[Scheduler]:

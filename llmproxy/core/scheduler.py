@@ -324,6 +324,8 @@ class Scheduler:
 
     def _grant_all(self, this: _Pass) -> None:
         """Grant band by band, the highest first, until no backend has room or the pass is long enough."""
+        # Blocked requests may have come back that fit where the others of their band did not.
+        this.guaranteed_none.clear()
         for level in self._room.order:
             band = self._room.band(level)
             if not band.size and not self._room.blocked.size:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from random import Random
@@ -159,6 +160,19 @@ def test_the_oldest_blocked_request_without_room_leaves_a_limit_to_others() -> N
     assert full.request.pool == "base"
     one.finish(held, Verdict.SERVED, 4.0)
     assert names(grants(one, 4.0)) == ["2.0"]
+
+
+def test_a_limit_that_another_pool_fills_makes_way_at_once_for_those_behind_it() -> None:
+    settings = replace(LIMITED, ceilings={CRITICAL: 0.25, DEFAULT: 1.0})
+    one = pools({"a": 4, "b": 1}, settings, listings={"a": listing(), "b": listing(base="other")})
+    submit(one, request(band=CRITICAL))
+    grants(one)
+    # It has no room, and those below it wait, until its limit is why it waits.
+    limited(one, "base", 1.0, CRITICAL)
+    submit(one, request(id="behind", arrived_s=1.0), now=1.0)
+    limited(one, "other", 2.0)
+    assert names(grants(one, 2.0)) == ["2.0", "behind"]
+    assert one.decide(2.0) == []
 
 
 def test_a_request_blocked_by_one_limit_does_not_block_another() -> None:

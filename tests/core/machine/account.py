@@ -176,13 +176,17 @@ class Books:
     def looked_at(self, pool: str, band: int, rows: Mapping[str, Row]) -> Iterator[Waiter]:
         """Those that are surely among the first of their flows: the scheduler promises to look no further.
 
-        Who may go to one backend alone, which has no room, stands in nobody's way.
+        Who may go to one backend alone, which has no room, stands in nobody's way. Those that wait for one backend go
+        by band. So a lower one may wait behind a higher one that has no room, although its own ceiling is higher:
+        nobody has such ceilings but this test.
         """
         flows: dict[str, list[Waiter]] = {}
         ceiling = self.ceiling(pool, band)
+        above = [w.request for w in self.waiting_in(pool) if w.request.band > band and w.request.backend in rows]
+        kept = {r.backend for r in above if not self._has_room_on(r.backend or "", pool, r.band, rows)}
         for waiter in self.waiting_in(pool):
             own = rows.get(waiter.request.backend or "")
-            aside = own is not None and not own.has_room(ceiling)
+            aside = own is not None and (not own.has_room(ceiling) or waiter.request.backend in kept)
             if waiter.request.band == band and not self.limited(waiter) and not aside:
                 flows.setdefault(waiter.request.flow, []).append(waiter)
         for flow in flows.values():
@@ -190,6 +194,9 @@ class Books:
             # Of equals any may stand before the others.
             beyond = ranks[FLOW_LOOK_MAX] if len(ranks) > FLOW_LOOK_MAX else None
             yield from (waiter for waiter in flow if beyond is None or self.rank(waiter) < beyond)
+
+    def _has_room_on(self, backend: str, pool: str, band: int, rows: Mapping[str, Row]) -> bool:
+        return self.rows_for(pool, band, rows)[backend].has_room(self.ceiling(pool, band))
 
     def fits(self, waiter: Waiter, row: Row, rows: Mapping[str, Row], ceiling: float) -> bool:
         return row.has_room(ceiling) and self.suits(waiter, row, rows)

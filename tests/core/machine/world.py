@@ -397,8 +397,8 @@ class World:
             self.listed(name, listed)
             for _ in range(2):
                 self.observe(name, Reading(taken_at_s=self.now, kv_used=0.0))
-        # The readings show nothing of what was granted meanwhile, so that its backend may be ejected once more, also while
-        # that pause passes. So what is granted from now on is served within a second.
+        # The readings show nothing of what was granted meanwhile, so that its backend may be ejected once more. What is
+        # granted while that pause passes is served within a second, so that nobody is ejected then.
         for _ in range(len(self.waiting) + len(self.held) + int(self.settings.health.backoff_max_s) + 1):
             self.decide()
             self.check()

@@ -24,7 +24,7 @@ from llmproxy.core.domain import (
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.min_share import CREDIT_GRANTS, MinShares
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
-from tests.core.make import granted, kill, pools, refusal, request, submit, tight
+from tests.core.make import granted, kill, listing, pools, refusal, request, submit, tight
 
 
 def overload(shares: dict[int, float], at_a_time: int, waiting: tuple[int, ...], rounds: int = 600) -> Counter[int]:
@@ -183,6 +183,32 @@ def test_a_higher_band_back_from_a_limit_does_not_delay_a_minimum_share() -> Non
     of.finish(filler, Verdict.SERVED, 0.0)
     enter(band=CRITICAL, output_tokens=100)
     of.finish(second, Verdict.SERVED, 0.0)
+    (owed,) = granted(of)
+    assert (owed.request.id, owed.why.guaranteed) == ("owed", True)
+
+
+def test_a_share_goes_to_one_that_comes_back_late_from_a_limit_in_the_same_pass() -> None:
+    limits = {"tenant:t": UsageLimit(in_flight=1)}
+    settings = Settings(min_shares={DEFAULT: 0.4}, capacity=CapacitySettings(look_ahead=1), limits=limits)
+    of = pools({"a": 2, "b": 1}, settings, listings={"a": listing(), "b": listing("y")})
+
+    def enter(count: int, **given: Any) -> list[Grant]:
+        of.submit(request(**given), 0.0)
+        grants = granted(of)
+        assert len(grants) == count
+        return grants
+
+    for _ in range(2):
+        enter(1, band=CRITICAL, adapter="y")
+    (first,) = enter(1, band=CRITICAL, limits=("tenant:t",))
+    # The band has one that fits nowhere, and two behind the limit, of which the first may go to a full backend alone.
+    enter(0, adapter="y")
+    enter(0, backend="b", limits=("tenant:t",))
+    enter(0, id="owed", limits=("tenant:t",))
+    for _ in range(2):
+        enter(1, band=CRITICAL)
+    enter(0, band=CRITICAL, adapter="y")
+    of.finish(first, Verdict.SERVED, 0.0)
     (owed,) = granted(of)
     assert (owed.request.id, owed.why.guaranteed) == ("owed", True)
 
