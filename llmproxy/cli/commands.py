@@ -1,5 +1,5 @@
-"""The commands: `serve`, `check`, `config`, `hash-key`, `replica`, `export`, `top`, `explain`, `scale`, `demo`,
-`simulate`.
+"""The commands: `serve`, `check`, `config`, `hash-key`, `replica`, `export`, `top`, `explain`, `scale`, `whatif`,
+`demo`, `simulate`.
 """
 
 from __future__ import annotations
@@ -353,6 +353,24 @@ def scale(
     from llmproxy import top as asked
 
     _ask(lambda: asked.scale(asked.Target.parsed(url, admin_key), as_json=as_json), "scale")
+
+
+@app.command(cls=PanelHelp, short_help="Say what flows would get under other weights.")
+def whatif(
+    url: ProxyUrl = PROXY,
+    weights: Annotated[
+        list[str] | None,
+        typer.Option("--weight", "-w", metavar="FLOW=N", help="A flow and its other weight. May be repeated."),
+    ] = None,
+    admin_key: AdminKey = None,
+) -> None:
+    """Say how many tokens per second each flow of a running proxy gets, and would get under other weights.
+
+    A flow is a tenant, a model or what else scheduling.flow says. Nothing is changed.
+    """
+    from llmproxy import top as asked
+
+    _ask(lambda: asked.whatif(asked.Target.parsed(url, admin_key), weights or ()), "whatif")
 
 
 def _ask(question: Callable[[], Coroutine[Any, Any, None]], command: str) -> None:

@@ -92,6 +92,7 @@ class LiveSnapshot:
             "second": recorder.history.last_s,
             "summary": {"level": level, "text": text},
             "placement": pools.settings.placement,
+            "fairness": pools.settings.fairness,
             "cluster": cluster,
             "minute": {
                 "span_s": minute.span_s,
@@ -260,11 +261,12 @@ class LiveSnapshot:
             for flow in band.shown
         }
         known = {**dict.fromkeys(waiting, FlowSums()), **total.flows}
-        tokens: dict[str, float] = {}
+        weight_of = {key: waiting[key].head.weight if key in waiting else sums.weight for key, sums in known.items()}
+        tokens: Counter[str] = Counter()
         weights: dict[str, float] = {}
-        for (band, _), sums in known.items():
-            tokens[band] = tokens.get(band, 0.0) + sums.tokens
-            weights[band] = weights.get(band, 0.0) + sums.weight
+        for (band, flow), sums in known.items():
+            tokens[band] += sums.tokens
+            weights[band] = weights.get(band, 0.0) + weight_of[band, flow]
         shown = []
         for band, flow in nlargest(FLOWS_MAX, known, key=lambda key: (key in waiting, known[key].tokens)):
             sums, waits = known[band, flow], waiting.get((band, flow))
@@ -275,7 +277,8 @@ class LiveSnapshot:
                     "tokens_per_s": round(sums.tokens / minute.span_s, 2),
                     "ended": sums.ends,
                     "share": _rounded(sums.tokens / tokens[band], 4) if tokens[band] else None,
-                    "due": _rounded(sums.weight / weights[band], 4),
+                    "due": _rounded(weight_of[band, flow] / weights[band], 4),
+                    "weight": weight_of[band, flow],
                     "waiting": waits.waiting if waits is not None else 0,
                     "oldest_s": round(waits.oldest_age_s, 3) if waits is not None else 0.0,
                     "standing": _standing(waits) if waits is not None else {},

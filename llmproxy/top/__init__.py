@@ -1,6 +1,6 @@
-"""`llmproxy top`, `llmproxy explain` and `llmproxy scale`: a running proxy, drawn in a terminal."""
+"""`llmproxy top`, `explain`, `scale` and `whatif`: a running proxy, drawn in a terminal."""
 
 from llmproxy.top.ask import AskError, Target
-from llmproxy.top.commands import explain, scale, top
+from llmproxy.top.commands import explain, scale, top, whatif
 
-__all__ = ["AskError", "Target", "explain", "scale", "top"]
+__all__ = ["AskError", "Target", "explain", "scale", "top", "whatif"]

@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from rich.console import Console, RenderableType
@@ -20,6 +20,8 @@ from llmproxy.top.picture import TALL, picture
 from llmproxy.top.scale import scale as scale_table
 from llmproxy.top.story import story
 from llmproxy.top.view import View
+from llmproxy.top.whatif import Shared, weights_of
+from llmproxy.top.whatif import whatif as shares
 
 PLAIN_WIDTH = 80
 CHOICES = 20
@@ -61,6 +63,14 @@ async def scale(target: Target, *, as_json: bool) -> None:
         print(json.dumps(found, indent=2))
     else:
         _console().print(scale_table(found))
+
+
+async def whatif(target: Target, weights: Sequence[str]) -> None:
+    """Print what flows would get under other weights, such as `team-a=3`. Raises AskError."""
+    given = weights_of(weights)
+    async with asking(target) as asker:
+        found = await asker.get(LIVE)
+    _console().print(shares(read(found, Shared), given))
 
 
 def _console() -> Console:

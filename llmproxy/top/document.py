@@ -146,7 +146,7 @@ class Explained(Struct, frozen=True):
     pools: tuple[Choices, ...]
 
 
-Read = TypeVar("Read", Document, Explained)
+Read = TypeVar("Read", bound=Struct)
 
 
 def read(found: dict[str, Any], kind: type[Read]) -> Read:

@@ -197,8 +197,21 @@ async def test_the_story_of_one_that_waits() -> None:
         assert live["bands"][1]["reasons"] == ["all backends are full"]
         (flow,) = live["flows"]
         assert (flow["flow"], flow["waiting"], flow["due"]) == ("base", 1, 1.0)
+        assert (flow["weight"], live["fairness"]) == (1.0, "fair_share")
         seat.close()
         assert (await waits).status == 200
+
+
+async def test_the_weight_of_a_flow_that_waits_and_never_ended_a_request() -> None:
+    scheduling = {"flow": "header:x-flow", "weights": {"heavy": 3.0}}
+    async with one_seat(scheduling=scheduling, trust_headers="all") as (proxy, seat):
+        tasks = [await proxy.enter(name, **{"x-flow": name}) for name in ("heavy", "light")]
+        tick(proxy)
+        flows = (await proxy.get("/debug/live")).json["flows"]
+        found = {one["flow"]: (one["weight"], one["due"]) for one in flows}
+        assert found == {"heavy": (3.0, 0.75), "light": (1.0, 0.25)}
+        seat.close()
+        assert [(await task).status for task in tasks] == [200, 200]
 
 
 async def test_where_each_setting_comes_from(tmp_path: Path) -> None:
