@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections import deque
 from typing import Protocol, cast
 
 from aiohttp import HttpVersion10, HttpVersion11, StreamReader, web
@@ -34,6 +35,11 @@ WRONG_PROTOCOL_CLOSE_S = 1.0
 
 HTTP2_IN_PIECES = "Pause on PRI/Upgrade"
 """The parser's reason for a preface of HTTP/2 in several pieces. The bytes of the client follow it."""
+
+CANCELS = 16
+CANCELS_SHARE = 32
+"""Of the handlers whose clients have left, so many or this part are cancelled in one turn of the loop. The end of each
+takes up to half a millisecond, and thousands of clients may leave at once."""
 
 LAST_CHUNK = b"\r\n0\r\n\r\n"
 """The last chunk without extension or trailer, after the end of the chunk before it."""
@@ -115,7 +121,12 @@ class ClientConnection(web.RequestHandler):
         self._wire.close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        server, handler = cast("ClientServer | None", self._manager), self._task_handler
+        # Else aiohttp cancels it now.
+        self._task_handler = None
         super().connection_lost(exc)
+        if server is not None and handler is not None:
+            server.cancel_soon(handler)
         self.writer = self._wire = None
         self._end_head()
         self._cancel_unread_timer()
@@ -275,6 +286,20 @@ class ClientServer(web.Server):
         self._conn_handler = handler
         self._limits = limits
         self._tls = tls
+        self._left: deque[asyncio.Task[None]] = deque()
+
+    def cancel_soon(self, handler: asyncio.Task[None]) -> None:
+        """Cancel the handler of a client that has left."""
+        if not self._left:
+            self._loop.call_soon(self._cancel_some)
+        self._left.append(handler)
+
+    def _cancel_some(self) -> None:
+        # A part of them, so that more of them cannot be left than clients leave.
+        for _ in range(min(len(self._left), max(CANCELS, len(self._left) // CANCELS_SHARE))):
+            self._left.popleft().cancel()
+        if self._left:
+            self._loop.call_soon(self._cancel_some)
 
     def __call__(self) -> ClientConnection:
         connection = ClientConnection(self, self._conn_handler, self._limits, loop=self._loop, **self._kwargs)

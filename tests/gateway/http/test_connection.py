@@ -1,0 +1,68 @@
+"""The end of connections, on uvloop as in production."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvloop
+from aiohttp import web
+
+from llmproxy.config import ClientsConfig
+from llmproxy.gateway.http.client_limits import ClientLimits
+from llmproxy.gateway.http.connection import CANCELS, ClientServer
+from llmproxy.gateway.http.errors import Failure
+
+CLIENTS = 10 * CANCELS
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], Any]]:
+    return {"uvloop": uvloop.new_event_loop}
+
+
+class Waiting:
+    """A handler that answers nobody, and counts the requests that run."""
+
+    def __init__(self) -> None:
+        self.clients = ClientLimits(ClientsConfig())
+        self.running = 0
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        del request
+        self.running += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.running -= 1
+        return web.Response()
+
+    def refuse(self, request: web.BaseRequest, failure: Failure) -> web.Response:
+        del request
+        raise failure
+
+    def reject(self, failure: Failure) -> bytes:
+        raise failure
+
+
+async def test_clients_that_leave_together_take_a_little_of_many_turns() -> None:
+    handler = Waiting()
+    factory = ClientServer(handler, ClientsConfig())
+    server = await asyncio.get_running_loop().create_server(factory, "127.0.0.1", 0, backlog=CLIENTS)
+    clients = [socket.create_connection(server.sockets[0].getsockname()) for _ in range(CLIENTS)]
+    for client in clients:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    async with asyncio.timeout(10):
+        while handler.running < CLIENTS:  # noqa: ASYNC110 - each pass is one turn of the loop
+            await asyncio.sleep(0)
+        for client in clients:
+            client.close()
+        ended: list[int] = []
+        before = CLIENTS
+        while before:
+            await asyncio.sleep(0)
+            ended.append(before - handler.running)
+            before = handler.running
+    server.close()
+    assert 0 < max(ended) <= CANCELS
