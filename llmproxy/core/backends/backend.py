@@ -47,7 +47,6 @@ class Backend:
         self.bookings = self._own.by_lease
         self._kept = 0
         self._keeps_for: dict[str, float] = {}
-        self._drained = False
         self._parts = 1
         self.processes = 1
         """How many processes have had this name, as far as is known."""
@@ -79,11 +78,11 @@ class Backend:
     @property
     def drained(self) -> bool:
         """An operator wants no new requests there. It is no failure, and what was learned stays."""
-        return self._drained
+        return self.health.drained
 
     @drained.setter
     def drained(self, drained: bool) -> None:
-        self._drained = drained
+        self.health.drained = drained
         self._changed()
 
     @property
@@ -99,7 +98,7 @@ class Backend:
     @property
     def up(self) -> bool:
         """It may be given work now or shortly: polls find it healthy, and it is not drained."""
-        return not self.health.down and not self._drained
+        return not self.health.down and not self.health.drained
 
     def reconfigure(
         self, capacity: CapacitySettings, health: HealthSettings, ceiling_range: tuple[float, float]
@@ -479,7 +478,7 @@ class Backend:
         self._changes_s = until_s
         # No request waits for slow start: one that finds no room elsewhere is sent there at once.
         self._view_until_s = min(until_s, health.warmer_at(now) or inf)
-        available = health.available(now) and not self._drained
+        available = health.available(now) and not self.health.drained
         # What others have there takes of the part of this process where it is more than their parts.
         limit = max(1, self.limit.value // self._parts)
         return View(

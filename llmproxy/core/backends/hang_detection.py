@@ -89,7 +89,7 @@ class HangDetection:
             # What an engine does before it shows a request, such as to tokenise it, is a part of the time to a token.
             late_s = LATE * self._prefill.at(sum(stream.prompt_tokens for stream in unseen))
             late_s = max(late_s, self._unseen[any(stream.prepared for stream in unseen)].explained_s(1))
-            if self._silent(backend, since_s, late_s, now) and self._other_up(name):
+            if self._silent(backend, since_s, late_s, now) and self._peers.others_up(self._peers.members[name]):
                 return Hang(since_s, len(unseen), 0, idle=True)
             return None
         # The prefix may not be cached after all, and an uncached long prompt takes many times as long.
@@ -121,17 +121,16 @@ class HangDetection:
             self.due_s = min(self.due_s, until_s)
         return now >= until_s
 
-    def _other_up(self, name: str) -> bool:
-        return any(other != name and not (one.down or one.ejected) for other, one in self._peers.members.items())
-
     def _only_silent(
         self, backend: BackendStreams, since_s: float, late_s: float, now: float, ejected: bool, name: str
     ) -> bool:
         """Whether a backend, and no other, has been silent for too long since `since_s`."""
         if not self._silent(backend, since_s, late_s, now):
             return False
+        if not self._peers.others_up(self._peers.members[name]):
+            return False
         if ejected:
-            return self._other_up(name)
+            return True
         # If all are silent, the proxy stood still or the network to all of them failed.
         others = [other for other in self._backends.values() if other is not backend]
         others_s = max((max(other.last_byte_s, other.generated_s) for other in others), default=-inf)

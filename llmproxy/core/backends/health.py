@@ -87,16 +87,17 @@ class Peers:
         self.members: dict[str, Health] = {}
 
     def may_eject(self) -> bool:
-        """Whether one more backend may be ejected. Backends that are down do not count.
+        """Whether one more backend may be ejected. Backends that are down or drained do not count.
 
         Counted here, because ejections are rare, and not kept up to date for every decision.
         """
-        up = [health for health in self.members.values() if not health.down]
+        up = [health for health in self.members.values() if not (health.down or health.drained)]
         return sum(health.ejected for health in up) < max(1, int(self.ejected_max * len(up)))
 
     def others_up(self, than: Health) -> bool:
         """Whether another backend could take the work of this one."""
-        return any(not (other is than or other.down or other.ejected) for other in self.members.values())
+        others = (other for other in self.members.values() if other is not than)
+        return any(not (other.down or other.drained or other.ejected) for other in others)
 
 
 class Health:
@@ -113,6 +114,8 @@ class Health:
         self.on_event: Callable[[EjectionEvent], None] = lambda _: None
         """Called for each ejection, its end, and the first of several skipped ejections in a row."""
         self.down = True
+        self.drained = False
+        """An operator wants no new requests there. It is no failure, and no other backend can count on it."""
         self._failed_polls = 0
         self._refused_polls = 0
         self._failures = 0

@@ -23,6 +23,8 @@ class TwoBackends:
     def __init__(self) -> None:
         peers = Peers(0.5)
         peers.members = {name: Health(HealthSettings()) for name in "ab"}
+        for health in peers.members.values():
+            health.poll_succeeded(0.0)
         self.detection = OutlierDetection(HealthSettings(hung_s=HUNG_S, slow_factor=5.0), peers)
         self.now = 0.0
         self.slow = False

@@ -71,12 +71,16 @@ def test_busy_engine_pauses_and_an_idle_busy_one_fails() -> None:
     assert pauses_s == [2.0, 4.0, 4.0, 4.0], "it is back soon after it takes requests again"
 
 
-def test_last_backend_that_is_busy_while_idle_only_pauses() -> None:
+@pytest.mark.parametrize("drained", [False, True])
+def test_last_backend_that_is_busy_while_idle_only_pauses(drained: bool) -> None:
     one, other = pool(2, ejected_max=0.5)
-    other.poll_failed(Trouble.UNHEALTHY)
+    other.drained = drained
+    if not drained:
+        other.poll_failed(Trouble.UNHEALTHY)
     for _ in range(50):
         one.finished(1, Verdict.BUSY, 1.0, idle=True)
     assert (one.ejected_times, ejected_for_s(one, 1.0)) == (0, 0.25)
+    other.drained = False
     other.poll_succeeded(2.0)
     for _ in range(3):
         one.finished(1, Verdict.BUSY, 3.0, idle=True)

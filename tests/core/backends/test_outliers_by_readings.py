@@ -13,11 +13,13 @@ from tests.core.make import reading, request
 POLL_S = 0.2
 
 
-def detection_of(*names: str) -> OutlierDetection:
+def detection_of(*names: str, drained: str | None = None) -> OutlierDetection:
     peers = Peers(0.5)
     peers.members = {name: Health(HealthSettings()) for name in names}
     for health in peers.members.values():
         health.poll_succeeded(0.0)
+    if drained is not None:
+        peers.members[drained].drained = True
     detection = OutlierDetection(HealthSettings(), peers)
     for lease, name in enumerate(names):
         detection.booked(lease, request(), Placed(name, 0.0, (), 2), False, 0.0)
@@ -79,6 +81,24 @@ def test_engine_that_shows_none_of_its_requests_hangs(
     assert earliest_s <= hung_s <= latest_s
     if hung_s < 20.0:
         assert list(detection.give_up("a", now)) == [2], "nothing was computed, so that it may be tried elsewhere"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_last_backend_that_is_not_drained_does_not_hang(stream: bool) -> None:
+    """The streams of the other one still run to their ends."""
+    hung = set()
+    for drained in (None, "b"):
+        detection = detection_of("a", "b", drained=drained)
+        detection.booked(2, request(stream=True), Placed("b", 0.0, (), 2), False, 0.0)
+        detection.booked(3, request(stream=stream), Placed("a", 0.0, (), 2), False, 0.0)
+        for poll in range(1, 150):
+            now = poll * POLL_S
+            detection.progress(2, poll, 4, None, now)
+            detection.read("a", reading(now, running=int(stream), generated=0), 2)
+            detection.read("b", reading(now, running=2, generated=20 * poll), 2)
+            if "a" in detection.outliers(now)[0]:
+                hung.add(drained)
+    assert hung == {None}
 
 
 @pytest.mark.parametrize(
