@@ -44,6 +44,19 @@ async def test_a_head_that_does_not_end(begun: bytes) -> None:
         assert proxy.outcomes() == {"bad_request": 1}
 
 
+async def test_a_head_that_begins_before_its_connection_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ClientConnection.connection_made
+
+    def with_first_bytes(connection: ClientConnection, transport: asyncio.BaseTransport) -> None:
+        made(connection, transport)
+        connection.data_received(HEAD)
+
+    monkeypatch.setattr(ClientConnection, "connection_made", with_first_bytes)
+    async with serving(FAST, clients={"head_timeout_s": 0.05}) as proxy, proxy.wire(b"") as (reader, _):
+        async with asyncio.timeout(5.0):
+            assert (await refusal(reader))[0] == 408
+
+
 @pytest.mark.parametrize(
     ("begun", "key", "message"),
     [
