@@ -107,7 +107,8 @@ def _address(entry: str) -> str | None:
     elif text.count(":") == 1:
         text = text.partition(":")[0]
     try:
-        address = ip_address(text)
+        # The zone says something on the machine of that proxy alone, and may be any text.
+        address = ip_address(text.partition("%")[0])
     except ValueError:
         return None
     return str(getattr(address, "ipv4_mapped", None) or address)

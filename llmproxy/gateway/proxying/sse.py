@@ -61,6 +61,7 @@ class StreamTap:
         "_first_usage",
         "_handed_bytes",
         "_hide_usage",
+        "_last",
         "_last_usage",
         "_partial",
         "_returns",
@@ -83,6 +84,7 @@ class StreamTap:
         self.data_events = 0
         self._hide_usage = hide_usage
         self._first_usage: dict[str, Any] = {}
+        self._last = b""  # The last event that was not read.
         self._last_usage: dict[str, Any] = {}
         self._partial = bytearray()  # The event that is not complete yet,
         self._handed_bytes = 0  # and how much of it was handed on already.
@@ -107,6 +109,7 @@ class StreamTap:
             and b'"usage"' not in data
         ):
             self.data_events += 1
+            self._last = data
             return data
         return self._feed_slowly(data)
 
@@ -116,6 +119,7 @@ class StreamTap:
         Not for a broken stream: what is held then is the beginning of an event, and `at_boundary` is true only as long
         as it is not sent.
         """
+        self._note_end()
         held = bytes(self._partial[self._handed_bytes :])
         if held and self._note(bytes(self._partial)) and not self._handed_bytes:
             self._partial.clear()
@@ -176,12 +180,15 @@ class StreamTap:
         else:
             name, payload = _fields(event)
         if not payload or payload == b"[DONE]":
-            self.done_seen = self.done_seen or bool(payload)
+            if payload:
+                self.done_seen = True
+                self._note_end()
             return False
+        # Some routers put an `id` before it, or a choice beside it.
         error = (
             name in _ERROR_EVENTS
             or _ERROR.match(payload) is not None
-            or (_ERROR_MEMBER in payload and _has_error(payload))
+            or (_ERROR_MEMBER in payload and error_in(payload) is not None)
         )
         if error:
             self.error_seen = True
@@ -198,6 +205,12 @@ class StreamTap:
             self.first_token_seen = True
         return hidden
 
+    def _note_end(self) -> None:
+        """Look for an error in the last event, which looked like a token. Streams end with their error."""
+        last, self._last = self._last[5:].strip(), b""
+        if _ERROR_MEMBER in last and error_in(last) is not None:
+            self.error_seen, self.error = True, last[:_ERROR_BYTES_MAX]
+
 
 class EncodedTap(StreamTap):
     """Stands for a compressed stream, of which only its begin is seen."""
@@ -212,11 +225,6 @@ class EncodedTap(StreamTap):
 def usage_of_tail(tail: bytes) -> Usage | None:
     """The usage in the last bytes (USAGE_TAIL_BYTES are enough) of a JSON answer, None where it has none."""
     return _usage(_own_usage(tail))
-
-
-def _has_error(payload: bytes) -> bool:
-    """Whether an event has an error behind other members, as of routers that put an `id` before it."""
-    return not _SOME_CHOICE.search(payload) and error_in(payload) is not None
 
 
 def _end_of_event(buffer: bytearray, search_from: int) -> int:

@@ -77,6 +77,8 @@ _SPLITTABLE = frozenset({BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES,
 _NOT_TEXT = frozenset(
     {"role", "type", "id", "tool_call_id", "call_id", "cache_control", "detail", "format", "media_type", "status"}
 )
+_LABEL_CHARS_MAX = 256
+"""Some templates write roles and ids of calls into the prompt. Longer ones count as text."""
 # Members by which the engine compiles a grammar before it begins.
 _GRAMMAR = frozenset(
     {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "text"}
@@ -345,7 +347,7 @@ def _text_size(value: Any, with_names: bool, prompts: int = 1) -> _Size:
             for name, inner in value.items():
                 if name in _MEDIA:
                     total_bytes, media = total_bytes + MEDIA_BYTES, True
-                elif name not in _NOT_TEXT:
+                elif name not in _NOT_TEXT or (type(inner) is str and len(inner) > _LABEL_CHARS_MAX):
                     ahead.append(inner)
     return _Size(total_bytes, None, prompts, media)
 

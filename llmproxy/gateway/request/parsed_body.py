@@ -23,7 +23,8 @@ TRANSFER = (KV_TRANSFER, "ec_transfer_params")
 """Members by which an engine reads the cache of another engine or keeps its own for another, and on which some versions
 crash. They are for operators, never for clients."""
 # Members with the engine's own arguments, in which transfer parameters count as well, and the path to them inside.
-_ARGUMENTS = {"vllm_xargs": (), "sampling_params": ("extra_args",)}
+_SAMPLING = "sampling_params"
+_ARGUMENTS = {"vllm_xargs": (), _SAMPLING: ("extra_args",)}
 PRIORITY = "priority"
 GUARDED = frozenset({*TRANSFER, *_ARGUMENTS, PRIORITY})
 """Members by which a client could give an engine orders that are not the client's to give."""
@@ -106,12 +107,21 @@ class ParsedBody:
         except orjson.JSONDecodeError:
             return None  # The engine reads the same bytes and reports the error.
 
-    def answer_limit(self) -> tuple[str, bytes] | None:
-        """Name and JSON value of the member by which the engine limits the answer; None without one."""
+    def has(self, name: str) -> bool:
+        """Whether there is a top-level member `name`. Of a large body, only members that were looked for are known."""
+        return self._member(name) is not None
+
+    def answer_limits(self) -> list[tuple[str, bytes]]:
+        """Names and JSON values of the members that limit the answer: the one that counts, or all that may count."""
         names = LIMITS[self.kind]
-        members = drain(scan_members(self.body, names)) if self.members is None else self.members
-        given = [(name, self.body[members[name].start : members[name].end]) for name in names if name in members]
-        return next(((name, value) for name, value in given if value != b"null"), None)
+        members = drain(scan_members(self.body, (*names, _SAMPLING))) if self.members is None else self.members
+        texts = {name: self.body[one.start : one.end] for name, one in members.items() if name in (*names, _SAMPLING)}
+        given = [(name, texts[name]) for name in names if texts.get(name, b"null") != b"null"]
+        if self.kind is not BodyKind.OTHER:
+            return given[:1]
+        sampling = texts.get(_SAMPLING, b"")
+        inner = drain(scan_members(sampling, ("max_tokens",))) if sampling.startswith(b"{") else {}
+        return given + [(f"{_SAMPLING}.{name}", sampling[one.start : one.end]) for name, one in inner.items()]
 
     def spliced(
         self,

@@ -19,6 +19,9 @@ from llmproxy.gateway.request.parsed_body import LIMITS, ParsedBody
 
 _WRITTEN = frozenset({BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES, BodyKind.MESSAGES})
 """Bodies into which the limit of an answer is written if they have none."""
+_BATCH = "/v1/chat/completions/batch"
+_COMPLETION_TOKENS = 16
+"""The answer to a completion without `max_tokens`. With null, it is as long as the context."""
 
 
 class RequestLimits:
@@ -53,21 +56,24 @@ class RequestLimits:
         if route.work is not Work.GENERATES or parsed.kind not in LIMITS or not ceilings:
             return parsed
         most, whose = min(ceilings)
-        name, value = parsed.answer_limit() or ("", b"null")
-        given = orjson.loads(value)
-        if given is None:
-            context = target.context_tokens
-            # An engine refuses a limit that its context cannot hold after the prompt, and ends there without one.
-            fits = context is None or estimator.tokens(target.model, parsed.facts)[0] + most <= context
-            if parsed.kind not in _WRITTEN or not fits:
-                return parsed
-            return replace(parsed, written_limit=most, facts=structs.replace(parsed.facts, max_tokens=most))
-        if type(given) is not int:
-            _refuse(f"{name} should be an integer of at most {most:,}, the max_tokens_max of the {whose}.", name)
-        if given > most:
-            asks = f"{name} is {given:,}, and a request of the {whose} may ask for {most:,} (max_tokens_max)"
-            _refuse(f"{asks}: ask for less.", name)
-        return parsed
+        given = parsed.answer_limits()
+        # How much of the context is left to each conversation of a batch is not known.
+        for name, value in given or ([("max_tokens", b"null")] if route.path == _BATCH else []):
+            asked = orjson.loads(value)
+            if type(asked) is not int:
+                _refuse(f"{name} should be an integer of at most {most:,}, the max_tokens_max of the {whose}.", name)
+            if asked > most:
+                asks = f"{name} is {asked:,}, and a request of the {whose} may ask for {most:,} (max_tokens_max)"
+                _refuse(f"{asks}: ask for less.", name)
+        if given or parsed.kind not in _WRITTEN:
+            return parsed
+        if parsed.kind is BodyKind.COMPLETION and most >= _COMPLETION_TOKENS and not parsed.has("max_tokens"):
+            return parsed
+        context = target.context_tokens
+        # An engine refuses a limit that its context cannot hold after the prompt, and ends there without one.
+        if context is not None and estimator.tokens(target.model, parsed.facts)[0] + most > context:
+            return parsed
+        return replace(parsed, written_limit=most, facts=structs.replace(parsed.facts, max_tokens=most))
 
 
 def _at_least(facts: RequestFacts, bytes_per_token: float) -> int:

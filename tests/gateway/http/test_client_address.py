@@ -137,6 +137,11 @@ def test_a_trusted_proxy_that_names_nobody_has_no_rights_of_its_own(forwarded: l
     assert of("loopback", "127.0.0.1", x_real_ip="10.0.0.7") == Client("127.0.0.1", False, True)
 
 
+def test_the_zone_of_an_address_is_no_part_of_a_client() -> None:
+    forged = ["fe80::1%\x1b[31m" + "x" * 4_000]
+    assert of("loopback", "127.0.0.1", *forged) == Client("fe80::1", True, True)
+
+
 def test_only_so_many_hops_are_read() -> None:
     assert of("loopback", "127.0.0.1", ", ".join(["8.8.8.8", *["127.0.0.1"] * HOPS_MAX])).address == "127.0.0.1"
     assert of("loopback", "127.0.0.1", ", ".join(["8.8.8.8", *["127.0.0.1"] * (HOPS_MAX - 1)])).address == "8.8.8.8"

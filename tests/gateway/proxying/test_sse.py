@@ -319,3 +319,26 @@ def test_usage_of_a_tail(tail: bytes, usage: Usage | None) -> None:
 def test_an_answer_that_is_no_json_has_no_usage() -> None:
     sounds = [Random(seed).randbytes(sse.USAGE_TAIL_BYTES) for seed in range(20)]
     assert [usage_of_tail(sound) for sound in sounds] == [None] * 20
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"id":"a","error":{"message":"boom","code":500}}\n\n',
+        b'data: {"id":"a","object":"error","message":"boom"}\n\n',
+        b'data: {"id":"a","choices":[{"delta":{},"finish_reason":"error"}],"error":{"code":502}}\n\n',
+    ],
+)
+@pytest.mark.parametrize("end", [b"data: [DONE]\n\n", b""])
+def test_an_error_that_begins_like_a_token_is_known_after_tokens(event: bytes, end: bytes) -> None:
+    tap = StreamTap()
+    token = b'data: {"id":"a","choices":[{"delta":{"content":"error"}}]}\n\n'
+    assert [tap.feed(one) for one in (token, token, event, end)] == [token, token, event, end]
+    tap.flush()
+    assert tap.error_seen
+    assert tap.error == event[6:].strip()
+    calm = StreamTap()
+    for one in (token, token, end):
+        calm.feed(one)
+    calm.flush()
+    assert not calm.error_seen

@@ -51,7 +51,8 @@ def sent(parsed: ParsedBody) -> bytes:
         (BodyKind.CHAT, b'{"max_completion_tokens":null,"max_tokens":7}', None),
         (BodyKind.CHAT, b'{"max_completion_tokens":50,"max_tokens":900}', None),
         (BodyKind.CHAT, b'{"max_tokens":900,"max_tokens":9}', None),
-        (BodyKind.COMPLETION, b'{"prompt":"a"}', b'{"max_tokens":50,"prompt":"a"}'),
+        (BodyKind.COMPLETION, b'{"prompt":"a"}', None),
+        (BodyKind.COMPLETION, b'{"prompt":"a","max_tokens":null}', b'{"prompt":"a","max_tokens":50}'),
         (BodyKind.COMPLETION, b'{"prompt":"a","max_tokens":0,"echo":true}', None),
         (BodyKind.RESPONSES, b'{"input":"a"}', b'{"max_output_tokens":50,"input":"a"}'),
         (BodyKind.MESSAGES, b'{"max_tokens":50}', None),
@@ -121,5 +122,46 @@ def test_the_lowest_of_tenant_and_model_counts_and_others_are_free() -> None:
 
 def test_no_limit_is_written_that_the_context_cannot_hold() -> None:
     # The engine would refuse it, and without it ends at its context.
-    limits, body = limits_of({"max_tokens_max": 4_000}), b'{"prompt":"' + b"x" * 2_000 + b'"}'
+    limits, body = limits_of({"max_tokens_max": 4_000}), b'{"max_tokens":null,"prompt":"' + b"x" * 2_000 + b'"}'
     assert sent(kept(limits, body, BodyKind.COMPLETION)) == body
+
+
+def test_a_limit_below_the_default_of_completions_is_written() -> None:
+    parsed = kept(limits_of({"max_tokens_max": 9}), b'{"prompt":"a"}', BodyKind.COMPLETION)
+    assert sent(parsed) == b'{"max_tokens":9,"prompt":"a"}'
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions/batch", b'{"messages":[]}', "max_tokens"),
+        ("/v1/chat/completions/batch", b'{"max_tokens":51,"sampling_params":{"max_tokens":9}}', "max_tokens"),
+        ("/inference/v1/generate", b'{"sampling_params":{"max_tokens":51}}', "sampling_params.max_tokens"),
+        ("/inference/v1/generate", b'{"sampling_params":{"max_tokens":null}}', "sampling_params.max_tokens"),
+        (
+            "/inference/v1/generate",
+            b'{"max_tokens":9,"sampling_params":{"max_tokens":51}}',
+            "sampling_params.max_tokens",
+        ),
+        ("/inference/v1/generate", b'{"sampling_params":{"max_tokens":50}}', None),
+        ("/inference/v1/generate", b'{"sampling_params":{}}', None),
+        ("/v1/chat/completions/batch", b'{"max_tokens":50}', None),
+    ],
+)
+def test_no_route_goes_past_the_limit_of_answers(path: str, body: bytes, param: str | None, large: bool) -> None:
+    route, limits = SCHEDULED[path], limits_of({"max_tokens_max": 50})
+    parsed = drain(read_large(body, route.kind)) if large else read_small(body, route.kind)
+    if param is None:
+        assert limits.kept(route, parsed, "acme", TARGET, Estimator()) is parsed
+        return
+    with pytest.raises(Failure) as caught:
+        limits.kept(route, parsed, "acme", TARGET, Estimator())
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("name", ["role", "tool_call_id"])
+def test_a_prompt_in_the_role_of_a_message_counts(name: str) -> None:
+    body = b'{"messages":[{"' + name.encode() + b'":"' + b"x" * 4_000 + b'"}]}'
+    with pytest.raises(Failure, match="about 1,000 tokens"):
+        kept(limits_of({"prompt_tokens_max": 100}), body, BodyKind.CHAT)
