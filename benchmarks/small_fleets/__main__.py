@@ -5,8 +5,8 @@
     python -m benchmarks.small_fleets --only slow --tree ../before
 
 Figures are ratios of what is measured within one scene, because the machine may be shared. `--tree` names the checkout
-whose proxy is judged; replicas and clients are always those of this one. Scenes of the sample run side by side, and one
-that misses a bound runs a second time alone, because other programs may have taken the processor.
+whose proxy is judged; replicas and clients are always those of this one. Scenes of failures run side by side. One that
+misses a bound runs a second time alone, because other programs may have taken the processor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from math import isinf
 from pathlib import Path
@@ -26,6 +26,8 @@ from benchmarks.small_fleets.stage import Check
 Scene = Callable[[Path | None], Awaitable[list[Check]]]
 KINDS = {"streams": True, "whole": False}
 SIZES = ((4, 4), (8, 8), (64, 64), (4, 8, 32))
+ALONE = ("overload", "critical")
+"""Scenes that measure throughput or waits, and so have the machine for themselves."""
 SAMPLE = ("silent whole", "unauthorized", "a third of 500")
 
 
@@ -49,13 +51,17 @@ def scenes() -> dict[str, Scene]:
 async def run(only: list[str], tree: Path | None) -> bool:
     """Run the scenes whose names contain one of `only` (all if empty); whether each figure is within its bounds."""
     chosen = [name for name in scenes() if not only or any(word in name for word in only)]
-    return all([await _shown(name, tree) for name in chosen])
+    alone = [name for name in chosen if name.startswith(ALONE)]
+    light = [name for name in chosen if name not in alone]
+    pairs = [light[at : at + 2] for at in range(0, len(light), 2)]
+    well = [await _shown(name, tree) for name in alone] + [await side_by_side(pair, tree) for pair in pairs]
+    return all(well)
 
 
-async def sample() -> bool:
-    """Run the scenes of `SAMPLE` side by side; whether each is within its bounds, in this run or in a second one."""
-    found = await asyncio.gather(*(_shown(name, None) for name in SAMPLE))
-    return all([well or await _shown(name, None) for name, well in zip(SAMPLE, found, strict=True)])
+async def side_by_side(names: Sequence[str], tree: Path | None) -> bool:
+    """Run scenes at the same time; whether each is within its bounds, in this run or in a second one."""
+    found = await asyncio.gather(*(_shown(name, tree) for name in names))
+    return all([well or await _shown(name, tree) for name, well in zip(names, found, strict=True)])
 
 
 async def _shown(name: str, tree: Path | None) -> bool:
@@ -82,7 +88,7 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, help="checkout of the proxy")
     chosen = parser.parse_args()
     tree = None if chosen.tree is None else chosen.tree.resolve()
-    sys.exit(not asyncio.run(sample() if chosen.sample else run(chosen.only, tree)))
+    sys.exit(not asyncio.run(side_by_side(SAMPLE, tree) if chosen.sample else run(chosen.only, tree)))
 
 
 if __name__ == "__main__":
