@@ -75,6 +75,7 @@ class Dispatcher:
     _waiting: dict[str, _Waiter] = field(default_factory=dict)
     _leases: dict[tuple[str, int], Lease] = field(default_factory=dict)
     _scheduled: bool = False
+    _closed: bool = False
     _timer: asyncio.TimerHandle | None = None
     nameless: int = 0
     _nameless_bytes: int = 0
@@ -311,6 +312,8 @@ class Dispatcher:
 
     def _decide(self) -> None:
         self._scheduled = False
+        if self._closed:
+            return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -403,6 +406,7 @@ class Dispatcher:
         return not self.in_flight(backend) and self.pools.backends[backend].keeps_until_s(_now()) is None
 
     def close(self) -> None:
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
 

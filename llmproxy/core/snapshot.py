@@ -40,7 +40,7 @@ class Reason(StrEnum):
     PROMPTS = "all backends have enough prompts to compute"
     HIGHER_BAND = "higher bands go first"
     LATER = "a full backend is expected to answer sooner than those with room"
-    NO_MATCH = "the backends with room cannot take it"
+    NO_MATCH = "no backend with room suits them yet"
 
 
 @dataclass(frozen=True, slots=True)

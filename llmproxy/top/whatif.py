@@ -23,7 +23,7 @@ CANNOT_KNOW = (
     "'then' assumes that flows which wait would use whatever they are given, and that the others ask for no more than"
     " now. Nobody can know that beforehand.",
     "It also assumes that a token of each flow costs the same. The proxy charges output tokens and uncached prompt"
-    " tokens by their weights, and cached ones not at all. Where 'now' is not as 'by weight', 'then' is as far off.",
+    " tokens by their weights, and no cached ones. Where 'now' is not as 'by weight', 'then' may be further off.",
 )
 SEVERAL_POOLS = (
     "This takes all pools as one, because flows are not counted by pool. Flows of different pools share nothing."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,26 @@ import pytest
 
 from llmproxy.core.domain import Grant, Usage
 from llmproxy.gateway.proxying.answers import Answers, KeptAnswer
+from llmproxy.simulator.replica import ReplicaOptions
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, Answer, ProxyUnderTest, decisions, serving, until
 from tests.e2e.scripted import serving_script, whole
 from tests.upstream.raw_server import Peer
 
 KINDS = ("expected", "cached", "both")
-# About 3,000 tokens: before anything is learned, their prefill is priced at a fifth of a second, far above a tie.
+REAL = replace(FAST, profile="llama-8b-h100")
+"""Replicas that take as long for prompts as a GPU does: what they take is learned from the first answer."""
+# About 3,000 tokens: `REAL` computes them in 55 ms, far above a tie.
 LONG = "All that follows was said before. " * 360
 OTHER = "Nobody has said anything of this. " * 360
 
 
 @asynccontextmanager
 async def serving_by_cost(
-    path: Path, placement: str = "cost"
+    path: Path, placement: str = "cost", replica: ReplicaOptions = FAST
 ) -> AsyncIterator[tuple[ProxyUnderTest, dict[str, dict[str, Any]]]]:
     """A proxy of two replicas, and its decision log by request id, which is filled when the proxy closes."""
     log: dict[str, dict[str, Any]] = {}
-    async with serving(FAST, FAST, scheduling={"placement": placement}, decision_log=str(path)) as proxy:
+    async with serving(replica, replica, scheduling={"placement": placement}, decision_log=str(path)) as proxy:
         yield proxy, log
     log.update(decisions(path))
 
@@ -59,7 +63,7 @@ def cached_tokens(answer: Answer) -> int:
 
 
 async def test_the_turns_of_a_conversation_go_where_it_is_cached(tmp_path: Path) -> None:
-    async with serving_by_cost(tmp_path / "log") as (proxy, log):
+    async with serving_by_cost(tmp_path / "log", replica=REAL) as (proxy, log):
         first = await ask(proxy, "first", said(LONG))
         second = await ask(proxy, "second", said(LONG, "Yes.", "And then?"))
         endless = ENDLESS | {"messages": said(LONG, "Yes.", "Go on!")["messages"], "max_tokens": 20_000}
@@ -122,7 +126,7 @@ async def test_answers_are_kept_for_placements_that_read_them(tmp_path: Path, pl
 
 @pytest.mark.parametrize("change", [{"model": "lora-0"}, {"cache_salt": "mine"}])
 async def test_adapters_and_salts_share_no_prefix(tmp_path: Path, change: dict[str, str]) -> None:
-    async with serving_by_cost(tmp_path / "log") as (proxy, log):
+    async with serving_by_cost(tmp_path / "log", replica=REAL) as (proxy, log):
         await ask(proxy, "plain", said(LONG))
         changed = await ask(proxy, "changed", said(LONG, **change))
         again = await ask(proxy, "again", said(LONG, **change))
@@ -133,7 +137,7 @@ async def test_adapters_and_salts_share_no_prefix(tmp_path: Path, change: dict[s
 
 
 async def test_a_prompt_that_was_only_counted_is_cached_nowhere(tmp_path: Path) -> None:
-    async with serving_by_cost(tmp_path / "log") as (proxy, log):
+    async with serving_by_cost(tmp_path / "log", replica=REAL) as (proxy, log):
         await ask(proxy, "counted", said(LONG), "/v1/messages/count_tokens")
         await ask(proxy, "first", said(LONG), "/v1/messages")
         await ask(proxy, "second", said(LONG), "/v1/messages")
@@ -144,7 +148,7 @@ async def test_a_prompt_that_was_only_counted_is_cached_nowhere(tmp_path: Path) 
 
 async def test_token_ids_are_counted_as_they_are(tmp_path: Path) -> None:
     prompt = {"model": "base", "max_tokens": 4, "prompt": list(range(1000, 1000 + 128 * 8 + 1))}
-    async with serving_by_cost(tmp_path / "log") as (proxy, log):
+    async with serving_by_cost(tmp_path / "log", replica=REAL) as (proxy, log):
         # What is learned of text says nothing of ids.
         proxy.app.pools.estimator.learn("base", 1000, 1, Usage(100, 4))
         await ask(proxy, "first", prompt, "/v1/completions")
