@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import orjson
 
+from llmproxy.core.backends.catalogue import NAME_CHARS_MAX
 from llmproxy.core.domain import Listing, ModelCard
 
 CARDS_MAX = 10_000
@@ -15,7 +16,6 @@ CARD_BYTES_MAX = 32 << 10
 """A card of vLLM is 0.5 KB."""
 COMMAS_MAX = 1 << 18
 """Of the whole answer; a card of vLLM has 23. Each may stand before a value, which costs an object."""
-NAME_CHARS_MAX = 1_024
 
 _SLICE_BYTES = 32 << 10
 

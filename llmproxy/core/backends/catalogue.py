@@ -17,6 +17,8 @@ Aliases = Mapping[str, str | Mapping[str, float]]
 """The name that each alias stands for, or those that share its requests, with their weights."""
 ANY = "*"
 """The alias that is every name which is no other alias."""
+NAME_CHARS_MAX = 1_024
+"""Of a model or an adapter. Longer names of clients are let through to no backend: they are kept and logged."""
 RETRY_UNREAD_S = 1.0
 """Retry-After while a configured backend was never read: about the time until a poll finds it."""
 
@@ -120,7 +122,12 @@ class Catalogue:
     def _let_through(self, name: str) -> str | None:
         """The key of `unlisted` that covers a name, of several the longest; None for what is known otherwise."""
         served = self.served.get(name)
-        if not self.unlisted or name in self.aliases or (served is not None and served.adapter is None):
+        if (
+            not self.unlisted
+            or len(name) > NAME_CHARS_MAX
+            or name in self.aliases
+            or (served is not None and served.adapter is None)
+        ):
             return None
         covers = (key for key in self.unlisted if key == name or (key[-1:] == ANY and name.startswith(key[:-1])))
         return max(covers, key=len, default=None)

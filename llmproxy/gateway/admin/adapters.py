@@ -9,6 +9,7 @@ from aiohttp import web
 
 from llmproxy.config import ClientsConfig
 from llmproxy.core.adapters import AdapterPlan, Adapters, Report
+from llmproxy.core.backends.catalogue import NAME_CHARS_MAX
 from llmproxy.core.domain import Outcome, Refused
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.admin.explained import fields_of
@@ -19,7 +20,6 @@ from llmproxy.gateway.proxying.rules import Rulebook
 
 BODY_BYTES_MAX = 16 << 10
 """Bodies are kept in memory. The name and path of an adapter need no more."""
-NAME_CHARS_MAX = 1_024
 PATH_CHARS_MAX = 4_096
 DRAIN_RETRY_S = 1.0
 

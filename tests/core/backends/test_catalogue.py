@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from llmproxy.core.backends.catalogue import Catalogue, Target
+from llmproxy.core.backends.catalogue import NAME_CHARS_MAX, Catalogue, Target
 from llmproxy.core.domain import Listing, ModelCard, Outcome, Refused
 from tests.core.make import listing
 
@@ -216,6 +216,8 @@ def test_names_that_no_backend_lists_are_let_through_to_their_base_model() -> No
     assert names.resolve("user-alias") == Target("user-alias", "other", "other", None, 4096)
     assert "user-2" not in names.targets, "relay workers ask for what depends on more than the list"
     assert refusal(names, "user").outcome is Outcome.UNKNOWN_MODEL
+    assert names.resolve("user-" + "x" * (NAME_CHARS_MAX - 5)).model == "base"
+    assert refusal(names, "user-" + "x" * NAME_CHARS_MAX).outcome is Outcome.UNKNOWN_MODEL
     names.listed("b", listing(base="user-3"))
     assert names.resolve("user-3").adapter is None, "a base model means itself"
     assert "`other`" in refusal(names, "user-vip-1").message
