@@ -153,7 +153,8 @@ def _as_probe(
     """A place on a backend that needs a probe, whatever its price, or why there is none.
 
     A placement that learns prices from requests learns only from a probe that a backend is healthy again. A backend
-    that hung or was slow is probed only with a stream, which shows in time that the request must go elsewhere.
+    that hung or was slow and has no readings is probed only with a stream, which shows in time that the request must go
+    elsewhere.
     """
     stream = queued.request.stream
     # The other backends are included because some checks compare all of them, such as the longest context.
