@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,11 @@ import pytest
 from llmproxy.core.domain import Grant, Usage
 from llmproxy.gateway.proxying.answers import Answers, KeptAnswer
 from llmproxy.simulator.replica import ReplicaOptions
-from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, Answer, ProxyUnderTest, decisions, serving, until
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, REAL, Answer, ProxyUnderTest, decisions, serving, until
 from tests.e2e.scripted import serving_script, whole
 from tests.upstream.raw_server import Peer
 
 KINDS = ("expected", "cached", "both")
-REAL = replace(FAST, profile="llama-8b-h100")
-"""Replicas that take as long for prompts as a GPU does: what they take is learned from the first answer."""
 # About 3,000 tokens: `REAL` computes them in 55 ms, far above a tie.
 LONG = "All that follows was said before. " * 360
 OTHER = "Nobody has said anything of this. " * 360

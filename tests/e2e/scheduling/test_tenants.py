@@ -11,7 +11,7 @@ import pytest
 
 from llmproxy.config import hash_of
 from llmproxy.gateway.http.routes import SCHEDULED, BodyKind
-from tests.e2e.proxies import FAST, HELLO, Answer, ProxyUnderTest, decisions, serving
+from tests.e2e.proxies import FAST, HELLO, REAL, Answer, ProxyUnderTest, decisions, serving
 from tests.e2e.scheduling.test_prefix import LONG, cached_tokens, said
 from tests.e2e.scripted import answering, breaking, serving_script, whole
 
@@ -80,7 +80,7 @@ async def test_a_large_body_is_salted_too() -> None:
 @pytest.mark.parametrize("own", [{}, {"cache_salt": "guess"}])
 async def test_prompts_are_cached_and_expected_by_tenant(tmp_path: Path, own: dict[str, str]) -> None:
     path = tmp_path / "log"
-    async with serving(FAST, FAST, tenants=TENANTS, decision_log=str(path)) as proxy:
+    async with serving(REAL, REAL, tenants=TENANTS, decision_log=str(path)) as proxy:
 
         async def ask(name: str, tenant: str, *texts: str) -> Answer:
             answer = await proxy.chat(said(*texts) | own, headers=key(tenant) | {"x-request-id": name})
