@@ -39,7 +39,14 @@ def scenes() -> dict[str, Scene]:
             found[f"overload {'+'.join(map(str, sizes))} {kind}"] = partial(saturation.throughput, sizes, stream)
     found["critical streams"] = partial(saturation.critical, (8, 8), True)
     for kind, stream in KINDS.items():
-        for scene in (failures.slow, failures.silent, failures.busy, failures.killed, failures.stopped):
+        for scene in (
+            failures.slow,
+            failures.silent,
+            failures.frozen,
+            failures.busy,
+            failures.killed,
+            failures.stopped,
+        ):
             found[f"{scene.__name__} {kind}"] = partial(scene, stream)
     found["slow at full speed"] = partial(failures.slow, True, speed=1.0)
     found["unauthorized"] = partial(failures.refuses, "unauthorized", ["ejected", "key"])

@@ -109,6 +109,20 @@ async def silent(stream: bool, tree: Path | None) -> list[Check]:
     return [*scene.checks, Check("oldest request without a byte, s", oldest_s, most=12.0)]
 
 
+async def frozen(stream: bool, tree: Path | None) -> list[Check]:
+    """The engine of a replica freezes in the middle of its answers, while its health and its metrics are well."""
+    async with episode(stream, tree) as scene:
+        await scene.fault("frozen")
+        await scene.named("ejected")
+        await scene.answers_on(15.0)
+        oldest_s = max(scene.clients.ages_s(), default=0.0)
+        await scene.fault(None)
+        await scene.recovers()
+        if not stream:
+            scene.none_failed()
+    return [*scene.checks, Check("oldest request without a byte, s", oldest_s, most=12.0)]
+
+
 async def busy(stream: bool, tree: Path | None) -> list[Check]:
     """A replica refuses everything as busy for 12 s: its batch limit is back soon after."""
     async with episode(stream, tree) as scene:

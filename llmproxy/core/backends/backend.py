@@ -68,6 +68,7 @@ class Backend:
         self._others_seen = 0
         self._others = 0
         self._unread = False
+        self._generates = True
         self._numberless_polls = 0
         self._view: View | None = None
         self._outline: View | None = None
@@ -184,8 +185,8 @@ class Backend:
             if not self._unread or self._numberless_polls > UNREAD_MAX:
                 self.limit.unpublished(self._seen)
         # Without a stream there is no byte before the end, and not every server publishes counters.
-        idle = self.reading is not None and not self.reading.running
-        for lease, booking in () if idle else self._own.unstarted_answers():
+        works = self.reading is None or (self.reading.running > 0 and self._generates)
+        for lease, booking in self._own.unstarted_answers() if works else ():
             if now - booking.booked_s >= STARTED_AFTER_S:
                 booking.started = True
                 self.health.first_byte(lease, now)
@@ -198,10 +199,11 @@ class Backend:
     def observe(self, reading: Reading) -> None:
         if self.reading is not None and reading.taken_at_s < self.reading.taken_at_s:
             return
-        self.reading = reading
+        before, self.reading = self.reading, reading
+        self._generates = before is None or reading.generated is None or reading.generated != before.generated
         others = self._own.observe(reading)
         visible_s = reading.taken_at_s - GAUGE_LAG_S
-        if reading.waiting == 0 and reading.running > 0:
+        if reading.waiting == 0 and reading.running > 0 and self._generates:
             for lease, booking in self._own.unstarted_answers():
                 if booking.booked_s <= visible_s:
                     booking.started = True

@@ -8,9 +8,9 @@ from math import inf
 from llmproxy.core.backends.adapter_loads import LongestLoad
 from llmproxy.core.backends.bookings import GAUGE_LAG_S
 from llmproxy.core.backends.health import Hang, Peers
-from llmproxy.core.backends.stream_progress import BackendStreams
+from llmproxy.core.backends.stream_progress import BackendStreams, StreamSpan
 from llmproxy.core.domain import Reading
-from llmproxy.core.estimates.line import LearnedLine
+from llmproxy.core.estimates.line import OUTLIER, LearnedLine
 from llmproxy.core.settings import HealthSettings
 
 LATE = 5.0
@@ -37,6 +37,9 @@ class HangDetection:
     has `hung_s`, or several times what requests of the pool took before a reading showed them. Those with media or a
     grammar have a time of their own.
 
+    An answer in one piece is silent until its end. Its backend hangs if its readings show requests while its counter
+    of generated tokens does not rise. Prompts explain that, and several times the longest such pause of the pool.
+
     `due_s` is when a silence may have lasted too long. `prefill` is the time to a first byte over tokens of prompts.
     """
 
@@ -49,9 +52,33 @@ class HangDetection:
         self._backends = backends
         self._prefill = prefill
         self._unseen = {False: LongestLoad(UNSEEN_S), True: LongestLoad()}
-        self._shows_work = False
+        self._pauses = LongestLoad(UNSEEN_S)
+        self._shows_work = self._counts_steps = False
 
-    def see(self, backend: BackendStreams, reading: Reading, sequences: int) -> None:
+    def see(self, backend: BackendStreams, before: Reading | None, reading: Reading, sequences: int) -> None:
+        """Note what a reading shows that comes after `before`, while `sequences` of ours are in flight."""
+        self._see_generated(backend, before, reading)
+        self._see_requests(backend, reading, sequences)
+
+    def _see_generated(self, backend: BackendStreams, before: Reading | None, reading: Reading) -> None:
+        """Note whether the counter of tokens rose, and how long it paused while the engine had requests."""
+        if reading.generated is None:
+            return
+        had_requests = before is not None and before.running > 0 and reading.running > 0
+        if before is not None and reading.generated == before.generated:
+            backend.paused_s = backend.paused_s + reading.taken_at_s - before.taken_at_s if had_requests else 0.0
+            return
+        backend.generated_s = reading.taken_at_s
+        if before is not None and before.generated is not None and had_requests:
+            # Some engines count the tokens of a request at its end.
+            ended = backend.ended_s >= before.taken_at_s - GAUGE_LAG_S or reading.running < before.running
+            self._counts_steps = self._counts_steps or not ended
+            if backend.paused_s:
+                # A backend that hung and recovered must not excuse the next one for long.
+                self._pauses.learn(min(backend.paused_s, OUTLIER * self._pauses.load_s), sure=True)
+        backend.paused_s = 0.0
+
+    def _see_requests(self, backend: BackendStreams, reading: Reading, sequences: int) -> None:
         """Note which requests a reading shows for the first time: all where it shows as many as were sent before it."""
         shown, sent_s = reading.running + reading.waiting, reading.taken_at_s - GAUGE_LAG_S
         self._shows_work = self._shows_work or shown > 0
@@ -80,12 +107,29 @@ class HangDetection:
             and reading.taken_at_s >= 0.5 * (now + max(first.booked_s, backend.generated_s))
         )
 
+    def stuck(self, backend: BackendStreams, now: float) -> bool:
+        """Whether a backend has requests and generates nothing, although engines of its pool count each token."""
+        reading = backend.reading
+        return (
+            self._counts_steps
+            and bool(backend.whole)
+            and reading is not None
+            and reading.generated is not None
+            and reading.running + reading.waiting > 0
+            and reading.taken_at_s >= 0.5 * (now + self._silent_since(backend, backend.whole))
+        )
+
+    def _silent_since(self, backend: BackendStreams, waiting: Mapping[int, StreamSpan]) -> float:
+        """Since when a backend has brought and generated nothing, although it owes the first byte of `waiting`."""
+        booked_s = next(iter(waiting.values())).booked_s if waiting else -inf
+        return max(backend.last_byte_s, backend.generated_s, booked_s)
+
     def hang(self, name: str, now: float) -> Hang | None:
         """The evidence that a backend hangs; None where there is not enough."""
         backend, ejected = self._backends[name], self._peers.members[name].ejected
         if self.idle(backend, now):
             unseen = backend.unseen.values()
-            since_s = max(backend.last_byte_s, backend.generated_s, next(iter(unseen)).booked_s)
+            since_s = self._silent_since(backend, backend.unseen)
             # What an engine does before it shows a request, such as to tokenise it, is a part of the time to a token.
             late_s = LATE * self._prefill.at(sum(stream.prompt_tokens for stream in unseen))
             late_s = max(late_s, self._unseen[any(stream.prepared for stream in unseen)].explained_s(1))
@@ -96,12 +140,8 @@ class HangDetection:
         prompts_s = self._prefill.at(backend.unstarted_tokens_max)
         if backend.unstarted:
             # A started stream may wait for its client, a first byte does not.
-            since_s = max(backend.last_byte_s, backend.generated_s, next(iter(backend.unstarted.values())).booked_s)
-            late_s = LATE * prompts_s
-            reading = backend.reading
-            if reading is not None and not reading.running and reading.taken_at_s >= 0.5 * (now + since_s):
-                # An engine that runs nothing waits for a grammar, or for KV of another engine.
-                late_s = max(late_s, self._unseen[True].explained_s(1))
+            since_s = self._silent_since(backend, backend.unstarted)
+            late_s = max(LATE * prompts_s, self._prepares_s(backend, since_s, now))
             if self._only_silent(backend, since_s, late_s, now, ejected, name):
                 return Hang(since_s, len(backend.unstarted), 0)
         if not ejected and len(backend.started) >= TOGETHER:
@@ -112,7 +152,22 @@ class HangDetection:
                 stopped = sum(stream.last_byte_s >= together_s for stream in backend.started.values())
                 if stopped >= TOGETHER:
                     return Hang(since_s, len(backend.unstarted), stopped)
+        if self.stuck(backend, now):
+            since_s = self._silent_since(backend, backend.whole)
+            # As soon as one prompt is computed, its first token is counted.
+            longest = max(stream.prompt_tokens for stream in (*backend.whole.values(), *backend.unstarted.values()))
+            late_s = max(LATE * self._prefill.at(longest), self._pauses.explained_s(1))
+            late_s = max(late_s, self._prepares_s(backend, since_s, now))
+            if self._only_silent(backend, since_s, late_s, now, ejected, name):
+                return Hang(since_s, len(backend.whole), 0)
         return None
+
+    def _prepares_s(self, backend: BackendStreams, since_s: float, now: float) -> float:
+        """How long an engine that runs nothing may wait for a grammar, or for KV of another engine."""
+        reading = backend.reading
+        if reading is None or reading.running or reading.taken_at_s < 0.5 * (now + since_s):
+            return 0.0
+        return self._unseen[True].explained_s(1)
 
     def _silent(self, backend: BackendStreams, since_s: float, late_s: float, now: float) -> bool:
         """Whether a silence since `since_s` is too long; else it may be at `due_s`."""

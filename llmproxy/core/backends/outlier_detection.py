@@ -104,6 +104,7 @@ class OutlierDetection:
         )  # fmt: skip
         self._streams[lease] = backend.unseen[lease] = stream
         if not request.stream:
+            backend.whole[lease] = stream
             # Its first token is invisible. It shows only that its prompt takes time.
             stream.begin(0, self._prompts_s(backend, now), now)
             backend.computed_tokens += own_tokens
@@ -137,6 +138,7 @@ class OutlierDetection:
             return
         if stream.whole:
             stream.backend.unseen.pop(lease, None)
+            stream.backend.whole.pop(lease, None)
             stream.backend.last_byte_s = stream.last_byte_s = now
             return
         if not (stream.fetched or stream.backend.doubted or stream.loads_ahead or stream.backend.pending_loads):
@@ -198,7 +200,7 @@ class OutlierDetection:
         if backend is None:
             return None
         before, backend.reading = backend.reading, reading
-        self._hangs.see(backend, reading, sequences)
+        self._hangs.see(backend, before, reading, sequences)
         engine = backend.engine
         if (
             before is None
@@ -209,8 +211,6 @@ class OutlierDetection:
         ):
             engine.since_s = -inf
             return None
-        if reading.generated > before.generated:
-            backend.generated_s = now
         if engine.since_s == -inf or not (before.running or reading.running):
             engine.begin(reading.generated, self._prompts_s(backend, now), now)
             backend.running_s = 0.0
@@ -273,7 +273,9 @@ class OutlierDetection:
         if stream is None:
             return
         backend, loads = stream.backend, stream.backend.pending_loads
+        backend.ended_s = now
         backend.unseen.pop(lease, None)
+        backend.whole.pop(lease, None)
         if stream.whole:
             uncounted = backend.reading is None or backend.reading.generated is None
             if uncounted and usage is not None and usage.output_tokens and stream.last_byte_s > stream.booked_s:
@@ -323,8 +325,11 @@ class OutlierDetection:
         unstarted, streams.unstarted = streams.unstarted, {}
         if self._hangs.idle(streams, now):
             unstarted |= streams.unseen
+        if self._hangs.stuck(streams, now):
+            unstarted |= streams.whole
         for lease in unstarted:
             streams.unseen.pop(lease, None)
+            streams.whole.pop(lease, None)
         streams.pending_loads.clear()
         streams.unstarted_tokens, streams.unstarted_tokens_max = 0.0, 0
         return iter(unstarted)
@@ -360,4 +365,4 @@ class OutlierDetection:
         for one in self._backends.values():
             assert abs(one.unstarted_tokens - sum(stream.own_tokens for stream in one.unstarted.values())) < 1e-3
             assert one.unstarted_tokens_max == sum(stream.prompt_tokens for stream in one.unstarted.values())
-            assert one.unstarted.keys() | one.started.keys() <= self._streams.keys()
+            assert one.unstarted.keys() | one.started.keys() | one.whole.keys() <= self._streams.keys()

@@ -32,11 +32,13 @@ class BackendStreams:
 
     `unstarted` are streams without a byte, the oldest first; `unstarted_tokens` is what has to be computed of their
     prompts, `unstarted_tokens_max` the same if nothing of them is cached. `pending_loads` are adapters that may have to
-    be loaded for them. `started` are streams with a byte. `last_byte_s` is when any answer last brought something.
+    be loaded for them. `started` are streams with a byte, and `whole` answers in one piece that have not come.
+    `last_byte_s` is when any answer last brought something, and `ended_s` when any request last ended.
 
     `unseen` are requests without a byte that no reading has shown yet, the oldest first. `engine` is a span as of a
     stream that has all tokens which `reading`, the last one, counts. The engine ran `running_s` seconds of sequences
-    in it, and `ran` all the time, as far as is known. `generated_s` is when the count last rose.
+    in it, and `ran` all the time, as far as is known. `generated_s` is when the count last rose, and `paused_s` how
+    long it has not risen while the engine ran sequences.
 
     `computed_tokens` counts the prompt tokens computed so far. `prompts_s` is the time that prompts may have taken
     until `prompts_until_s`, which is when the backend last had no unstarted stream, brought a first byte, or was fast.
@@ -56,12 +58,15 @@ class BackendStreams:
     running_s: float = 0.0
     ran: bool = False
     generated_s: float = -inf
+    paused_s: float = 0.0
     unseen: dict[int, StreamSpan] = field(default_factory=dict)
     unstarted: dict[int, StreamSpan] = field(default_factory=dict)
     unstarted_tokens: float = 0.0
     unstarted_tokens_max: int = 0
     started: dict[int, StreamSpan] = field(default_factory=dict)
+    whole: dict[int, StreamSpan] = field(default_factory=dict)
     last_byte_s: float = -inf
+    ended_s: float = -inf
     computed_tokens: float = 0.0
     prompts_s: float = 0.0
     prompts_until_s: float = -inf

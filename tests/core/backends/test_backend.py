@@ -292,14 +292,21 @@ def test_answer_without_a_stream_starts_after_a_second_without_numbers() -> None
     assert one.view(2.0 + STARTED_AFTER_S).available, "the probe's case is closed, however long its answer takes"
 
 
-def test_a_start_seen_by_the_poller_closes_the_case_of_a_probe() -> None:
+@pytest.mark.parametrize(
+    ("before", "generated", "well"), [(None, None, True), (7, 8, True), (7, 7, False)], ids=["gauge", "works", "frozen"]
+)
+def test_a_start_seen_by_the_poller_closes_the_case_of_a_probe(
+    before: int | None, generated: int | None, well: bool
+) -> None:
     one = backend()
+    one.observe(reading(0.0, running=1, generated=before))
     one.book(1, request(), 0.0)
     one.release(1, Verdict.CONNECT_FAILED, 0.0)
     one.book(2, request(stream=False), 2.0)
     assert not one.view(2.0).available
-    one.observe(reading(2.5, running=1))
-    assert one.view(2.5).available
+    one.observe(reading(2.5, running=1, generated=generated))
+    one.answered(2.0 + STARTED_AFTER_S)
+    assert one.view(3.0).available is well
 
 
 def test_views_of_backends_have_their_prompt_range() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import count
+from math import inf
+from typing import Any
+
 import pytest
 
 from llmproxy.core.backends.health import Health, Peers
 from llmproxy.core.backends.outlier_detection import OutlierDetection
-from llmproxy.core.domain import Placed
+from llmproxy.core.domain import Placed, Usage
 from llmproxy.core.settings import HealthSettings
 from tests.core.make import reading, request
 
@@ -120,3 +124,82 @@ def test_streams_that_stop_together_hang_only_where_nothing_is_generated(per_pol
                 detection.progress(lease, poll, 4, None, now)
         hung = hung or "a" in detection.outliers(now)[0]
     assert hung is hangs
+
+
+def stuck_after_s(
+    *,
+    stuck_s: float = inf,
+    tokens: int = 20,
+    counted_at_end: bool = False,
+    running: int = 4,
+    prompt_tokens: int = 100,
+    by_b: int = 20,
+) -> float:
+    """How long after its counter stopped "a" hangs: it has four answers in one piece, and stops for `stuck_s`.
+
+    Infinite where it does not hang. Four answers ended on each backend before, and "b" goes on.
+    """
+    detection, leases, counts = detection_of("a", "b"), count(10), {"a": 0, "b": 0}
+    under_way = {name: [0 if name == "a" else 1] for name in "ab"}
+    began_s = inf
+    for poll in range(1, 250):
+        now = poll * POLL_S
+        stuck = 4.0 <= now < 4.0 + stuck_s
+        for name in "ab":
+            stopped = name == "a" and stuck
+            if (now <= 4.0 or (name == "b" and by_b)) and poll % 5 == 0:
+                for lease in under_way[name]:
+                    detection.started(lease, now)
+                    detection.finished(lease, now, Usage(prompt_tokens, 100))
+                counts[name] += 100 * len(under_way[name]) if counted_at_end else 0
+                under_way[name] = [next(leases) for _ in range(4)]
+                for lease in under_way[name]:
+                    facts = request(prompt_tokens=prompt_tokens)
+                    detection.booked(lease, facts, Placed(name, 0.0, (), 2), False, now)
+            if not counted_at_end and not stopped:
+                counts[name] += tokens if name == "a" else by_b
+            shown = running if stopped else 4
+            detection.read(name, reading(now, running=shown, waiting=4 - shown, generated=counts[name]), 4)
+        if "a" in detection.outliers(now)[0]:
+            began_s = now - 4.0
+            assert sorted(detection.give_up("a", now)) == sorted(under_way["a"]), "they may be tried elsewhere"
+            break
+    return began_s
+
+
+@pytest.mark.parametrize(("running", "earliest_s"), [(4, 1.5), (0, 8.0)], ids=["running", "waiting"])
+def test_engine_that_generates_nothing_of_whole_answers_hangs(running: int, earliest_s: float) -> None:
+    assert earliest_s <= stuck_after_s(running=running) <= earliest_s + 1.5
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"stuck_s": 1.2}, "a pause"),
+        ({"counted_at_end": True}, "its tokens are counted when an answer ends"),
+        ({"by_b": 0}, "the others stopped too"),
+        ({"prompt_tokens": 50_000, "stuck_s": 10.0}, "it computes a prompt"),
+        ({"running": 0, "stuck_s": 7.0}, "it waits for a grammar"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_engine_that_may_yet_answer_does_not_hang(given: dict[str, Any], why: str) -> None:
+    assert stuck_after_s(**given) == inf, why
+
+
+def test_a_counter_that_paused_before_is_given_more_time() -> None:
+    """A pause of unknown cause, such as prompts that another client sent: what ended by itself explains the next."""
+    detection = detection_of("a", "b")
+    hung, counts = [], {"a": 0, "b": 0}
+    for poll in range(1, 300):
+        now = poll * POLL_S
+        for name in "ab":
+            # "a" generates for 2 s after each pause of 4 s.
+            counts[name] += 20 if name == "b" or now % 6.0 < 2.0 else 0
+            detection.read(name, reading(now, running=1, generated=counts[name]), 1)
+        if "a" in detection.outliers(now)[0]:
+            hung.append(now)
+            detection.finished(0, now)
+            detection.booked(0, request(), Placed("a", 0.0, (), 2), False, now)
+    assert hung
+    assert hung[-1] < 20.0, "the pauses that were seen explain later ones"

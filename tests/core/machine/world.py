@@ -332,9 +332,11 @@ class World:
     def _owed_by_one_that_hangs(self, revoke: Revoke) -> None:
         backend, held = self.pools.backends[revoke.backend], self.held[revoke.lease]
         assert backend.health.ejected
-        # An answer in one piece owes no first byte. Only a reading can tell that the engine has nothing of it.
-        idle = backend.reading is not None and not (backend.reading.running or backend.reading.waiting)
-        assert held.grant.request.stream or idle
+        # An answer in one piece is silent until its end. Only readings can tell that nothing is done for it.
+        reading = backend.reading
+        assert held.grant.request.stream or (
+            reading is not None and (reading.generated is not None or not (reading.running or reading.waiting))
+        )
         assert not held.started, "its client has seen a byte"
 
     # --- what is known of the fleet ----------------------------------------------------------------------------------
