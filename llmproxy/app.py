@@ -267,6 +267,7 @@ async def _wired(
     registry = BackendRegistry(dispatcher, polls, events, config.poll, config.backend_api_key, endpoints)
     stack.push_async_callback(registry.close)
     recorder = Recorder(dispatcher, registry.statuses, lambda: gateway.rulebook.current.band_names)
+    dispatcher.on_left = recorder.left
     stack.enter_context(logs.heard_by(recorder.heard))
     await stack.enter_async_context(background_task(recorder.run, "record the past"))
     incarnation = uuid4().hex[:8]

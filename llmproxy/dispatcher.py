@@ -25,6 +25,7 @@ from llmproxy.core.domain import (
     Trouble,
     Usage,
     Verdict,
+    Waited,
     Why,
 )
 from llmproxy.core.pools import Pools
@@ -56,6 +57,7 @@ class Dispatcher:
     All events of one turn of the loop are decided together; a request that comes while no other waits, and nothing else
     is due, is decided at once. `on_decision` gets the seconds that each decision took, `on_news` gets backends that
     were ejected or are back. `reserve` is awaited with each new request that has limits, and may raise Refused.
+    `on_left` gets requests that leave the waiting room without a backend after they were held back.
     `on_change` is called when backends, their models or the drain may have changed, before any decision that follows
     from it. While `draining`, new requests are refused; where it is not `granting`, waiting requests and further
     attempts get no lease either.
@@ -64,6 +66,7 @@ class Dispatcher:
     pools: Pools
     on_decision: Callable[[float], None] = lambda _: None
     on_news: Callable[[str, EjectionEvent], None] = lambda *_: None
+    on_left: Callable[[Request, Waited], None] = lambda *_: None
     on_change: Callable[[], None] = lambda: None
     reserve: Callable[[Request], Awaitable[None]] | None = None
     draining: bool = False
@@ -139,12 +142,16 @@ class Dispatcher:
         request, granted = waiter.request, waiter.granted
         if request.id in self._waiting:
             del self._waiting[request.id]
-            self.pools.cancel(request)
+            self._note_left(request, self.pools.cancel(request))
         elif granted.done() and not granted.cancelled() and granted.exception() is None:
             grant = granted.result()
             del self._leases[request.pool, grant.lease]
             self._finish(grant, Verdict.CLIENT_GONE, _now())
         self._decide_soon()
+
+    def _note_left(self, request: Request, waited: Waited | None) -> None:
+        if waited is not None:
+            self.on_left(request, waited)
 
     def _finish(self, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
         self.pools.finish(grant, verdict, now, usage)
@@ -352,6 +359,7 @@ class Dispatcher:
                 waiter.granted.set_result(decision)
         elif isinstance(decision, Drop):
             waiter = self._waiting.pop(decision.request.id)
+            self._note_left(decision.request, decision.waited)
             if not waiter.granted.done():
                 waiter.granted.set_exception(refusal(decision))
         else:
@@ -374,7 +382,7 @@ class Dispatcher:
         self.granting = False
         for waiter in list(self._waiting.values()):
             del self._waiting[waiter.request.id]
-            self.pools.cancel(waiter.request)
+            self._note_left(waiter.request, self.pools.cancel(waiter.request))
             if not waiter.granted.done():
                 waiter.granted.set_exception(shutting_down())
 

@@ -368,12 +368,34 @@ class NoCapacity(Struct, frozen=True):
 class NoMatch(Struct, frozen=True):
     """Some backend has room, but none for this request: the fairness policy may offer its next flow.
 
-    `whole_model`: no backend with room serves the model at all, so that its other requests need not be tried. `later`:
-    a backend that is full is worth waiting for, which says nothing of other requests.
+    `whole_model`: no backend with room serves the model at all, so that its other requests need not be tried. `later`
+    names a backend that is full and worth waiting for, which says nothing of other requests.
     """
 
     whole_model: bool
-    later: bool = False
+    later: str = ""
+
+
+class Reason(StrEnum):
+    """Why the first request of a band waits."""
+
+    NO_BACKEND = "no backend is up"
+    FULL = "all backends are full"
+    CEILING = "the room left is kept for higher bands"
+    PROMPTS = "all backends have enough prompts to compute"
+    HIGHER_BAND = "higher bands go first"
+    LATER = "a full backend is expected to answer sooner than those with room"
+    NO_MATCH = "no backend with room suits them yet"
+
+
+class Waited(Struct, frozen=True):
+    """Why a request waited: the `rule` that held it back last, and the latest grants since it began to wait.
+
+    `went_first` counts those grants as (band, flow, requests), the most frequent first.
+    """
+
+    rule: str
+    went_first: tuple[tuple[int, str, int], ...] = ()
 
 
 class Why(Struct, frozen=True):
@@ -383,9 +405,7 @@ class Why(Struct, frozen=True):
     `standing` is what the fairness policy counted for its flow. `passed_over` requests of its band came before it
     and fitted nowhere. `guaranteed`: it went by the minimum share of its band, although a higher band waited.
     `inverted`: a waiting request of a higher band could have had the backend instead, which must never be.
-
-    `waited_for` is the rule that held it back last, "" for a request that did not wait. `went_first` counts the latest
-    grants since its arrival, as (band, flow, requests), the most frequent first.
+    `waited` is None for a request that did not wait.
     """
 
     waiting: tuple[tuple[int, int], ...]
@@ -394,8 +414,7 @@ class Why(Struct, frozen=True):
     passed_over: int
     guaranteed: bool = False
     inverted: bool = False
-    waited_for: str = ""
-    went_first: tuple[tuple[int, str, int], ...] = ()
+    waited: Waited | None = None
 
 
 class Grant(Struct, frozen=True):
@@ -419,6 +438,7 @@ class Drop(Struct, frozen=True):
     request: Request
     outcome: Outcome
     retry_after_s: float
+    waited: Waited | None = None
 
 
 class Revoke(Struct, frozen=True):

@@ -28,6 +28,7 @@ from llmproxy.core.domain import (
     Trouble,
     Usage,
     Verdict,
+    Waited,
 )
 from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.core.placement.policy import Placement
@@ -354,9 +355,10 @@ class Pools:
         """See `Rates.recall`."""
         self._limits.rates.recall(debts, now)
 
-    def cancel(self, request: Request) -> None:
-        for scheduler in self._all:
-            scheduler.cancel(request.id)
+    def cancel(self, request: Request) -> Waited | None:
+        """See `Scheduler.cancel`."""
+        found = [scheduler.cancel(request.id) for scheduler in self._all]
+        return next((waited for waited in found if waited is not None), None)
 
     def recomputing(self, grant: Grant) -> None:
         self._of_lease[grant.lease].leases.recomputing(grant.lease)

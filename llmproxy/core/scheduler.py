@@ -20,8 +20,10 @@ from llmproxy.core.domain import (
     NoMatch,
     Outcome,
     Placed,
+    Reason,
     Refused,
     Request,
+    Waited,
     Why,
 )
 from llmproxy.core.estimates.line import FirstToken
@@ -50,7 +52,7 @@ from llmproxy.core.queueing.occupancy import DrainRate, Occupancy
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
-from llmproxy.core.snapshot import Look, PoolChoices, PoolSnapshot, Position, Reason
+from llmproxy.core.snapshot import Look, PoolChoices, PoolSnapshot, Position
 
 PASS_MAX = 64
 """Drops or grants of one pass; the rest follow in the next, so that a mass release never holds the event loop."""
@@ -102,8 +104,8 @@ class Scheduler:
         self._placement = placement = staged(placement, settings.disaggregation)
         self._backends = PoolBackends(settings.health)
         self.faults = Faults()
-        self._room = WaitingRoom(settings, occupancy, limits, self.faults, self._room_on)
         self._drain = DrainRate()
+        self._room = WaitingRoom(settings, occupancy, limits, self.faults, self._room_on, self._drain)
         self._first_token = first_token = FirstToken()
         self._headroom = headroom = Headroom(settings)
         self._admission = Admission(
@@ -136,7 +138,6 @@ class Scheduler:
         self._decided: list[Decision] = []
         self._rests_until_s = -inf
         self._place_changes_s: float | None = None
-        self._held_back: dict[int, tuple[float, Reason]] = {}
 
     def reconfigure(self, settings: Settings, now: float) -> None:
         """Apply other settings. Policies stay, with the settings that they were made with."""
@@ -177,8 +178,7 @@ class Scheduler:
     def drop_bound(self, backend: str) -> None:
         """Drop the requests that may go to `backend` alone: what they refer to is gone with its process."""
         for queued in self._room.bound_to(backend):
-            self._room.leave(queued)
-            self._shed.append(Drop(queued.request, Outcome.BAD_REQUEST, 0.0))
+            self._shed.append(Drop(queued.request, Outcome.BAD_REQUEST, 0.0, self._room.leave(queued)))
 
     @property
     def waiting(self) -> int:
@@ -209,14 +209,17 @@ class Scheduler:
         self._room.deadlines.pool_is(self._backends.any_up(), now)
         self._shed += self._admission.enter(request, excluded, entry, now)
 
-    def cancel(self, request_id: str) -> None:
-        """The client of a waiting request left, perhaps one that was shed a moment ago."""
+    def cancel(self, request_id: str) -> Waited | None:
+        """The client of a waiting request left, perhaps one that was shed a moment ago; returns why it waited."""
         queued = self._room.waiting.get(request_id)
         if queued is not None:
-            self._room.leave(queued)
-        else:
-            self._shed = [drop for drop in self._shed if drop.request.id != request_id]
-            self._prefilled = [one for one in self._prefilled if one[0].id != request_id]
+            return self._room.leave(queued)
+        shed = next((drop for drop in self._shed if drop.request.id == request_id), None)
+        if shed is not None:
+            self._shed.remove(shed)
+            return shed.waited
+        self._prefilled = [one for one in self._prefilled if one[0].id != request_id]
+        return None
 
     def cached(self, lease: int, backend: str, hashes: Sequence[int]) -> None:
         """The prompt and the answer of a lease that has ended are these blocks, which `backend` holds."""
@@ -343,8 +346,7 @@ class Scheduler:
                     # Lower bands see a lower ceiling: where this one finds no room, neither may they.
                     return
                 if granted is None and not self._readmit(level, this):
-                    reason = Reason.LATER if unmatched.later else Reason.NO_MATCH
-                    self._held_back[level] = this.now, reason
+                    self._room.hold_back(level, Reason.LATER if unmatched.later else Reason.NO_MATCH, this.now)
                     break
             if this.steps >= PASS_MAX or this.blocked:
                 return
@@ -352,16 +354,18 @@ class Scheduler:
     def _hold_back(self, level: int, this: _Pass) -> None:
         """Note why the bands from `level` down wait."""
         ceiling, views = self._headroom.ceiling(level, this.now), this.views
-        if not any(view.has_room(1.0) for view in views):
+        if not any(view.available for view in views):
+            reason = Reason.NO_BACKEND
+        elif not any(view.has_room(1.0) for view in views):
             reason = Reason.FULL
         elif any(view.has_room(ceiling) for view in views) and not self._headroom.keeps_last(level, views, this.now):
             reason = Reason.PROMPTS
         else:
             reason = Reason.CEILING
-        self._held_back[level] = this.now, reason
+        self._room.hold_back(level, reason, this.now)
         for lower in self._room.levels():
             if lower < level:
-                self._held_back[lower] = this.now, Reason.HIGHER_BAND
+                self._room.hold_back(lower, Reason.HIGHER_BAND, this.now)
 
     def _grant_guaranteed(self, this: _Pass) -> bool:
         """Grant what bands have earned by their minimum shares; True when the others may go on."""
@@ -439,17 +443,10 @@ class Scheduler:
         band = self._room.band(request.band)
         inverted = not guaranteed and self._inverts(placed, request.band, now)
         standing = band.fairness.standing(request.flow)
-        held_back_s, waited_for = self._held_back.get(request.band, (-inf, ""))
-        if queued.back_from is not None:
-            waited_for = queued.back_from
-        elif held_back_s < request.arrived_s:
-            waited_for = ""
-        went_first = self._drain.since(request.arrived_s) if waited_for else ()
-        why = Why(
-            self._room.sizes(), band.flows, standing, found.passed_over, guaranteed, inverted, waited_for, went_first
-        )
         ahead, left_s = len(self._room) - 1, self._room.deadlines.own_left_s(queued, now)
-        self._room.leave(queued)
+        sizes, flows = self._room.sizes(), band.flows
+        waited = self._room.leave(queued)
+        why = Why(sizes, flows, standing, found.passed_over, guaranteed, inverted, waited)
         backend, answers_on = self._backends.by_name[placed.backend], None
         if placed.answers_on is not None:
             request, answers_on = prefill_of(request), self._backends.by_name[placed.answers_on]
@@ -491,11 +488,11 @@ class Scheduler:
 
     def _expired(self, now: float) -> list[Drop]:
         drops = []
-        for queued in self._room.due(now, PASS_MAX):
+        for queued, waited in self._room.due(now, PASS_MAX):
             model = queued.request.model
             alive = any(backend.up and backend.serves(model) for backend in self._backends.by_name.values())
             outcome = Outcome.EXPIRED if alive and not queued.held else Outcome.EXPIRED_NO_BACKENDS
-            drops.append(Drop(queued.request, outcome, self._drain.retry_after_s(len(self._room), now)))
+            drops.append(Drop(queued.request, outcome, self._drain.retry_after_s(len(self._room), now), waited))
         return drops
 
     # --- inspection ----------------------------------------------------------------------------------------------

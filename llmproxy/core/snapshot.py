@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from itertools import islice
 
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import Explained, Learned
+from llmproxy.core.domain import Explained, Learned, Reason, Waited
 from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.placement.policy import Placement
 from llmproxy.core.queueing.headroom import Headroom
@@ -29,18 +28,6 @@ TOTAL_FLOWS_MAX = 1_000
 
 LIMITS_MAX = 1_000
 """Usage limits shown, those first that most is in flight under."""
-
-
-class Reason(StrEnum):
-    """Why the first request of a band waits."""
-
-    NO_BACKEND = "no backend is up"
-    FULL = "all backends are full"
-    CEILING = "the room left is kept for higher bands"
-    PROMPTS = "all backends have enough prompts to compute"
-    HIGHER_BAND = "higher bands go first"
-    LATER = "a full backend is expected to answer sooner than those with room"
-    NO_MATCH = "no backend with room suits them yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +156,7 @@ class Position:
     """Where one waiting request stands.
 
     `ahead_in_bands` requests wait in higher bands of its pool, `ahead_in_flow` before it in its flow, or in its line
-    where it is `blocked_by` a usage limit or its backend; None where they are too many to count.
+    where it is `blocked_by` a usage limit or its backend; None where they are too many to count. `waited` says why.
     """
 
     pool: str
@@ -182,6 +169,7 @@ class Position:
     waited_s: float
     left_s: float
     blocked_by: str | None
+    waited: Waited | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +248,7 @@ class Look:
             waited_s=self.now - request.arrived_s,
             left_s=self.room.deadlines.left_s(queued, self.now),
             blocked_by=queued.blocked_by,
+            waited=self.room.waited(queued),
         )
 
     def _band(self, level: int, blocked: Mapping[str, int], flows_max: int) -> BandSnapshot:

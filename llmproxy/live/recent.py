@@ -10,8 +10,12 @@ from collections.abc import Iterator
 
 import msgspec
 
+from llmproxy.core.domain import Waited
 from llmproxy.telemetry.exit import RequestExit
 from llmproxy.telemetry.packed import packed
+
+_ended = msgspec.msgpack.Decoder(RequestExit).decode
+_waited = msgspec.msgpack.Decoder(Waited).decode
 
 KEPT_S = 600.0
 BYTES_MAX = 32 << 20
@@ -21,29 +25,44 @@ RECORD_BYTES = 240
 
 
 class RecentRequests:
-    """Takes every exit record."""
+    """Takes every exit record, and why requests waited that got no backend in the end."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[float, str, bytes]] = deque()
+        self._kept: deque[tuple[float, str, type, bytes]] = deque()
         self._bytes = 0
-        self._decode = msgspec.msgpack.Decoder(RequestExit).decode
 
     def record(self, ended: RequestExit) -> None:
         """Remember one request."""
-        kept, data = self._kept, packed(ended)
         at_s = ended.ended_s
         if at_s is None:
             # It was refused before its time was noted.
-            at_s = kept[-1][0] if kept else 0.0
-        kept.append((at_s, ended.input.request_id, data))
+            at_s = self._kept[-1][0] if self._kept else 0.0
+        self._keep(at_s, ended.input.request_id, ended)
+
+    def left(self, request_id: str, waited: Waited, at_s: float) -> None:
+        """Remember why a request waited that left the waiting room without a backend."""
+        self._keep(at_s, request_id, waited)
+
+    def _keep(self, at_s: float, request_id: str, value: RequestExit | Waited) -> None:
+        kept, data = self._kept, packed(value)
+        kept.append((at_s, request_id, type(value), data))
         self._bytes += len(data) + RECORD_BYTES
         while self._bytes > BYTES_MAX or at_s - kept[0][0] > KEPT_S:
-            self._bytes -= len(kept.popleft()[2]) + RECORD_BYTES
+            self._bytes -= len(kept.popleft()[3]) + RECORD_BYTES
 
     def newest_first(self) -> Iterator[RequestExit]:
-        return (self._decode(data) for _, _, data in reversed(self._kept))
+        return (_ended(data) for _, _, kind, data in reversed(self._kept) if kind is RequestExit)
 
     def find(self, request_id: str) -> RequestExit | None:
         """The newest request of this id, None if none is remembered."""
-        found = next((data for _, known, data in reversed(self._kept) if known == request_id), None)
-        return None if found is None else self._decode(found)
+        data = self._newest(request_id, RequestExit)
+        return None if data is None else _ended(data)
+
+    def waited(self, request_id: str) -> Waited | None:
+        """Why the newest request of this id waited that got no backend, None if none is remembered."""
+        data = self._newest(request_id, Waited)
+        return None if data is None else _waited(data)
+
+    def _newest(self, request_id: str, wanted: type) -> bytes | None:
+        kept = reversed(self._kept)
+        return next((data for _, known, kind, data in kept if kind is wanted and known == request_id), None)

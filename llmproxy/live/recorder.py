@@ -11,6 +11,7 @@ from itertools import islice
 from math import floor
 from threading import get_ident
 
+from llmproxy.core.domain import Request, Waited
 from llmproxy.core.snapshot import BackendStatus
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.live.events import Events
@@ -77,6 +78,10 @@ class Recorder:
         """Remember one request that has ended."""
         self.recent.record(ended)
         self.minute.record(ended)
+
+    def left(self, request: Request, waited: Waited) -> None:
+        """Remember why a request waited that got no backend."""
+        self.recent.left(request.label, waited, self._loop.time())
 
     def band(self, level: int) -> str:
         return self.band_names().get(level, str(level))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from llmproxy.core.domain import BackendPace, Outcome
-from llmproxy.core.snapshot import BackendStatus, PoolSnapshot, Reason
+from llmproxy.core.domain import BackendPace, Outcome, Reason
+from llmproxy.core.snapshot import BackendStatus, PoolSnapshot
 from llmproxy.live.minute import REFUSED, Sums
 
 OK, WARNING, BAD = "ok", "warning", "bad"

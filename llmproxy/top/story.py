@@ -25,9 +25,11 @@ def story(found: Mapping[str, Any], width: int) -> RenderableType:
     try:
         lines = [Text(f"request {printable(found['request'])}", "bold")]
         lines += [] if found["ended"] is None else [_asked(found["ended"])]
-        lines += [] if found["waits"] is None else [_waits(found["waits"])]
+        lines += [] if found["waits"] is None else [_waits(found["waits"]), *_waited(found["waits"])]
         for number, attempt in enumerate(found["attempts"], 1):
             lines += [Text(), *_attempt(number, attempt)]
+        if (waited := found["waited"]) is not None:
+            lines += [Text(), Text(f"  {waited['queued_s']:>8.3f} s  begins to wait"), *_waited(waited)]
         lines += [] if found["ended"] is None else [Text(), _end(found["ended"])]
         return Group(*lines, *(part for choice in found["choices"] for part in (Text(), _choice(choice, width))))
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
@@ -52,8 +54,6 @@ def _waits(waits: Mapping[str, Any]) -> Text:
         f" {waits['ahead_in_higher_bands']} ahead in higher bands, {'many' if flow is None else flow} in its flow;"
         f" refused in {duration(waits['left_s'])}"
     )
-    if waits["blocked_by"]:
-        text += f"; blocked by {waits['blocked_by']}"
     return Text(printable(text, 1000), "yellow")
 
 
@@ -78,15 +78,18 @@ def _attempt(number: int, attempt: Mapping[str, Any]) -> Iterator[Text]:
     for name, text in moments:
         if attempt[name] is not None:
             yield Text(printable(f"  {attempt[name]:>8.3f} s  {text}"))
-        if name == "queued_s" and (why := attempt["why"]) and why.get("waited_for"):
-            first = ", ".join(f"{count:,} of {flow or 'no name'} ({band})" for band, flow, count in why["went_first"])
-            yield Text(
-                printable(
-                    f"              waited: {why['waited_for']}" + (f"; before it went {first}" * bool(first)), 300
-                )
-            )
+        if name == "queued_s" and attempt["why"]:
+            yield from _waited(attempt["why"])
     if attempt["error"]:
         yield Text(printable(f"              {attempt['error']}", 1000), "red")
+
+
+def _waited(why: Mapping[str, Any]) -> Iterator[Text]:
+    if why["waited_for"]:
+        first = ", ".join(f"{count:,} of {flow or 'no name'} ({band})" for band, flow, count in why["went_first"])
+        yield Text(
+            printable(f"              waited: {why['waited_for']}" + (f"; before it went {first}" * bool(first)), 300)
+        )
 
 
 def _end(ended: Mapping[str, Any]) -> Text:

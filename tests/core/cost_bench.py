@@ -14,7 +14,6 @@ from tests.core.make import request, view
 
 NONE: frozenset[str] = frozenset()
 BLOCK_TOKENS = 100.0
-LATER = NoMatch(whole_model=False, later=True)
 BOTH = frozenset({"base", "lora", "other"})
 TOKEN_S = 1 / 15_000
 """What a token of a prompt takes here, what a stretch of work begins with, and what a token of an answer takes: all as
@@ -39,8 +38,8 @@ class CostBench:
 
     def waits(self, asked: Request, views: Sequence[View], ceiling: float = 1.0) -> bool:
         found = self.cost.place(asked, views, ceiling, NONE, self.now)
-        assert isinstance(found, Placed) or found == LATER
-        return found == LATER
+        assert isinstance(found, Placed) or (isinstance(found, NoMatch) and found.later)
+        return isinstance(found, NoMatch)
 
     def terms(self, asked: Request, on: View) -> dict[str, float]:
         return dict(self.place(asked, [on]).terms)

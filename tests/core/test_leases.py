@@ -13,7 +13,7 @@ from llmproxy.core.leases import LeaseObserver, LeaseRecord, Leases
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.core.queueing.min_share import MinShares
-from llmproxy.core.queueing.occupancy import Occupancy
+from llmproxy.core.queueing.occupancy import DrainRate, Occupancy
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
@@ -28,7 +28,7 @@ class Ledger:
     def __init__(self) -> None:
         limits = UsageLimits({})
         self.faults = Faults()
-        self.room = WaitingRoom(SETTINGS, Occupancy(SETTINGS.queue), limits, self.faults, lambda *_: 0)
+        self.room = WaitingRoom(SETTINGS, Occupancy(SETTINGS.queue), limits, self.faults, lambda *_: 0, DrainRate())
         charges = ChargeObserver(SETTINGS, self.room, MinShares({}), self.faults)
         self.leases = Leases(count(1), [charges])
         self.backends = {name: Backend(name, SETTINGS.capacity, SETTINGS.health) for name in "ab"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmproxy.core.domain import Outcome
+from llmproxy.core.domain import Outcome, Waited
 from llmproxy.live.recent import BYTES_MAX, KEPT_S, RecentRequests
 from llmproxy.telemetry.exit import RequestExit
 from llmproxy.telemetry.packed import INTEGER_MAX
@@ -63,3 +63,15 @@ def test_a_refusal_whose_time_was_not_noted_is_as_old_as_the_request_before_it()
     assert [one.input.request_id for one in recent.newest_first()] == ["last", "refused", "first"]
     recent.record(_ended("later", 1_001.0 + KEPT_S))
     assert [one.input.request_id for one in recent.newest_first()] == ["later", "last"]
+
+
+def test_why_a_request_waited_is_found_by_its_id_beside_its_end() -> None:
+    recent, waited = RecentRequests(), Waited("all backends are full", ((0, "f", 2),))
+    recent.left("one", waited, 1.0)
+    recent.record(_ended("one", 1.0))
+    assert recent.waited("one") == waited
+    assert recent.find("one") == _ended("one", 1.0)
+    assert [one.input.request_id for one in recent.newest_first()] == ["one"]
+    assert recent.waited("two") is None
+    recent.left("two", waited, 2.0 + KEPT_S)
+    assert (recent.waited("one"), recent.find("one")) == (None, None)

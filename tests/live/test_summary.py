@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import BackendPace, Outcome, Verdict
-from llmproxy.core.snapshot import BackendStatus, BandSnapshot, FlowSnapshot, HeadSnapshot, PoolSnapshot, Reason
+from llmproxy.core.domain import BackendPace, Outcome, Reason, Verdict
+from llmproxy.core.snapshot import BackendStatus, BandSnapshot, FlowSnapshot, HeadSnapshot, PoolSnapshot
 from llmproxy.live.minute import Minute, Sums
 from llmproxy.live.summary import summary_of
 from llmproxy.telemetry.exit import AttemptRecord, RequestExit

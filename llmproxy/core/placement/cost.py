@@ -39,7 +39,6 @@ from llmproxy.core.placement.prefix_index import PrefixIndex
 from llmproxy.core.placement.price import NAMES, PriceRow, with_headroom
 from llmproxy.core.placement.rates import PROMPTS_MOST, PoolRates
 
-LATER = NoMatch(whole_model=False, later=True)
 TIE_S = 0.005
 """Prices this close count as equal, because no estimate is better. The least loaded of the equals is taken."""
 STREAM = 0.1
@@ -124,7 +123,7 @@ class CostPlacement(Placement):
                 # One pass may ask for a request several times. It keeps its place among the waiting ones.
                 claims = self._claims.setdefault(prices[index].backend, {})
                 claims.setdefault(request.id, prices[index].seconds[NAMES.index("prefill")] or 0.0)
-            return LATER
+            return NoMatch(whole_model=False, later=prices[near[0]].backend)
         if len(fitting) > 1:
             lightest = min([able[index].load for index in fitting])
             fitting = [index for index in fitting if able[index].load == lightest]

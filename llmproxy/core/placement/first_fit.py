@@ -38,11 +38,11 @@ class Limited(Struct, frozen=True):
 class Unmatched:
     """Requests of one band that found no match in this pass. Room only shrinks, so similar ones find none either.
 
-    `later`: one of them is better off with a backend that is full now.
+    `later` names a backend that is full now, with which one of them is better off.
     """
 
     def __init__(self) -> None:
-        self.later = False
+        self.later = ""
         self._from_tokens: dict[tuple[str, frozenset[str]], int] = {}
 
     def add(self, queued: Queued, why: NoMatch) -> None:
@@ -110,7 +110,7 @@ def first_fit(
                     if isinstance(placed, NoCapacity):
                         return placed
                     if placed.later:
-                        unmatched.later = True
+                        queued.later = unmatched.later = placed.later
                     else:
                         unmatched.add(queued, placed)
                     passed_over += 1

@@ -148,8 +148,8 @@ class Admission:
         return victims
 
     def _shed(self, victim: Queued, now: float) -> Drop:
-        self._room.leave(victim)
-        return Drop(victim.request, Outcome.SHED, self._drain.retry_after_s(len(self._room), now))
+        waited = self._room.leave(victim)
+        return Drop(victim.request, Outcome.SHED, self._drain.retry_after_s(len(self._room), now), waited)
 
 
 def _lost_reference(request: Request) -> Refused:

@@ -98,6 +98,10 @@ class Occupancy:
         """Band -> (requests, body bytes) waiting."""
         return {band: (usage.requests, usage.body_bytes) for band, usage in self._bands.items()}
 
+    def since_s(self, request: Request) -> float:
+        """Since when a request waits."""
+        return self._since_s[request.band][request.id]
+
     def longest_s(self, now: float) -> dict[int, float]:
         """Band -> how long the one that came first has waited since it came, or came back."""
         return {band: now - next(iter(since_s.values())) for band, since_s in self._since_s.items() if since_s}

@@ -31,6 +31,7 @@ class Queued(Struct, eq=False):
 
     `due_s` are its deadlines on the two clocks of `Deadlines`. `key` is its place in its flow now. `blocked_by` names
     the usage limit or backend for which it waits outside its flow, `back_from` the one for which it did before.
+    `later` is a full backend that was worth waiting for.
     `held`: it came while no backend that it may use was up. `gone` and `key` show the heaps which of their entries
     still count, so an object that is gone never comes back: its request gets a new one.
     """
@@ -43,6 +44,7 @@ class Queued(Struct, eq=False):
     blocked_by: str | None = None
     held: bool = False
     back_from: str | None = None
+    later: str = ""
     gone: bool = False
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
+from math import inf
 
-from llmproxy.core.domain import Request
+from llmproxy.core.domain import Reason, Request, Waited
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.blocked import OF_BACKEND, BlockedRequests
 from llmproxy.core.queueing.deadlines import Deadlines
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.lazy_heap import LazyHeap
-from llmproxy.core.queueing.occupancy import Full, Occupancy
+from llmproxy.core.queueing.occupancy import DrainRate, Full, Occupancy
 from llmproxy.core.queueing.ordering import Rank
 from llmproxy.core.queueing.queue import Band, Queued, waits
 from llmproxy.core.queueing.usage_limits import UsageLimits
@@ -33,12 +34,15 @@ class WaitingRoom:
         limits: UsageLimits,
         faults: Faults,
         room_on: Callable[[str, int, float], int],
+        drain: DrainRate,
     ) -> None:
         self._settings = settings
         self._room_on = room_on
         self._faults = faults
         self._occupancy = occupancy
         self._limits = limits
+        self._drain = drain
+        self._held_back: dict[int, tuple[float, Reason]] = {}
         self._bands: dict[int, Band] = {}
         self._newest: dict[int, LazyHeap[float, Queued]] = {}
         self.blocked = BlockedRequests()
@@ -94,8 +98,11 @@ class WaitingRoom:
         self.deadlines.enter(queued, now, len(self.waiting), left_s)
         self._place(queued).push(queued, now)
 
-    def leave(self, queued: Queued) -> None:
+    def leave(self, queued: Queued) -> Waited | None:
+        """Take a request out; returns why it waited."""
         request = queued.request
+        # Nothing is asked where nothing was ever held back, as most requests do not wait.
+        waited = self.waited(queued) if self._held_back or queued.back_from or queued.blocked_by else None
         del self.waiting[request.id]
         if self._labels.get(request.label) == request.id:
             del self._labels[request.label]
@@ -103,6 +110,26 @@ class WaitingRoom:
         self._occupancy.leave(request)
         self.prompt_tokens -= request.prompt_tokens
         self.output_tokens -= request.output_tokens
+        return waited
+
+    def hold_back(self, level: int, reason: Reason, now: float) -> None:
+        """Note why the band `level` waits."""
+        self._held_back[level] = now, reason
+
+    def waited(self, queued: Queued) -> Waited | None:
+        """Why a request waits; None while no decision has held it back."""
+        since_s = self._occupancy.since_s(queued.request)
+        line = queued.blocked_by or queued.back_from
+        if line is None:
+            held_back_s, reason = self._held_back.get(queued.request.band, (-inf, Reason.FULL))
+            if held_back_s < since_s:
+                return None
+            rule = f"{reason}: {queued.later}" if reason is Reason.LATER and queued.later else reason.value
+        elif line.startswith(OF_BACKEND):
+            rule = f"{line.removeprefix(OF_BACKEND)}, which alone can serve it, has no room"
+        else:
+            rule = f"the limit {line} is used up"
+        return Waited(rule, self._drain.since(since_s))
 
     def full(self, request: Request, without: Iterable[Queued] = ()) -> Full | None:
         """The limit that `request` would break, were those of lower bands in `without` not here; None if it fits."""
@@ -121,12 +148,9 @@ class WaitingRoom:
             if lower < level:
                 yield from self._newest[lower]
 
-    def due(self, now: float, most: int) -> list[Queued]:
-        """Remove and return the requests whose time to wait is over, at most `most`."""
-        due = self.deadlines.due(now, most)
-        for queued in due:
-            self.leave(queued)
-        return due
+    def due(self, now: float, most: int) -> list[tuple[Queued, Waited | None]]:
+        """Remove and return the requests whose time to wait is over, with why they waited, at most `most`."""
+        return [(queued, self.leave(queued)) for queued in self.deadlines.due(now, most)]
 
     # --- blocked requests ----------------------------------------------------------------------------------
 

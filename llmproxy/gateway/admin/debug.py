@@ -18,7 +18,7 @@ from aiohttp import web
 
 from llmproxy.config import TRUST_WORDS, Config
 from llmproxy.core.adapters import Adapters, AdapterState
-from llmproxy.core.domain import Outcome
+from llmproxy.core.domain import Outcome, Waited
 from llmproxy.core.rate_limit import TokenBucket
 from llmproxy.core.snapshot import BackendSnapshot, BandSnapshot, FlowSnapshot, PoolSnapshot, Position
 from llmproxy.dispatcher import Dispatcher
@@ -210,7 +210,15 @@ class AdminPages:
     def position(self, position: Position) -> dict[str, Any]:
         """Where a request stands, as fields of a page."""
         renamed = {"label": "request", "ahead_in_bands": "ahead_in_higher_bands"}
-        return fields_of(position, 4, **renamed) | {"band": self._name(position.band)}
+        fields = fields_of(position, 4, **renamed) | {"band": self._name(position.band)}
+        return {name: value for name, value in fields.items() if name != "waited"} | self.waited(position.waited)
+
+    def waited(self, waited: Waited | None) -> dict[str, Any]:
+        """Why a request waited, as fields of a page; `waited_for` is None where nothing held it back."""
+        if waited is None:
+            return {"waited_for": None, "went_first": []}
+        first = [(self._name(level), flow, count) for level, flow, count in waited.went_first]
+        return {"waited_for": waited.rule, "went_first": first}
 
 
 def _flow(flow: FlowSnapshot) -> dict[str, Any]:

@@ -186,6 +186,7 @@ class LivePages:
                 "waits": None if position is None else self._admin.position(position),
                 "ended": None if ended is None else self._ended(ended, now),
                 "attempts": [] if ended is None else [self._attempt(one, ended) for one in ended.routing.tried],
+                "waited": None if ended is None else self._waited(ended),
                 "choices": choices,
             }
         )
@@ -196,6 +197,14 @@ class LivePages:
             fields["ended_age_s"] = round(now - ended.ended_s, 3)
         return fields
 
+    def _waited(self, ended: RequestExit) -> dict[str, Any] | None:
+        """Why it waited at its end, from when on; None for a request that got a backend."""
+        since_s, arrived_s = ended.routing.queued_s, ended.input.arrived_s
+        if since_s is None or arrived_s is None:
+            return None
+        waited = self._recorder.recent.waited(ended.input.request_id)
+        return {"queued_s": round(since_s - arrived_s, 4)} | self._admin.waited(waited)
+
     def _attempt(self, attempt: AttemptRecord, ended: RequestExit) -> dict[str, Any]:
         """One attempt; instants are seconds from the arrival of its request."""
         fields: dict[str, Any] = to_builtins(asdict(attempt))
@@ -204,7 +213,6 @@ class LivePages:
             if fields[name] is not None:
                 fields[name] = round(fields[name] - arrived_s, 4)
         if attempt.why is not None:
-            first = [(self._recorder.band(band), flow, count) for band, flow, count in attempt.why.went_first]
-            fields["why"] = why_fields(attempt.why) | {"went_first": first}
+            fields["why"] = why_fields(attempt.why) | self._admin.waited(attempt.why.waited)
         fields["terms"] = {name: round(seconds, 6) for name, seconds in attempt.terms}
         return fields

@@ -187,7 +187,7 @@ class Waiting(LastByName):
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
         if any(view.available and not view.has_room(ceiling) for view in views):
-            return NoMatch(whole_model=False, later=True)
+            return NoMatch(whole_model=False, later="a")
         return super().place(request, views, ceiling, excluded, now)
 
 

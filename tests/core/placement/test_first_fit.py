@@ -13,7 +13,7 @@ from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
 from tests.core.make import grants, listing, pools, reading, request
 
-LATER = NoMatch(whole_model=False, later=True)
+LATER = NoMatch(whole_model=False, later="a")
 
 
 class Picky(Placement):

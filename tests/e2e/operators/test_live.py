@@ -17,7 +17,7 @@ import pytest
 
 from llmproxy.config import hash_of
 from llmproxy.live.snapshot import LiveSnapshot
-from tests.e2e.proxies import CHAT, FAST, HELLO, ProxyUnderTest, one_seat, serving
+from tests.e2e.proxies import CHAT, FAST, HELLO, ProxyUnderTest, one_seat, serving, until
 
 KEY = {"authorization": "Bearer for-admins"}
 AFAR = {"x-forwarded-for": "1.2.3.4"}
@@ -196,11 +196,28 @@ async def test_the_story_of_one_that_waits() -> None:
         assert live["summary"]["level"] == "warning"
         assert live["summary"]["text"].startswith("base: 1 default request waits")
         assert live["bands"][1]["reasons"] == ["all backends are full"]
+        assert story["waits"]["waited_for"] == "all backends are full"
         (flow,) = live["flows"]
         assert (flow["flow"], flow["waiting"], flow["due"]) == ("base", 1, 1.0)
         assert (flow["weight"], live["fairness"]) == (1.0, "fair_share")
         seat.close()
         assert (await waits).status == 200
+
+
+async def test_the_story_of_one_that_got_no_backend_says_why_it_waited() -> None:
+    async with one_seat(queue={"requests_max": 1}, trust_headers="all") as (proxy, seat):
+        (await proxy.enter("left")).cancel()
+        await until(lambda: not proxy.queued)
+        assert (await (await proxy.enter("late", **{"x-llm-d-inference-ttl": "0.1s"}))).status == 429
+        shed = await proxy.enter("shed", **{"x-llm-d-inference-objective": "sheddable"})
+        critical = proxy.waiting(**{"x-llm-d-inference-objective": "critical"})
+        assert (await shed).status == 429
+        for name, outcome in (("left", "cancelled"), ("late", "expired"), ("shed", "shed")):
+            story = (await proxy.get(f"/debug/requests?request={name}")).json
+            assert (story["ended"]["outcome"], story["attempts"]) == (outcome, [])
+            assert (story["waited"]["waited_for"], story["waited"]["went_first"]) == ("all backends are full", [])
+        seat.close()
+        assert (await critical).status == 200
 
 
 async def test_the_weight_of_a_flow_that_waits_and_never_ended_a_request() -> None:

@@ -21,12 +21,13 @@ export function story(host, store, id) {
 
 function parts(found, now) {
   const made = [];
-  if (found.waits) made.push(card("It waits", h("p", {}, waits(found.waits))));
+  if (found.waits) made.push(card("It waits", h("p", {}, waits(found.waits)), h("p", {}, waited(found.waits))));
   if (found.ended) {
     made.push(card("How it ended", h("p", {}, result(found.ended, now - found.ended.ended_age_s))));
     made.push(card("Its time", timeline(found)));
   }
   found.attempts.forEach((one, at) => made.push(card(`${one.stage === "whole" ? "Attempt" : one.stage === "prefill" ? "Prefill" : "Decode"} ${at + 1}: ${one.backend ?? "no replica"}`, h("ul", {}, attempt(one).map((line) => h("li", {}, line))))));
+  if (found.waited?.waited_for) made.push(card("Its last wait", h("p", {}, waited(found.waited))));
   for (const choice of found.choices) made.push(priceCard(choice));
   if (found.attempts.length && found.choices.length === 0) made.push(h("p", { className: "quiet" }, "The prices of the other replicas are kept for the last 100 choices of a pool. Those of this request are no longer among them."));
   if (found.ended) made.push(h("details", { className: "card" }, h("summary", {}, "All fields of its log line"), fields(found.ended)));
@@ -35,8 +36,14 @@ function parts(found, now) {
 
 function waits(place) {
   const ahead = place.ahead_in_flow === null ? "many" : count(place.ahead_in_flow);
-  const blocked = place.blocked_by ? ` It waits for the limit ${place.blocked_by}.` : "";
-  return `In band ${place.band}, flow ${place.flow}, for ${duration(place.waited_s)}: ${count(place.ahead_in_higher_bands)} ahead in higher bands, ${ahead} in its flow. It may wait ${duration(place.left_s)} more.${blocked}`;
+  return `In band ${place.band}, flow ${place.flow}, for ${duration(place.waited_s)}: ${count(place.ahead_in_higher_bands)} ahead in higher bands, ${ahead} in its flow. It may wait ${duration(place.left_s)} more.`;
+}
+
+/** The rule that held it back, and whose requests went first; "" where nothing did. */
+function waited(why) {
+  if (!why.waited_for) return "";
+  const first = why.went_first.map(([band, flow, number]) => `${count(number)} of ${flow || "no name"} (${band})`).join(", ");
+  return `It waited: ${why.waited_for}.${first ? ` Before it went ${first}.` : ""}`;
 }
 
 function result(ended, at) {
@@ -81,10 +88,7 @@ function attempt(one) {
   if (one.why) {
     const waiting = Object.values(one.why.waiting).reduce((sum, number) => sum + number, 0);
     const passed = one.why.passed_over ? ` ${count(one.why.passed_over)} were passed over, because no replica with room suited them.` : "";
-    if (one.why.waited_for) {
-      const first = one.why.went_first.map(([band, flow, number]) => `${count(number)} of ${flow || "no name"} (${band})`).join(", ");
-      lines.push(`It waited: ${one.why.waited_for}.${first ? ` Before it went ${first}.` : ""}`);
-    }
+    if (one.why.waited_for) lines.push(waited(one.why));
     lines.push(`It was its turn among ${plural(waiting, "waiting request")} and ${plural(one.why.flows, "flow")} of its band${one.why.guaranteed ? ", by the share that its band is guaranteed" : ""}.${passed}`);
   }
   const terms = Object.entries(one.terms);
