@@ -8,16 +8,18 @@ from itertools import islice
 from msgspec.structs import replace
 
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.domain import DECODE, DEFAULT, Preempt, Request, Usage, Verdict
+from llmproxy.core.domain import DECODE, DEFAULT, Preempt, Usage, Verdict
 from llmproxy.core.leases import LeaseObserver, LeaseRecord
-from llmproxy.core.placement.policy import context_tokens
+from llmproxy.core.placement.first_fit import Unmatched
+from llmproxy.core.placement.policy import NO_MATCH, could_serve
 from llmproxy.core.queueing.headroom import Headroom
+from llmproxy.core.queueing.queue import Queued
 from llmproxy.core.settings import Settings
 
 PREEMPT_MAX = 4
 """Leases being preempted at a time, so that one burst does not empty the engines."""
 LOOK_MAX = 64
-"""Leases looked at by one pass."""
+"""Leases and requests looked at by one pass."""
 
 
 class Preemption(LeaseObserver):
@@ -97,16 +99,29 @@ class Preemption(LeaseObserver):
         leaving = sum(self._open[x].request.sequences for x, owner in self._pending.items() if owner is backend)
         return view.load - leaving - view.limit - view.look_ahead
 
-    def choose(self, head: Request, excluded: frozenset[str], waiting: int, now: float) -> Iterable[Preempt]:
-        """Leases to preempt so that `head`, the first of `waiting` requests of its band, finds room."""
-        if head.band <= DEFAULT or not self._settings.preemption:
+    def choose(self, waiting: Iterable[Queued], now: float) -> Iterator[Preempt]:
+        """Leases to preempt so that the requests `waiting`, all of one band, find room.
+
+        There is one lease for each request, on a backend that can serve it. Those that are being preempted count.
+        """
+        if not self._settings.preemption:
             return
-        while len(self._pending) < min(PREEMPT_MAX, waiting):
-            # Each is chosen anew, because a preempted lease may free what another choice lacked.
-            lease = next((x for x in self._newest() if self._makes_room(x, head, excluded, now)), None)
-            if lease is None:
+        leaving, hopeless = dict(self._pending), Unmatched()
+        for queued in waiting:
+            if len(self._pending) >= PREEMPT_MAX:
                 return
-            yield self._preempt(lease)
+            found = (x for x in leaving if could_serve(queued.request, queued.excluded, self._gives_back(x).view(now)))
+            if (lease := next(found, None)) is not None:
+                del leaving[lease]
+                continue
+            if queued.request.backend is None and hopeless.covers(queued):
+                continue
+            # Each is chosen anew, because a preempted lease may free what another choice lacked.
+            lease = next((x for x in self._newest() if self._makes_room(x, queued, now)), None)
+            if lease is not None:
+                yield self._preempt(lease)
+            elif queued.request.backend is None:
+                hopeless.add(queued, NO_MATCH)
 
     def _preempt(self, lease: int) -> Preempt:
         record = self._open[lease]
@@ -118,20 +133,22 @@ class Preemption(LeaseObserver):
         lowest_first = (lease for band in below for lease in reversed(self._by_band[band]))
         return (lease for lease in islice(lowest_first, LOOK_MAX) if lease not in self._pending)
 
-    def _makes_room(self, lease: int, head: Request, excluded: frozenset[str], now: float) -> bool:
+    def _gives_back(self, lease: int) -> Backend:
+        """The backend where a lease has its place, also where that is kept while another one computes the prompt."""
         record = self._open[lease]
-        # A prompt that is computed for another backend gives back the place that is kept there.
-        backend = record.answers_on or record.backend
-        if backend.name in excluded or head.backend not in (None, backend.name):
+        return record.answers_on or record.backend
+
+    def _makes_room(self, lease: int, queued: Queued, now: float) -> bool:
+        backend = self._gives_back(lease)
+        if not could_serve(queued.request, queued.excluded, backend.view(now)):
             return False
-        if not backend.serves(head.model) or not record.backend.unstarted(lease):
+        if not self._open[lease].backend.unstarted(lease):
             return False
         leaving = [self._open[x] for x in (*self._pending, lease)]
         view = backend.view_without([one.number for one in leaving if one.backend is backend], now)
         kept = sum(one.request.sequences for one in leaving if one.answers_on is backend)
         view = replace(view, load=view.load - kept)
-        fits = view.max_model_len is None or view.max_model_len >= context_tokens(head)
-        return fits and view.has_room(self._headroom.ceiling(head.band, now))
+        return view.has_room(self._headroom.ceiling(queued.request.band, now))
 
     @property
     def pending(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import chain, islice
 from math import inf
 
 from msgspec import Struct
@@ -39,11 +41,11 @@ from llmproxy.core.lease_observers import (
 )
 from llmproxy.core.leases import LeaseObserver, Leases
 from llmproxy.core.placement.first_fit import Found, Limited, Unmatched, first_fit, head, limited, passes_over
-from llmproxy.core.placement.policy import NO_CAPACITY, Placement
+from llmproxy.core.placement.policy import NO_CAPACITY, Placement, could_serve
 from llmproxy.core.placement.staged import decode_of, prefill_of, staged
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.pool_backends import PoolBackends
-from llmproxy.core.preemption import Preemption
+from llmproxy.core.preemption import LOOK_MAX, Preemption
 from llmproxy.core.queueing.admission import Admission
 from llmproxy.core.queueing.blocked import Key
 from llmproxy.core.queueing.headroom import Headroom
@@ -350,6 +352,8 @@ class Scheduler:
                     break
             if this.steps >= PASS_MAX or this.blocked:
                 return
+            if level > DEFAULT and (band.size or self._room.blocked.size):
+                self._preempt(level, this, some_room=True)
 
     def _hold_back(self, level: int, this: _Pass) -> None:
         """Note why the bands from `level` down wait."""
@@ -470,13 +474,22 @@ class Scheduler:
         view = self._backends.by_name[backend].view(now)
         return passes_over(map(self._room.band, above), view, self._limits)
 
-    def _preempt(self, level: int, this: _Pass) -> None:
-        """Preempt leases for the first request of a band that finds no room."""
-        band = self._room.band(level)
-        if not self._preemption.open:
+    def _preempt(self, level: int, this: _Pass, *, some_room: bool = False) -> None:
+        """Preempt leases for requests of a band that find no room; `some_room`: others of it may find some."""
+        if level <= DEFAULT or not self._preemption.open:
             return
-        queued = head(band, this.now)
-        this.decisions += self._preemption.choose(queued.request, queued.excluded, band.size, this.now)
+        ready: Sequence[View] = ()
+        if some_room:
+            seen = self._headroom.seen_by(level, this.views, this.now)
+            ready = self._placement.ready(seen, level, self._headroom.ceiling(level, this.now), this.now)
+        with closing(self._room.band(level).heads()) as heads:
+            waiting = (
+                one
+                for one in chain(islice(heads, LOOK_MAX), self._room.blocked.at_backends(level))
+                if limited(one, self._limits) is None
+                and not any(could_serve(one.request, one.excluded, view) for view in ready)
+            )
+            this.decisions += self._preemption.choose(waiting, this.now)
 
     def _room_on(self, name: str, level: int, now: float) -> int:
         """How many more requests of the band `level` a backend has room for."""

@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Drop, Grant, Listing, ModelCard, Outcome, Verdict
+from llmproxy.core.domain import (
+    CRITICAL,
+    DEFAULT,
+    SHEDDABLE,
+    Drop,
+    Grant,
+    Listing,
+    ModelCard,
+    Outcome,
+    Preempt,
+    Verdict,
+)
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import QueueSettings, ScalingSettings, Settings
 from llmproxy.core.shards import Shards
@@ -100,6 +111,39 @@ def test_a_higher_band_goes_first_across_names() -> None:
     granted = grants(of, 5.0)
     assert names(granted) == ["middle"], "the only one of its names, before a lower band that another serves too"
     assert not any(one.why.inverted for one in granted)
+
+
+@pytest.mark.parametrize(("others", "backend"), [(("x",), None), (("x", "y"), "b")])
+def test_a_critical_request_preempts_where_it_can_be_served_though_another_backend_has_room(
+    others: tuple[str, ...], backend: str | None
+) -> None:
+    of = fleet(a=lists(*others), b=lists("x", "y"))
+    ask(of, "y", band=SHEDDABLE, stream=True, backend="b")
+    low = only_grant(of, 0.0)
+    ask(of, "y", 1.0, band=CRITICAL, backend=backend)
+    (preempted,) = of.decide(1.0)
+    assert isinstance(preempted, Preempt)
+    assert preempted.lease == low.lease
+    assert of.decide(1.0) == []
+    of.finish(low, Verdict.PREEMPTED, 1.1)
+    assert places(grants(of, 1.1)) == ["b"]
+
+
+@pytest.mark.parametrize("waiting", ["yxx", "xxy"])
+def test_requests_are_preempted_only_for_those_of_a_name_that_can_use_the_place(waiting: str) -> None:
+    settings = replace(TIGHT, headroom_s=0.0)
+    of = fleet(settings, 3, a=lists("x"), b=lists("x", "y"), c=lists("y"))
+    for model in "xxxxxx":
+        ask(of, model)
+    for _ in range(3):
+        ask(of, "y", band=SHEDDABLE, stream=True)
+    assert places(grants(of)) == [*"aaabbbccc"]
+    for model in waiting:
+        ask(of, model, 1.0, band=CRITICAL)
+    (preempted,) = of.decide(1.0)
+    assert isinstance(preempted, Preempt)
+    assert preempted.backend == "c"
+    assert of.decide(1.0) == []
 
 
 def test_many_requests_of_a_full_model_do_not_hold_up_another_one() -> None:

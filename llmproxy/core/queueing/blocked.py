@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import inf
 
 from llmproxy.core.queueing.lazy_heap import LazyHeap
@@ -76,6 +76,12 @@ class BlockedRequests:
         names = (name for name in self._queues if not name.startswith(OF_BACKEND) and limits.free(name))
         heads = (self._queues[name].least() for name in names)
         return min((entry[0] for entry in heads if entry is not None), default=NONE_BLOCKED)
+
+    def at_backends(self, band: int) -> Iterator[Queued]:
+        """The first request of each backend's queue, where it is of this band."""
+        for name, line in self._queues.items():
+            if name.startswith(OF_BACKEND) and (entry := line.least()) is not None and entry[2].request.band == band:
+                yield entry[2]
 
     def left(self, name: str) -> None:
         """A request that went back to its flow from this queue has left the flow."""

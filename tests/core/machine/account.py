@@ -294,8 +294,8 @@ class Books:
                 free = self.free_for(other, rows, ceiling)
                 assert not free, f"{asked.id} went before {other.request.id} of its flow"
 
-    def take_back(self, preempt: Preempt, row: Row) -> None:
-        held = self.held[preempt.lease]
+    def take_back(self, preempt: Preempt, rows: Mapping[str, Row]) -> None:
+        held, row = self.held[preempt.lease], rows[preempt.backend]
         assert self.settings.preemption
         assert (held.grant.request, held.grant.placed.backend) == (preempt.request, preempt.backend)
         assert preempt.request.band <= DEFAULT
@@ -303,14 +303,15 @@ class Books:
         assert not held.started, "a lease was taken back that had spoken"
         assert not held.taken_back, "a lease was taken back twice"
         assert not held.grant.why.guaranteed, "a band lost what its minimum share had given it"
-        wanting = sum(w.request.band > DEFAULT and not self.limited(w) for w in self.waiting_in(preempt.request.pool))
         held.taken_back = True
         held.in_the_way = self._in_the_way(preempt, row)
         taken = [h for h in self.held.values() if h.taken_back and h.grant.request.pool == preempt.request.pool]
         assert len(taken) <= PREEMPT_MAX
         # One that has spoken meanwhile makes no room yet, and another is taken back in its place.
-        for_room = sum(not h.in_the_way and not h.started for h in taken)
-        assert for_room <= wanting, f"{for_room} leases were taken back for {wanting}"
+        for_room = [h.grant.placed.backend for h in taken if not (h.in_the_way or h.started)]
+        waiting = [w for w in self.waiting_in(preempt.request.pool) if w.request.band > DEFAULT and not self.limited(w)]
+        wanting = [w for w in waiting if any(serves(rows[name], w) for name in for_room if name in rows)]
+        assert len(for_room) <= len(wanting), f"{len(for_room)} leases were taken back for {len(wanting)}"
 
     def _in_the_way(self, preempt: Preempt, row: Row) -> bool:
         """Its engine has a queue of its own, and more than it is believed to run, or one above default behind it."""

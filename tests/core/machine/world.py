@@ -289,7 +289,7 @@ class World:
                     if decision.backend not in self.gone:
                         self._owed_by_one_that_hangs(decision)
                 case Preempt():
-                    self.books.take_back(decision, rows[request.pool][decision.backend])
+                    self.books.take_back(decision, rows[request.pool])
                     if not request.stream:
                         self._proven_to_wait(decision)
                 case Grant():
