@@ -72,7 +72,7 @@ async def test_what_it_shows_is_what_happened(browser: Browser) -> None:
             await visit.sees("lost", "tbody")
             await visit.page.fill("#find", "two")
             await visit.page.keyboard.press("Enter")
-            await visit.sees("Band default, model base, flow base, at ", "main")
+            await visit.sees("Band default, model base, flow base, from 127.0.0.1, with Python/", "main")
             await visit.sees("completed (200)", "main")
             await visit.sees("✓ b", ".prices")
             await visit.go("requests/lost")
