@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from math import comb
 
 ANSWERS = 32
 """How many answers of a backend are remembered."""
 FAILURES_MIN = 5
 """Fewer failures among them prove nothing."""
-TIMES_OTHERS = 3.0
-"""So many times the share of the others is not chance: of 32 answers where all backends fail one in 50, five failures
-come about once in two thousand windows."""
+CHANCE = 1e-5
+"""So rarely a backend that fails no more than the others may be taken for one that does, at each failure."""
 
 
 class FailureRate:
@@ -45,8 +45,9 @@ class FailureRate:
     def outlier(self, others: Iterable[FailureRate]) -> str | None:
         """Why the backend is an outlier among its pool, None where it is none.
 
-        The others count with one failure more (Laplace's rule of succession), so that a few good answers of theirs
-        prove little.
+        A backend that fails the share of the others fails so many of its answers with a probability below `CHANCE`
+        (binomial test). The others count with one failure more (Laplace's rule of succession), so that a few good
+        answers of theirs prove little.
         """
         answers, failures = len(self._failed), self.failures
         if failures < FAILURES_MIN:
@@ -55,6 +56,8 @@ class FailureRate:
         for other in others:
             answers_others += len(other._failed)
             failures_others += other.failures
-        if failures / answers < TIMES_OTHERS * (failures_others + 1) / (answers_others + 2):
+        share = (failures_others + 1) / (answers_others + 2)
+        at_least = range(failures, answers + 1)
+        if sum(comb(answers, n) * share**n * (1.0 - share) ** (answers - n) for n in at_least) >= CHANCE:
             return None
         return f"{failures} of its last {answers} answers failed, {failures_others} of {answers_others} of the others"

@@ -332,7 +332,7 @@ def test_a_third_of_failures_ejects_beside_a_pool_that_has_none() -> None:
         good.finished(lease, Verdict.SERVED, 0.0)
         if events:
             break
-    assert events == [Ejected("5 of its last 15 answers failed, 0 of 14 of the others", 1.0)]
+    assert events == [Ejected("8 of its last 24 answers failed, 0 of 23 of the others", 1.0)]
 
 
 def test_a_pool_that_fails_as_a_whole_has_no_outlier() -> None:
