@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections import deque
 from typing import Protocol, cast
 
 from aiohttp import HttpVersion10, HttpVersion11, StreamReader, web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import BadHttpMethod, BadStatusLine, HttpProcessingError, InvalidURLError, LineTooLong
+from aiohttp.streams import EMPTY_PAYLOAD
 from aiohttp.web_protocol import _ErrInfo
 
 from llmproxy.config import ClientsConfig
@@ -26,6 +26,7 @@ from llmproxy.gateway.http.headers import SERVER
 from llmproxy.gateway.http.strictness import head_too_large
 from llmproxy.gateway.http.tls import TlsConnection, address_of
 from llmproxy.gateway.http.wrong_protocol import HTTP2_PREFACE, WrongProtocol, wrong_protocol
+from llmproxy.lifecycle.paced import PacedCalls
 
 LINGER_S = 10.0
 """How long the rest of a refused body is read, so that a client that still sends can read the answer."""
@@ -35,11 +36,6 @@ WRONG_PROTOCOL_CLOSE_S = 1.0
 
 HTTP2_IN_PIECES = "Pause on PRI/Upgrade"
 """The parser's reason for a preface of HTTP/2 in several pieces. The bytes of the client follow it."""
-
-CANCELS = 16
-CANCELS_SHARE = 32
-"""Of the handlers whose clients have left, so many or this part are cancelled in one turn of the loop. The end of each
-takes up to half a millisecond, and thousands of clients may leave at once."""
 
 LAST_CHUNK = b"\r\n0\r\n\r\n"
 """The last chunk without extension or trailer, after the end of the chunk before it."""
@@ -151,9 +147,23 @@ class ClientConnection(web.RequestHandler):
     async def start(self) -> None:
         """Serve requests. At the end, the connection closes as soon as the client has read the rest of the answer."""
         try:
-            await super().start()
+            if not self._messages:
+                await self._first_message()
+            if self._messages and self._messages[0][1] is not EMPTY_PAYLOAD:
+                # Many clients came together. Those that ask for no work, such as probes, need not wait for the others.
+                await cast(ClientServer, self._manager).turn()
+            if self._manager is not None:
+                await super().start()
         finally:
             self._start_unread_timer()
+
+    async def _first_message(self) -> None:
+        """Wait as aiohttp does before each request."""
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
     def _start_unread_timer(self) -> None:
         """Limit the time in which the client reads what was written, for which nothing else waits."""
@@ -286,20 +296,17 @@ class ClientServer(web.Server):
         self._conn_handler = handler
         self._limits = limits
         self._tls = tls
-        self._left: deque[asyncio.Task[None]] = deque()
+        self._begins, self._cancels = PacedCalls(), PacedCalls()
 
     def cancel_soon(self, handler: asyncio.Task[None]) -> None:
         """Cancel the handler of a client that has left."""
-        if not self._left:
-            self._loop.call_soon(self._cancel_some)
-        self._left.append(handler)
+        self._cancels.add(handler.cancel)
 
-    def _cancel_some(self) -> None:
-        # A part of them, so that more of them cannot be left than clients leave.
-        for _ in range(min(len(self._left), max(CANCELS, len(self._left) // CANCELS_SHARE))):
-            self._left.popleft().cancel()
-        if self._left:
-            self._loop.call_soon(self._cancel_some)
+    async def turn(self) -> None:
+        """Wait until the first request of another new connection may begin."""
+        begins = asyncio.Event()
+        self._begins.add(begins.set)
+        await begins.wait()
 
     def __call__(self) -> ClientConnection:
         connection = ClientConnection(self, self._conn_handler, self._limits, loop=self._loop, **self._kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +13,12 @@ from aiohttp import web
 
 from llmproxy.config import ClientsConfig
 from llmproxy.gateway.http.client_limits import ClientLimits
-from llmproxy.gateway.http.connection import CANCELS, ClientServer
+from llmproxy.gateway.http.connection import ClientServer
 from llmproxy.gateway.http.errors import Failure
+from llmproxy.lifecycle.accepting import Acceptor
+from llmproxy.lifecycle.paced import CALLS
 
-CLIENTS = 10 * CANCELS
+CLIENTS = 10 * CALLS
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], Any]]:
@@ -23,14 +26,17 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], Any]]:
 
 
 class Waiting:
-    """A handler that answers nobody, and counts the requests that run."""
+    """A handler that answers probes alone, and counts the requests that run: all, and those `ahead` of a probe."""
 
     def __init__(self) -> None:
         self.clients = ClientLimits(ClientsConfig())
         self.running = 0
+        self.ahead: int | None = None
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        del request
+        if request.path == "/health":
+            self.ahead = self.running
+            return web.Response()
         self.running += 1
         try:
             await asyncio.Event().wait()
@@ -65,4 +71,25 @@ async def test_clients_that_leave_together_take_a_little_of_many_turns() -> None
             ended.append(before - handler.running)
             before = handler.running
     server.close()
-    assert 0 < max(ended) <= CANCELS
+    assert 0 < max(ended) <= CALLS
+
+
+async def test_clients_that_come_together_begin_in_many_turns_and_probes_before_them() -> None:
+    handler = Waiting()
+    listening = socket.create_server(("127.0.0.1", 0), backlog=CLIENTS)
+    clients = [socket.create_connection(listening.getsockname()) for _ in range(CLIENTS + 1)]
+    for client in clients[:-1]:
+        client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\nx")
+    clients[-1].sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+    acceptor = Acceptor([listening], ClientServer(handler, ClientsConfig()))
+    begun = [0]
+    async with asyncio.timeout(10):
+        while handler.running < CLIENTS:
+            await asyncio.sleep(0)
+            begun.append(handler.running)
+    assert max(after - before for before, after in itertools.pairwise(begun)) <= CALLS
+    assert handler.ahead is not None
+    assert handler.ahead <= 3 * CALLS
+    acceptor.close()
+    for client in clients:
+        client.close()

@@ -1,0 +1,34 @@
+"""Work that many clients or backends cause together, done in many turns of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+CALLS = 16
+CALLS_SHARE = 32
+"""One turn makes so many of the waiting calls, or this part of them, so that more cannot gather than are made."""
+
+
+class PacedCalls:
+    """Makes calls in the order in which they were added, a few in each turn of the loop.
+
+    Each call ends or begins a request, which takes up to half a millisecond, and thousands may come at once. Everything
+    else gets a turn in between.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[Callable[[], object]] = deque()
+
+    def add(self, call: Callable[[], object]) -> None:
+        """Make this call soon. It must not raise."""
+        if not self._calls:
+            asyncio.get_running_loop().call_soon(self._make_some)
+        self._calls.append(call)
+
+    def _make_some(self) -> None:
+        for _ in range(min(len(self._calls), max(CALLS, len(self._calls) // CALLS_SHARE))):
+            self._calls.popleft()()
+        if self._calls:
+            asyncio.get_running_loop().call_soon(self._make_some)
