@@ -21,6 +21,8 @@ TOGETHER_S = 0.6
 """Streams stop at once if their last bytes lie no further apart: longer than between two bytes of a flowing stream."""
 TOGETHER_LATE = 2.0
 """As `LATE`, where started streams stopped together: most engines go on with them while they compute prompts."""
+STUCK_LATE = 2.0
+"""Times `hung_s` that an engine may pause within answers in one piece: all that it computed for them would be lost."""
 UNSEEN_S = 0.5
 """Assumed time until a reading shows a request of text, before any was seen. It contains the time between readings."""
 
@@ -156,8 +158,8 @@ class HangDetection:
             since_s = self._silent_since(backend, backend.whole)
             # As soon as one prompt is computed, its first token is counted.
             longest = max(stream.prompt_tokens for stream in (*backend.whole.values(), *backend.unstarted.values()))
-            late_s = max(LATE * self._prefill.at(longest), self._pauses.explained_s(1))
-            late_s = max(late_s, self._prepares_s(backend, since_s, now))
+            late_s = max(STUCK_LATE * self.settings.hung_s, LATE * self._prefill.at(longest))
+            late_s = max(late_s, self._pauses.explained_s(1), self._prepares_s(backend, since_s, now))
             if self._only_silent(backend, since_s, late_s, now, ejected, name):
                 return Hang(since_s, len(backend.whole), 0)
         return None
