@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import chain, islice
 from math import inf
 
@@ -517,13 +518,14 @@ class Scheduler:
 
     def snapshot(self, now: float, flows_max: int) -> PoolSnapshot:
         """What waits and who has room, with at most so many flows."""
-        return self._look(now).shown(
+        shown = self._look(now).shown(
             self._backends.views(now),
             alive=self._backends.any_up(),
             leases=len(self.leases),
             preempting=self._preemption.pending,
             flows_max=flows_max,
         )
+        return replace(shown, paces=self._backends.outliers.paces(now))
 
     def position(self, name: str, now: float) -> Position | None:
         """The position of the waiting request with this label or id, None when there is none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from llmproxy.core.backends.view import View
@@ -109,7 +109,8 @@ class BackendSnapshot:
 class PoolSnapshot:
     """One pool. `held` says that it has no backend that is up, and that what waits is kept until one is.
 
-    `leases` are the requests in flight, `preempting` those of them that were asked to give their room back.
+    `leases` are the requests in flight, `preempting` those of them that were asked to give their room back. `paces` are
+    as in `OutlierDetection.paces`.
     """
 
     pool: str
@@ -119,6 +120,7 @@ class PoolSnapshot:
     preempting: int
     bands: tuple[BandSnapshot, ...]
     backends: tuple[BackendSnapshot, ...]
+    paces: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

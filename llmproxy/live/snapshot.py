@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from gzip import compress
 from heapq import nlargest
 from itertools import islice
@@ -66,6 +67,11 @@ class LiveSnapshot:
             self._packed = compress(self._plain, 1)
         return self._packed
 
+    @property
+    def epoch_s(self) -> float:
+        """The Unix time at which the clock of the history was 0."""
+        return self._wall() - self._clock()
+
     def content(self) -> dict[str, Any]:
         """The document; all times in seconds, `now_s` and the times of events on the clock of the history."""
         recorder, now = self._recorder, self._clock()
@@ -110,7 +116,9 @@ class LiveSnapshot:
             "flows": self._flows(seen),
             "limits": [_limit(limit) for limit in seen.limits[:LIMITS_MAX]],
             "more_limits": seen.limits_more + max(0, len(seen.limits) - LIMITS_MAX),
-            "events": [event_fields(event) for event in islice(recorder.events.newest_first(), EVENTS_MAX)],
+            "events": [
+                event_fields(event, self.epoch_s) for event in islice(recorder.events.newest_first(), EVENTS_MAX)
+            ],
             "row": {name: _rounded(value, 5) for name, value in recorder.history.latest().items() if value == value},
         }
 
@@ -238,7 +246,7 @@ class LiveSnapshot:
             "ttft_s": _rounded(sums.ttft_s, 5),
             "tpot_s": _rounded(sums.tpot_s, 5),
             "prompts_slower": _rounded(pace.prefill_factor, 3) if pace is not None else None,
-            "tokens_slower": _rounded(pace.step_factor, 3) if pace is not None else None,
+            "tokens_slower": _rounded(pool.paces.get(name), 3) if pool is not None else None,
             "busy_share": _rounded(pace.busy_share, 3) if pace is not None else None,
             "indexed_share": (
                 _rounded(pace.indexed_blocks / pace.indexed_blocks_max, 4)
@@ -332,10 +340,12 @@ def _limit(limit: Any) -> dict[str, Any]:
     }
 
 
-def event_fields(event: Event) -> dict[str, Any]:
-    """An event as JSON."""
+def event_fields(event: Event, epoch_s: float) -> dict[str, Any]:
+    """An event as JSON, with its time of the day in UTC."""
+    at = datetime.fromtimestamp(epoch_s + event.at_s, UTC)
     return {
         "serial": event.serial,
+        "time": at.isoformat(timespec="milliseconds"),
         "at_s": round(event.at_s, 3),
         "level": event.level,
         "event": event.name,

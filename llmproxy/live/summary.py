@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from llmproxy.core.domain import BackendPace, Outcome, Reason
 from llmproxy.core.snapshot import BackendStatus, PoolSnapshot
@@ -23,7 +23,7 @@ def summary_of(
     reasons: dict[str, str],
     bands: dict[int, str],
     nameless: int,
-    paces: Sequence[BackendPace] = (),
+    learned: Sequence[BackendPace] = (),
     *,
     minute: Sums | None = None,
     led: bool = True,
@@ -31,7 +31,7 @@ def summary_of(
 ) -> tuple[str, str]:
     """(Level, sentence). `reasons` says of a backend why it is in its state, `bands` names the bands.
 
-    `nameless` requests wait for a model that no backend lists yet, and `paces` are what was learned of the backends.
+    `nameless` requests wait for a model that no backend lists yet, and `learned` is what the placement knows of paces.
     `minute` has the requests that ended lately.
     `led`: False for a member of a cluster without a leader, which is `alone` where it decides nevertheless.
     """
@@ -65,10 +65,16 @@ def summary_of(
     for state in ("drained", "starting"):
         if found := _in(statuses, state):
             parts.append((OK, f"{_listed([one.name for one in found])} {_is(found)} {state}."))
-    parts += [(OK, text) for text in _slow(paces)]
+    named = {one.name for one in up}
+    paces = {name: pace for pool in pools for name, pace in pool.paces.items() if name in named}
+    parts += [(OK, text) for text in _slow(paces, [one for one in learned if one.backend in named])]
+    unknown = sorted(name for name, pace in paces.items() if pace is None)
     if not any(level != OK for level, _ in parts):
         quiet = "nothing waits" if not limits else "nothing else waits"
-        parts.insert(0, (OK, f"Healthy: {len(up)} of {_count(len(statuses), 'replica')} up, {quiet}."))
+        head = f"{'Learning' if unknown else 'Healthy'}: {len(up)} of {_count(len(statuses), 'replica')} up, {quiet}."
+        if unknown:
+            head += f" The pace of {_listed(unknown)} is not known yet."
+        parts.insert(0, (OK, head))
     worst = BAD if any(level == BAD for level, _ in parts) else WARNING if any(lv == WARNING for lv, _ in parts) else OK
     return worst, " ".join(text for _, text in parts)
 
@@ -119,9 +125,14 @@ def _backends(statuses: Sequence[BackendStatus], state: str, reasons: dict[str, 
     return WARNING, f"{_listed([one.name for one in found])} {_is(found)} {word}{f': {why}' if why else ''}."
 
 
-def _slow(paces: Sequence[BackendPace]) -> list[str]:
-    found = sorted((-max(one.prefill_factor, one.step_factor), one.backend) for one in paces)
-    slow = [f"{name} ({-factor:.1f}x)" for factor, name in found if -factor >= SLOWER]
+def _slow(paces: Mapping[str, float | None], learned: Sequence[BackendPace]) -> list[str]:
+    """Replicas that are slow now, and those that are slow for prompts alone, as the placement has learned it."""
+    now = sorted((-pace, name) for name, pace in paces.items() if pace is not None and pace >= SLOWER)
+    prompts = sorted(
+        (-one.prefill_factor, one.backend) for one in learned if one.step_factor < SLOWER <= one.prefill_factor
+    )
+    slow = [f"{name} ({-pace:.1f}x)" for pace, name in now]
+    slow += [f"{name} (prompts {-pace:.1f}x)" for pace, name in prompts if name not in {name for _, name in now}]
     return [f"{_listed(slow)} {_is(slow)} slower than the pool."] if slow else []
 
 

@@ -44,7 +44,7 @@ HELP = {
     "load": "what the proxy sent there, of what it sends at most",
     "role": "prefill or decode where it is not meant for both",
     "KV, hit": "share of the KV cache in use; share of prompt tokens that it had",
-    "pace": "time of a token against the pool: 2.00x is twice as slow, ! from 1.5x",
+    "pace": "time for the same work against the pool: 2.00x is twice, ! from 1.5x",
     "share, due": "its part of the band's tokens in the last minute; its part by weight",
     "choices": "price in seconds and its parts; → is chosen, × takes no request now",
 }
@@ -292,8 +292,12 @@ def _events(document: Document, view: View) -> Section:
 
 
 def _event(one: Event, document: Document) -> list[Text]:
-    ago = Text(f"{duration(max(0.0, document.now_s - one.at_s))} ago")
-    return [ago, Text(printable(f"{one.event} {one.text}"), LEVEL_STYLES.get(one.level, ""), no_wrap=True)]
+    at = datetime.fromtimestamp(min(max(0.0, document.unix_s - document.now_s + one.at_s), 1e11))
+    today = at.date() == datetime.fromtimestamp(document.unix_s).date()
+    return [
+        Text(at.strftime("%H:%M:%S" if today else "%m-%d %H:%M")),
+        Text(printable(f"{one.event} {one.text}"), LEVEL_STYLES.get(one.level, ""), no_wrap=True),
+    ]
 
 
 def _choices(explained: Explained, view: View, width: int) -> Section:

@@ -198,8 +198,8 @@ async def test_a_replica_that_is_slower_than_its_pool_stands_out(browser: Browse
 
         async def slower(route: Any) -> None:
             document = await (await route.fetch()).json()
-            for one, tpot_s in zip(document["backends"], (0.008, 0.019, 0.009), strict=True):
-                one["tpot_s"] = tpot_s
+            for one, tpot_s, slower in zip(document["backends"], (0.008, 0.019, 0.009), (1.0, 2.1, 1.1), strict=True):
+                one |= {"tpot_s": tpot_s, "tokens_slower": slower}
             await route.fulfill(json=document)
 
         await visit.page.route("**/debug/live*", slower)

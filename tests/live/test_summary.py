@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -129,17 +130,55 @@ def test_requests_for_a_model_that_nobody_serves_yet_are_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "step", "said"),
+    ("pace", "prompts", "said"),
     [
-        (1.0, 1.94, " gpu-2 (1.9x) is slower than the pool."),
-        (3.0, 1.0, " gpu-2 (3.0x) is slower than the pool."),
+        (1.94, 1.0, " gpu-2 (1.9x) is slower than the pool."),
+        (1.0, 3.0, " gpu-2 (prompts 3.0x) is slower than the pool."),
+        (8.0, 3.0, " gpu-2 (8.0x) is slower than the pool."),
         (1.4, 1.4, ""),
     ],
 )
-def test_a_slow_replica_is_named_and_is_healthy(prefill: float, step: float, said: str) -> None:
-    paces = [BackendPace("gpu-1", 0.9, 0.9, 0.5, 1, 0, 0), BackendPace("gpu-2", prefill, step, 0.5, 1, 0, 0)]
+def test_a_slow_replica_is_named_and_is_healthy(pace: float, prompts: float, said: str) -> None:
+    learned = [BackendPace("gpu-2", prompts, 1.0, 0.5, 1, 0, 0)]
     sentence = f"Healthy: 3 of 3 replicas up, nothing waits.{said}"
-    assert summary_of([pool()], UP, {}, NAMES, 0, paces) == ("ok", sentence)
+    seen = replace(pool(), paces={"gpu-1": 1.0, "gpu-2": pace})
+    assert summary_of([seen], UP, {}, NAMES, 0, learned) == ("ok", sentence)
+
+
+def test_a_pace_that_lags_behind_what_is_measured_now_is_not_said() -> None:
+    """The placement learns from the last fifty answers, and both of its factors from answers in one piece."""
+    learned = [BackendPace("gpu-2", 3.7, 3.7, 0.5, 1, 0, 0)]
+    seen = replace(pool(), paces={"gpu-1": 1.0, "gpu-2": 1.0})
+    assert summary_of([seen], UP, {}, NAMES, 0, learned)[1] == "Healthy: 3 of 3 replicas up, nothing waits."
+
+
+def test_the_pace_of_an_ejected_replica_is_said_once() -> None:
+    learned = [BackendPace("gpu-2", 2.4, 1.0, 0.5, 1, 0, 0)]
+    seen, statuses = replace(pool(), paces={"gpu-2": 2.4}), [*UP[:2], status("gpu-2", "resting")]
+    why = {"gpu-2": "slow: 8.0 times as slow as usual"}
+    said = "gpu-2 is ejected: slow: 8.0 times as slow as usual."
+    assert summary_of([seen], statuses, why, NAMES, 0, learned) == ("warning", said)
+
+
+@pytest.mark.parametrize(
+    ("paces", "unknown"),
+    [({"gpu-1": None}, "gpu-1"), ({"gpu-1": None, "gpu-0": None, "gpu-2": 1.0}, "gpu-0, gpu-1")],
+)
+def test_replicas_at_work_whose_pace_is_not_known_yet_are_not_called_healthy(
+    paces: dict[str, float | None], unknown: str
+) -> None:
+    said = f"Learning: 3 of 3 replicas up, nothing waits. The pace of {unknown} is not known yet."
+    assert summary_of([replace(pool(), paces=paces)], UP, {}, NAMES, 0) == ("ok", said)
+
+
+def test_requests_wait_for_a_name_of_which_no_replica_has_room_while_another_replica_is_slow() -> None:
+    waiting = pool(band(0, 2, 1.5, reason=Reason.NO_MATCH))
+    seen = replace(waiting, paces={"gpu-0": 1.0, "gpu-1": 1.0, "gpu-2": 4.0})
+    assert summary_of([seen], UP, {}, NAMES, 0) == (
+        "warning",
+        "llama: 2 default requests wait, up to 1.5 s: no backend with room suits them yet."
+        " gpu-2 (4.0x) is slower than the pool.",
+    )
 
 
 def test_a_member_without_a_leader_is_not_healthy() -> None:

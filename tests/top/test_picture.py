@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
 from llmproxy.top.ask import AskError, Target
-from llmproxy.top.document import ClusterSeen, Document, Explained, read
+from llmproxy.top.document import ClusterSeen, Document, Event, Explained, read
 from llmproxy.top.picture import HELP, duration, picture
 from llmproxy.top.story import story
 from llmproxy.top.view import COLUMNS, KEYS, View
@@ -218,6 +219,13 @@ def test_terms_of_choices_have_one_order_and_room() -> None:
     ]
     assert titles(80) == ["prefill", "stream", "eviction", "adapter", "slot", "of_a_plugin"], "light ones have no room"
     assert titles(100)[:2] == ["queue", "prefill"]
+
+
+def test_an_event_has_its_time_of_day_and_an_older_one_its_date() -> None:
+    now = datetime(2026, 3, 2, 14, 3, 20).timestamp()
+    events = [Event(990.0, "info", "today", ""), Event(1_000.0 - 86_400.0, "info", "before", "")]
+    lines = drawn(picture(live(unix_s=now, now_s=1_000.0, events=tuple(events)), View(), 80))
+    assert [line.split()[:3] for line in lines[-2:]] == [["14:03:10", "today"], ["03-01", "14:03", "before"]]
 
 
 def test_a_replica_that_is_not_up_has_no_pace() -> None:

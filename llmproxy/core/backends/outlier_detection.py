@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import inf
-from statistics import median_low
+from statistics import median, median_low
 
 from llmproxy.core.backends.adapter_loads import LongestLoad, PendingLoads
 from llmproxy.core.backends.hang_detection import HangDetection
 from llmproxy.core.backends.health import Hang, Peers
-from llmproxy.core.backends.stream_progress import BackendStreams, StreamSpan, follow_robustly
+from llmproxy.core.backends.stream_progress import RECENT, BackendStreams, StreamSpan, follow_robustly
 from llmproxy.core.domain import DECODE, Placed, Reading, Request, Usage
 from llmproxy.core.estimates.line import JITTER_S, USUAL_TOKENS, LearnedLine
 from llmproxy.core.settings import HealthSettings
@@ -47,6 +47,8 @@ KV_CROWDED = 0.9
 """Use of a KV-cache from which an engine may preempt sequences and compute them again."""
 FRESH_S = 5.0
 """How long a judgement of another backend is used for comparison."""
+LEARNING_S = 30.0
+"""How long a pace is expected of a backend at work. Answers that are too short show none."""
 GAP_S = 2.5
 """Readings further apart are not compared: the machine of the backend or the network stood still between them."""
 
@@ -90,7 +92,7 @@ class OutlierDetection:
         """`cold`: the request has an adapter that is not believed to be resident there."""
         backend = self._backends.get(placed.backend)
         if backend is None:
-            backend = self._backends[placed.backend] = BackendStreams(PendingLoads(self._longest_load))
+            backend = self._backends[placed.backend] = BackendStreams(PendingLoads(self._longest_load), now)
         # The estimated length of a prompt may be below its cached tokens.
         own_tokens = max(0.0, float(request.prompt_tokens - placed.cached_tokens))
         fetched = request.stage is DECODE
@@ -349,6 +351,11 @@ class OutlierDetection:
                 continue
             bound = self._settings.slow_factor * backend.usual * backend.others_slowness if others else inf
             ejected, least = self._peers.members[name].ejected, backend.ratio_least
+            if ejected:
+                # What it was before says nothing of it when it is back.
+                backend.recent.clear()
+            elif backend.ratio < inf:
+                backend.recent.append(backend.ratio)
             if not ejected and (backend.judgements < JUDGEMENTS_MIN or backend.ratio_most < bound):
                 backend.slow_s = 0.0
                 if backend.ratio < inf:
@@ -360,6 +367,30 @@ class OutlierDetection:
                 backend.slow_s = 0.0
                 slow[name] = f"slow: {least * self._settings.slow_factor / bound:.1f} times as slow as usual"
         return slow
+
+    def paces(self, now: float) -> dict[str, float | None]:
+        """How many times as long as their pool the backends at work take for the same, None where it is not known yet.
+
+        It is the median of the last judgements of a backend over that of the pool, which is the faster one of two.
+        Backends without a judgement of late are left out, and so are those with nothing to be compared with.
+        """
+        if len(self._peers.members) < 2:
+            return {}
+        at_work = {id(stream.backend) for stream in self._streams.values()}
+        paces: dict[str, float | None] = {
+            name: None
+            for name, one in self._backends.items()
+            if len(one.recent) < RECENT and now < one.begun_s + LEARNING_S and id(one) in at_work
+        }
+        known = {
+            name: median(one.recent)
+            for name, one in self._backends.items()
+            if len(one.recent) == RECENT and one.judged_s > now - FRESH_S
+        }
+        if len(known) > 1:
+            usual = median_low(known.values())
+            paces |= {name: ratio / usual for name, ratio in known.items()}
+        return paces
 
     def check(self) -> None:
         for one in self._backends.values():

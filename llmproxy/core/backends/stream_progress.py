@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from math import inf
 
@@ -17,6 +18,8 @@ USUAL_GAIN = 0.05
 """Weight of a newer judgement in the usual speed: about the last twenty decide."""
 SLOW_SPAN_S = 1.0
 """The most that one judgement adds to the slow time of a backend."""
+RECENT = 3
+"""Judgements of which the median is shown as the pace of a backend: one alone may be chance."""
 SLOW_WITHIN_S = 6.0
 """Slow spans add up while no more than this lies between the first and the newest of them."""
 
@@ -49,10 +52,12 @@ class BackendStreams:
 
     `usual` is the usual `ratio`, over `judgements` of them. `slowness` is the last ratio in multiples of the usual, as
     of `judged_s`, and `others_slowness` that of the rest of the pool, at least 1. `slow_s` is how long the backend was
-    too slow since `slow_since_s`. `doubted`: its last observation was far above the usual.
+    too slow since `slow_since_s`. `doubted`: its last observation was far above the usual. `recent` has the last
+    ratios, and `begun_s` is when its first request came.
     """
 
     pending_loads: PendingLoads
+    begun_s: float
     engine: StreamSpan = field(init=False)
     reading: Reading | None = None
     running_s: float = 0.0
@@ -83,6 +88,7 @@ class BackendStreams:
     slow_s: float = 0.0
     slow_since_s: float = -inf
     doubted: bool = False
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def __post_init__(self) -> None:
         self.engine = StreamSpan(self, -inf, 0, 0.0, 0.0, -inf, None, cold=False)

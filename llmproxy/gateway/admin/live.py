@@ -160,7 +160,8 @@ class LivePages:
         """What happened, the newest first: log lines about the proxy and its fleet."""
         if not self._bucket.try_take(1.0, self._clock()):
             return too_often()
-        return page_response({"events": [event_fields(one) for one in self._recorder.events.newest_first()]})
+        epoch_s = self._snapshot.epoch_s
+        return page_response({"events": [event_fields(one, epoch_s) for one in self._recorder.events.newest_first()]})
 
     def _configuration(self) -> web.Response:
         """What is in force, and where each value comes from. Secrets are `***`."""

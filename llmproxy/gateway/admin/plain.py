@@ -37,7 +37,7 @@ _FLOWS: _Columns = (
     ("Waiting", lambda one: one["waiting"]),
 )
 _EVENTS: _Columns = (
-    ("Seconds ago", lambda one: one["age_s"]),
+    ("Time", lambda one: one["time"]),
     ("Event", lambda one: one["event"]),
     ("Text", lambda one: one["text"]),
 )
@@ -45,7 +45,6 @@ _EVENTS: _Columns = (
 
 def plain_page(document: Mapping[str, Any]) -> str:
     """HTML of a document of `/debug/live`. Every text of others is escaped."""
-    events = [{**one, "age_s": round(document["now_s"] - one["at_s"])} for one in document["events"]]
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>llmproxy</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -55,7 +54,7 @@ def plain_page(document: Mapping[str, Any]) -> str:
         _table("Bands", _BANDS, document["bands"]),
         _table("Replicas", _BACKENDS, document["backends"]),
         _table("Flows of the last minute", _FLOWS, document["flows"]),
-        _table("Events, the newest first", _EVENTS, events),
+        _table("Events, the newest first", _EVENTS, document["events"]),
         f"<p>It is read again every {REFRESH_S} s.</p></main></body></html>\n",
     ]
     # A name may be no UTF-8.

@@ -9,6 +9,7 @@ import re
 from array import array
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from struct import unpack_from
 from typing import Any
@@ -66,6 +67,9 @@ async def test_the_state_of_this_second(log: io.StringIO, proxy: ProxyUnderTest)
     assert sum(one["ended"] for one in live["backends"]) == 3
     assert live["row"]["band/default/waiting"] == 0.0
     assert {"backend_up", "backend_added"} <= {event["event"] for event in live["events"]}
+    (listed, *_) = (await proxy.get("/debug/events")).json["events"]
+    assert timedelta(0) <= datetime.now(UTC) - datetime.fromisoformat(listed["time"]) < timedelta(minutes=1)
+    assert listed["time"][:16] in (await proxy.get("/debug/plain")).body.decode()
     assert "backend_up" in log.getvalue()
 
 

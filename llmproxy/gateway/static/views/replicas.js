@@ -60,9 +60,9 @@ export function replicaTable(store, full) {
     ...(full ? [{ title: "", fill: (cell, one) => fillDrain(cell, one, store, made) }] : []),
     { title: "Load", number: true, value: (one) => share(one), fill: (cell, one) => fillLoad(cell, one), hint: "Requests that the proxy sent there, and how many it sends at most" },
     { title: "TTFT", number: true, value: (one) => one.ttft_s, text: (one) => duration(one.ttft_s), hint: "Mean time of the replica to the first token of a stream, last minute" },
-    { title: "Per token", number: true, value: (one) => one.tpot_s, fill: (cell, one) => fillPerToken(cell, one, made.slower?.get(one.backend)), hint: "Mean time per token after the first, last minute; 2.0x is twice the median of its pool" },
+    { title: "Per token", number: true, value: (one) => one.tpot_s, fill: (cell, one) => fillPerToken(cell, one), hint: "Mean time per token after the first, last minute; 2.0x: at present it takes twice as long as its pool" },
     ...(full ? [
-      { title: "Token pace", value: (one) => one.tokens_slower, text: (one) => pace(one, one.tokens_slower), hint: "Its pace for output tokens against its pool, as placement has learned it" },
+      { title: "Token pace", value: (one) => one.tokens_slower, text: (one) => pace(one, one.tokens_slower), hint: "How many times as long as its pool it takes for the same work, over the last seconds" },
       { title: "Prompt pace", value: (one) => one.prompts_slower, text: (one) => pace(one, one.prompts_slower), hint: "Its pace for prompts against its pool, as placement has learned it" },
     ] : []),
     { title: "KV cache", number: true, value: (one) => one.kv_used, fill: (cell, one) => putMeter(cell, one.kv_used, percent(one.kv_used), one.kv_used > 0.9 ? "warning" : "") },
@@ -83,7 +83,6 @@ export function replicaTable(store, full) {
   return Object.assign(made, {
     element: table.element,
     update(live) {
-      made.slower = slower(live.backends);
       made.failures = failures(store.events(), live.now_s - RECENT_S);
       table.update(live.backends, live.more_backends);
     },
@@ -105,20 +104,6 @@ function failures(events, since) {
   return found;
 }
 
-/** How many times the median of its pool each backend takes for a token, where that is much more. Of two it is the faster. */
-function slower(backends) {
-  const groups = new Map();
-  for (const one of backends.filter((each) => each.tpot_s)) {
-    const name = JSON.stringify([one.pool, one.role]);
-    groups.set(name, [...(groups.get(name) ?? []), one]);
-  }
-  return new Map([...groups.values()].flatMap((group) => {
-    group.sort((one, other) => one.tpot_s - other.tpot_s);
-    const median = group[(group.length - 1) >> 1].tpot_s;
-    return group.filter((one) => one.tpot_s >= SLOW * median).map((one) => [one.backend, one.tpot_s / median]);
-  }));
-}
-
 const pace = (one, value) => (one.state === "up" ? factor(value) : "–");
 
 const share = (one) => (one.limit ? one.load / one.limit : null);
@@ -138,9 +123,10 @@ function fillState(cell, one, failed, offset) {
   if (cell.title !== reason) cell.title = reason;
 }
 
-function fillPerToken(cell, one, times) {
-  put(cell, `${duration(one.tpot_s)}${times ? `, ${times.toFixed(1)}x` : ""}`);
-  cell.classList.toggle("stands-out", Boolean(times));
+function fillPerToken(cell, one) {
+  const slow = one.state === "up" && one.tokens_slower >= SLOW;
+  put(cell, `${duration(one.tpot_s)}${slow ? `, ${one.tokens_slower.toFixed(1)}x` : ""}`);
+  cell.classList.toggle("stands-out", slow);
 }
 
 function fillLoad(cell, one) {
