@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from llmproxy.core.backends.catalogue import Aliases, Target
 from llmproxy.core.backends.health import EjectionEvent
@@ -32,6 +33,7 @@ from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.admission import refusal
 from llmproxy.core.shards import DEFAULT
 from llmproxy.lease import Admitted, Lease
+from llmproxy.lifecycle.paced import PacedCalls
 
 DRAIN_RETRY_S = 1.0
 
@@ -78,6 +80,7 @@ class Dispatcher:
     _waiting: dict[str, _Waiter] = field(default_factory=dict)
     _leases: dict[tuple[str, int], Lease] = field(default_factory=dict)
     _scheduled: bool = False
+    _cuts: PacedCalls = field(default_factory=PacedCalls)
     _closed: bool = False
     _timer: asyncio.TimerHandle | None = None
     nameless: int = 0
@@ -365,7 +368,8 @@ class Dispatcher:
         else:
             lease = self._leases.get((decision.request.pool, decision.lease))
             if lease is not None:
-                lease.cut(revoked=not isinstance(decision, Preempt))
+                # All leases of a backend that ends are revoked at once.
+                self._cuts.add(partial(lease.cut, revoked=not isinstance(decision, Preempt)))
 
     # --- drain --------------------------------------------------------------------------------------------------------
 

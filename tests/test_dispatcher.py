@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from functools import partial
 from random import Random
 
@@ -14,6 +15,7 @@ from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import QueueSettings, Settings
 from llmproxy.dispatcher import Dispatcher
+from llmproxy.lifecycle.paced import CALLS
 from tests.core.make import listing, request
 from tests.dispatching import SETTINGS, Client, Passes, dispatcher, emptied, empty, now, turns, virtual
 
@@ -230,6 +232,25 @@ async def test_a_dead_backend_revokes_its_leases_and_no_others(one: Dispatcher) 
     assert cut == ["a"]
     assert {client.lease.backend: client.lease.revoked for client in clients if client.lease} == {"a": True, "b": False}
     assert one.leases == 2, "the block still has to be left"
+    for client in clients:
+        await client.done()
+
+
+@emptied(a=10 * CALLS)
+async def test_the_leases_of_a_dead_backend_end_in_many_turns(one: Dispatcher) -> None:
+    clients = [Client(one) for _ in range(10 * CALLS)]
+    await turns()
+    cut: list[Client] = []
+    for client in clients:
+        assert client.lease is not None
+        client.lease.on_cut = partial(cut.append, client)
+    for _ in range(2):
+        one.troubled("a", Trouble.REFUSED, "refused")
+    ended = [0]
+    while ended[-1] < len(clients):
+        await asyncio.sleep(0)
+        ended.append(len(cut))
+    assert max(after - before for before, after in itertools.pairwise(ended)) <= CALLS
     for client in clients:
         await client.done()
 

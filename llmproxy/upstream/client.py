@@ -16,6 +16,7 @@ import aiohappyeyeballs
 from yarl import URL
 
 from llmproxy.lifecycle.descriptors import lack_of
+from llmproxy.lifecycle.paced import PacedCalls
 from llmproxy.upstream import http1
 from llmproxy.upstream.connection import BackendConnection, ConnectionDropped, HttpExchange
 from llmproxy.upstream.endpoints import Endpoints
@@ -49,6 +50,7 @@ class HttpUpstream:
         # The last one is the freshest and is used first, so that the others time out when they are not needed. The key
         # has the trust: a connection that was opened with another trust is not used.
         self._idle: dict[_Destination, list[BackendConnection]] = {}
+        self._failures = PacedCalls()
         self._sweep: asyncio.TimerHandle | None = None
         self._closed: asyncio.Future[None] | None = None
 
@@ -87,10 +89,10 @@ class HttpUpstream:
             sent_s = asyncio.get_running_loop().time()
             try:
                 return await _send(kept, head, body, size_bytes)
-            except ConnectionDropped:
+            except ConnectionDropped as dropped:
                 # A backend whose connection breaks later has seen the request, and may have worked on it. A GET may be
                 # repeated in any case (RFC 9110, section 9.2.2); a new connection shows whether the backend is gone.
-                if method != "GET" and asyncio.get_running_loop().time() - sent_s > IDLE_DROP_S:
+                if method != "GET" and dropped.at_s - sent_s > IDLE_DROP_S:
                     raise
         return await _send(await self._connect(to, url, connect_timeout_s), head, body, size_bytes)
 
@@ -113,7 +115,9 @@ class HttpUpstream:
                     found, happy_eyeballs_delay=OTHER_ADDRESS_AFTER_S, loop=loop
                 )
                 _, connection = await loop.create_connection(
-                    lambda: BackendConnection(base_url, partial(self._freed, to), partial(self._lost, to)),
+                    lambda: BackendConnection(
+                        base_url, partial(self._freed, to), partial(self._lost, to), self._failures
+                    ),
                     sock=sock,
                     ssl=context,
                     server_hostname=name if context is not None else None,

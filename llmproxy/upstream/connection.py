@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from select import POLLIN, poll
 from typing import cast
 
 import httptools
 
+from llmproxy.lifecycle.paced import PacedCalls
 from llmproxy.upstream.port import Body, InvalidResponse, UpstreamBroken
 
 READ_BUFFER_BYTES = 128 << 10
@@ -29,26 +31,37 @@ _SWITCHING_PROTOCOLS = 101
 class ConnectionDropped(UpstreamBroken):
     """A kept connection broke before any byte of the response.
 
-    Most likely the backend closed it at the same moment, which says nothing about its health.
+    Most likely the backend closed it at the same moment, which says nothing about its health. `at_s` is when, on the
+    clock of the loop.
     """
+
+    def __init__(self, why: str, at_s: float) -> None:
+        super().__init__(why)
+        self.at_s = at_s
 
 
 class BackendConnection(asyncio.Protocol):
     """A connection that carries one exchange at a time. `on_free` is called when it may carry another one, `on_lost`
-    when it has ended.
+    when it has ended. `failures` paces the failures of exchanges whose connections were lost.
     """
 
     __slots__ = (
-        "_complete", "_drained", "_exchange", "_head_bytes", "_heard", "_on_free", "_on_lost", "_parser", "_paused",
-        "_persistent", "_pieces", "_sent", "_surplus", "_transport", "_unread", "free_since_s", "name", "used",
+        "_complete", "_drained", "_exchange", "_failures", "_head_bytes", "_heard", "_on_free", "_on_lost", "_parser",
+        "_paused", "_persistent", "_pieces", "_sent", "_surplus", "_transport", "_unread", "free_since_s", "name",
+        "used",
     )  # fmt: skip
 
     def __init__(
-        self, name: str, on_free: Callable[[BackendConnection], None], on_lost: Callable[[BackendConnection], None]
+        self,
+        name: str,
+        on_free: Callable[[BackendConnection], None],
+        on_lost: Callable[[BackendConnection], None],
+        failures: PacedCalls,
     ) -> None:
         self.name = name
         self._on_free = on_free
         self._on_lost = on_lost
+        self._failures = failures
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: HttpExchange | None = None
@@ -99,7 +112,7 @@ class BackendConnection(asyncio.Protocol):
     def _write(self, data: bytes | memoryview) -> None:
         if self._transport is None or self._transport.is_closing():
             dropped = self._exchange is not None and self._exchange.reused and not self._heard
-            raise (ConnectionDropped if dropped else UpstreamBroken)(f"{self.name}: the connection was lost")
+            raise _broken(dropped)(f"{self.name}: the connection was lost")
         self._transport.write(data)
 
     def pause(self) -> None:
@@ -137,7 +150,9 @@ class BackendConnection(asyncio.Protocol):
             exchange.end()
         else:
             dropped = exchange.reused and not self._heard
-            exchange.failed(ConnectionDropped if dropped else UpstreamBroken, str(exc or "the connection was closed"))
+            kind, why = _broken(dropped), str(exc or "the connection was closed")
+            # A backend that ends has many.
+            self._failures.add(partial(exchange.failed, kind, why))
 
     def pause_writing(self) -> None:
         self._drained = asyncio.get_running_loop().create_future()
@@ -244,7 +259,7 @@ class HttpExchange:
         self._held_bytes = 0
         self._sink: Callable[[bytes], None] | None = None
         self._woken: asyncio.Future[None] | None = None
-        self._broken: tuple[type[UpstreamBroken], str] | None = None
+        self._broken: tuple[Callable[[str], UpstreamBroken], str] | None = None
         self._sink_error: Exception | None = None
         self.ended = False
         self.status = 0
@@ -346,12 +361,18 @@ class HttpExchange:
         self._connection = None
         self._wake()
 
-    def failed(self, kind: type[UpstreamBroken], why: str) -> None:
+    def failed(self, kind: Callable[[str], UpstreamBroken], why: str) -> None:
         """No more of the answer comes; a reader gets an exception of this kind."""
+        if self._broken is not None:
+            return
         name = self._connection.name if self._connection is not None else ""
         self._broken = kind, f"{name}: {why}"
         self._connection = None
         self._wake()
+
+
+def _broken(dropped: bool) -> Callable[[str], UpstreamBroken]:
+    return partial(ConnectionDropped, at_s=asyncio.get_running_loop().time()) if dropped else UpstreamBroken
 
 
 def _text(data: bytes) -> str:

@@ -8,13 +8,27 @@ from typing import cast
 
 import pytest
 
+from llmproxy.lifecycle.paced import CALLS
 from llmproxy.upstream import connection as connection_module
 from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.connection import ConnectionDropped, HttpExchange
 from llmproxy.upstream.port import InvalidResponse, UpstreamBroken
 
 from . import raw_server
-from .raw_server import CHUNKED, OK, WAIT_MAX_S, Peer, RawServer, answer_to, answering, gone, in_two, post, read_all
+from .raw_server import (
+    CHUNKED,
+    OK,
+    WAIT_MAX_S,
+    Peer,
+    RawServer,
+    answer_to,
+    answering,
+    gone,
+    in_two,
+    post,
+    read_all,
+    streaming,
+)
 
 
 @pytest.mark.parametrize("rst", [False, True])
@@ -31,6 +45,28 @@ async def test_a_connection_lost_before_the_head_is_broken(
         await post(upstream, server.url)
     assert not isinstance(caught.value, ConnectionDropped)
     assert len(server.peers) == 1
+
+
+async def test_exchanges_that_break_together_end_in_many_turns(upstream: HttpUpstream, server: RawServer) -> None:
+    server.script = streaming
+    exchanges = [await post(upstream, server.url) for _ in range(10 * CALLS)]
+    broken = [0]
+
+    async def read(exchange: HttpExchange) -> None:
+        with pytest.raises(UpstreamBroken):
+            await read_all(exchange)
+        broken[-1] += 1
+
+    async with asyncio.TaskGroup() as readers:
+        for exchange in exchanges:
+            readers.create_task(read(exchange))
+        await asyncio.sleep(0)
+        for peer in server.peers:
+            peer.reset()
+        while sum(broken) < len(exchanges):
+            broken.append(0)
+            await asyncio.sleep(0)
+    assert max(broken) <= CALLS
 
 
 @pytest.mark.parametrize(
