@@ -135,7 +135,8 @@ class BackendConfig(Section):
     """Name in logs, metrics and the x-llmproxy-backend header. Without it: the URL without its scheme, or the name of
     the pod."""
     max_in_flight: Count | None = None
-    """Most requests in flight at once: the --max-num-seqs of the server. null: the proxy learns it."""
+    """The --max-num-seqs of the server: how many requests it runs at once. A few more are sent ahead (look_ahead), so
+    that it never runs dry. null: the proxy learns it."""
     prompt_tokens: PromptRange | None = Field(default=None, examples=[[1, 4000]])
     """Prompt lengths that the backend is meant for: [from, to]. Others only if the rest is much slower. null: any."""
     group: Name | None = None

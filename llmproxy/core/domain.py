@@ -405,7 +405,8 @@ class Why(Struct, frozen=True):
     `standing` is what the fairness policy counted for its flow. `passed_over` requests of its band came before it
     and fitted nowhere. `guaranteed`: it went by the minimum share of its band, although a higher band waited.
     `inverted`: a waiting request of a higher band could have had the backend instead, which must never be.
-    `waited` is None for a request that did not wait.
+    `waited` is None for a request that did not wait. `probe`: its backend was ejected, and the request shows whether it
+    is well again.
     """
 
     waiting: tuple[tuple[int, int], ...]
@@ -415,6 +416,7 @@ class Why(Struct, frozen=True):
     guaranteed: bool = False
     inverted: bool = False
     waited: Waited | None = None
+    probe: bool = False
 
 
 class Grant(Struct, frozen=True):

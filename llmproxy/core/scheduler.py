@@ -451,8 +451,9 @@ class Scheduler:
         ahead, left_s = len(self._room) - 1, self._room.deadlines.own_left_s(queued, now)
         sizes, flows = self._room.sizes(), band.flows
         waited = self._room.leave(queued)
-        why = Why(sizes, flows, standing, found.passed_over, guaranteed, inverted, waited)
         backend, answers_on = self._backends.by_name[placed.backend], None
+        probe = backend.health.ejected
+        why = Why(sizes, flows, standing, found.passed_over, guaranteed, inverted, waited, probe)
         if placed.answers_on is not None:
             request, answers_on = prefill_of(request), self._backends.by_name[placed.answers_on]
         lease = self.leases.book(request, placed, backend, now, guaranteed=guaranteed, answers_on=answers_on)

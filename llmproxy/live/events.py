@@ -18,6 +18,11 @@ EVENTS_MAX = 500
 TEXT_CHARS_MAX = 400
 HIDDEN = frozenset({"exception", "exc_info", "level", "event"})
 """Fields of a log line that are no part of the text of an event."""
+EJECTED = "backend_ejected"
+STATE_EVENTS = frozenset(
+    {"backend_down", EJECTED, "backend_up", "backend_back", "backend_drained", "backend_undrained"}
+)
+"""Events after which a backend takes requests, or takes none."""
 
 
 class Event(Struct, frozen=True):

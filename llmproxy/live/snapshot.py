@@ -17,7 +17,7 @@ import orjson
 from llmproxy import __version__
 from llmproxy.core.domain import BackendPace
 from llmproxy.core.snapshot import BackendSnapshot, BackendStatus, BandSnapshot, FlowSnapshot, PoolSnapshot, Snapshot
-from llmproxy.live.events import Event
+from llmproxy.live.events import EJECTED, STATE_EVENTS, Event
 from llmproxy.live.minute import KINDS, FlowSums, quantile
 from llmproxy.live.recorder import SHARES, Recorder
 from llmproxy.live.summary import summary_of
@@ -30,10 +30,6 @@ BACKENDS_MAX = 500
 ADAPTERS_MAX = 50
 LIMITS_MAX = 100
 EVENTS_MAX = 40
-EJECTED = "backend_ejected"
-STATE_EVENTS = frozenset(
-    {"backend_down", EJECTED, "backend_up", "backend_back", "backend_drained", "backend_undrained"}
-)
 
 
 class LiveSnapshot:

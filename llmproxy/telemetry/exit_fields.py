@@ -58,6 +58,7 @@ def why_fields(why: Why) -> dict[str, Any]:
         "passed_over": why.passed_over,
         "guaranteed": why.guaranteed,
         **({"inverted": True} if why.inverted else {}),
+        **({"probe": True} if why.probe else {}),
         **({"waited_for": why.waited.rule, "went_first": why.waited.went_first} if why.waited is not None else {}),
     }
 

@@ -41,7 +41,7 @@ PLAIN, WIDE = 60, 110
 HELP = {
     "waiting": "requests in the queue of the proxy; oldest: how long the first waits",
     "TTFT": "time to first token in the last minute, median and 99th percentile",
-    "load": "what the proxy sent there, of what it sends at most",
+    "load": "what the proxy sent there, of what it runs; some are sent ahead",
     "role": "prefill or decode where it is not meant for both",
     "KV, hit": "share of the KV cache in use; share of prompt tokens that it had",
     "pace": "time for the same work against the pool: 2.00x is twice, ! from 1.5x",

@@ -63,9 +63,10 @@ def _attempt(number: int, attempt: Mapping[str, Any]) -> Iterator[Text]:
     yield Text(printable(what + (f" on {attempt['backend']}" if attempt["backend"] else "")), "bold")
     ahead = attempt["queued_ahead"]
     predicted = attempt["predicted_ttft"]
+    probe = " as a probe, because its replica was ejected," if (attempt["why"] or {}).get("probe") else ""
     moments = [
         ("queued_s", "begins to wait"),
-        ("granted_s", "is granted" + ("" if ahead is None else f" while {ahead:,} of its pool wait")),
+        ("granted_s", f"is granted{probe}" + ("" if ahead is None else f" while {ahead:,} of its pool wait")),
         ("first_byte_s", "first byte"),
         ("ended_s", f"ends: {attempt['verdict']}" + (f", status {attempt['status']}" if attempt["status"] else "")),
     ]

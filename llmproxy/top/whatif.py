@@ -11,7 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from llmproxy.live.events import STATE_EVENTS
 from llmproxy.live.max_min import Claim, max_min
+from llmproxy.live.minute import SPAN_S
 from llmproxy.terminal import printable
 from llmproxy.top.ask import AskError
 
@@ -46,12 +48,29 @@ class Pool(Struct, frozen=True):
     pool: str
 
 
+class Event(Struct, frozen=True):
+    """Something that happened."""
+
+    at_s: float
+    event: str
+    backend: str | None
+
+
+class Minute(Struct, frozen=True):
+    """`now` is of the last `span_s` seconds."""
+
+    span_s: float
+
+
 class Shared(Struct, frozen=True):
-    """The parts of `/debug/live` that say who shares what."""
+    """The parts of `/debug/live` that say who shares what, and whether the fleet changed meanwhile."""
 
     fairness: str
     flows: tuple[Flow, ...]
     pools: tuple[Pool, ...]
+    now_s: float
+    minute: Minute
+    events: tuple[Event, ...]
 
 
 def weights_of(given: Sequence[str]) -> dict[str, float]:
@@ -83,7 +102,7 @@ def whatif(seen: Shared, weights: Mapping[str, float]) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("flow", "band", "weight", "now", "by weight", "then", "waits"):
         table.add_column(title, justify="left" if title in ("flow", "band", "waits") else "right")
-    notes = []
+    notes = _changes(seen)
     for band, group in groupby(sorted(seen.flows, key=lambda one: one.band), key=lambda one: one.band):
         flows = list(group)
         if not any(one.waiting for one in flows):
@@ -97,6 +116,20 @@ def whatif(seen: Shared, weights: Mapping[str, float]) -> RenderableType:
             table.add_row(Text(printable(one.flow)), Text(printable(band)), weight, *rates, waits)
     notes += [*CANNOT_KNOW, *([SEVERAL_POOLS] if len(seen.pools) > 1 else [])]
     return Group(Text("Tokens per second, of prompts and answers:\n"), table, Text("\n" + "\n".join(notes)))
+
+
+def _changes(seen: Shared) -> list[str]:
+    """A warning where `now` was measured with another fleet in part. Events are the newest first."""
+    since_s = seen.now_s - seen.minute.span_s
+    changed = (one for one in seen.events if one.event in STATE_EVENTS | {"backend_removed"} and one.at_s > since_s)
+    if (last := next(changed, None)) is None:
+        return []
+    ago_s, what = seen.now_s - last.at_s, printable(f"{last.event} {last.backend}")
+    return [
+        f"The fleet changed {ago_s:.0f} s ago ({what}), and 'now' is of the last {seen.minute.span_s:.0f} s: it was"
+        " measured in part with another fleet, and 'by weight' and 'then' rest on it."
+        f" Ask again in {SPAN_S - ago_s:.0f} s."
+    ]
 
 
 def _shares(flows: Sequence[Flow], weights: Mapping[str, float]) -> dict[str, float]:

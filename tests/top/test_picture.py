@@ -304,6 +304,13 @@ def test_a_request_that_waits_has_a_story() -> None:
     assert "waited: all backends are full; before it went 2 of c (critical)" in text
 
 
+def test_a_probe_is_called_one() -> None:
+    probe = found("story.json")
+    assert "probe" not in "\n".join(drawn(story(probe, 200), 200))
+    probe["attempts"][0]["why"]["probe"] = True
+    assert "is granted as a probe, because its replica was ejected, while" in "\n".join(drawn(story(probe, 200), 200))
+
+
 def test_a_request_that_got_no_backend_has_the_reason_of_its_wait() -> None:
     late = found("story.json")
     late["attempts"] = []

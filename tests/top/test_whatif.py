@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from llmproxy.top.ask import AskError
-from llmproxy.top.whatif import Flow, Pool, Shared, weights_of, whatif
+from llmproxy.top.whatif import Event, Flow, Minute, Pool, Shared, weights_of, whatif
 
 
 def flow(name: str, tokens_per_s: float, waiting: int = 0, band: str = "default", weight: float = 1.0) -> Flow:
@@ -25,8 +25,8 @@ FLOWS = (
 )
 
 
-def shared(*flows: Flow, fairness: str = "fair_share", pools: int = 1) -> Shared:
-    return Shared(fairness, flows, tuple(Pool(f"pool-{at}") for at in range(pools)))
+def shared(*flows: Flow, fairness: str = "fair_share", pools: int = 1, events: tuple[Event, ...] = ()) -> Shared:
+    return Shared(fairness, flows, tuple(Pool(f"pool-{at}") for at in range(pools)), 1_000.0, Minute(60.0), events)
 
 
 def lines(seen: Shared, *weights: str) -> list[list[str]]:
@@ -46,11 +46,33 @@ def test_now_beside_then() -> None:
         ["batch", "sheddable", "1", "5.0", "5.0", "5.0", "no"],
         ["team-a", "sheddable", "1 -> 3", "7.0", "7.0", "7.0", "no"],
     ]
-    said = "\n".join(" ".join(one) for one in found)
-    assert "Nothing waits in sheddable" in said
-    assert "Nothing waits in default" not in said
-    assert "Higher bands go first" in said
-    assert "pools" not in said
+    text = "\n".join(" ".join(one) for one in found)
+    assert "Nothing waits in sheddable" in text
+    assert "Nothing waits in default" not in text
+    assert "Higher bands go first" in text
+    assert "pools" not in text
+
+
+def said(*events: Event) -> str:
+    return " ".join(" ".join(one) for one in lines(shared(*FLOWS, events=events), "team-a=3"))
+
+
+@pytest.mark.parametrize(
+    "name", ["backend_ejected", "backend_down", "backend_up", "backend_drained", "backend_removed"]
+)
+def test_a_change_of_the_fleet_within_the_minute_is_said(name: str) -> None:
+    text = said(Event(988.0, name, "gpu-2"), Event(950.0, "backend_up", "gpu-1"))
+    assert f"The fleet changed 12 s ago ({name} gpu-2)" in text
+    assert "Ask again in 48 s." in text
+
+
+def test_what_is_no_change_of_the_fleet_or_older_is_not_said() -> None:
+    events = (
+        Event(990.0, "reloaded", None),
+        Event(990.0, "backend_serves", "gpu-2"),
+        Event(939.0, "backend_up", "gpu-2"),
+    )
+    assert "fleet changed" not in said(*events)
 
 
 def test_several_pools_are_said() -> None:
@@ -58,7 +80,7 @@ def test_several_pools_are_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "weights", "said"),
+    ("seen", "weights", "refused"),
     [
         (
             shared(*FLOWS),
@@ -76,8 +98,8 @@ def test_several_pools_are_said() -> None:
         (shared(*FLOWS), ("=3",), "weight above 0"),
     ],
 )
-def test_what_has_no_answer(seen: Shared, weights: tuple[str, ...], said: str) -> None:
-    with pytest.raises(AskError, match=re.escape(said)):
+def test_what_has_no_answer(seen: Shared, weights: tuple[str, ...], refused: str) -> None:
+    with pytest.raises(AskError, match=re.escape(refused)):
         whatif(seen, weights_of(weights))
 
 

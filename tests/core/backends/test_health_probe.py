@@ -191,6 +191,15 @@ class Waiting(LastByName):
         return super().place(request, views, ceiling, excluded, now)
 
 
+def test_a_probe_is_named_in_its_decision() -> None:
+    of = ejected(last_by_name())
+    for _ in range(4):
+        of.submit(ask(), 2.0)
+    assert {one.placed.backend: one.why.probe for one in grants(of, 2.0)} == {"a": True, "c": False}
+    of.submit(ask(backend="a"), 2.0)
+    assert not any(one.why.probe for one in grants(of, 2.0)), "there is one probe at a time"
+
+
 def test_probe_is_sent_although_the_placement_would_wait() -> None:
     of = ejected(pools({"a": 9, "b": 1}, NO_LOOK_AHEAD, placements=Waiting))
     assert sent(of, 1.5, ask()) == ["b"]

@@ -58,7 +58,7 @@ export function replicaTable(store, full) {
     { title: "Replica", value: (one) => one.backend, text: (one) => (one.role === "both" ? one.backend : `${one.backend} (${one.role})`) },
     { title: "State", value: (one) => one.state, fill: (cell, one) => fillState(cell, one, made.failures?.get(one.backend), store.offset) },
     ...(full ? [{ title: "", fill: (cell, one) => fillDrain(cell, one, store, made) }] : []),
-    { title: "Load", number: true, value: (one) => share(one), fill: (cell, one) => fillLoad(cell, one), hint: "Requests that the proxy sent there, and how many it sends at most" },
+    { title: "Load", number: true, value: (one) => share(one), fill: (cell, one) => fillLoad(cell, one), hint: "Requests that the proxy sent there, and how many its engine runs at once; a few more are sent ahead" },
     { title: "TTFT", number: true, value: (one) => one.ttft_s, text: (one) => duration(one.ttft_s), hint: "Mean time of the replica to the first token of a stream, last minute" },
     { title: "Per token", number: true, value: (one) => one.tpot_s, fill: (cell, one) => fillPerToken(cell, one), hint: "Mean time per token after the first, last minute; 2.0x: at present it takes twice as long as its pool" },
     ...(full ? [

@@ -89,6 +89,7 @@ function attempt(one) {
     const waiting = Object.values(one.why.waiting).reduce((sum, number) => sum + number, 0);
     const passed = one.why.passed_over ? ` ${count(one.why.passed_over)} were passed over, because no replica with room suited them.` : "";
     if (one.why.waited_for) lines.push(waited(one.why));
+    if (one.why.probe) lines.push("It was a probe: its replica was ejected, and the request showed whether it is well again.");
     lines.push(`It was its turn among ${plural(waiting, "waiting request")} and ${plural(one.why.flows, "flow")} of its band${one.why.guaranteed ? ", by the share that its band is guaranteed" : ""}.${passed}`);
   }
   const terms = Object.entries(one.terms);
