@@ -133,7 +133,7 @@ class Catalogue:
         return max(covers, key=len, default=None)
 
     def _stands_for(self, name: str) -> str | Mapping[str, float]:
-        if (entry := self._let_through(name)) is not None:
+        if self.unlisted and (entry := self._let_through(name)) is not None:
             return self.unlisted[entry]
         # An alias is followed once, so that its own name can be one of those that share it.
         return self.aliases.get(name) or self.aliases.get(ANY, name)
@@ -171,7 +171,7 @@ class Catalogue:
         target = self.targets.get(name)
         if target is not None:
             return target
-        if (entry := self._let_through(name)) is not None:
+        if self.unlisted and (entry := self._let_through(name)) is not None:
             # Clients make up such names, so that they count as the entry that lets them through.
             return replace(self.resolve(self.unlisted[entry]), requested=entry, adapter=name)
         meant = self.meant(name, key, beside)

@@ -188,7 +188,7 @@ class RequestHandler:
             context.keep_alive = KeepAlive(context.client, rules.config.timeouts.keep_alive_s)
         received.session = rules.identity.session(http, parsed.sessions, received.tenant)
         received.target = await self._target(received, parsed.facts.model)
-        if rules.request_limits:
+        if rules.request_limits is not None:
             parsed = received.parsed = rules.request_limits.kept(
                 received.route, parsed, received.tenant.name, received.target, self._estimator
             )
@@ -315,7 +315,7 @@ class RequestHandler:
         backend, stage = self._backends[lease.backend], lease.grant.request.stage
         if received.trace is not None:
             tried.span_id = new_span_id()
-        if received.shows_backend:
+        if received.trusted or not tenant.name:
             context.extra["x-llmproxy-backend"] = backend.name
         context.extra["x-llmproxy-queue-ms"] = f"{routing.waited_s * 1e3:.1f}"
         context.extra["x-llmproxy-attempts"] = str(routing.attempts)

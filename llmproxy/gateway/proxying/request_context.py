@@ -73,11 +73,6 @@ class ReceivedRequest:
         if sampler is not None and self.trace is None:
             self.trace = sampler.begin(self.http.headers.getall("traceparent", ()), self.trusted)
 
-    @property
-    def shows_backend(self) -> bool:
-        """Whether answers name their backend. They do, except to tenants that are not trusted."""
-        return self.trusted or not self.tenant.name
-
     def engine_id(self, routing: Routing) -> str:
         """The id for the engine, which may abort or mix up two requests of one id.
 
@@ -88,6 +83,7 @@ class ReceivedRequest:
         return f"{self.id}-{routing.request.id}-{routing.attempts}"
 
     def record(self, routing: Routing | None, band_names: Mapping[int, str]) -> RequestInput:
+        agent = self.http.headers.get("user-agent", "")[:_AGENT_CHARS_MAX]
         record = RequestInput(
             request_id=self.id,
             method=self.http.method,
@@ -95,7 +91,7 @@ class ReceivedRequest:
             tenant=self.tenant.name,
             key=self.tenant.key,
             client=self.client.address,
-            user_agent=_user_agent(self.http),
+            user_agent=(agent if agent.isascii() else as_text(agent)) or None,
             unknown_objective=self.unknown_objective,
             arrived_s=self.arrived_s,
             body_bytes=self.body_bytes,
@@ -113,12 +109,6 @@ class ReceivedRequest:
             record.ttl_s, record.stream, record.weight = self.ttl_s, request.stream, request.weight
             record.expected_prompt_tokens = request.prompt_tokens
         return record
-
-
-def _user_agent(http: web.BaseRequest) -> str | None:
-    """The beginning of what the client says of its program."""
-    agent = http.headers.get("user-agent")
-    return None if agent is None else as_text(agent[:_AGENT_CHARS_MAX])
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ class Rules:
     keys: Keys
     clients: Clients
     identity: Identity
-    request_limits: RequestLimits
+    request_limits: RequestLimits | None
     body_reader: BodyReader
     relay: Relay
     band_names: Mapping[int, str]
@@ -57,7 +57,7 @@ class Rules:
             Keys(config),
             Clients(config.clients.trusted_proxies),
             identity,
-            RequestLimits(config),
+            RequestLimits(config) or None,
             body_reader,
             Relay(upstream, config.timeouts),
             config.band_names(),
