@@ -555,7 +555,8 @@ class HealthConfig(Section):
     unreachable_after: Count = 2
     """Polls in a row without an answer that mark a backend as down."""
     ejected_max: Annotated[Number, Field(ge=0, le=1)] = 0.5
-    """Largest share of a pool (0 to 1) ejected for failed, hung or slow requests. One backend always may be."""
+    """Largest share of a pool (0 to 1) ejected for failed, hung or slow requests. One always may be, but never the last
+    that serves a model."""
     slow_start_s: Annotated[Number, Field(ge=0)] = 5.0
     """A backend that comes back reaches its full share after this time, if others have room. 0: at once."""
     hung_s: Seconds | None = 1.5

@@ -158,6 +158,15 @@ def test_many_requests_of_a_full_model_do_not_hold_up_another_one() -> None:
     assert ahead == [0, 3, 28]
 
 
+def test_failures_eject_no_backend_that_alone_serves_a_name() -> None:
+    of = fleet(a=lists("x", "y"), b=lists("y"))
+    for backend, model in (("a", "x"), ("b", "y")):
+        for _ in range(3):
+            ask(of, model, backend=backend)
+            of.finish(only_grant(of, 0.0), Verdict.FAILED, 0.0)
+    assert [of.views(0.0)[name].available for name in "ab"] == [True, False]
+
+
 # --- roll-outs and bridges --------------------------------------------------------------------------------------------
 
 

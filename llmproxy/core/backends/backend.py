@@ -139,6 +139,7 @@ class Backend:
         lengths = [card.max_model_len for card in listing.cards if card.max_model_len is not None]
         self._max_model_len = max(lengths, default=None)
         bases = tuple(sorted(card.name for card in listing.cards if card.parent is None))
+        self.health.models = frozenset(bases)
         self._set_kind((bases, self._max_model_len))
         self._resident.keep(self._adapters)
         self._changed()

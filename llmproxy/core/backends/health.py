@@ -86,18 +86,20 @@ class Peers:
         self.ejected_max = ejected_max
         self.members: dict[str, Health] = {}
 
-    def may_eject(self) -> bool:
-        """Whether one more backend may be ejected. Backends that are down or drained do not count.
+    def may_eject(self, one: Health) -> bool:
+        """Whether one more backend may be ejected, and others can take its work. Those down or drained do not count.
 
         Counted here, because ejections are rare, and not kept up to date for every decision.
         """
         up = [health for health in self.members.values() if not (health.down or health.drained)]
-        return sum(health.ejected for health in up) < max(1, int(self.ejected_max * len(up)))
+        spared = sum(health.ejected for health in up) < max(1, int(self.ejected_max * len(up)))
+        return spared and self.others_up(one)
 
     def others_up(self, than: Health) -> bool:
-        """Whether another backend could take the work of this one."""
-        others = (other for other in self.members.values() if other is not than)
-        return any(not (other.down or other.drained or other.ejected) for other in others)
+        """Whether other backends could take the work of this one: each of its models is served by one of them."""
+        others = [other for other in self.members.values() if other is not than]
+        others = [other for other in others if not (other.down or other.drained or other.ejected)]
+        return bool(others) and all(any(model in other.models for other in others) for model in than.models)
 
 
 class Health:
@@ -116,6 +118,8 @@ class Health:
         self.down = True
         self.drained = False
         """An operator wants no new requests there. It is no failure, and no other backend can count on it."""
+        self.models: frozenset[str] = frozenset()
+        """The base models that the backend lists."""
         self._failed_polls = 0
         self._refused_polls = 0
         self._failures = 0
@@ -322,7 +326,7 @@ class Health:
 
     def try_eject(self, why: str, now: float) -> bool:
         """Eject the backend if `ejected_max` of its pool allows it. Answers whether it was ejected."""
-        if not self.ejected and self.peers is not None and not self.peers.may_eject():
+        if not self.ejected and self.peers is not None and not self.peers.may_eject(self):
             self._skip(why, now)
             return False
         self._eject(why, now)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -175,12 +176,36 @@ def pool(count: int, ejected_max: float) -> list[Health]:
     return members
 
 
-@pytest.mark.parametrize(("count", "ejected_max", "most"), [(8, 0.5, 4), (3, 0.5, 1), (1, 0.5, 1), (4, 0.0, 1)])
-def test_failing_requests_eject_at_most_a_share_and_always_one(count: int, ejected_max: float, most: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "ejected_max", "most"), [(8, 0.5, 4), (3, 0.5, 1), (2, 1.0, 1), (1, 0.5, 0), (4, 0.0, 1)]
+)
+def test_failing_requests_eject_at_most_a_share_at_least_one_and_never_the_last(
+    count: int, ejected_max: float, most: int
+) -> None:
     members = pool(count, ejected_max)
     for health in members:
         fail(health, 5)
     assert [health.available(0.0) for health in members] == [False] * most + [True] * (count - most)
+
+
+@pytest.mark.parametrize("eject", [
+    lambda one: fail(one, 3), lambda one: one.hangs("hung", 0.0), lambda one: one.slowed("slow", 0.0),
+    lambda one: one.to_blame(Verdict.UNAUTHORIZED, 0.0),
+])  # fmt: skip
+def test_last_backend_that_serves_a_model_is_not_ejected_though_its_pool_has_others(
+    eject: Callable[[Health], object],
+) -> None:
+    both, one, other = pool(3, 1.0)
+    both.models, one.models, other.models = frozenset("xy"), frozenset("x"), frozenset("x")
+    events: list[EjectionEvent] = []
+    both.on_event = one.on_event = events.append
+    eject(both)
+    assert [type(event) for event in events] == [EjectionSkipped]
+    eject(one)
+    assert type(events[1]) is Ejected
+    other.models = frozenset("xy")
+    eject(both)
+    assert type(events[2]) is Ejected
 
 
 def test_unejected_backend_lets_another_be_ejected() -> None:
