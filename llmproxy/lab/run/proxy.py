@@ -148,7 +148,8 @@ class LabProxy:
             answered_tokens = replica.answered_tokens(job)
             if answered_tokens > job.heard_tokens:
                 job.heard_tokens, job.heard_s = answered_tokens, now
-                lease.progress(answered_tokens)
+                if lease.grant.request.stream:
+                    lease.progress(answered_tokens)
             elif answered_tokens and now - job.heard_s >= stall_s:
                 job.break_off(by_timeout=True)
         self._loop.call_later(PROGRESS_S, self._count_streams)
@@ -199,7 +200,7 @@ class LabProxy:
             record.outcome = Outcome.BAD_REQUEST
             return
         prompt_bytes = round(arrival.prompt_tokens * BYTES_PER_TOKEN * self._rng.lognormvariate(0.0, BYTES_SIGMA))
-        facts = RequestFacts(arrival.adapter or BASE_MODEL, stream=True, prompt_bytes=prompt_bytes)
+        facts = RequestFacts(arrival.adapter or BASE_MODEL, stream=not arrival.whole, prompt_bytes=prompt_bytes)
         target = await self.leasing.resolve(facts.model, self._config.queue.hold_s, prompt_bytes)
         self._budget.request()
         prompt_tokens, output_tokens = self.pools.estimator.tokens(target.model, facts)
@@ -217,7 +218,7 @@ class LabProxy:
             body_bytes=prompt_bytes,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
-            stream=True,
+            stream=not arrival.whole,
             tenant=standing.tenant,
             weight=standing.weight,
             slo=standing.slo,
@@ -277,7 +278,8 @@ class LabProxy:
         timers: list[asyncio.TimerHandle] = []
 
         def first() -> None:
-            lease.started()
+            if request.stream:
+                lease.started()
             timers.pop().cancel()
 
         try:
@@ -319,6 +321,8 @@ class LabProxy:
             for timer in timers:
                 timer.cancel()
         lease.verdict = Verdict.SERVED
+        if not request.stream:
+            lease.started()
         if stage is Stage.PREFILL:
             self._kept[request.id], record.prefilled_on = replica.kept(job), lease.backend
             lease.usage = Usage(arrival.prompt_tokens, 1, job.hit_tokens)

@@ -24,7 +24,7 @@ class Arrival:
     next turn of a closed loop: it arrives `think_s` seconds after this answer ended, whatever its `at_s` says, and
     never when this request failed. A client whose request failed or was refused sends it again `retry_after_s` later,
     at most `retries` times: each is a request of its own. `guessed` says that the real one got none, and its length is
-    an assumption.
+    an assumption. `whole`: the answer comes in one piece.
     """
 
     at_s: float
@@ -43,6 +43,7 @@ class Arrival:
     retries: int = 0
     retry_after_s: float = 0.0
     guessed: bool = False
+    whole: bool = False
 
     def own_blocks(self) -> tuple[int, ...]:
         """`blocks`, distinct for each adapter: it changes all keys and values, so only its own requests share them."""

@@ -57,13 +57,16 @@ def watched(rate: float, prompt: int, output: int, replicas: int, scale: float) 
     return one.need, sum(LASTS_S / 2.0 <= record.ended_s < LASTS_S for record in served) / (LASTS_S / 2.0)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1.9])
-@pytest.mark.parametrize(("prompt", "output", "rate"), [(3_000, 300, 6.0), (6_000, 60, 5.0)])
-def test_capacity_is_known_within_a_tenth_before_it_is_reached(
-    prompt: int, output: int, rate: float, scale: float
+# Where the largest batch was not reached, its steps are shared by more sequences than were seen.
+@pytest.mark.parametrize(
+    ("prompt", "output", "rate", "scale", "within"),
+    [(3_000, 300, 6.0, 1.0, 0.15), (3_000, 300, 6.0, 1.9, 0.1), (6_000, 60, 5.0, 1.0, 0.1), (6_000, 60, 5.0, 1.9, 0.1)],
+)
+def test_capacity_is_known_before_it_is_reached(
+    prompt: int, output: int, rate: float, scale: float, within: float
 ) -> None:
     _, capacity = watched(1.5 * rate, prompt, output, 1, scale)
     need, _ = watched(2.0 * capacity * 0.6, prompt, output, 2, scale)
     assert need.capacity is not None
-    assert need.capacity.requests_per_s == pytest.approx(capacity, rel=0.15)
+    assert need.capacity.requests_per_s == pytest.approx(capacity, rel=within)
     assert need.terms["work"] == pytest.approx(2.0 * 0.6 / 0.8, rel=0.2)
