@@ -92,7 +92,8 @@ class StreamTap:
 
     @property
     def at_boundary(self) -> bool:
-        return self._handed_bytes == 0
+        # The line feed of the last event's end may come alone, behind its carriage return.
+        return self._handed_bytes == 0 or not self._partial.strip(b"\r\n")
 
     @property
     def usage(self) -> Usage | None:
