@@ -59,7 +59,7 @@ class Dispatcher:
     All events of one turn of the loop are decided together; a request that comes while no other waits, and nothing else
     is due, is decided at once. `on_decision` gets the seconds that each decision took, `on_news` gets backends that
     were ejected or are back. `reserve` is awaited with each new request that has limits, and may raise Refused.
-    `on_left` gets requests that leave the waiting room without a backend after they were held back.
+    `on_left` gets each request that was held back and leaves without a backend, and why it waited.
     `on_change` is called when backends, their models or the drain may have changed, before any decision that follows
     from it. While `draining`, new requests are refused; where it is not `granting`, waiting requests and further
     attempts get no lease either.
@@ -368,7 +368,7 @@ class Dispatcher:
         else:
             lease = self._leases.get((decision.request.pool, decision.lease))
             if lease is not None:
-                # All leases of a backend that ends are revoked at once.
+                # A backend that ends may revoke thousands of leases at once.
                 self._cuts.add(partial(lease.cut, revoked=not isinstance(decision, Preempt)))
 
     # --- drain --------------------------------------------------------------------------------------------------------

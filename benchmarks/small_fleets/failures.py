@@ -110,7 +110,7 @@ async def silent(stream: bool, tree: Path | None) -> list[Check]:
 
 
 async def frozen(stream: bool, tree: Path | None) -> list[Check]:
-    """The engine of a replica freezes in the middle of its answers, while its health and its metrics are well."""
+    """The engine of a replica freezes in the middle of its answers, while `/health` and `/metrics` still answer."""
     async with episode(stream, tree) as scene:
         await scene.fault("frozen")
         await scene.named("ejected")

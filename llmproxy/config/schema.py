@@ -135,8 +135,8 @@ class BackendConfig(Section):
     """Name in logs, metrics and the x-llmproxy-backend header. Without it: the URL without its scheme, or the name of
     the pod."""
     max_in_flight: Count | None = None
-    """The --max-num-seqs of the server: how many requests it runs at once. A few more are sent ahead (look_ahead), so
-    that it never runs dry. null: the proxy learns it."""
+    """How many requests the server runs at once (its --max-num-seqs). The proxy sends a few more (look_ahead), so that
+    the engine is never idle. null: the proxy learns the number."""
     prompt_tokens: PromptRange | None = Field(default=None, examples=[[1, 4000]])
     """Prompt lengths that the backend is meant for: [from, to]. Others only if the rest is much slower. null: any."""
     group: Name | None = None
@@ -555,8 +555,8 @@ class HealthConfig(Section):
     unreachable_after: Count = 2
     """Polls in a row without an answer that mark a backend as down."""
     ejected_max: Annotated[Number, Field(ge=0, le=1)] = 0.5
-    """Largest share of a pool (0 to 1) ejected for failed, hung or slow requests. One always may be, but never the last
-    that serves a model."""
+    """Largest share of a pool (0 to 1) ejected for failed, hung or slow requests. One backend may always be ejected,
+    but never the last that serves a model."""
     slow_start_s: Annotated[Number, Field(ge=0)] = 5.0
     """A backend that comes back reaches its full share after this time, if others have room. 0: at once."""
     hung_s: Seconds | None = 1.5

@@ -369,7 +369,7 @@ class NoMatch(Struct, frozen=True):
     """Some backend has room, but none for this request: the fairness policy may offer its next flow.
 
     `whole_model`: no backend with room serves the model at all, so that its other requests need not be tried. `later`
-    names a backend that is full and worth waiting for, which says nothing of other requests.
+    names a full backend that this request should wait for, "" for none; other requests may still find a place.
     """
 
     whole_model: bool
@@ -389,9 +389,9 @@ class Reason(StrEnum):
 
 
 class Waited(Struct, frozen=True):
-    """Why a request waited: the `rule` that held it back last, and the latest grants since it began to wait.
+    """Why a request waited.
 
-    `went_first` counts those grants as (band, flow, requests), the most frequent first.
+    `rule` held it back last. `went_first` counts the grants since it began to wait, as `DrainRate.since` returns them.
     """
 
     rule: str
@@ -405,8 +405,8 @@ class Why(Struct, frozen=True):
     `standing` is what the fairness policy counted for its flow. `passed_over` requests of its band came before it
     and fitted nowhere. `guaranteed`: it went by the minimum share of its band, although a higher band waited.
     `inverted`: a waiting request of a higher band could have had the backend instead, which must never be.
-    `waited` is None for a request that did not wait. `probe`: its backend was ejected, and the request shows whether it
-    is well again.
+    `waited` is None for a request that did not wait. `probe`: its backend was ejected, and the request
+    tests whether it has recovered.
     """
 
     waiting: tuple[tuple[int, int], ...]

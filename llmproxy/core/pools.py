@@ -356,7 +356,7 @@ class Pools:
         self._limits.rates.recall(debts, now)
 
     def cancel(self, request: Request) -> Waited | None:
-        """See `Scheduler.cancel`."""
+        """Remove the request of a client that left. Returns why it waited, None if nothing held it back."""
         found = [scheduler.cancel(request.id) for scheduler in self._all]
         return next((waited for waited in found if waited is not None), None)
 

@@ -19,7 +19,7 @@ from llmproxy.core.settings import Settings
 PREEMPT_MAX = 4
 """Leases being preempted at a time, so that one burst does not empty the engines."""
 LOOK_MAX = 64
-"""Leases and requests looked at by one pass."""
+"""Most leases, and most requests, that one pass looks at."""
 
 
 class Preemption(LeaseObserver):
@@ -100,9 +100,9 @@ class Preemption(LeaseObserver):
         return view.load - leaving - view.limit - view.look_ahead
 
     def choose(self, waiting: Iterable[Queued], now: float) -> Iterator[Preempt]:
-        """Leases to preempt so that the requests `waiting`, all of one band, find room.
+        """Yield leases to preempt so that the requests `waiting`, all of one band, find room.
 
-        There is one lease for each request, on a backend that can serve it. Those that are being preempted count.
+        Each request needs one lease on a backend that can serve it. Leases that are already being preempted count.
         """
         if not self._settings.preemption:
             return
@@ -116,7 +116,7 @@ class Preemption(LeaseObserver):
                 continue
             if queued.request.backend is None and hopeless.covers(queued):
                 continue
-            # Each is chosen anew, because a preempted lease may free what another choice lacked.
+            # Each search starts anew, because a lease preempted before may have freed what an earlier search lacked.
             lease = next((x for x in self._newest() if self._makes_room(x, queued, now)), None)
             if lease is not None:
                 yield self._preempt(lease)
@@ -134,7 +134,7 @@ class Preemption(LeaseObserver):
         return (lease for lease in islice(lowest_first, LOOK_MAX) if lease not in self._pending)
 
     def _gives_back(self, lease: int) -> Backend:
-        """The backend where a lease has its place, also where that is kept while another one computes the prompt."""
+        """Return the backend whose place a lease frees. A prefill keeps a place at the backend that will answer."""
         record = self._open[lease]
         return record.answers_on or record.backend
 

@@ -213,7 +213,10 @@ class Scheduler:
         self._shed += self._admission.enter(request, excluded, entry, now)
 
     def cancel(self, request_id: str) -> Waited | None:
-        """The client of a waiting request left, perhaps one that was shed a moment ago; returns why it waited."""
+        """Remove the waiting or just shed request of a client that left.
+
+        Returns why it waited, None if nothing held it back.
+        """
         queued = self._room.waiting.get(request_id)
         if queued is not None:
             return self._room.leave(queued)
@@ -477,7 +480,10 @@ class Scheduler:
         return passes_over(map(self._room.band, above), view, self._limits)
 
     def _preempt(self, level: int, this: _Pass, *, some_room: bool = False) -> None:
-        """Preempt leases for requests of a band that find no room; `some_room`: others of it may find some."""
+        """Preempt leases for requests of a band that find no room.
+
+        `some_room`: some backends have room, and requests that these can serve need none.
+        """
         if level <= DEFAULT or not self._preemption.open:
             return
         ready: Sequence[View] = ()

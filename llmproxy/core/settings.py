@@ -34,8 +34,9 @@ class CapacitySettings:
 class HealthSettings:
     """When a backend is ejected and when it may try again.
 
-    `failures` requests in a row eject for `backoff_s`, doubled each time up to `backoff_max_s`; no more than
-    `ejected_max` (0..1) of those of a pool that are up, but always one. `unreachable_after` polls in a row without an
+    `failures` requests in a row eject for `backoff_s`, doubled each time up to `backoff_max_s`. At most `ejected_max`
+    (0..1) of the backends of a pool that are up are ejected. One may always be ejected, but never the last that serves
+    a model. `unreachable_after` polls in a row without an
     answer mark the backend down. One that comes back is brought to its limit over `slow_start_s`. `hung_s` of silence
     and `slow_factor` times as slow as it was are the limits of outlier detection, `inf` for never.
     """

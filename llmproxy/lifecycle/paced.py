@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 CALLS = 16
 CALLS_SHARE = 32
-"""One turn makes so many of the waiting calls, or this part of them, so that more cannot gather than are made."""
+"""One turn makes `CALLS` calls, or 1/`CALLS_SHARE` of those that wait if that is more, which bounds the queue."""
 
 
 class PacedCalls:
     """Makes calls in the order in which they were added, a few in each turn of the loop.
 
-    Each call ends or begins a request, which takes up to half a millisecond, and thousands may come at once. Everything
-    else gets a turn in between.
+    Each call begins or ends a request, which takes up to half a millisecond. Thousands may be added at once, and other
+    work of the loop must run in between.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ RECORD_BYTES = 240
 
 
 class RecentRequests:
-    """Takes every exit record, and why requests waited that got no backend in the end."""
+    """The exit records of recent requests, and why those that ended without a backend waited."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[float, str, type, bytes]] = deque()
@@ -40,7 +40,7 @@ class RecentRequests:
         self._keep(at_s, ended.input.request_id, ended)
 
     def left(self, request_id: str, waited: Waited, at_s: float) -> None:
-        """Remember why a request waited that left the waiting room without a backend."""
+        """Remember why a request waited that left without a backend at `at_s`, on the clock of the loop."""
         self._keep(at_s, request_id, waited)
 
     def _keep(self, at_s: float, request_id: str, value: RequestExit | Waited) -> None:
@@ -59,7 +59,7 @@ class RecentRequests:
         return None if data is None else _ended(data)
 
     def waited(self, request_id: str) -> Waited | None:
-        """Why the newest request of this id waited that got no backend, None if none is remembered."""
+        """Return why the newest request of this id without a backend waited, None if none is remembered."""
         data = self._newest(request_id, Waited)
         return None if data is None else _waited(data)
 

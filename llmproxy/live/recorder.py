@@ -80,7 +80,7 @@ class Recorder:
         self.minute.record(ended)
 
     def left(self, request: Request, waited: Waited) -> None:
-        """Remember why a request waited that got no backend."""
+        """Remember why a request waited that left without a backend."""
         self.recent.left(request.label, waited, self._loop.time())
 
     def band(self, level: int) -> str:

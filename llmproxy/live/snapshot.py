@@ -65,7 +65,7 @@ class LiveSnapshot:
 
     @property
     def epoch_s(self) -> float:
-        """The Unix time at which the clock of the history was 0."""
+        """The Unix time, in seconds, at which the clock of the history was 0."""
         return self._wall() - self._clock()
 
     def content(self) -> dict[str, Any]:
@@ -337,7 +337,7 @@ def _limit(limit: Any) -> dict[str, Any]:
 
 
 def event_fields(event: Event, epoch_s: float) -> dict[str, Any]:
-    """An event as JSON, with its time of the day in UTC."""
+    """Return an event as JSON fields. `time` is in UTC (ISO 8601)."""
     at = datetime.fromtimestamp(epoch_s + event.at_s, UTC)
     return {
         "serial": event.serial,

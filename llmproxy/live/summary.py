@@ -31,7 +31,7 @@ def summary_of(
 ) -> tuple[str, str]:
     """(Level, sentence). `reasons` says of a backend why it is in its state, `bands` names the bands.
 
-    `nameless` requests wait for a model that no backend lists yet, and `learned` is what the placement knows of paces.
+    `nameless` requests wait for a model that no backend lists yet. `learned` has the paces that the placement learned.
     `minute` has the requests that ended lately.
     `led`: False for a member of a cluster without a leader, which is `alone` where it decides nevertheless.
     """
@@ -126,7 +126,7 @@ def _backends(statuses: Sequence[BackendStatus], state: str, reasons: dict[str, 
 
 
 def _slow(paces: Mapping[str, float | None], learned: Sequence[BackendPace]) -> list[str]:
-    """Replicas that are slow now, and those that are slow for prompts alone, as the placement has learned it."""
+    """Return a sentence about replicas that are slow now, or slow for prompts as the placement learned; else []."""
     now = sorted((-pace, name) for name, pace in paces.items() if pace is not None and pace >= SLOWER)
     prompts = sorted(
         (-one.prefill_factor, one.backend) for one in learned if one.step_factor < SLOWER <= one.prefill_factor

@@ -41,10 +41,10 @@ PLAIN, WIDE = 60, 110
 HELP = {
     "waiting": "requests in the queue of the proxy; oldest: how long the first waits",
     "TTFT": "time to first token in the last minute, median and 99th percentile",
-    "load": "what the proxy sent there, of what it runs; some are sent ahead",
+    "load": "requests sent there, and how many the engine runs at once",
     "role": "prefill or decode where it is not meant for both",
     "KV, hit": "share of the KV cache in use; share of prompt tokens that it had",
-    "pace": "time for the same work against the pool: 2.00x is twice, ! from 1.5x",
+    "pace": "time for the same work, in multiples of the pool's; ! from 1.5x",
     "share, due": "its part of the band's tokens in the last minute; its part by weight",
     "choices": "price in seconds and its parts; → is chosen, × takes no request now",
 }

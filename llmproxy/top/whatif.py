@@ -49,7 +49,7 @@ class Pool(Struct, frozen=True):
 
 
 class Event(Struct, frozen=True):
-    """Something that happened."""
+    """An event of the proxy or its fleet. `at_s` is on the clock of `now_s`."""
 
     at_s: float
     event: str
@@ -57,13 +57,13 @@ class Event(Struct, frozen=True):
 
 
 class Minute(Struct, frozen=True):
-    """`now` is of the last `span_s` seconds."""
+    """The window of the figures, in seconds."""
 
     span_s: float
 
 
 class Shared(Struct, frozen=True):
-    """The parts of `/debug/live` that say who shares what, and whether the fleet changed meanwhile."""
+    """The fields of `/debug/live` that `whatif` reads. `events` are the newest first."""
 
     fairness: str
     flows: tuple[Flow, ...]
@@ -119,15 +119,15 @@ def whatif(seen: Shared, weights: Mapping[str, float]) -> RenderableType:
 
 
 def _changes(seen: Shared) -> list[str]:
-    """A warning where `now` was measured with another fleet in part. Events are the newest first."""
+    """Return a warning if the fleet changed within the minute that was measured, else nothing."""
     since_s = seen.now_s - seen.minute.span_s
     changed = (one for one in seen.events if one.event in STATE_EVENTS | {"backend_removed"} and one.at_s > since_s)
     if (last := next(changed, None)) is None:
         return []
     ago_s, what = seen.now_s - last.at_s, printable(f"{last.event} {last.backend}")
     return [
-        f"The fleet changed {ago_s:.0f} s ago ({what}), and 'now' is of the last {seen.minute.span_s:.0f} s: it was"
-        " measured in part with another fleet, and 'by weight' and 'then' rest on it."
+        f"The fleet changed {ago_s:.0f} s ago ({what}). 'now' is measured over the last {seen.minute.span_s:.0f} s,"
+        " so it mixes two fleets, and 'by weight' and 'then' are computed from it."
         f" Ask again in {SPAN_S - ago_s:.0f} s."
     ]
 

@@ -31,8 +31,8 @@ _SWITCHING_PROTOCOLS = 101
 class ConnectionDropped(UpstreamBroken):
     """A kept connection broke before any byte of the response.
 
-    Most likely the backend closed it at the same moment, which says nothing about its health. `at_s` is when, on the
-    clock of the loop.
+    Most likely the backend closed it at the same moment, which says nothing about its health. `at_s` is the time
+    of the break, on the clock of the loop.
     """
 
     def __init__(self, why: str, at_s: float) -> None:
@@ -42,7 +42,7 @@ class ConnectionDropped(UpstreamBroken):
 
 class BackendConnection(asyncio.Protocol):
     """A connection that carries one exchange at a time. `on_free` is called when it may carry another one, `on_lost`
-    when it has ended. `failures` paces the failures of exchanges whose connections were lost.
+    when it has ended. `failures` reports lost connections to their exchanges, a few in each turn of the loop.
     """
 
     __slots__ = (
@@ -151,7 +151,7 @@ class BackendConnection(asyncio.Protocol):
         else:
             dropped = exchange.reused and not self._heard
             kind, why = _broken(dropped), str(exc or "the connection was closed")
-            # A backend that ends has many.
+            # A backend that ends breaks many exchanges at once.
             self._failures.add(partial(exchange.failed, kind, why))
 
     def pause_writing(self) -> None:

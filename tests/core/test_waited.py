@@ -1,4 +1,4 @@
-"""Whoever waited, however it ended, is told which rule held it back, and whose requests went first."""
+"""Each request that waited has the rule that held it back and the flows that were granted first."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_the_full_backend_is_named_that_was_worth_waiting_for() -> None:
     assert only_drop(of, 2.0).waited == Waited(f"{Reason.LATER}: a")
 
 
-# --- those that got no backend ----------------------------------------------------------------------------------------
+# --- requests without a backend -------------------------------------------------------------------------------------
 
 
 def full() -> Pools:

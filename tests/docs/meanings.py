@@ -148,7 +148,7 @@ EVENTS = {
     "backend_leaves": "A backend is no longer wanted; its running requests go on.",
     "backend_listed_twice": "Two sources name the same backend; the first one counts.",
     "backend_moved": "A backend has a new URL under the same name.",
-    "backend_not_ejected": "A backend should be ejected, but its pool cannot spare it (`ejected_max`), or no other serves one of its models.",
+    "backend_not_ejected": "A backend should be ejected, but its pool has reached `ejected_max`, or no other backend serves one of its models.",
     "backend_not_trusted": "A worker cannot use the TLS settings of a backend.",
     "backend_publishes_limit": "The engine publishes how many sequences it runs at once.",
     "backend_removed": "The last request of a leaving backend ended.",

@@ -11,7 +11,7 @@ ANSWERS = 32
 FAILURES_MIN = 5
 """Fewer failures among them prove nothing."""
 CHANCE = 1e-5
-"""So rarely a backend that fails no more than the others may be taken for one that does, at each failure."""
+"""Highest probability, at each failure, to eject a backend that fails no more often than the others."""
 
 
 class FailureRate:
@@ -43,11 +43,11 @@ class FailureRate:
         self._failed.clear()
 
     def outlier(self, others: Iterable[FailureRate]) -> str | None:
-        """Why the backend is an outlier among its pool, None where it is none.
+        """Return why the backend is an outlier of its pool, None if it is not.
 
-        A backend that fails the share of the others fails so many of its answers with a probability below `CHANCE`
-        (binomial test). The others count with one failure more (Laplace's rule of succession), so that a few good
-        answers of theirs prove little.
+        It is an outlier if a backend with the failure rate of the others had so many failures with a probability below
+        `CHANCE` (binomial test). One failure and one success are added to those of the others (Laplace's rule of
+        succession), because a few good answers prove little.
         """
         answers, failures = len(self._failed), self.failures
         if failures < FAILURES_MIN:

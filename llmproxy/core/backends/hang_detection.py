@@ -22,7 +22,7 @@ TOGETHER_S = 0.6
 TOGETHER_LATE = 2.0
 """As `LATE`, where started streams stopped together: most engines go on with them while they compute prompts."""
 STUCK_LATE = 2.0
-"""Times `hung_s` that an engine may pause within answers in one piece: all that it computed for them would be lost."""
+"""Multiple of `hung_s` for answers in one piece: an ejection loses all that was computed for them."""
 UNSEEN_S = 0.5
 """Assumed time until a reading shows a request of text, before any was seen. It contains the time between readings."""
 
@@ -40,7 +40,8 @@ class HangDetection:
     grammar have a time of their own.
 
     An answer in one piece is silent until its end. Its backend hangs if its readings show requests while its counter
-    of generated tokens does not rise. Prompts explain that, and several times the longest such pause of the pool.
+    of generated tokens does not rise. Prompts explain such a pause. So do earlier pauses in the pool, for several times
+    the longest of them.
 
     `due_s` is when a silence may have lasted too long. `prefill` is the time to a first byte over tokens of prompts.
     """
@@ -58,7 +59,7 @@ class HangDetection:
         self._shows_work = self._counts_steps = False
 
     def see(self, backend: BackendStreams, before: Reading | None, reading: Reading, sequences: int) -> None:
-        """Note what a reading shows that comes after `before`, while `sequences` of ours are in flight."""
+        """Learn from `reading`, the next one after `before`. `sequences` of this proxy are in flight."""
         self._see_generated(backend, before, reading)
         self._see_requests(backend, reading, sequences)
 
@@ -72,11 +73,11 @@ class HangDetection:
             return
         backend.generated_s = reading.taken_at_s
         if before is not None and before.generated is not None and had_requests:
-            # Some engines count the tokens of a request at its end.
+            # Some engines count the tokens of a request only at its end.
             ended = backend.ended_s >= before.taken_at_s - GAUGE_LAG_S or reading.running < before.running
             self._counts_steps = self._counts_steps or not ended
             if backend.paused_s:
-                # A backend that hung and recovered must not excuse the next one for long.
+                # The pause of a backend that hung and recovered must not explain a long pause of the next one.
                 self._pauses.learn(min(backend.paused_s, OUTLIER * self._pauses.load_s), sure=True)
         backend.paused_s = 0.0
 
@@ -110,7 +111,10 @@ class HangDetection:
         )
 
     def stuck(self, backend: BackendStreams, now: float) -> bool:
-        """Whether a backend has requests and generates nothing, although engines of its pool count each token."""
+        """Return whether a backend has answers in one piece and generates nothing.
+
+        False until the counter of an engine of the pool rose while no request ended.
+        """
         reading = backend.reading
         return (
             self._counts_steps
@@ -122,7 +126,7 @@ class HangDetection:
         )
 
     def _silent_since(self, backend: BackendStreams, waiting: Mapping[int, StreamSpan]) -> float:
-        """Since when a backend has brought and generated nothing, although it owes the first byte of `waiting`."""
+        """Return when the backend last sent or generated anything, at the earliest when `waiting` began."""
         booked_s = next(iter(waiting.values())).booked_s if waiting else -inf
         return max(backend.last_byte_s, backend.generated_s, booked_s)
 
@@ -156,7 +160,7 @@ class HangDetection:
                     return Hang(since_s, len(backend.unstarted), stopped)
         if self.stuck(backend, now):
             since_s = self._silent_since(backend, backend.whole)
-            # As soon as one prompt is computed, its first token is counted.
+            # The counter rises as soon as one prompt is computed, so only the longest one explains a pause.
             longest = max(stream.prompt_tokens for stream in (*backend.whole.values(), *backend.unstarted.values()))
             late_s = max(STUCK_LATE * self.settings.hung_s, LATE * self._prefill.at(longest))
             late_s = max(late_s, self._pauses.explained_s(1), self._prepares_s(backend, since_s, now))
@@ -165,7 +169,7 @@ class HangDetection:
         return None
 
     def _prepares_s(self, backend: BackendStreams, since_s: float, now: float) -> float:
-        """How long an engine that runs nothing may wait for a grammar, or for KV of another engine."""
+        """Return the seconds that an engine may wait for a grammar or KV; 0 unless a young reading shows it idle."""
         reading = backend.reading
         if reading is None or reading.running or reading.taken_at_s < 0.5 * (now + since_s):
             return 0.0

@@ -47,7 +47,7 @@ class Unejected:
 
 @dataclass(frozen=True, slots=True)
 class EjectionSkipped:
-    """The backend should be ejected, but `ejected_max` of its pool already are."""
+    """The backend should be ejected, but `Peers.may_eject` forbids it."""
 
     why: str
 
@@ -87,16 +87,16 @@ class Peers:
         self.members: dict[str, Health] = {}
 
     def may_eject(self, one: Health) -> bool:
-        """Whether one more backend may be ejected, and others can take its work. Those down or drained do not count.
+        """Return whether `ejected_max` allows to eject `one` too, and others can take its work.
 
-        Counted here, because ejections are rare, and not kept up to date for every decision.
+        Backends that are down or drained do not count. The count is made here, because ejections are rare.
         """
         up = [health for health in self.members.values() if not (health.down or health.drained)]
         spared = sum(health.ejected for health in up) < max(1, int(self.ejected_max * len(up)))
         return spared and self.others_up(one)
 
     def others_up(self, than: Health) -> bool:
-        """Whether other backends could take the work of this one: each of its models is served by one of them."""
+        """Return whether other backends take requests and serve each model of this one."""
         others = [other for other in self.members.values() if other is not than]
         others = [other for other in others if not (other.down or other.drained or other.ejected)]
         return bool(others) and all(any(model in other.models for other in others) for model in than.models)
@@ -325,7 +325,7 @@ class Health:
         return True
 
     def try_eject(self, why: str, now: float) -> bool:
-        """Eject the backend if `ejected_max` of its pool allows it. Answers whether it was ejected."""
+        """Eject the backend if its pool can spare it (`Peers.may_eject`). Returns whether it was ejected."""
         if not self.ejected and self.peers is not None and not self.peers.may_eject(self):
             self._skip(why, now)
             return False

@@ -48,7 +48,7 @@ KV_CROWDED = 0.9
 FRESH_S = 5.0
 """How long a judgement of another backend is used for comparison."""
 LEARNING_S = 30.0
-"""How long a pace is expected of a backend at work. Answers that are too short show none."""
+"""Time after its first request in which a busy backend without a pace counts as learning: short answers show none."""
 GAP_S = 2.5
 """Readings further apart are not compared: the machine of the backend or the network stood still between them."""
 
@@ -352,7 +352,7 @@ class OutlierDetection:
             bound = self._settings.slow_factor * backend.usual * backend.others_slowness if others else inf
             ejected, least = self._peers.members[name].ejected, backend.ratio_least
             if ejected:
-                # What it was before says nothing of it when it is back.
+                # Measurements before an ejection say nothing about the backend after it.
                 backend.recent.clear()
             elif backend.ratio < inf:
                 backend.recent.append(backend.ratio)
@@ -369,10 +369,10 @@ class OutlierDetection:
         return slow
 
     def paces(self, now: float) -> dict[str, float | None]:
-        """How many times as long as their pool the backends at work take for the same, None where it is not known yet.
+        """Return backend -> how many times as long as its pool it takes for the same work, None while that is learned.
 
-        It is the median of the last judgements of a backend over that of the pool, which is the faster one of two.
-        Backends without a judgement of late are left out, and so are those with nothing to be compared with.
+        It is the median of the last `RECENT` ratios of a backend, over the lower median of these in the pool. Backends
+        that were not judged within `FRESH_S` are left out. So is a backend without others to compare with.
         """
         if len(self._peers.members) < 2:
             return {}

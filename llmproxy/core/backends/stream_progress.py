@@ -19,7 +19,7 @@ USUAL_GAIN = 0.05
 SLOW_SPAN_S = 1.0
 """The most that one judgement adds to the slow time of a backend."""
 RECENT = 3
-"""Judgements of which the median is shown as the pace of a backend: one alone may be chance."""
+"""Number of judgements whose median is the pace of a backend: a single one may be chance."""
 SLOW_WITHIN_S = 6.0
 """Slow spans add up while no more than this lies between the first and the newest of them."""
 
@@ -35,13 +35,13 @@ class BackendStreams:
 
     `unstarted` are streams without a byte, the oldest first; `unstarted_tokens` is what has to be computed of their
     prompts, `unstarted_tokens_max` the same if nothing of them is cached. `pending_loads` are adapters that may have to
-    be loaded for them. `started` are streams with a byte, and `whole` answers in one piece that have not come.
-    `last_byte_s` is when any answer last brought something, and `ended_s` when any request last ended.
+    be loaded for them. `started` are streams with a byte. `whole` are answers in one piece that have not
+    arrived. `last_byte_s` is when any answer last brought something. `ended_s` is when any request last ended.
 
     `unseen` are requests without a byte that no reading has shown yet, the oldest first. `engine` is a span as of a
     stream that has all tokens which `reading`, the last one, counts. The engine ran `running_s` seconds of sequences
     in it, and `ran` all the time, as far as is known. `generated_s` is when the count last rose, and `paused_s` how
-    long it has not risen while the engine ran sequences.
+    many seconds it has not risen while the engine ran sequences.
 
     `computed_tokens` counts the prompt tokens computed so far. `prompts_s` is the time that prompts may have taken
     until `prompts_until_s`, which is when the backend last had no unstarted stream, brought a first byte, or was fast.
@@ -53,7 +53,7 @@ class BackendStreams:
     `usual` is the usual `ratio`, over `judgements` of them. `slowness` is the last ratio in multiples of the usual, as
     of `judged_s`, and `others_slowness` that of the rest of the pool, at least 1. `slow_s` is how long the backend was
     too slow since `slow_since_s`. `doubted`: its last observation was far above the usual. `recent` has the last
-    ratios, and `begun_s` is when its first request came.
+    ratios. `begun_s` is when the backend got its first request.
     """
 
     pending_loads: PendingLoads

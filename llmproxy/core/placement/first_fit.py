@@ -38,7 +38,7 @@ class Limited(Struct, frozen=True):
 class Unmatched:
     """Requests of one band that found no match in this pass. Room only shrinks, so similar ones find none either.
 
-    `later` names a backend that is full now, with which one of them is better off.
+    `later` names a full backend that one of them should wait for, "" for none.
     """
 
     def __init__(self) -> None:

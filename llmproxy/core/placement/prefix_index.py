@@ -92,7 +92,7 @@ class PrefixIndex:
 
     def room(self, backend: str) -> int:
         """How many more blocks surely displace none. A full cache that just dropped a generation has no room."""
-        # Without `limit` and `size`: each backend is asked for each request.
+        # `limit` and `size` are inlined: this runs for each backend and each request.
         recent = self._recent.get(backend)
         held, limit = (0, self._capacity_blocks) if recent is None else (recent.held, recent.limit)
         return max(0, limit - limit // _GENERATIONS_MIN - held)

@@ -78,7 +78,7 @@ class BlockedRequests:
         return min((entry[0] for entry in heads if entry is not None), default=NONE_BLOCKED)
 
     def at_backends(self, band: int) -> Iterator[Queued]:
-        """The first request of each backend's queue, where it is of this band."""
+        """Yield the first request of each backend's queue if it belongs to this band."""
         for name, line in self._queues.items():
             if name.startswith(OF_BACKEND) and (entry := line.least()) is not None and entry[2].request.band == band:
                 yield entry[2]

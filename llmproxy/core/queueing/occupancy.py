@@ -99,7 +99,7 @@ class Occupancy:
         return {band: (usage.requests, usage.body_bytes) for band, usage in self._bands.items()}
 
     def since_s(self, request: Request) -> float:
-        """Since when a request waits."""
+        """Return when a waiting request began to wait."""
         return self._since_s[request.band][request.id]
 
     def longest_s(self, now: float) -> dict[int, float]:
@@ -146,7 +146,10 @@ class DrainRate:
                 return
 
     def since(self, arrived_s: float) -> tuple[tuple[int, str, int], ...]:
-        """(Band, flow, requests) granted after `arrived_s`, the most frequent first; the last `_GRANTS` are known."""
+        """Return the `_FLOWS_SHOWN` flows most granted after `arrived_s`, of the last `_GRANTS`.
+
+        As (band, flow, requests), the most frequent first.
+        """
         found: Counter[tuple[int, str]] = Counter()
         for at_s, request in reversed(self._grants):
             if at_s <= arrived_s:

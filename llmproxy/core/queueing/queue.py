@@ -31,7 +31,7 @@ class Queued(Struct, eq=False):
 
     `due_s` are its deadlines on the two clocks of `Deadlines`. `key` is its place in its flow now. `blocked_by` names
     the usage limit or backend for which it waits outside its flow, `back_from` the one for which it did before.
-    `later` is a full backend that was worth waiting for.
+    `later` names a full backend that it should wait for, "" for none.
     `held`: it came while no backend that it may use was up. `gone` and `key` show the heaps which of their entries
     still count, so an object that is gone never comes back: its request gets a new one.
     """

@@ -99,9 +99,9 @@ class WaitingRoom:
         self._place(queued).push(queued, now)
 
     def leave(self, queued: Queued) -> Waited | None:
-        """Take a request out; returns why it waited."""
+        """Remove a request. Returns why it waited, None if nothing held it back."""
         request = queued.request
-        # Nothing is asked where nothing was ever held back, as most requests do not wait.
+        # Most requests do not wait, so the cheap test comes first.
         waited = self.waited(queued) if self._held_back or queued.back_from or queued.blocked_by else None
         del self.waiting[request.id]
         if self._labels.get(request.label) == request.id:
@@ -117,7 +117,7 @@ class WaitingRoom:
         self._held_back[level] = now, reason
 
     def waited(self, queued: Queued) -> Waited | None:
-        """Why a request waits; None while no decision has held it back."""
+        """Return why a request waits, None while no decision has held it back."""
         since_s = self._occupancy.since_s(queued.request)
         line = queued.blocked_by or queued.back_from
         if line is None:
@@ -149,7 +149,7 @@ class WaitingRoom:
                 yield from self._newest[lower]
 
     def due(self, now: float, most: int) -> list[tuple[Queued, Waited | None]]:
-        """Remove and return the requests whose time to wait is over, with why they waited, at most `most`."""
+        """Remove and return at most `most` requests whose time to wait is over, each with why it waited."""
         return [(queued, self.leave(queued)) for queued in self.deadlines.due(now, most)]
 
     # --- blocked requests ----------------------------------------------------------------------------------

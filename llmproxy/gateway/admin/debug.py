@@ -214,7 +214,7 @@ class AdminPages:
         return {name: value for name, value in fields.items() if name != "waited"} | self.waited(position.waited)
 
     def waited(self, waited: Waited | None) -> dict[str, Any]:
-        """Why a request waited, as fields of a page; `waited_for` is None where nothing held it back."""
+        """Return why a request waited, as fields of a page. `waited_for` is None if nothing held it back."""
         if waited is None:
             return {"waited_for": None, "went_first": []}
         first = [(self._name(level), flow, count) for level, flow, count in waited.went_first]

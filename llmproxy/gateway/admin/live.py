@@ -199,7 +199,7 @@ class LivePages:
         return fields
 
     def _waited(self, ended: RequestExit) -> dict[str, Any] | None:
-        """Why it waited at its end, from when on; None for a request that got a backend."""
+        """Return why and since when a request waited that ended without a backend; None if it got one."""
         since_s, arrived_s = ended.routing.queued_s, ended.input.arrived_s
         if since_s is None or arrived_s is None:
             return None

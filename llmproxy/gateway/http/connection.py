@@ -150,7 +150,7 @@ class ClientConnection(web.RequestHandler):
             if not self._messages:
                 await self._first_message()
             if self._messages and self._messages[0][1] is not EMPTY_PAYLOAD:
-                # Many clients came together. Those that ask for no work, such as probes, need not wait for the others.
+                # Many clients may connect at once. Requests without a body, as of probes, begin at once.
                 await cast(ClientServer, self._manager).turn()
             if self._manager is not None:
                 await super().start()
@@ -158,7 +158,7 @@ class ClientConnection(web.RequestHandler):
             self._start_unread_timer()
 
     async def _first_message(self) -> None:
-        """Wait as aiohttp does before each request."""
+        """Wait for the first request, as aiohttp waits before each later one."""
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
@@ -303,7 +303,7 @@ class ClientServer(web.Server):
         self._cancels.add(handler.cancel)
 
     async def turn(self) -> None:
-        """Wait until the first request of another new connection may begin."""
+        """Wait until a new connection may begin its first request."""
         begins = asyncio.Event()
         self._begins.add(begins.set)
         await begins.wait()

@@ -135,9 +135,9 @@ def stuck_after_s(
     prompt_tokens: int = 100,
     by_b: int = 20,
 ) -> float:
-    """How long after its counter stopped "a" hangs: it has four answers in one piece, and stops for `stuck_s`.
+    """Return how many seconds after its counter stopped "a" is found to hang, infinite if it is not.
 
-    Infinite where it does not hang. Four answers ended on each backend before, and "b" goes on.
+    "a" has four answers in one piece and stops for `stuck_s`. Both backends ended four answers before. "b" goes on.
     """
     detection, leases, counts = detection_of("a", "b"), count(10), {"a": 0, "b": 0}
     under_way = {name: [0 if name == "a" else 1] for name in "ab"}
@@ -188,7 +188,7 @@ def test_engine_that_may_yet_answer_does_not_hang(given: dict[str, Any], why: st
 
 
 def test_a_counter_that_paused_before_is_given_more_time() -> None:
-    """A pause of unknown cause, such as prompts that another client sent: what ended by itself explains the next."""
+    """Pauses that ended by themselves, such as those for prompts of other clients, explain later ones."""
     detection = detection_of("a", "b")
     hung, counts = [], {"a": 0, "b": 0}
     for poll in range(1, 300):

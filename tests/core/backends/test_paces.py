@@ -1,4 +1,4 @@
-"""How fast backends are at present, as people see it."""
+"""The paces of backends that the headline, the page and `top` show."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Pool:
             self.detection.booked(lease, request(), Placed(name, 0.0, (), 2), False, 0.0)
 
     def run(self, seconds: float, **factors: float) -> Mapping[str, float | None]:
-        """The paces after so long; a backend whose factor is 0 generates nothing that is read."""
+        """Return the paces after `seconds` more. A backend with factor 0 has no readings."""
         for _ in range(round(seconds / POLL_S)):
             self.now += POLL_S
             for name in self._tokens:

@@ -26,7 +26,7 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], Any]]:
 
 
 class Waiting:
-    """A handler that answers probes alone, and counts the requests that run: all, and those `ahead` of a probe."""
+    """A handler that answers only probes. It counts all running requests, and those `ahead` of a probe."""
 
     def __init__(self) -> None:
         self.clients = ClientLimits(ClientsConfig())

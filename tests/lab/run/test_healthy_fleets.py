@@ -1,4 +1,4 @@
-"""No replica of a healthy fleet is ejected, whatever is asked of it. `LLMPROXY_TEST_SEEDS=100` asks for more."""
+"""No replica of a healthy fleet is ejected under any load. `LLMPROXY_TEST_SEEDS=100` tries more loads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.lab.small import fleet, setup
 SEEDS = int(os.environ.get("LLMPROXY_TEST_SEEDS", "3"))
 REQUESTS = 300
 STEP_S, PROMPT_TOKEN_S = 0.01, 5e-5
-"""Rough times of a replica, by which a load is chosen."""
+"""Rough times of a replica, in seconds. The load is chosen by them."""
 
 
 def drawn(rng: Random, places: int) -> list[Arrival]:
-    """Arrivals for so many places: from nearly idle to far too many, even or in bursts, short or long."""
+    """Return a random load for `places`: nearly idle to far too much, even or in bursts, short or long answers."""
     whole, long, cold = (rng.choice((0.0, 0.5, 1.0)), rng.choice((0.0, 0.1)), rng.choice((0.0, 0.3)))
     prompt, output = rng.choice((100, 1_000)), rng.choice((4, 40, 400))
     service_s = prompt * PROMPT_TOKEN_S + output * STEP_S

@@ -57,7 +57,7 @@ def watched(rate: float, prompt: int, output: int, replicas: int, scale: float) 
     return one.need, sum(LASTS_S / 2.0 <= record.ended_s < LASTS_S for record in served) / (LASTS_S / 2.0)
 
 
-# Where the largest batch was not reached, its steps are shared by more sequences than were seen.
+# Below the largest batch, the time of a step at capacity is extrapolated: more sequences share it than were seen.
 @pytest.mark.parametrize(
     ("prompt", "output", "rate", "scale", "within"),
     [(3_000, 300, 6.0, 1.0, 0.15), (3_000, 300, 6.0, 1.9, 0.1), (6_000, 60, 5.0, 1.0, 0.1), (6_000, 60, 5.0, 1.9, 0.1)],

@@ -39,7 +39,7 @@ function waits(place) {
   return `In band ${place.band}, flow ${place.flow}, for ${duration(place.waited_s)}: ${count(place.ahead_in_higher_bands)} ahead in higher bands, ${ahead} in its flow. It may wait ${duration(place.left_s)} more.`;
 }
 
-/** The rule that held it back, and whose requests went first; "" where nothing did. */
+/** The rule that held a request back and the flows that were granted first, as text; "" if it did not wait. */
 function waited(why) {
   if (!why.waited_for) return "";
   const first = why.went_first.map(([band, flow, number]) => `${count(number)} of ${flow || "no name"} (${band})`).join(", ");
@@ -89,7 +89,7 @@ function attempt(one) {
     const waiting = Object.values(one.why.waiting).reduce((sum, number) => sum + number, 0);
     const passed = one.why.passed_over ? ` ${count(one.why.passed_over)} were passed over, because no replica with room suited them.` : "";
     if (one.why.waited_for) lines.push(waited(one.why));
-    if (one.why.probe) lines.push("It was a probe: its replica was ejected, and the request showed whether it is well again.");
+    if (one.why.probe) lines.push("It was a probe: its replica was ejected, and this request tested whether it had recovered.");
     lines.push(`It was its turn among ${plural(waiting, "waiting request")} and ${plural(one.why.flows, "flow")} of its band${one.why.guaranteed ? ", by the share that its band is guaranteed" : ""}.${passed}`);
   }
   const terms = Object.entries(one.terms);
