@@ -110,7 +110,8 @@ class OutlierDetection:
             # Its first token is invisible. It shows only that its prompt takes time.
             stream.begin(0, self._prompts_s(backend, now), now)
             backend.computed_tokens += own_tokens
-            backend.prompts_s += request.prompt_tokens * self._prefill.slope
+            backend.whole_tokens += request.prompt_tokens
+            backend.whole_s += PROMPT_LATE * request.prompt_tokens * self._prefill.slope
             if cold:
                 backend.prompts_s += self._longest_load.explained_s(1)
                 backend.pending_loads.add_unseen(now)
@@ -140,7 +141,7 @@ class OutlierDetection:
             return
         if stream.whole:
             stream.backend.unseen.pop(lease, None)
-            stream.backend.whole.pop(lease, None)
+            stream.backend.remove_whole(lease)
             stream.backend.last_byte_s = stream.last_byte_s = now
             return
         if not (stream.fetched or stream.backend.doubted or stream.loads_ahead or stream.backend.pending_loads):
@@ -171,6 +172,7 @@ class OutlierDetection:
 
     def _prompts_s(self, backend: BackendStreams, now: float) -> float:
         """Seconds that prompts may have taken of a backend so far."""
+        backend.pass_whole(now)
         if not backend.unstarted:
             return backend.prompts_s
         # The prefix may not be cached, and any of the prompts may be the one that is computed now.
@@ -260,6 +262,7 @@ class OutlierDetection:
         if fast:
             # No prompt was computed: the unstarted ones wait for room, and their time is still to come.
             backend.prompts_s, backend.prompts_until_s = so_far_s, now
+            backend.whole_s = PROMPT_LATE * backend.whole_tokens * self._prefill.slope
         if prompts_s > PROMPTS_NEARLY_ALL * took_s:
             return fast
         ratio = took_s / (steps * self._step_s + prompts_s)
@@ -277,7 +280,7 @@ class OutlierDetection:
         backend, loads = stream.backend, stream.backend.pending_loads
         backend.ended_s = now
         backend.unseen.pop(lease, None)
-        backend.whole.pop(lease, None)
+        backend.remove_whole(lease)
         if stream.whole:
             uncounted = backend.reading is None or backend.reading.generated is None
             if uncounted and usage is not None and usage.output_tokens and stream.last_byte_s > stream.booked_s:
@@ -331,7 +334,7 @@ class OutlierDetection:
             unstarted |= streams.whole
         for lease in unstarted:
             streams.unseen.pop(lease, None)
-            streams.whole.pop(lease, None)
+            streams.remove_whole(lease)
         streams.pending_loads.clear()
         streams.unstarted_tokens, streams.unstarted_tokens_max = 0.0, 0
         return iter(unstarted)
@@ -355,7 +358,7 @@ class OutlierDetection:
                 # Measurements before an ejection say nothing about the backend after it.
                 backend.recent.clear()
             elif backend.ratio < inf:
-                backend.recent.append(backend.ratio)
+                backend.recent.append((backend.ratio, least))
             if not ejected and (backend.judgements < JUDGEMENTS_MIN or backend.ratio_most < bound):
                 backend.slow_s = 0.0
                 if backend.ratio < inf:
@@ -371,8 +374,9 @@ class OutlierDetection:
     def paces(self, now: float) -> dict[str, float | None]:
         """Return backend -> how many times as long as its pool it takes for the same work, None while that is learned.
 
-        It is the median of the last `RECENT` ratios of a backend, over the lower median of these in the pool. Backends
-        that were not judged within `FRESH_S` are left out. So is a backend without others to compare with.
+        It is the median of the last `RECENT` ratios of a backend, over the lower median of these in the pool. Time that
+        prompts may explain does not make it more than 1. Backends that were not judged within `FRESH_S` are left out.
+        So is a backend without others to compare with.
         """
         if len(self._peers.members) < 2:
             return {}
@@ -383,17 +387,18 @@ class OutlierDetection:
             if len(one.recent) < RECENT and now < one.begun_s + LEARNING_S and id(one) in at_work
         }
         known = {
-            name: median(one.recent)
+            name: [median(ratios) for ratios in zip(*one.recent, strict=True)]
             for name, one in self._backends.items()
             if len(one.recent) == RECENT and one.judged_s > now - FRESH_S
         }
         if len(known) > 1:
-            usual = median_low(known.values())
-            paces |= {name: ratio / usual for name, ratio in known.items()}
+            usual = median_low([ratio for ratio, _ in known.values()])
+            paces |= {name: max(min(1.0, ratio / usual), least / usual) for name, (ratio, least) in known.items()}
         return paces
 
     def check(self) -> None:
         for one in self._backends.values():
             assert abs(one.unstarted_tokens - sum(stream.own_tokens for stream in one.unstarted.values())) < 1e-3
+            assert one.whole_tokens == sum(stream.prompt_tokens for stream in one.whole.values())
             assert one.unstarted_tokens_max == sum(stream.prompt_tokens for stream in one.unstarted.values())
             assert one.unstarted.keys() | one.started.keys() | one.whole.keys() <= self._streams.keys()

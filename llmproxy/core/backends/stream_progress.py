@@ -45,6 +45,8 @@ class BackendStreams:
 
     `computed_tokens` counts the prompt tokens computed so far. `prompts_s` is the time that prompts may have taken
     until `prompts_until_s`, which is when the backend last had no unstarted stream, brought a first byte, or was fast.
+    The prompts of the answers in `whole` have `whole_tokens`. They may take up to `whole_s` more seconds, counted from
+    `whole_until_s`: the engine computes them one after the other, as it has room.
 
     The speed of a span is that of the fastest stream since `span_since_s`, as a multiple of the pool's time: one slow
     reader says nothing about an engine. `ratio` assumes that prompts took as long as predicted, `ratio_least` as long
@@ -53,7 +55,7 @@ class BackendStreams:
     `usual` is the usual `ratio`, over `judgements` of them. `slowness` is the last ratio in multiples of the usual, as
     of `judged_s`, and `others_slowness` that of the rest of the pool, at least 1. `slow_s` is how long the backend was
     too slow since `slow_since_s`. `doubted`: its last observation was far above the usual. `recent` has the last
-    ratios. `begun_s` is when the backend got its first request.
+    pairs of `ratio` and `ratio_least`. `begun_s` is when the backend got its first request.
     """
 
     pending_loads: PendingLoads
@@ -75,6 +77,9 @@ class BackendStreams:
     computed_tokens: float = 0.0
     prompts_s: float = 0.0
     prompts_until_s: float = -inf
+    whole_tokens: int = 0
+    whole_s: float = 0.0
+    whole_until_s: float = -inf
     ratio: float = inf
     ratio_least: float = inf
     ratio_most: float = inf
@@ -88,10 +93,21 @@ class BackendStreams:
     slow_s: float = 0.0
     slow_since_s: float = -inf
     doubted: bool = False
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def __post_init__(self) -> None:
         self.engine = StreamSpan(self, -inf, 0, 0.0, 0.0, -inf, None, cold=False)
+
+    def pass_whole(self, now: float) -> None:
+        """Count the time until `now` as time of prompts of answers in one piece, up to `whole_s`."""
+        took_s = min(max(0.0, now - self.whole_until_s), self.whole_s)
+        self.prompts_s += took_s
+        self.whole_s -= took_s
+        self.whole_until_s = max(self.whole_until_s, now)
+
+    def remove_whole(self, lease: int) -> None:
+        if (stream := self.whole.pop(lease, None)) is not None:
+            self.whole_tokens -= stream.prompt_tokens
 
     def add_slow_span(self, now: float) -> None:
         if not self.slow_s or now > self.slow_since_s + SLOW_WITHIN_S:

@@ -436,7 +436,8 @@ def test_a_prompt_that_another_backend_computed_takes_no_time_here() -> None:
         for detection in (fetching, alone):
             detection.started(2, now + 0.1)
             detection.finished(2, now + 0.1)
-        fetching.finished(0, now + 0.1)
+        for lease in (0, 1):
+            fetching.finished(lease, now + 0.1)
         fetching.check()
     for tokens in (0.0, 1_000.0, 20_000.0):
         assert fetching._prefill.at(tokens) == alone._prefill.at(tokens)

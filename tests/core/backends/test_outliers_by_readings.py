@@ -203,3 +203,29 @@ def test_a_counter_that_paused_before_is_given_more_time() -> None:
             detection.booked(0, request(), Placed("a", 0.0, (), 2), False, now)
     assert hung
     assert hung[-1] < 20.0, "the pauses that were seen explain later ones"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("together", [1, 6])
+def test_long_prompts_do_not_make_an_engine_slow(together: int, stream: bool) -> None:
+    """The engine computes prompts of 8,000 tokens one after the other, long after the requests came."""
+    detection = detection_of("a", "b")
+    tokens, leases = {"a": 0.0, "b": 0.0}, count(10)
+    computing: list[tuple[float, int]] = []
+    for poll in range(1, 250):
+        now = poll * POLL_S
+        if poll % 100 == 75:
+            for _ in range(together):
+                lease = next(leases)
+                asked = request(prompt_tokens=8_000, stream=stream)
+                detection.booked(lease, asked, Placed("a", 0.0, (), 2), False, now)
+                computing.append((max(now, computing[-1][0] if computing else 0.0) + 8_000 / 8_000, lease))
+        while computing and computing[0][0] <= now:
+            lease = computing.pop(0)[1]
+            detection.started(lease, now)
+            detection.finished(lease, now)
+        for name in tokens:
+            tokens[name] += 8 * 50 * POLL_S / (20.0 if name == "a" and computing else 1.0)
+            detection.read(name, reading(now, running=8, generated=int(tokens[name])), 8)
+        assert not detection.outliers(now)[1]
+        assert (detection.paces(now).get("a") or 1.0) < 1.5
