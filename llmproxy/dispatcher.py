@@ -161,8 +161,9 @@ class Dispatcher:
         self._note_emptied()
 
     def _note_emptied(self) -> None:
-        for backend in [name for name in self._emptied if self._is_empty(name)]:
-            self._emptied.pop(backend).set()
+        if self._emptied:
+            for backend in [name for name in self._emptied if self._is_empty(name)]:
+                self._emptied.pop(backend).set()
 
     @contextmanager
     def direct(self, backend: str, cut: Callable[[], None]) -> Iterator[None]:

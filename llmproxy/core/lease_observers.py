@@ -189,9 +189,12 @@ class LimitObserver(LeaseObserver):
         self._limits = limits
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
-        self._limits.booked(lease.request)
+        if lease.request.limits:
+            self._limits.booked(lease.request)
 
     def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
+        if not lease.request.limits:
+            return
         used_tokens = None
         if usage is not None:
             used_tokens = usage.prompt_tokens + usage.output_tokens

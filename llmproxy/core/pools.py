@@ -315,7 +315,7 @@ class Pools:
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
         scheduler.submit(request, now, excluded, entry)
         limited = bool(request.limits) and any(limit in request.limits for _, limit in scheduler.blocked())
-        self.scaling.pool(scheduler.pool).arrived(request, now, new=entry is Entry.NEW, counts=not limited)
+        self.scaling.pools[scheduler.pool].arrived(request, now, new=entry is Entry.NEW, counts=not limited)
 
     def resume(self, request: Request, placed: Placed, at_s: float) -> int | None:
         """Book what another scheduler granted at `at_s` and what still runs; returns the lease.
@@ -392,10 +392,11 @@ class Pools:
 
         `met` says whether it kept its objective, None when it had none or its client left.
         """
-        self._limits.ended(request, now)
+        if request.limits:
+            self._limits.ended(request, now)
         scheduler = self._scheduler_of(request)
         if scheduler is not None:
-            self.scaling.pool(scheduler.pool).left(request)
+            self.scaling.pools[scheduler.pool].left(request)
         for one in self._left if scheduler is None else (scheduler, *self._left):
             one.ended(request, met, now)
 
@@ -427,7 +428,7 @@ class Pools:
                 decisions.append(decision)
                 if isinstance(decision, Grant):
                     self._of_lease[decision.lease] = scheduler
-                    filled = filled or self._limits.full(decision.request) is not None
+                    filled = filled or bool(decision.request.limits and self._limits.full(decision.request))
             if filled:
                 # A request of another pool may be blocked now, and holds up those behind it there no more.
                 others = (one for one in schedulers if one.waiting and one is not scheduler)
@@ -436,6 +437,8 @@ class Pools:
 
     def _deciding(self, now: float) -> list[Scheduler]:
         of, until_s = self.shards.of, self._until_s
+        if now < min(until_s.values()):
+            return list(self._all)
         return [one for one in self._all if now < until_s[of(one.pool)]]
 
     def faults(self, now: float) -> list[tuple[Exception, int]]:

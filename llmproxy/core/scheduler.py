@@ -509,7 +509,8 @@ class Scheduler:
 
     def _expired(self, now: float) -> list[Drop]:
         drops = []
-        for queued, waited in self._room.due(now, PASS_MAX):
+        due = [(queued, self._room.leave(queued)) for queued in self._room.deadlines.due(now, PASS_MAX)]
+        for queued, waited in due:
             model = queued.request.model
             alive = any(backend.up and backend.serves(model) for backend in self._backends.by_name.values())
             outcome = Outcome.EXPIRED if alive and not queued.held else Outcome.EXPIRED_NO_BACKENDS

@@ -86,8 +86,7 @@ class UsageLimits:
 
     def between_stages(self, request: Request) -> None:
         """The prompt was computed, and the answer is to follow: the request is in flight until then."""
-        if request.limits:
-            self._between[request.id] = request
+        self._between[request.id] = request
 
     def no_more_between(self, request_id: str) -> None:
         """A request between its stages is in flight no more: it ended, or waits again."""
@@ -102,14 +101,13 @@ class UsageLimits:
     def released(self, request: Request, used_tokens: int | None, now: float) -> None:
         """An attempt ended; `used_tokens` as the engine counted them, None when nothing was used or it is unknown."""
         self._leave(request)
-        if request.limits and used_tokens is not None:
+        if used_tokens is not None:
             self.rates.used(request, used_tokens, now)
 
     def ended(self, request: Request, now: float) -> None:
         """The request is over: tokens that were expected and not used are given back."""
         self.no_more_between(request.id)
-        if request.limits:
-            self.rates.ended(request, now)
+        self.rates.ended(request, now)
 
     def in_flight(self) -> dict[str, int]:
         """Limit -> requests in flight under it."""

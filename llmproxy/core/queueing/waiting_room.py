@@ -148,10 +148,6 @@ class WaitingRoom:
             if lower < level:
                 yield from self._newest[lower]
 
-    def due(self, now: float, most: int) -> list[tuple[Queued, Waited | None]]:
-        """Remove and return at most `most` requests whose time to wait is over, each with why it waited."""
-        return [(queued, self.leave(queued)) for queued in self.deadlines.due(now, most)]
-
     # --- blocked requests ----------------------------------------------------------------------------------
 
     def block(self, queued: Queued, limit: str) -> None:
