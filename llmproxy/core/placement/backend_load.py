@@ -6,7 +6,7 @@ from math import exp, log
 
 from msgspec import Struct
 
-from llmproxy.core.domain import DECODE, Request, Usage
+from llmproxy.core.domain import Request, Usage
 from llmproxy.core.estimates.learning import DecayingRate
 from llmproxy.core.placement.adapter_demand import Slots
 from llmproxy.core.placement.prefix_index import InUse
@@ -48,10 +48,10 @@ class InFlight(Struct, eq=False):
     the first byte is overdue. `crowded`: the batch was full, so the prompt had to wait for another request to end.
     `deferred`: all adapter slots were in use, so later requests may be computed first. `begun_at_work_s` is the
     backend's `worked_s` when the first token came. `rations_at` is the objective of its stream, in tokens per second;
-    0 where it has none that could be kept. `fetched_tokens` of the prompt come from another backend; None where they
-    were to come and did not, so that its time says nothing of what was predicted. An answer in one piece got its place
-    in the batch at `began_s`, None while it waits for one. Then `begun_at_work_s` was noted, and `ahead_tokens`, the
-    weighted tokens of the prompts up to its own.
+    0 where it has none that could be kept. `fetched`: another backend computes the prompt. `fetched_tokens` of it come
+    from there; None where they were to come and did not, so that its time says nothing of what was predicted. An answer
+    in one piece got its place in the batch at `began_s`, None while it waits for one. Then `begun_at_work_s` was noted,
+    and `ahead_tokens`, the weighted tokens of the prompts up to its own.
     """
 
     request: Request
@@ -63,6 +63,7 @@ class InFlight(Struct, eq=False):
     cold_adapter: bool
     ttft_s: float
     tpot_s: float
+    fetched: bool
     deferred: bool = False
     crowded: bool = False
     work_tokens: float = 0.0
@@ -74,11 +75,6 @@ class InFlight(Struct, eq=False):
     fetched_tokens: int | None = 0
     began_s: float | None = None
     ahead_tokens: float = 0.0
-
-    @property
-    def fetched(self) -> bool:
-        """Another backend computed its prompt."""
-        return self.request.stage is DECODE
 
     @property
     def attended(self) -> float:

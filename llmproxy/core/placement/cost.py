@@ -370,6 +370,7 @@ class CostPlacement(Placement):
             placed.cold_adapter,
             placed.ttft.expected_s,
             placed.tpot.expected_s,
+            request.stage is DECODE,
             fetched_tokens=fetched_tokens,
         )
         self._flights[lease] = flight

@@ -44,7 +44,9 @@ class LoadBench:
     ) -> int:
         lease = len(self._flights) + 1
         asked = asked or request(stream=stream, adapter=f"cold-{lease}" if cold else None)
-        flight = self._flights[lease] = InFlight(asked, "a", self.backend_load, self.now, tokens, 0.0, cold, 0.1, 0.01)
+        flight = self._flights[lease] = InFlight(
+            asked, "a", self.backend_load, self.now, tokens, 0.0, cold, 0.1, 0.01, fetched=False
+        )
         self.backend_load.book(lease, flight, self.rates, self.now)
         return lease
 
