@@ -34,7 +34,7 @@ def check(request: web.BaseRequest, head_bytes_max: int) -> None:
     `head_bytes_max` (431).
     """
     # The parser limits each field, and the connection limits a head that has not ended. This limits the sum.
-    if len(request.raw_path) + sum(len(name) + len(value) for name, value in request.raw_headers) > head_bytes_max:
+    if len(request.raw_path) + sum([len(name) + len(value) for name, value in request.raw_headers]) > head_bytes_max:
         raise head_too_large()
     if request.version not in VERSIONS:
         raise _refused("This proxy speaks HTTP/1.1 and HTTP/1.0.", status=505)

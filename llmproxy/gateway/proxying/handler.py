@@ -173,7 +173,8 @@ class RequestHandler:
         context.extra["x-request-id"] = received.id
         received.tenant = rules.keys.check(http.headers)
         received.trusted = rules.identity.trusts(received.client, received.tenant)
-        received.begin_trace(self._sampler)
+        if self._sampler is not None:
+            received.begin_trace(self._sampler)
         if self._dispatcher.draining:
             raise Failure(Outcome.DRAINING, "The proxy is shutting down. Try again.", retry_after_s=1.0)
         if http.headers.get("content-encoding", "identity").lower() != "identity":
@@ -296,7 +297,8 @@ class RequestHandler:
                 raise
             attempt = context.attempt
         finally:
-            await self._release(context, routing)
+            if context.handover is not None:
+                await self._release(context, context.handover, routing)
         if not attempt.committed:
             if routing.computed >= COMPUTED_MAX:
                 # In doubt it is the request: the SDKs of OpenAI and Anthropic do not send it again by themselves, then.
@@ -319,9 +321,9 @@ class RequestHandler:
             context.extra["x-llmproxy-backend"] = backend.name
         context.extra["x-llmproxy-queue-ms"] = f"{routing.waited_s * 1e3:.1f}"
         context.extra["x-llmproxy-attempts"] = str(routing.attempts)
-        if stage is not Stage.DECODE:
+        if stage is not Stage.DECODE and context.handover is not None:
             # The place for its answer was gone, and the request begins anew.
-            await self._release(context, routing)
+            await self._release(context, context.handover, routing)
         # Parameters serve one request once: what is not taken here is taken by nobody.
         handover, context.handover = context.handover, None
         # Assigned before it runs, so that the record of a request that is cut off in mid-stream has its numbers.
@@ -339,10 +341,10 @@ class RequestHandler:
                 refuse_unreachable(attempt, handover, lease)
             else:
                 engine_id, span_id = received.engine_id(routing), tried.span_id or ""
-                asks = self._usage.asks(backend, lease.grant.at_s)
+                asks = lease.grant.request.stream and self._usage.asks(backend, lease.grant.at_s)
                 call = call_for(received, parsed, lease, backend, engine_id, span_id, handover, asks)
                 await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
-                if call.hide_usage and attempt.refuses(b"stream_options"):
+                if call.hide_usage and attempt.answer is not None and attempt.refuses(b"stream_options"):
                     # Only the proxy asked for it.
                     self._usage.refused(backend, lease.grant.at_s)
                     attempt = context.attempt = Attempt(split=attempt.split)
@@ -366,12 +368,11 @@ class RequestHandler:
             attempt.again = Again.ANYWHERE_ELSE
         return attempt
 
-    async def _release(self, context: RequestContext, routing: Routing) -> None:
+    async def _release(self, context: RequestContext, handover: Handover, routing: Routing) -> None:
         """Have the prompt freed that was computed for a second stage which does not come."""
-        handover, context.handover = context.handover, None
-        if handover is not None:
-            backend = self._backends.get(handover.answers_on or "")
-            await context.input.rules.releaser.release(handover, backend, routing.request.model)
+        context.handover = None
+        backend = self._backends.get(handover.answers_on or "")
+        await context.input.rules.releaser.release(handover, backend, routing.request.model)
 
     async def _deliver_failure(self, context: RequestContext, attempt: Attempt) -> None:
         """Send the backend's own error as it is, or raise the Failure that says what happened."""
@@ -436,8 +437,9 @@ class RequestHandler:
         return failure.response(dialect, {"x-request-id": context.input.id, **context.extra})
 
     def _record(self, context: RequestContext) -> None:
-        # Of a request that was refused before its tenant was known.
-        context.input.begin_trace(self._sampler)
+        if self._sampler is not None:
+            # Of a request that was refused before its tenant was known.
+            context.input.begin_trace(self._sampler)
         ended = context.record(asyncio.get_running_loop().time(), context.input.rules.band_names)
         if context.routing is not None:
             self._dispatcher.ended(context.routing.request, ended.result.met)

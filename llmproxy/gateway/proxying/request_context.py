@@ -68,9 +68,9 @@ class ReceivedRequest:
     unknown_objective: str | None = None
     trace: TraceContext | None = None
 
-    def begin_trace(self, sampler: Sampler | None) -> None:
+    def begin_trace(self, sampler: Sampler) -> None:
         """Begin the trace, once. Only clients whose headers count may say which one it is."""
-        if sampler is not None and self.trace is None:
+        if self.trace is None:
             self.trace = sampler.begin(self.http.headers.getall("traceparent", ()), self.trusted)
 
     def engine_id(self, routing: Routing) -> str:
