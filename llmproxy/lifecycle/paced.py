@@ -20,6 +20,19 @@ class PacedCalls:
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], object]] = deque()
+        self._taken = 0
+
+    def take(self) -> bool:
+        """Return whether the caller may go on at once, as one call of this turn. If not, it adds its call."""
+        if self._calls or self._taken >= CALLS:
+            return False
+        if not self._taken:
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        self._taken += 1
+        return True
+
+    def _end_turn(self) -> None:
+        self._taken = 0
 
     def add(self, call: Callable[[], object]) -> None:
         """Make this call soon. It must not raise."""

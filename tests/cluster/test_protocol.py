@@ -287,6 +287,7 @@ REQUIRED = {
     "Target": "requested model pool adapter",
     "TraceContext": "trace_id span_id parent_id sampled",
     "Usage": "prompt_tokens output_tokens",
+    "Waited": "rule",
     "Welcome": "epoch name version config",
     "Why": "waiting flows standing passed_over",
 }

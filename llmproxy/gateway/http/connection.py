@@ -304,9 +304,10 @@ class ClientServer(web.Server):
 
     async def turn(self) -> None:
         """Wait until a new connection may begin its first request."""
-        begins = asyncio.Event()
-        self._begins.add(begins.set)
-        await begins.wait()
+        if not self._begins.take():
+            begins = asyncio.Event()
+            self._begins.add(begins.set)
+            await begins.wait()
 
     def __call__(self) -> ClientConnection:
         connection = ClientConnection(self, self._conn_handler, self._limits, loop=self._loop, **self._kwargs)
