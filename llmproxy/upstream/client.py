@@ -199,7 +199,7 @@ def _head(url: URL, method: str, path_qs: str, headers: Headers, size_bytes: int
         for field in (headers.items() if isinstance(headers, Mapping) else headers)
         if field[0].lower() != "content-length"
     ]
-    if not any(name.lower() == "host" for name, _ in fields):
+    if "host" not in [name.lower() for name, _ in fields]:
         fields.insert(0, ("Host", url.host_port_subcomponent or ""))
     fields.append(("Content-Length", str(size_bytes)))
     target = url.raw_path.rstrip("/") + path_qs
