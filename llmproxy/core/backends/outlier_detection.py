@@ -102,13 +102,14 @@ class OutlierDetection:
         adapter = request.adapter
         stream = StreamSpan(
             backend, now, request.prompt_tokens, own_tokens, backend.unstarted_tokens + own_tokens, now, adapter, cold,
-            fetched, sequences=request.sequences, whole=not request.stream, prepared=request.prepared,
+            fetched, computed_tokens=backend.computed_tokens, loaded=backend.pending_loads.done,
+            sequences=request.sequences, whole=not request.stream, prepared=request.prepared,
         )  # fmt: skip
         self._streams[lease] = backend.unseen[lease] = stream
         if not request.stream:
             backend.whole[lease] = stream
             # Its first token is invisible. It shows only that its prompt takes time.
-            stream.begin(0, self._prompts_s(backend, now), now)
+            stream.prompts_s = self._prompts_s(backend, now)
             backend.computed_tokens += own_tokens
             backend.whole_tokens += request.prompt_tokens
             backend.whole_s += PROMPT_LATE * request.prompt_tokens * self._prefill.slope
