@@ -62,7 +62,7 @@ newest: .venv
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -r .venv-newest/known.txt
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager .
 	.venv-newest/bin/python -m pip list --disable-pip-version-check | grep -E '^(aiohttp|httptools|uvloop) '
-	.venv-newest/bin/python -m pytest -n auto tests/strictness tests/gateway tests/upstream tests/fleet tests/e2e
+	.venv-newest/bin/python -m pytest -n auto tests/strictness tests/gateway tests/upstream tests/backends tests/e2e
 
 # Random inputs for everything that reads what others wrote, for this long; the seeds are printed.
 FUZZ_MINUTES ?= 10
@@ -93,9 +93,9 @@ compat: .venv
 # The dashboards and rules of `llmproxy export` on a real Prometheus that reads the demo, alerts in its scenes, and those
 # of damage that it does not play.
 monitoring: .venv
-	$(BIN)/python -m tests.export
-	$(BIN)/python -m tests.export.scenes
-	$(BIN)/python -m tests.export.damage
+	$(BIN)/python -m tests.tools.export
+	$(BIN)/python -m tests.tools.export.scenes
+	$(BIN)/python -m tests.tools.export.damage
 
 bench: .venv
 	$(BIN)/python -m benchmarks.peers $(BENCH)

@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.fleet import free_port, is_whole, ready, start, total_of
-from llmproxy.kv_connectors.nixl import Nixl
+from llmproxy.core.kv_connectors.nixl import Nixl
 
 REPLICA = (
     "--profile", "tiny", "--speed", "10", "--kv-transfer", "nixl", "--kv-latency-s", "0", "--kv-handshake-s", "0",

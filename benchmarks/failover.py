@@ -27,7 +27,7 @@ import aiohttp
 from benchmarks.fleet import Fleet, fleet, value_of
 from benchmarks.overload import percentile
 from llmproxy.config.value_types import hash_of
-from llmproxy.simulator.server.metrics import unix_now_s
+from llmproxy.lab.simulator.server.metrics import unix_now_s
 
 REPLICAS = 4
 MODEL = "sim"

@@ -27,11 +27,12 @@ from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
 from llmproxy.core.snapshot import BackendStatus
-from llmproxy.dispatcher import Dispatcher
-from llmproxy.live.history import COLUMNS_MAX, SECONDS, TEN_S, TENS
-from llmproxy.live.recorder import Recorder
-from llmproxy.live.snapshot import LiveSnapshot, dumped
-from llmproxy.telemetry.exit import AttemptRecord, RequestExit, RequestInput, RequestResult, RequestRouting
+from llmproxy.observe.exit import RequestExit, RequestInput, RequestResult, RequestRouting
+from llmproxy.observe.live.history import COLUMNS_MAX, SECONDS, TEN_S, TENS
+from llmproxy.observe.live.recorder import Recorder
+from llmproxy.observe.live.snapshot import LiveSnapshot, dumped
+from llmproxy.scheduling.attempts import AttemptRecord
+from llmproxy.scheduling.dispatcher import Dispatcher
 
 FLEETS = ((3, 1_000), (64, 1_000), (200, 10_000))
 """Backends and flows."""

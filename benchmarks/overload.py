@@ -185,7 +185,7 @@ def bound_text(load: Load, solo_p99_s: float) -> str:
     A replica of B sequences that take s seconds each frees a slot every s / B on average; 1 % of such exponential gaps
     exceed 4.6 of them. Who is let into the look-ahead waits for a slot of that one replica.
     """
-    from llmproxy.simulator.engine.profiles import profile_named
+    from llmproxy.lab.simulator.engine.profiles import profile_named
 
     profile = profile_named("llama-8b-h100")
     tokens = load.prompt_words * 3

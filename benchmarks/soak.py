@@ -35,7 +35,7 @@ from benchmarks.fleet import free_port, is_whole, start
 from benchmarks.proxy import rss_bytes
 from llmproxy.app import Proxy, running
 from llmproxy.config import BackendConfig, Config
-from llmproxy.telemetry import logs
+from llmproxy.observe import logs
 
 REPLICAS = 2
 REPLICA_FLAGS = ("--model", "sim", "--profile", "tiny", "--max-num-seqs", "16", "--speed", "4")

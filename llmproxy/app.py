@@ -1,4 +1,4 @@
-"""The composition root: a configuration becomes wired objects, started and stopped in order."""
+"""Creates and connects the objects of a configuration, and starts and stops them in order. It decides nothing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from functools import partial
 from random import Random
 from uuid import uuid4
 
-from llmproxy.cluster.build import hash_of, member_of
-from llmproxy.cluster.cluster import Cluster
-from llmproxy.cluster.pages import MemberPages, bounded, status_of
-from llmproxy.cluster.relays import Relays
+from llmproxy.backends import discovery
+from llmproxy.backends.adapter_keeper import AdapterKeeper
+from llmproxy.backends.discovery import Discovery, addresses, services
+from llmproxy.backends.events import BackendEvents, BackendLog, PollCounter
+from llmproxy.backends.pair_warm_up import PairWarmUp
+from llmproxy.backends.registry import BackendRegistry
+from llmproxy.backends.start_times import StartTimes
+from llmproxy.backends.state_file import State, StateFile
 from llmproxy.config import BackendConfig, ClientsConfig, Config, ConfigError, settings_of
 from llmproxy.config.reload import Combined, Reloader, Reread
 from llmproxy.core.adapters import Adapters
@@ -22,15 +26,6 @@ from llmproxy.core.backends.catalogue import Aliases
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.shards import Shards
-from llmproxy.dispatcher import Dispatcher
-from llmproxy.fleet import discovery
-from llmproxy.fleet.adapter_keeper import AdapterKeeper
-from llmproxy.fleet.discovery import Discovery, addresses, services
-from llmproxy.fleet.events import BackendEvents, BackendLog, PollCounter
-from llmproxy.fleet.pair_warm_up import PairWarmUp
-from llmproxy.fleet.registry import BackendRegistry
-from llmproxy.fleet.start_times import StartTimes
-from llmproxy.fleet.state_file import State, StateFile
 from llmproxy.gateway.admin.adapters import AdapterRoutes
 from llmproxy.gateway.admin.backends import BackendRoutes
 from llmproxy.gateway.admin.debug import AdminPages
@@ -47,21 +42,26 @@ from llmproxy.lifecycle.background import background_task
 from llmproxy.lifecycle.descriptors import clients_of_admin_port, clients_of_process, connections_max
 from llmproxy.lifecycle.handover import unless
 from llmproxy.lifecycle.sockets import Sockets
-from llmproxy.live.recorder import Recorder
-from llmproxy.live.snapshot import LiveSnapshot
-from llmproxy.shared.limits import SharedLimits
-from llmproxy.telemetry import logs, spans
-from llmproxy.telemetry.decisions import DecisionLog, open_to_append
-from llmproxy.telemetry.exit import Exits, RequestExit
-from llmproxy.telemetry.genai import GenAiMetrics
-from llmproxy.telemetry.key_metrics import KeyMetrics
-from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState
-from llmproxy.telemetry.trace_context import Sampler
+from llmproxy.observe import logs, spans
+from llmproxy.observe.decisions import DecisionLog, open_to_append
+from llmproxy.observe.exit import Exits, RequestExit
+from llmproxy.observe.genai import GenAiMetrics
+from llmproxy.observe.key_metrics import KeyMetrics
+from llmproxy.observe.live.recorder import Recorder
+from llmproxy.observe.live.snapshot import LiveSnapshot
+from llmproxy.observe.metrics import BackendState, LiveState, Metrics, QueueState
+from llmproxy.observe.trace_context import Sampler
+from llmproxy.remote.cluster.build import hash_of, member_of
+from llmproxy.remote.cluster.cluster import Cluster
+from llmproxy.remote.cluster.pages import MemberPages, bounded, status_of
+from llmproxy.remote.cluster.relays import Relays
+from llmproxy.remote.workers.page import answer_page
+from llmproxy.remote.workers.supervisor import WorkerSupervisor
+from llmproxy.scheduling.dispatcher import Dispatcher
+from llmproxy.scheduling.shared_limits import SharedLimits
 from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.tls import peers_tls
-from llmproxy.workers.page import answer_page
-from llmproxy.workers.supervisor import WorkerSupervisor
 
 CONFIGURED = "config"
 """The source of backends that is the configuration itself."""

@@ -1,4 +1,4 @@
-"""The life of the serving process: from its signals and inherited sockets to its exit code."""
+"""The serving process, from signals and inherited sockets to the exit code. It never sees a request."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import structlog
 import uvloop
 
 from llmproxy.app import Proxy, running
+from llmproxy.backends.state_file import AUTO, NONE, StateFile, place, warn_of_old
 from llmproxy.config import Config, ConfigError, unused_settings
 from llmproxy.config.reload import Reread
-from llmproxy.fleet.state_file import AUTO, NONE, StateFile, place, warn_of_old
 from llmproxy.lifecycle import GC_THRESHOLDS, early_signals
 from llmproxy.lifecycle.descriptors import clients_of_process, open_files_max, raise_limit
 from llmproxy.lifecycle.handover import ProcessSignals, drained_before, notify, unless
 from llmproxy.lifecycle.sockets import ListenError, Sockets
-from llmproxy.telemetry import logs
+from llmproxy.observe import logs
 
 NO_FILE = "only a file is read again, and none was named with --config; flags and variables are read once"
 

@@ -16,9 +16,9 @@ from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, Settings
 from llmproxy.core.shards import Shards
-from llmproxy.dispatcher import Dispatcher
 from llmproxy.lab.run.virtual_time import run
-from llmproxy.lease import Lease, Leasing
+from llmproxy.scheduling.dispatcher import Dispatcher
+from llmproxy.scheduling.lease import Lease, Leasing
 from tests.core.machine.account import assert_nothing_left
 from tests.core.make import BASE, listing, request
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmproxy.telemetry.exit import AttemptRecord, RequestExit, RequestInput, RequestResult, RequestRouting
+from llmproxy.observe.exit import RequestExit, RequestInput, RequestResult, RequestRouting
+from llmproxy.scheduling.attempts import AttemptRecord
 
 
 def exit_of(**fields: Any) -> RequestExit:

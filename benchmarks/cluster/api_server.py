@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from tests.fleet.kubernetes.api_server import ApiServer, endpoint, endpoint_slice
+from tests.backends.kubernetes.api_server import ApiServer, endpoint, endpoint_slice
 
 SERVICE = "kubernetes+http://service/vllm"
 

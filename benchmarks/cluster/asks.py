@@ -12,13 +12,14 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
 
-from llmproxy.cluster.channel import MemberChannel
-from llmproxy.cluster.network import split_address
-from llmproxy.cluster.protocol import PROTOCOL, TO_MEMBER, Hello, Welcome
-from llmproxy.cluster.relay import RelayDispatcher
 from llmproxy.core.domain import Outcome, Request, Usage, Verdict
-from llmproxy.telemetry.exit import AttemptRecord, RequestExit, RequestInput, RequestResult, RequestRouting
-from llmproxy.workers import protocol
+from llmproxy.observe.exit import RequestExit, RequestInput, RequestResult, RequestRouting
+from llmproxy.remote.cluster.channel import MemberChannel
+from llmproxy.remote.cluster.network import split_address
+from llmproxy.remote.cluster.protocol import PROTOCOL, TO_MEMBER, Hello, Welcome
+from llmproxy.remote.cluster.relay import RelayDispatcher
+from llmproxy.remote.workers import protocol
+from llmproxy.scheduling.attempts import AttemptRecord
 
 MODEL = "mock"
 BLOCKS = 16

@@ -19,12 +19,12 @@ from math import log2
 from aiohttp.test_utils import make_mocked_request
 
 from benchmarks.parts.patterns import EXPONENT_MAX, Found, cpu_s, found_patterns, slowest
+from llmproxy.backends.adapter_keeper import ANSWER_BYTES_MAX as ADAPTER_BYTES_MAX
+from llmproxy.backends.adapter_keeper import _message
+from llmproxy.backends.metrics_text import is_filtered, parse_reading
+from llmproxy.backends.models import parse_listing
+from llmproxy.backends.poller import BODY_BYTES_MAX as PAGE_BYTES_MAX
 from llmproxy.config import Config
-from llmproxy.fleet.adapter_keeper import ANSWER_BYTES_MAX as ADAPTER_BYTES_MAX
-from llmproxy.fleet.adapter_keeper import _message
-from llmproxy.fleet.metrics_text import is_filtered, parse_reading
-from llmproxy.fleet.models import parse_listing
-from llmproxy.fleet.poller import BODY_BYTES_MAX as PAGE_BYTES_MAX
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.headers import named_in_connection, to_client
 from llmproxy.gateway.http.routes import BodyKind

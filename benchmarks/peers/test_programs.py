@@ -19,7 +19,7 @@ from benchmarks.peers.cases import Case
 from benchmarks.peers.measure import Books, Window
 from benchmarks.peers.test_peers import SSE
 from benchmarks.proxy import Child
-from llmproxy.fleet.metrics_text import is_filtered, parse_reading
+from llmproxy.backends.metrics_text import is_filtered, parse_reading
 from llmproxy.gateway.request.json_scan import drain
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")

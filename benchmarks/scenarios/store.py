@@ -15,7 +15,7 @@ from llmproxy.lab.results.result import Point, RunResult, Trail
 from llmproxy.lab.run.runs import Finished, Simulation
 
 PACKAGE = Path(llmproxy.__file__).parent
-ROOMS = ("core", "config", "simulator", "lab", "dispatcher.py")
+ROOMS = ("core", "config", "scheduling", "lab")
 """The code that a run passes through."""
 PRESENTATION = frozenset(
     {"drawing.py", "plots.py", "report.py", "scaling_plots.py", "simulate.py", "sizes.py", "table.py"}
@@ -73,9 +73,7 @@ def code_digest(rivals: bool) -> str:
 def code_files() -> Iterator[Path]:
     """Every file that a run passes through."""
     for room in ROOMS:
-        place = PACKAGE / room
-        files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
-        yield from (path for path in files if path.name not in PRESENTATION)
+        yield from (path for path in sorted((PACKAGE / room).rglob("*.py")) if path.name not in PRESENTATION)
 
 
 @cache

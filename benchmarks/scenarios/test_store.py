@@ -76,7 +76,13 @@ def test_a_run_of_another_file_or_another_code_is_not_found(tmp_path: Path, monk
 
 def test_digest_covers_code_of_runs_and_not_presentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "llmproxy"
-    names = ("core/queue.py", "config/load.py", "simulator/engine/engine.py", "lab/run/replay.py", "dispatcher.py")
+    names = (
+        "core/queue.py",
+        "config/load.py",
+        "lab/simulator/engine/engine.py",
+        "lab/run/replay.py",
+        "scheduling/lease.py",
+    )
     rival, shown = "lab/baselines/epp.py", "lab/results/plots.py"
     for name in (*names, rival, shown):
         (package / name).parent.mkdir(parents=True, exist_ok=True)

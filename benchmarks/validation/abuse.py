@@ -23,7 +23,7 @@ import aiohttp
 
 from benchmarks.validation.vllm_replica import proxied
 from llmproxy.app import Proxy
-from llmproxy.telemetry import logs
+from llmproxy.observe import logs
 
 CLEAR_S = 30.0
 LOOK_S = 0.05

@@ -25,7 +25,7 @@ import aiohttp
 import orjson
 
 from benchmarks.validation.vllm_replica import proxied
-from llmproxy.telemetry import logs
+from llmproxy.observe import logs
 
 BANDS = {"critical": 0.2, "default": 0.6, "sheddable": 0.2}
 LEVELS = {100: "critical", 0: "default", -100: "sheddable"}

@@ -23,7 +23,7 @@ import aiohttp
 import orjson
 
 from benchmarks.validation.vllm_replica import Replica, proxied
-from llmproxy.telemetry import logs
+from llmproxy.observe import logs
 
 WORDS = ("red", "blue", "house", "tree", "river", "stone", "runs", "sings", "slowly", "under", "seven", "lamps", "and")
 

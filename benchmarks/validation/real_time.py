@@ -48,8 +48,8 @@ from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies.by_name import own_name, plan_named
 from llmproxy.lab.run.replay import SETTLE_S, Setup, records_of
+from llmproxy.lab.simulator.server.text import TOKEN_BYTES
 from llmproxy.lab.traces.arrival import Arrival
-from llmproxy.simulator.server.text import TOKEN_BYTES
 
 MODEL = "sim"
 PROFILE = "llama-8b-h100"

@@ -41,11 +41,11 @@ import aiohttp
 
 from benchmarks.validation.request_list import Part, recorded_list
 from benchmarks.validation.vllm_replica import Answer, Replica, Settings, State, UnfitError
-from llmproxy.simulator.engine.engine import Engine
-from llmproxy.simulator.engine.kv_cache import block_hashes
-from llmproxy.simulator.engine.profiles import profile_named
-from llmproxy.simulator.engine.sequence import EngineRequest
-from tests.simulator.engine.invariants import check_engine
+from llmproxy.lab.simulator.engine.engine import Engine
+from llmproxy.lab.simulator.engine.kv_cache import block_hashes
+from llmproxy.lab.simulator.engine.profiles import profile_named
+from llmproxy.lab.simulator.engine.sequence import EngineRequest
+from tests.lab.simulator.engine.invariants import check_engine
 
 SEED = 7
 PART_WITHIN_S = 180.0

@@ -10,7 +10,7 @@ def main() -> None:
     if sys.argv[1:2] == ["serve"]:
         early_signals.remember()
         # From now on no output may block on a slow reader, not even that of a wrong configuration.
-        from llmproxy.telemetry.logs import write_by_thread
+        from llmproxy.observe.logs import write_by_thread
 
         write_by_thread()
     elif sys.argv[1:2] == ["demo"]:

@@ -267,7 +267,7 @@ def replica(
     """Serve one simulated vLLM server, without a GPU."""
     import uvloop
 
-    from llmproxy.simulator.replica import Replica, ReplicaOptions, serve_replica
+    from llmproxy.lab.simulator.replica import Replica, ReplicaOptions, serve_replica
 
     try:
         options = ReplicaOptions(**given | {"adapters": tuple(given["adapters"] or ())})
@@ -292,7 +292,7 @@ def export(
 
     Files of the same names are replaced.
     """
-    from llmproxy.export import KINDS, files_of
+    from llmproxy.tools.export import KINDS, files_of
 
     if kind not in KINDS:
         _fail([f"llmproxy export: {kind} is none of {', '.join(KINDS)}"])
@@ -323,7 +323,7 @@ def top(
     Keys: s sorts the replicas by the next column, r reverses, / filters replicas and flows, p pauses, e shows the last
     choices with their prices, q quits.
     """
-    from llmproxy import top as asked
+    from llmproxy.tools import top as asked
 
     _ask(lambda: asked.top(asked.Target.parsed(url, admin_key), interval_s, once=once, as_json=as_json), "top")
 
@@ -338,7 +338,7 @@ def explain(
     admin_key: AdminKey = None,
 ) -> None:
     """Tell the story of one request: how long it waited, on which replicas it was, what each would have cost."""
-    from llmproxy import top as asked
+    from llmproxy.tools import top as asked
 
     _ask(lambda: asked.explain(asked.Target.parsed(url, admin_key), request, as_json=as_json), "explain")
 
@@ -350,7 +350,7 @@ def scale(
     admin_key: AdminKey = None,
 ) -> None:
     """Say how many replicas each pool of a running proxy has and needs, and which part of the work asks for them."""
-    from llmproxy import top as asked
+    from llmproxy.tools import top as asked
 
     _ask(lambda: asked.scale(asked.Target.parsed(url, admin_key), as_json=as_json), "scale")
 
@@ -368,14 +368,14 @@ def whatif(
 
     A flow is a tenant, a model or what else scheduling.flow says. Nothing is changed.
     """
-    from llmproxy import top as asked
+    from llmproxy.tools import top as asked
 
     _ask(lambda: asked.whatif(asked.Target.parsed(url, admin_key), weights or ()), "whatif")
 
 
 def _ask(question: Callable[[], Coroutine[Any, Any, None]], command: str) -> None:
     """Run a command that asks a running proxy."""
-    from llmproxy.top import AskError
+    from llmproxy.tools.top import AskError
 
     try:
         asyncio.run(question())
@@ -390,7 +390,7 @@ def demo(
     replicas: Annotated[int, typer.Option(metavar="N", min=1, max=16, help="Simulated vLLM servers to start.")] = 3,
 ) -> None:
     """Start simulated vLLM servers and the proxy, send some traffic, and show what happens, until Ctrl-C."""
-    from llmproxy.demo import run_demo
+    from llmproxy.lab.demo import run_demo
 
     raise typer.Exit(run_demo(port, replicas))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from llmproxy.cli.child import run
-from llmproxy.demo.buttons import add
+from llmproxy.lab.demo.buttons import add
 
 if __name__ == "__main__":
     add(sys.argv.pop(1))

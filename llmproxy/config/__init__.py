@@ -1,4 +1,4 @@
-"""The configuration: one YAML file, and what flags and the environment put over it, become one frozen `Config`."""
+"""The configuration: reads a YAML file, the environment and flags into one frozen `Config`, checks it, reloads it."""
 
 from llmproxy.config.changes import changes_between, with_reloadable
 from llmproxy.config.config import Config

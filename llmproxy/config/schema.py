@@ -54,11 +54,11 @@ from llmproxy.config.value_types import (
     store_of,
 )
 from llmproxy.core.domain import Role
+from llmproxy.core.kv_connectors import connectors
 from llmproxy.core.placement.policy import presets
 from llmproxy.core.queueing.charge import charges
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.ordering import orderings
-from llmproxy.kv_connectors import connectors
 
 
 class Section(BaseModel):

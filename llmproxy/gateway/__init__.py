@@ -1,1 +1,1 @@
-"""The client leg and the byte path."""
+"""The side of the clients: HTTP, bodies, identity, relaying, pages for operators. It knows no policy."""

@@ -15,10 +15,10 @@ from llmproxy.gateway.proxying.handler import RequestHandler
 from llmproxy.gateway.proxying.rules import Rulebook, Rules
 from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.router import Router
-from llmproxy.lease import Leasing
-from llmproxy.telemetry import logs
-from llmproxy.telemetry.exit import ExitSink
-from llmproxy.telemetry.trace_context import Sampler
+from llmproxy.observe import logs
+from llmproxy.observe.exit import ExitSink
+from llmproxy.observe.trace_context import Sampler
+from llmproxy.scheduling.lease import Leasing
 from llmproxy.upstream.port import Upstream
 
 

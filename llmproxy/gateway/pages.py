@@ -22,7 +22,7 @@ from llmproxy.gateway.http.errors import Failure, nothing_at
 from llmproxy.gateway.http.routes import LOAD_ADAPTER, METRICS, MODELS, PING, ROOT, UNLOAD_ADAPTER
 from llmproxy.gateway.proxying.handler import RequestHandler
 from llmproxy.gateway.proxying.rules import Rulebook
-from llmproxy.telemetry.metrics import CONTENT_TYPE, Metrics
+from llmproxy.observe.metrics import CONTENT_TYPE, Metrics
 
 READY_RETRY_S = 1.0
 READY = "/ready"

@@ -23,8 +23,8 @@ from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.request.auth import Tenant
 from llmproxy.gateway.request.identity import id_for_error
-from llmproxy.telemetry.exit import ExitSink, RequestExit, RequestInput, RequestResult
-from llmproxy.telemetry.logs import log_exit, log_internal
+from llmproxy.observe.exit import ExitSink, RequestExit, RequestInput, RequestResult
+from llmproxy.observe.logs import log_exit, log_internal
 
 _log = structlog.get_logger()
 

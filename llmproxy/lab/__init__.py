@@ -1,1 +1,1 @@
-"""The laboratory: traffic replayed against the production scheduler and simulated engines, in virtual time."""
+"""The laboratory: traces replayed in virtual time, the simulated vLLM, the demo. Production never imports it."""

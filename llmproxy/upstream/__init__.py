@@ -1,1 +1,1 @@
-"""The HTTP client of the backends: its interface, connections, TLS and name resolution."""
+"""The HTTP client of the backends: connections, TLS, name resolution."""

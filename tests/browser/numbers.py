@@ -24,7 +24,7 @@ import aiohttp
 from playwright.async_api import Page, Response, async_playwright
 from prometheus_client.parser import text_string_to_metric_families
 
-from llmproxy.simulator.replica import Replica, ReplicaOptions
+from llmproxy.lab.simulator.replica import Replica, ReplicaOptions
 from tests.compat.browser import found_browser
 from tests.e2e.processes import served
 from tests.e2e.proxies import CHAT

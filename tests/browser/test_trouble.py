@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llmproxy.simulator.replica import Replica
+from llmproxy.lab.simulator.replica import Replica
 from tests.browser.visit import ADMIN_KEY, VIEWS, WITH_KEY, visiting, worked
 from tests.e2e.processes import served
 from tests.e2e.proxies import FAST, HELLO, serving, until

@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from llmproxy.cli.commands import app
-from llmproxy.export import KINDS, files_of
+from llmproxy.tools.export import KINDS, files_of
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from llmproxy.simulator.replica import Replica, ReplicaOptions
+from llmproxy.lab.simulator.replica import Replica, ReplicaOptions
 from tests.e2e.processes import Served, served
 from tests.e2e.proxies import is_poll, samples, until
 

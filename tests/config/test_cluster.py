@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from llmproxy.cluster.network import reachable
 from llmproxy.config import ConfigError, load
+from llmproxy.remote.cluster.network import reachable
 
 LOCAL = "listen: '127.0.0.1:8090'"
 

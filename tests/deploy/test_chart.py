@@ -12,14 +12,14 @@ import pytest
 import yaml
 
 from llmproxy import __version__
-from llmproxy.cluster.stores import name_of
 from llmproxy.config import load
 from llmproxy.config.changes import NEEDS_RESTART
 from llmproxy.config.config import Config
 from llmproxy.config.keys import walk
 from llmproxy.config.pods_url import INFERENCE_POOL, NAMES, PODS, SERVICE, PodsUrl
 from llmproxy.config.reference import default
-from llmproxy.export.scaling import HPA, KEDA
+from llmproxy.remote.cluster.stores import name_of
+from llmproxy.tools.export.scaling import HPA, KEDA
 from tests.deploy import CHART, PAGE
 from tests.deploy.objects import (
     EXTENSION,

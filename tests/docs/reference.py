@@ -9,21 +9,23 @@ from __future__ import annotations
 import ast
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
 from llmproxy.core.domain import Outcome, Predicted, Slo, Trouble, Verdict, Why
 from llmproxy.gateway.http.errors import STATUS, error_fields
-from llmproxy.telemetry.exit import RequestExit
-from llmproxy.telemetry.exit_fields import FIELDS as EXIT_FIELDS
-from llmproxy.telemetry.logs import LEVELS
-from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState, ShardState
+from llmproxy.observe.exit import RequestExit
+from llmproxy.observe.exit_fields import FIELDS as EXIT_FIELDS
+from llmproxy.observe.logs import LEVELS
+from llmproxy.observe.metrics import BackendState, LiveState, Metrics, QueueState, ShardState
 from tests import ROOT
 from tests.docs.meanings import EVENTS, FIELDS, METRICS, OUTCOMES
 from tests.exits import exit_of
 
-REFERENCE = ROOT / "docs" / "reference"
+DOCS = ROOT / "docs"
+REFERENCE = DOCS / "reference"
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -154,10 +156,27 @@ def _type(kind: dict[str, Any]) -> str:
     return str(kind.get("type") or kind.get("const") or "any")
 
 
+def rooms() -> str:
+    """The rooms of `llmproxy/` in the order of the import contract, with the first paragraph of their docstrings."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    names = [name for layer in contracts[0]["layers"] for name in layer.split(" | ")]
+    rows = []
+    for name in names:
+        file = ROOT / "llmproxy" / f"{name}.py"
+        path = file if file.exists() else ROOT / "llmproxy" / name / "__init__.py"
+        purpose = ast.get_docstring(ast.parse(path.read_text())) or ""
+        rows.append((f"`{name}.py`" if file.exists() else f"`{name}/`", " ".join(purpose.split("\n\n")[0].split())))
+    return table(("room", "purpose"), rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "metrics": metrics, "outcomes": outcomes, "request-fields": request_fields, "events": events, "result": result,
+    "rooms": rooms,
 }  # fmt: skip
-PAGES = ("metrics.md", "errors.md", "log-fields.md", "result.md")
+PAGES = (
+    "reference/metrics.md", "reference/errors.md", "reference/log-fields.md", "reference/result.md",
+    "concepts/architecture.md",
+)  # fmt: skip
 
 
 def generated(text: str) -> str:
@@ -167,7 +186,7 @@ def generated(text: str) -> str:
 
 def main() -> None:
     for name in PAGES:
-        page = REFERENCE / name
+        page = DOCS / name
         page.write_text(generated(page.read_text()))
 
 

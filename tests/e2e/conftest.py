@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import structlog
 
-from llmproxy.telemetry import logs
+from llmproxy.observe import logs
 from tests.e2e.leftovers import CountingLoop
 from tests.e2e.proxies import FAST, ProxyUnderTest, serving
 

@@ -25,12 +25,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from llmproxy.app import Proxy, running
+from llmproxy.backends.state_file import StateFile
 from llmproxy.config import Config, WatchedFile, load
 from llmproxy.config.reload import Reread
-from llmproxy.fleet.state_file import StateFile
-from llmproxy.simulator.replica import Replica, ReplicaOptions, SeenRequest
+from llmproxy.lab.simulator.replica import Replica, ReplicaOptions, SeenRequest
 from tests.e2e.leftovers import nothing_left
-from tests.simulator.engine.invariants import check_engine
+from tests.lab.simulator.engine.invariants import check_engine
 
 FAST = ReplicaOptions(model="base", adapters=("lora-0", "lora-1"), profile="tiny", noise=False)
 """A replica whose steps take about a millisecond."""

@@ -6,7 +6,7 @@ import asyncio
 import gzip
 from typing import Any
 
-from llmproxy.simulator.server.faults import FaultKind
+from llmproxy.lab.simulator.server.faults import FaultKind
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Script, answering, breaking, chunk, whole
 from tests.faults.rig import SHORT, Misbehaviour
 from tests.upstream.raw_server import Peer

@@ -65,7 +65,7 @@ async def watch(fault: PollFault) -> Polled:
 
     config: dict[str, Any] = {"poll": {"timeout_s": fault.timeout_s}, "queue": {"hold_s": 0.0}}
     with capture_logs() as log, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmproxy.fleet.poller.REPROBE_INTERVAL_S", 0.02)
+        patch.setattr("llmproxy.backends.poller.REPROBE_INTERVAL_S", 0.02)
         async with serving_script(answering(BODY), **config) as (proxy, backend):
             backend.polls[fault.path] = counted
             known = proxy.app.pools.backends["b0"]

@@ -12,8 +12,8 @@ from typing import Any
 from structlog.testing import capture_logs
 
 from llmproxy.core.domain import Stage
-from llmproxy.simulator.replica import Replica
-from llmproxy.simulator.server.faults import FaultKind
+from llmproxy.lab.simulator.replica import Replica
+from llmproxy.lab.simulator.server.faults import FaultKind
 from tests.e2e.proxies import FAST, HELLO, STREAM, ProxyUnderTest, raw_post, serving, until
 from tests.e2e.scripted import Script, Scripted, scripted
 

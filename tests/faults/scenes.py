@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from llmproxy.simulator.replica import Replica
+from llmproxy.lab.simulator.replica import Replica
 from llmproxy.upstream.resolver import Address
 from tests.e2e.proxies import ENDLESS, FAST, HELLO, STREAM, Answer, ProxyUnderTest, all_of, all_up, serving, until
 from tests.faults.rig import posts

@@ -20,7 +20,7 @@ from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.headers import PRIVILEGED, named_in_connection, to_client
 from llmproxy.gateway.request.auth import Keys
 from llmproxy.gateway.request.identity import Identity, id_for_error, parse_duration_s, request_id
-from llmproxy.telemetry.trace_context import Sampler
+from llmproxy.observe.trace_context import Sampler
 from tests.fuzz.profile import FUZZED
 
 NAMES = st.sampled_from(

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from llmproxy.fleet.metrics_text import METRIC_NAMES, is_filtered, parse_reading
-from llmproxy.fleet.models import parse_listing
+from llmproxy.backends.metrics_text import METRIC_NAMES, is_filtered, parse_reading
+from llmproxy.backends.models import parse_listing
 from llmproxy.gateway.request.json_scan import drain
 from tests.fuzz.profile import FUZZED
 

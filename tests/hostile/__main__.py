@@ -17,7 +17,7 @@ from typing import Any
 
 import uvloop
 
-from llmproxy.telemetry import logs
+from llmproxy.observe import logs
 from tests.e2e.proxies import ProxyUnderTest
 from tests.e2e.scripted import Scripted
 from tests.hostile import answers, backends, bodies, clients, fuzzed, requests

@@ -16,8 +16,8 @@ from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, ReplicaSpec, SimulatedFleet
 from llmproxy.lab.policies.by_name import plan_named
 from llmproxy.lab.run.replay import Setup
+from llmproxy.lab.simulator.engine.profiles import profile_named
 from llmproxy.lab.traces.arrival import Arrival, Trace
-from llmproxy.simulator.engine.profiles import profile_named
 from tests import ROOT
 
 

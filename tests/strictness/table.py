@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import uvloop
 
-from llmproxy.telemetry import logs
+from llmproxy.observe import logs
 from tests import ROOT
 from tests.strictness.answers import ANSWERS, answer_bench, answer_differences, answer_row, client_saw, observe_answer
 from tests.strictness.observe import FREE, HASTY, Observed, bench, differences, observe

@@ -11,12 +11,12 @@ from llmproxy.config import ClientsConfig
 from llmproxy.core.adapters import AdapterPlan, Adapters, Report
 from llmproxy.core.backends.catalogue import NAME_CHARS_MAX
 from llmproxy.core.domain import Outcome, Refused
-from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.admin.explained import fields_of
 from llmproxy.gateway.http.errors import Failure, error_fields
 from llmproxy.gateway.http.routes import LOAD_ADAPTER
 from llmproxy.gateway.proxying.response_writer import read_body
 from llmproxy.gateway.proxying.rules import Rulebook
+from llmproxy.scheduling.dispatcher import Dispatcher
 
 BODY_BYTES_MAX = 16 << 10
 """Bodies are kept in memory. The name and path of an adapter need no more."""

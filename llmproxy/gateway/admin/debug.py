@@ -21,12 +21,12 @@ from llmproxy.core.adapters import Adapters, AdapterState
 from llmproxy.core.domain import Outcome, Waited
 from llmproxy.core.rate_limit import TokenBucket
 from llmproxy.core.snapshot import BackendSnapshot, BandSnapshot, FlowSnapshot, PoolSnapshot, Position
-from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.admin.explained import fields_of, pages_of
 from llmproxy.gateway.http.client_address import Clients, InNetworks
 from llmproxy.gateway.http.errors import Failure, error_body, nothing_at
 from llmproxy.gateway.http.routes import METRICS, Dialect
 from llmproxy.gateway.request.auth import digest_of, presented
+from llmproxy.scheduling.dispatcher import Dispatcher
 
 UI = "/ui"
 """The page in a browser; its files are below it."""

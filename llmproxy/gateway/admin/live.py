@@ -25,12 +25,13 @@ from llmproxy.gateway.admin.debug import UI, UNSTORED, AdminPages, number_asked,
 from llmproxy.gateway.admin.explained import pages_of
 from llmproxy.gateway.admin.plain import plain_page
 from llmproxy.gateway.admin.static import HEADERS, StaticFiles
-from llmproxy.live.history import TEN_S, TENS
-from llmproxy.live.minute import kind_of
-from llmproxy.live.recorder import Recorder
-from llmproxy.live.snapshot import LiveSnapshot, dumped, event_fields
-from llmproxy.telemetry.exit import AttemptRecord, RequestExit
-from llmproxy.telemetry.exit_fields import exit_fields, why_fields
+from llmproxy.observe.exit import RequestExit
+from llmproxy.observe.exit_fields import exit_fields, why_fields
+from llmproxy.observe.live.history import TEN_S, TENS
+from llmproxy.observe.live.minute import kind_of
+from llmproxy.observe.live.recorder import Recorder
+from llmproxy.observe.live.snapshot import LiveSnapshot, dumped, event_fields
+from llmproxy.scheduling.attempts import AttemptRecord
 
 LIVE = "/debug/live"
 HISTORY = "/debug/history"

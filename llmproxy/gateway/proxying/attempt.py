@@ -6,15 +6,15 @@ import asyncio
 from dataclasses import dataclass, field
 from math import inf
 
-from llmproxy.attempts import AttemptResult
 from llmproxy.config import TimeoutsConfig
 from llmproxy.core.domain import Outcome, Stage, Usage, Verdict
+from llmproxy.core.kv_connectors import KvConnector, Parameters
 from llmproxy.core.retry import MEANINGS, Again, Cause
 from llmproxy.gateway.http.headers import Headers
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.sse import StreamTap
-from llmproxy.kv_connectors import KvConnector, Parameters
-from llmproxy.telemetry.exit import AttemptRecord, Split, shortened
+from llmproxy.observe.exit import Split, shortened
+from llmproxy.scheduling.attempts import AttemptRecord, AttemptResult
 from llmproxy.upstream.port import Body
 
 

@@ -14,7 +14,7 @@ from llmproxy.gateway.proxying.request_context import ReceivedRequest
 from llmproxy.gateway.proxying.stages import OPENING_EVENTS, Handover
 from llmproxy.gateway.request.body_reader import SEQUENCES_MAX
 from llmproxy.gateway.request.parsed_body import ParsedBody
-from llmproxy.lease import Lease
+from llmproxy.scheduling.lease import Lease
 
 UNKNOWN_SHAPES = frozenset({BodyKind.OTHER, BodyKind.FORM})
 """Bodies that are understood in part: how much they ask for may be deeper in them, or the length of a sound."""

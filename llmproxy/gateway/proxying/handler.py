@@ -13,7 +13,6 @@ from os import urandom
 
 from aiohttp import web
 
-from llmproxy.attempts import Routing, run_attempts
 from llmproxy.config import BackendConfig, Config
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Outcome, Refused, Request, Stage, Verdict
@@ -35,10 +34,11 @@ from llmproxy.gateway.request.body_budget import BodyBudget, HeldBody
 from llmproxy.gateway.request.identity import REQUEST_ID_HEADER, request_id
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, ID_BYTES, SALT
-from llmproxy.lease import Lease, Leasing
-from llmproxy.telemetry.exit import ExitSink, Split
-from llmproxy.telemetry.logs import log_exit, log_internal, log_replaced_id
-from llmproxy.telemetry.trace_context import Sampler, new_span_id
+from llmproxy.observe.exit import ExitSink, Split
+from llmproxy.observe.logs import log_exit, log_internal, log_replaced_id
+from llmproxy.observe.trace_context import Sampler, new_span_id
+from llmproxy.scheduling.attempts import Routing, run_attempts
+from llmproxy.scheduling.lease import Lease, Leasing
 
 
 class RequestHandler:

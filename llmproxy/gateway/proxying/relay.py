@@ -13,6 +13,7 @@ import orjson
 from llmproxy.config import TimeoutsConfig
 from llmproxy.core.domain import Outcome, Request, Stage, Usage, Verdict
 from llmproxy.core.estimates.tokens import believable
+from llmproxy.core.kv_connectors import KvConnector, NotHandedOver
 from llmproxy.core.retry import Cause
 from llmproxy.gateway.http.errors import error_event
 from llmproxy.gateway.http.headers import to_client
@@ -31,8 +32,7 @@ from llmproxy.gateway.proxying.stream_relay import (
     check_lease,
     event_fields,
 )
-from llmproxy.kv_connectors import KvConnector, NotHandedOver
-from llmproxy.lease import Lease
+from llmproxy.scheduling.lease import Lease
 from llmproxy.upstream.port import ConnectFailed, Exchange, LocalFailure, Upstream, UpstreamBroken
 
 GOODBYE_S = 5.0

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from llmproxy.attempts import Routing
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Grant, Outcome, Stage
 from llmproxy.gateway.http.client_address import Client
@@ -22,7 +21,7 @@ from llmproxy.gateway.proxying.stored import Previous
 from llmproxy.gateway.request.auth import NO_TENANT, Tenant
 from llmproxy.gateway.request.body_budget import HeldBody
 from llmproxy.gateway.request.parsed_body import ParsedBody
-from llmproxy.telemetry.exit import (
+from llmproxy.observe.exit import (
     ATTEMPTS_MAX,
     RequestExit,
     RequestInput,
@@ -31,7 +30,8 @@ from llmproxy.telemetry.exit import (
     Split,
     shortened,
 )
-from llmproxy.telemetry.trace_context import Sampler, TraceContext
+from llmproxy.observe.trace_context import Sampler, TraceContext
+from llmproxy.scheduling.attempts import Routing
 
 _MODEL_CHARS_MAX = 100
 """Of the name of an unknown model in a record. A character may become twelve in its line, which is bounded too."""

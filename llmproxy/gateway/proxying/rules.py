@@ -10,6 +10,7 @@ from aiohttp import web
 
 from llmproxy.config import Config
 from llmproxy.core.domain import Outcome, RequestFacts
+from llmproxy.core.kv_connectors import KvConnector, connectors
 from llmproxy.core.placement.policy import presets
 from llmproxy.gateway.http.client_address import Clients
 from llmproxy.gateway.http.cors import Cors
@@ -22,7 +23,6 @@ from llmproxy.gateway.request.body_reader import BodyReader
 from llmproxy.gateway.request.identity import Identity
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.request_limits import RequestLimits
-from llmproxy.kv_connectors import KvConnector, connectors
 from llmproxy.upstream.port import Upstream
 
 

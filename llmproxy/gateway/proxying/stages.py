@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 import structlog
 
 from llmproxy.core.domain import Grant, Outcome, Stage, Usage, Verdict
+from llmproxy.core.kv_connectors import NotHandedOver, Parameters
 from llmproxy.core.retry import Again, Cause
 from llmproxy.gateway.http.routes import BodyKind
 from llmproxy.gateway.proxying.attempt import Attempt
-from llmproxy.kv_connectors import NotHandedOver, Parameters
-from llmproxy.lease import Lease
-from llmproxy.telemetry.exit import Split
+from llmproxy.observe.exit import Split
+from llmproxy.scheduling.lease import Lease
 
 OPENING_EVENTS: Mapping[BodyKind, int] = {BodyKind.CHAT: 1, BodyKind.RESPONSES: 2, BodyKind.MESSAGES: 1}
 """Events of a stream that say only that it begins. An engine sends them before it knows whether the KV-cache of the

@@ -31,7 +31,7 @@ from llmproxy.gateway.request.auth import NO_TENANT, Tenant
 from llmproxy.gateway.request.json_scan import BadBody
 from llmproxy.gateway.request.parsed_body import REQUEST_ID, ParsedBody
 from llmproxy.gateway.request.prefix_hash import PREVIOUS
-from llmproxy.lease import Leasing
+from llmproxy.scheduling.lease import Leasing
 from llmproxy.upstream.port import ConnectFailed, LocalFailure, Upstream, UpstreamBroken
 
 IDS_MAX = 10_000

@@ -6,7 +6,7 @@ from llmproxy.gateway.http.headers import Headers, to_client
 from llmproxy.gateway.proxying.attempt import Attempt, AttemptTimer
 from llmproxy.gateway.proxying.response_writer import ResponseWriter
 from llmproxy.gateway.proxying.sse import StreamTap
-from llmproxy.lease import Lease
+from llmproxy.scheduling.lease import Lease
 from llmproxy.upstream.port import Exchange
 
 HELD_BYTES_MAX = 1 << 20

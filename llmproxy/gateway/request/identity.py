@@ -26,7 +26,7 @@ from llmproxy.gateway.http.headers import (
     to_backend,
 )
 from llmproxy.gateway.request.auth import NO_TENANT, Tenant
-from llmproxy.telemetry.trace_context import TraceContext
+from llmproxy.observe.trace_context import TraceContext
 
 TTL_HEADER = "x-llm-d-inference-ttl"
 REQUEST_ID_HEADER = "x-request-id"

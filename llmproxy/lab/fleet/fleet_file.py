@@ -49,8 +49,8 @@ from llmproxy.lab.fleet.spec import (
     SimulatedFleet,
 )
 from llmproxy.lab.scaling.signals import SIGNALS
-from llmproxy.simulator.engine.kv_transfer import KvTransfer
-from llmproxy.simulator.engine.profiles import PROFILES, Profile
+from llmproxy.lab.simulator.engine.kv_transfer import KvTransfer
+from llmproxy.lab.simulator.engine.profiles import PROFILES, Profile
 
 REPLICAS_MAX = 4_096
 PROXIES_MAX = 256

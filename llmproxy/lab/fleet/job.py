@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llmproxy.simulator.engine.sequence import EngineRequest
+from llmproxy.lab.simulator.engine.sequence import EngineRequest
 
 
 class Broken(Exception):  # noqa: N818 - an event of the simulation, not an error of this code

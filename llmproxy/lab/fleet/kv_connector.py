@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llmproxy.simulator.engine.engine import Engine
-from llmproxy.simulator.engine.kv_transfer import KvTransfer
+from llmproxy.lab.simulator.engine.engine import Engine
+from llmproxy.lab.simulator.engine.kv_transfer import KvTransfer
 
 
 @dataclass(slots=True, eq=False)

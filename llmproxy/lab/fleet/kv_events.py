@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import takewhile
 
 from llmproxy.lab.fleet.world import World
-from llmproxy.simulator.engine.kv_cache import Changes
+from llmproxy.lab.simulator.engine.kv_cache import Changes
 
 DELAY_S = 0.010
 """From the end of a step until a subscriber has applied its batch."""

@@ -13,12 +13,12 @@ from typing import Protocol
 from llmproxy.lab.fleet.job import Broken, Leaving, Refusing, ServerJob, TooLong, TransferFailed
 from llmproxy.lab.fleet.kv_connector import KeptKv, KvConnector
 from llmproxy.lab.fleet.spec import KV_TRANSFER, ReplicaSpec
-from llmproxy.simulator.engine.engine import Engine
-from llmproxy.simulator.engine.kv_cache import Changes
-from llmproxy.simulator.engine.kv_transfer import KvTransfer
-from llmproxy.simulator.engine.profiles import Noise
-from llmproxy.simulator.engine.reports import Counters, Gauges, StepResult
-from llmproxy.simulator.engine.sequence import EngineRequest
+from llmproxy.lab.simulator.engine.engine import Engine
+from llmproxy.lab.simulator.engine.kv_cache import Changes
+from llmproxy.lab.simulator.engine.kv_transfer import KvTransfer
+from llmproxy.lab.simulator.engine.profiles import Noise
+from llmproxy.lab.simulator.engine.reports import Counters, Gauges, StepResult
+from llmproxy.lab.simulator.engine.sequence import EngineRequest
 
 NOISE = Noise()
 

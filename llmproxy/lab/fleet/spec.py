@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from llmproxy.core.domain import Role
-from llmproxy.simulator.engine.kv_transfer import KvTransfer
-from llmproxy.simulator.engine.profiles import Profile
+from llmproxy.lab.simulator.engine.kv_transfer import KvTransfer
+from llmproxy.lab.simulator.engine.profiles import Profile
 
 STEP_TOKENS = 8_192
 MAX_NUM_SEQS = 256

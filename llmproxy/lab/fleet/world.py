@@ -9,8 +9,8 @@ from itertools import count
 from llmproxy.core.domain import Stage
 from llmproxy.lab.baselines.policy import KnownPrompt
 from llmproxy.lab.fleet.server import SimulatedServer
+from llmproxy.lab.simulator.engine.sequence import EngineRequest
 from llmproxy.lab.traces.arrival import Arrival
-from llmproxy.simulator.engine.sequence import EngineRequest
 
 
 class Blocks:

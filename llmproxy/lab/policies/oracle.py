@@ -12,8 +12,8 @@ from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Ve
 from llmproxy.core.placement.policy import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, Placement
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.world import World
+from llmproxy.lab.simulator.engine.sequence import EngineRequest
 from llmproxy.lab.traces.arrival import Arrival
-from llmproxy.simulator.engine.sequence import EngineRequest
 
 BEGIN_WITHIN_S = 0.5
 """A request may be bound to a replica that will begin it this much later; any longer it waits in the central queue."""

@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from llmproxy.lab.fleet.spec import ReplicaSpec, SimulatedFleet
+from llmproxy.lab.simulator.engine.profiles import Profile
 from llmproxy.lab.traces.arrival import Arrival
-from llmproxy.simulator.engine.profiles import Profile
 
 TTFT_LEAST_S = 1.0
 TTFT_FACTOR = 3.0

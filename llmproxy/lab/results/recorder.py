@@ -36,7 +36,7 @@ from llmproxy.lab.results.sums import (
     quantiles,
     ratio,
 )
-from llmproxy.simulator.engine.reports import Counters
+from llmproxy.lab.simulator.engine.reports import Counters
 
 TENANTS_SHOWN = 100
 TENANTS_KEPT = 400

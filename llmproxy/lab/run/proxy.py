@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 
-from llmproxy.attempts import AttemptResult, Routing, run_attempts
 from llmproxy.config import Config
 from llmproxy.core.domain import (
     Listing,
@@ -24,7 +23,6 @@ from llmproxy.core.domain import (
     Verdict,
 )
 from llmproxy.core.retry import Again, RetryBudget
-from llmproxy.dispatcher import Dispatcher
 from llmproxy.lab.baselines.policy import Surroundings
 from llmproxy.lab.fleet.job import Broken, Leaving, Refusing, ServerJob, TooLong, TransferFailed
 from llmproxy.lab.fleet.kv_connector import KeptKv
@@ -36,7 +34,9 @@ from llmproxy.lab.results.audit import AuditedPools
 from llmproxy.lab.results.record import Record
 from llmproxy.lab.run.identity import IdentityReader
 from llmproxy.lab.traces.arrival import BASE_MODEL, Arrival
-from llmproxy.lease import Lease, Leasing
+from llmproxy.scheduling.attempts import AttemptResult, Routing, run_attempts
+from llmproxy.scheduling.dispatcher import Dispatcher
+from llmproxy.scheduling.lease import Lease, Leasing
 
 BYTES_PER_TOKEN = 4.3
 """Of the prompts of a replay, on average. The proxy has to learn it from the usage of answers, as in production."""

@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from llmproxy.cluster.cluster import Cluster
-from llmproxy.cluster.election import Leadership
-from llmproxy.cluster.protocol import PROTOCOL, Drained, Hello, Learned
-from llmproxy.cluster.relays import Relays
-from llmproxy.cluster.session import Shared
 from llmproxy.core.shards import DEFAULT
 from llmproxy.lab.run.proxy import LabProxy
-from llmproxy.shared.valkey import StoreError
-from llmproxy.telemetry import logs
-from llmproxy.workers import protocol
-from llmproxy.workers.session import SchedulerContext
+from llmproxy.observe import logs
+from llmproxy.remote.cluster.cluster import Cluster
+from llmproxy.remote.cluster.election import Leadership
+from llmproxy.remote.cluster.protocol import PROTOCOL, Drained, Hello, Learned
+from llmproxy.remote.cluster.relays import Relays
+from llmproxy.remote.cluster.session import Shared
+from llmproxy.remote.workers import protocol
+from llmproxy.remote.workers.session import SchedulerContext
+from llmproxy.scheduling.valkey import StoreError
 
 LOCK_S = 4.0
 """The default of `cluster.lock_s`."""

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from llmproxy.config import hash_of
 from llmproxy.core import adapters as memory
-from llmproxy.simulator.replica import Replica
+from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.proxies import FAST, HELLO, Answer, ProxyUnderTest, serving, until
 
 LOAD, UNLOAD, PAGE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/debug/adapters"

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from llmproxy.gateway.proxying import relay
 from llmproxy.gateway.proxying.stream_relay import HELD_BYTES_MAX
-from llmproxy.simulator.server.faults import FaultKind
+from llmproxy.lab.simulator.server.faults import FaultKind
 from llmproxy.upstream.port import Exchange
 from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, all_of, all_up, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, serving_script, whole

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from llmproxy.simulator.replica import Replica
+from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.proxies import FAST, HELLO, STREAM, ProxyUnderTest, serving, until
 
 HOLD = {"hold_s": 10.0}

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from llmproxy.backends.kubernetes import watched
 from llmproxy.config import hash_of
-from llmproxy.fleet.kubernetes import watched
-from llmproxy.simulator.replica import Replica
+from llmproxy.lab.simulator.replica import Replica
+from tests.backends.kubernetes.api_server import ApiServer, api_server, inference_pool, objective, pod, rewrite, rule
 from tests.e2e.backends.test_kubernetes import LABELS, port_of
 from tests.e2e.operators.test_reload import ADMIN, KEYED
 from tests.e2e.operators.test_reload import rewrite as reloaded
 from tests.e2e.proxies import FAST, HELLO, ProxyUnderTest, is_poll, serving, until
-from tests.fleet.kubernetes.api_server import ApiServer, api_server, inference_pool, objective, pod, rewrite, rule
 
 OBJECTIVES, REWRITES = "inferenceobjectives", "inferencemodelrewrites"
 POOL = "kubernetes+http://inferencepool/qwen"

@@ -10,10 +10,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from llmproxy.fleet.kubernetes import watched
-from llmproxy.simulator.replica import Replica
-from tests.e2e.proxies import ENDLESS, FAST, HELLO, ProxyUnderTest, serving, until
-from tests.fleet.kubernetes.api_server import (
+from llmproxy.backends.kubernetes import watched
+from llmproxy.lab.simulator.replica import Replica
+from tests.backends.kubernetes.api_server import (
     ApiServer,
     Object,
     api_server,
@@ -22,6 +21,7 @@ from tests.fleet.kubernetes.api_server import (
     inference_pool,
     pod,
 )
+from tests.e2e.proxies import ENDLESS, FAST, HELLO, ProxyUnderTest, serving, until
 
 LABELS = {"app": "vllm"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
-from llmproxy.simulator.replica import Replica
+from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.proxies import FAST, HELLO, ProxyUnderTest, serving, until
 
 OTHER = replace(FAST, model="other", adapters=("lora-9",))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from llmproxy.backends.state_file import State, StateFile
 from llmproxy.core.domain import KnownLimit
-from llmproxy.fleet.state_file import State, StateFile
-from llmproxy.simulator.replica import ReplicaOptions
+from llmproxy.lab.simulator.replica import ReplicaOptions
 from tests.e2e.proxies import serving, until
 
 

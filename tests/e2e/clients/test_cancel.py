@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from llmproxy.simulator.replica import Replica
+from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.proxies import ENDLESS, FAST, STREAM, ProxyUnderTest, one_seat, raw_post, serving, until
 
 

@@ -17,7 +17,7 @@ import pytest
 from llmproxy.config import ClientsConfig
 from llmproxy.gateway.http.connection import ClientConnection, ClientServer
 from llmproxy.gateway.listener import LocalFrontend
-from llmproxy.simulator.replica import Replica
+from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.processes import START_MAX_S, served
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, ProxyUnderTest, raw_post, serving, until
 from tests.e2e.scripted import answering, serving_script, whole

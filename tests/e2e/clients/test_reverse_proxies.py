@@ -20,7 +20,7 @@ from tests import ROOT
 from tests.docs.pages import blocks
 from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, serving
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, chunk, serving_script
-from tests.export.beside import free_port
+from tests.tools.export.beside import free_port
 from tests.upstream.raw_server import Peer
 
 PAGE = ROOT / "docs" / "how-to" / "reverse-proxy.md"

@@ -14,7 +14,7 @@ import pytest
 
 from llmproxy.gateway.http.routes import SCHEDULED, BodyKind
 from llmproxy.gateway.proxying import stream_relay as passing
-from llmproxy.lease import Lease
+from llmproxy.scheduling.lease import Lease
 from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, raw_post, serving
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, serving_script, whole
 from tests.upstream.raw_server import Peer

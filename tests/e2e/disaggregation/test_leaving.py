@@ -13,16 +13,16 @@ import aiohttp
 import pytest
 
 from llmproxy.config import hash_of
+from llmproxy.core.kv_connectors import Parameters, connectors
+from llmproxy.core.kv_connectors.nixl import Nixl
 from llmproxy.gateway.proxying import relay, release
-from llmproxy.kv_connectors import Parameters, connectors
-from llmproxy.kv_connectors.nixl import Nixl
-from llmproxy.simulator.replica import Replica
+from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.disaggregation.conftest import NIXL, hows, split
 from tests.e2e.disaggregation.test_split import LONG
 from tests.e2e.disaggregation.test_split_failures import ENDLESS, PARAMS, SLOW, right_answer, scripted_prefill
 from tests.e2e.proxies import CHAT, ProxyUnderTest, until
 from tests.e2e.scripted import STREAM_HEAD, answering, chunk, scripted, whole
-from tests.simulator.legs import kv_used
+from tests.lab.simulator.legs import kv_used
 from tests.upstream.raw_server import Peer
 
 # --- clients that leave -----------------------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from llmproxy.backends.pair_warm_up import PairWarmUp
 from llmproxy.core.domain import Listing
-from llmproxy.fleet.pair_warm_up import PairWarmUp
 from llmproxy.upstream.client import HttpUpstream
 from tests.e2e.disaggregation.conftest import NIXL, hows, split
 from tests.e2e.disaggregation.test_split import LONG
 from tests.e2e.proxies import ProxyUnderTest, until
-from tests.simulator.legs import kv_used
+from tests.lab.simulator.legs import kv_used
 
 ON = {"warm_up_pairs": True}
 

@@ -14,11 +14,11 @@ import pytest
 
 from llmproxy.core.domain import CRITICAL, Grant, Stage, Usage, Verdict
 from llmproxy.gateway.proxying import relay
-from llmproxy.simulator.replica import Replica
+from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.disaggregation.conftest import NIXL, hows, split
 from tests.e2e.processes import served
 from tests.e2e.proxies import CHAT, FAST, HELLO, ProxyUnderTest, until
-from tests.simulator.legs import BODIES, WORDS, kv_used
+from tests.lab.simulator.legs import BODIES, WORDS, kv_used
 
 LONG = {"model": "base", "messages": [{"role": "user", "content": WORDS}], "max_tokens": 5, "ignore_eos": True}
 KEY = "kv_transfer_params"

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from llmproxy.attempts import FAILED_STAGES_MAX
 from llmproxy.config import hash_of
+from llmproxy.core.kv_connectors import Parameters, connectors
+from llmproxy.core.kv_connectors.nixl import Nixl
 from llmproxy.core.placement.staged import FAILURES_MAX
 from llmproxy.gateway.proxying import stages
 from llmproxy.gateway.proxying.stages import Handover
-from llmproxy.kv_connectors import Parameters, connectors
-from llmproxy.kv_connectors.nixl import Nixl
-from llmproxy.simulator.replica import ReplicaOptions
-from llmproxy.simulator.server.text import WRONG_WORD
+from llmproxy.lab.simulator.replica import ReplicaOptions
+from llmproxy.lab.simulator.server.text import WRONG_WORD
+from llmproxy.scheduling.attempts import FAILED_STAGES_MAX
 from tests.e2e.disaggregation.conftest import NIXL, hows, split
 from tests.e2e.disaggregation.test_split import LONG, sent, text
 from tests.e2e.proxies import CHAT, ProxyUnderTest, serving, until

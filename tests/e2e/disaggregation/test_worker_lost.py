@@ -13,13 +13,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from llmproxy.simulator.replica import Replica
+from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.disaggregation.conftest import NIXL
 from tests.e2e.disaggregation.test_split import LONG, text
 from tests.e2e.operators.test_workers import MANY, metric, reached, workers
 from tests.e2e.processes import START_MAX_S, served
 from tests.e2e.proxies import CHAT, until
-from tests.simulator.legs import kv_used, metrics
+from tests.lab.simulator.legs import kv_used, metrics
 
 pytestmark = pytest.mark.timeout(300, method="thread")
 LEASED = replace(NIXL, kv_lease_s=5.0)

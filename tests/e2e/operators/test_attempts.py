@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from llmproxy.core.domain import Outcome, Verdict
-from llmproxy.telemetry.exit import ATTEMPTS_MAX, AttemptRecord, RequestExit
+from llmproxy.observe.exit import ATTEMPTS_MAX, RequestExit
+from llmproxy.scheduling.attempts import AttemptRecord
 from tests.e2e.proxies import FAST, STREAM, one_seat, posts, serving, until
 from tests.e2e.scripted import answering, serving_script, whole
 

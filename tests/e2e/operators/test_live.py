@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from llmproxy.config import hash_of
-from llmproxy.live.snapshot import LiveSnapshot
+from llmproxy.observe.live.snapshot import LiveSnapshot
 from tests.e2e.proxies import CHAT, FAST, HELLO, ProxyUnderTest, one_seat, serving, until
 
 KEY = {"authorization": "Bearer for-admins"}

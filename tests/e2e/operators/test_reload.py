@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from llmproxy.config import ConfigError, hash_of, reload
-from llmproxy.simulator.replica import ReplicaOptions
+from llmproxy.lab.simulator.replica import ReplicaOptions
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, ProxyUnderTest, all_up, is_poll, serving, until
 
 ADMIN = {"authorization": "Bearer admin-1"}
@@ -258,7 +258,7 @@ async def test_every_part_uses_the_new_configuration(tmp_path: Path, monkeypatch
 
 
 async def test_a_reload_that_cannot_be_gone_by_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmproxy.fleet.discovery.find_spec", lambda _: None)
+    monkeypatch.setattr("llmproxy.backends.discovery.find_spec", lambda _: None)
     async with reloadable(tmp_path, FAST) as proxy:
         with pytest.raises(ConfigError, match="dnspython"):
             await rewrite(proxy, backends=["srv+http://_vllm._tcp.svc"], api_keys=["k"])
@@ -329,7 +329,7 @@ async def test_without_a_file_there_is_nothing_to_reload() -> None:
 
 
 async def test_backends_come_and_go_with_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmproxy.fleet.discovery.FileSource.interval_s", 0.01)
+    monkeypatch.setattr("llmproxy.backends.discovery.FileSource.interval_s", 0.01)
     listed = tmp_path / "backends.yaml"
     async with serving(FAST, FAST, file=tmp_path / "c.yaml", discovery={"file": str(listed)}, **KEYED) as proxy:
         one, other = proxy.config_data["backends"]

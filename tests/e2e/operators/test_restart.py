@@ -15,7 +15,7 @@ import pytest
 from aiohttp import ClientSession
 
 from llmproxy.config import hash_of
-from llmproxy.simulator.replica import Replica
+from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.processes import START_MAX_S, Served, asked, endless, served
 from tests.e2e.proxies import CHAT, FAST, STREAM, until
 

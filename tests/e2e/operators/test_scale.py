@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmproxy.config import hash_of
-from llmproxy.simulator.replica import Replica
+from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.proxies import FAST, HELLO, STREAM, serving, until
 
 KEY = {"authorization": "Bearer for-admins"}

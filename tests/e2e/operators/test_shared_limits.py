@@ -17,12 +17,12 @@ import pytest
 
 from llmproxy.app import running
 from llmproxy.config import Config, hash_of
-from llmproxy.shared.valkey import ValkeyServer
-from llmproxy.simulator.replica import Replica
+from llmproxy.lab.simulator.replica import Replica
+from llmproxy.scheduling.valkey import ValkeyServer
 from tests.e2e.leftovers import nothing_left
 from tests.e2e.processes import served
 from tests.e2e.proxies import CHAT, FAST, HELLO, QUICK, ProxyUnderTest, all_up, merged_with, one_seat, until
-from tests.shared.servers import Server, needs_server, serving_store
+from tests.scheduling.shared.servers import Server, needs_server, serving_store
 
 pytestmark = needs_server
 

@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 from llmproxy.core.domain import Outcome
-from llmproxy.simulator.replica import Replica
-from llmproxy.telemetry import spans as late_spans
+from llmproxy.lab.simulator.replica import Replica
+from llmproxy.observe import spans as late_spans
 from tests.e2e.processes import served
 from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, all_of, one_seat, posts, serving, until
 from tests.e2e.scripted import STREAM_HEAD, breaking, chunk, serving_script

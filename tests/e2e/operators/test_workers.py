@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from llmproxy.simulator.replica import Replica
+from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.processes import START_MAX_S, Served, served
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, samples, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llmproxy.config import hash_of
-from llmproxy.simulator.replica import Replica
+from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.processes import START_MAX_S, served
 from tests.e2e.proxies import FAST, HELLO
 from tests.strictness.wire import connected

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy import attempts
+from llmproxy.scheduling import attempts
 from tests.e2e.proxies import FAST, HELLO, OWN_ID, STREAM, ProxyUnderTest, one_seat, serving, until
 
 OBJECTIVE = "x-llm-d-inference-objective"

@@ -12,7 +12,7 @@ import pytest
 
 from llmproxy.core.domain import Grant, Usage
 from llmproxy.gateway.proxying.answers import Answers, KeptAnswer
-from llmproxy.simulator.replica import ReplicaOptions
+from llmproxy.lab.simulator.replica import ReplicaOptions
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, REAL, Answer, ProxyUnderTest, decisions, serving, until
 from tests.e2e.scripted import serving_script, whole
 from tests.upstream.raw_server import Peer

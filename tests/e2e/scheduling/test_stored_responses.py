@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from llmproxy.simulator.replica import Replica
+from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.operators.test_reload import ADMIN, KEYED, reloadable, rewrite
 from tests.e2e.operators.test_workers import TWO
 from tests.e2e.processes import served

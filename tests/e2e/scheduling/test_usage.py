@@ -11,7 +11,7 @@ import pytest
 from llmproxy.core.estimates.tokens import OUTPUT_TOKENS
 from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.gateway.http.routes import SCHEDULED, Route, Work
-from llmproxy.telemetry.exit import RequestExit
+from llmproxy.observe.exit import RequestExit
 from tests.e2e.proxies import ENDLESS, FAST, ProxyUnderTest, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Script, chunk, serving_script, whole
 from tests.upstream.raw_server import Peer

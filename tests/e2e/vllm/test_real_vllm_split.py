@@ -29,9 +29,9 @@ import structlog
 from llmproxy.app import Proxy
 from llmproxy.config import BackendConfig, SchedulingConfig
 from llmproxy.core.domain import Stage
-from llmproxy.kv_connectors import KvConnector, Parameters, connectors
-from llmproxy.telemetry import logs
-from llmproxy.telemetry.exit import Split
+from llmproxy.core.kv_connectors import KvConnector, Parameters, connectors
+from llmproxy.observe import logs
+from llmproxy.observe.exit import Split
 from tests.e2e.vllm.test_real_vllm import proxy_before, until
 from tests.e2e.vllm.vllm_requests import CASES, FRESH, Case
 

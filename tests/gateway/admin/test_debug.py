@@ -17,9 +17,9 @@ from llmproxy.config import Config, hash_of, settings_of
 from llmproxy.core.adapters import Adapters
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
-from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.admin import debug as admin
 from llmproxy.gateway.admin.debug import BURST, CHOICES, PAGES_PER_S, QUEUE, AdminPages
+from llmproxy.scheduling.dispatcher import Dispatcher
 from tests.core.make import listing, request
 
 AFAR = "10.0.0.7"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from llmproxy.fleet.adapter_keeper import PATHS
+from llmproxy.backends.adapter_keeper import PATHS
 from llmproxy.gateway.http.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER, Dialect
 from tests import ROOT
 

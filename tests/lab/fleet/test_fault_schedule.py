@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from llmproxy.core.domain import Outcome, Reading
-from llmproxy.dispatcher import Dispatcher
 from llmproxy.lab.fleet.fault_schedule import schedule
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind
 from llmproxy.lab.run.replay import SETTLE_S, records_of
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.traces.arrival import Arrival
+from llmproxy.scheduling.dispatcher import Dispatcher
 from tests.lab.small import fleet, setup, started, traffic
 
 START_S = 1.5

@@ -12,9 +12,9 @@ from llmproxy.core.domain import Role
 from llmproxy.lab.fleet import fleet_file
 from llmproxy.lab.fleet.fleet_file import FAULTS_MAX, REPLICAS_MAX, FleetError, fleet_named
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind
-from llmproxy.simulator.engine.engine import Engine
-from llmproxy.simulator.engine.kv_transfer import KvTransfer
-from llmproxy.simulator.engine.profiles import PROFILES, Profile
+from llmproxy.lab.simulator.engine.engine import Engine
+from llmproxy.lab.simulator.engine.kv_transfer import KvTransfer
+from llmproxy.lab.simulator.engine.profiles import PROFILES, Profile
 
 Write = Callable[[str], str]
 ONE = "replicas: [{profile: tiny}]\n"

@@ -9,9 +9,9 @@ import pytest
 from llmproxy.lab.fleet.job import ServerJob, TransferFailed
 from llmproxy.lab.fleet.kv_connector import KeptKv
 from llmproxy.lab.fleet.server import SimulatedServer
-from llmproxy.simulator.engine.kv_transfer import KvTransfer
-from llmproxy.simulator.engine.profiles import Noise
-from llmproxy.simulator.engine.sequence import EngineRequest
+from llmproxy.lab.simulator.engine.kv_transfer import KvTransfer
+from llmproxy.lab.simulator.engine.profiles import Noise
+from llmproxy.lab.simulator.engine.sequence import EngineRequest
 from tests.dispatching import virtual
 from tests.lab.fleet.test_server import spec
 

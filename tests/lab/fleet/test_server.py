@@ -13,13 +13,13 @@ from llmproxy.lab.fleet.job import Broken, Refusing, ServerJob, TooLong
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import ReplicaSpec
 from llmproxy.lab.run.virtual_time import run
-from llmproxy.simulator.engine.engine import Engine
-from llmproxy.simulator.engine.profiles import Noise, profile_named
-from llmproxy.simulator.engine.reports import Gauges
-from llmproxy.simulator.engine.sequence import EngineRequest
+from llmproxy.lab.simulator.engine.engine import Engine
+from llmproxy.lab.simulator.engine.profiles import Noise, profile_named
+from llmproxy.lab.simulator.engine.reports import Gauges
+from llmproxy.lab.simulator.engine.sequence import EngineRequest
 from tests.dispatching import virtual
-from tests.simulator.engine.invariants import check_engine
-from tests.simulator.engine.stepping import stepped
+from tests.lab.simulator.engine.invariants import check_engine
+from tests.lab.simulator.engine.stepping import stepped
 
 QUIET = Noise(sigma=0.0, slow_chance=0.0)
 PROFILE = profile_named("llama-8b-h100")

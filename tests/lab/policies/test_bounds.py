@@ -32,10 +32,10 @@ from llmproxy.lab.policies.pooled_server import (
     queue_bounds,
     work_of,
 )
+from llmproxy.lab.simulator.engine.engine import Engine
+from llmproxy.lab.simulator.engine.sequence import EngineRequest
 from llmproxy.lab.traces.arrival import Arrival, Trace
-from llmproxy.simulator.engine.engine import Engine
-from llmproxy.simulator.engine.sequence import EngineRequest
-from tests.simulator.engine.stepping import stepped
+from tests.lab.simulator.engine.stepping import stepped
 
 H100 = fleet_named("1xllama-8b-h100")
 

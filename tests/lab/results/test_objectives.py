@@ -9,10 +9,10 @@ import pytest
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.results.objectives import Objectives, prefill_s, scaled_profile
+from llmproxy.lab.simulator.engine.engine import Engine
+from llmproxy.lab.simulator.engine.profiles import PROFILES
+from llmproxy.lab.simulator.engine.sequence import EngineRequest
 from llmproxy.lab.traces.arrival import Arrival
-from llmproxy.simulator.engine.engine import Engine
-from llmproxy.simulator.engine.profiles import PROFILES
-from llmproxy.simulator.engine.sequence import EngineRequest
 
 
 def prompt(tokens: int) -> Arrival:

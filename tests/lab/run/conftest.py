@@ -12,10 +12,10 @@ import pytest
 from llmproxy.config import Config
 from llmproxy.core.domain import Entry, Grant, Reading, Request, Usage, Verdict
 from llmproxy.core.pools import Pools
-from llmproxy.dispatcher import Dispatcher
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
-from llmproxy.simulator.engine.reports import Gauges
+from llmproxy.lab.simulator.engine.reports import Gauges
+from llmproxy.scheduling.dispatcher import Dispatcher
 from tests.lab.small import fleet
 
 

@@ -17,7 +17,7 @@ from llmproxy.lab.fleet.spec import Fault, FleetFaultKind
 from llmproxy.lab.run.replay import Run, records_of, replay
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.traces.arrival import Arrival
-from llmproxy.lease import Lease
+from llmproxy.scheduling.lease import Lease
 from tests.lab.run.conftest import SchedulerCalls, given, hung
 from tests.lab.small import fleet, setup, traffic
 

@@ -18,7 +18,6 @@ from msgspec import structs
 from llmproxy.config import Config
 from llmproxy.core.scaling.groups import Group, spread
 from llmproxy.core.scaling.need import Need
-from llmproxy.export.scaling import KEDA
 from llmproxy.gateway.admin.debug import page_response
 from llmproxy.gateway.admin.scale import shown
 from llmproxy.lab.fleet.fleet_file import fleet_named
@@ -28,6 +27,7 @@ from llmproxy.lab.run.replay import Run, Setup
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.scaling.signals import Look
 from llmproxy.lab.traces.arrival import Arrival, Trace
+from llmproxy.tools.export.scaling import KEDA
 
 SUFFIXES = {"": 1_000, "m": 1, "k": 1_000_000}
 MOST = 8

@@ -15,7 +15,7 @@ from llmproxy.core.domain import Outcome, Slo, Why
 from llmproxy.lab.traces import arrival as arrival_module
 from llmproxy.lab.traces import open_trace, survey
 from llmproxy.lab.traces.arrival import Arrival, TraceError
-from llmproxy.telemetry.exit_fields import decision_fields
+from llmproxy.observe.exit_fields import decision_fields
 from tests.exits import exit_of
 from tests.lab.traces.conftest import Saved, complaint, read
 

@@ -1,0 +1,262 @@
+"""Backends that are found while the proxy runs: in a file that others write, by names in DNS, or in Kubernetes.
+
+Every source returns its whole set of backends at each look; the registry acts on the differences. A source that fails
+changes nothing: its last set holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from urllib.parse import urlsplit
+
+import structlog
+
+from llmproxy.backends.kubernetes.api import KubernetesApi
+from llmproxy.backends.kubernetes.extension_objects import ExtensionObjects
+from llmproxy.backends.kubernetes.source import KubernetesSource
+from llmproxy.backends.registry import BackendRegistry
+from llmproxy.backends.source import BACKENDS_MAX, BackendSource, RefusedLog, SourceFailedError, place_of
+from llmproxy.config import (
+    DNS,
+    SRV,
+    BackendConfig,
+    Config,
+    ConfigError,
+    DiscoveryConfig,
+    Entries,
+    WatchedFile,
+    load_backends,
+)
+from llmproxy.config.pods_url import KUBERNETES
+from llmproxy.lifecycle.background import supervised
+from llmproxy.upstream.resolver import Resolver
+
+FILE_LOOK_S = 1.0
+LOOK_UP_TIMEOUT_S = 5.0
+EMPTY_TIMES = 4
+"""How many times as long an empty answer is doubted: whole services vanish from DNS by mistake."""
+
+Address = tuple[str, int]
+LookUp = Callable[[str, int], Awaitable[list[Address]]]
+"""Answers (host, port) of everything behind a name, none where it does not exist. Raises SourceFailedError."""
+
+_log = structlog.get_logger()
+
+
+class FileSource:
+    """A file with a list of backends, as in the configuration itself."""
+
+    interval_s = FILE_LOOK_S
+
+    def __init__(self, file: WatchedFile) -> None:
+        self._file = file
+        self._was_read = False
+
+    async def look(self) -> Sequence[BackendConfig] | None:
+        return await asyncio.to_thread(self._look)
+
+    def _look(self) -> Sequence[BackendConfig] | None:
+        if self._was_read and not self._file.has_changed():
+            return None
+        try:
+            self._file.take()
+            backends = load_backends(self._file.path)
+        except ConfigError as error:
+            raise SourceFailedError("; ".join(error.problems)) from None
+        self._was_read = True
+        return backends
+
+    async def close(self) -> None:
+        pass
+
+
+class DnsSource:
+    """All servers behind one name, each of them configured like `template`.
+
+    A server is named by its address and port, so that its name does not depend on the order of answers. A server that
+    is missing from `gone_after` answers in a row is gone. Of empty answers, `EMPTY_TIMES` as many are needed.
+    """
+
+    def __init__(self, template: BackendConfig, interval_s: float, gone_after: int, look_up: LookUp) -> None:
+        self.interval_s = interval_s
+        self._template = template
+        self._gone_after = gone_after
+        self._look_up = look_up
+        self._prefix = DNS if template.url.startswith(DNS) else SRV
+        url = urlsplit(template.url.removeprefix(self._prefix))
+        self._scheme, self._host, self._path = url.scheme, url.hostname or "", url.path
+        self._port = url.port or 80
+        self._misses: dict[Address, int] = {}
+        self._refused = RefusedLog()
+
+    async def look(self) -> Sequence[BackendConfig]:
+        try:
+            async with asyncio.timeout(LOOK_UP_TIMEOUT_S):
+                found = set(await self._look_up(self._host, self._port))
+        except TimeoutError:
+            raise SourceFailedError(f"no answer about {self._host} within {LOOK_UP_TIMEOUT_S:g} s") from None
+        if len(found) > BACKENDS_MAX:
+            raise SourceFailedError(f"{self._host} has {len(found)} addresses, and {BACKENDS_MAX} are the most")
+        gone_after = self._gone_after if found else self._gone_after * EMPTY_TIMES
+        missed = {address: times + 1 for address, times in self._misses.items() if address not in found}
+        kept = {address: times for address, times in missed.items() if times < gone_after}
+        self._misses = dict.fromkeys(found, 0) | kept
+        backends, refused = [], {}
+        for host, port in sorted(self._misses):
+            try:
+                place = place_of(host, port) + self._path
+            except ValueError as error:
+                refused[f"{host}:{port}"] = str(error)
+            else:
+                backends.append(self._template.model_copy(update={"url": f"{self._scheme}://{place}", "name": place}))
+        self._refused.log(self._template.url, refused)
+        return backends
+
+    async def close(self) -> None:
+        pass
+
+
+async def addresses(resolver: Resolver, host: str, port: int) -> list[Address]:
+    """All servers that A and AAAA records name."""
+    try:
+        found = await resolver.look_up(host)
+    except socket.gaierror as error:
+        if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)):
+            return []
+        raise SourceFailedError(f"{host} cannot be looked up: {error.strerror}") from None
+    except OSError as error:
+        raise SourceFailedError(f"{host} cannot be looked up: {error}") from None
+    return [(str(place[0]), port) for _, place in found]
+
+
+async def services(name: str, _: int) -> list[Address]:
+    """All servers that SRV records of the best priority name (RFC 2782). Weights are ignored: the scheduler decides how
+    many requests each server gets."""
+    from dns import asyncresolver, exception, resolver
+
+    try:
+        answer = await asyncresolver.resolve(name, "SRV", lifetime=LOOK_UP_TIMEOUT_S)
+    except (resolver.NXDOMAIN, resolver.NoAnswer):
+        return []
+    except (exception.DNSException, OSError) as error:
+        raise SourceFailedError(f"{name} cannot be looked up: {error}") from None
+    first = min(record.priority for record in answer)
+    return [(str(record.target).rstrip("."), record.port) for record in answer if record.priority == first]
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for a source that needs a library which is not installed."""
+    if find_spec("dns") is None:
+        lacking = [b.url for b in config.backends if b.url.startswith(SRV)]
+        if lacking:
+            need = "SRV records need dnspython, which is not installed: pip install 'llmproxy-lb[srv]'"
+            raise ConfigError([f"backends: {url}: {need}" for url in lacking])
+
+
+@dataclass(slots=True)
+class _Running:
+    definition: object
+    task: asyncio.Task[None]
+
+
+class Discovery:
+    """Asks every source at its own interval, and updates the registry. Started by `reconfigure`, ended by `close`.
+
+    `expects` is called with whether some source has not answered yet: a model that no backend lists may then still come
+    up. `on_look` is called after every look with the source and whether it succeeded. `look_ups` are the look-ups for A
+    and AAAA records, and for SRV records. `take_entries` gets what objects of a cluster say beside its InferencePools.
+    """
+
+    def __init__(
+        self,
+        registry: BackendRegistry,
+        expects: Callable[[bool], None],
+        on_look: Callable[[str, bool], None],
+        look_ups: tuple[LookUp, LookUp],
+        take_entries: Callable[[Entries], None] = lambda _: None,
+    ) -> None:
+        self._registry = registry
+        self._expects = expects
+        self._on_look = on_look
+        self._look_ups = look_ups
+        self._running: dict[str, _Running] = {}
+        self._unanswered: set[str] = set()
+        self.objects = ExtensionObjects(take_entries, self._tell_expected)
+
+    def reconfigure(self, config: Config) -> None:
+        """Ask these sources from now on. Backends of a source that is missing leave."""
+        chosen = config.discovery
+        wanted: dict[str, tuple[object, Callable[[], BackendSource]]] = {}
+        if (file := chosen.file) is not None:
+            wanted["file"] = file, lambda: FileSource(WatchedFile(file))
+        for backend in config.backends:
+            if backend.looked_up:
+                wanted[backend.url] = (backend, chosen), self._looked_up(backend, chosen)
+        for name in [name for name in self._running if name not in wanted]:
+            self._running.pop(name).task.cancel()
+            self._unanswered.discard(name)
+            self._registry.remove_source(name)
+        for name, (definition, make) in wanted.items():
+            running = self._running.get(name)
+            if running is not None and running.definition == definition:
+                continue
+            if running is not None:
+                running.task.cancel()
+            else:
+                self._unanswered.add(name)
+            self._running[name] = _Running(definition, supervised(partial(self._ask, name, make), f"ask {name}"))
+        self.objects.reconfigure(config)
+        self._tell_expected()
+
+    def _tell_expected(self) -> None:
+        self._expects(bool(self._unanswered) or self.objects.awaited)
+
+    def _looked_up(self, template: BackendConfig, chosen: DiscoveryConfig) -> Callable[[], BackendSource]:
+        if template.url.startswith(KUBERNETES):
+            return lambda: KubernetesSource(template, KubernetesApi(chosen.kubernetes_api))
+        look_up = self._look_ups[0] if template.url.startswith(DNS) else self._look_ups[1]
+        return lambda: DnsSource(template, chosen.dns_interval_s, chosen.gone_after, look_up)
+
+    async def _ask(self, name: str, make: Callable[[], BackendSource]) -> None:
+        source = make()
+        try:
+            await self._ask_on(name, source)
+        finally:
+            await source.close()
+
+    async def _ask_on(self, name: str, source: BackendSource) -> None:
+        wrong, found_some = "", True
+        while True:
+            try:
+                backends = await source.look()
+                if backends is not None:
+                    self._unanswered.discard(name)
+                    self._tell_expected()
+                    self._registry.update(name, backends)
+                    self._on_look(name, True)
+                    if wrong:
+                        _log.info("discovery_recovered", source=name)
+                    wrong = ""
+                    if found_some and not backends:
+                        _log.warning("discovery_found_nothing", source=name)
+                    found_some = bool(backends)
+            except Exception as error:  # noqa: BLE001 - no answer may end the discovery
+                why = str(error) if isinstance(error, SourceFailedError | ConfigError) else repr(error)
+                self._on_look(name, False)
+                if why != wrong:
+                    _log.warning("discovery_failed", source=name, why=why)
+                wrong = why
+            await asyncio.sleep(source.interval_s)
+
+    async def close(self) -> None:
+        """Ask no source any more; the backends stay."""
+        tasks = [running.task for running in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.objects.close()

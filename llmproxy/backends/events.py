@@ -1,0 +1,191 @@
+"""What polls find out about backends: it goes to the dispatcher first, and then to everybody who observes backends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+import structlog
+
+from llmproxy.core.backends.health import Ejected, EjectionEvent, EjectionSkipped
+from llmproxy.core.domain import Listing, Reading, Trouble
+from llmproxy.core.pools import Pools
+from llmproxy.observe.metrics import Metrics
+from llmproxy.scheduling.dispatcher import Dispatcher
+
+_log = structlog.get_logger()
+
+
+class BackendObserver:
+    """A base for those who want to know of backends; each method does nothing unless it is overridden.
+
+    The methods are synchronous and quick. They are called on the event loop, after the dispatcher has taken the event
+    in, in the order of a poll.
+    """
+
+    def listed(self, backend: str, listing: Listing) -> None:
+        """The backend's models, as it lists them now."""
+
+    def observe(self, backend: str, reading: Reading) -> None:
+        """The backend's load. Called before `answered`; never called for a server that publishes no vLLM metrics."""
+
+    def published(self, backend: str, limit: int) -> None:
+        """How many sequences the backend runs at once by its own configuration; called where it publishes that."""
+
+    def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
+        """The backend's load could not be read, which says nothing of its health; the verdict of the poll follows."""
+
+    def answered(self, backend: str) -> None:
+        """A poll ended in good health, whether or not it brought a reading."""
+
+    def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
+        """A poll ended early. `detail` is one line for people: what was asked, and what came."""
+
+    def removed(self, backend: str) -> None:
+        """The backend is no member any more, and nothing of it needs to be remembered."""
+
+
+class BackendEvents(BackendObserver):
+    """Where pollers and the registry report to. `observers` may be added to until the first backend joins."""
+
+    def __init__(self, dispatcher: Dispatcher, observers: Sequence[BackendObserver] = ()) -> None:
+        self._dispatcher = dispatcher
+        self._pools: Pools = dispatcher.pools
+        self.observers = list(observers)
+
+    def listed(self, backend: str, listing: Listing) -> None:
+        if backend not in self._pools.backends:
+            # It was removed while it was asked for its models, which it had just been asked to change.
+            return
+        self._dispatcher.listed(backend, listing)
+        for observer in self.observers:
+            observer.listed(backend, listing)
+
+    def observe(self, backend: str, reading: Reading) -> None:
+        self._dispatcher.observe(backend, reading)
+        for observer in self.observers:
+            observer.observe(backend, reading)
+
+    def published(self, backend: str, limit: int) -> None:
+        self._dispatcher.published(backend, limit)
+        for observer in self.observers:
+            observer.published(backend, limit)
+
+    def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
+        self._pools.backends[backend].unread()
+        for observer in self.observers:
+            observer.unread(backend, trouble, detail)
+
+    def answered(self, backend: str) -> None:
+        self._dispatcher.answered(backend)
+        for observer in self.observers:
+            observer.answered(backend)
+
+    def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
+        self._dispatcher.troubled(backend, trouble, detail)
+        for observer in self.observers:
+            observer.troubled(backend, trouble, detail)
+
+    def removed(self, backend: str) -> None:
+        for observer in self.observers:
+            observer.removed(backend)
+
+
+class PollCounter(BackendObserver):
+    """Counts failed polls in the metrics."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
+        del detail
+        self._metrics.poll_failed(backend, trouble)
+
+    troubled = unread
+
+    def removed(self, backend: str) -> None:
+        self._metrics.forget_backend(backend)
+
+
+class BackendLog(BackendObserver):
+    """Logs what changed about backends, and knows when every backend of the start was polled once."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+        self._up: dict[str, bool] = {}
+        self._serves: dict[str, tuple[str, ...]] = {}
+        self._unread: set[str] = set()
+        self._unpolled: set[str] = set()
+        self.all_polled = asyncio.Event()
+        """Every backend of `expect` has answered a poll, or failed one."""
+
+    def expect(self, backends: Iterable[str]) -> None:
+        """These backends are there from the start."""
+        self._unpolled.update(backends)
+        if not self._unpolled:
+            self.all_polled.set()
+
+    def answered(self, backend: str) -> None:
+        self._log_health(backend, "")
+        self._polled(backend)
+
+    def observe(self, backend: str, reading: Reading) -> None:
+        del reading
+        self._unread.discard(backend)
+
+    def published(self, backend: str, limit: int) -> None:
+        _log.info("backend_publishes_limit", backend=backend, limit=limit)
+
+    def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
+        if backend not in self._unread:
+            self._unread.add(backend)
+            _log.warning("backend_unread", backend=backend, why=f"{trouble}: {detail}")
+
+    def listed(self, backend: str, listing: Listing) -> None:
+        names = tuple(card.name for card in listing.cards)
+        if self._serves.get(backend) != names:
+            self._serves[backend] = names
+            _log.info("backend_serves", backend=backend, models=list(names[:20]), count=len(names))
+
+    def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
+        self._log_health(backend, f"{trouble}: {detail}")
+        self._polled(backend)
+
+    def removed(self, backend: str) -> None:
+        self._up.pop(backend, None)
+        self._serves.pop(backend, None)
+        self._unread.discard(backend)
+        self._polled(backend)
+
+    def health_changed(self, backend: str, news: EjectionEvent) -> None:
+        """Outlier detection ejected a backend, spared it, or took it back."""
+        if isinstance(news, Ejected):
+            _log.warning("backend_ejected", backend=backend, why=news.why, pause_s=news.pause_s)
+        elif isinstance(news, EjectionSkipped):
+            _log.warning("backend_not_ejected", backend=backend, why=news.why, hint="health.ejected_max")
+        else:
+            _log.info("backend_back", backend=backend, after_s=round(news.after_s, 3))
+
+    def _polled(self, backend: str) -> None:
+        self._unpolled.discard(backend)
+        if self._unpolled or self.all_polled.is_set():
+            return
+        self.all_polled.set()
+        if self._up and not any(self._up.values()):
+            queue = self._pools.settings.queue
+            _log.warning(
+                "no_backend_up",
+                backends=list(self._up)[:20],
+                held_s=min(queue.hold_s, queue.first_hold_s),
+                hint="backend_down says what was asked of each; until one answers, requests wait so long and get 503",
+            )
+
+    def _log_health(self, backend: str, why: str) -> None:
+        up = not self._pools.backends[backend].health.down
+        if self._up.get(backend) is up:
+            return
+        self._up[backend] = up
+        if up:
+            _log.info("backend_up", backend=backend)
+        else:
+            _log.warning("backend_down", backend=backend, why=why)

@@ -1,0 +1,196 @@
+"""From objects of Kubernetes to backends. Pure: the same objects in any order give the same backends.
+
+What is terminating is no backend any more: it gets nothing new, and the streams on it end in their own time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from llmproxy.backends.kubernetes.objects import Endpoint, EndpointSlice, InferencePool, Pod
+from llmproxy.backends.registry import Instance
+from llmproxy.backends.source import SHOWN_CHARS, place_of
+from llmproxy.config import BackendConfig
+from llmproxy.core.domain import Role
+
+ROLE_LABEL = "llm-d.ai/role"
+ROLES = {
+    "prefill": Role.PREFILL,
+    "encode-prefill": Role.PREFILL,
+    "decode": Role.DECODE,
+    "both": Role.BOTH,
+    "prefill-decode": Role.BOTH,
+    "encode-prefill-decode": Role.BOTH,
+}
+ENCODERS = "encode"
+"""The role of pods that answer no requests of clients."""
+ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
+_PORT = re.compile("[0-9]{1,5}")
+ENDED = ("Succeeded", "Failed")
+DEFAULT_PORT_NAME = "http"
+
+Refuse = Callable[[str, str], object]
+"""Called with the name of an object that is left out, and why. The other objects count."""
+
+
+def _ignored(name: str, why: str) -> None:
+    del name, why
+
+
+class UnclearPortError(Exception):
+    """There are several ports, or none has the wanted number or name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How the backends of one source are made: each like `template`.
+
+    `port` is a number, a name, or empty where there is only one. `suffix` is put behind the names of pods, which are
+    unique in their namespace only.
+    """
+
+    template: BackendConfig
+    scheme: str
+    port: str
+    suffix: str = ""
+
+    def backend(self, name: str, host: str, port: int, uid: str, *, ready: bool, **differs: object) -> Instance:
+        """Raises ValueError for what is no address or no port."""
+        place = place_of(host, port)
+        changed = {"name": name + self.suffix if name else place, "url": f"{self.scheme}://{place}", **differs}
+        return Instance.model_construct(**dict(self.template) | changed, uid=uid, ready=ready)
+
+    def chosen(self, ports: Iterable[tuple[str, int]]) -> int:
+        """The one of these names and numbers that is meant. Raises UnclearPortError."""
+        known = list(dict.fromkeys(ports))
+        wanted = self.port or (DEFAULT_PORT_NAME if len(known) > 1 else "")
+        fitting = [number for name, number in known if wanted in (name, str(number), "")]
+        if fitting:
+            return fitting[0]
+        if not known and self.port.isdecimal():
+            # Containers need not declare their ports.
+            return int(self.port)
+        said = ", ".join(f"{number} ({name})" if name else str(number) for name, number in known) or "none"
+        advice = f"there is no port {self.port}" if self.port else "the url should name a port"
+        raise UnclearPortError(f"{advice}; the ports are: {said}")
+
+
+def of_slices(place: Place, slices: Iterable[EndpointSlice], refuse: Refuse = _ignored) -> list[Instance]:
+    """The servers behind a Service. Raises UnclearPortError where that leaves none.
+
+    An address may be in two slices for a moment, and a pod has one for each family of addresses: its best state counts,
+    and its first address.
+    """
+    found: dict[tuple[str, int], tuple[bool, Instance]] = {}
+    unclear: UnclearPortError | None = None
+    for one in sorted(slices, key=lambda each: each.metadata.name):
+        ports = [(port.name or "", port.port) for port in one.ports or () if port.port and port.protocol in TCP]
+        for endpoint in one.endpoints or ():
+            if not endpoint.addresses:
+                continue
+            try:
+                port = place.chosen(ports)
+            except UnclearPortError as error:
+                unclear = error
+                refuse(one.metadata.name, str(error))
+                break
+            target, host = endpoint.target_ref, endpoint.addresses[0]
+            named = target is not None and target.uid
+            key = (target.uid if target is not None and named else host, port)
+            ready, ends = _state(endpoint)
+            name = target.name if target is not None and named else ""
+            try:
+                backend = place.backend(name, host, port, key[0], ready=ready)
+            except ValueError as error:
+                refuse(name or one.metadata.name, str(error))
+                continue
+            found[key] = min((ends, backend), found.get(key, (ends, backend)), key=_worse)
+    if unclear is not None and not found:
+        raise unclear
+    return _sorted(backend for ends, backend in found.values() if not ends)
+
+
+TCP = (None, "TCP")
+
+
+def _state(endpoint: Endpoint) -> tuple[bool, bool]:
+    """Whether it is ready, and whether it terminates. What is not said is ready, and stays (KEP-1672)."""
+    conditions = endpoint.conditions
+    return conditions.ready is not False, bool(conditions.terminating)
+
+
+def _worse(state: tuple[bool, Instance]) -> tuple[bool, bool, bool, str]:
+    ends, backend = state
+    return ends, not backend.ready, "[" in backend.url, backend.url
+
+
+def of_pods(place: Place, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
+    """These pods. Raises UnclearPortError where that leaves none."""
+    found: list[Instance] = []
+    unclear: UnclearPortError | None = None
+    for pod in filter(_serves, pods):
+        ports = (
+            (port.name or "", port.container_port)
+            for container in pod.spec.containers or ()
+            for port in container.ports or ()
+            if port.protocol in TCP
+        )
+        try:
+            found.append(_backend(place, pod, place.chosen(ports)))
+        except (UnclearPortError, ValueError) as error:
+            unclear = error if isinstance(error, UnclearPortError) else unclear
+            refuse(pod.metadata.name, str(error))
+    if unclear is not None and not found:
+        raise unclear
+    return _sorted(found)
+
+
+def of_pool(place: Place, pool: InferencePool, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
+    """The pods of an InferencePool: each of its ports is a server of its own, unless a pod leaves it out."""
+    numbers = [port.number for port in pool.spec.target_ports if port.number]
+    found = []
+    for pod in filter(_serves, pods):
+        active = _active_ports(pod, refuse)
+        for number in numbers:
+            if active is None or number in active:
+                name = pod.metadata.name if len(numbers) == 1 else f"{pod.metadata.name}:{number}"
+                try:
+                    found.append(_backend(place, pod, number, name))
+                except ValueError as error:
+                    refuse(name, str(error))
+    return _sorted(found)
+
+
+def _backend(place: Place, pod: Pod, port: int, name: str | None = None) -> Instance:
+    labels, template = pod.metadata.labels or {}, place.template
+    ready = any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
+    role = ROLES.get(labels.get(ROLE_LABEL, ""), template.role)
+    group = labels.get(template.group_label or "", template.group)
+    return place.backend(
+        name or pod.metadata.name, pod.status.pod_ip or "", port, pod.metadata.uid, ready=ready, role=role, group=group
+    )  # fmt: skip
+
+
+def _serves(pod: Pod) -> bool:
+    """Whether it has an address and neither ends nor encodes only."""
+    ends = pod.metadata.deletion_timestamp is not None or pod.status.phase in ENDED
+    return bool(pod.status.pod_ip) and not ends and (pod.metadata.labels or {}).get(ROLE_LABEL) != ENCODERS
+
+
+def _active_ports(pod: Pod, refuse: Refuse) -> set[int] | None:
+    """The ports that a pod serves on, None where it does not say. A part that is no port is left out."""
+    annotations = pod.metadata.annotations or {}
+    text = next((annotations[name] for name in ACTIVE_PORTS if name in annotations), None)
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    wrong = next((part for part in parts if part and not _PORT.fullmatch(part)), None)
+    if wrong is not None:
+        refuse(pod.metadata.name, f"its active ports name {wrong[:SHOWN_CHARS]!r}, which is no port")
+    return {int(part) for part in parts if _PORT.fullmatch(part)}
+
+
+def _sorted(backends: Iterable[Instance]) -> list[Instance]:
+    return sorted(backends, key=lambda backend: backend.name)

@@ -1,0 +1,360 @@
+"""One task per backend asks for its health, its models and its load, apart from all requests.
+
+A poll asks in a fixed order (health, models, metrics; the first two only when they are due). It ends with exactly one
+event: `answered`, or `troubled` by the first question that failed. Metrics that cannot be read are no failure: readings
+go stale by themselves, and `/health`, which is then asked once more, says whether the backend is well. The load of a
+busy backend is read several times a second. An idle backend has the same load each time: it is read with its health.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+import ssl
+import traceback
+import zlib
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from enum import Enum
+from math import inf
+from typing import TypeVar
+from urllib.parse import quote
+
+import structlog
+
+from llmproxy.backends.engine_config import SERVER_INFO_PATH, parse_sequences
+from llmproxy.backends.events import BackendObserver
+from llmproxy.backends.metrics_text import METRIC_NAMES, is_filtered, parse_reading
+from llmproxy.backends.models import parse_listing
+from llmproxy.config import PollConfig
+from llmproxy.core.domain import Reading, Trouble
+from llmproxy.lifecycle.background import supervised
+from llmproxy.lifecycle.descriptors import lack_of
+from llmproxy.upstream.port import ConnectFailed, InvalidResponse, Upstream, UpstreamBroken, read_body
+
+BODY_BYTES_MAX = 4 << 20
+"""No answer is read beyond this: a page of vLLM has 0.1 MB, a list of 8,000 adapters 4 MB, and a wrong URL may lead to
+anything. Answers are parsed in slices, so that no step holds the loop for more than about 10 ms."""
+
+FAST_BYTES_MAX = 32 << 10
+"""A longer filtered answer is no longer cheap for the engine: it is asked for as often as the full page."""
+
+HEALTH_INTERVAL_S = 1.0
+REPROBE_INTERVAL_S = 10.0
+"""How often a better source of readings is tried: a backend may be replaced without ever refusing a poll."""
+
+LIMIT_ASKS_MAX = 3
+"""How often the configuration is asked for without an answer: vLLM inspects its machine before the first answer."""
+LIMIT_PAUSE_S = 10.0
+"""The pause between two such questions, also where a backend restarts again and again."""
+
+GZIP_OR_ZLIB = 32
+"""Added to the window size, it lets zlib recognize either header."""
+
+NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
+"""What OpenSSL calls an answer that is no TLS."""
+
+FILTERED_PATH = "/metrics/?" + "&".join(f"name[]={quote(name, safe=':')}" for name in METRIC_NAMES)
+# The slash matters: without it vLLM serves another handler, which ignores the filter and costs the engine twenty times
+# as much of its event loop.
+
+T = TypeVar("T")
+
+_log = structlog.get_logger()
+
+
+class _MetricsSource(Enum):
+    """Where readings come from, best first. The value is the path, None for a backend that has no metrics."""
+
+    FILTERED = FILTERED_PATH
+    PAGE = "/metrics"
+    NOWHERE = None
+
+
+class _PollFailed(Exception):  # noqa: N818 - an answer of the backend, not an error of this code
+    def __init__(self, trouble: Trouble, detail: str) -> None:
+        super().__init__(detail)
+        self.trouble = trouble
+        self.detail = detail
+
+
+class Poller:
+    """Polls one backend for as long as `run` runs.
+
+    `url` is the backend's base URL without a trailing slash, `api_key` its bearer key or None. `has_work` says whether
+    requests are in flight there. `clock` gives the time stamps of readings in seconds: it is the scheduler's clock, and
+    the event loop's unless given.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        url: str,
+        api_key: str | None,
+        upstream: Upstream,
+        events: BackendObserver,
+        times: PollConfig,
+        *,
+        has_work: Callable[[], bool] = lambda: True,
+        clock: Callable[[], float] | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._backend = backend
+        self._url = url
+        # A compressed answer would be paid for on the engine's event loop.
+        self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._has_key = bool(api_key)
+        self._upstream = upstream
+        self._events = events
+        self._times = times
+        self._has_work = has_work
+        self._clock = clock or asyncio.get_running_loop().time
+        self._rng = rng or random.Random()
+        self._last_bug: str | None = None
+        self._came_up = asyncio.Event()
+        self._listed_at_s = -inf
+        self._reset()
+
+    async def run(self) -> None:
+        """Poll until cancelled. No answer and no bug of this program ends it."""
+        asking = supervised(self._ask_limit, f"limit of {self._backend}")
+        try:
+            while True:
+                try:
+                    pause_s = await self.poll_once()
+                except Exception as bug:  # noqa: BLE001 - polling goes on, whatever one answer does to this code
+                    self._log_bug(bug)
+                    pause_s = self._times.page_interval_s
+                await self._wait_for_next(pause_s)
+        finally:
+            asking.cancel()
+
+    async def list_now(self) -> None:
+        """Report the backend's models at once, after they were changed. Polls go on at the same time.
+
+        A failure is not reported: the next poll does so.
+        """
+        with suppress(_PollFailed):
+            await self._ask_models()
+
+    async def _ask_limit(self) -> None:
+        """Ask for the batch limit each time the backend comes up, apart from polls: the answer may take seconds."""
+        while True:
+            await self._came_up.wait()
+            self._came_up.clear()
+            for _ in range(LIMIT_ASKS_MAX):
+                try:
+                    status, body = await self._get(SERVER_INFO_PATH)
+                except _PollFailed:
+                    await asyncio.sleep(LIMIT_PAUSE_S)
+                    continue
+                if status == 200 and (limit := parse_sequences(body)) is not None:
+                    self._events.published(self._backend, limit)
+                break
+            await asyncio.sleep(LIMIT_PAUSE_S)
+
+    # --- one poll ------------------------------------------------------------------------------------------------
+
+    async def poll_once(self) -> float:
+        """Ask what is due, report the answers, and return the seconds to wait before the next poll."""
+        try:
+            await self._ask_what_is_due()
+        except _PollFailed as failure:
+            self._reset()
+            self._events.troubled(self._backend, failure.trouble, failure.detail)
+            # A refusal costs the machine nothing, and it is good to know soon that it is repeated or has ended.
+            soon = failure.trouble is Trouble.REFUSED
+            return self._jittered(self._times.interval_s if soon else self._times.page_interval_s)
+        return max(0.0, min(self._health_due_s, self._models_due_s, self._metrics_due_s) - self._clock())
+
+    async def _wait_for_next(self, pause_s: float) -> None:
+        """Wait for the next poll. It comes sooner when an idle backend gets a request."""
+        if not self._idle:
+            await asyncio.sleep(pause_s)
+            return
+        end_s = self._clock() + pause_s
+        while (left_s := end_s - self._clock()) > 0.0:
+            await asyncio.sleep(min(left_s, self._times.interval_s))
+            # This check costs a tenth of a poll.
+            if self._has_work():
+                self._metrics_due_s = -inf
+                return
+
+    def _reset(self) -> None:
+        """Forget what was learned of a backend that failed: another server may come up in its place."""
+        self._metrics_source: _MetricsSource | None = None
+        self._idle = self._well = False
+        self._health_due_s = self._models_due_s = self._metrics_due_s = self._probe_due_s = -inf
+
+    def _jittered(self, interval_s: float) -> float:
+        # Polls of many backends and many proxies must not happen all at once. An interval is the longest time allowed.
+        return interval_s * self._rng.uniform(0.8, 1.0)
+
+    async def _ask_what_is_due(self) -> None:
+        """Ask what is due. Intervals begin with the answer, so that a slow server is not asked without a pause."""
+        if self._clock() >= self._health_due_s:
+            await self._ask_health()
+            self._health_due_s = self._clock() + self._jittered(HEALTH_INTERVAL_S)
+        if self._clock() >= self._models_due_s:
+            await self._ask_models()
+            self._models_due_s = self._clock() + self._jittered(self._times.models_interval_s)
+        if self._clock() >= self._metrics_due_s:
+            await self._read_load()
+        self._events.answered(self._backend)
+        if not self._well:
+            self._well = True
+            self._came_up.set()
+
+    async def _read_load(self) -> None:
+        reading, interval_s = None, self._times.page_interval_s
+        try:
+            reading, interval_s = await self._ask_metrics()
+        except _PollFailed as failure:
+            if failure.trouble is Trouble.REFUSED:
+                raise
+            self._metrics_source = None
+            self._events.unread(self._backend, failure.trouble, failure.detail)
+            # Its last good answer is older than this failure, and a machine that is gone fails in the same way.
+            await self._ask_health()
+            self._health_due_s = self._clock() + self._jittered(HEALTH_INTERVAL_S)
+        self._metrics_due_s = self._clock() + self._jittered(interval_s)
+        idle = reading is not None and not (reading.running or reading.waiting or self._has_work())
+        self._idle = idle and interval_s < HEALTH_INTERVAL_S
+        if self._idle:
+            self._metrics_due_s = max(self._metrics_due_s, self._health_due_s)
+        if reading is not None:
+            self._events.observe(self._backend, reading)
+
+    async def _ask_health(self) -> None:
+        # A server without this route is not ill. Only a status of 5xx says that it is.
+        status, _ = await self._get("/health")
+        if status >= 500:
+            raise _PollFailed(Trouble.UNHEALTHY, f"GET {self._url}/health answered {status}")
+
+    async def _ask_models(self) -> None:
+        sent_at_s = self._clock()
+        status, body = await self._get("/v1/models")
+        if status != 200:
+            # An engine has this route: what answers in its place, such as a front that waits for it, serves nothing.
+            trouble = Trouble.UNHEALTHY if status >= 500 or status == 404 else Trouble.GARBAGE
+            asks = "; is the backend's api_key right?" if self._has_key else "; set backend_api_key, or its own api_key"
+            hint = asks if status in (401, 403) else "; does it speak TLS (https://)?" if status == 400 else ""
+            raise _PollFailed(trouble, f"GET {self._url}/v1/models answered {status}{hint}")
+        try:
+            listing = await _in_slices(parse_listing(body, sent_at_s))
+        except ValueError as error:
+            raise _PollFailed(Trouble.GARBAGE, f"GET {self._url}/v1/models: {error}") from None
+        if all(card.parent is not None for card in listing.cards):
+            # The names of before stay known, so that requests for them wait.
+            raise _PollFailed(Trouble.UNHEALTHY, f"GET {self._url}/v1/models lists no base model")
+        # The answer to an earlier question may arrive later. It must not replace a newer one.
+        if sent_at_s >= self._listed_at_s:
+            self._listed_at_s = sent_at_s
+            self._events.listed(self._backend, listing)
+
+    async def _ask_metrics(self) -> tuple[Reading | None, float]:
+        """The reading of the best source that has one, beginning with the last that had, and when to ask again."""
+        sources = list(_MetricsSource)
+        if self._metrics_source is not None and self._clock() < self._probe_due_s:
+            sources = sources[sources.index(self._metrics_source) :]
+        else:
+            self._probe_due_s = self._clock() + REPROBE_INTERVAL_S
+        for self._metrics_source in sources:
+            if self._metrics_source.value is None:
+                break
+            sent_at_s = self._clock()
+            status, body = await self._get(self._metrics_source.value)
+            try:
+                reading = await _in_slices(parse_reading(body, sent_at_s)) if status == 200 else None
+            except ValueError as error:
+                raise _PollFailed(Trouble.GARBAGE, f"GET {self._url}/metrics: {error}") from None
+            if reading is None:
+                continue
+            if self._metrics_source is _MetricsSource.PAGE:
+                return reading, self._times.page_interval_s
+            if len(body) <= FAST_BYTES_MAX:
+                return reading, self._times.interval_s
+            if is_filtered(body):
+                return reading, self._times.page_interval_s
+        return None, self._times.page_interval_s
+
+    # --- one question --------------------------------------------------------------------------------------------
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        """Status and body of one answer, redirects not followed. Raises _LapFailed where no readable answer came."""
+        what = f"GET {self._url}{path.partition('?')[0]}"
+        timeout_s = self._times.timeout_s
+        answers = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                # The time limit for connecting is the one for the whole question.
+                exchange = await self._upstream.open(self._url, "GET", path, self._headers, (), 2 * timeout_s)
+                answers = True
+                body = _decompressed(await read_body(exchange, BODY_BYTES_MAX), exchange.headers)
+        except TimeoutError:
+            raise _PollFailed(Trouble.TIMEOUT, f"{what}: no answer within {timeout_s:g} s") from None
+        except (ConnectFailed, UpstreamBroken, ValueError, zlib.error) as error:
+            # The client names the backend, and the question does so already.
+            why = str(error).removeprefix(f"{self._url}: ")
+            if answers or isinstance(error, InvalidResponse | ValueError):
+                raise _PollFailed(Trouble.GARBAGE, f"{what}: {why}") from None
+            # A backend that answered before has the right address.
+            hint = _hint(error) if self._listed_at_s == -inf else ""
+            raise _PollFailed(_trouble(error), f"{what}: {why}{hint}") from None
+        if len(body) > BODY_BYTES_MAX:
+            raise _PollFailed(Trouble.GARBAGE, f"{what}: the answer is larger than {BODY_BYTES_MAX} bytes")
+        return exchange.status, body
+
+    def _log_bug(self, bug: Exception) -> None:
+        # A bug repeats with every poll; it is logged again only when it is another one.
+        where = traceback.extract_tb(bug.__traceback__)[-1]
+        description = f"{type(bug).__name__} at {where.filename}:{where.lineno}"
+        if description != self._last_bug:
+            self._last_bug = description
+            _log.error("poller_bug", backend=self._backend, exc_info=bug)
+
+
+async def _in_slices(slices: Generator[None, None, T]) -> T:
+    """The result of a computation that pauses now and then; in each pause, other tasks have a turn."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        await asyncio.sleep(0)
+
+
+def _decompressed(body: bytes, headers: list[tuple[str, str]]) -> bytes:
+    """The body without the gzip or deflate coding that a server applied unasked. At most one byte too many is unpacked.
+
+    Raises zlib.error.
+    """
+    coding = next((value for name, value in headers if name.lower() == "content-encoding"), "")
+    if coding.strip().lower() not in ("gzip", "deflate"):
+        return body
+    return zlib.decompressobj(wbits=zlib.MAX_WBITS | GZIP_OR_ZLIB).decompress(body, BODY_BYTES_MAX + 1)
+
+
+def _hint(error: Exception) -> str:
+    """What may be wrong with the URL of a backend that never answered."""
+    cause = error.__cause__
+    if isinstance(cause, ssl.SSLError):
+        return "; it does not speak TLS: should its URL begin with http://?" if cause.reason in NO_TLS else ""
+    if isinstance(error, UpstreamBroken):
+        return "; if it speaks TLS, its URL should begin with https://"
+    return "; nothing listens there (yet): is the address right?" if _is_refused(cause) else ""
+
+
+def _trouble(error: Exception) -> Trouble:
+    cause = error.__cause__
+    if isinstance(cause, OSError) and lack_of(cause) is not None:
+        return Trouble.LOCAL_FAILURE
+    # Only a refusal proves that no process listens, and open streams are given up on that proof: a name that does not
+    # resolve, or an unreachable network, must never be mistaken for it.
+    return Trouble.REFUSED if _is_refused(cause) else Trouble.TIMEOUT
+
+
+def _is_refused(cause: BaseException | None) -> bool:
+    return isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED

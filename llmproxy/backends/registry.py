@@ -1,0 +1,312 @@
+"""The registry of backends: the one place where backends join, change, drain and leave.
+
+Each source (the configuration, a watched file, DNS) says which backends it wants; the registry holds the union. A
+backend that is missing joins. A backend that no source wants any more leaves: it gets no new requests, those in flight
+end in their own time (`timeouts.total_s` at the most), and then it is removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+import structlog
+
+from llmproxy.backends.events import BackendObserver
+from llmproxy.backends.poller import Poller
+from llmproxy.config import BackendConfig, PollConfig
+from llmproxy.core.domain import KnownLimit, Role
+from llmproxy.core.pools import Pools
+from llmproxy.core.snapshot import BackendStatus
+from llmproxy.lifecycle.background import spawned, supervised
+from llmproxy.scheduling.dispatcher import Dispatcher
+from llmproxy.upstream.endpoints import Endpoints
+from llmproxy.upstream.port import Upstream
+from llmproxy.upstream.tls import peers_tls
+
+_log = structlog.get_logger()
+
+
+class Instance(BackendConfig):
+    """A backend whose platform knows which process it is (`uid`), and whether it is ready for requests."""
+
+    uid: str
+    ready: bool
+
+
+class MemberState(StrEnum):
+    """The state of a backend, as the admin API shows it."""
+
+    UP = "up"
+    STARTING = "starting"
+    RESTING = "resting"
+    DOWN = "down"
+    DRAINED = "drained"
+    LEAVING = "leaving"
+
+
+@dataclass(slots=True)
+class _Member:
+    config: BackendConfig
+    source: str
+    since_s: float
+    polling: asyncio.Task[None]
+    drained: bool = False
+    leaving: asyncio.Task[None] | None = None
+
+
+class BackendRegistry:
+    """The backends, with the poller of each, which runs until the backend is removed or `close` is called.
+
+    `endpoints` is kept up to date for the clients that send requests. `events` gets all events of polls and removals.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        upstream: Upstream,
+        events: BackendObserver,
+        poll: PollConfig,
+        api_key: str | None,
+        endpoints: Endpoints,
+    ) -> None:
+        self._endpoints = endpoints
+        self._dispatcher = dispatcher
+        self._pools: Pools = dispatcher.pools
+        self._upstream = upstream
+        self._events = events
+        self._poll = poll
+        self._api_key = api_key
+        self._wanted: dict[str, tuple[BackendConfig, ...]] = {}
+        self._members: dict[str, _Member] = {}
+        self._backends: dict[str, BackendConfig] = {}
+        self._pollers: dict[str, Poller] = {}
+        self._clashes: set[tuple[str, str]] = set()
+        self._drained_before: set[str] = set()
+        self._recalled: Mapping[str, KnownLimit] = {}
+        self._now = asyncio.get_running_loop().time
+
+    @property
+    def backends(self) -> Mapping[str, BackendConfig]:
+        """Every backend by its name; one mapping that follows all changes.
+
+        Backends that leave are included. They come before those that were wanted again."""
+        return MappingProxyType(self._backends)
+
+    @property
+    def pollers(self) -> Mapping[str, Poller]:
+        """The poller of every backend, in the same way."""
+        return MappingProxyType(self._pollers)
+
+    # --- what sources and operators want --------------------------------------------------------------------------
+
+    def update(self, source: str, backends: Sequence[BackendConfig]) -> None:
+        """`source` wants these backends and no others. Of two with one name or URL, the first one counts.
+
+        Raises ConfigError for a file of authorities that cannot be read, and then nothing has changed.
+        """
+        if self._wanted.get(source) == tuple(backends):
+            # Most answers of DNS are the same again, and to read the authorities takes 34 ms for each backend.
+            return
+        peers_tls(backends)
+        self._wanted[source] = tuple(backends)
+        self._reconcile()
+
+    def remove_source(self, source: str) -> None:
+        """`source` does not exist any more, and wants no backends."""
+        if self._wanted.pop(source, None) is not None:
+            self._reconcile()
+
+    def reconfigure(self, poll: PollConfig, api_key: str | None) -> None:
+        """Poll at other intervals, or with another key where a backend has none of its own."""
+        if (poll, api_key) == (self._poll, self._api_key):
+            return
+        self._poll, self._api_key = poll, api_key
+        for member in self._members.values():
+            self._poll_anew(member)
+
+    def drain(self, name: str) -> None:
+        """Send no new requests to a backend until `undrain`, whatever its source says. Raises KeyError."""
+        self._set_drained(self._members[name], drained=True)
+
+    def undrain(self, name: str) -> None:
+        """Let a backend have requests again, unless it leaves. Raises KeyError."""
+        self._set_drained(self._members[name], drained=False)
+
+    def drain_on_join(self, names: Iterable[str]) -> None:
+        """Drain these backends as soon as they join, because they were drained in the predecessor of this process."""
+        self._drained_before.update(names)
+
+    def recall_limits(self, known: Mapping[str, KnownLimit]) -> None:
+        """Let backends start from the batch limits that another process learned, by URL."""
+        self._recalled = known
+        for name, backend in self._backends.items():
+            if backend.url in known:
+                self._pools.backends[name].recall(known[backend.url])
+
+    def known_limits(self, among: Callable[[str], bool] = lambda _: True) -> dict[str, KnownLimit]:
+        """The learned batch limits by URL, of the backends of which `among` says yes."""
+        known = self._pools.known_limits().items()
+        return {self._backends[name].url: limit for name, limit in known if name in self._backends and among(name)}
+
+    def drained(self) -> set[str]:
+        """The backends that an operator drained, those that are still to join included."""
+        return {name for name, member in self._members.items() if member.drained} | self._drained_before
+
+    def _set_drained(self, member: _Member, *, drained: bool) -> None:
+        if member.drained is drained:
+            return
+        member.drained, member.since_s = drained, self._now()
+        self._apply_drain(member)
+        _log.info("backend_drained" if drained else "backend_undrained", backend=member.config.name)
+
+    def _apply_drain(self, member: _Member) -> None:
+        drained = member.drained or member.leaving is not None or not _is_ready(member.config)
+        self._pools.backends[member.config.name].drained = drained
+        self._dispatcher.reconsider()
+
+    # --- joining, changing and leaving ----------------------------------------------------------------------------
+
+    def _reconcile(self) -> None:
+        wanted: dict[str, tuple[BackendConfig, str]] = {}
+        urls: set[str] = set()
+        clashes: set[tuple[str, str]] = set()
+        for source, backends in self._wanted.items():
+            for backend in backends:
+                if backend.name in wanted or backend.url in urls:
+                    clashes.add((source, backend.name))
+                    continue
+                wanted[backend.name] = backend, source
+                urls.add(backend.url)
+        # Wanted backends come last, so that a URL belongs to them and not to a backend that leaves.
+        staying = (backend for backend, _ in wanted.values())
+        self._endpoints.replace([*(one for name, one in self._backends.items() if name not in wanted), *staying])
+        for source, name in sorted(clashes - self._clashes):
+            _log.warning("backend_listed_twice", backend=name, ignored_from=source)
+        self._clashes = clashes
+        for name, (backend, source) in wanted.items():
+            member = self._members.get(name)
+            if member is None:
+                self._join(backend, source)
+            else:
+                self._change(member, backend, source)
+        for name, member in self._members.items():
+            if name not in wanted and member.leaving is None:
+                self._leave(member)
+        self._dispatcher.reconsider()
+
+    def _join(self, backend: BackendConfig, source: str) -> None:
+        self._pools.add_backend(backend.name, backend.max_in_flight, backend.prompt_tokens, Role(backend.role))
+        if (known := self._recalled.get(backend.url)) is not None:
+            self._pools.backends[backend.name].recall(known)
+        self._backends[backend.name] = backend
+        self._members[backend.name] = _Member(backend, source, self._now(), self._polling(backend))
+        _log.info("backend_added", backend=backend.name, url=backend.url, source=source)
+        if not _is_ready(backend):
+            self._apply_drain(self._members[backend.name])
+        if backend.name in self._drained_before:
+            self._drained_before.remove(backend.name)
+            self.drain(backend.name)
+
+    def _change(self, member: _Member, backend: BackendConfig, source: str) -> None:
+        member.source = source
+        if member.leaving is not None:
+            member.leaving.cancel()
+            member.leaving, member.since_s = None, self._now()
+            self._backends[backend.name] = self._backends.pop(backend.name)
+            self._apply_drain(member)
+            _log.info("backend_added", backend=backend.name, url=backend.url, source=source, again=True)
+        before = member.config
+        if before == backend:
+            return
+        member.config = self._backends[backend.name] = backend
+        held = self._pools.backends[backend.name]
+        held.meant_for(backend.max_in_flight, backend.prompt_tokens, Role(backend.role))
+        replaced = (before.url, _uid(before)) != (backend.url, _uid(backend))
+        if replaced:
+            self._pools.replace_process(backend.name)
+            _log.info("backend_moved", backend=backend.name, url=backend.url)
+        if replaced or (before.api_key, before.tls) != (backend.api_key, backend.tls):
+            self._poll_anew(member)
+        if _is_ready(before) != _is_ready(backend):
+            member.since_s = self._now()
+            self._apply_drain(member)
+
+    def _leave(self, member: _Member) -> None:
+        name = member.config.name
+        member.leaving = spawned(self._remove_when_empty(member), f"leave {name}")
+        member.since_s = self._now()
+        self._apply_drain(member)
+        _log.info("backend_leaves", backend=name, in_flight=self._dispatcher.in_flight(name))
+
+    async def _remove_when_empty(self, member: _Member) -> None:
+        name = member.config.name
+        await self._dispatcher.emptied(name)
+        # No await from here on, so that no request can be sent to the empty backend meanwhile.
+        member.polling.cancel()
+        del self._members[name], self._backends[name], self._pollers[name]
+        self._endpoints.replace(self._backends.values())
+        self._pools.remove_backend(name)
+        self._events.removed(name)
+        self._dispatcher.reconsider()
+        _log.info("backend_removed", backend=name)
+
+    # --- polling --------------------------------------------------------------------------------------------------
+
+    def _polling(self, backend: BackendConfig) -> asyncio.Task[None]:
+        key = backend.api_key or self._api_key
+        poller = self._pollers[backend.name] = Poller(
+            backend.name, backend.url, key, self._upstream, self._events, self._poll,
+            has_work=lambda: self._dispatcher.in_flight(backend.name) > 0,
+        )  # fmt: skip
+        return supervised(poller.run, f"poll {backend.name}")
+
+    def _poll_anew(self, member: _Member) -> None:
+        member.polling.cancel()
+        member.polling = self._polling(member.config)
+
+    async def close(self) -> None:
+        """Stop all pollers and all removals."""
+        tasks = [task for m in self._members.values() for task in (m.polling, m.leaving) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- what the admin API shows ---------------------------------------------------------------------------------
+
+    def statuses(self) -> list[BackendStatus]:
+        """Every backend, in the order of names."""
+        return [self._status(member) for _, member in sorted(self._members.items())]
+
+    def status(self, name: str) -> BackendStatus:
+        """One backend. Raises KeyError."""
+        return self._status(self._members[name])
+
+    def _status(self, member: _Member) -> BackendStatus:
+        backend = self._pools.backends[member.config.name]
+        if member.leaving is not None:
+            state = MemberState.LEAVING
+        elif member.drained:
+            state = MemberState.DRAINED
+        elif not _is_ready(member.config):
+            state = MemberState.STARTING
+        elif backend.health.down:
+            state = MemberState.DOWN
+        else:
+            state = MemberState.UP if backend.health.available(self._now()) else MemberState.RESTING
+        config = member.config
+        in_flight = self._dispatcher.in_flight(config.name)
+        return BackendStatus(
+            config.name, config.url, config.role, member.source, state, in_flight, member.since_s, config.group
+        )
+
+
+def _uid(backend: BackendConfig) -> str:
+    return backend.uid if isinstance(backend, Instance) else ""
+
+
+def _is_ready(backend: BackendConfig) -> bool:
+    return not isinstance(backend, Instance) or backend.ready

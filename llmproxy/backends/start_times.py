@@ -1,0 +1,43 @@
+"""How long new replicas take to serve: from the first poll that fails to the first list of models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llmproxy.backends.events import BackendObserver
+from llmproxy.core.domain import Listing, Trouble
+from llmproxy.core.pools import Pools
+
+LEAST_S = 2.0
+"""A backend that answers sooner than this after its first failed poll was there before, and a connection failed."""
+
+
+class StartTimes(BackendObserver):
+    """Tells the scaling of its pool, and `on_start` (pool, seconds), about each backend that started.
+
+    A backend that answers its first poll was there before: nothing is known of its start.
+    """
+
+    def __init__(self, pools: Pools, clock: Callable[[], float], on_start: Callable[[str, float], None]) -> None:
+        self._pools = pools
+        self._clock = clock
+        self._on_start = on_start
+        self._since_s: dict[str, float | None] = {}
+
+    def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
+        del trouble, detail
+        self._since_s.setdefault(backend, self._clock())
+
+    def listed(self, backend: str, listing: Listing) -> None:
+        del listing
+        since_s, self._since_s[backend] = self._since_s.get(backend), None
+        pool = self._pools.pool_of(backend)
+        if since_s is None or pool is None:
+            return
+        took_s = self._clock() - since_s
+        if took_s >= LEAST_S:
+            self._pools.scaling.pool(pool).replica_started(took_s)
+            self._on_start(pool, took_s)
+
+    def removed(self, backend: str) -> None:
+        self._since_s.pop(backend, None)

@@ -1,0 +1,245 @@
+"""The state file: what was learned of backends, kept for the next process, so that it need not learn it again."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from threading import Lock
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import structlog
+
+from llmproxy.backends.engine_config import SEQUENCES_MAX
+from llmproxy.core.domain import KnownCapacity, KnownLimit
+
+AUTO, NONE = "auto", "none"
+FORMAT = "llmproxy-state/1"
+OLD_NAME = "state.json"
+"""What all proxies of a user shared in earlier versions. Nobody can tell whose numbers are in it."""
+AGE_MAX_S = 7 * 86_400.0
+"""A backend that was not seen for so long is forgotten: engines are restarted with other options."""
+ENTRIES_MAX = 4_096
+"""The most backends; those that were seen last stay."""
+FILE_BYTES_MAX = 4 << 20
+LOOK_S = 5.0
+"""How often limits are compared with those that were written."""
+REFRESH_S = 3_600.0
+"""How often entries are written although nothing is new, so that they do not age."""
+POOLS_MAX = 256
+POOLS_EVERY_S = 60.0
+"""How often capacities, which change with every answer, are a reason to write."""
+
+_log = structlog.get_logger()
+_Seen = TypeVar("_Seen", bound="_Entry | _Pool")
+
+
+class _Entry(msgspec.Struct):
+    """What is kept of one backend; `seen_s` is seconds since the epoch."""
+
+    limit: int
+    settled: bool
+    models: tuple[str, ...]
+    max_model_len: int | None
+    seen_s: float
+
+
+class _Pool(msgspec.Struct):
+    """What is kept of one pool; see `KnownCapacity`."""
+
+    sums: tuple[float, ...]
+    sizes: tuple[tuple[int, int, float, float], ...]
+    seen_s: float
+    squares: tuple[float, ...] = ()
+
+
+class _Content(msgspec.Struct):
+    format: str
+    limits: dict[str, _Entry]
+    pools: dict[str, _Pool] = {}
+
+
+class State(NamedTuple):
+    """What is kept: batch limits by the URL of the backend, and capacities by pool."""
+
+    limits: Mapping[str, KnownLimit] = {}
+    capacities: Mapping[str, KnownCapacity] = {}
+
+
+class _Unusable(Exception):  # noqa: N818 - it is found in a file, and logged
+    pass
+
+
+def place(setting: str, environ: Mapping[str, str], host: str, port: int) -> Path | None:
+    """The file that `state_file` means, None for none. By default it is in systemd's StateDirectory, else by XDG base
+    directories, and is named after the address where the proxy listens, so that no other proxy's numbers are taken. A
+    port that the system chooses is another one at each start, so there is no file then.
+    """
+    if setting == NONE:
+        return None
+    if setting != AUTO:
+        return Path(setting)
+    if port == 0:
+        return None
+    name = "state-" + re.sub(r"[^0-9A-Za-z.-]+", "_", f"{host}-{port}") + ".json"
+    if directory := environ.get("STATE_DIRECTORY"):
+        return Path(directory.split(":")[0]) / name
+    for base in (Path(environ.get("XDG_STATE_HOME", "")), Path(environ.get("HOME", "")) / ".local" / "state"):
+        # A relative one is to be ignored.
+        if base.is_absolute():
+            return base / "llmproxy" / name
+    return None
+
+
+def warn_of_old(path: Path | None) -> None:
+    """Log that the file of earlier versions beside the one by default is not read."""
+    if path is not None and path.name != OLD_NAME and (old := path.with_name(OLD_NAME)).exists():
+        _log.info("old_state_ignored", path=str(old), hint="proxies shared it: delete it, or name it as state_file")
+
+
+class StateFile:
+    """A `State` on disk.
+
+    It is written as a whole, to a new file that replaces it. Several proxies may share it: entries of backends and
+    pools that this proxy does not know stay. A file of another format is logged once, and neither read nor written.
+    Nothing here raises: a proxy without its file learns all of it again.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:  # noqa: TID251 - for other processes
+        self.path = path
+        self._clock = clock
+        self._logged: str | None = None
+        self._written = State()
+        self._written_s = 0.0
+        # The last write may begin while a thread has not ended the one before it.
+        self._writing = Lock()
+
+    def read(self) -> State:
+        """What is in the file, without what is too old."""
+        try:
+            content = self._content()
+        except (OSError, _Unusable) as error:
+            self._warn("read", error)
+            return State()
+        return State(
+            {
+                url: KnownLimit(entry.limit, entry.settled, entry.models, entry.max_model_len)
+                for url, entry in content.limits.items()
+            },
+            {name: KnownCapacity(pool.sums, pool.sizes, pool.squares) for name, pool in content.pools.items()},
+        )
+
+    def write(self, known: State, *, last: bool = False) -> None:
+        """Write this, unless it is what was written before. `last`: nothing is written after it."""
+        now = self._clock()
+        if not self._is_news(known, now, last):
+            return
+        try:
+            with self._writing, self._locked():
+                content = self._content()
+                limits = content.limits | {
+                    url: _Entry(one.limit, one.settled, one.models, one.max_model_len, now)
+                    for url, one in known.limits.items()
+                }
+                pools = content.pools | {
+                    name: _Pool(one.sums, one.sizes, now, one.squares) for name, one in known.capacities.items()
+                }
+                kept = _Content(FORMAT, _last_seen(limits, ENTRIES_MAX), _last_seen(pools, POOLS_MAX))
+                self._replace(msgspec.json.format(msgspec.json.encode(kept)))
+        except BlockingIOError:
+            # Another proxy writes now. It is not waited for, because it may have been stopped.
+            return
+        except (OSError, _Unusable) as error:
+            self._warn("written", error)
+            return
+        self._written, self._written_s, self._logged = State(dict(known.limits), dict(known.capacities)), now, None
+
+    def _is_news(self, known: State, now: float, last: bool) -> bool:
+        if not known.limits and not known.capacities:
+            return False
+        if known.limits != self._written.limits or now >= self._written_s + REFRESH_S:
+            return True
+        return known.capacities != self._written.capacities and (last or now >= self._written_s + POOLS_EVERY_S)
+
+    async def follow(self, known: Callable[[], State]) -> None:
+        """Write the result of `known` whenever it has changed, until cancelled, and once more at the end."""
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                await asyncio.to_thread(self.write, known())
+        finally:
+            self.write(known(), last=True)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """No other process writes meanwhile. Raises BlockingIOError where one does."""
+        parent = Path(os.path.realpath(self.path)).parent
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = os.open(parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        finally:
+            os.close(folder)
+
+    def _content(self) -> _Content:
+        """The file without entries that are too old or that no engine has. Raises OSError and _Unusable."""
+        if not self.path.exists():
+            return _Content(FORMAT, {})
+        if not self.path.is_file():
+            # Reading a pipe may take for ever, and a device such as /dev/null would be replaced by a file.
+            raise _Unusable("it is no regular file")
+        with self.path.open("rb") as file:
+            content = file.read(FILE_BYTES_MAX + 1)
+        if not content:
+            return _Content(FORMAT, {})
+        try:
+            if len(content) > FILE_BYTES_MAX:
+                raise _Unusable(f"it is larger than {FILE_BYTES_MAX} bytes")
+            read = msgspec.json.decode(content, type=_Content)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise _Unusable(str(error)) from None
+        if read.format != FORMAT:
+            raise _Unusable(f"its format is {read.format[:64]!r}, not {FORMAT!r}")
+        # Entries from the future, after a clock was set back, do not count either.
+        now = self._clock()
+        read.limits = {
+            url: entry
+            for url, entry in read.limits.items()
+            if 0 < entry.limit <= SEQUENCES_MAX and abs(now - entry.seen_s) < AGE_MAX_S
+        }
+        read.pools = {name: pool for name, pool in read.pools.items() if abs(now - pool.seen_s) < AGE_MAX_S}
+        return read
+
+    def _replace(self, content: bytes) -> None:
+        # A link stays a link: its target may be on a volume that is kept when the place of the link is not.
+        path = Path(os.path.realpath(self.path))
+        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            try:
+                file.write(content + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+                Path(file.name).replace(path)
+            except BaseException:
+                with suppress(OSError):
+                    Path(file.name).unlink()
+                raise
+
+    def _warn(self, what: str, error: Exception) -> None:
+        why = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else f"not a state file: {error}"
+        if why != self._logged:
+            self._logged = why
+            hint = "all is learned anew at each start; state_file names another place, none keeps nothing"
+            _log.warning(f"state_not_{what}", path=str(self.path), why=why, hint=hint)
+
+
+def _last_seen(entries: Mapping[str, _Seen], most: int) -> dict[str, _Seen]:
+    """At most so many, those that were seen last, by name."""
+    return dict(sorted(sorted(entries.items(), key=lambda item: item[1].seen_s)[-most:]))

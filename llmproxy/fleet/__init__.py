@@ -1,1 +1,0 @@
-"""Who the backends are and how they are: registry, discovery, polls, adapters."""

@@ -1,0 +1,202 @@
+"""The demo: simulated replicas, the proxy before them, and one table of how overload is handled.
+
+Everything it starts runs as a `llmproxy.cli.child`, which ends when its standard input does. Only the demo holds
+the other end of that pipe, so no process outlives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Awaitable, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import aiohttp
+
+from llmproxy.config import hash_of
+from llmproxy.lab.demo.buttons import PRESSED
+from llmproxy.lab.demo.clients import ADAPTERS, MODEL, DemoClients
+from llmproxy.lab.demo.display import DemoReplica, Display
+from llmproxy.lab.demo.processes import HOST, DemoError, Processes, held_port
+from llmproxy.lab.demo.scenes import ADMIN_KEY, SCENES, Stage, scenes_of
+from llmproxy.tools.terminal import pressed
+
+START_TIMEOUT_S = 60.0
+BATCH = 4
+"""Sequences that a replica runs at once: few, so that a little traffic is too much, and costs little to simulate."""
+QUEUE_REQUESTS_MAX = 48
+CRITICAL_TTFT_S = 0.5
+"""The objective of critical requests, so that something is kept or missed."""
+FOLLOWED_S = 0.5
+"""How often the proxy's numbers are read."""
+
+GUIDE = """llmproxy at {base}, before {count} simulated vLLM replicas (no GPU).
+
+  Look at it in a browser:  {base}/ui   (admin key: {key})
+
+Models: {models}. In another terminal:
+
+curl {base}/v1/chat/completions \\
+  -H 'content-type: application/json' -d '{{"model": "{model}", "max_tokens": 32,
+  "messages": [{{"role": "user", "content": "Hello"}}]}}'
+
+queued: in the proxy. waiting: in a replica. broken: cut midway. lost: an error.
+{scenes}More to see: llmproxy top {base} --admin-key {key}
+/v1/models and /metrics. Ctrl-C ends all.
+"""
+KEYS = "Keys: {keys},\nblank: the demo leads again.\n"
+
+
+def run_demo(port: int, replicas: int) -> int:
+    """Run until Ctrl-C or SIGTERM on this port (0: any free one) with so many replicas.
+
+    Returns the exit code: 0 when it was asked to end, 1 after a message when it cannot start or go on.
+    """
+    display = Display()
+    try:
+        return asyncio.run(_until_signal(_demo(port, replicas, display), display))
+    except DemoError as error:
+        print(f"llmproxy demo: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+async def _until_signal(work: Awaitable[None], display: Display) -> int:
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        # Once only: a second Ctrl-C must not cut short the ending of the processes, which is bounded in time.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, lambda: None)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        await task
+    except asyncio.CancelledError:
+        display.say("Stopped; nothing is left running.")
+    return 0
+
+
+async def _demo(port: int, count: int, display: Display) -> None:
+    with ExitStack() as ports:
+        port = ports.enter_context(held_port(port))
+        replicas = [
+            DemoReplica(f"replica-{number}", ports.enter_context(held_port(0)), _adapters(number, count))
+            for number in range(1, count + 1)
+        ]
+        base = f"http://{HOST}:{port}"
+        async with (
+            Processes() as processes,
+            aiohttp.ClientSession(
+                base,
+                timeout=aiohttp.ClientTimeout(total=START_TIMEOUT_S),
+                connector=aiohttp.TCPConnector(limit=0),
+            ) as session,
+        ):
+            display.say(f"Starting the proxy and simulated vLLM replicas ({count})...")
+            for replica in replicas:
+                await _start(processes, replica)
+            file = Path(ports.enter_context(TemporaryDirectory(prefix="llmproxy-demo-"))) / "llmproxy.json"
+            file.write_text(json.dumps(_config(port, replicas)), encoding="utf-8")
+            playable = "".join(scene.key for scene in scenes_of(count == 1))
+            serve = (playable, "serve", "--config", str(file))
+            await processes.start("proxy", *serve, module="llmproxy.cli.demo_child")
+            await processes.unless_one_dies(_serving(session))
+            keys = KEYS.format(keys=", ".join(f"{one.key} {one.name}" for one in SCENES)) if display.keys else ""
+            display.say(
+                GUIDE.format(
+                    base=base,
+                    models=", ".join((MODEL, *ADAPTERS)),
+                    count=count,
+                    model=MODEL,
+                    key=ADMIN_KEY,
+                    scenes=keys,
+                )
+            )
+            await processes.unless_one_dies(_play(session, processes, replicas, display))
+
+
+def _config(port: int, replicas: Sequence[DemoReplica]) -> dict[str, Any]:
+    """The configuration of the proxy."""
+    return {
+        "host": HOST,
+        "port": port,
+        "admin_key": hash_of(ADMIN_KEY),
+        "admin": {"open_metrics": True},
+        # The state file is that of the person's own proxy, too.
+        "state_file": "none",
+        "scheduling": {"start_limit": BATCH},
+        "objectives": [{"name": "critical", "criticality": "critical", "ttft_s": CRITICAL_TTFT_S}],
+        # A tenant that floods the queue is refused, and the others are not.
+        "queue": {"requests_max": QUEUE_REQUESTS_MAX, "flow_requests_max": QUEUE_REQUESTS_MAX // 2},
+        "backends": [{"name": replica.name, "url": replica.url} for replica in replicas],
+    }
+
+
+def _adapters(number: int, count: int) -> tuple[str, ...]:
+    """Each adapter is loaded on two replicas of three or more, on all of fewer."""
+    return tuple(adapter for i, adapter in enumerate(ADAPTERS) if (number - 1 - i) % count < 2)
+
+
+async def _start(processes: Processes, replica: DemoReplica) -> None:
+    adapters = [word for adapter in replica.adapters for word in ("--adapter", adapter)]
+    batch = ("--max-num-seqs", str(BATCH))
+    place = ("--host", HOST, "--port", str(replica.port))
+    await processes.start(replica.name, "replica", *place, "--model", MODEL, *batch, *adapters)
+
+
+async def _serving(session: aiohttp.ClientSession) -> None:
+    """Return once the proxy is ready and lists every name that the replicas serve. Raises DemoError in the end."""
+    wanted = {MODEL, *ADAPTERS}
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while True:
+                try:
+                    async with session.get("/ready") as ready, session.get("/v1/models") as models:
+                        if ready.status == 200 and wanted <= {card["id"] for card in (await models.json())["data"]}:
+                            return
+                except aiohttp.ClientError:
+                    pass  # It does not listen yet; its death or the timeout ends the waiting.
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise DemoError(f"the proxy is not ready after {START_TIMEOUT_S:g} s") from None
+
+
+async def _play(
+    session: aiohttp.ClientSession, processes: Processes, replicas: list[DemoReplica], display: Display
+) -> None:
+    clients = DemoClients(session)
+    victim = replicas[-1]
+    stage = Stage(
+        session, processes, victim.name, victim.url, len(replicas) == 1,
+        partial(_start, processes, victim), display.news, clients.sources,
+    )  # fmt: skip
+    processes.hear = lambda line: stage.pressed(line.removeprefix(PRESSED)) if line.startswith(PRESSED) else None
+    with display.drawn(), pressed(stage.pressed) if display.keys else nullcontext():
+        async with asyncio.TaskGroup() as group:
+            group.create_task(clients.come_and_go(group))
+            group.create_task(_follow(session, clients, replicas, display))
+            await stage.lead()
+
+
+async def _follow(
+    session: aiohttp.ClientSession, clients: DemoClients, replicas: list[DemoReplica], display: Display
+) -> None:
+    """Show the proxy's own metrics page beside what the clients saw, again and again."""
+    while True:
+        try:
+            async with session.get("/metrics") as answer:
+                page = await answer.text()
+        except (aiohttp.ClientError, TimeoutError):
+            display.news("the proxy does not answer /metrics")
+        else:
+            display.show(page, replicas, clients)
+        await asyncio.sleep(FOLLOWED_S)

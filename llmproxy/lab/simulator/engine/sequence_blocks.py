@@ -1,0 +1,99 @@
+"""The KV blocks of sequences: taken, filled, given back, kept for another engine, or of wrong content. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import islice
+
+from llmproxy.lab.simulator.engine.kv_cache import KvCache
+from llmproxy.lab.simulator.engine.kv_store import KvStore
+from llmproxy.lab.simulator.engine.sequence import EngineRequest, LiveSequence
+
+
+class SequenceBlocks:
+    """Blocks of `block_size` tokens. With a `store`, blocks of prompts are written to it and found in it, too.
+
+    `kept` are the ended requests whose blocks stay until another engine has read them. `wrong` are blocks that were
+    read too late, or computed from such ones: whoever shares them answers wrongly, as in vLLM.
+    """
+
+    def __init__(self, blocks: int, block_size: int, store: KvStore | None = None) -> None:
+        self.cache = KvCache(blocks)
+        self.block_size = block_size
+        self.kept: dict[str, LiveSequence] = {}
+        self._store_of_all = store
+        self._wrong: set[int] = set()
+
+    def cached(self, request: EngineRequest, length: int) -> list[int]:
+        """The blocks that its first `length` tokens would find in this cache."""
+        # A cached prompt alone is not enough: its last token must be computed to get the next one.
+        return self.cache.match(islice(request.hashes, (length - 1) // self.block_size))
+
+    def take(self, sequence: LiveSequence) -> bool:
+        """Take what is cached of all its tokens, and make room for the rest; False where there is too little."""
+        request, length = sequence.request, sequence.length
+        hits = self.cached(request, length)
+        missing = math.ceil(length / self.block_size) - len(hits)
+        if missing + self.cache.unused(hits) > self.cache.free:
+            return False
+        self.cache.share(hits)
+        sequence.blocks = hits
+        sequence.stored = len(hits)
+        sequence.computed = self.block_size * len(hits)
+        sequence.wrong = not self._wrong.isdisjoint(hits)
+        return True
+
+    def load(self, sequence: LiveSequence) -> int:
+        """Take what the store has beyond what is cached; how many tokens that are."""
+        if self._store_of_all is None:
+            return 0
+        most = (sequence.length - 1) // self.block_size
+        found = self._store_of_all.found(sequence.request.hashes[sequence.stored : most])
+        if found:
+            sequence.computed += found * self.block_size
+            self.extend(sequence, sequence.computed)
+            self.fill(sequence, sequence.computed)
+        return found * self.block_size
+
+    def extend(self, sequence: LiveSequence, end: int) -> bool:
+        """Blocks for the tokens up to `end`; False where there are too few."""
+        blocks = self._allocate(math.ceil(end / self.block_size) - len(sequence.blocks))
+        if blocks is None:
+            return False
+        sequence.blocks += blocks
+        return True
+
+    def grow(self, sequence: LiveSequence, now: int) -> bool:
+        """The next block for a decode that filled one with the step before `now`; False where there is none."""
+        blocks = self._allocate(1)
+        if blocks is None:
+            return False
+        sequence.blocks += blocks
+        self.fill(sequence, sequence.mark + now)
+        return True
+
+    def fill(self, sequence: LiveSequence, computed: int) -> None:
+        """Cache the blocks that `computed` tokens fill."""
+        full = computed // self.block_size
+        request, new = sequence.request, slice(sequence.stored, full)
+        self.cache.store(sequence.blocks[new], request.hashes[new])
+        if sequence.wrong:
+            self._wrong.update(sequence.blocks[new])
+        elif self._store_of_all is not None:
+            self._store_of_all.save(
+                request.hashes[sequence.stored : min(full, request.prompt_tokens // self.block_size)]
+            )
+        sequence.stored = full
+
+    def release(self, sequence: LiveSequence) -> None:
+        """Let go of all of its blocks."""
+        self.cache.release(sequence.blocks, sequence.request.hashes, sequence.stored)
+        sequence.blocks = []
+        sequence.stored = 0
+
+    def _allocate(self, count: int) -> Sequence[int] | None:
+        blocks = self.cache.allocate(count)
+        if self._wrong and blocks:
+            self._wrong.difference_update(blocks)
+        return blocks

@@ -1,0 +1,253 @@
+"""The bytes of answers as vLLM 0.32 writes them: chat and text completions, their streams, usage and errors.
+
+An `AnswerWriter` writes the answer to one request. A stream is `prologue` at acceptance, `opening` with the first
+token, `delta` for every piece of text, the last one of a choice with its `reason`, and `closing` at the end, or
+`broken` by an error, under its status 200; an answer in one piece is `whole`. Every item of those lists is one event,
+which the server sends as one HTTP chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import orjson
+
+from llmproxy.lab.simulator.server.requests import (
+    ApiError,
+    Body,
+    GenerationRequest,
+    Limits,
+    chat_request,
+    completion_request,
+)
+from llmproxy.lab.simulator.server.service import ServedModel
+
+FINGERPRINT = "vllm-0.32.0-51ab1e5d"
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is decided when a request is accepted: its id (without prefix) and the Unix time; `count_details` says
+    whether usage has the cached tokens.
+    """
+
+    id: str
+    created: int
+    count_details: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerUsage:
+    """Tokens of one answer. `created_tokens` went into the prefix cache."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+    created_tokens: int = 0
+
+    def body(self) -> Body:
+        """The three numbers that every usage object begins with."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens + self.output_tokens,
+            "completion_tokens": self.output_tokens,
+        }
+
+    def details(self) -> Body:
+        """What a server with prompt-token details adds."""
+        return {"cached_tokens": self.cached_tokens, "created_cache_tokens": self.created_tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One finished sequence; `reason` is `length` or `stop`."""
+
+    text: str
+    reason: str
+
+
+class AnswerWriter(Protocol):
+    """Writes the answer to one request, which clients know by `id`; see the module. Most streams have no event before
+    the first token.
+    """
+
+    id: str
+
+    def prologue(self) -> list[bytes]:
+        return []
+
+    def opening(self, usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002 - a text has no role to begin with
+        return []
+
+    def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]: ...
+    def closing(self, choices: list[Choice], usage: AnswerUsage) -> list[bytes]: ...
+    def whole(self, choices: list[Choice], usage: AnswerUsage) -> Body: ...
+    def broken(self, error: ApiError) -> list[bytes]: ...
+
+
+class _OpenAiAnswer(AnswerWriter):
+    """What chat and text completions have in common."""
+
+    prefix: ClassVar[str]
+    noun: ClassVar[str]
+    noun_chunk: ClassVar[str]
+
+    def __init__(self, generation: GenerationRequest, head: Head) -> None:
+        self._generation = generation
+        self._details = head.count_details
+        self.id = self.prefix + head.id
+        self._begin = {
+            "id": self.id,
+            "object": self.noun,
+            "created": head.created,
+            "model": generation.model,
+        }
+        self._chunk_begin = _dump({**self._begin, "object": self.noun_chunk})[:-1]
+
+    def closing(self, choices: list[Choice], usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002 - other dialects need them
+        """The usage chunk where it was asked for, then the end mark."""
+        if not self._generation.include_usage:
+            return [DONE]
+        body = usage.body() | ({"prompt_tokens_details": usage.details()} if self._details else {})
+        return [self._event('"choices":[],"usage":' + _dump(body), f',"system_fingerprint":"{FINGERPRINT}"'), DONE]
+
+    def broken(self, error: ApiError) -> list[bytes]:
+        return [stream_error(error), DONE]
+
+    def _event(self, choices: str, after: str = "") -> bytes:
+        return f"data: {self._chunk_begin},{choices}{after}}}\n\n".encode()
+
+    def _usage_now(self, usage: AnswerUsage) -> str:
+        if not self._generation.continuous_usage:
+            return ""
+        return ',"usage":' + _dump(usage.body() | {"completion_tokens_details": None})
+
+    def _last(self, reason: str | None) -> str:
+        """The fingerprint is on the last chunk that is certain to come."""
+        return f',"system_fingerprint":"{FINGERPRINT}"' if reason and not self._generation.include_usage else ""
+
+    def _ending(self, usage: AnswerUsage, extra: Body) -> Body:
+        details = usage.details() | extra if self._details else None
+        usage_body = usage.body() | {"prompt_tokens_details": details, "completion_tokens_details": None}
+        return {"service_tier": None, "system_fingerprint": FINGERPRINT, "usage": usage_body}
+
+
+class ChatAnswer(_OpenAiAnswer):
+    """`/v1/chat/completions`."""
+
+    prefix = "chatcmpl-"
+    noun = "chat.completion"
+    noun_chunk = "chat.completion.chunk"
+    parse = staticmethod(chat_request)
+
+    def opening(self, usage: AnswerUsage) -> list[bytes]:
+        """One role chunk per choice."""
+        after = self._usage_now(usage) + ',"prompt_token_ids":null,"prompt_text":null'
+        role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+        return [self._event(f'"choices":[{{"index":{i},{role}}}]', after) for i in range(self._generation.choices)]
+
+    def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]:
+        finish = f'"{reason}","stop_reason":null' if reason else "null"
+        choice = f'"index":{index},"delta":{{"content":{_dump(text)}}},"logprobs":null,"finish_reason":{finish}'
+        event = self._event(f'"choices":[{{{choice},"token_ids":null}}]', self._usage_now(usage) + self._last(reason))
+        return [event]
+
+    def whole(self, choices: list[Choice], usage: AnswerUsage) -> Body:
+        none = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "reasoning": None}
+        shown = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": choice.text, **none},
+                "logprobs": None,
+                "finish_reason": choice.reason,
+                "stop_reason": None,
+                "token_ids": None,
+                "routed_experts": None,
+            }
+            for index, choice in enumerate(choices)
+        ]
+        extra = ("prompt_logprobs", "prompt_token_ids", "prompt_text", *_ENDING_NULLS)
+        ending = self._ending(usage, {"multimodal_tokens": None})
+        return self._begin | {"choices": shown} | ending | dict.fromkeys(extra)
+
+
+class CompletionAnswer(_OpenAiAnswer):
+    """`/v1/completions`."""
+
+    prefix = "cmpl-"
+    noun = "text_completion"
+    noun_chunk = "text_completion"
+    parse = staticmethod(completion_request)
+
+    def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]:
+        finish = f'"{reason}"' if reason else "null"
+        choice = f'"index":{index},"text":{_dump(text)},"logprobs":null,"finish_reason":{finish},"stop_reason":null'
+        choices = f'"choices":[{{{choice},"prompt_token_ids":null,"token_ids":null}}]'
+        return [self._event(choices, self._usage_now(usage) + self._last(reason))]
+
+    def whole(self, choices: list[Choice], usage: AnswerUsage) -> Body:
+        after = ("stop_reason", "token_ids", "prompt_logprobs", "prompt_token_ids", "routed_experts")
+        shown = [
+            {"index": index, "text": choice.text, "logprobs": None, "finish_reason": choice.reason}
+            | dict.fromkeys(after)
+            for index, choice in enumerate(choices)
+        ]
+        return self._begin | {"choices": shown} | self._ending(usage, {}) | dict.fromkeys(_ENDING_NULLS)
+
+
+_ENDING_NULLS = ("kv_transfer_params", "ec_transfer_params", "metrics")
+
+
+def error_body(error: ApiError, anthropic: bool = False) -> Body:
+    """The JSON of an error answer, in the dialect of the endpoint."""
+    if anthropic:
+        return {"type": "error", "error": {"type": error.kind, "message": error.message}}
+    shown = {"message": error.message, "type": error.kind, "param": error.param, "code": error.status}
+    return {"error": shown}
+
+
+def stream_error(error: ApiError) -> bytes:
+    """An error event. vLLM writes this one with spaces, unlike its other events."""
+    shown = f'{{"message": {_dump(error.message)}, "type": "{error.kind}", "param": null, "code": {error.status}}}'
+    return f'data: {{"error": {shown}}}\n\n'.encode()
+
+
+def models_body(limits: Limits, models: Mapping[str, ServedModel]) -> Body:
+    """`/v1/models`: the base model, then its adapters in the order in which they were loaded."""
+    cards = []
+    for name, model in models.items():
+        permission: dict[str, Any] = {
+            "id": f"modelperm-{model.permission}",
+            "object": "model_permission",
+            "created": model.created,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
+        cards.append(
+            {
+                "id": name,
+                "object": "model",
+                "created": model.created,
+                "owned_by": "vllm",
+                "root": model.root,
+                "parent": None if name == limits.model else limits.model,
+                "max_model_len": limits.max_model_len if name == limits.model else None,
+                "permission": [permission],
+            }
+        )
+    return {"object": "list", "data": cards}
+
+
+def _dump(value: object) -> str:
+    return orjson.dumps(value).decode()

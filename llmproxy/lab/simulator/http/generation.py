@@ -1,0 +1,256 @@
+"""One generation request from acceptance to its last byte, streamed or in one piece."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import struct
+from dataclasses import dataclass, field, replace
+from email.utils import formatdate
+from typing import Protocol
+
+import orjson
+from aiohttp import web
+
+from llmproxy.lab.simulator.http.answer_events import ResponsesAnswer
+from llmproxy.lab.simulator.http.answers import KEEP_ALIVE, AnswerUsage, AnswerWriter, Choice, Head
+from llmproxy.lab.simulator.server.faults import FaultKind
+from llmproxy.lab.simulator.server.metrics import unix_now_s
+from llmproxy.lab.simulator.server.nixl import KvLoadError
+from llmproxy.lab.simulator.server.pacer import GenerationJob, SequenceProgress
+from llmproxy.lab.simulator.server.requests import ApiError, Body, GenerationRequest, Limits, items
+from llmproxy.lab.simulator.server.service import BLOCK_SIZE, Service, engine_dead
+from llmproxy.lab.simulator.server.text import WRONG_WORD, seed_of, words
+
+STREAM_TYPE = "text/event-stream; charset=utf-8"
+
+
+class AnswerWriterType(Protocol):
+    """The class of an `AnswerWriter`."""
+
+    def __call__(self, generation: GenerationRequest, head: Head) -> AnswerWriter: ...
+    def parse(self, body: Body, limits: Limits) -> GenerationRequest: ...
+
+
+def headers_of(
+    service: Service, request: web.BaseRequest, content_type: str | None, length: int | None = None
+) -> dict[str, str]:
+    """Response headers in vLLM's order and case; a stream has no `length`."""
+    headers = {"date": formatdate(usegmt=True), "server": "uvicorn"}
+    if length is not None:
+        headers["content-length"] = str(length)
+    if content_type is not None:
+        headers["content-type"] = content_type
+    headers["vary"] = "Origin"
+    if service.options.request_id_headers:
+        headers["x-request-id"] = request.headers.get("x-request-id") or secrets.token_hex(16)
+    return headers
+
+
+async def generate(
+    service: Service, request: web.BaseRequest, writer_type: AnswerWriterType, body: Body
+) -> web.StreamResponse:
+    """Answer one request. Raises ApiError. A client that disconnects cancels this, which aborts the work."""
+    try:
+        if writer_type is ResponsesAnswer:
+            body = service.continued(body)
+        generation = writer_type.parse(body, service.limits)
+    except ApiError as refused:
+        # What vLLM refuses for its form does not get as far as its connector.
+        if service.nixl is not None and refused.kind != "Bad Request":
+            service.nixl.reject(body.get("kv_transfer_params"))
+        raise
+    service.refuse_if_due()
+    if service.faults.hits(FaultKind.SILENT):
+        await asyncio.Event().wait()  # Until its client leaves, also where the fault is cleared before.
+    arrived_s = asyncio.get_running_loop().time()
+    request_id = request.headers.get("x-request-id") or body.get("request_id") or secrets.token_hex(8)
+    head = Head(str(request_id), int(unix_now_s()), service.options.prompt_tokens_details)
+    answer = writer_type(generation, head)
+    job = service.job(generation, f"{answer.id}-{secrets.token_hex(4)}", arrived_s)
+    exchange = _Exchange(service, request, generation, job, answer, service.faults.hit_by(await request.read()))
+    with service.counted():
+        try:
+            await asyncio.sleep(service.frontend_s)
+            if service.faults.kind is FaultKind.ENGINE_DEAD:
+                raise engine_dead()
+            return await (exchange.stream() if generation.stream else exchange.whole())
+        finally:
+            service.pacer.drop(job)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """How much of one choice was sent: tokens looked at, and tokens whose text was sent."""
+
+    seed: int
+    tokens: int = 0
+    text_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One accepted request."""
+
+    service: Service
+    request: web.BaseRequest
+    generation: GenerationRequest
+    job: GenerationJob
+    answer: AnswerWriter
+    deadly: bool = False
+    sent: list[_Sent] = field(init=False)
+    opened: bool = False
+    # How many more bytes of the body are sent before a reset; None where none is due.
+    bytes_to_reset: int | None = None
+
+    def __post_init__(self) -> None:
+        model, choices = self.generation.model, range(self.generation.choices)
+        self.sent = [_Sent(seed_of(prompt, model, choice)) for prompt in self.generation.prompts for choice in choices]
+
+    async def whole(self) -> web.StreamResponse:
+        """The answer in one piece: nothing is sent before its end."""
+        if self.service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
+            raise engine_dead()
+        self._submit()
+        while not self.job.ended:
+            await self.job.news()
+        if self.job.error is not None:
+            raise self.job.error
+        body = self.answer.whole(self._choices(), self._usage())
+        if self.service.nixl is not None and (params := self.service.nixl.params_of(self.job)) is not None:
+            body["kv_transfer_params"] = params
+        self._keep(body)
+        data = orjson.dumps(body)
+        response = web.StreamResponse(headers=headers_of(self.service, self.request, "application/json", len(data)))
+        await self._prepare(response)
+        await self._write(response, data)
+        return response
+
+    async def stream(self) -> web.StreamResponse:
+        """Head at acceptance, events as the tokens come, an error as an event."""
+        response = web.StreamResponse(headers=headers_of(self.service, self.request, STREAM_TYPE))
+        await self._prepare(response)
+        if self.service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
+            await self._events(response, self.answer.broken(engine_dead()))
+            return response
+        self._submit()
+        await self._events(response, self.answer.prologue())
+        while not self.job.ended:
+            await self._news(response)
+            await self._events(response, self._fresh_events())
+        if self.job.error is not None:
+            if isinstance(self.job.error, KvLoadError):
+                await self._events(response, self._opening())
+            await self._events(response, self.answer.broken(self.job.error))
+            return response
+        choices, usage = self._choices(), self._usage()
+        await self._events(response, self.answer.closing(choices, usage))
+        self._keep(self.answer.whole(choices, usage))
+        return response
+
+    def _submit(self) -> None:
+        self.service.submit(self.job)
+        if self.deadly:
+            self.service.faults.die()
+
+    async def _news(self, response: web.StreamResponse) -> None:
+        """Wait for tokens, with comments in the meantime where they are switched on."""
+        pause_s = self.service.options.sse_keep_alive_s
+        while True:
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self.job.news()
+            except TimeoutError:
+                await self._write(response, KEEP_ALIVE)
+            else:
+                return
+
+    def _fresh_events(self) -> list[bytes]:
+        """Events for the tokens that came since the last ones; several of a choice become one delta, as in vLLM."""
+        events: list[bytes] = []
+        for index, (sent, progress) in enumerate(zip(self.sent, self.job.progress, strict=True)):
+            if progress.tokens == sent.tokens:
+                continue
+            events += self._opening()
+            sent.tokens = progress.tokens
+            reason = self.job.reasons[index] if progress.finished else None
+            turn = (sent.seed + sent.tokens) % 8 if self.service.options.ragged_deltas and reason is None else -1
+            if turn == 0:
+                continue
+            text = "" if turn == 1 else _text(sent, progress, sent.text_tokens)
+            if turn != 1:
+                sent.text_tokens = sent.tokens
+            events += self.answer.delta(index, text, reason, self._usage())
+        return events
+
+    def _opening(self) -> list[bytes]:
+        """What goes before everything else, once."""
+        if self.opened:
+            return []
+        self.opened = True
+        return self.answer.opening(replace(self._usage(), output_tokens=0))
+
+    def _choices(self) -> list[Choice]:
+        return [
+            Choice(_text(sent, progress, 0), reason)
+            for sent, progress, reason in zip(self.sent, self.job.progress, self.job.reasons, strict=True)
+        ]
+
+    def _usage(self) -> AnswerUsage:
+        firsts = self.job.progress[:: self.generation.choices]
+        cached_tokens = sum(progress.cached_tokens for progress in firsts)
+        full_tokens = sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in self.generation.prompts)
+        output_tokens = sum(progress.tokens for progress in self.job.progress)
+        created_tokens = max(full_tokens - cached_tokens, 0)
+        return AnswerUsage(self.generation.prompt_tokens, output_tokens, cached_tokens, created_tokens)
+
+    def _keep(self, body: Body) -> None:
+        if isinstance(self.answer, ResponsesAnswer) and self.generation.body.get("store", True):
+            self.service.keep_response(self.answer.id, body, [*items(self.generation.body["input"]), *body["output"]])
+
+    # --- bytes --------------------------------------------------------------------------------------------------------
+
+    async def _prepare(self, response: web.StreamResponse) -> None:
+        await response.prepare(self.request)
+        if self.service.faults.hits(FaultKind.RESET):
+            self.bytes_to_reset = self.service.faults.after_bytes
+            if self.bytes_to_reset == 0:
+                await self._reset()
+
+    async def _events(self, response: web.StreamResponse, events: list[bytes]) -> None:
+        for event in events:
+            await self._write(response, event)
+
+    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
+        if self.bytes_to_reset is not None:
+            data = data[: self.bytes_to_reset]
+            self.bytes_to_reset -= len(data)
+        try:
+            await response.write(data)
+        except ConnectionResetError:
+            await _until_cancelled()
+        if self.bytes_to_reset == 0:
+            await self._reset()
+
+    async def _reset(self) -> None:
+        """End the connection with RST. What was written gets a moment to arrive, or it would be thrown away."""
+        await asyncio.sleep(0.02)
+        transport = self.request.transport
+        if transport is not None:
+            linger_on_for_zero_s = struct.pack("ii", 1, 0)
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_on_for_zero_s)
+            transport.abort()
+        await _until_cancelled()
+
+
+def _text(sent: _Sent, progress: SequenceProgress, first: int) -> str:
+    """What a sequence has got from its token `first` on."""
+    if progress.wrong:
+        return WRONG_WORD * (progress.tokens - first)
+    return words(sent.seed, first, progress.tokens)
+
+
+async def _until_cancelled() -> None:
+    """The connection is lost and the server about to cancel this handler; any other end would be logged as a bug."""
+    await asyncio.Event().wait()

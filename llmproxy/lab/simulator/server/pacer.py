@@ -1,0 +1,183 @@
+"""The engine in (scaled) real time: one task steps it, waits as long as the step takes, and hands out its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from llmproxy.lab.simulator.engine.engine import Engine
+from llmproxy.lab.simulator.engine.sequence import EngineRequest
+from llmproxy.lab.simulator.server.metrics import ReplicaMetrics
+from llmproxy.lab.simulator.server.requests import ApiError
+
+# A loop that was kept from running may catch up this much; beyond it the time is lost, as on a real machine.
+_LAG_MAX_S = 0.05
+
+
+@dataclass(slots=True)
+class SequenceProgress:
+    """What one sequence of a job has got so far; `wrong` says that it was computed from KV that is not its prompt's."""
+
+    tokens: int = 0
+    cached_tokens: int = 0
+    wrong: bool = False
+    finished: bool = False
+    admitted_s: float = 0.0
+    first_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class GenerationJob:
+    """The sequences of one HTTP request and why each will end (`length`, `stop`). `each_token` says whether its owner
+    is notified of every token or of the end only. `kv_transfer_params` are those of its request, and
+    `remote_cached_tokens` what the replica that computed its prompt found cached. `error` is set when the engine died
+    under it, or when the KV that it needs cannot be had.
+    """
+
+    sequences: Sequence[EngineRequest]
+    reasons: Sequence[str]
+    each_token: bool
+    arrived_s: float
+    kv_transfer_params: Mapping[str, Any] = field(default_factory=dict)
+    remote_cached_tokens: int | None = None
+    progress: list[SequenceProgress] = field(init=False)
+    error: ApiError | None = None
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.progress = [SequenceProgress() for _ in self.sequences]
+
+    @property
+    def ended(self) -> bool:
+        return self.error is not None or self.finished
+
+    @property
+    def finished(self) -> bool:
+        return all(progress.finished for progress in self.progress)
+
+    def notify(self) -> None:
+        self._news.set()
+
+    async def news(self) -> None:
+        """Wait until there are tokens (with `each_token`), the end, or an error."""
+        await self._news.wait()
+        self._news.clear()
+
+
+class Pacer:
+    """Steps one engine, `speed` times as fast as real, and keeps its metrics. `run` is a task of the owner.
+
+    `on_fetch` is called with a sequence whose KV is to be fetched from now on, and with how many tokens it lacks;
+    `on_finished` with one that got its last token, `on_abort` with one that is aborted.
+    """
+
+    def __init__(self, engine: Engine, speed: float, metrics: ReplicaMetrics) -> None:
+        self.engine = engine
+        self.speed = speed
+        self.metrics = metrics
+        self._jobs: dict[str, tuple[GenerationJob, int]] = {}
+        self._work = asyncio.Event()
+        self._thawed = asyncio.Event()
+        self._thawed.set()
+        self.on_fetch: Callable[[str, int], None] = _nothing
+        self.on_finished: Callable[[str], None] = _nothing
+        self.on_abort: Callable[[str], None] = _nothing
+
+    def submit(self, job: GenerationJob) -> None:
+        for index, sequence in enumerate(job.sequences):
+            self.engine.add(sequence)
+            self._jobs[sequence.id] = (job, index)
+        self.wake()
+
+    def wake(self) -> None:
+        """The engine may have something to do, and its gauges may have changed."""
+        self._work.set()
+
+    def drop(self, job: GenerationJob) -> None:
+        """Abort what is left of a job; nothing where it has ended. `run` shows it in the gauges with its next turn."""
+        for sequence in job.sequences:
+            if self._jobs.pop(sequence.id, None) is not None:
+                self.engine.abort(sequence.id)
+                self.on_abort(sequence.id)
+
+    def freeze(self, frozen: bool) -> None:
+        """Stop time, or let it go on: no token, no gauge moves in between."""
+        if frozen:
+            self._thawed.clear()
+        else:
+            self._thawed.set()
+
+    def fail(self, error: ApiError, jobs: Iterable[GenerationJob] | None = None) -> None:
+        """End these jobs with an error; without `jobs` all of them."""
+        for job in {id(job): job for job, _ in self._jobs.values()}.values() if jobs is None else jobs:
+            job.error = error
+            self.drop(job)
+            job.notify()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        due_s = loop.time()
+        while True:
+            if not self._work.is_set():
+                await self._work.wait()
+                due_s = loop.time()
+            await self._thawed.wait()
+            if not self.engine.busy:
+                self._work.clear()
+                self.metrics.publish(self.engine.gauges(), self.engine.counters)
+                continue
+            started_s = loop.time()
+            result = self.engine.step()
+            # What arrives while the step runs is unknown to the engine until the next one, and so to its gauges.
+            gauges, counters = self.engine.gauges(), replace(self.engine.counters)
+            due_s = max(due_s, started_s - _LAG_MAX_S) + result.duration_s / self.speed
+            for request_id, cached_tokens in result.admitted:
+                if held := self._jobs.get(request_id):
+                    progress, remote = held[0].progress[held[1]], held[0].remote_cached_tokens
+                    progress.admitted_s = progress.admitted_s or started_s
+                    progress.cached_tokens = cached_tokens if remote is None else remote
+            for request_id in result.wrong:
+                if held := self._jobs.get(request_id):
+                    held[0].progress[held[1]].wrong = True
+            for request_id, lacking_tokens in result.fetches:
+                self.on_fetch(request_id, lacking_tokens)
+            await asyncio.sleep(max(due_s - loop.time(), 0.0))
+            await self._thawed.wait()
+            now_s = loop.time()
+            firsts = self._hand_out(result.emitted, result.finished, now_s)
+            self.metrics.step(result, now_s - started_s, len(result.emitted) - firsts)
+            self.metrics.publish(gauges, counters)
+
+    def _hand_out(self, emitted: Sequence[str], finished: Sequence[str], now_s: float) -> int:
+        """Give every emitted token to its job, all in one turn of the loop; how many were first ones."""
+        firsts = 0
+        for request_id in emitted:
+            if (held := self._jobs.get(request_id)) is None:
+                continue
+            job, index = held
+            progress = job.progress[index]
+            progress.tokens += 1
+            if progress.tokens == 1:
+                firsts += 1
+                progress.first_s = now_s
+                self.metrics.first_token(job.arrived_s, progress.admitted_s, now_s)
+            if job.each_token:
+                job.notify()
+        for request_id in finished:
+            self.on_finished(request_id)
+            if (held := self._jobs.pop(request_id, None)) is None:
+                continue
+            job, index = held
+            progress = job.progress[index]
+            progress.finished = True
+            times_s = (job.arrived_s, progress.admitted_s, progress.first_s, now_s)
+            self.metrics.finished(job.sequences[index], job.reasons[index], *times_s)
+            if job.finished or job.each_token:
+                job.notify()
+        return firsts
+
+
+def _nothing(*_: object) -> None:
+    pass

@@ -1,0 +1,286 @@
+"""One simulated vLLM server without its sockets: options, engine, adapters, stored answers and faults."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from llmproxy.lab.simulator.engine.engine import Engine
+from llmproxy.lab.simulator.engine.kv_cache import block_hashes
+from llmproxy.lab.simulator.engine.kv_store import KvStore, StoreFile
+from llmproxy.lab.simulator.engine.kv_transfer import KvTransfer
+from llmproxy.lab.simulator.engine.profiles import Noise, profile_named
+from llmproxy.lab.simulator.engine.sequence import EngineRequest
+from llmproxy.lab.simulator.server.faults import FaultKind, FaultSwitch
+from llmproxy.lab.simulator.server.metrics import ReplicaMetrics, unix_now_s
+from llmproxy.lab.simulator.server.nixl import NixlConnector
+from llmproxy.lab.simulator.server.pacer import GenerationJob, Pacer
+from llmproxy.lab.simulator.server.requests import ApiError, Body, GenerationRequest, Limits, items, resolve
+from llmproxy.lab.simulator.server.text import seed_of, tokens_of, words
+
+BLOCK_SIZE = 16
+_DEFAULT_MODEL_LEN = 32_768
+_STORED_RESPONSES_MAX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOptions:
+    """How a replica is set up; the names are those of vLLM's flags where it has one.
+
+    `kv_tokens` is the size of the KV cache (None: the profile's), `max_model_len` the longest sequence (None: 32768, or
+    what the cache holds where that is less). `speed` 10 is ten times faster than real. `max_queued_requests` bounds the
+    requests in flight, waiting or running; beyond it they get 503. An answer ends of itself after `reply_tokens`
+    (least, most) tokens, unless the request sets `ignore_eos`. `prompt_tokens_details` puts cached tokens into
+    `usage`. `sse_keep_alive_s` is the pause after which an SSE comment is sent. `ragged_deltas` makes some tokens come
+    with an empty delta or merged into the next one. `noise` lets step times scatter, from `seed`. `requests_kept`
+    bounds how many requests are remembered for tests. `shutdown` is what SIGTERM does to a served replica: stop `now`,
+    or `hang` its open streams as vLLM does by default.
+
+    `kv_transfer` says how KV goes from one replica to another: pulled from the one that a request names (`nixl`), or by
+    a store that they share (`store`). `kv_store` is that store, or its folder for replicas of several processes. Blocks
+    are kept for `kv_lease_s`; a request whose KV cannot be had fails or is computed (`kv_load_failure_policy`).
+    KV moves at `kv_gb_per_s` after `kv_latency_s`, and between two replicas for the first time after `kv_handshake_s`.
+    """
+
+    model: str = "sim"
+    adapters: tuple[str, ...] = ()
+    profile: str = "llama-8b-h100"
+    max_num_seqs: int = 256
+    max_loras: int = 4
+    max_cpu_loras: int | None = None
+    kv_tokens: int | None = None
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 8192
+    max_queued_requests: int | None = None
+    speed: float = 1.0
+    noise: bool = True
+    seed: int = 0
+    api_key: str | None = None
+    reply_tokens: tuple[int, int] = (64, 512)
+    prompt_tokens_details: bool = True
+    request_id_headers: bool = False
+    sse_keep_alive_s: float | None = None
+    ragged_deltas: bool = False
+    requests_kept: int = 1000
+    shutdown: Literal["now", "hang"] = "now"
+    kv_transfer: Literal["nixl", "store"] | None = None
+    kv_store: KvStore | Path | None = None
+    kv_lease_s: float = 30.0
+    kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
+    kv_gb_per_s: float = 25.0
+    kv_latency_s: float = 0.005
+    kv_handshake_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.speed > 0:
+            raise ValueError(f"speed must be above 0, got {self.speed}")
+        if not 1 <= self.reply_tokens[0] <= self.reply_tokens[1]:
+            raise ValueError(f"reply_tokens must be (least, most) with 1 <= least <= most, got {self.reply_tokens}")
+        if self.model in self.adapters or len(set(self.adapters)) < len(self.adapters):
+            raise ValueError(f"the model and its adapters need different names, got {(self.model, *self.adapters)}")
+        if not self.kv_lease_s > 0 or not self.kv_gb_per_s > 0:
+            raise ValueError(f"kv_lease_s and kv_gb_per_s must be above 0, got {self.kv_lease_s}, {self.kv_gb_per_s}")
+        if (self.kv_transfer == "store") != (self.kv_store is not None):
+            raise ValueError("kv_transfer store needs a kv_store, and nothing else uses one")
+
+    @property
+    def kv_times(self) -> KvTransfer:
+        """What transfers of KV take, and what comes of failed ones."""
+        return KvTransfer(
+            bytes_per_s=self.kv_gb_per_s * 1e9,
+            latency_s=self.kv_latency_s,
+            handshake_s=self.kv_handshake_s,
+            lease_s=self.kv_lease_s,
+            on_failure=self.kv_load_failure_policy,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The base model or an adapter, as `/v1/models` lists it: its path, the Unix time of its loading, a random id."""
+
+    root: str
+    created: int
+    permission: str
+
+
+class Service:
+    """A cold server. Its pacer runs only while `run` does."""
+
+    def __init__(self, options: ReplicaOptions, faults: FaultSwitch) -> None:
+        self.options = options
+        self.faults = faults
+        self.engine = Engine(
+            profile_named(options.profile),
+            max_num_seqs=options.max_num_seqs,
+            max_loras=options.max_loras,
+            max_cpu_loras=options.max_cpu_loras,
+            kv_tokens=options.kv_tokens,
+            block_size=BLOCK_SIZE,
+            step_tokens=options.max_num_batched_tokens,
+            noise=Noise() if options.noise else None,
+            seed=options.seed,
+            store=_store(options),
+        )
+        room = self.engine.kv_room_tokens
+        self.max_model_len = min(_DEFAULT_MODEL_LEN, room) if options.max_model_len is None else options.max_model_len
+        if self.max_model_len > room:
+            raise ValueError(f"max_model_len {self.max_model_len} does not fit the KV cache of {room} tokens")
+        nixl = options.kv_transfer == "nixl"
+        self.metrics = ReplicaMetrics(options.model, options.max_loras, self._cache_labels(), nixl)
+        self.pacer = Pacer(self.engine, options.speed, self.metrics)
+        self.nixl = NixlConnector(self.pacer, options.kv_times, options.speed, faults) if nixl else None
+        self.models: dict[str, ServedModel] = {}
+        self.list_model(options.model, options.model)
+        for name in options.adapters:
+            self.list_model(name, f"{options.model}/{name}")
+        self.in_flight = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._responses: OrderedDict[str, tuple[Body, list[Any]]] = OrderedDict()
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.options.model, frozenset(self.models) - {self.options.model}, self.max_model_len)
+
+    @property
+    def frontend_s(self) -> float:
+        """Seconds between a request and its acceptance."""
+        return self.engine.profile.frontend_s / self.options.speed
+
+    def list_model(self, name: str, root: str) -> None:
+        """Make a model or adapter known; `root` is the path that it comes from."""
+        self.models[name] = ServedModel(root, int(unix_now_s()), secrets.token_hex(8))
+
+    def fault_changed(self, kind: FaultKind | None) -> None:
+        """Do to the engine what a fault means for it."""
+        self.pacer.freeze(kind in (FaultKind.FROZEN, FaultKind.HANG))
+        self.pacer.speed = self.options.speed / (self.faults.factor if kind is FaultKind.SLOW else 1.0)
+        self.metrics.lies = kind is FaultKind.LIES
+        if kind is FaultKind.ENGINE_DEAD:
+            self.pacer.fail(engine_dead())
+
+    def refuse_if_due(self) -> None:
+        """Raise the error that a fault or a full server has for a new generation request."""
+        if self.faults.kind is FaultKind.ENGINE_DEAD:
+            raise engine_dead()
+        if self.faults.hits(FaultKind.UNAUTHORIZED):
+            raise ApiError(401, "Unauthorized", "AuthenticationError")
+        if self.faults.hits(FaultKind.RATE_LIMITED):
+            raise ApiError(429, "Rate limit exceeded", "RateLimitError")
+        if self.faults.hits(FaultKind.ERROR_RATE):
+            raise ApiError(500, "out of luck", "InternalServerError")
+        if self.faults.hits(FaultKind.DRAINING_500):
+            raise ApiError(500, "cannot schedule new futures after shutdown", "InternalServerError")
+        limit = self.options.max_queued_requests
+        full = limit is not None and self.in_flight >= limit
+        if full or self.faults.hits(FaultKind.BUSY_503):
+            self.metrics.rejections += 1
+            message = "The engine is currently busy and cannot accept new requests. "
+            raise ApiError(503, message + "Please try again later or on a different instance.", "Service Unavailable")
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count a generation request as in flight for as long as this lasts."""
+        self.in_flight += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self.idle.set()
+
+    def job(self, generation: GenerationRequest, request_id: str, arrived_s: float) -> GenerationJob:
+        """The sequences of a request, one per prompt and choice, in the order of their index."""
+        sequences: list[EngineRequest] = []
+        reasons: list[str] = []
+        params = generation.kv_transfer_params if self.nixl is not None else {}
+        remote = bool(params.get("do_remote_prefill"))
+        pins = not remote and bool(params.get("do_remote_decode"))
+        alone = len(generation.prompts) * generation.choices == 1
+        for tokens in generation.prompts:
+            for choice in range(generation.choices):
+                seed = seed_of(tokens, generation.model, choice)
+                output_tokens, reason = self._length(generation, seed)
+                answer = tokens_of(words(seed, 0, output_tokens))
+                hashes = block_hashes((*tokens, *answer), BLOCK_SIZE, generation.adapter, generation.cache_salt)
+                name = request_id if alone else f"{len(sequences)}_{request_id}"
+                sequences.append(
+                    EngineRequest(name, len(tokens), output_tokens, hashes, generation.adapter, pins, remote)
+                )
+                reasons.append(reason)
+        return GenerationJob(sequences, reasons, generation.stream, arrived_s, params)
+
+    def submit(self, job: GenerationJob) -> None:
+        """A job enters the engine."""
+        if self.nixl is not None:
+            self.nixl.submit(job)
+        self.pacer.submit(job)
+
+    def continued(self, body: Body) -> Body:
+        """The body of `/v1/responses` with the conversation before it, but for instructions; ApiError 404."""
+        previous = body.get("previous_response_id")
+        if previous is None or not isinstance(body.get("input"), str | list):
+            return body
+        resolve(body, self.limits)
+        self.response(previous)
+        return body | {"input": [*self._responses[previous][1], *items(body["input"])]}
+
+    def keep_response(self, response_id: str, body: Body, conversation: list[Any]) -> None:
+        """Store an answer of `/v1/responses` and its conversation; the oldest goes where there are too many."""
+        self._responses[response_id] = body, conversation
+        if len(self._responses) > _STORED_RESPONSES_MAX:
+            self._responses.popitem(last=False)
+
+    def response(self, response_id: str) -> Body:
+        """A stored answer; ApiError 404."""
+        try:
+            return self._responses[response_id][0]
+        except KeyError:
+            message = f"Response with id '{response_id}' not found."
+            raise ApiError(404, message, "invalid_request_error", "response_id") from None
+
+    def _length(self, generation: GenerationRequest, seed: int) -> tuple[int, str]:
+        """How long the answer gets, and why it ends there."""
+        least, most = self.options.reply_tokens
+        natural = max(least + seed % (most - least + 1), generation.min_tokens)
+        if generation.ignore_eos or natural >= generation.max_tokens:
+            return generation.max_tokens, "length"
+        return natural, "stop"
+
+    def _cache_labels(self) -> dict[str, str]:
+        return {
+            "block_size": str(BLOCK_SIZE),
+            "cache_dtype": "auto",
+            "enable_prefix_caching": "True",
+            "engine": "0",
+            "gpu_memory_utilization": "0.92",
+            "kv_cache_memory_bytes": "None",
+            "kv_cache_size_tokens": str(self.engine.kv_blocks * BLOCK_SIZE),
+            "num_cpu_blocks": "None",
+            "num_gpu_blocks": str(self.engine.kv_blocks),
+            "num_gpu_blocks_override": "None",
+            "prefix_caching_hash_algo": "sha256",
+            "sliding_window": "None",
+        }
+
+
+def _store(options: ReplicaOptions) -> tuple[KvStore, KvTransfer] | None:
+    store = options.kv_store
+    if isinstance(store, Path):
+        store.mkdir(parents=True, exist_ok=True)
+        store = StoreFile(store / "blocks")
+    return None if store is None else (store, options.kv_times)
+
+
+def engine_dead() -> ApiError:
+    """What requests get after the engine died."""
+    message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+    return ApiError(500, message, "InternalServerError")

@@ -1,0 +1,1 @@
+"""Metrics, logs, traces, and the history that the page shows. It decides nothing."""

@@ -1,0 +1,95 @@
+"""The decision log: one line of JSON for each request that was scheduled, written when it has ended.
+
+A line is a line of the laboratory's trace format. It also says what was decided and why, so that a log can be replayed
+against another policy. Times are seconds since the log was opened, at the `wall_time` of the header. No line holds a
+prompt, an answer or a key. A request whose answer has no known length has no `output_tokens`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from hashlib import blake2b
+from io import FileIO
+from pathlib import Path
+
+import orjson
+import structlog
+
+from llmproxy.observe.exit import RequestExit
+from llmproxy.observe.exit_fields import decision_fields
+from llmproxy.observe.writer import LineWriter
+
+VERSION = 1
+LINES_MAX = 8_192
+"""Lines that may wait for the disk; further ones are lost, and counted."""
+
+_log = structlog.get_logger()
+
+
+def open_to_append(path: Path) -> FileIO:
+    """The file, open at its end. Raises OSError, also for a path that is no regular file."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is not a regular file")
+    # Readable too, because its last byte is looked at.
+    return FileIO(path, "ab+")
+
+
+class DecisionLog(LineWriter[RequestExit]):
+    """The lines of one file.
+
+    Times count from `origin_s` on the clock of the exit records. `on_lost` is called, on any thread, with the number of
+    lines that could not be written. A share of `sample` (0..1) of the requests is written, chosen by a hash of their
+    ids, so that all logs with one share hold the same requests. Raises OSError when the file does not take the header;
+    a later failure is logged once and loses only its lines.
+    """
+
+    def __init__(self, file: FileIO, sample: float, origin_s: float, on_lost: Callable[[int], None]) -> None:
+        super().__init__("decision log", file, LINES_MAX)
+        self._sample_below = sample * 2**64
+        self._origin_s = origin_s
+        self._on_lost = on_lost
+        header = b"\n" if _ends_in_mid_line(file) else b""
+        header += orjson.dumps({"llmproxy_decisions": VERSION, "wall_time": datetime.now(UTC).isoformat()}) + b"\n"
+        try:
+            self._write(header)
+        except OSError:
+            file.close()
+            raise
+        self.start()
+
+    def record(self, ended: RequestExit) -> None:
+        """Take one request that has ended; never waits."""
+        if ended.input.expected_prompt_tokens is not None and self._sampled(ended.input.request_id):
+            self.put(ended)
+
+    def _sampled(self, request_id: str) -> bool:
+        digest = blake2b(request_id.encode("utf-8", "replace"), digest_size=8).digest()
+        return int.from_bytes(digest, "big") < self._sample_below
+
+    def _lose(self, lines: int) -> None:
+        super()._lose(lines)
+        self._on_lost(lines)
+
+    def _encoded(self, line: RequestExit) -> bytes:
+        fields = decision_fields(line, self._origin_s)
+        try:
+            return orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE)
+        except TypeError:
+            # A header that is no UTF-8 named a flow. That is rare, and its other bytes still distinguish the flow.
+            return json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
+    def _failed(self, error: OSError) -> None:
+        _log.error("decision_log_failed", error=str(error))
+
+    def _resumed(self, lost: int) -> None:
+        _log.info("decision_log_resumed", lost=lost)
+
+
+def _ends_in_mid_line(file: FileIO) -> bool:
+    """Whether the last line was cut short, as by a full disk."""
+    if not file.seek(0, 2):
+        return False
+    file.seek(-1, 2)
+    return file.read(1) != b"\n"

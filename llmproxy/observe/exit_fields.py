@@ -1,0 +1,253 @@
+"""The table of the fields of `RequestExit`: its log line, JSON form, decision log and metrics are made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from llmproxy.core.domain import Why
+from llmproxy.observe.exit import RequestExit
+from llmproxy.observe.series import Counts, Distributions
+from llmproxy.observe.text import ShownNames, shown, shown_seconds
+
+_names, _agents = ShownNames(), ShownNames()
+
+
+class Shape(NamedTuple):
+    """How values of a field are written: as text, as JSON of the log, and in the decision log; None leaves them be."""
+
+    text: Callable[[Any], str]
+    json: Callable[[Any], Any] | None = None
+    decision: Callable[[Any], Any] | None = None
+
+
+class Feed(NamedTuple):
+    """A metric that a field changes, by its name in `metrics`, which has its kind, buckets and labels.
+
+    Labels that are no key of `_NAMES` have the `given` values, in their order. Counters add the expression `amount`,
+    other kinds observe it, where `when` holds. A request without tenant or backend is in no series with that label.
+    """
+
+    metric: str
+    given: tuple[str, ...] = ()
+    amount: str = "value"
+    when: str = "True"
+
+
+class Field(NamedTuple):
+    """One field: where `RequestExit` has it, and its names in the log line and the decision log, "" for not in there.
+
+    A field that is None is left out everywhere; one that is `optional` also where it is 0 or empty.
+    """
+
+    source: str
+    shape: Shape
+    log: str = ""
+    decision: str = ""
+    optional: bool = False
+    feeds: tuple[Feed, ...] = ()
+
+
+def why_fields(why: Why) -> dict[str, Any]:
+    """Why it was a request's turn, by the names that logs have for it; bands are integers here."""
+    return {
+        "waiting": {str(level): waiting for level, waiting in why.waiting},
+        "flows": why.flows,
+        "standing": {name: round(value, 4) for name, value in why.standing},
+        "passed_over": why.passed_over,
+        "guaranteed": why.guaranteed,
+        **({"inverted": True} if why.inverted else {}),
+        **({"probe": True} if why.probe else {}),
+        **({"waited_for": why.waited.rule, "went_first": why.waited.went_first} if why.waited is not None else {}),
+    }
+
+
+def _microseconds(value_s: float) -> float:
+    return round(value_s, 6)
+
+
+def _tokens(direction: str) -> tuple[Feed, ...]:
+    # An engine may report fewer than none, and a counter never goes down.
+    return tuple(Feed(name, (direction,), when="value > 0") for name in ("tokens_total", "tenant_tokens_total"))
+
+
+def _comparisons(time: str, predicted: str, observed: str = "True") -> tuple[Feed, ...]:
+    """Of a time with its prediction, where it was `observed`."""
+    when = f"{predicted} is not None and value > 0.0 and {observed}"
+    return (
+        Feed("prediction_seconds_total", (time, "predicted"), f"{predicted}.expected_s", when),
+        Feed("prediction_seconds_total", (time, "observed"), "value", when),
+        Feed("prediction_error_ratio", (time,), f"{predicted}.error_ratio(value)", when),
+        # Also where it adds 0: the quotient of a missing series is missing too, and not 0.
+        Feed("predictions_covered_total", (time,), f"{predicted}.covers(value)", when),
+    )
+
+
+NUMBER = Shape(str)
+TEXT = Shape(shown)
+NAME = Shape(_names.__getitem__)
+"""A text that most requests repeat."""
+AGENT = Shape(_agents.__getitem__)
+SECONDS = Shape(shown_seconds, lambda value: round(value, 4), _microseconds)
+INSTANT = SECONDS._replace()
+"""An instant on the scheduler's clock; in the decision log, seconds since that was opened."""
+PREDICTED = Shape(shown, None, lambda predicted: {name: _microseconds(value) for name, value in predicted.items()})
+WHY = Shape(lambda why: shown(why_fields(why)), why_fields, why_fields)
+TERMS = Shape(
+    lambda terms: "{" + ",".join([f"{_names[name]}:{shown_seconds(value)}" for name, value in terms]) + "}",
+    lambda terms: {name: round(value, 4) for name, value in terms},
+    lambda terms: {name: round(value, 6) for name, value in terms},
+)
+
+FIELDS = (
+    Field("result.outcome.value", NAME, "outcome", "outcome",
+          feeds=(Feed("requests_total", amount="1"), Feed("tenant_requests_total", amount="1"))),
+    Field("result.status", NUMBER, "status", "status"),
+    Field("input.model", NAME, "model", "model"),
+    Field("input.unknown_model", TEXT, "unknown_model"),
+    Field("input.target", NAME, "target"),
+    Field("input.adapter", NAME, "", "adapter"),
+    Field("input.tenant", NAME, "tenant", "tenant", optional=True),
+    Field("input.key", NAME, "key"),
+    Field("input.client", TEXT, "client"),
+    Field("input.user_agent", AGENT, "user_agent"),
+    Field("input.band", NAME, "band", "band"),
+    Field("input.level", NUMBER, "", "criticality"),
+    Field("input.flow", NAME, "flow", "flow"),
+    Field("routing.last.backend", NAME, "backend", "backend"),
+    Field("routing.attempts", NUMBER, "attempts", "attempts",
+          feeds=(Feed("retries_total", amount="retries", when="retries > 0"),)),
+    Field("routing.preemptions", NUMBER, "preemptions", optional=True,
+          feeds=(Feed("preemptions_total", when="value > 0"),)),
+    Field("routing.preemptions", NUMBER, "", "preemptions"),
+    Field("routing.split", NAME, "disaggregation", "disaggregation", feeds=(Feed("disaggregation_total", amount="1"),)),
+    Field("routing.prefill_backend", NAME, "prefill_backend", "prefill_backend"),
+    Field("routing.prefill_s", SECONDS, "prefill_s", "prefill_s", feeds=(Feed("prefill_seconds"),)),
+    Field("routing.handover_s", SECONDS, "handover_s", "handover_s", feeds=(Feed("handover_seconds"),)),
+    Field("input.arrived_s", INSTANT, "arrived_s", "at_s"),
+    Field("routing.last.granted_s", INSTANT, "granted_s", "granted_at_s"),
+    Field("ended_s", INSTANT, "", "ended_at_s"),
+    Field("routing.last.queued_ahead", NUMBER, "queued_ahead", "queued_ahead"),
+    Field("routing.queue_wait_s", SECONDS, "queue_wait_s", "queue_wait_s",
+          feeds=(Feed("queue_wait_seconds"), Feed("tenant_queue_wait_seconds"))),
+    Field("input.ttl_s", NUMBER, "", "ttl_s"),
+    Field("result.ttft_s", SECONDS, "ttft_s", "ttft_s",
+          feeds=(Feed("ttft_seconds", when="ended.input.stream"),)),
+    Field("time_per_output_token_s", SECONDS, "", "tpot_s",
+          # An answer in one piece shows no time per token.
+          feeds=(Feed("time_per_output_token_seconds"), *_comparisons("tpot", "tpot", "ended.result.chunks > 1"))),
+    Field("backend_ttft_s", SECONDS, feeds=_comparisons("ttft", "ttft")),
+    Field("result.duration_s", SECONDS, "duration_s",
+          feeds=(Feed("request_seconds", when="outcome == 'completed'"),)),
+    Field("input.ttft_slo_s", NUMBER, "", "ttft_slo_s"),
+    Field("input.tpot_slo_s", NUMBER, "", "tpot_slo_s"),
+    Field("result.met", NUMBER, "met", "met", feeds=(Feed("objectives_total", amount="1"),)),
+    Field("input.unknown_objective", TEXT, "unknown_objective", feeds=(Feed("unknown_objectives_total", amount="1"),)),
+    Field("result.prompt_tokens", NUMBER, "prompt_tokens", feeds=_tokens("input")),
+    Field("prompt_tokens", NUMBER, "", "prompt_tokens"),
+    Field("result.cached_tokens", NUMBER, "cached_tokens", "cached_tokens", feeds=(*_tokens("cached"), *(
+        Feed("prefix_tokens_total", (kind,), amount, "expected is not None and value >= 0")
+        for kind, amount in (("expected", "expected"), ("cached", "value"), ("both", "min(expected, value)"))))),
+    Field("routing.last.expected_cached_tokens", NUMBER, "expected_cached_tokens"),
+    Field("result.output_tokens", NUMBER, "output_tokens", "output_tokens", feeds=_tokens("output")),
+    Field("input.stream", NUMBER, "stream", "stream"),
+    Field("result.chunks", NUMBER, "chunks", optional=True),
+    Field("result.max_gap_s", SECONDS, "max_gap_s"),
+    Field("mean_gap_s", SECONDS, feeds=(Feed("inter_chunk_seconds", ("mean",)),
+          Feed("inter_chunk_seconds", ("max",), "value if longest_s is None else longest_s"))),
+    Field("input.body_bytes", NUMBER, "body_bytes"),
+    Field("result.response_bytes", NUMBER, "response_bytes"),
+    Field("routing.last.candidates", NUMBER, "candidates", "candidates"),
+    Field("routing.last.terms", TERMS, "terms", "placement", optional=True),
+    Field("routing.last.why", WHY, "", "why"),
+    Field("routing.last.predicted", PREDICTED, "", "predicted", optional=True),
+    Field("input.method", NAME, "method"),
+    Field("input.path", NAME, "path"),
+    Field("input.request_id", TEXT, "request_id", "request_id"),
+    Field("result.error", TEXT, "error"),
+)  # fmt: skip
+
+_LOG = tuple(field for field in FIELDS if field.log)
+_DECISION = tuple(field for field in FIELDS if field.decision)
+_decision_values = attrgetter(*(field.source for field in _DECISION))
+
+
+_BEGIN = ("def fill(ended):", "    last = ended.routing.last")
+
+
+def _read(field: Field) -> str:
+    """The expression for the value of a field, behind `_BEGIN`."""
+    return f"ended.{field.source}".replace("ended.routing.last.", "last.")
+
+
+def _compiled(begin: str, step: Callable[[int, Field], str]) -> Callable[[RequestExit], Any]:
+    """A function that adds the fields of the log line to `begin` one after the other, as if it were written by hand.
+
+    Every request pays for its line, and a loop over the table costs half as much again. `step` gives the statement for
+    the field of this number, whose value is `value` and whose result is `made`.
+    """
+    scope: dict[str, Any] = {}
+    lines = [*_BEGIN, f"    made = {begin}"]
+    for number, field in enumerate(_LOG):
+        scope |= {f"text_{number}": field.shape.text, f"json_{number}": field.shape.json}
+        condition = "value" if field.optional else "value is not None"
+        lines += [f"    value = {_read(field)}", f"    if {condition}: {step(number, field)}"]
+    exec("\n".join([*lines, "    return made"]), scope)
+    fill: Callable[[RequestExit], Any] = scope["fill"]
+    return fill
+
+
+exit_text: Callable[[RequestExit], str] = _compiled(
+    '""', lambda number, field: f'made += f" {field.log}={{text_{number}(value)}}"'
+)
+"""The fields of the log line as ` name=value`, each value one printable word."""
+exit_fields: Callable[[RequestExit], dict[str, Any]] = _compiled(
+    "{}", lambda number, field: f'made["{field.log}"] = ' + (f"json_{number}(value)" if field.shape.json else "value")
+)
+"""The fields of the log line by name; seconds are rounded to 0.1 ms."""
+
+
+def decision_fields(ended: RequestExit, origin_s: float) -> dict[str, Any]:
+    """The fields of a line of the decision log; seconds are rounded to 1 us, instants count from `origin_s`."""
+    fields = {}
+    for field, value in zip(_DECISION, _decision_values(ended), strict=True):
+        if value is None or (field.optional and not value):
+            continue
+        if field.shape is INSTANT:
+            value -= origin_s
+        fields[field.decision] = value if field.shape.decision is None else field.shape.decision(value)
+    return fields
+
+
+_NAMES = {
+    "outcome": "ended.result.outcome.value",
+    "code": '"none" if outcome == "cancelled" else f"{ended.result.status // 100}xx"',
+    "band": 'ended.input.band or "none"', "model": "models(ended.input.model)",
+    "tenant": "tenants(ended.input.tenant) if ended.input.tenant else None", "backend": "last.backend",
+    "how": "ended.routing.split", "met": '"true" if ended.result.met else "false"',
+    # A preemption is no failure, and the attempt that follows it is no retry.
+    "retries": "ended.routing.attempts - ended.routing.preemptions - 1",
+    "expected": "last.expected_cached_tokens", "ttft": "last.predicted_ttft",
+    "tpot": "last.predicted_tpot", "longest_s": "ended.result.max_gap_s",
+}  # fmt: skip
+"""What expressions of feeds and labels of metrics may name."""
+
+
+def exit_recorder(
+    series: Mapping[str, Counts | Distributions], models: Callable[[str], str], tenants: Callable[[str], str]
+) -> Callable[[RequestExit], None]:
+    """A function that counts one request in `series`; `models` and `tenants` bound the values of their labels."""
+    scope: dict[str, Any] = {"models": models, "tenants": tenants, **series}
+    lines = [*_BEGIN, *(f"    {label} = {source}" for label, source in _NAMES.items())]
+    for field in FIELDS:
+        lines += [f"    value = {_read(field)}", "    if value is not None:"] if field.feeds else []
+        for feed in field.feeds:
+            to, given = series[feed.metric], iter(feed.given)
+            key = "".join(f"{label}, " if label in _NAMES else f"{next(given)!r}, " for label in to.labels)
+            known = "".join(f" and {label} is not None" for label in ("tenant", "backend") if label in to.labels)
+            change = f" += {feed.amount}" if isinstance(to, Counts) else f".observe({feed.amount})"
+            lines.append(f"        if {feed.when}{known}: {feed.metric}[({key})]{change}")
+    exec("\n".join(lines), scope)
+    fill: Callable[[RequestExit], None] = scope["fill"]
+    return fill

@@ -1,0 +1,62 @@
+"""The server metrics of OpenTelemetry's GenAI conventions, as Prometheus histograms, for dashboards that know those.
+
+Names and labels are those that OpenTelemetry's exporter for Prometheus makes of the conventions. They repeat what our
+own metrics say, so they are kept only where they are asked for.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from llmproxy.core.domain import Outcome
+from llmproxy.observe.exit import RequestExit
+from llmproxy.observe.metrics import Capped
+from llmproxy.observe.series import SeriesCollector
+
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
+"""`gen_ai.operation.name` by path; the conventions name no other operation that we serve."""
+PROVIDER = "vllm"
+REQUEST_BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "gen_ai_response_model")
+
+
+class GenAiMetrics:
+    """The three histograms, in the registry of the process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        series, name = SeriesCollector(), "gen_ai_server_{}_seconds".format
+        self._request = series.distribution(
+            name("request_duration"), "From arrival to the end.", REQUEST_BUCKETS_S, *LABELS, "error_type"
+        )
+        self._ttft = series.distribution(
+            name("time_to_first_token"), "From arrival to the first byte, completed streams.", TTFT_BUCKETS_S, *LABELS
+        )
+        self._per_token = series.distribution(
+            name("time_per_output_token"), "Mean after the first, completed streams.", TOKEN_BUCKETS_S, *LABELS
+        )
+        self._models = Capped()
+        registry.register(series)
+
+    def record(self, ended: RequestExit) -> None:
+        """Count one request, if it is one that the conventions know."""
+        asked, result = ended.input, ended.result
+        operation = OPERATIONS.get(asked.path)
+        if operation is None:
+            return
+        labels = operation, PROVIDER, self._models(asked.model), self._models(asked.target or asked.model)
+        completed = result.outcome is Outcome.COMPLETED
+        self._request[(*labels, "" if completed else result.outcome.value)].observe(result.duration_s)
+        if not completed or not asked.stream:
+            return
+        if result.ttft_s is not None:
+            self._ttft[labels].observe(result.ttft_s)
+        if ended.time_per_output_token_s is not None:
+            self._per_token[labels].observe(ended.time_per_output_token_s)

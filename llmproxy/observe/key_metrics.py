@@ -1,0 +1,38 @@
+"""Requests by key, so that an unused key is seen. Each key is a series, so they are kept only where asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from llmproxy.observe.exit import RequestExit
+from llmproxy.observe.series import Counts
+
+
+class KeyMetrics(Collector):
+    """The counter, in the registry of the process. `keys` are tenant and name of the keys that are configured now."""
+
+    def __init__(self, registry: CollectorRegistry, keys: Callable[[], Iterable[tuple[str, str]]]) -> None:
+        self._keys = keys
+        self._requests = Counts("llmproxy_key_requests_total", "Requests ended, by key.", ("tenant", "key"))
+        registry.register(self)
+
+    def record(self, ended: RequestExit) -> None:
+        """Count one request that had a key."""
+        if ended.input.key is not None:
+            self._requests[ended.input.tenant, ended.input.key] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        """The counter with a series for each key, also for those that were never used, and for no others."""
+        known = set(self._keys())
+        for gone in self._requests.keys() - known:
+            del self._requests[gone]
+        for key in known:
+            self._requests[key] += 0
+        yield self._requests.family()
+
+    def describe(self) -> Iterator[Metric]:
+        yield self._requests.family()

@@ -1,0 +1,292 @@
+"""What ended within the last minute: waits and first tokens by band, tokens by backend and by flow, outcomes.
+
+Each request is counted when it ends, in the sums of its second and nowhere else. When a second is over, its sums are
+added to those of the minute, and those of the second that leaves it are taken away.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from math import log
+
+from llmproxy.core.domain import Outcome, Verdict
+from llmproxy.observe.exit import RequestExit
+
+SPAN_S = 60
+FLOWS_MAX = 1_000
+"""Flows counted within one second, `OTHER` included."""
+OTHER = "other"
+NO_BAND = "none"
+
+KINDS = ("completed", "refused", "failed", "cancelled", "client_error")
+"""How a request ends, see `kind_of`."""
+REFUSED = frozenset(
+    {
+        Outcome.REJECTED_CAPACITY,
+        Outcome.REJECTED_NO_BACKENDS,
+        Outcome.REJECTED_DEADLINE,
+        Outcome.RATE_LIMITED,
+        Outcome.REJECTED_LIMITS_AWAY,
+        Outcome.EXPIRED,
+        Outcome.EXPIRED_NO_BACKENDS,
+        Outcome.SHED,
+        Outcome.DRAINING,
+    }
+)
+CLIENT_ERRORS = frozenset({Outcome.BAD_REQUEST, Outcome.UNKNOWN_MODEL, Outcome.UNAUTHORIZED, Outcome.TOO_LARGE})
+
+NO_FAILURES = frozenset({Verdict.SERVED, Verdict.CLIENT_GONE, Verdict.PREEMPTED, Verdict.LOCAL_FAILURE})
+"""Ends of attempts for which their backend cannot be blamed."""
+
+LEAST_S = 1e-4
+"""Times up to this are one bucket."""
+_GROWTH = 1.02
+_SCALE = 1.0 / log(_GROWTH)
+_OFFSET = -log(LEAST_S) * _SCALE + 1.0
+_HALF = 2.0 / (1.0 + 1.0 / _GROWTH)
+
+
+def kind_of(ended: RequestExit) -> str:
+    """How it ended, in five kinds: `completed`, `refused` by the proxy, `client_error`, `cancelled`, else `failed`.
+
+    An engine's own answer of 4xx is the client's error.
+    """
+    outcome = ended.result.outcome
+    if outcome is Outcome.COMPLETED:
+        return "completed"
+    if outcome in REFUSED:
+        return "refused"
+    if outcome in CLIENT_ERRORS or (outcome is Outcome.UPSTREAM_STATUS and 400 <= ended.result.status < 500):
+        return "client_error"
+    return "cancelled" if outcome is Outcome.CANCELLED else "failed"
+
+
+def bucket_of(seconds: float) -> int:
+    """The bucket of a time. Buckets grow by 2 %, so that any value of one stands for all within 1 %."""
+    return int(log(seconds) * _SCALE + _OFFSET) if seconds > LEAST_S else 0
+
+
+def quantile(buckets: Counter[int], share: float) -> float | None:
+    """The time that so large a share of those in `buckets` does not exceed, within 1 %; None without any."""
+    total = buckets.total()
+    if not total:
+        return None
+    rank, seen, bucket = max(1.0, share * total - 1e-9), 0, 0
+    for bucket in sorted(buckets):
+        seen += buckets[bucket]
+        if seen >= rank:
+            break
+    return LEAST_S * _GROWTH ** (bucket - 1) * _HALF if bucket else 0.0
+
+
+class BandSums:
+    """The requests of one band: how they ended, their objectives, and the buckets of their times."""
+
+    __slots__ = ("kinds", "met", "missed", "tpot_s", "ttft_s", "wait_s")
+
+    def __init__(self) -> None:
+        self.kinds: Counter[str] = Counter()
+        self.met = self.missed = 0
+        self.wait_s: Counter[int] = Counter()
+        self.ttft_s: Counter[int] = Counter()
+        self.tpot_s: Counter[int] = Counter()
+
+
+class BackendSums:
+    """The attempts that one backend had, and the tokens of the requests whose last one it was.
+
+    `firsts` of them had a first token, `streams` a time per token after it. The sums of both times are in microseconds,
+    because sums of floats would keep a rest.
+    """
+
+    __slots__ = (
+        "cached", "ends", "expected", "failures", "first_us", "firsts", "output", "prompt", "streams", "token_us"
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.ends = self.failures = self.prompt = self.output = self.expected = self.cached = 0
+        self.first_us = self.firsts = self.token_us = self.streams = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """The mean time from the grant to the first token, None without any."""
+        return self.first_us / self.firsts * 1e-6 if self.firsts else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """The mean time per token after the first, None without any."""
+        return self.token_us / self.streams * 1e-6 if self.streams else None
+
+
+class FlowSums:
+    """The requests of one flow of a band, their tokens, and their time in the queue in microseconds.
+
+    `weight` is that of the newest.
+    """
+
+    __slots__ = ("ends", "tokens", "wait_us", "weight")
+
+    def __init__(self) -> None:
+        self.ends = self.tokens = self.wait_us = 0
+        self.weight = 1.0
+
+    @property
+    def wait_s(self) -> float:
+        """The mean time in the queue, also of requests that were refused there."""
+        return self.wait_us / self.ends * 1e-6 if self.ends else 0.0
+
+
+class Sums:
+    """What ended within some time; flows are by (band, flow). `error_ratio` sums the errors of predicted first tokens,
+    of which there are `errors`. `outcomes` counts requests that the proxy refused or that failed."""
+
+    def __init__(self) -> None:
+        self.bands: dict[str, BandSums] = {}
+        self.backends: dict[str, BackendSums] = {}
+        self.flows: dict[tuple[str, str], FlowSums] = {}
+        self.outcomes: Counter[str] = Counter()
+        self.retries = self.preemptions = self.errors = 0
+        self.error_ratio = 0.0
+
+    def band(self, name: str) -> BandSums:
+        return self.bands.get(name) or BandSums()
+
+    def backend(self, name: str) -> BackendSums:
+        return self.backends.get(name) or BackendSums()
+
+    def kind(self, kind: str) -> int:
+        """How many requests ended so, of all bands."""
+        return sum(band.kinds[kind] for band in self.bands.values())
+
+    def add(self, ended: RequestExit) -> None:
+        """Count one request."""
+        asked, routing, result = ended.input, ended.routing, ended.result
+        name, kind = asked.band or NO_BAND, kind_of(ended)
+        band = self.bands.get(name)
+        if band is None:
+            band = self.bands[name] = BandSums()
+        band.kinds[kind] += 1
+        if kind in ("refused", "failed"):
+            self.outcomes[result.outcome] += 1
+        if result.met is not None:
+            band.met += result.met
+            band.missed += not result.met
+        if routing.queue_wait_s is not None:
+            band.wait_s[bucket_of(routing.queue_wait_s)] += 1
+        tokens = max(0, result.prompt_tokens or 0), max(0, result.output_tokens or 0)
+        if asked.flow is not None:
+            self._add_flow((name, asked.flow), asked.weight, sum(tokens), routing.queue_wait_s or 0.0)
+        tpot_s = ended.time_per_output_token_s
+        if asked.stream and result.ttft_s is not None:
+            band.ttft_s[bucket_of(result.ttft_s)] += 1
+            if tpot_s is not None:
+                band.tpot_s[bucket_of(tpot_s)] += 1
+        for attempt in routing.tried:
+            if attempt.backend is not None:
+                served = self.backends.get(attempt.backend)
+                if served is None:
+                    served = self.backends[attempt.backend] = BackendSums()
+                served.ends += 1
+                served.failures += attempt.verdict not in NO_FAILURES
+        last = routing.last
+        if last.backend is None:
+            return
+        self.retries += max(0, routing.attempts - routing.preemptions - 1)
+        self.preemptions += routing.preemptions
+        backend = self.backends[last.backend]
+        backend.prompt += tokens[0]
+        backend.output += tokens[1]
+        if result.cached_tokens is not None:
+            backend.cached += max(0, result.cached_tokens)
+            backend.expected += max(0, last.expected_cached_tokens or 0)
+        if tpot_s is not None:
+            backend.token_us += round(tpot_s * 1e6)
+            backend.streams += 1
+        observed_s = ended.backend_ttft_s
+        if observed_s is not None and observed_s > 0.0:
+            backend.first_us += round(observed_s * 1e6)
+            backend.firsts += 1
+            if last.predicted_ttft is not None:
+                self.error_ratio += last.predicted_ttft.error_ratio(observed_s)
+                self.errors += 1
+
+    def _add_flow(self, key: tuple[str, str], weight: float, tokens: int, wait_s: float) -> None:
+        flow = self.flows.get(key)
+        if flow is None:
+            if len(self.flows) >= FLOWS_MAX - 1:
+                key = (key[0], OTHER)
+            flow = self.flows.setdefault(key, FlowSums())
+        flow.ends += 1
+        flow.tokens += tokens
+        flow.wait_us += round(wait_s * 1e6)
+        flow.weight = weight
+
+    def merge(self, other: Sums, sign: int) -> None:
+        """Add `other`, or take it away where `sign` is -1; what nothing is left of is forgotten."""
+        for name, one in other.bands.items():
+            band = self.bands.setdefault(name, BandSums())
+            band.met += sign * one.met
+            band.missed += sign * one.missed
+            for mine, theirs in (
+                (band.kinds, one.kinds), (band.wait_s, one.wait_s), (band.ttft_s, one.ttft_s),
+                (band.tpot_s, one.tpot_s),
+            ):  # fmt: skip
+                _merge(mine, theirs, sign)
+        for name, served in other.backends.items():
+            backend = self.backends.setdefault(name, BackendSums())
+            for field in BackendSums.__slots__:
+                setattr(backend, field, getattr(backend, field) + sign * getattr(served, field))
+            if not backend.ends:
+                del self.backends[name]
+        for key, theirs_of_flow in other.flows.items():
+            flow = self.flows.get(key)
+            if flow is None:
+                flow = self.flows[key] = FlowSums()
+            flow.ends += sign * theirs_of_flow.ends
+            flow.tokens += sign * theirs_of_flow.tokens
+            flow.wait_us += sign * theirs_of_flow.wait_us
+            if not flow.ends:
+                del self.flows[key]
+            elif sign > 0:
+                flow.weight = theirs_of_flow.weight
+        _merge(self.outcomes, other.outcomes, sign)
+        self.retries += sign * other.retries
+        self.preemptions += sign * other.preemptions
+        self.errors += sign * other.errors
+        # Sums of floats would keep a rest.
+        self.error_ratio = self.error_ratio + sign * other.error_ratio if self.errors else 0.0
+
+
+def _merge(mine: Counter[str] | Counter[int], theirs: Counter[str] | Counter[int], sign: int) -> None:
+    for key, count in theirs.items():
+        left = mine[key] + sign * count  # type: ignore[index]
+        if left:
+            mine[key] = left  # type: ignore[index]
+        else:
+            del mine[key]
+
+
+class Minute:
+    """`total` holds for the last `span_s` whole seconds, `second` for the one that was over last."""
+
+    def __init__(self) -> None:
+        self.total = Sums()
+        self.second = Sums()
+        self.span_s = 1.0
+        self._running = Sums()
+        self._seconds: deque[tuple[int, Sums]] = deque()
+        self._began_s: int | None = None
+
+    def record(self, ended: RequestExit) -> None:
+        """Count one request, within the second that runs."""
+        self._running.add(ended)
+
+    def roll(self, second: int) -> None:
+        """This second is over."""
+        self._began_s = second if self._began_s is None else self._began_s
+        self.second, self._running = self._running, Sums()
+        self.total.merge(self.second, 1)
+        self._seconds.append((second, self.second))
+        while self._seconds[0][0] <= second - SPAN_S:
+            self.total.merge(self._seconds.popleft()[1], -1)
+        self.span_s = float(min(SPAN_S, second - self._began_s + 1))

@@ -1,0 +1,68 @@
+"""The requests that ended in the last ten minutes, so that the story of each can be told from its id.
+
+They are kept as bytes: a third of the memory of their objects, and the garbage collector never looks at them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import msgspec
+
+from llmproxy.core.domain import Waited
+from llmproxy.observe.exit import RequestExit
+from llmproxy.observe.packed import packed
+
+_ended = msgspec.msgpack.Decoder(RequestExit).decode
+_waited = msgspec.msgpack.Decoder(Waited).decode
+
+KEPT_S = 600.0
+BYTES_MAX = 32 << 20
+"""Of all records. Beyond it, the oldest are forgotten earlier."""
+RECORD_BYTES = 240
+"""What a record takes beside its bytes: an instant, an id, and the objects around them."""
+
+
+class RecentRequests:
+    """The exit records of recent requests, and why those that ended without a backend waited."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[float, str, type, bytes]] = deque()
+        self._bytes = 0
+
+    def record(self, ended: RequestExit) -> None:
+        """Remember one request."""
+        at_s = ended.ended_s
+        if at_s is None:
+            # It was refused before its time was noted.
+            at_s = self._kept[-1][0] if self._kept else 0.0
+        self._keep(at_s, ended.input.request_id, ended)
+
+    def left(self, request_id: str, waited: Waited, at_s: float) -> None:
+        """Remember why a request waited that left without a backend at `at_s`, on the clock of the loop."""
+        self._keep(at_s, request_id, waited)
+
+    def _keep(self, at_s: float, request_id: str, value: RequestExit | Waited) -> None:
+        kept, data = self._kept, packed(value)
+        kept.append((at_s, request_id, type(value), data))
+        self._bytes += len(data) + RECORD_BYTES
+        while self._bytes > BYTES_MAX or at_s - kept[0][0] > KEPT_S:
+            self._bytes -= len(kept.popleft()[3]) + RECORD_BYTES
+
+    def newest_first(self) -> Iterator[RequestExit]:
+        return (_ended(data) for _, _, kind, data in reversed(self._kept) if kind is RequestExit)
+
+    def find(self, request_id: str) -> RequestExit | None:
+        """The newest request of this id, None if none is remembered."""
+        data = self._newest(request_id, RequestExit)
+        return None if data is None else _ended(data)
+
+    def waited(self, request_id: str) -> Waited | None:
+        """Return why the newest request of this id without a backend waited, None if none is remembered."""
+        data = self._newest(request_id, Waited)
+        return None if data is None else _waited(data)
+
+    def _newest(self, request_id: str, wanted: type) -> bytes | None:
+        kept = reversed(self._kept)
+        return next((data for _, known, kind, data in kept if kind is wanted and known == request_id), None)

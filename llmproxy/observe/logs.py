@@ -1,0 +1,333 @@
+"""Logs: one line for each request that has ended, and one for each change of state that a person should know of.
+
+Everything goes to standard error, as text for people or as JSON for machines, one event per line. No event holds a
+prompt, an answer or a key: callers pass names, numbers and reasons only. A serving process writes to standard error on
+a thread (`write_by_thread`), so that a stalled reader holds up nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from io import FileIO, RawIOBase, TextIOWrapper
+from textwrap import indent
+from typing import IO, Any, Protocol, TextIO, cast
+
+import orjson
+import structlog
+from structlog.typing import EventDict, WrappedLogger
+
+from llmproxy.core.domain import Outcome, Why
+from llmproxy.observe.exit import RequestExit
+from llmproxy.observe.exit_fields import exit_fields, exit_text, why_fields
+from llmproxy.observe.text import shown
+from llmproxy.observe.writer import LineWriter
+
+LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+FORMATS = ("text", "json")
+EXIT_EVENT = "request"
+BYTES_MAX = 4 << 20
+"""Of lines that may wait for the reader of standard error; further ones are lost, and counted."""
+EXIT_S = 1.0
+"""How long the end of the process waits for that reader."""
+
+_COLOURS = {"debug": "\x1b[2m", "info": "\x1b[32m", "warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31m"}
+_RESET = "\x1b[0m"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# A bug of the proxy, and a stream that broke after its client had the first byte.
+_ALARMING = {Outcome.INTERNAL: "error", Outcome.BROKEN_STREAM: "warning"}
+
+Listener = Callable[[str, str, Mapping[str, Any]], None]
+_listeners: list[Listener] = []
+
+# One object for all lines: it has no state.
+_surviving = suppress(OSError, ValueError)
+
+_log = structlog.get_logger()
+
+
+def configure(log_format: str, log_level: str, stream: TextIO | None = None) -> None:
+    """Set up logging for the whole process; may be called again, and the last call counts.
+
+    `log_format` is one of FORMATS, `log_level` one of LEVELS. Text is coloured only on a terminal. Raises KeyError for
+    an unknown level and ValueError for an unknown format.
+    """
+    global _exits
+    target = stream if stream is not None else sys.stderr
+    level, out = LEVELS[log_level], _Stream(target)
+    render: _Render
+    if log_format == "json":
+        render = _JsonRender()
+    elif log_format == "text":
+        render = _TextRender(colours=target.isatty())
+    else:
+        raise ValueError(f"unknown log format {log_format!r}; known: {', '.join(FORMATS)}")
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            partial(_heard_at, level),
+            structlog.processors.format_exc_info,
+            render,
+        ],
+        # Who listens hears of changes also where the log is quieter.
+        wrapper_class=structlog.make_filtering_bound_logger(min(level, LEVELS["info"])),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, out)),
+        cache_logger_on_first_use=False,
+    )
+    _exits = _Exits(level, render, out)
+    _adopt_library_logs()
+
+
+@contextmanager
+def heard_by(listener: Listener) -> Iterator[None]:
+    """Meanwhile, `listener` gets the level, the name and the fields of each line from `info` on, except of requests."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def _heard_at(level: int, _logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """Tell the listeners of a line, and drop it where the log begins at a higher level."""
+    if event["event"] != EXIT_EVENT and LEVELS.get(method, LEVELS["error"]) >= LEVELS["info"]:
+        for listener in _listeners:
+            listener(method, str(event["event"]), event)
+    if LEVELS.get(method, LEVELS["error"]) < level:
+        raise structlog.DropEvent
+    return event
+
+
+def write_by_thread() -> None:
+    """Have a thread write everything that this process writes to standard error, until it ends.
+
+    Called once, before `configure`, by a process that is going to serve.
+    """
+    global _standard_error
+    _standard_error = _StandardError(sys.stderr.fileno())
+    _standard_error.start()
+    sys.stderr = TextIOWrapper(
+        cast(IO[bytes], _LinesToWriter(_standard_error)),
+        encoding="utf-8",
+        errors="backslashreplace",
+        line_buffering=True,
+    )
+    atexit.register(_standard_error.close, EXIT_S)
+
+
+def take_lines_lost() -> int:
+    """The number of lines that the standard error of this process could not take since the last call."""
+    return _standard_error.take_lost() if _standard_error is not None else 0
+
+
+def log_exit(ended: RequestExit) -> None:
+    """Write the one line of a request that has ended.
+
+    At the level `debug` it also says why it was this request's turn.
+    """
+    # Most are completed, and to hash an outcome is a call of its own.
+    outcome = ended.result.outcome
+    level = "info" if outcome is Outcome.COMPLETED else _ALARMING.get(outcome, "info")
+    # Past the library, which takes as long as the line itself. Where its last processor was replaced, it is used.
+    if _exits is not None and structlog.get_config()["processors"][-1] is _exits.render:
+        _exits.write(level, ended)
+        return
+    log = _log.bind()
+    why = ended.routing.last.why if log.is_enabled_for(LEVELS["debug"]) else None
+    getattr(log, level)(EXIT_EVENT, **exit_fields(ended), **({} if why is None else {"why": why_fields(why)}))
+
+
+def log_replaced_id(request_id: str) -> None:
+    """Log that the request of this id had another one, which fits no log line."""
+    hint = "x-request-id should be 1 to 256 printable ASCII characters without spaces"
+    _log.warning("request_id_replaced", request_id=request_id, hint=hint)
+
+
+def log_internal(request_id: str, error: BaseException) -> None:
+    """Log a bug of the proxy that one request met, with its traceback."""
+    _log.error("internal", request_id=request_id, exc_info=error)
+
+
+class _WallClock:
+    """The time of day of a line. The part that changes once a second is made once a second."""
+
+    __slots__ = ("_at", "_format", "_local", "_prefix")
+
+    def __init__(self, layout: str, *, local: bool) -> None:
+        self._format = layout
+        self._local = local
+        self._at = 0
+        self._prefix = ""
+
+    def now(self) -> tuple[str, float]:
+        """The text up to the second, and the fraction of the second."""
+        now = time.time()  # noqa: TID251 - readers of a log want the time of day
+        at = int(now)
+        if at != self._at:
+            self._at = at
+            self._prefix = time.strftime(self._format, time.localtime(at) if self._local else time.gmtime(at))
+        return self._prefix, now - at
+
+
+class _Render(Protocol):
+    """The last processor of the library, which makes the line of an event, and a shorter way for an exit."""
+
+    def __call__(self, logger: WrappedLogger, method: str, event: EventDict, /) -> str: ...
+
+    def exit(self, level: str, ended: RequestExit, why: Why | None) -> str:
+        """The same line as the event of this exit would get."""
+
+
+class _JsonRender:
+    def __init__(self) -> None:
+        self._clock = _WallClock("%Y-%m-%dT%H:%M:%S", local=False)
+
+    def __call__(self, _logger: WrappedLogger, _method: str, event: EventDict) -> str:
+        return self._line(event.pop("level"), event.pop("event"), event)
+
+    def exit(self, level: str, ended: RequestExit, why: Why | None) -> str:
+        fields = exit_fields(ended)
+        if why is not None:
+            fields["why"] = why_fields(why)
+        return self._line(level, EXIT_EVENT, fields)
+
+    def _line(self, level: str, name: object, fields: Mapping[str, Any]) -> str:
+        second, fraction = self._clock.now()
+        at = f"{second}.{int(fraction * 1e6):06d}Z"
+        event = {"timestamp": at, "level": level, "event": name, **fields}
+        try:
+            return orjson.dumps(event, default=_plain).decode()
+        except TypeError:
+            # Bytes of a path that are no UTF-8, or a number beyond 64 bits.
+            return json.dumps(event, default=_plain)
+
+
+def _plain(value: object) -> object:
+    return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)
+
+
+class _TextRender:
+    def __init__(self, colours: bool) -> None:
+        self._clock = _WallClock("%Y-%m-%d %H:%M:%S", local=True)
+        self._levels = {
+            level: f"{colour}{level:<7}{_RESET}" if colours else f"{level:<7}" for level, colour in _COLOURS.items()
+        }
+
+    def __call__(self, _logger: WrappedLogger, _method: str, event: EventDict) -> str:
+        level, name, traceback = event.pop("level"), str(event.pop("event")), event.pop("exception", None)
+        # Names come from clients: nothing in them may begin a line of its own or control the terminal.
+        parts = [self._begin(level), name if name.isprintable() else json.dumps(name)]
+        parts += [f"{key}={shown(value)}" for key, value in event.items()]
+        line = " ".join(parts)
+        # Indented, so that no line of a traceback looks like an event.
+        return f"{line}\n{indent(_CONTROL.sub('?', traceback), '    ')}" if traceback else line
+
+    def exit(self, level: str, ended: RequestExit, why: Why | None) -> str:
+        line = f"{self._begin(level)} {EXIT_EVENT}{exit_text(ended)}"
+        return line if why is None else f"{line} why={shown(why_fields(why))}"
+
+    def _begin(self, level: str) -> str:
+        second, fraction = self._clock.now()
+        return f"{second}.{int(fraction * 1e3):03d} {self._levels[level]}"
+
+
+class _Stream:
+    """A text stream whose failures are ignored: a log that cannot be written must not fail any request."""
+
+    def __init__(self, target: TextIO) -> None:
+        self._target = target
+        # Standard error flushes each line itself.
+        self._flushes_lines = target.line_buffering if isinstance(target, TextIOWrapper) else False
+
+    def write(self, text: str) -> None:
+        with _surviving:
+            self._target.write(text)
+
+    def flush(self) -> None:
+        if not self._flushes_lines:
+            with _surviving:
+                self._target.flush()
+
+
+class _StandardError(LineWriter[bytes]):
+    def __init__(self, fd: int) -> None:
+        super().__init__("log", FileIO(fd, "wb", closefd=False), BYTES_MAX)
+        self.fd = fd
+
+    def _encoded(self, line: bytes) -> bytes:
+        return line
+
+    def _failed(self, error: OSError) -> None:
+        """There is nowhere else to report it."""
+
+    def _resumed(self, lost: int) -> None:
+        _log.warning("log_lines_lost", lines=lost, hint="the reader of the log did not read")
+
+
+class _LinesToWriter(RawIOBase):
+    """Below the text stream of standard error: hands each line to the writer."""
+
+    def __init__(self, writer: _StandardError) -> None:
+        self._writer = writer
+
+    def write(self, data: Any) -> int:
+        line = bytes(data)
+        self._writer.put(line, len(line))
+        return len(line)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._writer.fd
+
+    def isatty(self) -> bool:
+        return os.isatty(self._writer.fd)
+
+
+_standard_error: _StandardError | None = None
+
+
+class _Exits:
+    """Writes the lines of requests that have ended."""
+
+    __slots__ = ("_debug", "_level", "_out", "render")
+
+    def __init__(self, level: int, render: _Render, out: _Stream) -> None:
+        self.render = render
+        self._level = level
+        self._debug = level <= LEVELS["debug"]
+        self._out = out
+
+    def write(self, level: str, ended: RequestExit) -> None:
+        if LEVELS[level] >= self._level:
+            self._out.write(self.render.exit(level, ended, ended.routing.last.why if self._debug else None) + "\n")
+            self._out.flush()
+
+
+_exits: _Exits | None = None
+
+
+class _LibraryHandler(logging.Handler):
+    """Logs what libraries log through the standard module, which is rare and never part of a request."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = next((name for name in ("error", "warning", "info") if record.levelno >= LEVELS[name]), "debug")
+        fields: dict[str, Any] = {"logger": record.name}
+        if record.exc_info:
+            fields["exc_info"] = record.exc_info
+        getattr(_log, level)(record.getMessage(), **fields)
+
+
+def _adopt_library_logs() -> None:
+    root = logging.getLogger()
+    if not any(isinstance(handler, _LibraryHandler) for handler in root.handlers):
+        root.addHandler(_LibraryHandler(logging.WARNING))

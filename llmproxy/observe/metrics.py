@@ -1,0 +1,382 @@
+"""The `llmproxy_` metrics, all of them; `docs/reference/metrics.md` says how to read each.
+
+Counters and histograms are counted as things happen, from the exit record of each request. Gauges are read from the
+dispatcher at the moment of a scrape, so that they never drift from its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from llmproxy import __version__
+from llmproxy.core.domain import Trouble, Verdict
+from llmproxy.core.scaling.need import Need
+from llmproxy.observe import logs
+from llmproxy.observe.exit import UNKNOWN_MODEL
+from llmproxy.observe.exit_fields import exit_recorder
+from llmproxy.observe.series import Counts, Distributions, SeriesCollector
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+LABELS_MAX = 200
+"""Distinct values of a label that configurations or clients bring (`model`, `tenant`, `limit`), `other` included;
+further values are counted as `other`."""
+
+OTHER = "other"
+
+WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TTFT_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
+TOKEN_BUCKETS_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+GAP_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1800.0)
+START_BUCKETS_S = (5.0, 10.0, 20.0, 40.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0, 1200.0, 1800.0)
+DECISION_BUCKETS_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """The waiting requests of one band; `longest_s` is how long the one that came first has waited."""
+
+    band: str
+    requests: int
+    bytes: int
+    longest_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BackendState:
+    """What is known of one backend at this moment; None where no reading had it. `pool` is "" before its first listing.
+
+    `saturation` is load over `limit` (1 is full), `kv_used` is 0..1, `reading_age_s` counts from when it was asked for.
+    """
+
+    backend: str
+    in_flight: int
+    limit: int
+    saturation: float
+    available: bool
+    drained: bool = False
+    running: int | None = None
+    waiting: int | None = None
+    kv_used: float | None = None
+    reading_age_s: float | None = None
+    ejected: bool = False
+    down: bool = False
+    pool: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """What one leader decides about, as one member of a cluster sees it: a `pool`, or "" for all that have no lock of
+    their own. `changes` counts leaders, `gap_s` is the time without one before the last."""
+
+    pool: str
+    leads: bool
+    led: bool
+    epoch: int
+    members: int
+    changes: int
+    gap_s: float | None
+    lock_away: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """The state that all gauges show. `blocked` counts the blocked requests by what they wait for.
+
+    `work_s` are the seconds of work that wait, by pool; `inversions` is a count since the start. `needs` are the
+    replicas that pools need. `shards` is empty for a proxy that is alone, `limits_away` None for one that keeps its
+    limits alone.
+    """
+
+    queues: tuple[QueueState, ...] = ()
+    blocked: Mapping[str, int] = field(default_factory=dict)
+    backends: tuple[BackendState, ...] = ()
+    held_body_bytes: int = 0
+    work_s: Mapping[str, float] = field(default_factory=dict)
+    inversions: int = 0
+    needs: Mapping[str, Need] = field(default_factory=dict)
+    shards: tuple[ShardState, ...] = ()
+    limits_away: bool | None = None
+
+
+_BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], ...] = (
+    ("in_flight_requests", "Requests sent to the backend and not ended.", lambda b: b.in_flight),
+    ("backend_saturation", "Load over limit; 1 is full.", lambda b: b.saturation),
+    ("backend_limit", "Requests the backend is thought to run at once.", lambda b: b.limit),
+    ("backend_available", "1 while the backend is healthy and may be given work.", lambda b: b.available),
+    ("backend_drained", "1 while nothing new is to be sent there, because somebody drains it.", lambda b: b.drained),
+    ("backend_ejected", "1 while requests speak against the backend, half open included.", lambda b: b.ejected),
+    ("backend_down", "1 while polls find that the backend does not answer, or is unhealthy.", lambda b: b.down),
+    ("backend_running", "Requests running, by the backend's last reading.", lambda b: b.running),
+    ("backend_waiting", "Requests waiting in the engine, by the backend's last reading.", lambda b: b.waiting),
+    ("backend_kv_used", "KV-cache in use, 0 to 1, by the backend's last reading.", lambda b: b.kv_used),
+    ("backend_reading_age_seconds", "Time since the last reading was asked for.", lambda b: b.reading_age_s),
+)
+
+
+class _LiveCollector(Collector):
+    def __init__(self, state: Callable[[], LiveState]) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        return _gauges(self._state())
+
+    def describe(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        # Registering asks for the names, and the state may not exist yet at that time.
+        return _gauges(LiveState(shards=(ShardState("", False, False, 0, 0, 0, 0.0, False),)))
+
+
+def _gauges(state: LiveState) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    queues = state.queues
+    yield _gauge("queued_requests", "Requests waiting for a backend.", "band", ((q.band, q.requests) for q in queues))
+    yield _gauge("queued_bytes", "Body bytes of waiting requests.", "band", ((q.band, q.bytes) for q in queues))
+    longest_text = "How long a request of the band has waited at most."
+    yield _gauge("oldest_waiting_seconds", longest_text, "band", ((q.band, q.longest_s) for q in queues))
+    yield _gauge("queue_work_seconds", "Seconds of work that wait for the pool.", "pool", state.work_s.items())
+    yield from _scale(state.needs)
+    inversions_text = "Grants that a waiting request of a higher band could have had."
+    yield CounterMetricFamily("llmproxy_inversions", inversions_text, value=state.inversions)
+    held_text = "Body bytes that arrive, wait or were sent out."
+    yield GaugeMetricFamily("llmproxy_held_body_bytes", held_text, value=state.held_body_bytes)
+    yield _gauge(
+        "blocked_requests", "Requests blocked by a usage limit or their only backend.", "limit", _most(state.blocked)
+    )
+    for name, text, value_of in _BACKEND_GAUGES:
+        yield _gauge(name, text, "backend", ((one.backend, value_of(one)) for one in state.backends))
+    info_text = "Always 1; the pool of the backend is in the label."
+    info = GaugeMetricFamily("llmproxy_backend_info", info_text, labels=["backend", "pool"])
+    for one in state.backends:
+        info.add_metric([one.backend, one.pool], 1)
+    yield info
+    if state.limits_away is not None:
+        away_text = "1 while the store of shared limits cannot be asked."
+        yield GaugeMetricFamily("llmproxy_limits_store_away", away_text, value=state.limits_away)
+    if state.shards:
+        yield from _cluster(state.shards)
+
+
+_SHARD_GAUGES: tuple[tuple[str, str, Callable[[ShardState], float | None]], ...] = (
+    ("leader", "1 at the member that schedules for the cluster.", lambda one: one.leads),
+    ("led", "1 while there is a leader that this member can ask.", lambda one: one.led),
+    ("epoch", "The number of the leader's turn, which only rises.", lambda one: one.epoch),
+    ("members", "Members that the leader knows.", lambda one: one.members),
+    ("last_gap_seconds", "How long there was no leader before the one that there is.", lambda one: one.gap_s),
+    ("lock_away", "1 while the lock of the cluster cannot be asked.", lambda one: one.lock_away),
+)
+"""Each has the label `pool`, which is empty for all pools without a lock of their own."""
+
+
+def _cluster(shards: Sequence[ShardState]) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    for name, text, value_of in _SHARD_GAUGES:
+        yield _gauge(f"cluster_{name}", text, "pool", ((one.pool, value_of(one)) for one in shards))
+    changes_text = "Leaders that this member followed, or times that it began to lead."
+    changes = CounterMetricFamily("llmproxy_cluster_leader_changes", changes_text, labels=["pool"])
+    for one in shards:
+        changes.add_metric([one.pool], one.changes)
+    yield changes
+
+
+def _scale(needs: Mapping[str, Need]) -> Iterator[GaugeMetricFamily]:
+    values: tuple[tuple[str, str, Callable[[Need], float]], ...] = (
+        ("scale_desired_replicas", "Replicas that the pool should have.", lambda need: need.desired),
+        ("scale_need_replicas", "The same, neither rounded nor bounded.", lambda need: need.need),
+        ("scale_sure", "1 if enough is known for that; 0 keeps what there is.", lambda need: need.sure),
+    )
+    for name, text, value_of in values:
+        yield _gauge(name, text, "pool", ((pool, value_of(need)) for pool, need in needs.items()))
+    term_text = "What each part of the work alone would need."
+    terms = GaugeMetricFamily("llmproxy_scale_term_replicas", term_text, labels=["pool", "term"])
+    for pool, need in needs.items():
+        for term, replicas in need.terms.items():
+            terms.add_metric([pool, term], replicas)
+    yield terms
+    group_text = "Replicas of a group that the pool should have, not rounded."
+    groups = GaugeMetricFamily("llmproxy_scale_group_need_replicas", group_text, labels=["pool", "group"])
+    for pool, need in needs.items():
+        for group, one in need.groups.items():
+            groups.add_metric([pool, group], one.need)
+    yield groups
+    role_text = "Replicas of a role that the pool should have, not rounded, where it has roles."
+    roles = GaugeMetricFamily("llmproxy_scale_role_need_replicas", role_text, labels=["pool", "role"])
+    for pool, need in needs.items():
+        for role, of_role in need.roles.items():
+            roles.add_metric([pool, role], of_role.need)
+    yield roles
+    capacity = ((pool, need.capacity.requests_per_s) for pool, need in needs.items() if need.capacity is not None)
+    text = "Requests per second that one replica can serve, of those that come now."
+    yield _gauge("replica_capacity_requests_per_second", text, "pool", capacity)
+
+
+def _gauge(name: str, text: str, label: str, values: Iterable[tuple[str, float | None]]) -> GaugeMetricFamily:
+    gauge = GaugeMetricFamily(f"llmproxy_{name}", text, labels=[label])
+    for labelled, value in values:
+        if value is not None:
+            gauge.add_metric([labelled], value)
+    return gauge
+
+
+def _most(blocked: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Each limit with its count, the largest first; the ones beyond LABELS_MAX are summed up."""
+    ordered = sorted(blocked.items(), key=lambda one: (-one[1], one[0]))
+    named = LABELS_MAX - 1
+    yield from ordered[:named]
+    if len(ordered) > named:
+        yield OTHER, sum(waiting for _, waiting in ordered[named:])
+
+
+class Capped:
+    """The values of one label, bounded; values beyond the bound become `other`."""
+
+    def __init__(self, *known: str) -> None:
+        self._known = {*known, OTHER}
+
+    def __call__(self, value: str) -> str:
+        if value not in self._known:
+            if len(self._known) >= LABELS_MAX:
+                return OTHER
+            self._known.add(value)
+        return value
+
+
+_COUNTERS = (
+    ("requests_total", "outcome code band model", "Requests ended, by their one outcome."),
+    ("attempts_total", "backend verdict", "Attempts ended, by what they proved of their backend."),
+    ("retries_total", "", "Attempts after one that failed."),
+    ("preemptions_total", "band", "Leases preempted for a request of a higher band."),
+    ("disaggregation_total", "how", "Requests in pools with roles, by how they were served or what kept them whole."),
+    ("objectives_total", "band met", "Requests that kept or missed their objective."),
+    ("unknown_objectives_total", "", "Requests whose header named an unknown objective."),
+    ("tenant_requests_total", "tenant outcome", "Requests of tenants ended, by their one outcome."),
+    ("tenant_tokens_total", "tenant direction", "Tokens of tenants as the engines counted them."),
+    ("log_lines_lost_total", "", "Lines that standard error could not take."),
+    ("tokens_total", "direction model", "Tokens as the engines counted them."),
+    ("prefix_tokens_total", "backend kind", "Prompt tokens expected to be cached, and found so."),
+    ("poll_failures_total", "backend trouble", "Polls that failed."),
+    ("adapter_changes_total", "backend change repeated ok", "Orders to backends to change an adapter."),
+    ("config_reloads_total", "ok", "Times the configuration was read again."),
+    ("workers_lost_total", "", "Relay workers that died and were started again."),
+    ("discovery_looks_total", "source ok", "Looks at sources of backends."),
+    ("prediction_seconds_total", "backend time kind", "Sums of predicted and observed times."),
+    ("predictions_covered_total", "backend time", "Times that did not exceed their predicted p90."),
+)
+"""Name, labels and help of each counter; `exit_fields` says what requests add to it."""
+_HISTOGRAMS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
+    ("queue_wait_seconds", "band", "From arrival to the last grant, or to leaving the queue.", WAIT_BUCKETS_S),
+    ("tenant_queue_wait_seconds", "tenant", "The same by tenant.", WAIT_BUCKETS_S),
+    ("ttft_seconds", "band model", "From arrival to the first body byte, streams only.", TTFT_BUCKETS_S),
+    ("time_per_output_token_seconds", "band model", "Mean time per token after the first, completed streams only.",
+     TOKEN_BUCKETS_S),
+    ("inter_chunk_seconds", "band gap", "Mean and longest wait between chunks of a stream.", GAP_BUCKETS_S),
+    ("prefill_seconds", "", "From the grant of a prefill to its answer, of split requests.", TTFT_BUCKETS_S),
+    ("handover_seconds", "", "From that to the first token, of split requests.", TTFT_BUCKETS_S),
+    ("request_seconds", "band model", "From arrival to the end, completed requests only.", REQUEST_BUCKETS_S),
+    ("prediction_error_ratio", "backend time", "Difference of predicted and observed times, as a part of the observed.",
+     ()),
+    ("decision_seconds", "", "One decision pass.", DECISION_BUCKETS_S),
+    ("replica_start_seconds", "pool", "From when a new backend is known until it serves.", START_BUCKETS_S),
+)  # fmt: skip
+
+
+class Metrics:
+    """The metrics of one process, in a registry of their own. `state` is called by every scrape, on its thread."""
+
+    def __init__(self, state: Callable[[], LiveState]) -> None:
+        # The library would add its time of creation to every series, a third more lines of no use.
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = registry = CollectorRegistry()
+        series = SeriesCollector()
+        self._counts = {
+            name: series.counter(f"llmproxy_{name}", text, *labels.split()) for name, labels, text in _COUNTERS
+        }
+        distributions = {
+            name: series.distribution(f"llmproxy_{name}", text, buckets, *labels.split())
+            for name, labels, text, buckets in _HISTOGRAMS
+        }
+        self._decision = distributions["decision_seconds"][()]
+        self._starts, self._pool = distributions["replica_start_seconds"], Capped()
+        self._series: dict[str, Counts | Distributions] = {**self._counts, **distributions}
+        self.record = exit_recorder(self._series, Capped(UNKNOWN_MODEL), Capped())
+        """Count one request that has ended. Called exactly once for each."""
+        # The library's own counters may be changed on the threads of the decision log and of the spans too.
+        self._decisions_lost = Counter(
+            "llmproxy_decision_log_lost_total", "Lines that the decision log could not take.", registry=registry
+        )
+        self._spans_lost = Counter("llmproxy_spans_lost_total", "Spans that were not sent.", registry=registry)
+        self._reloaded_at = Gauge(
+            "llmproxy_config_last_reload_timestamp_seconds", "When it was last read with success.", registry=registry
+        )
+        self._reloaded_at.set_to_current_time()
+        self._reload_ok = Gauge(
+            "llmproxy_config_last_reload_successful", "0 while the file last read is not gone by.", registry=registry
+        )
+        self._reload_ok.set(1)
+        registry.register(series)
+        info = Gauge("llmproxy_build_info", "Always 1; the version is in the label.", ["version"], registry=registry)
+        info.labels(__version__).set(1)
+        registry.register(_LiveCollector(state))
+        ProcessCollector(registry=registry)
+
+    def attempted(self, backend: str, verdict: Verdict) -> None:
+        """Count one attempt that has ended."""
+        self._counts["attempts_total"][backend, verdict.value] += 1
+
+    def poll_failed(self, backend: str, trouble: Trouble) -> None:
+        """Count one poll that failed."""
+        self._counts["poll_failures_total"][backend, trouble.value] += 1
+
+    def adapter_changed(self, backend: str, change: str, repeated: bool, taken: bool) -> None:
+        """Count one order to a backend to `load` or `unload` an adapter; `taken` says whether it was carried out."""
+        self._counts["adapter_changes_total"][backend, change, str(repeated).lower(), str(taken).lower()] += 1
+
+    def reloaded(self, ok: bool) -> None:
+        """Count one reload of the configuration; `ok` says whether the new one is in use."""
+        self._counts["config_reloads_total"][str(ok).lower(),] += 1
+        self._reload_ok.set(ok)
+        if ok:
+            self._reloaded_at.set_to_current_time()
+
+    def replica_started(self, pool: str, took_s: float) -> None:
+        """Count one new backend that serves, `took_s` after it was known."""
+        self._starts[self._pool(pool),].observe(took_s)
+
+    def looked(self, source: str, ok: bool) -> None:
+        """Count one look at a source of backends."""
+        self._counts["discovery_looks_total"][source, str(ok).lower()] += 1
+
+    def forget_backend(self, backend: str) -> None:
+        """Drop the series of a removed backend; with addresses that come and go, they would grow without end."""
+        for series in self._series.values():
+            for labels in [labels for labels in series if series.labels[:1] == ("backend",) and labels[0] == backend]:
+                del series[labels]
+
+    def worker_lost(self) -> None:
+        """Count one relay worker that died."""
+        self._counts["workers_lost_total"][()] += 1
+
+    def decisions_lost(self, lines: int) -> None:
+        """Count lines that the decision log could not take; may be called from any thread."""
+        self._decisions_lost.inc(lines)
+
+    def spans_lost(self, spans: int) -> None:
+        """Count spans that were not sent; may be called from any thread."""
+        self._spans_lost.inc(spans)
+
+    def log_lines_lost(self, lines: int) -> None:
+        """Count lines that the standard error of a process could not take."""
+        self._counts["log_lines_lost_total"][()] += lines
+
+    def decided(self, seconds: float) -> None:
+        """Note how long one decision pass took."""
+        self._decision.observe(seconds)
+
+    def page(self) -> bytes:
+        """The whole page as text; its content type is `CONTENT_TYPE`."""
+        self.log_lines_lost(logs.take_lines_lost())
+        return generate_latest(self.registry)

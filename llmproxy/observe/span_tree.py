@@ -1,0 +1,241 @@
+"""The spans of one request, made of its record: the request, its waits, and its attempts. They hold no prompt or key.
+
+Names of attributes are those of the OpenTelemetry conventions (HTTP, stable; GenAI, in development), others begin with
+`llmproxy.`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from random import getrandbits
+from time import monotonic_ns, time_ns
+from typing import Any
+
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from llmproxy import __version__
+from llmproxy.core.domain import Outcome, Predicted, Stage, Verdict
+from llmproxy.observe.exit import RequestExit
+from llmproxy.observe.exit_fields import why_fields
+from llmproxy.observe.trace_context import TraceContext
+from llmproxy.scheduling.attempts import AttemptRecord
+
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
+"""The `gen_ai.operation.name` of a path; that of others is the last part of the path."""
+_NO_FAILURES = frozenset({Verdict.SERVED, Verdict.CLIENT_GONE, Verdict.PREEMPTED})
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+
+
+class SpanTree:
+    """Makes the spans of requests that came in by `scheme` (http or https)."""
+
+    def __init__(self, scheme: str) -> None:
+        self._scheme = scheme
+        own = {"service.name": "llmproxy", "service.version": __version__}
+        self._resource = Resource.create({**own, **OTELResourceDetector().detect().attributes})
+        self._scope = InstrumentationScope("llmproxy", __version__)
+
+    def spans(self, ended: RequestExit) -> list[ReadableSpan]:
+        """The spans of a sampled request, the one of the whole request first."""
+        trace, arrived_s, ended_s = ended.trace, ended.input.arrived_s, ended.ended_s
+        assert trace is not None
+        assert arrived_s is not None
+        assert ended_s is not None
+        # Clocks are set while a proxy runs, so that the difference is taken anew.
+        made = _Spans(trace, self._resource, self._scope, time_ns() - monotonic_ns())
+        parent = made.context(trace.parent_id, is_remote=True) if trace.parent_id else None
+        links = [Link(_context(*trace.linked, is_remote=True))] if trace.linked is not None else []
+        failed = ended.result.status >= 500 or ended.result.outcome is Outcome.BROKEN_STREAM
+        spans = [
+            made.span(
+                f"{ended.input.method} {ended.input.path}", SpanKind.SERVER, trace.span_id, parent, arrived_s, ended_s,
+                self._of_request(ended), error=ended.result.outcome.value if failed else None, links=links,
+            )
+        ]  # fmt: skip
+        routing, request = ended.routing, made.context(trace.span_id)
+        # Both stages of a split request are one attempt.
+        number = routing.attempts - sum(attempt.stage is not Stage.DECODE for attempt in routing.tried) - 1
+        for attempt in routing.tried:
+            assert attempt.granted_s is not None
+            number += attempt.stage is not Stage.DECODE
+            spans.append(
+                made.span(
+                    "queue", SpanKind.INTERNAL, None, request, attempt.queued_s, attempt.granted_s,
+                    _of_queue(ended, attempt),
+                )
+            )  # fmt: skip
+            is_last = attempt is routing.last
+            spans.append(
+                made.span(
+                    _named(ended), SpanKind.CLIENT, attempt.span_id, request, attempt.granted_s,
+                    ended_s if attempt.ended_s is None else attempt.ended_s,
+                    _of_attempt(ended, attempt, number, is_last=is_last), error=_error_of(attempt),
+                    events=list(_events(attempt, retried=not is_last and attempt.verdict is not Verdict.SERVED)),
+                )
+            )  # fmt: skip
+        if routing.queued_s is not None:
+            refused = {"llmproxy.outcome": ended.result.outcome.value}
+            attributes = _of_queue(ended, AttemptRecord()) | refused
+            spans.append(made.span("queue", SpanKind.INTERNAL, None, request, routing.queued_s, ended_s, attributes))
+        return spans
+
+    def _of_request(self, ended: RequestExit) -> dict[str, Any]:
+        request, result = ended.input, ended.result
+        return {
+            "http.request.method": request.method,
+            "http.route": request.path,
+            "url.path": request.path,
+            "url.scheme": self._scheme,
+            "http.response.status_code": result.status,
+            "http.request.body.size": request.body_bytes,
+            "http.response.body.size": result.response_bytes,
+            "llmproxy.request_id": request.request_id,
+            "llmproxy.outcome": result.outcome.value,
+            "gen_ai.request.model": request.model,
+            "llmproxy.tenant": request.tenant or None,
+            "llmproxy.band": request.band,
+            "llmproxy.objective.ttft_s": request.ttft_slo_s,
+            "llmproxy.objective.tpot_s": request.tpot_slo_s,
+            "llmproxy.objective.met": result.met,
+            "llmproxy.ttft_s": result.ttft_s,
+            "llmproxy.attempts": ended.routing.attempts,
+            "llmproxy.preemptions": ended.routing.preemptions,
+        }
+
+
+class _Spans:
+    """Makes spans of one trace. `epoch_ns` is when the scheduler's clock began."""
+
+    def __init__(self, trace: TraceContext, resource: Resource, scope: InstrumentationScope, epoch_ns: int) -> None:
+        self._trace_id = trace.trace_id
+        self._resource, self._scope, self._epoch_ns = resource, scope, epoch_ns
+
+    def context(self, span_id: str, *, is_remote: bool = False) -> SpanContext:
+        return _context(self._trace_id, span_id, is_remote=is_remote)
+
+    def span(
+        self,
+        name: str,
+        kind: SpanKind,
+        span_id: str | None,
+        parent: SpanContext | None,
+        began_s: float | None,
+        ended_s: float,
+        attributes: Mapping[str, Any],
+        *,
+        error: str | None = None,
+        events: list[tuple[str, float]] | None = None,
+        links: list[Link] | None = None,
+    ) -> ReadableSpan:
+        """One span; without an id it gets a new one. Attributes that are None are left out."""
+        kept = {key: value for key, value in attributes.items() if value is not None}
+        if error is not None:
+            kept["error.type"] = error
+        return ReadableSpan(
+            name,
+            self.context(span_id or f"{getrandbits(64) or 1:016x}"),
+            parent,
+            self._resource,
+            kept,
+            [Event(event, timestamp=self._ns(at_s)) for event, at_s in events or ()],
+            links or (),
+            kind,
+            status=Status(StatusCode.UNSET if error is None else StatusCode.ERROR),
+            start_time=self._ns(ended_s if began_s is None else began_s),
+            end_time=self._ns(ended_s),
+            instrumentation_scope=self._scope,
+        )
+
+    def _ns(self, instant_s: float) -> int:
+        return self._epoch_ns + round(instant_s * 1e9)
+
+
+def _context(trace_id: str, span_id: str, *, is_remote: bool) -> SpanContext:
+    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote, _SAMPLED)
+
+
+def _operation(path: str) -> str:
+    return OPERATIONS.get(path) or path.rpartition("/")[2]
+
+
+def _named(ended: RequestExit) -> str:
+    return f"{_operation(ended.input.path)} {ended.input.model}"
+
+
+def _of_queue(ended: RequestExit, attempt: AttemptRecord) -> dict[str, Any]:
+    """Of a wait; one that ended without a grant has an attempt in which nothing is known."""
+    attributes: dict[str, Any] = {
+        "llmproxy.band": ended.input.band,
+        "llmproxy.flow": ended.input.flow,
+        "llmproxy.ttl_s": ended.input.ttl_s,
+        "llmproxy.queued_ahead": attempt.queued_ahead,
+    }
+    for name, value in (why_fields(attempt.why) if attempt.why is not None else {}).items():
+        parts = value.items() if isinstance(value, dict) else [("", value)]
+        attributes |= {f"llmproxy.why.{name}{part and '.'}{part}": one for part, one in parts}
+    return attributes
+
+
+def _of_attempt(ended: RequestExit, attempt: AttemptRecord, number: int, *, is_last: bool) -> dict[str, Any]:
+    request, result = ended.input, ended.result
+    observed_s = None
+    if attempt.first_byte_s is not None and attempt.granted_s is not None and request.stream:
+        observed_s = attempt.first_byte_s - attempt.granted_s
+    attributes: dict[str, Any] = {
+        "gen_ai.operation.name": _operation(request.path),
+        "gen_ai.provider.name": "vllm",
+        "gen_ai.request.model": request.model,
+        "gen_ai.request.stream": request.stream,
+        "gen_ai.response.time_to_first_chunk": observed_s,
+        "http.request.method": request.method,
+        "http.request.resend_count": number or None,
+        "http.response.status_code": attempt.status,
+        "llmproxy.backend": attempt.backend,
+        "llmproxy.stage": None if attempt.stage is Stage.WHOLE else attempt.stage.value,
+        "llmproxy.verdict": None if attempt.verdict is None else attempt.verdict.value,
+        "llmproxy.candidates": attempt.candidates,
+        "llmproxy.expected_cached_tokens": attempt.expected_cached_tokens,
+        **{f"llmproxy.price.{term}": seconds for term, seconds in attempt.terms},
+        **_predicted("ttft", attempt.predicted_ttft),
+        **_predicted("tpot", attempt.predicted_tpot),
+    }
+    if is_last:
+        attributes |= {
+            "gen_ai.usage.input_tokens": result.prompt_tokens,
+            "gen_ai.usage.output_tokens": result.output_tokens,
+            "gen_ai.usage.cache_read.input_tokens": result.cached_tokens,
+            "llmproxy.tpot_s": ended.time_per_output_token_s,
+        }
+    return attributes
+
+
+def _predicted(time: str, predicted: Predicted | None) -> dict[str, float]:
+    if predicted is None:
+        return {}
+    return {f"llmproxy.predicted.{time}_s": predicted.expected_s, f"llmproxy.predicted.{time}_p90_s": predicted.p90_s}
+
+
+def _error_of(attempt: AttemptRecord) -> str | None:
+    """The `error.type` of an attempt that failed. One that was withdrawn, or left by its client, did not."""
+    if attempt.status is not None and attempt.status >= 400:
+        return str(attempt.status)
+    return None if attempt.verdict is None or attempt.verdict in _NO_FAILURES else attempt.verdict.value
+
+
+def _events(attempt: AttemptRecord, *, retried: bool) -> Iterator[tuple[str, float]]:
+    if attempt.first_byte_s is not None:
+        yield "first token", attempt.first_byte_s
+    if attempt.ended_s is not None:
+        if attempt.verdict is Verdict.PREEMPTED:
+            yield "withdrawn", attempt.ended_s
+        elif retried:
+            yield "retried", attempt.ended_s

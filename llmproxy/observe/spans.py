@@ -1,0 +1,162 @@
+"""Late spans: a thread makes the spans of requests that have ended and sends them by OTLP, so that no request waits."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from llmproxy.config import Config, ConfigError
+from llmproxy.observe.exit import RequestExit
+from llmproxy.observe.trace_context import Sampler
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+BATCH_SPANS = 32
+"""The most spans in one message: to encode more at once would hold up the event loop, which shares the interpreter."""
+REQUESTS_MAX = 2_048
+"""Requests that may wait for the thread; the spans of further ones are lost, and counted."""
+LINGER_S = 0.5
+"""How long a batch that is not full waits for the next request."""
+CLOSE_S = 5.0
+"""How long closing may wait for the receiver."""
+_EXPORTERS = {"http/protobuf": "http", "grpc": "grpc"}
+_LIBRARY = "opentelemetry.exporter.otlp"
+
+_log = structlog.get_logger()
+
+
+def exporter_class(environ: Mapping[str, str] = os.environ) -> Any:
+    """The exporter of the protocol that the environment asks for. Raises ConfigError where it is not installed."""
+    variables = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    protocol = next((environ[name].strip() for name in variables if environ.get(name, "").strip()), "http/protobuf")
+    if protocol not in _EXPORTERS:
+        raise ConfigError([f"tracing: the OTLP protocol {protocol!r} is unknown; known are {', '.join(_EXPORTERS)}"])
+    kind = _EXPORTERS[protocol]
+    try:
+        return import_module(f"{_LIBRARY}.proto.{kind}.trace_exporter").OTLPSpanExporter
+    except ImportError:
+        package = "'llmproxy-lb[otel]'" if kind == "http" else "opentelemetry-exporter-otlp-proto-grpc"
+        raise ConfigError(
+            [f"tracing: needs OpenTelemetry for {protocol}, which is not installed: pip install {package}"]
+        ) from None
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError where the library or the environment does not allow the tracing that is configured."""
+    if Sampler.of(config) is not None:
+        exporter_class()
+
+
+def started(scheme: str, on_lost: Callable[[int], None]) -> SpanExport:
+    """The export of what comes in by `scheme`; see `SpanExport`. Its libraries are loaded now, which takes a moment."""
+    from llmproxy.observe.span_tree import SpanTree
+
+    return SpanExport(exporter_class()(), SpanTree(scheme).spans, on_lost)
+
+
+class _Reasons(logging.Handler):
+    """Keeps what the library last said. It says so for each attempt to send, and the log has it once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = "the receiver did not take them"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.last = record.getMessage()
+
+
+class SpanExport:
+    """Sends the spans that `spans` makes of sampled requests through `exporter`, on a thread of its own.
+
+    `on_lost` is called, on any thread, with a number of spans that were not sent.
+    """
+
+    def __init__(
+        self,
+        exporter: SpanExporter,
+        spans: Callable[[RequestExit], list[ReadableSpan]],
+        on_lost: Callable[[int], None],
+    ) -> None:
+        self._exporter = exporter
+        self._spans = spans
+        self._on_lost = on_lost
+        self._failing = 0
+        self._reasons = _Reasons()
+        library = logging.getLogger(_LIBRARY)
+        library.handlers, library.propagate = [self._reasons], False
+        self._ended: SimpleQueue[RequestExit | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name="spans", daemon=True)
+        self._thread.start()
+
+    def record(self, ended: RequestExit) -> None:
+        """Take one request that has ended; never waits."""
+        if ended.trace is None or not ended.trace.sampled:
+            return
+        if self._ended.qsize() < REQUESTS_MAX:
+            self._ended.put(ended)
+        else:
+            self._on_lost(_count(ended))
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Send what waits, unless that takes longer than `timeout_s`; what is left then is lost."""
+        self._ended.put(None)
+        self._thread.join(timeout_s)
+        # Ends the pause between two attempts to send, and refuses every further batch.
+        self._exporter.shutdown()
+
+    # --- on the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        batch: list[ReadableSpan] = []
+        closing = False
+        while not closing:
+            with suppress(Empty):
+                ended = self._ended.get(timeout=LINGER_S if batch else None)
+                closing = ended is None
+                if ended is not None:
+                    batch += self._made(ended)
+                    if len(batch) < BATCH_SPANS:
+                        continue
+            while batch:
+                self._send(batch[:BATCH_SPANS])
+                del batch[:BATCH_SPANS]
+
+    def _made(self, ended: RequestExit) -> Sequence[ReadableSpan]:
+        try:
+            return self._spans(ended)
+        except Exception as bug:  # noqa: BLE001 - the spans of other requests do not depend on it
+            self._lose(_count(ended), bug)
+            return ()
+
+    def _send(self, batch: Sequence[ReadableSpan]) -> None:
+        try:
+            sent = self._exporter.export(batch).name == "SUCCESS"
+            why: object = self._reasons.last
+        except Exception as error:  # noqa: BLE001 - a library's failure loses spans and nothing else
+            sent, why = False, error
+        if not sent:
+            self._lose(len(batch), why)
+        elif self._failing:
+            _log.info("spans_resumed", lost=self._failing)
+            self._failing = 0
+
+    def _lose(self, spans: int, why: object) -> None:
+        self._on_lost(spans)
+        if not self._failing:
+            _log.warning("spans_lost", why=str(why))
+        self._failing += spans
+
+
+def _count(ended: RequestExit) -> int:
+    """How many spans a request has: its own, two for each attempt, and one for a wait without a grant."""
+    return 1 + 2 * len(ended.routing.tried) + (ended.routing.queued_s is not None)

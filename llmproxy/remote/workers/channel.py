@@ -1,0 +1,162 @@
+"""The connection between a relay worker and the scheduler process, and the frames in which messages travel.
+
+It is a socket pair that the worker inherits, so that it needs no path and no permission, and no other process can use
+it. A frame is its length in four bytes (big endian) and a MessagePack array of messages: all that one side sent in one
+turn of its loop, in one write. A message is an array too, and its first item says of which kind it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar, cast
+
+import msgspec
+import structlog
+
+from llmproxy.observe.packed import packed
+from llmproxy.remote.workers.protocol import FromWorker, Message, ToWorker
+
+FRAME_BYTES_MAX = 1 << 30
+"""More than the listings of any fleet. A longer frame is not from this program."""
+WHY_CHARS = 200
+_LENGTH = struct.Struct(">I")
+_log = structlog.get_logger()
+
+MessageT = TypeVar("MessageT")
+DecodedT = TypeVar("DecodedT", covariant=True)
+
+
+class Decoder(Protocol[DecodedT]):
+    """Decodes the body of a frame."""
+
+    def decode(self, data: memoryview, /) -> Sequence[DecodedT]:
+        """Its messages. Raises msgspec.DecodeError."""
+
+
+FROM_WORKER: msgspec.msgpack.Decoder[list[FromWorker]] = msgspec.msgpack.Decoder(list[FromWorker])
+TO_WORKER: msgspec.msgpack.Decoder[list[ToWorker]] = msgspec.msgpack.Decoder(list[ToWorker])
+
+
+def frame(messages: Iterable[Message]) -> bytes:
+    """One frame of all these messages."""
+    body = packed(list(messages))
+    return _LENGTH.pack(len(body)) + body
+
+
+class BrokenFrameError(Exception):
+    """Bytes that are not a frame of this protocol."""
+
+
+class Frames(Generic[MessageT]):
+    """Takes bytes as they arrive, and returns the messages of complete frames in their order."""
+
+    def __init__(self, decoder: Decoder[MessageT], bytes_max: int = FRAME_BYTES_MAX) -> None:
+        self._decoder = decoder
+        self.bytes_max = bytes_max
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[MessageT]:
+        """The messages of the frames that these bytes complete. Raises BrokenFrameError."""
+        held = self._bytes
+        held += data
+        begin = 0
+        try:
+            while len(held) - begin >= _LENGTH.size:
+                (size,) = _LENGTH.unpack_from(held, begin)
+                if size > self.bytes_max:
+                    raise BrokenFrameError(f"a frame of {size} bytes")
+                end = begin + _LENGTH.size + size
+                if len(held) < end:
+                    break
+                with memoryview(held) as view:
+                    messages = self._decoder.decode(view[begin + _LENGTH.size : end])
+                begin = end
+                yield from messages
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise BrokenFrameError(str(error)) from None
+        finally:
+            del held[:begin]
+
+
+class Channel(asyncio.Protocol, Generic[MessageT]):
+    """One end of the socket. `on_message` is called with each message, `on_lost` when the connection has ended.
+
+    Messages that are sent in one turn of the loop travel in one frame. The buffer needs no bound of its own: messages
+    come from the requests of one worker, whose number is bounded.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder[MessageT],
+        on_message: Callable[[MessageT], None],
+        on_lost: Callable[[], None],
+        frame_bytes_max: int = FRAME_BYTES_MAX,
+    ) -> None:
+        self._frames = Frames(decoder, frame_bytes_max)
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.WriteTransport | None = None
+        self._unsent: list[Message] = []
+        self.lost = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._frames.feed(data):
+                self._handle(message)
+        except BrokenFrameError as error:
+            self.broken(str(error))
+            self.abort()
+
+    def broken(self, why: str) -> None:
+        """The other side sent what is no frame: log it. The connection ends."""
+        _log.error("broken_frame", peer=str(self.peer), why=why[:WHY_CHARS])
+
+    @property
+    def peer(self) -> object:
+        """Address and port of the other end; None for a socket pair."""
+        return None if self._transport is None else self._transport.get_extra_info("peername")
+
+    def _handle(self, message: MessageT) -> None:
+        try:
+            self._on_message(message)
+        except Exception as error:  # noqa: BLE001 - a bug with one message must not lose those behind it
+            self._loop.call_exception_handler(
+                {"message": f"a message was not understood: {message!r:.200}", "exception": error}
+            )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        del exc
+        self.lost = True
+        self._unsent.clear()
+        self._on_lost()
+
+    def send(self, message: Message) -> None:
+        """Send at the end of this turn of the loop; nothing happens when the connection has ended."""
+        if self.lost:
+            return
+        if not self._unsent:
+            self._loop.call_soon(self.flush)
+        self._unsent.append(message)
+
+    def flush(self) -> None:
+        """Send all messages that wait."""
+        if self._unsent and self._transport is not None:
+            messages, self._unsent = self._unsent, []
+            self._transport.write(frame(messages))
+
+    def close(self) -> None:
+        """End the connection after all messages were written."""
+        self.flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """End the connection now."""
+        if self._transport is not None:
+            self._transport.abort()

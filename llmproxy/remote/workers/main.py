@@ -1,0 +1,227 @@
+"""A relay worker: `python -m llmproxy.remote.workers.main FD`. FD is its end of the socket to the scheduler process.
+
+It accepts clients, reads their requests and relays bytes; the scheduler process grants every lease. A worker ignores
+signals. When the scheduler process ends, the worker cuts its requests and ends too, because no process would know any
+more which requests run on which backend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
+
+import structlog
+import uvloop
+
+from llmproxy.config import BackendConfig, Config, ConfigError
+from llmproxy.gateway.build import Gateway
+from llmproxy.gateway.http.client_limits import ClientLimits
+from llmproxy.gateway.http.tls import ClientTls
+from llmproxy.gateway.listener import Listener, listen
+from llmproxy.lifecycle import GC_THRESHOLDS
+from llmproxy.lifecycle.background import background_task, spawned
+from llmproxy.lifecycle.descriptors import clients_of_process, connections_max
+from llmproxy.observe import logs
+from llmproxy.remote.workers import protocol
+from llmproxy.remote.workers.channel import TO_WORKER, Channel
+from llmproxy.remote.workers.remote import Calls, RemoteDispatcher, RemoteEstimator, RemoteExits, RemotePages
+from llmproxy.upstream.client import HttpUpstream
+from llmproxy.upstream.endpoints import Endpoints
+from llmproxy.upstream.port import Upstream
+
+HELD_S = 1.0
+"""How old the number of held bytes in the metrics may be."""
+
+_log = structlog.get_logger()
+
+
+class _SchedulerLink:
+    """The connection to the scheduler. Messages wait, in their order, until the worker is built and can handle them."""
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+        """The worker has to end: it was asked to stop, or the scheduler is gone."""
+        self.lost = asyncio.Event()
+        self.started: asyncio.Future[tuple[protocol.WorkerStart, Config]] = asyncio.get_running_loop().create_future()
+        self.channel: Channel[protocol.ToWorker] = Channel(TO_WORKER, self._take, self._lost)
+        self._early: list[protocol.ToWorker] = []
+        self._start: protocol.WorkerStart | None = None
+        self._handle: Callable[[protocol.ToWorker], None] | None = None
+        self._on_lost: Callable[[], None] = lambda: None
+
+    def handle_by(self, handle: Callable[[protocol.ToWorker], None], on_lost: Callable[[], None]) -> None:
+        """Call `handle` with each message from now on, first with those that wait; call `on_lost` at the end."""
+        self._handle, self._on_lost = handle, on_lost
+        for message in self._early:
+            handle(message)
+        self._early.clear()
+
+    def _take(self, message: protocol.ToWorker) -> None:
+        if isinstance(message, protocol.StopWorker):
+            self.over.set()
+        elif isinstance(message, protocol.WorkerStart):
+            self._start = message
+        elif isinstance(message, protocol.NewConfig) and self._start is not None and not self.started.done():
+            self.started.set_result((self._start, pickle.loads(message.config)))
+        elif self._handle is None:
+            self._early.append(message)
+        else:
+            self._handle(message)
+
+    def _lost(self) -> None:
+        self.lost.set()
+        self.started.cancel()
+        self._on_lost()
+        self.over.set()
+
+
+class _Worker:
+    """The gateway of a worker, and what each message of the scheduler changes in it."""
+
+    def __init__(
+        self, name: str, config: Config, channel: Channel[protocol.ToWorker], upstream: Upstream, endpoints: Endpoints
+    ) -> None:
+        self._channel = channel
+        self._calls = Calls(channel)
+        self._dispatcher = RemoteDispatcher(channel, self._calls)
+        self._estimator = RemoteEstimator(channel)
+        self._endpoints = endpoints
+        self._backends: dict[str, BackendConfig] = {}
+        gateway = self._gateway = Gateway.build(
+            config, self._backends, upstream, self._dispatcher, self._estimator, RemoteExits(channel),
+            ids=f"{name}-",
+        )  # fmt: skip
+        gateway.stored.on_made = self._dispatcher.response_stored
+        gateway.stored.catch_up = self._dispatcher.caught_up
+        self.handler = gateway.handler
+        pages = RemotePages(self._calls, gateway.rulebook)
+        self.router = gateway.router(pages, ClientLimits(clients_of_process(config)))
+        self.listener: Listener | None = None
+        self._waiting_idle: asyncio.Task[None] | None = None
+
+    def handle(self, message: protocol.ToWorker) -> None:
+        match message:
+            case protocol.LeaseGranted() | protocol.CallRefused() | protocol.NameResolved() | protocol.PageResponse():
+                self._calls.answered(message)
+            case protocol.LeaseCut():
+                self._dispatcher.cut(message)
+            case protocol.LearnedEstimates(models):
+                for model, estimate in models.items():
+                    self._estimator.take(model, estimate)
+            case protocol.ResponseStored(response_id, backend, tenant):
+                self._gateway.stored.note(response_id, backend, tenant, settled=True)
+            case protocol.KnownBackends():
+                self._take_backends(message)
+            case protocol.NewConfig(config):
+                self._gateway.reconfigure(pickle.loads(config))
+            case protocol.ShutdownState():
+                self._shut_down(message)
+            case _:
+                raise NotImplementedError(type(message).__name__)
+
+    def lost(self) -> None:
+        """The scheduler is gone."""
+        self._dispatcher.lost()
+
+    def _take_backends(self, known: protocol.KnownBackends) -> None:
+        """Use these backends and no others."""
+        self._dispatcher.take_names(known)
+        backends: tuple[BackendConfig, ...] = pickle.loads(known.backends)
+        self._backends.clear()
+        self._backends.update((backend.name, backend) for backend in backends)
+        try:
+            self._endpoints.replace(backends)
+        except ConfigError as error:
+            _log.error("backend_not_trusted", problems=list(error.problems))
+
+    def _shut_down(self, state: protocol.ShutdownState) -> None:
+        self._dispatcher.shutdown = state
+        if state.leaving:
+            self.handler.begin_shutdown(replaced=state.replaced)
+        if state.draining or state.closed:
+            if self._waiting_idle is not None:
+                self._waiting_idle.cancel()
+            self._waiting_idle = spawned(self._wait_idle(state), "wait until idle")
+
+    async def report_held_bytes(self) -> None:
+        """Report how many bytes of request bodies this worker holds, when that has changed, until cancelled."""
+        reported = 0
+        while True:
+            await asyncio.sleep(HELD_S)
+            if (held := self.handler.bodies.held_bytes) != reported:
+                self._channel.send(protocol.HeldBytes(held))
+                reported = held
+
+    async def _wait_idle(self, state: protocol.ShutdownState) -> None:
+        if self.listener is not None and state.closed:
+            await self.listener.close()
+        if self.listener is not None and state.replaced and not state.draining:
+            await self.listener.wait_closed()
+        else:
+            await self.handler.idle.wait()
+        self._channel.send(protocol.WorkerIdle())
+
+
+async def _serve(end: socket.socket) -> int:
+    link = _SchedulerLink()
+    await asyncio.get_running_loop().create_unix_connection(lambda: link.channel, sock=end)
+    try:
+        start, config = await link.started
+    except asyncio.CancelledError:
+        return 1
+    logs.configure(config.log_format, config.log_level)
+    try:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(_close_link, link)
+            endpoints = Endpoints()
+            stack.push_async_callback(endpoints.close)
+            upstream = await stack.enter_async_context(HttpUpstream(endpoints, connections_max()))
+            worker = _Worker(start.name, config, link.channel, upstream, endpoints)
+            link.handle_by(worker.handle, worker.lost)
+            authorities = partial(endpoints.follow_authorities, quiet=True)
+            await stack.enter_async_context(background_task(authorities, "follow authorities"))
+            await stack.enter_async_context(background_task(worker.report_held_bytes, "report held bytes"))
+            stack.push_async_callback(worker.handler.idle.wait)
+            opened = [socket.socket(fileno=fd) for fd in start.fds]
+            worker.listener = await listen(stack, worker.router, config, ClientTls.of(config.tls), opened)
+            stack.callback(worker.handler.cut)
+            gc.freeze()
+            gc.set_threshold(*GC_THRESHOLDS)
+            link.channel.send(protocol.Listening(worker.listener.url))
+            await link.over.wait()
+            if link.lost.is_set():
+                _log.error("scheduler_lost", requests=worker.handler.open_requests, hint="this worker ends")
+    except ConfigError as error:
+        for problem in error.problems:
+            _log.error("cannot_start", problem=problem)
+        return 2
+    return int(link.lost.is_set())
+
+
+async def _close_link(link: _SchedulerLink) -> None:
+    """Send what is left to send, and end the connection."""
+    if not link.lost.is_set():
+        link.channel.close()
+        await link.lost.wait()
+
+
+def main() -> None:
+    logs.write_by_thread()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    end = socket.socket(fileno=int(sys.argv[1]))
+    end.setblocking(False)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        code = runner.run(_serve(end))
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

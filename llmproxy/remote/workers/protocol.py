@@ -1,0 +1,273 @@
+"""The messages between a relay worker and the scheduler process.
+
+Times are those of the loop's clock. It is the monotonic clock of the machine, and so the same in all its processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from llmproxy.core.backends.catalogue import Target
+from llmproxy.core.domain import Entry, Outcome, Placed, Request, Stage, Usage, Verdict, Why
+from llmproxy.core.estimates.tokens import Estimate
+from llmproxy.observe.exit import RequestExit
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """One message. `call` is the number of a call that the worker waits for, `lease` the number of a `Grant`."""
+
+
+# --- from a worker ----------------------------------------------------------------------------------------------------
+
+
+class Listening(Message, frozen=True, tag=1):
+    """The worker accepts connections, under this URL."""
+
+    url: str
+
+
+class Admit(Message, frozen=True, tag=2):
+    """`Dispatcher.admit`. Answered by `LeaseGranted` or `CallRefused`."""
+
+    call: int
+    request: Request
+    excluded: frozenset[str]
+    entry: Entry
+
+
+class Resolve(Message, frozen=True, tag=3):
+    """`Dispatcher.resolve`, for a name that the worker does not know. Answered by `NameResolved` or `CallRefused`."""
+
+    call: int
+    name: str | None
+    hold_s: float
+    body_bytes: int
+    key: str = ""
+    beside: str | None = None
+
+
+class PageRequest(Message, frozen=True, tag=4):
+    """An HTTP/1 request from the address `remote` that is not for an engine, in bytes. Answered by `PageResponse`.
+
+    It is sent without its body. Where the answer is 100 (Continue), it is sent again with its body. `passed_on` counts
+    the processes that sent it on.
+    """
+
+    call: int
+    request: bytes
+    remote: str
+    passed_on: int = 1
+
+
+class DirectRequest(Message, frozen=True, tag=29):
+    """`Dispatcher.direct`. It lasts until it is cancelled. The only answer is `CallRefused`: the request must end."""
+
+    call: int
+    backend: str
+
+
+class CancelCall(Message, frozen=True, tag=5):
+    """The worker does not wait for the answer to a call any more. A lease that was granted to it ends."""
+
+    call: int
+
+
+class LeaseRecomputing(Message, frozen=True, tag=31):
+    """`Lease.recomputing`."""
+
+    lease: int
+
+
+class LeaseStarted(Message, frozen=True, tag=6):
+    """`Lease.started`."""
+
+    lease: int
+
+
+class LeaseCommitted(Message, frozen=True, tag=7):
+    """`Lease.committed`."""
+
+    lease: int
+
+
+class LeaseProgress(Message, frozen=True, tag=8):
+    """`Lease.progress`."""
+
+    lease: int
+    output_tokens: int
+
+
+class LeaseReturned(Message, frozen=True, tag=9):
+    """The worker gives a lease back."""
+
+    lease: int
+    verdict: Verdict
+    usage: Usage | None
+
+
+class RequestEnded(Message, frozen=True, tag=10):
+    """`Dispatcher.ended`, for the request of this id."""
+
+    request_id: str
+    met: bool | None
+
+
+class PrefixCached(Message, frozen=True, tag=11):
+    """`Pools.cached`."""
+
+    pool: str
+    lease: int
+    backend: str
+    hashes: tuple[int, ...]
+
+
+class AttemptEnded(Message, frozen=True, tag=12):
+    """`Metrics.attempted`."""
+
+    backend: str
+    verdict: Verdict
+
+
+class ExitReport(Message, frozen=True, tag=13):
+    """The end of a request, for the metrics and the decision log. The worker writes its log line itself."""
+
+    record: RequestExit
+
+
+class UsageLearned(Message, frozen=True, tag=14):
+    """`Estimator.learn`."""
+
+    model: str
+    prompt_bytes: int | None
+    sequences: int | None
+    usage: Usage
+
+
+class WorkerIdle(Message, frozen=True, tag=15):
+    """The worker was asked to shut down, and has no request left; where it was replaced, no connection."""
+
+
+class LogLinesLost(Message, frozen=True, tag=28):
+    """How many log lines the worker lost because its standard error was not read."""
+
+    lines: int
+
+
+class HeldBytes(Message, frozen=True, tag=30):
+    """How many bytes of request bodies the worker holds (`BodyBudget.held_bytes`), for the metrics."""
+
+    body_bytes: int
+
+
+# --- either way -------------------------------------------------------------------------------------------------------
+
+
+class ResponseStored(Message, frozen=True, tag=16):
+    """A response is stored by this backend, for this tenant."""
+
+    response_id: str
+    backend: str
+    tenant: str
+
+
+# --- to a worker ------------------------------------------------------------------------------------------------------
+
+
+class WorkerStart(Message, frozen=True, tag=17):
+    """The first message: the name of the worker, and the descriptors of its listening sockets."""
+
+    name: str
+    fds: tuple[int, ...]
+
+
+class NewConfig(Message, frozen=True, tag=18):
+    """The configuration from now on, pickled. A worker trusts the process that started it."""
+
+    config: bytes
+
+
+class KnownBackends(Message, frozen=True, tag=19):
+    """All backends (pickled configurations), every name that is known, and what a request without a name means."""
+
+    backends: bytes
+    targets: Mapping[str, Target]
+    unnamed: Target | None
+
+
+class LearnedEstimates(Message, frozen=True, tag=20):
+    """The estimates of these models, as the answers of all workers have taught them."""
+
+    models: Mapping[str, Estimate]
+
+
+class ShutdownState(Message, frozen=True, tag=21):
+    """How far the shutdown is; see `RequestHandler.begin_shutdown`, `Listener.close` and `Dispatcher.drain`."""
+
+    leaving: bool = False
+    replaced: bool = False
+    closed: bool = False
+    draining: bool = False
+    granting: bool = True
+
+
+class LeaseGranted(Message, frozen=True, tag=22):
+    """The `Grant` of one stage of a request; the answer to `Admit`."""
+
+    call: int
+    lease: int
+    stage: Stage
+    placed: Placed
+    at_s: float
+    queued_ahead: int
+    why: Why
+    left_s: float
+
+
+class CallRefused(Message, frozen=True, tag=23):
+    """The exception `Refused`, as the answer to any call."""
+
+    call: int
+    outcome: Outcome
+    message: str
+    retry_after_s: float | None
+
+
+class NameResolved(Message, frozen=True, tag=24):
+    """The answer to `Resolve`."""
+
+    call: int
+    target: Target
+
+
+class PageResponse(Message, frozen=True, tag=25):
+    """The answer to `PageRequest`."""
+
+    call: int
+    status: int
+    reason: str
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+
+
+class LeaseCut(Message, frozen=True, tag=26):
+    """The worker has to end the attempt of a lease (`Lease.cut`)."""
+
+    lease: int
+    revoked: bool
+
+
+class StopWorker(Message, frozen=True, tag=27):
+    """Cut all requests that are left, and end the process."""
+
+
+FromWorker = (
+    Listening | Admit | Resolve | PageRequest | DirectRequest | CancelCall | LeaseStarted | LeaseCommitted
+    | LeaseProgress | LeaseReturned | RequestEnded | PrefixCached | AttemptEnded | ExitReport | UsageLearned
+    | WorkerIdle | ResponseStored | LogLinesLost | HeldBytes | LeaseRecomputing
+)  # fmt: skip
+ToWorker = (
+    WorkerStart | NewConfig | KnownBackends | LearnedEstimates | ResponseStored | ShutdownState | LeaseGranted
+    | CallRefused | NameResolved | PageResponse | LeaseCut | StopWorker
+)  # fmt: skip

@@ -1,0 +1,252 @@
+"""The scheduler's side of one relay worker: its messages become calls of the dispatcher.
+
+Every call of a worker is a task, and the task that was granted a lease holds it. When the worker is gone, its tasks are
+cancelled, and each gives its lease back as if its client had left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from llmproxy.core.domain import Outcome, Refused, Request, Usage, Verdict
+from llmproxy.core.pools import Pools
+from llmproxy.gateway.http.errors import INTERNAL_MESSAGE
+from llmproxy.gateway.proxying.rules import Rulebook
+from llmproxy.observe.exit import ExitSink, RequestExit, RequestInput, RequestResult
+from llmproxy.observe.logs import log_exit, log_internal
+from llmproxy.remote.workers import protocol
+from llmproxy.remote.workers.channel import FROM_WORKER, Channel
+from llmproxy.scheduling.dispatcher import Dispatcher
+from llmproxy.scheduling.lease import Lease
+
+CallT = TypeVar("CallT", protocol.Admit, protocol.Resolve, protocol.PageRequest, protocol.DirectRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerContext:
+    """What the sessions need of the scheduler process.
+
+    `update_workers` sends every worker what has changed; a session calls it before it sends what follows from a change.
+    `page` answers requests that are not for an engine. `learned` is called with the model whose estimate has changed,
+    and `stored` with a stored response and the session of the worker that relayed it.
+    """
+
+    rulebook: Rulebook
+    dispatcher: Dispatcher
+    exits: ExitSink
+    update_workers: Callable[[], None]
+    page: Callable[[protocol.PageRequest], Awaitable[protocol.PageResponse]]
+    learned: Callable[[str], None]
+    stored: Callable[[protocol.ResponseStored, WorkerSession], None]
+
+
+class WorkerSession:
+    """Serves one worker through `channel` until the worker is gone."""
+
+    def __init__(self, context: SchedulerContext) -> None:
+        self._context = context
+        self._dispatcher = context.dispatcher
+        self._pools: Pools = context.dispatcher.pools
+        self._loop = asyncio.get_running_loop()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._leases: dict[int, tuple[Lease, asyncio.Future[tuple[Verdict, Usage | None]]]] = {}
+        self._requests: dict[str, Request] = {}
+        self._direct = 0
+        self.url: asyncio.Future[str] = self._loop.create_future()
+        """Where the worker accepts connections."""
+        self.idle, self.gone = asyncio.Event(), asyncio.Event()
+        """`idle`: the worker has shut down and has no request left. `gone`: its connection has ended."""
+        self.cut = 0
+        """How many requests ended because the worker ended."""
+        self.held_bytes = 0
+        """How many bytes of request bodies the worker holds, as it last reported."""
+        self.channel: Channel[protocol.FromWorker] = Channel(FROM_WORKER, self._take, self._lost)
+
+    @property
+    def open_requests(self) -> int:
+        """Requests of the worker that have not ended, those that bypass the waiting room included."""
+        return len(self._requests) + self._direct
+
+    def send(self, message: protocol.Message) -> None:
+        """Send one message to the worker."""
+        self.channel.send(message)
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _call(self, work: Callable[[CallT], Awaitable[None]], asked: CallT) -> None:
+        self._note_call(asked.call, self._loop.create_task(self._answered(work, asked)))
+
+    def _note_call(self, call: int, answer: asyncio.Future[Any]) -> None:
+        """Remember an open call until it is answered, or cancelled."""
+        self._calls[call] = answer
+        answer.add_done_callback(partial(self._call_over, call))
+
+    def _call_over(self, call: int, answer: asyncio.Future[Any]) -> None:
+        # A member that connects again numbers some of its calls from the start, while the old ones are being cancelled.
+        if self._calls.get(call) is answer:
+            del self._calls[call]
+
+    async def _answered(self, work: Callable[[CallT], Awaitable[None]], asked: CallT) -> None:
+        call = asked.call
+        try:
+            await work(asked)
+        except Refused as refused:
+            self.send(protocol.CallRefused(call, refused.outcome, refused.message, refused.retry_after_s))
+        except Exception as bug:  # noqa: BLE001 - the request of the worker must end, whatever the bug is
+            log_internal(f"call {call}", bug)
+            self.send(protocol.CallRefused(call, Outcome.INTERNAL, INTERNAL_MESSAGE, None))
+
+    async def _admit(self, ask: protocol.Admit) -> None:
+        async with self._dispatcher.admit(ask.request, ask.excluded, ask.entry) as lease:
+            self._context.update_workers()
+            await self._lend(ask.call, lease)
+
+    async def _lend(self, call: int, lease: Lease) -> None:
+        """Tell the worker of its lease, and wait until it gives that back."""
+        granted = self._granted(call, lease)
+        returned = self._book(granted.lease, lease)
+        self.send(granted)
+        if lease.on_cut is not None and (lease.revoked or lease.preempted):
+            lease.on_cut()
+        try:
+            lease.verdict, lease.usage = await returned
+        finally:
+            self._forget(granted.lease)
+
+    def _book(self, key: int, lease: Lease) -> asyncio.Future[tuple[Verdict, Usage | None]]:
+        """Note that the worker has a lease, which it names by `key`. The future has the message that gives it back."""
+        returned: asyncio.Future[tuple[Verdict, Usage | None]] = self._loop.create_future()
+        self._leases[key] = lease, returned
+        lease.on_cut = lambda: self.send(protocol.LeaseCut(key, lease.revoked))
+        return returned
+
+    def _forget(self, key: int) -> None:
+        lease, _ = self._leases.pop(key)
+        # The callback refers to the lease: the cycle would stay until the garbage collector runs.
+        lease.on_cut = None
+
+    def _granted(self, call: int, lease: Lease) -> protocol.LeaseGranted:
+        grant = lease.grant
+        return protocol.LeaseGranted(
+            call, grant.lease, grant.request.stage, grant.placed, grant.at_s, grant.queued_ahead, grant.why,
+            grant.left_s,
+        )  # fmt: skip
+
+    async def _resolve(self, call: protocol.Resolve) -> None:
+        target = await self._dispatcher.resolve(call.name, call.hold_s, call.body_bytes, call.key, call.beside)
+        self._context.update_workers()
+        self.send(protocol.NameResolved(call.call, target))
+
+    async def _page(self, page: protocol.PageRequest) -> None:
+        self.send(await self._context.page(page))
+
+    async def _go_direct(self, asked: protocol.DirectRequest) -> None:
+        cut = asyncio.Event()
+        with self._dispatcher.direct(asked.backend, cut.set):
+            self._direct += 1
+            try:
+                await cut.wait()
+            finally:
+                self._direct -= 1
+        raise Refused(Outcome.CONNECT_FAILED, "The backend is gone.")
+
+    # --- messages of the worker ---------------------------------------------------------------------------------------
+
+    def _take(self, message: protocol.FromWorker) -> None:
+        match message:
+            case protocol.LeaseProgress(lease, output_tokens):
+                self._leases[lease][0].progress(output_tokens)
+            case protocol.Admit(_, request):
+                self._requests[request.id] = request
+                self._call(self._admit, message)
+            case protocol.LeaseCommitted(lease):
+                self._leases[lease][0].committed()
+            case protocol.LeaseStarted(lease):
+                self._leases[lease][0].started()
+            case protocol.LeaseReturned(lease, verdict, usage):
+                self._leases[lease][1].set_result((verdict, usage))
+            case protocol.RequestEnded(request_id, met):
+                # In the next turn, after the task that holds the lease has given it back.
+                self._loop.call_soon(self._ended, request_id, met)
+            case protocol.PrefixCached(pool, lease, backend, hashes):
+                self._loop.call_soon(self._pools.cached, pool, lease, backend, hashes)
+            case protocol.AttemptEnded(backend, verdict):
+                self._context.exits.attempted(backend, verdict)
+            case protocol.ExitReport(record):
+                self._context.exits.record(record)
+            case protocol.UsageLearned(model, prompt_bytes, sequences, answered):
+                self._pools.estimator.learn(model, prompt_bytes, sequences, answered)
+                self._context.learned(model)
+            # The kinds are tried in this order, and those from here on are rare.
+            case protocol.LeaseRecomputing(lease):
+                self._leases[lease][0].recomputing()
+            case protocol.CancelCall(call):
+                if call in self._calls:
+                    self._calls[call].cancel()
+            case protocol.Resolve():
+                self._call(self._resolve, message)
+            case protocol.PageRequest():
+                self._call(self._page, message)
+            case protocol.DirectRequest():
+                self._call(self._go_direct, message)
+            case protocol.ResponseStored():
+                self._context.stored(message, self)
+            case protocol.WorkerIdle():
+                self.idle.set()
+            case protocol.LogLinesLost(lines):
+                self._context.exits.log_lines_lost(lines)
+            case protocol.HeldBytes(body_bytes):
+                self.held_bytes = body_bytes
+            case protocol.Listening(url):
+                self.url.set_result(url)
+
+    def _ended(self, request_id: str, met: bool | None) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._dispatcher.ended(request, met)
+
+    # --- the end of the worker ----------------------------------------------------------------------------------------
+
+    def _lost(self) -> None:
+        for task in self._calls.values():
+            task.cancel()
+        self._loop.call_soon(self._end_requests)
+
+    def _end_requests(self) -> None:
+        """Record the end of each request that the worker had. Their leases are given back by now."""
+        self.cut = len(self._requests)
+        for request in list(self._requests.values()):
+            ended = self._exit_of(request)
+            self._context.exits.record(ended)
+            log_exit(ended)
+            self._ended(request.id, None)
+        self.url.cancel()
+        self.held_bytes = 0
+        self.idle.set()
+        self.gone.set()
+
+    def _exit_of(self, request: Request) -> RequestExit:
+        lost = RequestInput(
+            request_id=request.label,
+            method="POST",
+            path="",
+            model=request.model,
+            adapter=request.adapter,
+            tenant=request.tenant,
+            band=self._context.rulebook.current.band_names.get(request.band, str(request.band)),
+            level=request.band,
+            flow=request.flow,
+            stream=request.stream,
+            arrived_s=request.arrived_s,
+        )
+        result = RequestResult(
+            outcome=Outcome.INTERNAL,
+            status=500,
+            duration_s=self._loop.time() - request.arrived_s,
+            error="its relay worker ended before it did",
+        )
+        return RequestExit(lost, result)

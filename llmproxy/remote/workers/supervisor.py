@@ -1,0 +1,300 @@
+"""Starts the relay workers, keeps them up to date, replaces one that dies, and ends them.
+
+The listening sockets stay open in this process. Connections that a worker has not accepted when it dies wait in its
+socket for the worker that replaces it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import structlog
+
+from llmproxy.config import BackendConfig, ConfigError
+from llmproxy.core.domain import Refused
+from llmproxy.core.pools import Pools
+from llmproxy.gateway.build import Gateway
+from llmproxy.lifecycle.background import supervised
+from llmproxy.observe.metrics import Metrics
+from llmproxy.remote.workers import protocol
+from llmproxy.remote.workers.session import SchedulerContext, WorkerSession
+from llmproxy.scheduling.dispatcher import Dispatcher
+
+START_MAX_S = 60.0
+"""How long workers may take until they listen, before the start is given up."""
+STOP_MAX_S = 5.0
+"""How long a worker may take to cut its requests, and again to end, before it is killed."""
+LIVED_S = 10.0
+"""A worker that ended sooner failed at its start: the next one starts after a pause, which doubles each time."""
+PAUSE_S, PAUSE_MAX_S = 0.5, 30.0
+ESTIMATES_S = 0.1
+"""How old the estimates of the workers may be."""
+
+_log = structlog.get_logger()
+
+
+class WorkerSupervisor:
+    """As many workers as the configuration says, from `start` to `close`.
+
+    `held` says that the service manager keeps the sockets open too. `page` answers requests that are not for an engine.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        dispatcher: Dispatcher,
+        backends: Mapping[str, BackendConfig],
+        metrics: Metrics,
+        page: Callable[[protocol.PageRequest], Coroutine[Any, Any, protocol.PageResponse]],
+        held: bool,
+    ) -> None:
+        self._rulebook = gateway.rulebook
+        self._dispatcher = dispatcher
+        self._pools: Pools = dispatcher.pools
+        self._backends = backends
+        self._stored = gateway.stored
+        self._metrics = metrics
+        self.held = held
+        self.url = ""
+        self._context = SchedulerContext(
+            gateway.rulebook, dispatcher, gateway.exits, self.update_workers, page, self._learned,
+            self._response_stored,
+        )  # fmt: skip
+        self._loop = asyncio.get_running_loop()
+        self._sessions: dict[int, WorkerSession] = {}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._kept: list[asyncio.Task[None]] = []
+        self._sockets: Sequence[Sequence[socket.socket]] = ()
+        self._serial = 0
+        self._leaving = self._replaced = self._closed = self._ending = False
+        self._changes = False
+        self._shutdown = protocol.ShutdownState()
+        self._known: tuple[list[BackendConfig], int] = [], -1
+        self._sent_backends = self._backends_now()
+        self._learned_models: set[str] = set()
+        dispatcher.on_change = self._changed
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    async def start(self, sockets: Sequence[socket.socket]) -> None:
+        """Start all workers on these sockets, and wait until each accepts. Raises ConfigError, OSError."""
+        count = self._rulebook.current.config.workers
+        self._sockets = dealt_sockets(sockets, count)
+        for slot in range(count):
+            await self._begin(slot)
+        urls = [session.url for session in self._sessions.values()]
+        await asyncio.wait(urls, timeout=START_MAX_S, return_when=asyncio.ALL_COMPLETED)
+        if not all(url.done() and not url.cancelled() for url in urls):
+            raise ConfigError(["a relay worker did not start; its own lines say why"])
+        self.url = urls[0].result()
+        self._kept = [supervised(partial(self._keep, slot), f"worker {slot}") for slot in range(count)]
+
+    async def _begin(self, slot: int) -> None:
+        self._serial += 1
+        session = WorkerSession(self._context)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            await self._loop.create_unix_connection(lambda: session.channel, sock=ours)
+            try:
+                process = _started(theirs, self._sockets[slot])
+            except OSError:
+                session.channel.abort()
+                raise
+        self._sessions[slot], self._processes[slot] = session, process
+        self.update_workers()
+        session.send(protocol.WorkerStart(f"w{self._serial}", tuple(one.fileno() for one in self._sockets[slot])))
+        session.send(self._config_now())
+        session.send(self._sent_backends)
+        session.send(protocol.LearnedEstimates(dict(self._pools.estimator.models)))
+        for response_id, (backend, tenant) in self._stored.made_by.items():
+            session.send(protocol.ResponseStored(response_id, backend, tenant))
+        session.send(self._shutdown)
+
+    async def _keep(self, slot: int) -> None:
+        """Start the worker of one slot again whenever it ends, until the proxy shuts down."""
+        began_s, pause_s = self._loop.time(), 0.0
+        while True:
+            session, process = self._sessions[slot], self._processes[slot]
+            await session.gone.wait()
+            code = await _ended(process)
+            if self._ending or self._leaving:
+                return
+            pause_s = 0.0 if self._loop.time() - began_s >= LIVED_S else _longer(pause_s)
+            _log.error("worker_lost", pid=process.pid, exit_code=code, requests=session.cut, again_in_s=pause_s)
+            self._metrics.worker_lost()
+            while True:
+                await asyncio.sleep(pause_s)
+                began_s = self._loop.time()
+                try:
+                    await self._begin(slot)
+                    break
+                except OSError as error:
+                    pause_s = _longer(pause_s)
+                    _log.error("worker_not_started", error=str(error), again_in_s=pause_s)
+
+    async def close(self) -> None:
+        """Cut all requests that are left, and end all workers."""
+        self._ending = True
+        for session in self._sessions.values():
+            session.send(protocol.StopWorker())
+        try:
+            async with asyncio.timeout(STOP_MAX_S):
+                for session in self._sessions.values():
+                    await session.gone.wait()
+        except TimeoutError:
+            for session in self._sessions.values():
+                session.channel.abort()
+        for task in self._kept:
+            task.cancel()
+        await asyncio.gather(*self._kept, return_exceptions=True)
+        for process in self._processes.values():
+            await _ended(process)
+        self._close_ours()
+
+    # --- what every worker is sent ------------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        if not self._changes:
+            self._changes = True
+            self._loop.call_soon(self.update_workers)
+
+    def update_workers(self) -> None:
+        """Send all workers what has changed of the backends and of the shutdown."""
+        if not self._changes:
+            return
+        self._changes = False
+        state = protocol.ShutdownState(
+            self._leaving, self._replaced, self._closed, self._dispatcher.draining, self._dispatcher.granting
+        )  # fmt: skip
+        if state != self._shutdown:
+            self._shutdown = state
+            self._send_all(state)
+        # Most calls change nothing. The comparison is cheap: equal backends are the same objects.
+        if ([*self._backends.values()], self._pools.catalogue.revision) != self._known:
+            self._sent_backends = self._backends_now()
+            self._send_all(self._sent_backends)
+
+    def _backends_now(self) -> protocol.KnownBackends:
+        catalogue = self._pools.catalogue
+        backends = [*self._backends.values()]
+        self._known = backends, catalogue.revision
+        try:
+            unnamed = catalogue.resolve(None)
+        except Refused:
+            unnamed = None
+        return protocol.KnownBackends(pickle.dumps(tuple(backends)), dict(catalogue.targets), unnamed)
+
+    def reconfigure(self) -> None:
+        """Send all workers the configuration that holds now."""
+        self._send_all(self._config_now())
+
+    def _config_now(self) -> protocol.NewConfig:
+        return protocol.NewConfig(pickle.dumps(self._rulebook.current.config))
+
+    def _learned(self, model: str) -> None:
+        if not self._learned_models:
+            self._loop.call_later(ESTIMATES_S, self._send_estimates)
+        self._learned_models.add(model)
+
+    def _send_estimates(self) -> None:
+        models = self._pools.estimator.models
+        self._send_all(
+            protocol.LearnedEstimates({model: models[model] for model in self._learned_models if model in models})
+        )
+        self._learned_models.clear()
+
+    def _response_stored(self, stored: protocol.ResponseStored, by: WorkerSession) -> None:
+        if not self._stored.note(stored.response_id, stored.backend, stored.tenant):
+            by.send(protocol.ResponseStored(stored.response_id, *self._stored.made_by[stored.response_id]))
+            return
+        for session in self._sessions.values():
+            if session is not by:
+                session.send(stored)
+
+    def _send_all(self, message: protocol.Message) -> None:
+        for session in self._sessions.values():
+            session.send(message)
+
+    # --- shutdown -----------------------------------------------------------------------------------------------------
+
+    @property
+    def open_requests(self) -> int:
+        """Open requests that are known here, and one for each other worker that shuts down and is not idle yet."""
+        shuts_down = self._shutdown.draining or self._shutdown.closed
+        return sum(
+            session.open_requests or (shuts_down and not session.idle.is_set()) for session in self._sessions.values()
+        )
+
+    @property
+    def held_bytes(self) -> int:
+        """How many bytes of request bodies all workers hold, as they last reported."""
+        return sum(session.held_bytes for session in self._sessions.values())
+
+    def begin_shutdown(self, *, replaced: bool = False) -> None:
+        """See `RequestHandler.begin_shutdown`."""
+        self._leaving, self._replaced = True, replaced
+        self._changed()
+
+    async def close_sockets(self) -> None:
+        """Take no further connections. Those that are open stay."""
+        self._closed = True
+        self._changed()
+        self._close_ours()
+
+    def _close_ours(self) -> None:
+        for sockets in self._sockets:
+            for one in sockets:
+                one.close()
+
+    async def wait_idle(self) -> None:
+        """Wait until no worker has a request left; where this process was replaced, a connection."""
+        for session in self._sessions.values():
+            await session.idle.wait()
+
+
+def dealt_sockets(sockets: Sequence[socket.socket], count: int) -> list[list[socket.socket]]:
+    """The sockets of each of `count` workers. All are used, and workers share a socket where there are too few."""
+    by_address: dict[Any, list[socket.socket]] = {}
+    for one in sockets:
+        by_address.setdefault(one.getsockname(), []).append(one)
+    dealt: list[list[socket.socket]] = [[] for _ in range(count)]
+    for group in by_address.values():
+        for i in range(max(count, len(group))):
+            dealt[i % count].append(group[i % len(group)])
+    return dealt
+
+
+def _longer(pause_s: float) -> float:
+    return min(PAUSE_MAX_S, max(PAUSE_S, 2 * pause_s))
+
+
+def _started(channel: socket.socket, sockets: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
+    """One worker, which finds modules where this process does.
+
+    It leads a session (setsid) of its own, so that signals of a terminal reach this process alone."""
+    fds = [channel.fileno(), *(one.fileno() for one in sockets)]
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109 - a string is needed
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "llmproxy.remote.workers.main", str(channel.fileno())],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path},
+        pass_fds=fds,
+        start_new_session=True,
+    )
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> int:
+    """The exit code of a worker. It is killed when it does not end."""
+    try:
+        return await asyncio.to_thread(process.wait, STOP_MAX_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return await asyncio.to_thread(process.wait)

@@ -1,0 +1,433 @@
+"""The asyncio shell of the core: lends leases, decides about all events of one turn at once, cancels and drains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from llmproxy.core.backends.catalogue import Aliases, Target
+from llmproxy.core.backends.health import EjectionEvent
+from llmproxy.core.domain import (
+    Decision,
+    Drop,
+    Entry,
+    Grant,
+    Listing,
+    Outcome,
+    Placed,
+    Preempt,
+    Reading,
+    Refused,
+    Request,
+    Trouble,
+    Usage,
+    Verdict,
+    Waited,
+    Why,
+)
+from llmproxy.core.pools import Pools
+from llmproxy.core.queueing.admission import refusal
+from llmproxy.core.shards import DEFAULT
+from llmproxy.lifecycle.paced import PacedCalls
+from llmproxy.scheduling.lease import Admitted, Lease
+
+DRAIN_RETRY_S = 1.0
+
+
+@dataclass(slots=True)
+class _Waiter:
+    request: Request
+    granted: asyncio.Future[Grant]
+
+
+@dataclass(slots=True)
+class _Unresolved:
+    """A model name that no backend lists yet, and the number of requests that wait for it."""
+
+    requests: int = 0
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True)
+class Dispatcher:
+    """Passes events to the core and carries out its decisions, on one event loop.
+
+    All events of one turn of the loop are decided together; a request that comes while no other waits, and nothing else
+    is due, is decided at once. `on_decision` gets the seconds that each decision took, `on_news` gets backends that
+    were ejected or are back. `reserve` is awaited with each new request that has limits, and may raise Refused.
+    `on_left` gets each request that was held back and leaves without a backend, and why it waited.
+    `on_change` is called when backends, their models or the drain may have changed, before any decision that follows
+    from it. While `draining`, new requests are refused; where it is not `granting`, waiting requests and further
+    attempts get no lease either.
+    """
+
+    pools: Pools
+    on_decision: Callable[[float], None] = lambda _: None
+    on_news: Callable[[str, EjectionEvent], None] = lambda *_: None
+    on_left: Callable[[Request, Waited], None] = lambda *_: None
+    on_change: Callable[[], None] = lambda: None
+    reserve: Callable[[Request], Awaitable[None]] | None = None
+    draining: bool = False
+    granting: bool = True
+    granted: Counter[int] = field(default_factory=Counter)
+    """Requests that were granted a backend, by band."""
+    inversions: int = 0
+    """Those of them that a waiting request of a higher band could have had."""
+    _waiting: dict[str, _Waiter] = field(default_factory=dict)
+    _leases: dict[tuple[str, int], Lease] = field(default_factory=dict)
+    _scheduled: bool = False
+    _cuts: PacedCalls = field(default_factory=PacedCalls)
+    _closed: bool = False
+    _timer: asyncio.TimerHandle | None = None
+    nameless: int = 0
+    _nameless_bytes: int = 0
+    _unresolved: dict[str | None, _Unresolved] = field(default_factory=dict)
+    _aliases: Aliases = field(init=False)
+    _emptied: dict[str, asyncio.Event] = field(default_factory=dict)
+    _direct: dict[str, set[Callable[[], None]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._aliases = self.pools.catalogue.aliases
+
+    # --- for requests -------------------------------------------------------------------------------------------------
+
+    def admit(self, request: Request, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW) -> Admitted:
+        """Wait for a backend, hold it for the length of the block, and give it back however the block ends.
+
+        `entry` says whether it is a new request or a further attempt. Entering the block raises Refused when the
+        request is not admitted, or is dropped from the waiting room.
+        """
+        return Admitted(self, request, excluded, entry)
+
+    def returned(self, lease: Lease) -> None:
+        """Take a lease back."""
+        del self._leases[lease.grant.request.pool, lease.grant.lease]
+        self._finish(lease.grant, lease.verdict, _now(), lease.usage)
+        self._decide_soon()
+
+    async def wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease:
+        """The lease of a request; see `admit`."""
+        if self.reserve is not None and request.limits and entry is Entry.NEW and not self.draining:
+            await self.reserve(request)
+        if not self.granting or (self.draining and entry is Entry.NEW):
+            raise shutting_down()
+        self.pools.submit(request, _now(), excluded, entry)
+        waiter = _Waiter(request, asyncio.get_running_loop().create_future())
+        self._waiting[request.id] = waiter
+        if len(self._waiting) == 1 and not self._scheduled:
+            # Nothing else is to be decided. To wait for a turn of the loop would cost a busy proxy a millisecond before
+            # each first token.
+            self._decide()
+        else:
+            self._decide_soon()
+        try:
+            grant = await waiter.granted
+        except asyncio.CancelledError:
+            self._abandon(waiter)
+            raise
+        return self._leases[request.pool, grant.lease]
+
+    def resume(self, request: Request, placed: Placed, at_s: float) -> Lease | None:
+        """The lease of what another scheduler granted and what still runs; see `Pools.resume`."""
+        number = self.pools.resume(request, placed, at_s)
+        if number is None:
+            return None
+        lease = Lease(Grant(number, request, placed, at_s, 0, Why((), 0, (), 0)), self)
+        self._leases[request.pool, number] = lease
+        return lease
+
+    def _abandon(self, waiter: _Waiter) -> None:
+        """Cancel a request whose client left while it waited, or in the same turn in which it was granted."""
+        request, granted = waiter.request, waiter.granted
+        if request.id in self._waiting:
+            del self._waiting[request.id]
+            self._note_left(request, self.pools.cancel(request))
+        elif granted.done() and not granted.cancelled() and granted.exception() is None:
+            grant = granted.result()
+            del self._leases[request.pool, grant.lease]
+            self._finish(grant, Verdict.CLIENT_GONE, _now())
+        self._decide_soon()
+
+    def _note_left(self, request: Request, waited: Waited | None) -> None:
+        if waited is not None:
+            self.on_left(request, waited)
+
+    def _finish(self, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
+        self.pools.finish(grant, verdict, now, usage)
+        self._note_emptied()
+
+    def _note_emptied(self) -> None:
+        if self._emptied:
+            for backend in [name for name in self._emptied if self._is_empty(name)]:
+                self._emptied.pop(backend).set()
+
+    @contextmanager
+    def direct(self, backend: str, cut: Callable[[], None]) -> Iterator[None]:
+        """Count a request to this one backend as in flight there for the length of the block.
+
+        It does not wait and is no load, because its answer has been computed before. `cut` is called when nothing more
+        will come from the backend. Raises Refused while the proxy drains, or when the backend was removed.
+        """
+        if self.draining:
+            raise shutting_down()
+        if backend not in self.pools.backends:
+            raise Refused(Outcome.REJECTED_NO_BACKENDS, "The backend was removed.")
+        cuts = self._direct.setdefault(backend, set())
+        cuts.add(cut)
+        try:
+            yield
+        finally:
+            cuts.remove(cut)
+            if not cuts:
+                del self._direct[backend]
+            self._note_emptied()
+
+    # --- events of leases ---------------------------------------------------------------------------------------------
+
+    def recomputing(self, grant: Grant) -> None:
+        self.pools.recomputing(grant)
+        self._note_emptied()
+
+    def started(self, grant: Grant, now: float) -> None:
+        """The first token arrived: the backend may be given a further prompt, or has passed its probe."""
+        self.pools.started(grant, now)
+        self._note_emptied()
+        if self._waiting:
+            self._decide_soon()
+
+    def committed(self, grant: Grant, now: float) -> None:
+        self.pools.committed(grant, now)
+
+    def progress(self, grant: Grant, output_tokens: int, now: float) -> None:
+        self.pools.progress(grant, output_tokens, now)
+
+    def ended(self, request: Request, met: bool | None) -> None:
+        """See `Pools.ended`."""
+        self.pools.ended(request, met, _now())
+
+    def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
+        """See `Pools.cached`."""
+        self.pools.cached(grant.request.pool, grant.lease, grant.placed.backend, hashes)
+
+    async def resolve(
+        self, name: str | None, hold_s: float, body_bytes: int, key: str = "", beside: str | None = None
+    ) -> Target:
+        """What a requested name means; waits up to `hold_s` for a backend that serves it to come up.
+
+        `key` and `beside` choose where several share the name; see `Catalogue.meant`.
+
+        As long as no backend was ever read, it waits for the setting `first_hold_s` at most. Requests that wait here
+        are in no waiting room; the limits of a waiting room hold for all of them together. Raises Refused for a name
+        that no backend serves, or when none came up in time.
+        """
+        limits = self.pools.settings.queue
+        catalogue = self.pools.catalogue
+        meant = catalogue.meant(name, key, beside)
+        expected = catalogue.ever_read or meant in catalogue.named
+        ends_s = _now() + (hold_s if expected else min(hold_s, limits.first_hold_s))
+        while True:
+            try:
+                return catalogue.resolve(name, key, beside)
+            except Refused as refused:
+                if refused.outcome is not Outcome.REJECTED_NO_BACKENDS or _now() >= ends_s:
+                    raise
+                if self.draining:
+                    raise shutting_down() from None
+                if self.nameless >= limits.requests_max or self._nameless_bytes + body_bytes > limits.bytes_max:
+                    raise
+            meant = catalogue.meant(name, key, beside)
+            named = meant if meant in catalogue.named else None
+            unresolved = self._unresolved.setdefault(meant, _Unresolved())
+            unresolved.requests += 1
+            self.nameless += 1
+            self._nameless_bytes += body_bytes
+            self.pools.scaling.held(named, 1, _now())
+            try:
+                async with asyncio.timeout_at(ends_s):
+                    await unresolved.settled.wait()
+            except TimeoutError:
+                pass
+            finally:
+                self.nameless -= 1
+                self._nameless_bytes -= body_bytes
+                self.pools.scaling.held(named, -1, _now())
+                unresolved.requests -= 1
+                if not unresolved.requests and not unresolved.settled.is_set():
+                    del self._unresolved[meant]
+
+    # --- for pollers --------------------------------------------------------------------------------------------------
+
+    def answered(self, backend: str) -> None:
+        self.pools.backends[backend].answered(_now())
+        self._decide_soon()
+
+    def observe(self, backend: str, reading: Reading) -> None:
+        self.pools.backends[backend].observe(reading)
+        self._decide_soon()
+
+    def published(self, backend: str, limit: int) -> None:
+        self.pools.backends[backend].published(limit)
+        self._decide_soon()
+
+    def listed(self, backend: str, listing: Listing) -> None:
+        self.pools.listed(backend, listing)
+        self._wake_nameless()
+        self._decide_soon()
+
+    def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
+        del detail
+        if self.pools.troubled(backend, trouble):
+            for cut in tuple(self._direct.get(backend, ())):
+                cut()
+        self._decide_soon()
+
+    # --- for operators ------------------------------------------------------------------------------------------------
+
+    def reconsider(self) -> None:
+        """Backends or settings changed: decide again, and wake requests that wait for a name to be known."""
+        self._wake_nameless()
+        self._decide_soon()
+
+    def expects_backends(self, expected: bool) -> None:
+        """Set whether a source may still bring backends, so that an unknown name may become known."""
+        self.pools.catalogue.expecting = expected
+        self.reconsider()
+
+    async def emptied(self, backend: str) -> None:
+        """Wait until nothing is in flight on a backend, and no prompt there is still to be fetched by another one.
+
+        It must be drained, or it may get more meanwhile.
+        """
+        while not self._is_empty(backend):
+            emptied = self._emptied.setdefault(backend, asyncio.Event())
+            # That nobody fetched a prompt is no event.
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self.pools.backends[backend].keeps_until_s(_now())):
+                    await emptied.wait()
+
+    # --- decisions ----------------------------------------------------------------------------------------------------
+
+    def decide_until(self, until_s: float, shard: str = DEFAULT) -> None:
+        """See `Pools.decide_until`."""
+        self.pools.decide_until(until_s, shard)
+        self._decide_soon()
+
+    def _decide_soon(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._decide)
+
+    def _decide(self) -> None:
+        self._scheduled = False
+        if self._closed:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if not self.pools.decides_any(now):
+            return
+        for decision in self.pools.decide(now):
+            self._carry_out(decision)
+        for fault, unreported in self.pools.faults(now):
+            more = f", and {unreported} times since the last report" if unreported else ""
+            loop.call_exception_handler({"message": f"a scheduling policy failed{more}", "exception": fault})
+        after = loop.time()
+        self.on_decision(after - now)
+        for backend, news in self.pools.news():
+            self.on_news(backend, news)
+        wakeup_s = self.pools.next_wakeup(after)
+        if wakeup_s is None:
+            return
+        if wakeup_s <= after:
+            self._decide_soon()
+        else:
+            self._timer = loop.call_at(wakeup_s, self._decide)
+
+    def _carry_out(self, decision: Decision) -> None:
+        if isinstance(decision, Grant):
+            self.granted[decision.request.band] += 1
+            self.inversions += decision.why.inverted
+            self._leases[decision.request.pool, decision.lease] = Lease(decision, self)
+            waiter = self._waiting.pop(decision.request.id)
+            # The client left in this turn, and the future holds no grant that `_abandon` could return.
+            if waiter.granted.done():
+                del self._leases[decision.request.pool, decision.lease]
+                self._finish(decision, Verdict.CLIENT_GONE, decision.at_s)
+            else:
+                waiter.granted.set_result(decision)
+        elif isinstance(decision, Drop):
+            waiter = self._waiting.pop(decision.request.id)
+            self._note_left(decision.request, decision.waited)
+            if not waiter.granted.done():
+                waiter.granted.set_exception(refusal(decision))
+        else:
+            lease = self._leases.get((decision.request.pool, decision.lease))
+            if lease is not None:
+                # A backend that ends may revoke thousands of leases at once.
+                self._cuts.add(partial(lease.cut, revoked=not isinstance(decision, Preempt)))
+
+    # --- drain --------------------------------------------------------------------------------------------------------
+
+    def drain(self, *, finish_waiting: bool = False) -> None:
+        """Refuse new and waiting requests with the outcome `draining`; leases go on.
+
+        With `finish_waiting`, waiting requests are still granted, and so are their further attempts; a second call
+        without it ends that.
+        """
+        self.draining = True
+        self._wake_nameless()
+        if finish_waiting:
+            return
+        self.granting = False
+        for waiter in list(self._waiting.values()):
+            del self._waiting[waiter.request.id]
+            self._note_left(waiter.request, self.pools.cancel(waiter.request))
+            if not waiter.granted.done():
+                waiter.granted.set_exception(shutting_down())
+
+    def _wake_nameless(self) -> None:
+        """Wake the requests that wait for a name about which something is known now."""
+        catalogue = self.pools.catalogue
+        if self.draining or catalogue.aliases is not self._aliases:
+            settled = list(self._unresolved)
+        else:
+            # While names may still become known, only those that did are settled.
+            asked = self._unresolved.keys()
+            among = asked if catalogue.complete else (asked & catalogue.served.keys()) | (asked & {None})
+            settled = [name for name in among if not catalogue.awaits(name)]
+        self._aliases = catalogue.aliases
+        for name in settled:
+            self._unresolved.pop(name).settled.set()
+        self.on_change()
+
+    @property
+    def leases(self) -> int:
+        return len(self._leases)
+
+    def in_flight(self, backend: str) -> int:
+        """Requests that were sent to a backend and have not ended."""
+        return len(self.pools.backends[backend].bookings) + len(self._direct.get(backend, ()))
+
+    def _is_empty(self, backend: str) -> bool:
+        """Whether nothing is in flight on a backend, and it keeps no prompt for another one."""
+        return not self.in_flight(backend) and self.pools.backends[backend].keeps_until_s(_now()) is None
+
+    def close(self) -> None:
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def shutting_down() -> Refused:
+    """The refusal of requests while the proxy shuts down."""
+    return Refused(Outcome.DRAINING, "The proxy is shutting down. Try again.", DRAIN_RETRY_S)

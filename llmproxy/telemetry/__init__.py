@@ -1,1 +1,0 @@
-"""Metrics, logs and the decision log. Nothing here decides anything."""

@@ -1,0 +1,1 @@
+"""Programs for operators: `top`, `explain`, `scale` and `whatif` in a terminal, and `export`."""

@@ -1,0 +1,267 @@
+"""The three dashboards: overview, waiting room and fairness, replicas and placement."""
+
+from __future__ import annotations
+
+from llmproxy.tools.export.panel import HERE, Board, Panel
+
+RATE = "[$__rate_interval]"
+BAND = f'{HERE},band=~"$band"'
+MODEL = f'{BAND},model=~"$model"'
+BACKEND = f'{HERE},backend=~"$backend"'
+REFUSED = "rejected_.*|expired.*|shed|rate_limited"
+
+
+TENANT = f'{HERE},direction=~"input|output"'
+
+
+def rate(metric: str, labels: str, by: str = "") -> str:
+    return f"sum by ({by}) (rate(llmproxy_{metric}{{{labels}}}{RATE}))"
+
+
+def quantile(share: float, metric: str, labels: str, by: str) -> str:
+    grouped = f"{by}, le" if by else "le"
+    return f"histogram_quantile({share}, {rate(f'{metric}_bucket', labels, grouped)})"
+
+
+def quantiles(metric: str, labels: str, by: str) -> tuple[tuple[str, str], ...]:
+    return tuple((quantile(share, metric, labels, by), f"p{share * 100:.0f} {{{{{by}}}}}") for share in (0.5, 0.95))
+
+
+def gauge(metric: str, labels: str, by: str, how: str = "sum") -> str:
+    return f"{how} by ({by}) (llmproxy_{metric}{{{labels}}})"
+
+
+def share(part: str, whole: str) -> str:
+    """A part of a whole that is 0, not missing, where there was no such part."""
+    return f"(({part}) or 0 * ({whole})) / ({whole})"
+
+
+def known_prefix(of: str) -> str:
+    """Of the prompt tokens that were `expected` or found `cached`, the part that was both."""
+    both, one = (rate("prefix_tokens_total", f'{BACKEND},kind="{kind}"', "backend") for kind in ("both", of))
+    return f"{both} / {one}"
+
+
+def bias() -> str:
+    """What was predicted over what was observed."""
+    predicted, observed = (
+        rate("prediction_seconds_total", f'{BACKEND},kind="{kind}"', "backend, time")
+        for kind in ("predicted", "observed")
+    )
+    return f"{predicted} / {observed}"
+
+
+OVERVIEW = Board(
+    "llmproxy-overview",
+    "llmproxy: overview",
+    "Requests, errors and times by band, and the process itself.",
+    (
+        Panel("Requests", "Requests that ended per second.", ((rate("requests_total", MODEL), "requests"),), "reqps",
+              "stat"),
+        Panel("Completed", "Share of the requests that ended which were answered to their end.",
+              ((share(rate("requests_total", f'{MODEL},outcome="completed"'), rate("requests_total", MODEL)),
+                "completed"),), "percentunit", "stat"),
+        Panel("Waiting", "Requests in the waiting room now.", ((gauge("queued_requests", BAND, ""), "waiting"),),
+              kind="stat"),
+        Panel("Oldest", "Longest time that a waiting request has waited.",
+              ((gauge("oldest_waiting_seconds", BAND, "", "max"), "oldest"),), "s", "stat"),
+        Panel("Backends", "Backends that may be given work.", ((gauge("backend_available", BACKEND, ""), "available"),),
+              kind="stat"),
+        Panel("Inversions", "Grants to a lower band that a higher one could have had, in the range shown. Must be 0.",
+              ((f"sum(increase(llmproxy_inversions_total{{{HERE}}}[$__range]))", "inversions"),), kind="stat"),
+        Panel("Requests by outcome", "Requests that ended per second; each has one outcome.",
+              ((rate("requests_total", MODEL, "outcome"), "{{outcome}}"),), "reqps", stacked=True),
+        Panel("Requests by class of status", "2xx, 4xx, 5xx as the client got it; none: the client had left.",
+              ((rate("requests_total", MODEL, "code"), "{{code}}"),), "reqps", stacked=True),
+        Panel("Requests by band", "Requests that ended per second, by band.",
+              ((rate("requests_total", MODEL, "band"), "{{band}}"),), "reqps", stacked=True),
+        Panel("Errors by band", "Share of requests that failed for reasons that are not the client's, over 5 minutes. "
+              "The recording rule of `llmproxy export alerts`.",
+              (('llmproxy:errors:ratio_rate5m{job=~"$job",band=~"$band"}', "{{band}}"),), "percentunit"),
+        Panel("Objectives missed", "Share of the requests with an objective that missed it, by band.",
+              ((share(rate("objectives_total", f'{BAND},met="false"', "band"), rate("objectives_total", BAND, "band")),
+                "{{band}}"),), "percentunit"),
+        Panel("Time to first token", "From arrival to the first byte of streams, by band.",
+              quantiles("ttft_seconds", MODEL, "band"), "s"),
+        Panel("Time per output token", "Mean time per token after the first, completed streams, by band.",
+              quantiles("time_per_output_token_seconds", MODEL, "band"), "s"),
+        Panel("Duration", "From arrival to the last byte, completed requests, by band.",
+              quantiles("request_seconds", MODEL, "band"), "s"),
+        Panel("Longest gap in a stream", "The longest wait between two chunks of a stream, by band.",
+              ((quantile(0.95, "inter_chunk_seconds", f'{BAND},gap="max"', "band"), "p95 {{band}}"),), "s"),
+        Panel("Tokens", "Tokens per second as the engines counted them.",
+              ((rate("tokens_total", f'{HERE},model=~"$model"', "direction"), "{{direction}}"),)),
+        Panel("Requests by model", "Requests that ended per second, by the name in the request.",
+              ((rate("requests_total", MODEL, "model"), "{{model}}"),), "reqps", stacked=True),
+        Panel("In flight", "Requests that were sent to backends and have not ended.",
+              ((gauge("in_flight_requests", BACKEND, "backend"), "{{backend}}"),), stacked=True),
+        Panel("Retries and losses", "Attempts after one that failed, lost lines and spans, workers that died.",
+              ((rate("retries_total", HERE), "retries"), (rate("log_lines_lost_total", HERE), "log lines lost"),
+               (rate("decision_log_lost_total", HERE), "decisions lost"),
+               (rate("spans_lost_total", HERE), "spans lost"),
+               (rate("workers_lost_total", HERE), "workers lost"))),
+        Panel("Processor", "Cores in use by the scheduler process; 1 is all that one process can use.",
+              ((f"rate(process_cpu_seconds_total{{{HERE}}}{RATE})", "{{instance}}"),)),
+        Panel("Memory", "Resident memory of the scheduler process.",
+              ((f"process_resident_memory_bytes{{{HERE}}}", "{{instance}}"),), "bytes"),
+        Panel("Open files", "File descriptors in use and allowed.",
+              ((f"process_open_fds{{{HERE}}}", "{{instance}}"),
+               (f"process_max_fds{{{HERE}}}", "allowed {{instance}}"))),
+        Panel("Versions", "Version of each proxy.",
+              ((f"sum by (job, instance, version) (llmproxy_build_info{{{HERE}}})", ""),), kind="table"),
+        Panel("Configuration in use", "1 while the configuration that was read last is in use.",
+              ((gauge("config_last_reload_successful", HERE, "instance", "min"), "{{instance}}"),)),
+    ),
+)  # fmt: skip
+
+CLUSTER = Board(
+    "llmproxy-cluster",
+    "llmproxy: cluster",
+    "Several proxies that decide as one: who leads, and how long there was nobody. Limits that proxies share.",
+    (
+        Panel("Cluster", "Of several proxies: who leads, whether members have a leader, how many there are, and "
+              "whether the lock is out of reach.",
+              ((gauge("cluster_leader", HERE, "instance, pool", "max"), "{{instance}} leads {{pool}}"),
+               (gauge("cluster_led", HERE, "instance, pool", "min"), "{{instance}} is led {{pool}}"),
+               (gauge("cluster_members", HERE, "instance", "max"), "members by {{instance}}"),
+               (gauge("cluster_lock_away", HERE, "instance", "max"), "{{instance}} misses the lock"))),
+        Panel("Changes of the leader", "The number of the leader's turn, changes, and seconds without a leader before "
+              "the last one.",
+              ((gauge("cluster_epoch", HERE, "job, pool", "max"), "epoch {{pool}}"),
+               (f"increase(llmproxy_cluster_leader_changes_total{{{HERE}}}{RATE})", "changes {{instance}} {{pool}}"),
+               (gauge("cluster_last_gap_seconds", HERE, "instance, pool", "max"), "gap {{instance}} {{pool}}"))),
+        Panel("Shared limits", "Of proxies that share limits and nothing else: 1 while their store does not answer.",
+              ((gauge("limits_store_away", HERE, "instance", "max"), "{{instance}}"),)),
+    ),
+)  # fmt: skip
+
+WAITING = Board(
+    "llmproxy-waiting",
+    "llmproxy: waiting room and fairness",
+    "Who waits and for how long, whether priority works, and who gets how much.",
+    (
+        Panel("Waiting by band", "Requests in the waiting room.",
+              ((gauge("queued_requests", BAND, "band"), "{{band}}"),), stacked=True),
+        Panel("Oldest by band", "How long the request that came first has waited. It must stay below `queue.ttl_s`.",
+              ((gauge("oldest_waiting_seconds", BAND, "band", "max"), "{{band}}"),), "s"),
+        Panel("Work that waits", "Seconds until what waits would be served if nothing else came, by pool: a signal "
+              "for autoscaling.", ((gauge("queue_work_seconds", HERE, "pool", "max"), "{{pool}}"),), "s"),
+        Panel("Replicas needed", "What the work of a pool needs, and how many it should have; they hold what there is "
+              "while too little is known.",
+              ((gauge("scale_need_replicas", HERE, "pool", "max"), "{{pool}} need"),
+               (gauge("scale_desired_replicas", HERE, "pool", "max"), "{{pool}} desired"),
+               (gauge("scale_sure", HERE, "pool", "max"), "{{pool}} sure"))),
+        Panel("Why so many replicas", "What each part of the work alone would need, in replicas.",
+              ((gauge("scale_term_replicas", HERE, "pool, term", "max"), "{{pool}} {{term}}"),)),
+        Panel("Replicas needed by group", "The same by kind of replica, the cheapest work first.",
+              ((gauge("scale_group_need_replicas", HERE, "pool, group", "max"), "{{pool}} {{group}}"),)),
+        Panel("Replicas needed by role", "The same for prompts and for answers, where a pool has roles.",
+              ((gauge("scale_role_need_replicas", HERE, "pool, role", "max"), "{{pool}} {{role}}"),)),
+        Panel("Start of replicas", "From when a new backend is known until it serves.",
+              quantiles("replica_start_seconds", HERE, "pool"), "s"),
+        Panel("What a replica can do", "Requests per second that one replica can serve, of those that come now.",
+              ((gauge("replica_capacity_requests_per_second", HERE, "pool", "max"), "{{pool}}"),), "reqps"),
+        Panel("Queue wait by band", "Time waiting for a backend. Higher bands must wait less.",
+              quantiles("queue_wait_seconds", BAND, "band"), "s"),
+        Panel("Inversions", "Grants to a lower band that a waiting request of a higher one could have had. Must be 0.",
+              ((rate("inversions_total", HERE, "instance"), "{{instance}}"),)),
+        Panel("Preemptions", "Requests that gave up their backend for one of a higher band, before they answered.",
+              ((rate("preemptions_total", BAND, "band"), "{{band}}"),)),
+        Panel("Refused and expired", "Requests per second that got no backend.",
+              ((rate("requests_total", f'{MODEL},outcome=~"{REFUSED}"', "outcome"), "{{outcome}}"),), "reqps",
+              stacked=True),
+        Panel("Blocked", "Waiting requests whose tenant or model has as many in flight as it may.",
+              ((f'topk(10, {gauge("blocked_requests", HERE, "limit")})', "{{limit}}"),)),
+        Panel("Objectives kept", "Requests with an objective that kept or missed it, per second.",
+              ((rate("objectives_total", BAND, "band, met"), "{{band}} met={{met}}"),), "reqps"),
+        Panel("Queue wait by tenant", "95th percentile of the tenants that wait longest.",
+              ((f'topk(10, {quantile(0.95, "tenant_queue_wait_seconds", HERE, "tenant")})', "{{tenant}}"),), "s"),
+        Panel("Tokens by tenant", "Tokens per second, prompts and answers, of the ten largest tenants.",
+              ((f'topk(10, {rate("tenant_tokens_total", TENANT, "tenant")})', "{{tenant}}"),),
+              stacked=True),
+        Panel("Share by tenant", "Part of all tenants' tokens. Compare it with the weights.",
+              ((f'topk(10, {rate("tenant_tokens_total", TENANT, "tenant")} / scalar('
+                f'{rate("tenant_tokens_total", TENANT)}))', "{{tenant}}"),), "percentunit"),
+        Panel("Requests by tenant", "Requests of tenants that ended per second, by outcome.",
+              ((rate("tenant_requests_total", HERE, "tenant, outcome"), "{{tenant}} {{outcome}}"),), "reqps"),
+        Panel("Unknown objectives", "Requests per second whose header named an objective that is not configured.",
+              ((rate("unknown_objectives_total", HERE), "unknown"),), "reqps"),
+        Panel("Bytes in memory", "Bodies of requests: waiting by band, and all that the process holds.",
+              ((gauge("queued_bytes", BAND, "band"), "waiting {{band}}"),
+               (gauge("held_body_bytes", HERE, "instance"), "held {{instance}}")), "bytes"),
+        Panel("Decision time", "Duration of one decision pass of a scheduler.",
+              ((quantile(0.5, "decision_seconds", HERE, ""), "p50"),
+               (quantile(0.99, "decision_seconds", HERE, ""), "p99")), "s"),
+        Panel("Prefill and decode apart", "Requests per second in pools with roles: split, whole, or why not split.",
+              ((rate("disaggregation_total", HERE, "how"), "{{how}}"),), "reqps", stacked=True),
+        Panel("Decisions", "Decision passes per second.",
+              ((rate("decision_seconds_count", HERE, "instance"), "{{instance}}"),), "ops"),
+    ),
+)  # fmt: skip
+
+REPLICAS = Board(
+    "llmproxy-replicas",
+    "llmproxy: replicas and placement",
+    "How each backend is, what it is given, and whether predictions and the prefix index are right.",
+    (
+        Panel("Available", "1: healthy, and may be given work.",
+              ((gauge("backend_available", BACKEND, "backend", "min"), "{{backend}}"),), kind="state-timeline"),
+        Panel("Down", "1: its polls fail, because nothing answers or its /health does not.",
+              ((gauge("backend_down", BACKEND, "backend", "max"), "{{backend}}"),), kind="state-timeline"),
+        Panel("Ejected", "1: requests failed, hung or became slow there.",
+              ((gauge("backend_ejected", BACKEND, "backend", "max"), "{{backend}}"),), kind="state-timeline"),
+        Panel("Drained", "1: nothing new is sent there, because somebody drains it.",
+              ((gauge("backend_drained", BACKEND, "backend", "max"), "{{backend}}"),), kind="state-timeline"),
+        Panel("Saturation", "Load divided by the limit; 1 is full.",
+              ((gauge("backend_saturation", BACKEND, "backend", "max"), "{{backend}}"),), "percentunit"),
+        Panel("In flight and limit", "Requests sent and not ended, and how many the backend runs at once.",
+              ((gauge("in_flight_requests", BACKEND, "backend"), "{{backend}}"),
+               (gauge("backend_limit", BACKEND, "backend", "max"), "limit {{backend}}"))),
+        Panel("Running in the engine", "By the last reading of the engine's metrics.",
+              ((gauge("backend_running", BACKEND, "backend", "max"), "{{backend}}"),)),
+        Panel("Waiting in the engine", "Above 0 for long: the limit is too high, and requests wait where nobody can "
+              "reorder them.", ((gauge("backend_waiting", BACKEND, "backend", "max"), "{{backend}}"),)),
+        Panel("KV-cache", "Part of the KV-cache in use.",
+              ((gauge("backend_kv_used", BACKEND, "backend", "max"), "{{backend}}"),), "percentunit"),
+        Panel("Age of readings", "Time since the last reading of the engine was requested.",
+              ((gauge("backend_reading_age_seconds", BACKEND, "backend", "max"), "{{backend}}"),), "s"),
+        Panel("Saturation by pool", "Mean of the backends of a pool that are available.",
+              ((f"avg by (pool) ((llmproxy_backend_saturation{{{BACKEND}}} and on (job, instance, backend) "
+                "llmproxy_backend_available == 1) * on (job, instance, backend) group_left (pool) "
+                "llmproxy_backend_info)", "{{pool}}"),), "percentunit"),
+        Panel("Backends by pool", "Which backend serves which pool now.",
+              ((f"sum by (pool, backend) (llmproxy_backend_info{{{BACKEND}}})", ""),), kind="table"),
+        Panel("Attempts", "Attempts that ended per second, by backend.",
+              ((rate("attempts_total", BACKEND, "backend"), "{{backend}}"),), "ops", stacked=True),
+        Panel("Attempts by verdict", "What attempts proved of their backends, per second, without those that were "
+              "served.", ((rate("attempts_total", f'{BACKEND},verdict!="served"', "backend, verdict"),
+                           "{{backend}} {{verdict}}"),), "ops"),
+        Panel("Stages of split requests", "From the grant of a prompt to its answer, and from that to the first token.",
+              (*((query, f"prefill {name}") for query, name in quantiles("prefill_seconds", HERE, "instance")),
+               *((query, f"handover {name}") for query, name in quantiles("handover_seconds", HERE, "instance"))), "s"),
+        Panel("Failed polls", "Readings of backends that failed, per second.",
+              ((rate("poll_failures_total", BACKEND, "backend, trouble"), "{{backend}} {{trouble}}"),), "ops"),
+        Panel("Looks at sources of backends", "Looks at DNS and files per second, by their success.",
+              ((rate("discovery_looks_total", HERE, "source, ok"), "{{source}} ok={{ok}}"),), "ops"),
+        Panel("Expected blocks that were cached", "Of the prompt tokens that were expected in a cache, the part that "
+              "was there.", ((known_prefix("expected"), "{{backend}}"),), "percentunit"),
+        Panel("Cached blocks that were known", "Of the prompt tokens that were cached, the part that was expected.",
+              ((known_prefix("cached"), "{{backend}}"),), "percentunit"),
+        Panel("Cached prompt tokens", "Prompt tokens per second that were found in the prefix cache.",
+              ((rate("prefix_tokens_total", f'{BACKEND},kind="cached"', "backend"), "{{backend}}"),)),
+        Panel("Error of predictions", "Mean absolute error as a part of what was observed: 0.2 is 20 %.",
+              ((f'{rate("prediction_error_ratio_sum", BACKEND, "backend, time")} / '
+                f'{rate("prediction_error_ratio_count", BACKEND, "backend, time")}', "{{backend}} {{time}}"),),
+              "percentunit"),
+        Panel("Coverage of the p90", "Share of times that did not exceed their predicted p90; 0.9 is right.",
+              ((f'{rate("predictions_covered_total", BACKEND, "time")} / '
+                f'{rate("prediction_error_ratio_count", BACKEND, "time")}', "{{time}}"),), "percentunit"),
+        Panel("Bias of predictions", "Predicted over observed: above 1 too pessimistic, below 1 too optimistic.",
+              ((bias(), "{{backend}} {{time}}"),)),
+        Panel("Orders to change adapters", "Loads and unloads per second, by their success.",
+              ((rate("adapter_changes_total", BACKEND, "backend, change, ok"), "{{backend}} {{change}} ok={{ok}}"),),
+              "ops"),
+    ),
+)  # fmt: skip
+
+BOARDS = (OVERVIEW, WAITING, REPLICAS, CLUSTER)

@@ -1,0 +1,131 @@
+"""Questions to a running proxy, and its refusals in words for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from yarl import URL
+
+from llmproxy.tools.terminal import printable
+
+TIMEOUT_S = 5.0
+ANSWER_BYTES_MAX = 16 << 20
+"""More than any page of the proxy has: what says more is something else, and is not read to its end."""
+LIVE = "/debug/live"
+EXPLAIN = "/debug/explain"
+REQUESTS = "/debug/requests"
+SCALE = "/scale"
+
+
+class AskError(Exception):
+    """The proxy does not answer the question; says why."""
+
+
+class UnreachableError(AskError):
+    """Nothing answers at this address now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A proxy and the key that opens its pages."""
+
+    url: URL
+    admin_key: str | None = None
+    pool: str | None = None
+    """Of a cluster: the pool with a leader of its own that is asked about."""
+
+    @classmethod
+    def parsed(cls, url: str, admin_key: str | None) -> Target:
+        """From what a person writes; `http://` may be left out. Raises AskError."""
+        full = url if "://" in url else f"http://{url}"
+        try:
+            base = URL(full)
+            fine = base.scheme in ("http", "https") and bool(base.host)
+        except ValueError:
+            fine = False
+        if not fine:
+            raise AskError(f"{printable(url)} is no address; it should be like http://127.0.0.1:8080")
+        if admin_key and not (admin_key.isascii() and admin_key.isprintable() and " " not in admin_key):
+            raise AskError("the admin key should be one line of printable ASCII characters without spaces")
+        address = URL.build(scheme=base.scheme, host=base.host or "", port=base.port)
+        return cls(address, admin_key or None, base.query.get("pool"))
+
+    def __str__(self) -> str:
+        return printable(str(self.url))
+
+
+class Asker:
+    """Asks one proxy over one session."""
+
+    def __init__(self, target: Target, session: aiohttp.ClientSession) -> None:
+        self.target = target
+        self._session = session
+
+    async def get(self, path: str, query: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """The JSON object at `path`. Raises AskError."""
+        target = self.target
+        headers = {"Authorization": f"Bearer {target.admin_key}"} if target.admin_key else {}
+        asked = {**(query or {}), **({"pool": target.pool} if target.pool else {})}
+        try:
+            async with self._session.get(
+                target.url.with_path(path), params=asked, headers=headers, allow_redirects=False
+            ) as answer:
+                body, status = await self._body(answer), answer.status
+                ours = answer.headers.get("Server") == "llmproxy"
+        except TimeoutError:
+            raise UnreachableError(f"{target} does not answer within {TIMEOUT_S:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise UnreachableError(f"{target} is not reachable: {printable(_cause(error))}") from None
+        try:
+            found = json.loads(body)
+        except (ValueError, RecursionError):
+            found = None
+        if status == 200 and isinstance(found, dict):
+            return found
+        raise self._refused(path, status, found, ours)
+
+    async def _body(self, answer: aiohttp.ClientResponse) -> bytes:
+        """The body, if it is not too large. Raises AskError."""
+        parts, size = list[bytes](), 0
+        async for part in answer.content.iter_any():
+            size += len(part)
+            if size > ANSWER_BYTES_MAX:
+                raise AskError(f"{self.target} answers with more than {ANSWER_BYTES_MAX >> 20} MB; no llmproxy does")
+            parts.append(part)
+        return b"".join(parts)
+
+    def _refused(self, path: str, status: int, found: object, ours: bool) -> AskError:
+        target = self.target
+        if not ours:
+            return AskError(f"{target} is not an llmproxy: {path} gives {status}")
+        error = found.get("error") if isinstance(found, dict) else None
+        message = printable(str(error.get("message", ""))) if isinstance(error, dict) else ""
+        if status == 404 and not message.startswith("There is nothing at"):
+            return AskError(message)
+        if status in (401, 403, 404):
+            if target.admin_key:
+                return AskError(f"{target} refuses this admin key, or has no {path} on this port (admin_port)")
+            return AskError(
+                f"{target} shows {path} to those with its admin key (--admin-key); where it has none, to clients on its"
+                " own machine; if it has an admin_port, only there"
+            )
+        # A proxy that starts, ends or is asked too often will answer later.
+        kind = UnreachableError if status == 429 or status >= 500 else AskError
+        return kind(f"{target} answers {status}" + (f": {message}" if message else ""))
+
+
+@asynccontextmanager
+async def asking(target: Target) -> AsyncIterator[Asker]:
+    """One session for all questions to the proxy."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
+        yield Asker(target, session)
+
+
+def _cause(error: BaseException) -> str:
+    cause = getattr(error, "os_error", None)
+    return str((getattr(cause, "strerror", None) if cause else None) or error or type(error).__name__)

@@ -1,0 +1,197 @@
+"""The commands that ask a running proxy: one picture, or one that is drawn anew until it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from llmproxy.tools.terminal import can_draw, pressed
+from llmproxy.tools.top.ask import EXPLAIN, LIVE, REQUESTS, SCALE, Asker, Target, UnreachableError, asking
+from llmproxy.tools.top.document import Document, Explained, read
+from llmproxy.tools.top.picture import TALL, picture
+from llmproxy.tools.top.scale import scale as scale_table
+from llmproxy.tools.top.story import story
+from llmproxy.tools.top.view import View
+from llmproxy.tools.top.whatif import Shared, weights_of
+from llmproxy.tools.top.whatif import whatif as shares
+
+PLAIN_WIDTH = 80
+CHOICES = 20
+CHOICES_FILTERED = 100
+"""All that the proxy remembers of a pool."""
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+async def top(target: Target, interval_s: float, *, once: bool, as_json: bool) -> None:
+    """Show the proxy until `q`; one picture where `once` or no terminal. Raises AskError."""
+    async with asking(target) as asker:
+        if once or as_json or not can_draw():
+            found = await asker.get(LIVE)
+            if as_json:
+                print(json.dumps(found, indent=2))
+            else:
+                console = _console()
+                console.print(picture(read(found, Document), View(), console.width))
+            return
+        await _Screen(asker, interval_s).run()
+
+
+async def explain(target: Target, request: str, *, as_json: bool) -> None:
+    """Print the story of a request. Raises AskError."""
+    async with asking(target) as asker:
+        found = await asker.get(REQUESTS, {"request": request})
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        console = _console()
+        console.print(story(found, console.width))
+
+
+async def scale(target: Target, *, as_json: bool) -> None:
+    """Print how many replicas each pool needs. Raises AskError."""
+    async with asking(target) as asker:
+        found = await asker.get(SCALE)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        _console().print(scale_table(found))
+
+
+async def whatif(target: Target, weights: Sequence[str]) -> None:
+    """Print what flows would get under other weights, such as `team-a=3`. Raises AskError."""
+    given = weights_of(weights)
+    async with asking(target) as asker:
+        found = await asker.get(LIVE)
+    _console().print(shares(read(found, Shared), given))
+
+
+def _console() -> Console:
+    if can_draw():
+        return Console(highlight=False)
+    return Console(highlight=False, force_terminal=False, color_system=None, width=PLAIN_WIDTH)
+
+
+class _Screen:
+    """The terminal while `top` has it."""
+
+    def __init__(self, asker: Asker, interval_s: float) -> None:
+        self._asker = asker
+        self._interval_s = interval_s
+        self._console = Console(highlight=False)
+        self._view = View()
+        self._document: Document | None = None
+        self._choices: Explained | None = None
+        self._trouble = ""
+        self._changed = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._stopped = False
+
+    async def run(self) -> None:
+        """Ask and draw until the person leaves. Raises AskError for what no waiting mends."""
+        await self._ask()
+        polls = asyncio.create_task(self._poll())
+        try:
+            with self._signals():
+                while not self._view.quit:
+                    with (
+                        Live(console=self._console, screen=True, auto_refresh=False) as live,
+                        pressed(self._press),
+                    ):
+                        await self._draw(live, polls)
+                    if self._stopped:
+                        self._stopped = False
+                        self._suspend()
+        finally:
+            polls.cancel()
+        if polls.done() and not polls.cancelled():
+            polls.result()
+
+    async def _draw(self, live: Live, polls: asyncio.Task[None]) -> None:
+        while not (self._view.quit or self._stopped or polls.done()):
+            live.update(self._picture(), refresh=True)
+            await self._changed.wait()
+            self._changed.clear()
+        self._view.quit |= polls.done()
+
+    def _picture(self) -> RenderableType:
+        width, height = self._console.size
+        if self._document is None:
+            return Text(f"{self._trouble}; trying again. q quit", "red")
+        shown = self._choices if self._wants_choices() else None
+        return picture(self._document, self._view, width, height, choices=shown, trouble=self._trouble)
+
+    def _wants_choices(self) -> bool:
+        return self._view.choices or self._console.size.height >= TALL
+
+    async def _poll(self) -> None:
+        try:
+            while True:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._interval_s):
+                        await self._hurry.wait()
+                self._hurry.clear()
+                if not self._view.paused or (self._view.choices and self._choices is None):
+                    await self._ask()
+                    self._changed.set()
+        finally:
+            self._changed.set()
+
+    async def _ask(self) -> None:
+        try:
+            document = read(await self._asker.get(LIVE), Document)
+            if self._wants_choices():
+                limit = CHOICES_FILTERED if self._view.filter else CHOICES
+                self._choices = read(await self._asker.get(EXPLAIN, {"limit": str(limit)}), Explained)
+        except UnreachableError as error:
+            if not self._trouble:
+                self._trouble = f"not reachable since {time.strftime('%H:%M:%S')}"
+                if self._document is None:
+                    self._trouble = f"{error} ({self._trouble})"
+        else:
+            self._document, self._trouble = document, ""
+
+    def _press(self, key: str) -> None:
+        before = self._view.choices
+        self._view.press(key)
+        if self._view.choices and not before:
+            self._hurry.set()
+        self._changed.set()
+
+    def _end(self) -> None:
+        self._view.quit = True
+        self._changed.set()
+
+    def _stop(self) -> None:
+        self._stopped = True
+        self._changed.set()
+
+    def _suspend(self) -> None:
+        """Stop as any program does: not at all where no shell could continue it, as below `ssh -t`."""
+        loop = asyncio.get_running_loop()
+        loop.remove_signal_handler(signal.SIGTSTP)
+        signal.raise_signal(signal.SIGTSTP)
+        loop.add_signal_handler(signal.SIGTSTP, self._stop)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """However it ends or pauses, the terminal is given back first."""
+        loop = asyncio.get_running_loop()
+        handlers = dict.fromkeys(ENDS, self._end) | {
+            signal.SIGTSTP: self._stop,
+            signal.SIGWINCH: self._changed.set,
+        }
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
+        try:
+            yield
+        finally:
+            for number in handlers:
+                loop.remove_signal_handler(number)

@@ -1,0 +1,157 @@
+"""What `top` reads of `/debug/live` and `/debug/explain`, checked once, so that drawing cannot meet anything else."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from llmproxy.tools.top.ask import AskError
+
+
+class Summary(Struct, frozen=True):
+    """How the proxy is, in one sentence."""
+
+    level: str
+    text: str
+
+
+class ClusterSeen(Struct, frozen=True):
+    """Who leads the cluster, None where nobody is known to, and who is there."""
+
+    leader: str | None
+    members: tuple[str, ...]
+
+
+class Minute(Struct, frozen=True):
+    """What happened in the last `span_s` seconds."""
+
+    span_s: float
+    completed: int
+    refused: int
+    failed: int
+    cancelled: int
+    retries: int
+    preemptions: int
+    outcomes: dict[str, int] = msgspec.field(default_factory=dict)
+    """Requests that were refused or failed, by outcome."""
+
+
+class Quantiles(Struct, frozen=True):
+    """Quantiles in seconds, None without requests."""
+
+    p50: float | None
+    p95: float | None
+    p99: float | None
+
+
+class Band(Struct, frozen=True):
+    """A band over all pools."""
+
+    band: str
+    waiting: int
+    oldest_s: float
+    grants_per_s: float
+    reasons: tuple[str, ...]
+    wait_s: Quantiles
+    ttft_s: Quantiles
+
+
+class Backend(Struct, frozen=True):
+    """A replica."""
+
+    backend: str
+    role: str
+    state: str
+    why: str
+    since_s: float
+    pool: str | None
+    load: int
+    limit: int | None
+    kv_used: float | None
+    output_tokens_per_s: float
+    hit_share: float | None
+    tokens_slower: float | None
+
+
+class Flow(Struct, frozen=True):
+    """A flow of the last minute."""
+
+    band: str
+    flow: str
+    tokens_per_s: float
+    share: float | None
+    due: float | None
+    waiting: int
+    oldest_s: float
+
+
+class Event(Struct, frozen=True):
+    """Something that happened."""
+
+    at_s: float
+    level: str
+    event: str
+    text: str
+
+
+class Document(Struct, frozen=True):
+    """The state of one second."""
+
+    version: str
+    now_s: float
+    unix_s: Annotated[float, Meta(ge=0.0, lt=1e11)]
+    summary: Summary
+    minute: Minute
+    bands: tuple[Band, ...]
+    backends: tuple[Backend, ...]
+    more_backends: int
+    flows: tuple[Flow, ...]
+    events: tuple[Event, ...]
+    row: dict[str, float]
+    cluster: ClusterSeen | None = None
+
+
+class Candidate(Struct, frozen=True):
+    """A replica that a request could have gone to, and the parts of its price in seconds."""
+
+    backend: str
+    total_s: float
+    terms: dict[str, float]
+    cached_tokens: float
+    fits: bool
+
+
+class Choice(Struct, frozen=True):
+    """A choice of a replica."""
+
+    request: str
+    model: str | None
+    age_s: float
+    prompt_tokens: int
+    chosen: str | None
+    candidates: tuple[Candidate, ...]
+
+
+class Choices(Struct, frozen=True):
+    """The last choices of one pool."""
+
+    choices: tuple[Choice, ...]
+
+
+class Explained(Struct, frozen=True):
+    """The last choices of each pool (`/debug/explain`)."""
+
+    pools: tuple[Choices, ...]
+
+
+Read = TypeVar("Read", bound=Struct)
+
+
+def read(found: dict[str, Any], kind: type[Read]) -> Read:
+    """Raises AskError for what a proxy of another version might send."""
+    try:
+        return msgspec.convert(found, kind)
+    except (msgspec.ValidationError, UnicodeError) as error:
+        raise AskError(f"this is not what this version of llmproxy reads: {error}") from None

@@ -1,0 +1,401 @@
+"""The picture of `llmproxy top`: pure functions from the document to what rich draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from llmproxy.core.placement.price import NAMES
+from llmproxy.observe.live.summary import SLOWER
+from llmproxy.tools.terminal import printable
+from llmproxy.tools.top.document import Backend, Band, Candidate, Choice, Document, Event, Explained, Flow
+from llmproxy.tools.top.view import COLUMNS, KEYS, View
+
+LEVEL_STYLES = {"ok": "green", "info": "", "warning": "yellow", "bad": "red", "error": "red"}
+STATE_STYLES = {"up": "green", "down": "red"}
+EVENTS_MAX = 8
+NEGLIGIBLE_S = 0.0005
+"""A part of the price that is less for all candidates has no column."""
+SUMMARY_LINES_MAX = 3
+ENDED_LINES_MAX = 2
+FIRST_COLUMN = 10
+"""Narrowest first column, so that sections with short names stand alike."""
+LINES_MIN = 2
+"""Fewest lines of a section below its titles: one row, and how many more there are."""
+ROOMY = 30
+"""From this height on, there is a blank line between sections."""
+TALL = 40
+"""From this height on, there may be lines left for choices below everything else."""
+BELOW_MIN = 5
+"""Fewest lines for them: one choice among three replicas, and how many more there are."""
+PRICE = 7
+"""Width of a column of prices, if its title is not wider."""
+PLAIN, WIDE = 60, 110
+"""Widths from which on there is room for more columns."""
+HELP = {
+    "waiting": "requests in the queue of the proxy; oldest: how long the first waits",
+    "TTFT": "time to first token in the last minute, median and 99th percentile",
+    "load": "requests sent there, and how many the engine runs at once",
+    "role": "prefill or decode where it is not meant for both",
+    "KV, hit": "share of the KV cache in use; share of prompt tokens that it had",
+    "pace": "time for the same work, in multiples of the pool's; ! from 1.5x",
+    "share, due": "its part of the band's tokens in the last minute; its part by weight",
+    "choices": "price in seconds and its parts; → is chosen, × takes no request now",
+}
+"""What columns mean whose title does not say it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a section. A name is cut at a fifth of the width, the last column takes the rest."""
+
+    title: str
+    words: bool = False
+    least: int = 0
+    """The narrowest terminal that shows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A table that may lose rows where the terminal is small."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Text]]
+    more: int = 0
+    """Rows that the proxy did not send."""
+
+    @property
+    def wanted(self) -> int:
+        """Lines below the titles, where there is room for all."""
+        return len(self.rows) + (self.more > 0)
+
+
+def picture(
+    document: Document,
+    view: View,
+    width: int,
+    height: int | None = None,
+    *,
+    choices: Explained | None = None,
+    trouble: str = "",
+) -> RenderableType:
+    """The state of one second in `width` columns and `height` lines, None: as many as it takes.
+
+    `choices` are shown in the place of everything else if the person asked for them, otherwise in the lines that are
+    left below it. `trouble` says that the document is old.
+    """
+    head = _head(document, view, width, height, trouble)
+    if view.help:
+        sections = _help()
+    elif choices is not None and view.choices:
+        sections = [_choices(choices, view, width)]
+    else:
+        sections = [
+            _bands(document.bands), _replicas(document, view), _flows(document.flows, view), _events(document, view),
+        ]  # fmt: skip
+    sections = [one for one in sections if one.wanted]
+    above = 2 if height is None or height >= ROOMY else 1
+    room = None if height is None else height - len(head) - 1 - above * len(sections)
+    while room is not None and sections and room < sum(min(LINES_MIN, one.wanted) for one in sections):
+        sections.pop()
+        room += above
+    counts = _shares([one.wanted for one in sections], room)
+    if choices is not None and not (view.help or view.choices) and room is not None:
+        below, left = _choices(choices, view, width), room - sum(counts) - above
+        if below.wanted and left >= BELOW_MIN:
+            sections, room = [*sections, below], room - above
+            counts.append(min(left, below.wanted))
+    lines: list[RenderableType] = [*head]
+    for section, count in zip(sections, counts, strict=True):
+        lines += [Text()] * (above - 1) + [_table(section, count, width)]
+    if room is not None:
+        lines += [Text()] * (room - sum(counts)) + [_foot(view)]
+    return Group(*lines)
+
+
+def _shares(wanted: Sequence[int], room: int | None) -> list[int]:
+    """Rows for each section, one at a time in turn until all have what they want or the room is used up."""
+    if room is None:
+        return list(wanted)
+    given = [0] * len(wanted)
+    while room > 0 and given != list(wanted):
+        for index, rows in enumerate(wanted):
+            if given[index] < rows and room > 0:
+                given[index] += 1
+                room -= 1
+    return given
+
+
+def _head(document: Document, view: View, width: int, height: int | None, trouble: str) -> list[Text]:
+    minute, row = document.minute, document.row
+    at = datetime.fromtimestamp(document.unix_s).strftime("%H:%M:%S")
+    title = Text.assemble((f"llmproxy {printable(document.version)}", "bold"), f"  {at}")
+    if view.paused:
+        title.append("  ").append("paused", "reverse")
+    if trouble:
+        title.append(f"  {trouble}", "bold red")
+    per_s = minute.completed / minute.span_s if minute.span_s else 0.0
+    title.append(
+        f"  {per_s:.1f} requests/s, {row.get('fleet/output_tokens_per_s', 0.0):,.0f} tokens/s out,"
+        f" {row.get('fleet/input_tokens_per_s', 0.0):,.0f} in"
+    )
+    counts = {
+        "refused": minute.refused,
+        "failed": minute.failed,
+        "cancelled": minute.cancelled,
+        "retried": minute.retries,
+        "preempted": minute.preemptions,
+    }
+    told = [f"{minute.completed:,} completed", *(f"{count:,} {name}" for name, count in counts.items() if count)]
+    ended = Text(f"in {minute.span_s:.0f} s: {', '.join(told)}")
+    if minute.outcomes:
+        reasons = sorted(minute.outcomes.items(), key=lambda one: -one[1])
+        ended.append(f"; {', '.join(f'{count:,} {printable(name)}' for name, count in reasons)}", "yellow")
+    if (cluster := document.cluster) is not None:
+        leader = "nobody" if cluster.leader is None else printable(cluster.leader)
+        ended.append(f"; {leader} leads {len(cluster.members)} members")
+    text = Text(printable(document.summary.text, 1000), LEVEL_STYLES.get(document.summary.level, "red"))
+    most = SUMMARY_LINES_MAX if height is None else max(1, min(SUMMARY_LINES_MAX, height // 8))
+    return [_line(title), *_wrapped(ended, width, min(most, ENDED_LINES_MAX)), *_wrapped(text, width, most)]
+
+
+def _wrapped(text: Text, width: int, most: int) -> list[Text]:
+    """At most so many lines of the text; the last one says if there were more."""
+    # The width is known, so a console of that width wraps as the terminal's will.
+    lines = text.wrap(Console(width=width), width)
+    if len(lines) > most:
+        lines[most - 1].truncate(width - 1)
+        lines[most - 1].append("…")
+    return list(lines[:most])
+
+
+def _foot(view: View) -> Text:
+    if view.typing:
+        return _line(Text.assemble("filter: ", (printable(view.filter), "bold"), "_  (Enter keeps, Esc ends it)"))
+    keys = Text("  ".join(f"{key} {name}" for key, (name, _) in KEYS.items()), "dim")
+    return _line(Text.assemble((f"filter: {printable(view.filter)}", "bold"), "  ", keys) if view.filter else keys)
+
+
+def _help() -> list[Section]:
+    """What keys do and columns mean."""
+    keys = [[Text(key), Text(does)] for key, (_, does) in KEYS.items()]
+    meanings = [[Text(name), Text(meaning)] for name, meaning in HELP.items()]
+    return [
+        Section([Column("key", True), Column("does", True)], keys),
+        Section([Column("column", True), Column("is", True)], meanings),
+    ]
+
+
+def _bands(bands: Sequence[Band]) -> Section:
+    columns = [
+        Column("band", True),
+        Column("waiting"),
+        Column("oldest"),
+        Column("grants/s", least=WIDE),
+        Column("TTFT p50", least=PLAIN),
+        Column("p99", least=PLAIN),
+        Column("wait p95", least=WIDE),
+        Column("why", True),
+    ]
+    return Section(columns, [_band(one) for one in bands])
+
+
+def _band(band: Band) -> list[Text]:
+    return [
+        _name(band.band),
+        Text(f"{band.waiting:,}", "yellow" if band.waiting else ""),
+        Text(duration(band.oldest_s) if band.waiting else "-"),
+        Text(f"{band.grants_per_s:.1f}"),
+        Text(duration(band.ttft_s.p50)),
+        Text(duration(band.ttft_s.p99)),
+        Text(duration(band.wait_s.p95)),
+        _name("; ".join(band.reasons)),
+    ]
+
+
+def _replicas(document: Document, view: View) -> Section:
+    columns = [
+        Column(
+            f"{title} {'▼' if view.descending else '▲'}" if title == view.column else title,
+            title in ("replica", "state"),
+            PLAIN if title in ("hit", "tokens/s", "pace") else 0,
+        )
+        for title in COLUMNS
+    ]
+    columns += [Column("pool", True, WIDE), Column("why", True)]
+    shown = view.ordered(document.backends)
+    rows = [_replica(one) for one in shown]
+    if any(one.role != "both" for one in document.backends):
+        columns.insert(1, Column("role", True))
+        for one, row in zip(shown, rows, strict=True):
+            row.insert(1, _name(one.role))
+    return Section(columns, rows, document.more_backends)
+
+
+def _replica(one: Backend) -> list[Text]:
+    full = one.limit is not None and one.load >= one.limit
+    return [
+        _name(one.backend),
+        Text(printable(one.state), STATE_STYLES.get(one.state, "yellow")),
+        Text(f"{one.load}/{'-' if one.limit is None else one.limit}", "yellow" if full else ""),
+        Text(_percent(one.kv_used)),
+        Text(_percent(one.hit_share)),
+        Text(f"{one.output_tokens_per_s:,.0f}"),
+        _pace(one),
+        _name(one.pool or "-"),
+        _name("" if one.state == "up" else f"for {duration(one.since_s)}" + (f": {one.why}" if one.why else "")),
+    ]
+
+
+def _pace(one: Backend) -> Text:
+    """A slow replica has a mark beside the colour."""
+    if one.tokens_slower is None or one.state != "up":
+        return Text("-")
+    slow = one.tokens_slower >= SLOWER
+    return Text(f"{'!' * slow}{one.tokens_slower:.2f}x", "yellow" if slow else "")
+
+
+def _flows(flows: Sequence[Flow], view: View) -> Section:
+    columns = [
+        Column("flow", True),
+        Column("band", True),
+        Column("share"),
+        Column("due"),
+        *(Column(title, least=PLAIN) for title in ("tokens/s", "waiting", "oldest")),
+        Column("", True),
+    ]
+    return Section(columns, [_flow(one) for one in flows if view.shows(one.flow, one.band)])
+
+
+def _flow(one: Flow) -> list[Text]:
+    return [
+        _name(one.flow),
+        _name(one.band),
+        Text(_percent(one.share)),
+        Text(_percent(one.due)),
+        Text(f"{one.tokens_per_s:,.0f}"),
+        Text(f"{one.waiting:,}", "yellow" if one.waiting else ""),
+        Text(duration(one.oldest_s) if one.waiting else "-"),
+        Text(),
+    ]
+
+
+def _events(document: Document, view: View) -> Section:
+    shown = [one for one in document.events if view.shows(one.event, one.text)][:EVENTS_MAX]
+    return Section([Column("last events"), Column("", True)], [_event(one, document) for one in shown])
+
+
+def _event(one: Event, document: Document) -> list[Text]:
+    at = datetime.fromtimestamp(min(max(0.0, document.unix_s - document.now_s + one.at_s), 1e11))
+    today = at.date() == datetime.fromtimestamp(document.unix_s).date()
+    return [
+        Text(at.strftime("%H:%M:%S" if today else "%m-%d %H:%M")),
+        Text(printable(f"{one.event} {one.text}"), LEVEL_STYLES.get(one.level, ""), no_wrap=True),
+    ]
+
+
+def _choices(explained: Explained, view: View, width: int) -> Section:
+    """The newest choices of all pools, each with the prices of its candidates below each other."""
+    found = sorted((one for pool in explained.pools for one in pool.choices), key=lambda one: one.age_s)
+    candidates = [each for one in found for each in one.candidates]
+    names = min(max([FIRST_COLUMN, *(cell_len(printable(each.backend)) for each in candidates)]), width // 3)
+    title = set_cell_size("last choices", names + 2) + f"{'price':>{PRICE}} uncached"
+    terms = _terms(candidates, width - len(title))
+    title += "".join(f" {printable(name):>{PRICE - 1}}" for name in terms)
+    rows = []
+    for one in found:
+        if view.shows(one.request, one.model or "", one.chosen or ""):
+            asked = f"{one.request}: {one.prompt_tokens:,} tokens for {one.model}, {duration(one.age_s)} ago"
+            rows.append([Text(printable(asked), "bold")])
+            rows += [[_candidate(each, one, terms, names)] for each in one.candidates]
+    return Section([Column(title, True)], rows)
+
+
+def _terms(candidates: Sequence[Candidate], width: int) -> list[str]:
+    """The terms that have a column, always in one order. Where not all fit, light ones have none."""
+    most: dict[str, float] = {}
+    for name, seconds in (term for each in candidates for term in each.terms.items()):
+        most[name] = max(most.get(name, 0.0), seconds)
+    room, shown = width, []
+    for name in sorted(
+        (name for name, seconds in most.items() if seconds >= NEGLIGIBLE_S), key=lambda name: -most[name]
+    ):
+        if _width(name) <= room:
+            room -= _width(name)
+            shown.append(name)
+    known = {name: place for place, name in enumerate(NAMES)}
+    return sorted(shown, key=lambda name: (known.get(name, len(NAMES)), name))
+
+
+def _width(term: str) -> int:
+    return max(PRICE, 1 + len(printable(term)))
+
+
+def _candidate(each: Candidate, choice: Choice, terms: Sequence[str], names: int) -> Text:
+    chosen = each.backend == choice.chosen
+    mark = "→" if chosen else " " if each.fits else "×"
+    line = f"{mark} {set_cell_size(printable(each.backend), names)}{each.total_s:>{PRICE}.3f}"
+    line += f"{max(0.0, choice.prompt_tokens - each.cached_tokens):>9,.0f}"
+    line += "".join(f"{_seconds(each, name):>{_width(name)}.3f}" for name in terms)
+    return Text(line, "green" if chosen else "" if each.fits else "dim")
+
+
+def _seconds(each: Candidate, term: str) -> float:
+    """As it is shown: what rounds to nothing has no sign."""
+    return round(each.terms.get(term, 0.0), 3) + 0.0
+
+
+def _table(section: Section, count: int, width: int) -> Table:
+    """The first `count` lines; the last of them says how many more there are."""
+    table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="reverse", expand=True)
+    shown = [index for index, column in enumerate(section.columns) if width >= column.least]
+    for index in shown:
+        column, last = section.columns[index], index == shown[-1]
+        table.add_column(
+            column.title,
+            no_wrap=True,
+            overflow="ellipsis",
+            justify="left" if column.words else "right",
+            ratio=1 if last else None,
+            min_width=None if index else FIRST_COLUMN,
+            max_width=None if last else max(FIRST_COLUMN, width // 5),
+        )
+    whole = len(section.rows) if count >= section.wanted else max(0, count - 1)
+    for row in section.rows[:whole]:
+        table.add_row(*(row[index] for index in shown))
+    if hidden := len(section.rows) - whole + section.more:
+        table.add_row(Text(f"{hidden:,} more", "dim"))
+    return table
+
+
+def duration(seconds: float | None) -> str:
+    """A time in at most six characters."""
+    if seconds is None:
+        return "-"
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    for unit_s, unit in ((60.0, "min"), (3600.0, "h")):
+        if seconds < 99.5 * unit_s:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds / 86400.0:.0f} d"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _name(text: str) -> Text:
+    return Text(printable(text))
+
+
+def _line(text: Text) -> Text:
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text

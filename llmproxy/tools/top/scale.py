@@ -1,0 +1,98 @@
+"""The table of `llmproxy scale`: how many replicas each pool has, how many its work needs, and what asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from llmproxy.tools.terminal import printable
+from llmproxy.tools.top.ask import AskError
+
+REASONS = {
+    "work": "what arrives",
+    "ahead": "what arrives, and grows",
+    "queue": "what waits",
+    "seats": "answers under way",
+    "kv": "the KV-cache",
+    "adapters": "adapters in use",
+    "idle": "nothing is asked",
+    "min": "scaling.min",
+    "max": "scaling.max",
+    "unknown": "too little is known: as many as there are",
+}
+TERMS = ("work", "ahead", "queue", "seats", "kv", "adapters")
+
+
+def scale(found: dict[str, Any]) -> RenderableType:
+    """The table of `/scale`. Raises AskError for what another version might send."""
+    try:
+        pools = found["pools"]
+        if not pools:
+            return Text("No pool is known yet.")
+        parts: list[RenderableType] = [_pools(pools), Text(), _terms(pools)]
+        if any(pool["groups"] for pool in pools):
+            parts += [Text(), _groups(pools)]
+        if any(pool["roles"] for pool in pools):
+            parts += [Text(), _roles(pools)]
+        return Group(*parts)
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise AskError(f"this is not the scale of this version of llmproxy: {error!r}") from None
+
+
+def _pools(pools: list[dict[str, Any]]) -> Table:
+    table = _table("pool", "up", "needs", "wants", "because of", "one replica serves", "waiting")
+    for pool in pools:
+        replica, waiting = pool["replica"], pool["waiting"]
+        serves = (
+            "unknown" if replica is None else f"{replica['requests_per_s']:,.2f}/s, {replica['seats']:,.0f} at once"
+        )
+        wants = Text(f"{pool['desired']:,}", "" if pool["desired"] == pool["replicas"]["up"] else "bold yellow")
+        reason = REASONS.get(pool["reason"], printable(str(pool["reason"])))
+        waits = f"{waiting['requests']:,}" + (f" ({waiting['seconds']:,.1f} s)" if waiting["seconds"] else "")
+        need = f"{pool['need']:.2f}" if pool["sure"] else "-"
+        # A text that is no Text would be taken for rich's markup.
+        name, up, because = Text(printable(pool["pool"])), f"{pool['replicas']['up']:,}", Text(reason)
+        table.add_row(name, up, need, wants, because, serves, waits)
+    return table
+
+
+def _terms(pools: list[dict[str, Any]]) -> Table:
+    """What each part of the work alone would need, in replicas."""
+    table = _table("replicas for", *TERMS, "prompts", "answers")
+    for pool in pools:
+        if pool["terms"]:
+            values = [f"{pool['terms'][term]:.2f}" for term in TERMS]
+            table.add_row(Text(printable(pool["pool"])), *values, f"{pool['prefill']:.2f}", f"{pool['decode']:.2f}")
+    return table
+
+
+def _groups(pools: list[dict[str, Any]]) -> Table:
+    """Which replicas, where a pool has several kinds."""
+    table = _table("group", "pool", "up", "needs", "wants", "cost")
+    for pool in pools:
+        for name, one in pool["groups"].items():
+            wants = Text(f"{one['desired']:,}", "" if one["desired"] == one["up"] else "bold yellow")
+            cells = f"{one['up']:,}", f"{one['need']:.2f}", wants, f"{one['cost']:g}"
+            table.add_row(Text(printable(name)), Text(printable(pool["pool"])), *cells)
+    return table
+
+
+def _roles(pools: list[dict[str, Any]]) -> Table:
+    """How many for prompts and how many for answers, where a pool has roles."""
+    table = _table("role", "pool", "up", "needs", "wants")
+    for pool in pools:
+        for name, one in pool["roles"].items():
+            wants = Text(f"{one['desired']:,}", "" if one["desired"] == one["up"] else "bold yellow")
+            cells = f"{one['up']:,}", f"{one['need']:.2f}", wants
+            table.add_row(Text(printable(name)), Text(printable(pool["pool"])), *cells)
+    return table
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for at, title in enumerate(titles):
+        table.add_column(title, justify="left" if at == 0 or title in ("because of", "one replica serves") else "right")
+    return table

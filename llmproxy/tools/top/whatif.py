@@ -1,0 +1,140 @@
+"""The tables of `llmproxy whatif`: tokens per second of each flow, by the weights of today and by others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from math import inf, isfinite
+
+from msgspec import Struct
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from llmproxy.observe.live.events import STATE_EVENTS
+from llmproxy.observe.live.max_min import Claim, max_min
+from llmproxy.observe.live.minute import SPAN_S
+from llmproxy.tools.terminal import printable
+from llmproxy.tools.top.ask import AskError
+
+WEIGHED = ("fair_share", "locality_fair_share")
+NAMES_SHOWN = 10
+
+CANNOT_KNOW = (
+    "Higher bands go first, whatever the weights: a weight moves tokens between the flows of one band only.",
+    "'then' assumes that flows which wait would use whatever they are given, and that the others ask for no more than"
+    " now. Nobody can know that beforehand.",
+    "It also assumes that a token of each flow costs the same. The proxy charges output tokens and uncached prompt"
+    " tokens by their weights, and no cached ones. Where 'now' is not as 'by weight', 'then' may be further off.",
+)
+SEVERAL_POOLS = (
+    "This takes all pools as one, because flows are not counted by pool. Flows of different pools share nothing."
+)
+
+
+class Flow(Struct, frozen=True):
+    """A flow of the last minute."""
+
+    band: str
+    flow: str
+    tokens_per_s: float
+    waiting: int
+    weight: float
+
+
+class Pool(Struct, frozen=True):
+    """A pool that takes requests."""
+
+    pool: str
+
+
+class Event(Struct, frozen=True):
+    """An event of the proxy or its fleet. `at_s` is on the clock of `now_s`."""
+
+    at_s: float
+    event: str
+    backend: str | None
+
+
+class Minute(Struct, frozen=True):
+    """The window of the figures, in seconds."""
+
+    span_s: float
+
+
+class Shared(Struct, frozen=True):
+    """The fields of `/debug/live` that `whatif` reads. `events` are the newest first."""
+
+    fairness: str
+    flows: tuple[Flow, ...]
+    pools: tuple[Pool, ...]
+    now_s: float
+    minute: Minute
+    events: tuple[Event, ...]
+
+
+def weights_of(given: Sequence[str]) -> dict[str, float]:
+    """Flow -> weight, of texts such as `team-a=3`. Raises AskError."""
+    weights = {}
+    for text in given:
+        flow, _, value = text.rpartition("=")
+        try:
+            weight = float(value)
+        except ValueError:
+            weight = -1.0
+        if not flow or not (weight > 0.0 and isfinite(weight)):
+            raise AskError(f"--weight {printable(text)} should be a flow and a weight above 0, as in --weight team-a=3")
+        weights[flow] = weight
+    return weights
+
+
+def whatif(seen: Shared, weights: Mapping[str, float]) -> RenderableType:
+    """What each flow gets now, and what it would get. Raises AskError for what has no answer."""
+    if seen.fairness not in WEIGHED:
+        raise AskError(f"scheduling.fairness is {seen.fairness}, which shares no tokens by weight")
+    known = sorted({one.flow for one in seen.flows})
+    if not known:
+        raise AskError("no flow waits, and none had a request in the last minute")
+    if unknown := sorted(weights.keys() - set(known)):
+        more = f" and {len(known) - NAMES_SHOWN} more" if len(known) > NAMES_SHOWN else ""
+        shown = f"{', '.join(known[:NAMES_SHOWN])}{more}"
+        raise AskError(printable(f"{', '.join(unknown)}: no such flow in the last minute, which had {shown}"))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("flow", "band", "weight", "now", "by weight", "then", "waits"):
+        table.add_column(title, justify="left" if title in ("flow", "band", "waits") else "right")
+    notes = _changes(seen)
+    for band, group in groupby(sorted(seen.flows, key=lambda one: one.band), key=lambda one: one.band):
+        flows = list(group)
+        if not any(one.waiting for one in flows):
+            notes.append(f"Nothing waits in {printable(band)}, so that no weight of its flows changes anything.")
+        today, then = _shares(flows, {}), _shares(flows, weights)
+        for one in flows:
+            changed = weights.get(one.flow, one.weight)
+            weight = f"{one.weight:g}" + (f" -> {changed:g}" if changed != one.weight else "")
+            rates = (f"{rate:,.1f}" for rate in (one.tokens_per_s, today[one.flow], then[one.flow]))
+            waits = f"{one.waiting:,}" if one.waiting else "no"
+            table.add_row(Text(printable(one.flow)), Text(printable(band)), weight, *rates, waits)
+    notes += [*CANNOT_KNOW, *([SEVERAL_POOLS] if len(seen.pools) > 1 else [])]
+    return Group(Text("Tokens per second, of prompts and answers:\n"), table, Text("\n" + "\n".join(notes)))
+
+
+def _changes(seen: Shared) -> list[str]:
+    """Return a warning if the fleet changed within the minute that was measured, else nothing."""
+    since_s = seen.now_s - seen.minute.span_s
+    changed = (one for one in seen.events if one.event in STATE_EVENTS | {"backend_removed"} and one.at_s > since_s)
+    if (last := next(changed, None)) is None:
+        return []
+    ago_s, what = seen.now_s - last.at_s, printable(f"{last.event} {last.backend}")
+    return [
+        f"The fleet changed {ago_s:.0f} s ago ({what}). 'now' is measured over the last {seen.minute.span_s:.0f} s,"
+        " so it mixes two fleets, and 'by weight' and 'then' are computed from it."
+        f" Ask again in {SPAN_S - ago_s:.0f} s."
+    ]
+
+
+def _shares(flows: Sequence[Flow], weights: Mapping[str, float]) -> dict[str, float]:
+    """What the flows of one band would get of what they get together now."""
+    claims = {
+        one.flow: Claim(weights.get(one.flow, one.weight), inf if one.waiting else one.tokens_per_s) for one in flows
+    }
+    return max_min(sum(one.tokens_per_s for one in flows), claims)

@@ -1,6 +1,0 @@
-"""`llmproxy top`, `explain`, `scale` and `whatif`: a running proxy, drawn in a terminal."""
-
-from llmproxy.top.ask import AskError, Target
-from llmproxy.top.commands import explain, scale, top, whatif
-
-__all__ = ["AskError", "Target", "explain", "scale", "top", "whatif"]

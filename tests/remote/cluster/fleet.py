@@ -1,0 +1,139 @@
+"""Members of one cluster on the loop of a test, over the same simulated replicas, with a lock in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import pytest
+
+from llmproxy.app import running
+from llmproxy.config import Config
+from llmproxy.core.shards import DEFAULT
+from llmproxy.lab.simulator.replica import Replica, ReplicaOptions
+from llmproxy.remote.cluster import stores
+from llmproxy.remote.cluster.cluster import Cluster
+from llmproxy.remote.cluster.election import Leadership
+from llmproxy.remote.cluster.session import MemberSession
+from llmproxy.remote.cluster.shard import Shard
+from llmproxy.scheduling.valkey import StoreError
+from tests.e2e.leftovers import nothing_left
+from tests.e2e.proxies import QUICK, ProxyUnderTest, all_up, merged_with, until
+
+
+@dataclass
+class MemoryLock:
+    """The lock of all members of one test. `away` are the holders for which it cannot be asked."""
+
+    name: str = "lock"
+    held: Leadership | None = None
+    until_s: float = 0.0
+    epoch: int = 0
+    away: set[str] = field(default_factory=set)
+
+    async def take(self, wanted: Leadership, held_s: float) -> Leadership:
+        now = self._asked_by(wanted.holder)
+        held = await self.holder()
+        if held is None:
+            self.epoch = max(self.epoch, wanted.epoch) + 1
+            held = self.held = Leadership(wanted.holder, wanted.address, self.epoch)
+        if held.holder == wanted.holder:
+            self.until_s = now + held_s
+        return held
+
+    async def holder(self) -> Leadership | None:
+        if asyncio.get_running_loop().time() >= self.until_s:
+            self.held = None
+        return self.held
+
+    async def release(self, holder: str) -> None:
+        self._asked_by(holder)
+        if self.held is not None and self.held.holder == holder:
+            self.held = None
+
+    async def close(self) -> None: ...
+
+    def _asked_by(self, holder: str) -> float:
+        if holder.partition("/")[0] in self.away:
+            raise StoreError("the network is cut")
+        return asyncio.get_running_loop().time()
+
+
+class Members(list[ProxyUnderTest]):
+    """The members, in the order of their names m0, m1, ..."""
+
+    def __init__(self, lock: MemoryLock) -> None:
+        super().__init__()
+        self.lock = lock
+        self.locks = {DEFAULT: lock}
+
+    @property
+    def leader(self) -> ProxyUnderTest:
+        """The one that leads."""
+        (leader,) = [one for one in self if shard_of(one).leads]
+        return leader
+
+    @property
+    def followers(self) -> list[ProxyUnderTest]:
+        return [one for one in self if not shard_of(one).leads]
+
+    def together(self) -> bool:
+        """Whether everybody follows the one that leads."""
+        led = [shard_of(one) for one in self]
+        return sum(one.leads for one in led) == 1 and all(one.led and len(one.members) == len(self) for one in led)
+
+    def check_settled(self) -> None:
+        """Nothing is left in any member."""
+        for one in self:
+            one.check()
+            relays = cluster_of(one).relays
+            assert (relays.waiting, relays.running) == (0, 0)
+            for pool in cluster_of(one).shards:
+                for session in sessions_of(one, pool).values():
+                    assert (session.open_requests, session.leases) == (0, 0)
+
+
+def cluster_of(member: ProxyUnderTest) -> Cluster:
+    assert member.app.cluster is not None
+    return member.app.cluster
+
+
+def shard_of(member: ProxyUnderTest, pool: str = DEFAULT) -> Shard:
+    return cluster_of(member).shards[pool]
+
+
+def sessions_of(member: ProxyUnderTest, pool: str = DEFAULT) -> dict[str, MemberSession]:
+    """Those that it schedules for, by name."""
+    sessions = shard_of(member, pool).sessions
+    return {} if sessions is None else sessions.by_name
+
+
+@asynccontextmanager
+async def members(
+    count: int, *options: ReplicaOptions, fixed_limit: int | None = None, **config: Any
+) -> AsyncIterator[Members]:
+    """So many members over one replica for each of `options`. All follow one of them when the block is entered."""
+    with pytest.MonkeyPatch.context() as patch:
+        found = Members(MemoryLock())
+        patch.setattr(stores, "opened", lambda _config, _api, shard: found.locks.setdefault(shard, MemoryLock()))
+        async with nothing_left(), AsyncExitStack() as stack:
+            replicas = [await stack.enter_async_context(Replica(one)) for one in options]
+            backends = [
+                {"url": one.url, "name": f"b{number}", "max_in_flight": fixed_limit}
+                for number, one in enumerate(replicas)
+            ]
+            http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+            for number in range(count):
+                cluster = {"listen": "127.0.0.1:0", "member": f"m{number}", "lock_s": 1.0} | config.get("cluster", {})
+                data = merged_with(QUICK | {"backends": backends}, config | {"cluster": cluster})
+                app = await stack.enter_async_context(running(Config.model_validate(data)))
+                found.append(ProxyUnderTest(app, replicas, http, data))
+            await until(lambda: all(all_up(one) for one in found) and found.together())
+            yield found
+            for one in found:
+                await one.settled()
+            found.check_settled()

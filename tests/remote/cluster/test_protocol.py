@@ -1,0 +1,372 @@
+"""Messages between members: the same come out that went in, and two releases understand each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from enum import Enum
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import inspect
+from structlog.testing import capture_logs
+
+from llmproxy.core.backends.catalogue import Target
+from llmproxy.core.domain import Entry, Grant, KnownCapacity, KnownLimit, Outcome, Placed, Stage, Verdict, Why
+from llmproxy.observe.exit import RequestExit, RequestInput, RequestResult, RequestRouting
+from llmproxy.remote.cluster.channel import FRAME_BYTES_MAX, FRAME_MESSAGES_MAX
+from llmproxy.remote.cluster.protocol import (
+    FROM_MEMBER,
+    OTHERWISE,
+    PROTOCOL,
+    TO_MEMBER,
+    UNKNOWN_MAX,
+    Balances,
+    Drained,
+    FromMember,
+    Hello,
+    KnownMessages,
+    Learned,
+    LeaseTaken,
+    Members,
+    NotLeader,
+    Ping,
+    PrefixHeld,
+    RateDebts,
+    Resume,
+    Resumed,
+    Running,
+    ToMember,
+    Welcome,
+    aged,
+)
+from llmproxy.remote.workers import protocol
+from llmproxy.remote.workers.channel import BrokenFrameError, Frames, frame
+from llmproxy.scheduling.attempts import AttemptRecord
+from tests.core.make import request
+from tests.remote.workers.test_protocol import EXITS, NUMBERS, PLACED, REQUESTS, TEXTS, TIMES, USAGES, WHYS
+
+CALLS = st.integers(-(2**40), 2**40)
+CALL_SETS = st.frozensets(CALLS, max_size=5)
+BOOLS = st.booleans()
+TARGETS = st.builds(Target, TEXTS, TEXTS, TEXTS, st.none() | TEXTS)
+LIMIT = st.builds(KnownLimit, NUMBERS, BOOLS, st.lists(TEXTS, max_size=3).map(tuple), st.none() | NUMBERS)
+SIZE = st.tuples(NUMBERS, NUMBERS, TIMES, TIMES)
+CAPACITY = st.builds(KnownCapacity, st.lists(TIMES, max_size=3).map(tuple), st.lists(SIZE, max_size=3).map(tuple))
+LIMITS, CAPACITIES = (st.dictionaries(TEXTS, one, max_size=3) for one in (LIMIT, CAPACITY))
+FROM: dict[type[Any], st.SearchStrategy[Any]] = {
+    protocol.Admit: st.builds(protocol.Admit, CALLS, REQUESTS, st.frozensets(TEXTS), st.sampled_from(Entry)),
+    protocol.CancelCall: st.builds(protocol.CancelCall, CALLS),
+    protocol.LeaseStarted: st.builds(protocol.LeaseStarted, CALLS),
+    protocol.LeaseCommitted: st.builds(protocol.LeaseCommitted, CALLS),
+    protocol.LeaseProgress: st.builds(protocol.LeaseProgress, CALLS, NUMBERS),
+    protocol.LeaseReturned: st.builds(protocol.LeaseReturned, CALLS, st.sampled_from(Verdict), USAGES),
+    protocol.LeaseRecomputing: st.builds(protocol.LeaseRecomputing, CALLS),
+    protocol.RequestEnded: st.builds(protocol.RequestEnded, TEXTS, st.none() | BOOLS),
+    protocol.PrefixCached: st.builds(
+        protocol.PrefixCached, TEXTS, CALLS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple)
+    ),
+    protocol.ResponseStored: st.builds(protocol.ResponseStored, TEXTS, TEXTS, TEXTS),
+    protocol.PageRequest: st.builds(protocol.PageRequest, CALLS, st.binary(max_size=50), TEXTS),
+    protocol.Resolve: st.builds(protocol.Resolve, CALLS, st.none() | TEXTS, TIMES, NUMBERS),
+    protocol.ExitReport: st.builds(protocol.ExitReport, EXITS),
+    Hello: st.builds(Hello, NUMBERS, TEXTS, TEXTS, TEXTS, TEXTS, TEXTS, NUMBERS),
+    Resume: st.builds(Resume, CALL_SETS, CALL_SETS),
+    Running: st.builds(Running, CALLS, REQUESTS, PLACED, TIMES, st.none() | TIMES, BOOLS, NUMBERS),
+    Resumed: st.just(Resumed()),
+    LeaseTaken: st.builds(LeaseTaken, CALLS),
+    PrefixHeld: st.builds(PrefixHeld, TEXTS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple)),
+    Ping: st.just(Ping()),
+}
+TO: dict[type[Any], st.SearchStrategy[Any]] = {
+    protocol.LeaseGranted: st.builds(
+        protocol.LeaseGranted, CALLS, CALLS, st.sampled_from(Stage), PLACED, TIMES, NUMBERS, WHYS, TIMES
+    ),
+    protocol.CallRefused: st.builds(protocol.CallRefused, CALLS, st.sampled_from(Outcome), TEXTS, st.none() | TIMES),
+    protocol.LeaseCut: st.builds(protocol.LeaseCut, CALLS, BOOLS),
+    protocol.ResponseStored: st.builds(protocol.ResponseStored, TEXTS, TEXTS, TEXTS),
+    protocol.PageResponse: st.builds(
+        protocol.PageResponse, CALLS, st.integers(100, 599), TEXTS, st.lists(st.tuples(TEXTS, TEXTS)).map(tuple),
+        st.binary(max_size=50),
+    ),
+    protocol.NameResolved: st.builds(protocol.NameResolved, CALLS, TARGETS),
+    Welcome: st.builds(Welcome, NUMBERS, TEXTS, TEXTS, TEXTS),
+    NotLeader: st.builds(NotLeader, TEXTS),
+    Members: st.builds(Members, st.lists(TEXTS, max_size=5).map(tuple)),
+    Drained: st.builds(Drained, st.frozensets(TEXTS, max_size=5), st.none() | st.frozensets(TEXTS, max_size=5)),
+    Balances: st.builds(Balances, TEXTS, st.integers(-100, 100), st.dictionaries(TEXTS, TIMES, max_size=5)),
+    Learned: st.builds(Learned, LIMITS, CAPACITIES),
+    RateDebts: st.builds(RateDebts, st.lists(st.tuples(TEXTS, TEXTS, TIMES), max_size=3).map(tuple)),
+    Ping: st.just(Ping()),
+}  # fmt: skip
+WAYS = pytest.mark.parametrize(("kinds", "known"), [(FROM, FROM_MEMBER), (TO, TO_MEMBER)], ids=["from", "to"])
+
+
+def heard(known: KnownMessages[Any], data: bytes) -> list[Any]:
+    return list(Frames(known, FRAME_BYTES_MAX).feed(data))
+
+
+def test_every_kind_is_tried() -> None:
+    assert set(FROM) == set(get_args(FromMember))
+    assert set(TO) == set(get_args(ToMember))
+
+
+def test_no_two_kinds_have_one_number() -> None:
+    kinds = set(FROM) | set(TO)
+    assert len({kind.__struct_config__.tag for kind in kinds}) == len(kinds)
+
+
+@WAYS
+@given(data=st.data())
+def test_messages_come_out_as_they_went_in(
+    kinds: dict[type[Any], st.SearchStrategy[Any]], known: KnownMessages[Any], data: st.DataObject
+) -> None:
+    sent = data.draw(st.lists(st.one_of(*kinds.values()), max_size=4))
+    # Numbers beyond 64 bits and texts that are no UTF-8 are bounded: see the tests of frames.
+    assert heard(known, frame(sent)) == sent
+
+
+# --- two releases -----------------------------------------------------------------------------------------------------
+
+
+@WAYS
+@given(data=st.data(), more=st.lists(st.none() | NUMBERS | TEXTS | st.lists(NUMBERS), max_size=3))
+def test_further_last_fields_are_skipped(
+    kinds: dict[type[Any], st.SearchStrategy[Any]], known: KnownMessages[Any], data: st.DataObject, more: list[Any]
+) -> None:
+    message = data.draw(st.one_of(*kinds.values()))
+    [plain] = msgspec.msgpack.decode(frame([message])[4:])
+    assert heard(known, _frame([[*plain, *more]])) == [message]
+
+
+@WAYS
+@given(kind=st.integers(60, 127) | TEXTS | st.none(), fields=st.lists(NUMBERS | TEXTS, max_size=4))
+def test_unknown_kinds_are_skipped(
+    kinds: dict[type[Any], st.SearchStrategy[Any]], known: KnownMessages[Any], kind: Any, fields: list[Any]
+) -> None:
+    del kinds
+    assert heard(known, _frame([[kind, *fields], [Ping.__struct_config__.tag]])) == [Ping()]
+
+
+@WAYS
+def test_a_known_kind_that_is_wrong_is_broken(
+    kinds: dict[type[Any], st.SearchStrategy[Any]], known: KnownMessages[Any]
+) -> None:
+    for kind in kinds:
+        if kind.__struct_fields__:
+            with pytest.raises(BrokenFrameError):
+                heard(known, _frame([[kind.__struct_config__.tag, {}]]))
+
+
+UNKNOWN = "from a later release"
+
+
+def values(of: inspect.Type, way: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], type[Enum]]]:
+    """Where a type has enums: the keys and places on the way there in plain data, and the enum."""
+    match of:
+        case inspect.EnumType(cls):
+            yield way, cls
+        case inspect.StructType(array_like=True, fields=fields, tag=tag):
+            for place, field in enumerate(fields, 0 if tag is None else 1):
+                yield from values(field.type, (*way, place))
+        case inspect.StructType(fields=fields) | inspect.DataclassType(fields=fields):
+            for field in fields:
+                yield from values(field.type, (*way, field.encode_name))
+        case inspect.UnionType(types):
+            for one in types:
+                yield from values(one, way)
+        case inspect.CollectionType(item_type):
+            yield from values(item_type, (*way, 0))
+        case inspect.TupleType(item_types):
+            for place, one in enumerate(item_types):
+                yield from values(one, (*way, place))
+        case inspect.DictType(key_type, value_type):
+            assert not [*values(key_type), *values(value_type)], "a value of an enum in a mapping is not looked for"
+
+
+TRAVEL = [
+    pytest.param(known, kind, way, enum, id=f"{kind.__name__}-{enum.__name__}-{'.'.join(map(str, way))}")
+    for kinds, known in ((FROM, FROM_MEMBER), (TO, TO_MEMBER))
+    for kind in kinds
+    for way, enum in values(inspect.type_info(kind))
+]
+GRANT = Grant(1, request(), Placed("a", 0.0, (), 1), 0.0, 0, Why((), 0, (), 0))
+FULL: dict[type[Any], Any] = {
+    protocol.Admit: protocol.Admit(1, request(), frozenset(), Entry.NEW),
+    protocol.LeaseReturned: protocol.LeaseReturned(1, Verdict.SERVED, None),
+    protocol.ExitReport: protocol.ExitReport(
+        RequestExit(
+            RequestInput(request_id="r", method="POST", path="/"),
+            RequestResult(outcome=Outcome.COMPLETED, status=200, duration_s=1.0),
+            RequestRouting(tried=(AttemptRecord.begun(GRANT, 0.0),)),
+        )
+    ),
+    Running: Running(1, request(), GRANT.placed, 0.0, None, False, 0),
+    protocol.LeaseGranted: protocol.LeaseGranted(1, 1, Stage.WHOLE, GRANT.placed, 0.0, 0, GRANT.why, 1.0),
+    protocol.CallRefused: protocol.CallRefused(1, Outcome.SHED, "", None),
+}
+"""A message of each kind that has a value of an enum, with all the parts in which one is."""
+
+
+@pytest.mark.parametrize(("known", "kind", "way", "enum"), TRAVEL)
+def test_an_unknown_value_is_taken_for_another_one(
+    known: KnownMessages[Any], kind: type[Any], way: tuple[Any, ...], enum: type[Enum]
+) -> None:
+    """Neither the connection ends, nor are the messages beside it lost."""
+    beside = Ping()
+    [_, plain, _] = sent = msgspec.msgpack.decode(frame([beside, FULL[kind], beside])[4:])
+    part = plain
+    for key in way[:-1]:
+        part = part[key]
+    part[way[-1]] = UNKNOWN
+    [before, message, after] = heard(known, _frame(sent))
+    assert (before, after) == (beside, beside)
+    part[way[-1]] = OTHERWISE[enum].value
+    assert message == heard(known, _frame([plain]))[0]
+
+
+def test_an_unknown_value_is_logged_once() -> None:
+    known: KnownMessages[Any] = KnownMessages(ToMember)
+    sent = msgspec.msgpack.decode(frame([FULL[protocol.CallRefused]])[4:])
+    with capture_logs() as logs:
+        for value in (UNKNOWN, UNKNOWN, "and another one"):
+            sent[0][2] = value
+            heard(known, _frame(sent))
+        for number in range(2 * UNKNOWN_MAX):
+            sent[0][2] = str(number)
+            heard(known, _frame(sent))
+    assert [(line["of"], line["value"]) for line in logs[:2]] == [("Outcome", UNKNOWN), ("Outcome", "and another one")]
+    assert len(logs) == UNKNOWN_MAX
+
+
+REQUIRED = {
+    "Admit": "call request excluded entry",
+    "AttemptRecord": "",
+    "Balances": "pool band flows",
+    "CallRefused": "call outcome message retry_after_s",
+    "CancelCall": "call",
+    "Drained": "backends",
+    "ExitReport": "record",
+    "Hello": "protocol version name incarnation address config epoch",
+    "KnownCapacity": "sums sizes",
+    "KnownLimit": "limit settled models",
+    "Learned": "limits capacities",
+    "LeaseCommitted": "lease",
+    "LeaseCut": "lease revoked",
+    "LeaseGranted": "call lease stage placed at_s queued_ahead why left_s",
+    "LeaseProgress": "lease output_tokens",
+    "LeaseRecomputing": "lease",
+    "LeaseReturned": "lease verdict usage",
+    "LeaseStarted": "lease",
+    "LeaseTaken": "call",
+    "Members": "names",
+    "NameResolved": "call target",
+    "NotLeader": "why",
+    "PageRequest": "call request remote",
+    "PageResponse": "call status reason headers body",
+    "Ping": "",
+    "PrefixHeld": "pool backend hashes",
+    "Placed": "backend score terms candidates",
+    "Predicted": "expected_s p90_s",
+    "PrefixCached": "pool lease backend hashes",
+    "RateDebts": "debts",
+    "Request": "id pool model adapter band flow arrived_s deadline_s body_bytes prompt_tokens output_tokens",
+    "RequestEnded": "request_id met",
+    "RequestExit": "input result",
+    "RequestInput": "request_id method path",
+    "RequestResult": "outcome status duration_s",
+    "RequestRouting": "",
+    "Resolve": "call name hold_s body_bytes",
+    "ResponseStored": "response_id backend tenant",
+    "Resume": "waiting running",
+    "Resumed": "",
+    "Running": "call request placed age_s started_age_s committed output_tokens",
+    "Slo": "",
+    "Target": "requested model pool adapter",
+    "TraceContext": "trace_id span_id parent_id sampled",
+    "Usage": "prompt_tokens output_tokens",
+    "Waited": "rule",
+    "Welcome": "epoch name version config",
+    "Why": "waiting flows standing passed_over",
+}
+"""The fields without a default of everything that travels, by name and in their order."""
+
+
+def structs(of: inspect.Type) -> Iterator[inspect.StructType | inspect.DataclassType]:
+    """The structs that data of a type consists of."""
+    match of:
+        case inspect.StructType(fields=fields) | inspect.DataclassType(fields=fields):
+            yield of
+            for field in fields:
+                yield from structs(field.type)
+        case inspect.UnionType(types) | inspect.TupleType(types):
+            for one in types:
+                yield from structs(one)
+        case inspect.CollectionType(item_type) | inspect.DictType(value_type=item_type):
+            yield from structs(item_type)
+
+
+def test_no_release_changes_what_another_one_needs() -> None:
+    """A new field has a default, and one without a default is neither renamed nor left out.
+
+    Whoever needs more raises PROTOCOL and writes `REQUIRED` anew. New kinds are added to it.
+    """
+    found = {
+        one.cls.__name__: " ".join(field.encode_name for field in one.fields if field.required)
+        for kind in {**FROM, **TO}
+        for one in structs(inspect.type_info(kind))
+    }
+    assert found == REQUIRED
+
+
+def _frame(messages: list[Any]) -> bytes:
+    body = msgspec.msgpack.encode(messages)
+    return len(body).to_bytes(4, "big") + body
+
+
+# --- what no member of ours writes ------------------------------------------------------------------------------------
+
+
+@WAYS
+@given(data=st.binary(max_size=200))
+def test_any_bytes_are_messages_or_broken(
+    kinds: dict[type[Any], st.SearchStrategy[Any]], known: KnownMessages[Any], data: bytes
+) -> None:
+    del kinds
+    with suppress(BrokenFrameError):
+        heard(known, data)
+    with suppress(BrokenFrameError):
+        heard(known, len(data).to_bytes(4, "big") + data)
+
+
+@pytest.mark.parametrize("messages", [5, None, {}, "x", [5], [None], ["x"], [{}]], ids=str)
+def test_what_is_no_list_of_messages_is_broken(messages: Any) -> None:
+    with pytest.raises(BrokenFrameError):
+        heard(FROM_MEMBER, _frame(messages))
+
+
+def test_a_frame_beyond_the_limit_is_broken_before_it_is_there() -> None:
+    with pytest.raises(BrokenFrameError):
+        heard(FROM_MEMBER, (FRAME_BYTES_MAX + 1).to_bytes(4, "big"))
+    assert heard(FROM_MEMBER, FRAME_BYTES_MAX.to_bytes(4, "big")) == []
+
+
+def test_the_longest_requests_fit_into_a_frame() -> None:
+    longest = request(prefix=tuple(range(2**63, 2**63 + 4096)))
+    admits = [protocol.Admit(number, longest, frozenset(), Entry.NEW) for number in range(FRAME_MESSAGES_MAX)]
+    assert len(frame(admits)) < FRAME_BYTES_MAX
+
+
+@given(REQUESTS, TIMES, TIMES)
+def test_a_request_is_as_old_to_who_hears_of_it(asked: Any, ours: float, theirs: float) -> None:
+    there = aged(aged(asked, ours), -theirs)
+    for one, other in ((asked.arrived_s, there.arrived_s), (asked.deadline_s, there.deadline_s)):
+        assert other - theirs == pytest.approx(one - ours, abs=1e-5)
+
+
+def test_the_version_is_not_changed_by_accident() -> None:
+    """Members of another version do not talk to each other, so that a roll-out would halve a cluster."""
+    assert PROTOCOL == 1

@@ -1,0 +1,179 @@
+"""Rates per minute are those of one proxy, whoever leads."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llmproxy.core.domain import Outcome
+from llmproxy.core.queueing.rates import REQUESTS, TOKENS, RateLimits
+from llmproxy.core.settings import Settings, UsageLimit
+from llmproxy.remote.cluster.hand_over import RATES_KNOWN_MAX, RATES_MAX, KnownRateDebts
+from tests.dispatching import SETTINGS, Client, virtual
+from tests.remote.cluster.virtual import VirtualMember, World, world
+from tests.scheduling.shared.memory import LIMITS, MemoryStore, sharing, theirs
+from tests.scheduling.shared.memory import TOKENS as TOKENS_KEY
+
+SOON_S = 0.05
+TENANT = "tenant:t"
+A, B = (TENANT, REQUESTS), (TENANT, TOKENS)
+
+
+def limited(**limit: float) -> Settings:
+    return replace(SETTINGS, limits={TENANT: UsageLimit(**limit)})  # type: ignore[arg-type]
+
+
+def ask(one: VirtualMember, **facts: Any) -> Client:
+    return one.client(limits=(TENANT,), **facts)
+
+
+async def another_leads(found: World) -> None:
+    old = found.leader
+    old.cluster.begin_shutdown()
+    await asyncio.sleep(2.0)
+    assert found.leader is not old
+
+
+@virtual
+async def test_what_was_taken_counts_at_the_next_leader() -> None:
+    async with world(3, seats=9, settings=limited(requests_per_min=6.0)) as found:
+        one = found.followers[0]
+        served = [ask(one) for _ in range(5)]
+        await asyncio.sleep(1.5)
+        assert [client.holds() for client in served] == ["a"] * 5
+        await another_leads(found)
+        more = [ask(one) for _ in range(3)]
+        await asyncio.sleep(SOON_S)
+        assert [client.holds() for client in more] == ["a", None, None]
+        assert [client.refused and client.refused.outcome for client in more] == [None, *[Outcome.RATE_LIMITED] * 2]
+
+
+@virtual
+async def test_a_member_that_joined_late_knows_it_too() -> None:
+    async with world(1, seats=9, settings=limited(requests_per_min=2.0)) as found:
+        [first] = found.members
+        for _ in range(2):
+            ask(first)
+        await asyncio.sleep(1.5)
+        late = await found.member("late")
+        await asyncio.sleep(0.5)
+        await another_leads(found)
+        assert found.leader is late
+        refused = ask(late)
+        await asyncio.sleep(SOON_S)
+        assert refused.refused is not None
+
+
+@virtual
+async def test_what_waited_is_neither_counted_twice_nor_refused_by_the_next_leader() -> None:
+    async with world(3, settings=limited(requests_per_min=2.0, tokens_per_min=40.0)) as found:
+        one, other = found.followers
+        holder = other.client()
+        await asyncio.sleep(SOON_S)
+        waits = [ask(one) for _ in range(2)]
+        await asyncio.sleep(1.5)
+        await another_leads(found)
+        assert [client.refused for client in waits] == [None, None]
+        await holder.done()
+        await asyncio.sleep(SOON_S)
+        assert waits[0].holds() == "a"
+        left = found.leader.dispatcher.pools._limits.rates.left_per_min(TENANT, asyncio.get_running_loop().time())
+        assert left[0] == pytest.approx(0.0, abs=0.2)
+        assert left[1] == pytest.approx(0.0, abs=4.0)
+
+
+@virtual
+async def test_what_waited_is_not_refused_where_its_member_comes_late() -> None:
+    """The next leader has recalled what was taken by then, what waits included."""
+    async with world(3, settings=limited(requests_per_min=2.0)) as found:
+        one, other = found.followers
+        holder = found.leader.client()
+        await asyncio.sleep(SOON_S)
+        waits = [ask(one), ask(other)]
+        await asyncio.sleep(1.5)
+        found.cut(one, other)
+        await another_leads(found)
+        found.heal()
+        await asyncio.sleep(3.0)
+        assert [client.refused for client in waits] == [None, None]
+        for client in (holder, *waits):
+            await client.done()
+
+
+@virtual
+async def test_what_waited_is_counted_once_over_a_broken_connection() -> None:
+    async with world(2, settings=limited(requests_per_min=3.0)) as found:
+        [one], leader = found.followers, found.leader
+        holder = leader.client()
+        await asyncio.sleep(SOON_S)
+        waits = ask(one)
+        await asyncio.sleep(SOON_S)
+        found.break_connections()
+        await asyncio.sleep(1.0)
+        assert leader.sessions[one.name].connected
+        requests, _ = leader.dispatcher.pools._limits.rates.left_per_min(TENANT, asyncio.get_running_loop().time())
+        assert requests == pytest.approx(2.0, abs=0.1)
+        await holder.done()
+        await asyncio.sleep(SOON_S)
+        assert waits.holds() == "a"
+
+
+@virtual
+async def test_what_was_taken_in_a_store_stays_so_when_another_leads() -> None:
+    """Who led counts no tokens of what goes on, and who leads knows nothing of what was taken for it."""
+    store, limits = MemoryStore(), replace(SETTINGS, limits=LIMITS)
+    async with sharing(store) as first, sharing(store) as second, world(2, settings=limits) as found:
+        for one, shared in zip(found.members, (first, second), strict=True):
+            one.dispatcher.pools._limits.rates, one.dispatcher.reserve = shared, shared.reserve
+        asks = found.followers[0]
+        running, waiting = asks.client(theirs(200)), asks.client(theirs(300))
+        await asyncio.sleep(0.5)
+        assert (running.holds(), waiting.holds()) == ("a", None)
+        assert store.taken_s(TOKENS_KEY) == pytest.approx(50.0, abs=0.6)
+        await another_leads(found)
+        assert store.taken_s(TOKENS_KEY) == pytest.approx(50.0 - 2.5, abs=0.6)
+        assert running.holds() == "a"
+        for one in found.members:
+            one.dispatcher.pools._limits.rates = RateLimits(LIMITS)
+
+
+# --- what is told -----------------------------------------------------------------------------------------------------
+
+
+def told(one: KnownRateDebts, debts: dict[tuple[str, str], float], now: float) -> dict[tuple[str, str], float]:
+    return {(limit, kind): debt_s for part in one.changes(debts, now) for limit, kind, debt_s in part.debts}
+
+
+def test_only_what_was_taken_or_given_back_is_told() -> None:
+    one = KnownRateDebts()
+    assert told(one, {A: 10.0, B: 5.0}, 0.0) == {A: 10.0, B: 5.0}
+    assert told(one, {A: 9.0, B: 4.0}, 1.0) == {}
+    assert told(one, {A: 12.0, B: 3.0}, 2.0) == {A: 12.0}
+    assert told(one, {A: 11.0}, 3.0) == {B: 0.0}, "it was given back before its time"
+    assert told(one, {}, 15.0) == {}
+
+
+def test_who_hears_of_it_knows_what_is_left() -> None:
+    teller, hearer = KnownRateDebts(), KnownRateDebts()
+    for debts, now in (({A: 10.0, B: 5.0}, 0.0), ({A: 20.0}, 1.0)):
+        for part in teller.changes(debts, now):
+            hearer.take(part, now + 100.0)
+    assert hearer.left(101.0) == teller.left(1.0) == {A: 20.0}
+    assert hearer.left(111.0) == {A: 10.0}
+    assert hearer.left(121.0) == {}
+    [late] = teller.all(6.0)
+    assert late.debts == ((*A, 15.0),)
+
+
+def test_messages_and_memory_are_bounded() -> None:
+    teller, hearer = KnownRateDebts(), KnownRateDebts()
+    many = {(f"tenant:{number}", REQUESTS): 50.0 for number in range(RATES_KNOWN_MAX + 10)}
+    parts = list(teller.changes(many, 0.0))
+    assert max(len(part.debts) for part in parts) == RATES_MAX
+    for part in parts:
+        hearer.take(part, 0.0)
+    assert len(hearer.left(1.0)) == RATES_KNOWN_MAX
+    assert ("tenant:0", REQUESTS) not in hearer.left(1.0)

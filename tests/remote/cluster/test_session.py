@@ -1,0 +1,782 @@
+"""Who is let in, who is not, and what becomes of members that come twice, come late, or leave while they lead."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from llmproxy.core.domain import Entry, KnownCapacity, KnownLimit, Outcome, Refused
+from llmproxy.remote.cluster import cluster, leader_link
+from llmproxy.remote.cluster.channel import FRAME_BYTES_MAX, HELLO_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, MemberChannel
+from llmproxy.remote.cluster.cluster import CLAIMED_EPOCH_MAX
+from llmproxy.remote.cluster.election import SEEK_S
+from llmproxy.remote.cluster.hand_over import LEARNED_S
+from llmproxy.remote.cluster.pages import PAGE_BYTES_MAX, status_of
+from llmproxy.remote.cluster.protocol import (
+    PROTOCOL,
+    TO_MEMBER,
+    Hello,
+    Learned,
+    NotLeader,
+    Ping,
+    Resume,
+    Resumed,
+    Welcome,
+    aged,
+)
+from llmproxy.remote.cluster.session import MemberSession
+from llmproxy.remote.cluster.sessions import Sessions
+from llmproxy.remote.cluster.shard import SETTLE_S
+from llmproxy.remote.workers import protocol
+from llmproxy.remote.workers.channel import frame
+from llmproxy.scheduling.dispatcher import Dispatcher
+from tests.core.make import request
+from tests.dispatching import virtual
+from tests.remote.cluster.elections import HELD_S
+from tests.remote.cluster.virtual import LATENCY_S, VirtualMember, World, world
+
+
+class Stranger:
+    """Somebody who connects to a member by hand, and remembers what came."""
+
+    def __init__(self, found: World, name: str = "stranger") -> None:
+        self.name = name
+        self.heard: list[Any] = []
+        self.lost = False
+        self.channel: MemberChannel[Any] = MemberChannel(TO_MEMBER, self.heard.append, self._lost)
+        found.net.connect(name, found.leader.name, self.channel, found.net.listening[found.leader.name]())
+
+    def _lost(self) -> None:
+        self.lost = True
+
+    def hello(self, **given: Any) -> None:
+        facts: dict[str, Any] = {"protocol": PROTOCOL, "version": "0", "name": self.name, "incarnation": "1",
+                                 "address": "", "config": "config", "epoch": 0}  # fmt: skip
+        self.channel.send(Hello(**(facts | given)))
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    async def refused(self) -> str:
+        await asyncio.sleep(0.1)
+        [refusal] = self.of(NotLeader)
+        assert not self.of(Welcome)
+        assert self.lost
+        return str(refusal.why)
+
+    async def end(self) -> None:
+        self.channel.abort()
+        await asyncio.sleep(0.1)
+
+
+# --- who is let in ----------------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_who_says_hello_is_welcome() -> None:
+    async with world(2) as found:
+        one = Stranger(found)
+        one.hello()
+        await asyncio.sleep(0.1)
+        [welcome] = one.of(Welcome)
+        assert welcome == Welcome(found.leader.shard.epoch, found.leader.name, "0", "config")
+        assert found.leader.shard.members == ("m0", "m1", "stranger")
+        await one.end()
+
+
+@virtual
+async def test_who_says_something_else_first_is_refused_once() -> None:
+    async with world(2) as found:
+        one = Stranger(found)
+        with capture_logs() as logs:
+            for _ in range(5):
+                one.channel.send(Resumed())
+            assert await one.refused() == "the first message is no Hello"
+        assert [line["event"] for line in logs] == ["cluster_member_refused"]
+
+
+@virtual
+async def test_who_tries_again_and_again_is_in_the_log_once_for_each_reason() -> None:
+    async with world(2) as found:
+        with capture_logs() as logs:
+            for protocol_version in (PROTOCOL + 1, PROTOCOL + 1, PROTOCOL + 2, PROTOCOL + 2):
+                one = Stranger(found)
+                one.hello(protocol=protocol_version)
+                await one.refused()
+        assert [f"version {PROTOCOL + more} " in line["why"] for more, line in enumerate(logs, 1)] == [True, True]
+
+
+@virtual
+async def test_another_version_of_the_protocol_is_refused() -> None:
+    async with world(2) as found:
+        one = Stranger(found)
+        one.hello(protocol=PROTOCOL + 1)
+        assert f"version {PROTOCOL + 1}" in await one.refused()
+
+
+@virtual
+async def test_a_later_release_says_what_this_one_does_not_know() -> None:
+    async with world(2) as found:
+        one = Stranger(found)
+        one.hello()
+        one.channel.send(Resume(frozenset(), frozenset()))
+        one.channel.send(Resumed())
+        one.channel.send(protocol.Admit(1, aged(request(deadline_s=60.0), 0.0), frozenset(), "in a new way"))  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+        assert [granted.call for granted in one.of(protocol.LeaseGranted)] == [1]
+        assert found.leader.dispatcher.leases == 1
+        one.channel.send(protocol.LeaseReturned(1, "for a new reason", None))  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+        assert found.leader.dispatcher.leases == 0
+        assert not one.lost
+        await one.end()
+
+
+@virtual
+async def test_a_refusal_with_a_new_outcome_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise Refused("a new one", "No.", None)  # type: ignore[arg-type]
+
+    async with world(2) as found:
+        one = found.followers[0]
+        holds = one.client()
+        await asyncio.sleep(0.05)
+        monkeypatch.setattr(Dispatcher, "admit", refuse)
+        refused = one.client()
+        await asyncio.sleep(0.05)
+        assert refused.refused is not None
+        assert (refused.refused.outcome, refused.refused.message) == (Outcome.REJECTED_NO_BACKENDS, "No.")
+        assert holds.holds() == "a"
+        assert one.shard.changes == 1, "the connection is the one that it was"
+
+
+@virtual
+async def test_who_has_no_certificate_of_a_member_is_refused() -> None:
+    async with world(2) as found:
+        found.leader.network.trusting = False
+        one = Stranger(found)
+        one.hello()
+        assert "another name" in await one.refused()
+
+
+@pytest.mark.parametrize("name", ["m0", "m1"])
+@virtual
+async def test_a_name_that_another_process_has_is_refused(name: str) -> None:
+    """Otherwise each would drive the other out, again and again."""
+    async with world(2) as found:
+        one = Stranger(found)
+        one.hello(name=name, incarnation="2")
+        assert "cluster.member" in await one.refused()
+        assert all(member.shard.led for member in found.members)
+
+
+@virtual
+async def test_a_process_that_was_restarted_replaces_the_one_that_is_gone() -> None:
+    async with world(3) as found:
+        dead = found.followers[0]
+        dead.client()
+        await asyncio.sleep(0.05)
+        found.members.remove(dead)
+        await dead.die()
+        new = await found.member(dead.name, incarnation="2")
+        await asyncio.sleep(0.5)
+        assert new.shard.led
+        assert found.leader.dispatcher.leases == 0, "what the old process had is over"
+
+
+@virtual
+async def test_no_more_members_than_the_limit() -> None:
+    async with world(2) as found:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cluster, "MEMBERS_MAX", 3)
+            ones = [Stranger(found, f"s{number}") for number in range(2)]
+            for one in ones:
+                one.hello()
+                await asyncio.sleep(0.01)
+            assert "3 members" in await ones[1].refused()
+            assert ones[0].of(Welcome)
+            found.break_connections()
+            await asyncio.sleep(0.5)
+            assert all(one.shard.led for one in found.members), "those who are in may come back"
+            await ones[0].end()
+
+
+@virtual
+async def test_who_is_refused_says_why_once() -> None:
+    async with world(2) as found:
+        late = await found.member("late")
+        late.cluster.me = Hello(PROTOCOL + 1, "0", "late", "1", "late", "config", 0)
+        with capture_logs() as logs:
+            await asyncio.sleep(3.0)
+        said = [line for line in logs if line["event"] == "cluster_leader_unreachable"]
+        assert [line["error"] for line in said] == [
+            f"it speaks version {PROTOCOL + 1} of the protocol, and not {PROTOCOL}"
+        ]
+        assert status_of(late.cluster)["leader_away"] == said[0]["error"]
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def reports() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context))
+    return found
+
+
+DEEP = b"\x91" * 5_000
+GARBAGE = (
+    b"\xff\xff\xff\xff", b"\x01\x00\x00\x01", b"\x00\x00\x00\x01\xc1", b"GET / HTTP/1.1\r\n\r\n",
+    len(DEEP).to_bytes(4, "big") + DEEP,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("data", GARBAGE, ids=lambda data: repr(data[:20]))
+@pytest.mark.parametrize("member", [False, True])
+@virtual
+async def test_garbage_ends_its_connection_alone(data: bytes, member: bool) -> None:
+    reported = reports()
+    async with world(2) as found:
+        client = found.followers[0].client()
+        one = Stranger(found)
+        if member:
+            one.hello()
+        await asyncio.sleep(0.1)
+        with capture_logs() as lines:
+            one.channel.transport.write(data)  # type: ignore[attr-defined]
+            await asyncio.sleep(0.1)
+        assert one.lost
+        assert reported == [], "it is no bug of this program"
+        said = [line["event"] for line in lines if line["event"] in ("broken_frame", "cluster_member_refused")]
+        assert said == ["broken_frame" if member else "cluster_member_refused"]
+        assert client.holds() == "a"
+        assert all(each.shard.led for each in found.members)
+
+
+@virtual
+async def test_before_its_hello_a_member_sends_small_frames_alone() -> None:
+    async with world(2) as found:
+        one = Stranger(found)
+        one.channel.transport.write((HELLO_BYTES_MAX + 1).to_bytes(4, "big"))  # type: ignore[attr-defined]
+        await asyncio.sleep(0.1)
+        assert one.lost
+        other = Stranger(found)
+        other.hello()
+        await asyncio.sleep(0.1)
+        other.channel.transport.write((HELLO_BYTES_MAX + 1).to_bytes(4, "big"))  # type: ignore[attr-defined]
+        await asyncio.sleep(0.1)
+        assert not other.lost
+        await other.end()
+
+
+@pytest.mark.parametrize("epoch", [1 << 62, CLAIMED_EPOCH_MAX + 1, -1])
+@virtual
+async def test_a_turn_that_nobody_can_have_had_moves_no_leader(epoch: int) -> None:
+    async with world(2) as found:
+        leader, turn = found.leader.name, found.leader.shard.epoch
+        one = Stranger(found)
+        one.hello(epoch=epoch)
+        assert "a turn that nobody can have had" in await one.refused()
+        await asyncio.sleep(5.0)
+        assert (found.leader.name, found.leader.shard.epoch) == (leader, turn)
+
+
+@virtual
+async def test_a_frame_that_is_cut_is_nothing() -> None:
+    async with world(2) as found:
+        one = Stranger(found)
+        one.channel.transport.write(frame([Ping()])[:-1])  # type: ignore[attr-defined]
+        await one.end()
+
+
+@virtual
+async def test_a_message_that_makes_no_sense_is_skipped() -> None:
+    """A member is trusted, but its bugs are not to spread."""
+    reported = reports()
+    async with world(2) as found:
+        one = Stranger(found)
+        one.hello()
+        for message in (
+            protocol.LeaseReturned(77, "served", None),  # type: ignore[arg-type]
+            protocol.LeaseStarted(78), protocol.LeaseProgress(79, 5), protocol.CancelCall(80),
+            protocol.RequestEnded("unknown", None), Resume(frozenset({1}), frozenset({2})),
+        ):  # fmt: skip
+            one.channel.send(message)
+        one.channel.send(protocol.Admit(5, request(pool="no such pool", model="none"), frozenset(), Entry.NEW))
+        await asyncio.sleep(0.1)
+        [refused] = one.of(protocol.CallRefused)
+        assert refused.call == 5
+        assert not reported
+        one.channel.send(protocol.RequestEnded(next(iter(found.leader.sessions["stranger"]._requests)), None))
+        await asyncio.sleep(0.1)
+        await one.end()
+
+
+# --- connections that are no more -------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_silence_ends_a_connection_on_both_sides() -> None:
+    async with world(2) as found:
+        leader, one = found.leader, found.followers[0]
+        found.cut(leader, one)
+        await asyncio.sleep(SILENCE_S - 0.5)
+        assert one.shard.calls is not None
+        await asyncio.sleep(1.6)
+        assert not one.relay.led
+        assert not leader.sessions[one.name].connected
+        found.heal()
+        await asyncio.sleep(3.0)
+        assert one.shard.led
+
+
+@virtual
+async def test_a_process_that_stood_still_reads_before_it_gives_up() -> None:
+    async with world(2) as found:
+        link = found.followers[0].shard._link
+        assert link is not None
+        loop: Any = asyncio.get_running_loop()
+        loop._now_s += 2.9
+        await asyncio.sleep(2.0)
+        assert found.followers[0].shard._link is link
+
+
+@virtual
+async def test_a_peer_that_takes_nothing_is_lost() -> None:
+    async with world(2) as found:
+        one, wire = found.followers[0], found.net.wires[-1]
+        wire.unread = UNSENT_BYTES_MAX + 1
+        link = one.shard._link
+        await asyncio.sleep(2.0)
+        assert one.shard._link is not link
+        assert one.shard.led
+
+
+@virtual
+async def test_what_comes_by_an_older_connection_is_of_the_past() -> None:
+    """A member connects again, and bytes of its first connection arrive after those of the second."""
+    async with world(2) as found:
+        old, new = Stranger(found), Stranger(found)
+        old.hello()
+        await asyncio.sleep(0.1)
+        new.hello()
+        await asyncio.sleep(0.1)
+        assert new.of(Welcome)
+        old.channel.send(protocol.Admit(5, request(), frozenset(), Entry.NEW))
+        await asyncio.sleep(0.1)
+        assert found.leader.dispatcher.leases == 0
+        assert old.lost
+        assert not new.lost
+        assert found.leader.sessions["stranger"].connected
+        await new.end()
+
+
+@virtual
+async def test_what_comes_to_a_leader_that_has_resigned_waits_nowhere() -> None:
+    async with world(2) as found:
+        old, one = found.leader, found.followers[0]
+        seat = old.client()
+        await asyncio.sleep(0.05)
+        waits = one.client()
+        await asyncio.sleep(LATENCY_S / 2)
+        old.cluster.begin_shutdown()
+        await asyncio.sleep(0.2)
+        assert not old.dispatcher._waiting
+        await asyncio.sleep(2.0)
+        await seat.done()
+        await asyncio.sleep(0.1)
+        assert waits.holds() == "a"
+
+
+# --- leaders ----------------------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_a_member_that_knows_of_a_later_turn_makes_the_leader_take_one_beyond() -> None:
+    """The store was emptied, and a process that had just started took the lock: nobody else would follow it."""
+    async with world(3) as found:
+        for one in found.members:
+            one.shard.epoch = 9
+            one.shard._election._epoch = 9  # type: ignore[union-attr]
+        found.members.remove(dead := found.leader)
+        await dead.die()
+        found.store.forget()
+        new = await found.member("new")
+        await asyncio.sleep(3.0)
+        assert found.leader is new
+        assert new.shard.epoch == 10
+        assert all(one.shard.led for one in found.members)
+
+
+@virtual
+async def test_a_welcome_of_an_earlier_turn_is_refused() -> None:
+    async with world(2) as found:
+        one = found.followers[0]
+        link = one.shard._link
+        assert link is not None
+        one.shard.epoch = 5
+        other = leader_link.LeaderLink(link.leadership, one.shard.take, one.shard.lost)
+        one.shard.welcomed(other, Welcome(4, "old", "0", "config"))
+        assert one.shard._link is link
+        assert one.shard.epoch == 5
+        one.shard.epoch = 1
+
+
+@virtual
+async def test_a_leader_that_cannot_be_connected_to_is_logged_once() -> None:
+    async with world(3) as found:
+        cut, leader = found.followers[0], found.leader
+        found.cut(cut, leader)
+        with capture_logs() as logs:
+            await asyncio.sleep(20.0)
+        said = [line["event"] for line in logs if line["event"] == "cluster_leader_unreachable"]
+        assert len(said) == 1
+        found.heal()
+        assert status_of(cut.cluster)["leader_away"] is not None
+        await asyncio.sleep(3.0)
+        assert cut.shard.led
+        assert status_of(cut.cluster)["leader_away"] is None
+
+
+@virtual
+async def test_a_leader_that_ends_a_connection_without_an_answer_may_want_tls() -> None:
+    async with world(2) as found:
+        one = found.followers[0].shard
+        assert one.leadership is not None
+        link = leader_link.LeaderLink(one.leadership, one.take, one.lost)
+        link.channel.connection_lost(None)
+        assert (await link.answer or "").endswith("as where only one of two members uses TLS")
+
+
+@virtual
+async def test_an_address_that_is_none_is_no_end() -> None:
+    async with world(2) as found:
+        one = found.followers[0]
+        connect = one.network.connect
+
+        async def fails(address: str, connected: Any) -> None:
+            del address, connected
+            raise ValueError("no address")
+
+        one.network.connect = fails  # type: ignore[method-assign]
+        found.break_connections()
+        await asyncio.sleep(2.0)
+        assert not one.shard.led
+        linking = one.shard._linking
+        assert linking is not None
+        assert not linking.done() or linking.exception() is None
+        one.network.connect = connect  # type: ignore[method-assign]
+        await asyncio.sleep(2.0)
+        assert one.shard.led
+
+
+@virtual
+async def test_a_connection_that_ends_at_once_is_not_made_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    join = Sessions.join
+
+    def end(self: Sessions, hello: Hello, sender: Any) -> MemberSession:
+        session = join(self, hello, sender)
+        if not sender.local:
+            asyncio.get_running_loop().call_later(2 * LATENCY_S, sender.abort)
+        return session
+
+    async with world(2) as found:
+        with monkeypatch.context() as patch:
+            patch.setattr(Sessions, "join", end)
+            found.break_connections()
+            before = found.net.connects
+            await asyncio.sleep(10.0)
+            assert 50 <= found.net.connects - before <= 10.0 / SEEK_S + 1
+        await asyncio.sleep(1.0)
+        assert found.followers[0].shard.led
+
+
+@virtual
+async def test_nobody_waits_for_a_dead_leader_when_there_is_another() -> None:
+    """Its machine is gone, so that nothing answers: not even that nobody listens."""
+    async with world(3) as found:
+        dead = found.leader
+        one, other = found.followers
+        for alive in (one, other):
+            found.cut(dead, alive)
+        await asyncio.sleep(5.5)
+        dead.shard._election.stands = False  # type: ignore[union-attr]
+        found.store.held = None
+        async with asyncio.timeout(0.8):
+            while not all(alive.shard.led and alive.shard.epoch == 2 for alive in (one, other)):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        found.heal()
+        await asyncio.sleep(5.0)
+
+
+@virtual
+async def test_a_slow_leader_gets_one_connection_of_each_member() -> None:
+    async with world(2) as found:
+        one, leader = found.followers[0], found.leader
+        accepted = found.net.listening[leader.name]
+        held: list[Any] = []
+
+        def slow() -> asyncio.Protocol:
+            protocol_of_it: Any = accepted()
+            take = protocol_of_it.data_received
+            protocol_of_it.data_received = lambda data: asyncio.get_running_loop().call_later(0.7, take, data)
+            held.append(protocol_of_it)
+            return protocol_of_it  # type: ignore[no-any-return]
+
+        found.net.listening[leader.name] = slow
+        found.break_connections()
+        await asyncio.sleep(3.0)
+        assert len(held) == 1
+        assert one.shard.led
+        found.net.listening[leader.name] = accepted
+        found.break_connections()
+        await asyncio.sleep(1.0)
+
+
+@virtual
+async def test_the_last_one_leads_until_somebody_else_is_there() -> None:
+    async with world(1) as found:
+        [old] = found.members
+        client = old.client()
+        old.cluster.begin_shutdown()
+        await asyncio.sleep(1.0)
+        assert old.shard.leads
+        new = await found.member("new")
+        await asyncio.sleep(2.0)
+        assert new.shard.leads
+        assert client.holds() == "a"
+        assert new.dispatcher.leases == 1
+
+
+@virtual
+async def test_the_last_one_that_would_lead_does_so_until_its_end() -> None:
+    """The other one leaves as well, and only goes on with what it has."""
+    async with world(2) as found:
+        [leaves], last = found.followers, found.leader
+        runs = leaves.client()
+        await asyncio.sleep(0.1)
+        waits = [one.client() for one in (leaves, last)]
+        leaves.cluster.begin_shutdown()
+        await asyncio.sleep(1.0)
+        last.cluster.begin_shutdown()
+        await asyncio.sleep(2 * HELD_S)
+        assert found.leader is last
+        for client in (runs, *reversed(waits)):
+            assert client.holds() == "a"
+            await client.done()
+            await asyncio.sleep(0.1)
+        known = asyncio.Event()
+        late = await found.member("late", known.wait())
+        await asyncio.sleep(1.0)
+        assert found.leader is last
+        known.set()
+        await asyncio.sleep(1.0)
+        assert found.leader is late
+
+
+@virtual
+async def test_a_leader_that_resigns_while_a_member_joins() -> None:
+    async with world(2) as found:
+        late = await found.member("late")
+        await asyncio.sleep(1.5 * LATENCY_S)
+        found.leader.cluster.begin_shutdown()
+        await asyncio.sleep(2.0)
+        assert late.shard.led
+        assert len({one.shard.epoch for one in found.members}) == 1
+
+
+@virtual
+async def test_hand_drained_backends_stay_so_under_another_leader() -> None:
+    async with world(3) as found:
+        old = found.leader
+        old.drained = frozenset({"a"})
+        old.dispatcher.on_change()
+        await asyncio.sleep(0.1)
+        assert all(one.drained == {"a"} for one in found.members)
+        old.cluster.begin_shutdown()
+        await asyncio.sleep(2.0)
+        new = found.leader
+        assert new is not old
+        new.drained = frozenset()
+        new.dispatcher.on_change()
+        late = await found.member("late")
+        await asyncio.sleep(0.5)
+        assert all(one.drained == frozenset() for one in [*found.members, late])
+
+
+@virtual
+async def test_what_flows_were_charged_is_known_to_the_next_leader() -> None:
+    async with world(2, seats=2) as found:
+        old, new = found.leader, found.followers[0]
+        clients = [old.client(flow="big", prompt_tokens=3000), old.client(flow="small")]
+        await asyncio.sleep(1.5)
+        known = {key: dict(flows) for key, flows in new.shard._hand_over.balances.known.items()}
+        assert any(known.values())
+        recalled: list[Any] = []
+        recall = new.dispatcher.pools.recall
+
+        def spy(pool: str, band: int, flows: Any) -> None:
+            recalled.append(((pool, band), dict(flows)))
+            recall(pool, band, flows)
+
+        new.dispatcher.pools.recall = spy  # type: ignore[method-assign, assignment]
+        found.cut(old, new)
+        found.store.held = None
+        old.shard._election.stands = False  # type: ignore[union-attr]
+        await asyncio.sleep(HELD_S + SETTLE_S)
+        assert new.shard.leads
+        assert dict(recalled) == known
+        found.heal()
+        await asyncio.sleep(5.0)
+        for client in clients:
+            await client.done()
+
+
+@virtual
+async def test_what_was_learned_is_known_to_the_next_leader_and_to_one_that_joined_late() -> None:
+    async with world(2) as found:
+        old = found.leader
+        old.learned = Learned({"http://a": KnownLimit(32, True, ("base",))}, {"base": KnownCapacity((1.0,), ())})
+        await asyncio.sleep(LEARNED_S + 1.0)
+        late = await found.member("late")
+        await asyncio.sleep(1.0)
+        for one in (*found.followers, late):
+            assert one.recalled == [], "only who leads needs it"
+        assert late.shard._hand_over.learned == old.learned
+        old.cluster.begin_shutdown()
+        await asyncio.sleep(2.0)
+        assert found.leader is not old
+        assert [told for told, _ in found.leader.recalled] == [old.learned]
+
+
+@virtual
+async def test_what_a_leader_told_itself_is_no_younger_when_the_next_one_tells_it() -> None:
+    async with world(2) as found:
+        loop = asyncio.get_running_loop()
+        old, new = found.leader, found.followers[0]
+        old.learned = new.learned = Learned({}, {"base": KnownCapacity((1.0,), ())})
+        await asyncio.sleep(LEARNED_S + 1.0)
+        told_s = loop.time()
+        await hand_over(found, old, new)
+        await hand_over(found, new, old)
+        [(told, at_s)] = old.recalled
+        assert (told, at_s < told_s) == (old.learned, True)
+        await hand_over(found, old, new)
+        new.learned, later_s = Learned({}, {"base": KnownCapacity((2.0,), ())}), loop.time()
+        await asyncio.sleep(LEARNED_S + 1.0)
+        await hand_over(found, new, old)
+        told, at_s = old.recalled[-1]
+        assert (told, at_s > later_s) == (new.learned, True)
+
+
+@virtual
+async def test_a_leader_that_has_seen_too_little_tells_the_next_one_what_it_was_told() -> None:
+    """As where all members are restarted one after the other."""
+    async with world(3) as found:
+        old, [between, new] = found.leader, found.followers
+        old.learned = Learned({}, {"base": KnownCapacity((1.0,), ()), "gone": KnownCapacity((2.0,), ())})
+        await asyncio.sleep(LEARNED_S + 1.0)
+        new.shard._election.stands = False  # type: ignore[union-attr]
+        await hand_over(found, old, between)
+        await asyncio.sleep(LEARNED_S + 1.0)
+        between.shard._election.stands = old.shard._election.stands = False  # type: ignore[union-attr]
+        await hand_over(found, between, new)
+        assert new.recalled[-1][0] == Learned({}, {"base": KnownCapacity((1.0,), ())}), "of the pools that are there"
+
+
+async def hand_over(found: World, one: VirtualMember, other: VirtualMember) -> None:
+    """The leader `one` lets `other` lead."""
+    one.shard._election.stands, other.shard._election.stands = False, True  # type: ignore[union-attr]
+    found.store.held = None
+    await asyncio.sleep(HELD_S + SETTLE_S)
+    assert other.shard.leads
+    one.shard._election.stands = True  # type: ignore[union-attr]
+
+
+@virtual
+async def test_a_configuration_that_was_read_again_is_known_to_the_leader() -> None:
+    async with world(3) as found:
+        one, leader = found.followers[0], found.leader
+        one.cluster.reconfigured("other")
+        await asyncio.sleep(0.1)
+        assert leader.sessions[one.name].hello.config == "other"
+        leader.cluster.reconfigured("other")
+        assert leader.cluster.me.config == "other"
+        found.break_connections()
+        await asyncio.sleep(1.0)
+        assert leader.sessions[one.name].hello.config == "other"
+
+
+# --- pages, and frames that are too long ------------------------------------------------------------------------------
+
+
+@virtual
+async def test_a_page_that_is_too_long_is_refused_and_breaks_nothing() -> None:
+    async with world(2) as found:
+        one = found.followers[0]
+        calls, link = one.shard.calls, one.shard._link
+        assert calls is not None
+        long_ago = b"x" * (PAGE_BYTES_MAX + 1)
+        answer = await calls.answer(lambda call: protocol.PageRequest(call, long_ago, ""))
+        assert isinstance(answer, protocol.PageResponse)
+        assert answer.status == 502
+        assert one.shard._link is link
+        answers = await asyncio.gather(
+            *(calls.answer(lambda call: protocol.PageRequest(call, long_ago[:-1], "")) for _ in range(3))
+        )
+        assert {one.status for one in answers if isinstance(one, protocol.PageResponse)} == {200}
+        assert one.shard._link is link
+
+
+@virtual
+async def test_a_message_that_is_too_long_is_not_sent() -> None:
+    reported = reports()
+    async with world(2) as found:
+        one = found.followers[0]
+        assert one.shard._link is not None
+        one.shard._link.channel.send(protocol.PageRequest(-99, b"x" * FRAME_BYTES_MAX, ""))
+        one.shard._link.channel.send(Ping())
+        await asyncio.sleep(0.5)
+        assert [report["message"][:20] for report in reported] == ["too long to be sent:"]
+        assert one.shard.led
+
+
+# --- nothing grows ----------------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_a_thousand_broken_connections_leave_nothing() -> None:
+    async with world(3) as found:
+        client = found.followers[0].client()
+        for _ in range(1000):
+            found.break_connections()
+            await asyncio.sleep(0.25)
+        assert client.holds() == "a"
+        for one in found.members:
+            assert (len(one.shard._tasks), len(one.cluster._tasks)) == (2, 0)
+            assert len(one.cluster.incoming) <= 2
+            assert len(one.differing) == 0
+        assert len(asyncio.all_tasks()) < 30
+
+
+@virtual
+async def test_a_call_of_the_next_connection_may_have_the_number_of_one_of_the_last() -> None:
+    """The leader has not noticed yet that the last connection is lost, and cancels its calls in the same turn."""
+    async with world(1) as found:
+        leader = found.leader
+        leader.dispatcher.expects_backends(True)
+        hello = Hello(PROTOCOL, "0", "m1", "1", "", "config", 0)
+        session = leader.shard.join(hello, MemberChannel(TO_MEMBER, lambda _: None, lambda: None))
+        for _ in range(2):
+            session.take(Resume(frozenset(), frozenset()))
+            session.take(protocol.Resolve(-1, "later", 60.0, 1))
+            session.take(Resumed())
+            await asyncio.sleep(0.01)
+        assert leader.dispatcher.nameless == 1
+        session.take(protocol.CancelCall(-1))
+        await asyncio.sleep(0.01)
+        assert leader.dispatcher.nameless == 0
+        session.end()

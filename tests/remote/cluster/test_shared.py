@@ -1,0 +1,230 @@
+"""What clients and operators see of a cluster is the same whichever member they ask."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from llmproxy.config import Config, hash_of
+from llmproxy.gateway.proxying.stored import IDS_MAX
+from llmproxy.remote.cluster.channel import SILENCE_S
+from tests.dispatching import virtual
+from tests.e2e.proxies import FAST, HELLO, until
+from tests.e2e.scheduling.test_stored_responses import RESPONSES, go_on, made
+from tests.remote.cluster.elections import HELD_S
+from tests.remote.cluster.fleet import cluster_of, members, sessions_of, shard_of
+from tests.remote.cluster.virtual import world
+
+ADMIN: dict[str, Any] = {"admin_key": hash_of("k"), "trust_headers": "all"}
+KEY = {"authorization": "Bearer k"}
+
+
+async def test_a_response_is_gone_on_with_through_any_member() -> None:
+    async with members(3, FAST, FAST, FAST, scheduling={"placement": "round_robin"}) as found:
+        for one in found:
+            first = await made(one)
+            for other in found:
+                then = await go_on(other, first)
+                assert (then.status, then.backend) == (200, first.backend)
+
+
+async def test_a_member_that_joins_again_knows_who_keeps_what_was_stored_before() -> None:
+    async with members(2, FAST, FAST) as found:
+        first = await made(found.leader)
+        [late] = found.followers
+        path = f"{RESPONSES}/{first.json['id']}"
+        assert (await late.get(path)).status == 200
+        late.app.gateway.stored._made_by.clear()
+        late.app.gateway.stored._ids_of.clear()
+        assert (await late.get(path)).status == 404
+        link = shard_of(late)._link
+        assert link is not None
+        link.channel.abort()
+        await until(lambda: shard_of(late)._link not in (None, link) and found.together())
+        await until(lambda: len(late.app.gateway.stored.made_by) > 0)
+        assert (await late.get(path)).status == 200
+
+
+@virtual
+async def test_a_member_that_joins_is_told_who_keeps_what_was_stored_before() -> None:
+    async with world(2) as found:
+        for number in range(IDS_MAX):
+            found.leader.store(f"resp_{number:0256}")
+        await asyncio.sleep(0.1)
+        late = await found.member("late")
+        await asyncio.sleep(0.5)
+        assert late.shard.led
+        assert list(late.responses.values()) == list(found.leader.responses.values())
+        assert len(late.responses) == IDS_MAX
+
+
+@virtual
+async def test_what_was_stored_while_a_member_was_cut_off_is_told_when_it_is_back() -> None:
+    async with world(3) as found:
+        leader, one = found.leader, found.followers[0]
+        found.cut(leader, one)
+        await asyncio.sleep(2 * SILENCE_S)
+        leader.store("resp_1")
+        await asyncio.sleep(0.1)
+        assert [len(member.responses) for member in found.followers] == [0, 1]
+        found.heal()
+        await asyncio.sleep(5.0)
+        assert one.shard.led
+        assert set(one.responses) == {"resp_1"}
+
+
+@virtual
+async def test_what_was_stored_without_a_leader_is_told_to_the_next_one() -> None:
+    async with world(3, alone_after_s=HELD_S + 1.0) as found:
+        dead = found.leader
+        found.store.away = True
+        found.members.remove(dead)
+        await dead.die()
+        await asyncio.sleep(3 * HELD_S)
+        assert all(one.shard.parts for one in found.members)
+        for one in found.members:
+            one.store(f"resp_{one.name}")
+        await asyncio.sleep(0.1)
+        assert [len(one.responses) for one in found.members] == [1, 1]
+        found.store.away = False
+        await asyncio.sleep(3.0)
+        late = await found.member("late")
+        await asyncio.sleep(1.0)
+        for one in found.members:
+            assert one.responses.keys() == {f"resp_{other.name}" for other in found.members if other is not late}
+
+
+@pytest.mark.parametrize("path", ["/scale", "/debug/queue", "/debug/explain"])
+async def test_pages_about_decisions_are_those_of_the_leader(path: str) -> None:
+    async with members(3, FAST, **ADMIN) as found:
+        for one in found:
+            assert (await one.chat()).status == 200
+        pages = [await one.get(path, headers=KEY) for one in found]
+        assert [page.status for page in pages] == [200] * 3
+        if path == "/debug/explain":
+            assert [len(page.json["pools"][0]["choices"]) for page in pages] == [3] * 3
+
+
+async def test_a_backend_that_is_drained_at_any_member_stays_so_under_the_next_leader() -> None:
+    async with members(3, FAST, FAST, **ADMIN) as found:
+        follower = found.followers[0]
+        wrong = {"authorization": "Bearer wrong"}
+        assert (await follower.post("/admin/backends/b0/drain", {}, headers=wrong)).status == 401
+        assert (await follower.post("/admin/backends/b0/drain", {}, headers=KEY)).status == 200
+        await until(lambda: all(one.app.registry.drained() == {"b0"} for one in found))
+        old = found.leader
+        cluster_of(old).begin_shutdown()
+        await until(lambda: not shard_of(old).leads)
+        await until(found.together)
+        for one in found:
+            for _ in range(3):
+                assert (await one.chat()).backend == "b1"
+        assert (await old.post("/admin/backends/b0/undrain", {}, headers=KEY)).status == 200
+        await until(lambda: not any(one.app.registry.drained() for one in found))
+
+
+async def test_nothing_is_drained_without_a_leader_as_the_next_one_would_not_know_of_it() -> None:
+    async with members(2, FAST, FAST, **ADMIN) as found:
+        found.lock.away = {"m0", "m1"}
+        await until(lambda: not any(shard_of(one).led for one in found))
+        for one in found:
+            answer = await one.post("/admin/backends/b0/drain", {}, headers=KEY)
+            assert (answer.status, answer.headers["retry-after"]) == (503, "5")
+        found.lock.away.clear()
+        await until(found.together)
+        assert (await found[0].post("/admin/backends/b0/drain", {}, headers=KEY)).status == 200
+        await until(lambda: all(one.app.registry.drained() == {"b0"} for one in found))
+
+
+async def test_the_admin_port_of_a_member_asks_the_leader_too() -> None:
+    async with members(2, FAST, admin={"port": 0}, **ADMIN) as found:
+        for one in found:
+            assert one.app.admin_url is not None
+            assert (await one.get("/debug/queue", headers=KEY)).status == 404
+            assert (await one.get(one.app.admin_url + "/debug/queue", headers=KEY)).status == 200
+            assert (await one.get(one.app.admin_url + "/admin/cluster", headers=KEY)).json["leader"] == "m0"
+
+
+async def test_a_lock_with_a_password_is_on_no_page() -> None:
+    lock = "valkey://:s3cret@127.0.0.1:6379"
+    async with members(2, FAST, cluster={"lock": lock}, **ADMIN) as found:
+        for one in found:
+            for path in ("/admin/cluster", "/debug/queue", "/debug/explain", "/metrics", "/scale"):
+                assert b"s3cret" not in (await one.get(path, headers=KEY)).body
+            assert "s3cret" not in repr(one.app.config)
+
+
+async def test_a_reload_at_a_follower_and_at_the_leader() -> None:
+    """Each member reads its own files: until all have, they differ, and that is shown."""
+    async with members(2, FAST, **ADMIN) as found:
+        leader, follower = found.leader, found.followers[0]
+
+        def same() -> list[bool]:
+            return [one.hello.config == cluster_of(leader).me.config for one in sessions_of(leader).values()]
+
+        other = Config.model_validate({**follower.config_data, "body_bytes_max": 12345})
+        assert all(same())
+        follower.app.reconfigure(other)
+        await until(lambda: not all(same()))
+        leader.app.reconfigure(Config.model_validate({**leader.config_data, "body_bytes_max": 12345}))
+        assert (await follower.chat()).status == 200
+        await until(lambda: all(same()))
+
+
+@virtual
+async def test_who_knows_no_backend_yet_does_not_lead() -> None:
+    """It would refuse what waits at all others, because it knows no model."""
+    async with world(2) as found:
+        old, one = found.leader, found.followers[0]
+        seat = one.client()
+        await asyncio.sleep(0.05)
+        waits = one.client()
+        await asyncio.sleep(0.05)
+        polled = asyncio.Event()
+        new = await found.member("new", known=polled.wait())
+        one.shard._election.stands = False  # type: ignore[union-attr]
+        old.cluster.begin_shutdown()
+        await asyncio.sleep(3.0)
+        assert not new.relay.led
+        polled.set()
+        await asyncio.sleep(1.0)
+        assert new.shard.leads
+        assert seat.holds() == "a"
+        assert waits.refused is None
+
+
+@virtual
+async def test_who_leaves_before_it_knows_anything_does_not_lead_afterwards() -> None:
+    async with world(1) as found:
+        polled = asyncio.Event()
+        new = await found.member("new", known=polled.wait())
+        await asyncio.sleep(1.0)
+        new.cluster.begin_shutdown()
+        polled.set()
+        old = found.leader
+        old.shard._election.stands = False  # type: ignore[union-attr]
+        found.store.held = None
+        await asyncio.sleep(10.0)
+        assert not new.shard.leads
+
+
+async def test_requests_that_wait_outlive_a_leader_that_is_cut_off_from_its_lock() -> None:
+    async with members(3, FAST, fixed_limit=1, scheduling={"look_ahead": 0}) as found:
+        old = found.leader
+        async with found.followers[0].stream() as seat:
+            await seat.content.readany()
+            waiting = [one.waiting(HELLO) for one in found]
+            await until(lambda: old.queued == 3)
+            found.lock.away.add(old.app.cluster.me.name)  # type: ignore[union-attr]
+            others = [one for one in found if one is not old]
+            await until(lambda: not shard_of(old).leads)
+            await until(lambda: any(shard_of(one).leads for one in others))
+            await until(lambda: all(shard_of(one).led for one in others))
+            assert not any(one.done() for one in waiting)
+            found.lock.away.clear()
+            await until(found.together)
+            assert found.leader is not old
+            await until(lambda: found.leader.queued == 3)
+        assert [(await one).status for one in waiting] == [200] * 3

@@ -1,0 +1,251 @@
+"""Frames: whatever way bytes are cut, the same messages come out; and nothing that a client sends breaks one."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from math import inf
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from llmproxy.core.backends.catalogue import Target
+from llmproxy.core.domain import Entry, Outcome, Placed, Predicted, Slo, Stage, Usage, Verdict, Why
+from llmproxy.observe.packed import INTEGER_MAX
+from llmproxy.remote.workers import protocol
+from llmproxy.remote.workers.channel import FROM_WORKER, TO_WORKER, BrokenFrameError, Channel, Frames, frame
+from tests.core.make import request
+from tests.dispatching import turns, virtual
+from tests.exits import exit_of
+from tests.remote.workers.link import Pipe
+
+# --- round trips ------------------------------------------------------------------------------------------------------
+
+TEXTS = st.text(max_size=20)
+NUMBERS = st.integers(0, 2**63)
+TIMES = st.floats(0, 1e9)
+USAGES = st.none() | st.builds(Usage, NUMBERS, NUMBERS, st.none() | NUMBERS)
+TERMS = st.lists(st.tuples(TEXTS, TIMES), max_size=3).map(tuple)
+REQUESTS = st.builds(
+    request, id=TEXTS, adapter=st.none() | TEXTS, flow=TEXTS, arrived_s=TIMES, max_tokens=st.none() | NUMBERS,
+    slo=st.none() | st.builds(Slo, st.none() | TIMES, st.none() | TIMES), limits=st.lists(TEXTS, max_size=2).map(tuple),
+    prefix=st.lists(st.integers(0, 2**64 - 1), max_size=5).map(tuple), session=st.none() | TEXTS,
+)  # fmt: skip
+PREDICTED = st.none() | st.builds(Predicted, TIMES, TIMES)
+PLACED = st.builds(Placed, TEXTS, TIMES, TERMS, NUMBERS, ttft=PREDICTED, tpot=PREDICTED)
+WHYS = st.builds(
+    Why, st.lists(st.tuples(st.integers(-100, 100), NUMBERS), max_size=3).map(tuple), NUMBERS, TERMS, NUMBERS
+)
+EXITS = st.builds(
+    exit_of, request_id=TEXTS, method=st.just("POST"), path=TEXTS, outcome=st.sampled_from(Outcome), status=NUMBERS,
+    duration_s=TIMES, why=st.none() | WHYS, terms=TERMS, predicted_ttft=PREDICTED, met=st.none() | st.booleans(),
+)  # fmt: skip
+UP: st.SearchStrategy[list[protocol.Message]] = st.lists(
+    st.builds(protocol.Admit, NUMBERS, REQUESTS, st.frozensets(TEXTS, max_size=3), st.sampled_from(Entry))
+    | st.builds(protocol.Resolve, NUMBERS, st.none() | TEXTS, TIMES, NUMBERS)
+    | st.builds(protocol.PageRequest, NUMBERS, st.binary(max_size=50), TEXTS)
+    | st.builds(protocol.LeaseReturned, NUMBERS, st.sampled_from(Verdict), USAGES)
+    | st.builds(protocol.RequestEnded, TEXTS, st.none() | st.booleans())
+    | st.builds(protocol.PrefixCached, TEXTS, NUMBERS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple))
+    | st.builds(protocol.ExitReport, EXITS)
+    | st.builds(protocol.LeaseProgress, NUMBERS, NUMBERS)
+    | st.sampled_from(
+        [
+            protocol.CancelCall(1),
+            protocol.LeaseStarted(2),
+            protocol.WorkerIdle(),
+            protocol.Listening("http://h:1"),
+            protocol.ResponseStored("resp_1", "a", ""),
+            protocol.LogLinesLost(3),
+            protocol.HeldBytes(4),
+            protocol.LeaseRecomputing(5),
+        ]
+    ),
+    max_size=6,
+)
+DOWN: st.SearchStrategy[list[protocol.Message]] = st.lists(
+    st.builds(
+        protocol.LeaseGranted,
+        NUMBERS,
+        NUMBERS,
+        st.sampled_from(Stage),
+        PLACED,
+        TIMES,
+        NUMBERS,
+        WHYS,
+        TIMES | st.just(inf),
+    )
+    | st.builds(protocol.CallRefused, NUMBERS, st.sampled_from(Outcome), TEXTS, st.none() | TIMES)
+    | st.builds(protocol.NameResolved, NUMBERS, st.builds(Target, TEXTS, TEXTS, TEXTS, st.none() | TEXTS))
+    | st.builds(
+        protocol.PageResponse,
+        NUMBERS,
+        NUMBERS,
+        TEXTS,
+        st.lists(st.tuples(TEXTS, TEXTS), max_size=3).map(tuple),
+        st.binary(),
+    )
+    | st.builds(
+        protocol.KnownBackends,
+        st.binary(),
+        st.dictionaries(TEXTS, st.builds(Target, TEXTS, TEXTS, TEXTS, TEXTS)),
+        st.none(),
+    )
+    | st.sampled_from(
+        [
+            protocol.LeaseCut(1, True),
+            protocol.StopWorker(),
+            protocol.ShutdownState(leaving=True),
+            protocol.WorkerStart("w1", (3, 4)),
+            protocol.LearnedEstimates({}),
+        ]
+    ),
+    max_size=6,
+)
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    """The same bytes in pieces."""
+    ends = sorted(place % (len(data) + 1) for place in places)
+    return [data[i:j] for i, j in zip([0, *ends], [*ends, len(data)], strict=True)]
+
+
+@pytest.mark.parametrize(("kind", "messages"), [(FROM_WORKER, UP), (TO_WORKER, DOWN)], ids=["up", "down"])
+@given(draws=st.data(), places=st.lists(st.integers(0, 10_000), max_size=8))
+def test_what_is_sent_is_heard_as_it_was_sent(
+    kind: Any, messages: st.SearchStrategy[list[protocol.Message]], draws: st.DataObject, places: list[int]
+) -> None:
+    batches = draws.draw(st.lists(messages, max_size=4))
+    frames = Frames(kind)
+    data = b"".join(map(frame, batches))
+    heard = [message for piece in cut(data, places) for message in frames.feed(piece)]
+    assert heard == [message for batch in batches for message in batch]
+
+
+# --- what clients may send --------------------------------------------------------------------------------------------
+
+
+def test_any_number_and_text_of_a_client_fits_a_frame() -> None:
+    vast = request(max_tokens=10**30, flow="a\udcffb", label="x", prefix=(2**64 - 1,))
+    other = request(flow="a\udcfeb")
+    heard = list(
+        Frames(FROM_WORKER).feed(
+            frame([protocol.Admit(1, vast, frozenset(), Entry.NEW), protocol.Admit(2, other, frozenset(), Entry.NEW)])
+        )
+    )
+    first, second = heard
+    assert isinstance(first, protocol.Admit)
+    assert isinstance(second, protocol.Admit)
+    assert first.request == replace(vast, max_tokens=INTEGER_MAX, flow=first.request.flow)
+    assert second.request == replace(other, flow=second.request.flow)
+    assert first.request.flow != second.request.flow, "two flows are still two"
+
+
+def test_a_text_of_a_class_of_its_own_is_a_text() -> None:
+    class Name(str):
+        __slots__ = ()
+
+    [shown] = Frames(TO_WORKER).feed(frame([protocol.PageResponse(1, 200, "OK", ((Name("A"), Name("b")),), b"")]))
+    assert shown == protocol.PageResponse(1, 200, "OK", (("A", "b"),), b"")
+
+
+# --- what no end of ours writes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xff\xff\xff",
+        b"\x00\x00\x00\x01\xc1",
+        b"\x00\x00\x00\x01\x80",
+        frame([protocol.StopWorker()]),
+        frame([]) + b"\x00\x00\x00\x02\x91\x90",
+    ],
+    ids=["a frame of 4 GB", "no MessagePack", "no array", "a message of the other side", "a message of no kind"],
+)
+def test_a_broken_frame_is_reported(data: bytes) -> None:
+    with pytest.raises(BrokenFrameError):
+        list(Frames(FROM_WORKER).feed(data))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_messages_or_broken(data: bytes) -> None:
+    with suppress(BrokenFrameError):
+        list(Frames(FROM_WORKER).feed(data))
+
+
+# --- the channel ------------------------------------------------------------------------------------------------------
+
+
+class _End:
+    """A channel that remembers what it heard, and the pipe that it hears by."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+        self.lost = 0
+        self.channel = Channel(FROM_WORKER, self._hear, self._lost)
+        self.pipe = Pipe(self.channel)
+
+    def _hear(self, message: Any) -> None:
+        if message == protocol.CancelCall(0):
+            raise ValueError("a bug")
+        self.heard.append(message)
+
+    def _lost(self) -> None:
+        self.lost += 1
+
+
+@virtual
+async def test_what_is_sent_in_one_turn_travels_in_one_write() -> None:
+    end = _End()
+    sender = Channel(TO_WORKER, lambda _: None, lambda: None)
+    sender.connection_made(end.pipe)
+    for call in (1, 2, 3):
+        sender.send(protocol.CancelCall(call))
+    assert end.pipe.writes == 0
+    await turns()
+    assert end.pipe.writes == 1
+    sender.send(protocol.CancelCall(4))
+    await turns()
+    assert end.pipe.writes == 2
+    assert end.heard == [protocol.CancelCall(1), protocol.CancelCall(2), protocol.CancelCall(3), protocol.CancelCall(4)]
+
+
+@virtual
+async def test_a_bug_with_one_message_does_not_lose_the_next() -> None:
+    end = _End()
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    end.channel.data_received(frame([protocol.CancelCall(0), protocol.CancelCall(1)]))
+    assert end.heard == [protocol.CancelCall(1)]
+
+
+@virtual
+async def test_a_channel_that_is_lost_takes_what_is_sent_into_nothing() -> None:
+    end, calls = _End(), []
+    sender = Channel(TO_WORKER, lambda _: None, lambda: calls.append("lost"))
+    sender.connection_made(end.pipe)
+    sender.send(protocol.CancelCall(1))
+    sender.connection_lost(None)
+    sender.send(protocol.CancelCall(2))
+    await turns()
+    assert calls == ["lost"]
+    assert end.heard == []
+
+
+@virtual
+async def test_a_broken_frame_ends_the_connection() -> None:
+    end = _End()
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    end.channel.connection_made(end.pipe)
+    end.channel.data_received(b"\xff\xff\xff\xff")
+    await turns()
+    assert end.lost == 1
+
+
+def test_what_is_sent_is_as_small_as_it_should_be() -> None:
+    assert len(frame([protocol.LeaseProgress(12345, 96)])) < 16
+    assert len(msgspec.msgpack.encode(protocol.LeaseStarted(12345))) < 8

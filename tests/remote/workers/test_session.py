@@ -1,0 +1,157 @@
+"""How sessions of workers end what they hold: clients that leave, leases that are taken back, workers that die."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome, Trouble, Usage, Verdict
+from llmproxy.core.settings import Settings, UsageLimit
+from llmproxy.scheduling.dispatcher import Dispatcher
+from tests.core.make import request
+from tests.dispatching import SETTINGS, Client, dispatcher, now, turns, virtual
+from tests.remote.workers.link import ENOUGH, WorkerLink, finished, leased, linked, nothing_left, refused
+
+# --- clients that leave -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", range(12))
+@linked
+async def test_a_client_may_leave_in_any_turn(one: Dispatcher, line: WorkerLink, after: int) -> None:
+    """From before its request is heard of until it holds a lease: every turn of the loop on the way is tried."""
+    client = line.client()
+    await turns(after)
+    client.task.cancel()
+    with suppress(asyncio.CancelledError):
+        await client.task
+    await nothing_left(one, line)
+    assert not line.events.exits
+
+
+@linked
+async def test_a_client_that_waits_and_leaves_is_not_granted_anything(one: Dispatcher, line: WorkerLink) -> None:
+    ends = finished(one)
+    holder, waiting = line.client(), line.client()
+    await turns(ENOUGH)
+    waiting.task.cancel()
+    await turns(ENOUGH)
+    assert one.pools.queued().get(DEFAULT, (0, 0)) == (0, 0)
+    await holder.done()
+    await nothing_left(one, line)
+    assert ends == [(Verdict.SERVED, None)]
+
+
+@linked
+async def test_a_cancelled_lease_counts_as_left_by_its_client(one: Dispatcher, line: WorkerLink) -> None:
+    ends = finished(one)
+    client = line.client()
+    await turns(ENOUGH)
+    client.task.cancel()
+    await nothing_left(one, line)
+    assert ends == [(Verdict.CLIENT_GONE, None)]
+
+
+@virtual
+async def test_a_request_ends_after_its_lease() -> None:
+    """A limit counts what was expected until the lease says what was used: in the other order it would forget that."""
+    limit = UsageLimit(tokens_per_min=1_000.0)
+    one = dispatcher(settings=Settings(capacity=SETTINGS.capacity, limits={"tenant:t": limit}), a=1)
+    line = WorkerLink(one)
+    asked = request(limits=("tenant:t",), prompt_tokens=100, output_tokens=100)
+    async with line.remote.admit(asked) as lease:
+        lease.verdict, lease.usage = Verdict.SERVED, Usage(300, 200)
+    line.remote.ended(asked, None)
+    await nothing_left(one, line)
+    assert one.pools._limits.rates.left_per_min("tenant:t", now())[1] == pytest.approx(500.0, abs=1.0)
+
+
+# --- what is taken back -----------------------------------------------------------------------------------------------
+
+
+@linked
+async def test_a_backend_that_is_gone_cuts_the_lease_in_its_worker(one: Dispatcher, line: WorkerLink) -> None:
+    cuts = list[bool]()
+    client = line.client()
+    lease = await leased(client)
+    lease.on_cut = lambda: cuts.append(lease.revoked)
+    for _ in range(2):
+        one.troubled("a", Trouble.REFUSED, "nobody listens")
+    await turns(ENOUGH)
+    assert cuts == [True]
+    assert (lease.revoked, lease.preempted) == (True, False)
+
+
+@linked
+async def test_a_preemption_is_reported_as_one(one: Dispatcher, line: WorkerLink) -> None:
+    client = line.client(stream=True, band=SHEDDABLE)
+    await turns(ENOUGH)
+    critical = Client(one, band=CRITICAL)
+    lease = await leased(client)
+    assert (lease.revoked, lease.preempted) == (False, True)
+    client.verdict = Verdict.PREEMPTED
+    await client.done()
+    await turns(ENOUGH)
+    assert critical.holds() == "a"
+    await critical.done()
+
+
+@linked
+async def test_a_cut_that_comes_before_its_grant_is_known_is_not_lost(one: Dispatcher, line: WorkerLink) -> None:
+    before, client = Client(one), line.client()
+    await turns(ENOUGH)
+    assert (before.holds(), client.holds()) == ("a", None)
+    before.leave.set()
+    while list(one._leases.values()) in ([], [before.lease]):  # noqa: ASYNC110 - what is waited for has no event of its own
+        await asyncio.sleep(0)
+    # Granted in this turn: neither the task of the session nor the worker knows it.
+    assert not line.session._leases
+    [held] = one._leases.values()
+    held.cut(revoked=True)
+    assert (await leased(client)).revoked
+
+
+# --- ends that nobody planned -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", range(12))
+@virtual
+async def test_a_worker_may_die_in_any_turn(after: int) -> None:
+    """Whatever its requests were about to do: all that they held is free, and they are reported."""
+    one = dispatcher(a=1)
+    line, other = WorkerLink(one), WorkerLink(one)
+    for _ in range(2):
+        line.client()
+    await turns(after)
+    line.die()
+    await turns(ENOUGH)
+    assert line.session.gone.is_set()
+    assert len(line.events.exits) == line.session.cut
+    assert {ended.result.outcome for ended in line.events.exits} <= {Outcome.INTERNAL}
+    assert (await leased(other.client())).backend == "a"
+    await nothing_left(one, line, other)
+
+
+@linked
+async def test_requests_of_a_dead_worker_are_recorded_once(one: Dispatcher, line: WorkerLink) -> None:
+    for i in range(3):
+        line.client(label=f"r{i}", band=CRITICAL)
+    await turns(ENOUGH)
+    assert (line.session.open_requests, one.leases) == (3, 1)
+    line.die()
+    await turns(ENOUGH)
+    exits = [(ended.input.request_id, ended.result.outcome, ended.input.band) for ended in line.events.exits]
+    assert exits == [(f"r{i}", Outcome.INTERNAL, "critical") for i in range(3)]
+    assert line.session.cut == 3
+
+
+@linked
+async def test_without_a_scheduler_every_request_is_refused(one: Dispatcher, line: WorkerLink) -> None:
+    waiting = [line.client(), line.client()][1]
+    await turns(ENOUGH)
+    assert one.leases == 1
+    line.down.abort()
+    assert await refused(waiting) is Outcome.DRAINING
+    assert await refused(line.client()) is Outcome.DRAINING
+    assert (line.remote.draining, line.remote.granting) == (True, False)

@@ -1,0 +1,240 @@
+"""Which worker listens where, and that all workers know what the scheduler knows before it matters."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmproxy.config import BackendConfig, Config, ConfigError
+from llmproxy.core.domain import Usage
+from llmproxy.gateway.build import Gateway
+from llmproxy.gateway.proxying.rules import Rules
+from llmproxy.lifecycle.sockets import Sockets
+from llmproxy.remote.workers import protocol
+from llmproxy.remote.workers.session import WorkerSession
+from llmproxy.remote.workers.supervisor import WorkerSupervisor, dealt_sockets
+from tests.core.make import listing
+from tests.dispatching import dispatcher, turns, virtual
+from tests.remote.workers.link import Nowhere, RecordedEvents
+
+# --- sockets ----------------------------------------------------------------------------------------------------------
+
+
+class Named:
+    """A socket of which only the address is of interest."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def getsockname(self) -> str:
+        return self._name
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12), st.integers(1, 8))
+def test_every_worker_listens_at_every_address(names: list[str], count: int) -> None:
+    sockets = [Named(name) for name in names]
+    hands = dealt_sockets(sockets, count)  # type: ignore[arg-type]
+    assert len(hands) == count
+    for hand in hands:
+        assert {one.getsockname() for one in hand} == set(names)
+    assert {id(one) for hand in hands for one in hand} == {id(one) for one in sockets}
+    for name in set(names):
+        of_one = [sum(one.getsockname() == name for one in hand) for hand in hands]
+        assert max(of_one) - min(of_one) <= 1
+
+
+def test_workers_share_a_port_with_no_other_program() -> None:
+    with ExitStack() as stack:
+        opened, held = Sockets().listening("127.0.0.1", 0, 3)
+        for one in opened:
+            stack.enter_context(one)
+        assert (len(opened), held) == (3, False)
+        [address] = {one.getsockname() for one in opened}
+        assert all(one.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT) for one in opened)
+        with pytest.raises(OSError, match="in use"):
+            Sockets().listening("127.0.0.1", address[1], 3)
+
+
+# --- what every worker knows ------------------------------------------------------------------------------------------
+
+
+async def no_page(page: protocol.PageRequest) -> protocol.PageResponse:
+    raise NotImplementedError
+
+
+class RecordingSession(WorkerSession):
+    """A session without a worker, which records what it would have sent."""
+
+    def __init__(self, supervisor: WorkerSupervisor) -> None:
+        super().__init__(supervisor._context)
+        self.sent: list[protocol.Message] = []
+
+    def send(self, message: protocol.Message) -> None:
+        self.sent.append(message)
+
+
+def supervised(backends: dict[str, BackendConfig], count: int = 2) -> tuple[WorkerSupervisor, list[RecordingSession]]:
+    one = dispatcher(a=1)
+    gateway = Gateway.build(Config(), backends, Nowhere(), one, one.pools.estimator, RecordedEvents())  # type: ignore[arg-type]
+    supervisor = WorkerSupervisor(gateway, one, backends, RecordedEvents(), no_page, held=False)  # type: ignore[arg-type]
+    sessions = [RecordingSession(supervisor) for _ in range(count)]
+    supervisor._sessions.update(enumerate(sessions))
+    return supervisor, sessions
+
+
+@virtual
+async def test_a_change_is_sent_once_to_all_workers() -> None:
+    backends = {"a": BackendConfig(url="http://a:1", name="a")}
+    supervisor, sessions = supervised(backends)
+    one = supervisor._dispatcher
+    one.reconsider()
+    one.listed("a", listing())
+    await turns()
+    assert [session.sent for session in sessions] == [[], []], "it lists what it listed before"
+    one.listed("a", listing("lora"))
+    one.reconsider()
+    await turns()
+    for session in sessions:
+        [fleet] = session.sent
+        assert isinstance(fleet, protocol.KnownBackends)
+        assert fleet.targets.keys() == {"base", "lora"}
+        assert fleet.unnamed == fleet.targets["base"]
+        assert pickle.loads(fleet.backends) == (backends["a"],)
+    backends["b"] = BackendConfig(url="http://b:1", name="b", api_key="k")
+    one.reconsider()
+    await turns()
+    for session in sessions:
+        fleet = session.sent[-1]
+        assert isinstance(fleet, protocol.KnownBackends)
+        assert [(backend.name, backend.api_key) for backend in pickle.loads(fleet.backends)] == [
+            ("a", None),
+            ("b", "k"),
+        ]
+
+
+@virtual
+async def test_a_change_is_sent_before_a_grant_that_follows_from_it() -> None:
+    backends = {"a": BackendConfig(url="http://a:1", name="a")}
+    supervisor, [session, _] = supervised(backends)
+    backends["b"] = BackendConfig(url="http://b:1", name="b")
+    supervisor._dispatcher.reconsider()
+    # A session does this before it sends a grant.
+    supervisor.update_workers()
+    assert isinstance(session.sent[0], protocol.KnownBackends)
+    await turns()
+    assert len(session.sent) == 1
+
+
+@virtual
+async def test_each_step_of_the_shutdown_is_sent() -> None:
+    supervisor, [session, _] = supervised({})
+    supervisor.begin_shutdown()
+    await turns()
+    supervisor._dispatcher.drain(finish_waiting=True)
+    await turns()
+    supervisor._dispatcher.drain()
+    await turns()
+    assert session.sent == [
+        protocol.ShutdownState(leaving=True),
+        protocol.ShutdownState(leaving=True, draining=True),
+        protocol.ShutdownState(leaving=True, draining=True, granting=False),
+    ]
+    assert supervisor.open_requests == 2, "neither worker has said that it is idle"
+    session.idle.set()
+    assert supervisor.open_requests == 1
+
+
+@virtual
+async def test_estimates_and_stored_responses_are_sent_to_other_workers() -> None:
+    supervisor, [maker, other] = supervised({})
+    supervisor._context.stored(protocol.ResponseStored("resp_1", "a", "t"), maker)
+    assert (maker.sent, other.sent) == ([], [protocol.ResponseStored("resp_1", "a", "t")])
+    assert dict(supervisor._stored.made_by) == {"resp_1": ("a", "t")}
+    # Two workers saw the same id made in the same instant: whose word came first, it is, for both.
+    supervisor._context.stored(protocol.ResponseStored("resp_1", "b", "u"), other)
+    assert (maker.sent, other.sent) == ([], [protocol.ResponseStored("resp_1", "a", "t")] * 2)
+    assert dict(supervisor._stored.made_by) == {"resp_1": ("a", "t")}
+    for _ in range(5):
+        supervisor._pools.estimator.learn("base", 300, 1, Usage(100, 50))
+        supervisor._context.learned("base")
+    await turns()
+    assert not maker.sent, "not with every answer"
+    await asyncio.sleep(1.0)
+    [estimates] = maker.sent
+    assert isinstance(estimates, protocol.LearnedEstimates)
+    assert (estimates.models["base"].seen, estimates.models["base"].output_tokens) == (5, 50.0)
+    supervisor._context.learned("base")
+    await asyncio.sleep(1.0)
+    assert len(maker.sent) == 2
+
+
+@virtual
+async def test_a_reload_sends_the_whole_configuration() -> None:
+    supervisor, [session, _] = supervised({})
+    new = Config(models=[{"name": "alias", "target": "base"}])  # type: ignore[arg-type]
+    supervisor._rulebook.current = Rules.of(new, Nowhere())  # type: ignore[arg-type]
+    supervisor.reconfigure()
+    [message] = session.sent
+    assert isinstance(message, protocol.NewConfig)
+    assert pickle.loads(message.config) == new
+
+
+@virtual
+async def test_the_start_fails_when_a_worker_does_not_start() -> None:
+    supervisor, [session, other] = supervised({})
+
+    async def begin(slot: int) -> None:
+        if slot:
+            other.url.set_result("http://h:1")
+        else:
+            session.url.cancel()
+
+    supervisor._begin = begin  # type: ignore[method-assign]
+    supervisor._rulebook.current = Rules.of(Config(workers=2), Nowhere())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="did not start"):
+        await supervisor.start([])
+
+
+# --- those who die ----------------------------------------------------------------------------------------------------
+
+
+class Mortal:
+    """A process that is over."""
+
+    pid = 4711
+
+
+@virtual
+async def test_a_worker_that_dies_early_restarts_after_longer_pauses() -> None:
+    supervisor, _ = supervised({}, count=1)
+    lives_s = [0.0, 0.0, 0.0, 60.0, 0.0]
+    begun_s: list[float] = []
+
+    async def begin(slot: int) -> None:
+        begun_s.append(asyncio.get_running_loop().time())
+        if len(begun_s) == 3:
+            raise OSError("no memory")
+        supervisor._sessions[slot] = RecordingSession(supervisor)
+        asyncio.get_running_loop().call_later(lives_s.pop(0), supervisor._sessions[slot].gone.set)
+
+    async def ended(_: object) -> int:
+        supervisor._ending = not lives_s
+        return -9
+
+    supervisor._begin = begin  # type: ignore[method-assign]
+    supervisor._processes[0] = Mortal()  # type: ignore[assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llmproxy.remote.workers.supervisor._ended", ended)
+        await begin(0)
+        await supervisor._keep(0)
+    # Dead at once: 0.5 s. Dead at once again: 1 s. Not even started: 2 s. Dead at once: 4 s. After a minute: no pause.
+    assert begun_s == [0.0, 0.5, 1.5, 3.5, 7.5, 67.5]
+    events = supervisor._metrics
+    assert isinstance(events, RecordedEvents)
+    assert events.lost == 4, "one that was not started was not lost"

@@ -1,0 +1,100 @@
+"""The loop over the attempts of one request: what counts as an attempt."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from llmproxy.core.domain import Entry, Grant, Outcome, Placed, Refused, Request, Stage, Verdict, Why
+from llmproxy.core.placement.staged import stage_of
+from llmproxy.core.retry import MEANINGS, Again, Cause, RetryBudget
+from llmproxy.scheduling.attempts import AttemptResult, Routing, run_attempts
+from llmproxy.scheduling.lease import Lease
+from tests.core.make import request
+
+PREFILL, DECODE, WHOLE = Stage.PREFILL, Stage.DECODE, Stage.WHOLE
+
+
+class Granting:
+    """Grants these stages in their order, and refuses what comes behind them."""
+
+    granting = True
+
+    def __init__(self, *stages: Stage) -> None:
+        self._stages = list(stages)
+
+    @asynccontextmanager
+    async def admit(self, asked: Request, _: frozenset[str], __: Entry) -> AsyncIterator[Lease]:
+        if not self._stages:
+            raise Refused(Outcome.EXPIRED, "Too late.")
+        granted = stage_of(asked, self._stages.pop(0))
+        yield Lease(Grant(1, granted, Placed("b", 1.0, (), 1), 0.0, 0, Why((), 1, (), 0)), Mock())
+
+
+@pytest.mark.parametrize(
+    ("stages", "attempts"),
+    [
+        ((WHOLE,), 1),
+        ((PREFILL, DECODE), 1),
+        # The place for the answer was gone, and the request was refused, or served from its beginning.
+        ((PREFILL,), 1),
+        ((PREFILL, WHOLE), 2),
+        ((PREFILL, PREFILL, DECODE), 2),
+    ],
+)
+async def test_both_stages_are_one_attempt_and_each_beginning_is_one(stages: tuple[Stage, ...], attempts: int) -> None:
+    routing = Routing(request(splittable=True))
+
+    async def attempt(lease: Lease) -> AttemptResult:
+        return AttemptResult(Verdict.SERVED, prefilled=lease.grant.request.stage is PREFILL)
+
+    dispatcher: Any = Granting(*stages)
+    try:
+        await run_attempts(routing, attempt, dispatcher, RetryBudget(0.0), 0)
+    except Refused:
+        assert stages[-1] is PREFILL
+    assert (routing.attempts, len(routing.tried)) == (attempts, len(stages))
+    # What was computed in vain leaves the request its further attempts.
+    assert routing.attempts - routing.failed_stages == 1
+
+
+@pytest.mark.parametrize(
+    ("causes", "attempts"),
+    [
+        ([Cause.BROKEN] * 9, 2),
+        ([Cause.ENGINE_DEAD, Cause.GONE, Cause.BROKEN], 2),
+        ([Cause.ERROR, Cause.ERROR, Cause.ERROR], 2),
+        ([Cause.LATE, Cause.BROKEN, Cause.ERROR], 2),
+        # What computed nothing is no repetition, and a refusal does not count against the limit.
+        ([Cause.NO_CONNECTION, Cause.BROKEN, Cause.ERROR], 3),
+        ([Cause.UNAUTHORIZED] * 6 + [Cause.BUSY] * 9, 9),
+        ([Cause.BUSY] * 9, 3),
+        ([Cause.REJECTED] * 9, 1),
+        ([Cause.OVERRAN] * 9, 1),
+    ],
+)
+async def test_engines_compute_a_request_twice_at_most(causes: list[Cause], attempts: int) -> None:
+    routing, failures = Routing(request()), iter(causes)
+
+    async def attempt(_: Lease) -> AttemptResult:
+        meaning = MEANINGS[next(failures)]
+        return AttemptResult(meaning.verdict, meaning.again, meaning.deadly)
+
+    dispatcher: Any = Granting(*[WHOLE] * 20)
+    await run_attempts(routing, attempt, dispatcher, RetryBudget(0.0), 2)
+    assert routing.attempts == attempts
+
+
+async def test_two_stages_that_end_their_engines_are_the_last() -> None:
+    routing = Routing(request(splittable=True))
+
+    async def attempt(_: Lease) -> AttemptResult:
+        return AttemptResult(Verdict.FAILED, Again.ONCE, deadly=True)
+
+    dispatcher: Any = Granting(*[PREFILL] * 20)
+    await run_attempts(routing, attempt, dispatcher, RetryBudget(0.0), 2)
+    assert routing.attempts == 2

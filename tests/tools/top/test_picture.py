@@ -1,0 +1,345 @@
+"""The pictures of `top` and `explain`, drawn from documents."""
+
+from __future__ import annotations
+
+import io
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+
+from llmproxy.tools.top.ask import AskError, Target
+from llmproxy.tools.top.document import ClusterSeen, Document, Event, Explained, read
+from llmproxy.tools.top.picture import HELP, duration, picture
+from llmproxy.tools.top.story import story
+from llmproxy.tools.top.view import COLUMNS, KEYS, View
+
+HOSTILE = (
+    "\x1b[2J\x1b]0;owned\x07",
+    "\x9b31mred",
+    "a\r\nb",
+    "语" * 200,
+    "n" * 10_000,
+    "\u202eltr",
+    "[bold]x[/]",
+    "\udcff",
+)
+
+
+def found(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((Path(__file__).parent / name).read_text())
+    return content
+
+
+def live(**changes: Any) -> Document:
+    return replace(read(found("live.json"), Document), **changes)
+
+
+def drawn(shown: RenderableType, width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False, color_system=None, highlight=False)
+    console.print(shown)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_it_shows_the_state_of_the_second() -> None:
+    lines = drawn(picture(live(), View(), 200), 200)
+    text = "\n".join(lines)
+    assert "7.5 requests/s" in lines[0]
+    assert lines[2].startswith("sim-8b: 11 sheddable requests wait, up to 2.5 s")
+    assert "in 23 s: 172 completed, 61 refused, 11 preempted" in text
+    (band,) = (line for line in lines if line.startswith("sheddable"))
+    assert band.split()[1:4] == ["11", "2.5", "s"]
+    assert band.rstrip().endswith("the room left is kept for higher bands")
+    (replica,) = (line for line in lines if line.startswith("replica-1"))
+    assert replica.split()[1:] == ["up", "3/4", "0%", "93%", "297", "1.00x", "sim-8b"]
+    (flow,) = (line for line in lines if line.startswith("globex"))
+    assert flow.split()[1:5] == ["default", "43%", "50%", "280"]
+    assert any("backend_up" in line for line in lines)
+
+
+@pytest.mark.parametrize(("leader", "words"), [("m1", "m1 leads 2 members"), (None, "nobody leads 2 members")])
+def test_it_says_who_leads_a_cluster(leader: str | None, words: str) -> None:
+    seen = live(cluster=ClusterSeen(leader, ("m0", "m1")))
+    assert drawn(picture(seen, View(), 80))[1].rstrip().endswith(f"; {words}")
+    assert "leads" not in "\n".join(drawn(picture(live(), View(), 80)))
+
+
+def test_roles_are_shown_where_there_are_any() -> None:
+    base = live()
+    assert "role" not in "\n".join(drawn(picture(base, View(), 80)))
+    first, second = base.backends[:2]
+    apart = live(backends=(replace(first, role="prefill"), replace(second, role="both")))
+    lines = drawn(picture(apart, View(), 80))
+    (titles,) = (line.split() for line in lines if line.startswith("replica ▲"))
+    rows = [line.split()[1:3] for line in lines if line.startswith("replica-")]
+    assert (titles[2:4], rows) == (["role", "state"], [["prefill", "up"], ["both", "up"]])
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("size", [(80, 24), (40, 10), (20, 4), (200, 60)])
+def test_names_cannot_control_the_terminal(name: str, size: tuple[int, int]) -> None:
+    base = live()
+    hostile = live(
+        version=name,
+        summary=replace(base.summary, text=name, level=name),
+        bands=tuple(replace(one, band=name, reasons=(name,)) for one in base.bands),
+        backends=tuple(replace(one, backend=name, why=name, state=name, pool=name) for one in base.backends),
+        flows=tuple(replace(one, flow=name, band=name) for one in base.flows),
+        events=tuple(replace(one, event=name, text=name, level=name) for one in base.events),
+    )
+    lines = drawn(picture(hostile, View(filter=""), *size), size[0])
+    assert len(lines) <= size[1]
+    assert all(cell_len(line) <= size[0] for line in lines)
+    assert all(character.isprintable() for line in lines for character in line)
+
+
+@pytest.mark.parametrize("height", range(6, 60, 3))
+def test_it_fits_and_says_how_many_more_there_are(height: int) -> None:
+    one = live().backends[0]
+    lines = drawn(
+        picture(live(backends=tuple(replace(one, backend=f"gpu-{n}") for n in range(300))), View(), 80, height)
+    )
+    assert len(lines) <= height
+    assert lines[-1].startswith("q quit")
+    shown = sum(line.startswith("gpu-") for line in lines)
+    assert shown == 0 or f"{300 - shown} more" in [line.strip() for line in lines]
+
+
+def test_rows_that_the_proxy_did_not_send_are_counted() -> None:
+    lines = drawn(picture(live(more_backends=7), View(), 80, 60))
+    assert (len(lines), [line.strip() for line in lines].count("7 more")) == (60, 1)
+
+
+def test_80_columns_have_room_for_the_reason() -> None:
+    assert any(line.endswith("the room left is kept for higher bands") for line in drawn(picture(live(), View(), 80)))
+
+
+def order(view: View) -> list[str]:
+    one = live().backends[0]
+    backends = (
+        replace(one, backend="b", load=1, state="up", kv_used=None),
+        replace(one, backend="c", load=3, state="up", kv_used=0.1),
+        replace(one, backend="a", load=2, state="down", kv_used=0.2),
+    )
+    return [shown.backend for shown in view.ordered(backends)]
+
+
+def test_keys_sort_reverse_and_filter() -> None:
+    view = View()
+    assert order(view) == ["a", "b", "c"]
+    view.press("s")
+    assert (view.column, order(view)) == ("state", ["a", "b", "c"])
+    view.press("s")
+    assert (view.column, order(view)) == ("load", ["c", "a", "b"])
+    view.press("r")
+    assert order(view) == ["b", "a", "c"]
+    view.press("s")
+    assert (view.column, order(view)) == ("KV", ["a", "c", "b"])
+    for _ in range(len(COLUMNS) - 3):
+        view.press("s")
+    assert view.column == "replica"
+    for key in "/Bq\x7f\n":
+        view.press(key)
+    assert (order(view), view.quit) == (["b"], False)
+    for key in "/\x1bpeq":
+        view.press(key)
+    assert (view.filter, view.paused, view.choices, view.quit) == ("", True, True, True)
+    view = View()
+    for key in "/b\n?p":
+        view.press(key)
+    assert (view.help, view.paused, view.filter) == (False, False, "b")
+    view.press("\x1b")
+    assert view.filter == ""
+
+
+def test_help_tells_every_key_in_80_columns() -> None:
+    text = "\n".join(drawn(picture(live(), View(help=True), 80, 24)))
+    assert all(f"{key}          {does}" in text for key, (_, does) in KEYS.items())
+    assert all(meaning in text for meaning in HELP.values())
+
+
+def test_a_filter_narrows_all_but_bands() -> None:
+    text = "\n".join(drawn(picture(live(), View(filter="replica-3"), 80)))
+    assert "sheddable" in text
+    assert "backend_up backend=replica-3" in text
+    assert "replica-1" not in text
+    assert "globex" not in text
+
+
+def test_choices_show_what_decides() -> None:
+    (choice,) = found("story.json")["choices"]
+    choice["candidates"][2] |= {"fits": False, "total_s": 1.25}
+    choice["candidates"][2]["terms"] |= {"slot": 1.155, "queue": -0.0001}
+    explained = read({"pools": [{"choices": [choice]}]}, Explained)
+    lines = drawn(picture(live(), View(choices=True), 80, choices=explained))
+    (titles,) = (index for index, line in enumerate(lines) if line.startswith("last choices"))
+    names = lines[titles].split()[2:]
+    row = dict(zip(["mark", "replica", *names], lines[-1].split(), strict=True))
+    assert row | {"mark": "×", "replica": "replica-2", "price": "1.250", "slot": "1.155", "queue": "0.000"} == row
+    assert [line[0] for line in lines[titles + 2 :]].count("→") == 1
+    assert lines[titles + 1].startswith(f"{choice['request']}: ")
+    nothing = drawn(picture(live(), View(filter="another", choices=True), 80, choices=explained))
+    assert choice["request"] not in "\n".join(nothing)
+
+
+def test_a_bar_has_no_more_room_than_there_is() -> None:
+    document = found("story.json")
+    document["choices"][0]["candidates"][0]["terms"] = {"queue": 1e12}
+    assert max(map(len, drawn(story(document, 80)))) < 200
+
+
+def test_terms_of_choices_have_one_order_and_room() -> None:
+    (choice,) = found("story.json")["choices"]
+    more = {"headroom": 0.02, "slot": 1.2, "adapter": 0.3, "of_a_plugin": 0.9}
+    for candidate in choice["candidates"]:
+        candidate["terms"] = dict(reversed((candidate["terms"] | more).items()))
+    explained = read({"pools": [{"choices": [choice]}]}, Explained)
+
+    def titles(width: int) -> list[str]:
+        lines = drawn(picture(live(), View(choices=True), width, choices=explained), width)
+        assert "…" not in "\n".join(lines[-3:])
+        return next(line for line in lines if line.startswith("last choices")).split()[4:]
+
+    assert titles(120) == [
+        "queue",
+        "prefill",
+        "stream",
+        "harm",
+        "eviction",
+        "adapter",
+        "slot",
+        "headroom",
+        "of_a_plugin",
+    ]
+    assert titles(80) == ["prefill", "stream", "eviction", "adapter", "slot", "of_a_plugin"], "light ones have no room"
+    assert titles(100)[:2] == ["queue", "prefill"]
+
+
+def test_an_event_has_its_time_of_day_and_an_older_one_its_date() -> None:
+    now = datetime(2026, 3, 2, 14, 3, 20).timestamp()
+    events = [Event(990.0, "info", "today", ""), Event(1_000.0 - 86_400.0, "info", "before", "")]
+    lines = drawn(picture(live(unix_s=now, now_s=1_000.0, events=tuple(events)), View(), 80))
+    assert [line.split()[:3] for line in lines[-2:]] == [["14:03:10", "today"], ["03-01", "14:03", "before"]]
+
+
+def test_a_replica_that_is_not_up_has_no_pace() -> None:
+    lines = drawn(
+        picture(live(backends=(replace(live().backends[0], state="resting", tokens_slower=2.5),)), View(), 80)
+    )
+    assert "2.50x" not in "\n".join(lines)
+
+
+def test_a_slow_replica_has_a_mark_and_refusals_have_their_outcome() -> None:
+    slow = replace(live().backends[0], state="up", tokens_slower=2.5)
+    refused = replace(live().minute, outcomes={"expired": 2, "rejected_capacity": 59})
+    lines = "\n".join(drawn(picture(live(backends=(slow,), minute=refused), View(), 120), 120))
+    assert "!2.50x" in lines
+    assert "59 rejected_capacity, 2 expired" in lines
+    small = drawn(picture(live(minute=refused), View(), 80, 24))
+    assert "59 rejected_capacity, 2 expired" in " ".join(line.strip() for line in small)
+    assert len(small) == 24
+    assert max(map(cell_len, small)) <= 80
+
+
+def test_lines_that_are_left_show_the_last_choices() -> None:
+    (choice,) = found("story.json")["choices"]
+    explained = read({"pools": [{"choices": [choice | {"request": f"r{number}"} for number in range(20)]}]}, Explained)
+    lines = drawn(picture(live(), View(), 200, 60, choices=explained), 200)
+    (titles,) = (index for index, line in enumerate(lines) if line.startswith("last choices"))
+    assert len(lines) == 60
+    assert "" not in lines[titles:]
+    assert any("backend_up" in line for line in lines[:titles]), "they took the place of something"
+    assert lines[titles + 1].startswith("r0: ")
+    assert lines[-2].strip() == f"{80 - (58 - titles - 1)} more"
+    many = live(backends=tuple(replace(live().backends[0], backend=f"gpu-{n}") for n in range(60)))
+    assert "last choices" not in "\n".join(drawn(picture(many, View(), 200, 60, choices=explained), 200))
+    assert "r0: " not in "\n".join(drawn(picture(live(), View(help=True), 200, 60, choices=explained), 200))
+
+
+def test_another_document_is_refused() -> None:
+    with pytest.raises(AskError, match="version"):
+        read({"version": "9"}, Document)
+    with pytest.raises(AskError, match="version"):
+        story({"request": "a"}, 80)
+
+
+def test_the_story_of_a_request_has_its_times_and_prices() -> None:
+    text = "\n".join(drawn(story(found("story.json"), 80)))
+    assert "0.043 s  first byte, 43 ms after the grant; predicted 38 ms" in text
+    assert "completed (200) after 0.225 s" in text
+    bars = [line for line in text.splitlines() if line.startswith("replica-") and " s " in line]
+    assert [line.split()[:2] for line in bars] == [
+        ["replica-1", "0.095"],
+        ["replica-3", "0.095"],
+        ["replica-2", "0.095"],
+    ]
+    assert all(len(line.split("s", 1)[1].strip()) > 20 for line in bars)
+
+
+def test_both_stages_of_a_split_request_are_told() -> None:
+    split = found("story.json")
+    first = split["attempts"][0]
+    split["attempts"] = [first | {"stage": "prefill"}, first | {"stage": "decode", "backend": "replica-2"}]
+    lines = drawn(story(split, 80))
+    assert "1. prefill on replica-1" in lines
+    assert "2. decode on replica-2" in lines
+
+
+def test_a_request_that_waits_has_a_story() -> None:
+    waits = {
+        "band": "default", "flow": "\x1b[2Jacme", "ahead_in_higher_bands": 3, "ahead_in_flow": 2, "waited_s": 1.5,
+        "left_s": 58.5, "waited_for": "all backends are full", "went_first": [["critical", "c", 2]],
+    }  # fmt: skip
+    nothing: dict[str, Any] = {
+        "request": "r", "waits": waits, "ended": None, "attempts": [], "waited": None, "choices": [],
+    }  # fmt: skip
+    text = " ".join(drawn(story(nothing, 200), 200))
+    assert "waits for 1.5 s in band default, flow �[2Jacme: 3 ahead in higher bands, 2 in its flow" in text
+    assert "waited: all backends are full; before it went 2 of c (critical)" in text
+
+
+def test_a_probe_is_called_one() -> None:
+    probe = found("story.json")
+    assert "probe" not in "\n".join(drawn(story(probe, 200), 200))
+    probe["attempts"][0]["why"]["probe"] = True
+    assert "is granted as a probe, because its replica was ejected, while" in "\n".join(drawn(story(probe, 200), 200))
+
+
+def test_a_request_that_got_no_backend_has_the_reason_of_its_wait() -> None:
+    late = found("story.json")
+    late["attempts"] = []
+    late["waited"] = {"queued_s": 0.25, "waited_for": "all backends are full", "went_first": [["default", "", 3]]}
+    lines = [line.strip() for line in drawn(story(late, 200), 200)]
+    at = lines.index("0.250 s  begins to wait")
+    assert lines[at + 1] == "waited: all backends are full; before it went 3 of no name (default)"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (None, "-"), (0.0, "0 ms"), (0.9994, "999 ms"), (0.9996, "1.0 s"), (99.94, "99.9 s"), (100.0, "2 min"),
+        (5969.0, "99 min"), (6000.0, "2 h"), (1e6, "12 d"),
+    ],
+)  # fmt: skip
+def test_durations_are_short(seconds: float | None, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:b", ""])
+def test_no_address(url: str) -> None:
+    with pytest.raises(AskError, match="no address"):
+        Target.parsed(url, None)
+
+
+def test_the_scheme_may_be_left_out() -> None:
+    assert str(Target.parsed("gpu:8080", None)) == "http://gpu:8080"
+
+
+def test_of_a_cluster_one_pool_may_be_asked_about() -> None:
+    assert Target.parsed("gpu:8080/?pool=org%2Fcode", None).pool == "org/code"
