@@ -128,7 +128,7 @@ reference: .venv
 	$(BIN)/llmproxy config > config.example.yaml
 	$(BIN)/llmproxy config --markdown > docs/reference/configuration.md
 	$(BIN)/llmproxy config --cli > docs/reference/cli.md
-	$(BIN)/python -m llmproxy.lab.results.result > docs/reference/simulate-result.schema.json
+	$(BIN)/python -m llmproxy.lab.results.result > docs/laboratory/simulate-result.schema.json
 	$(BIN)/python -m tests.docs.reference
 	$(BIN)/python -m tests.deploy.values_schema
 

@@ -131,7 +131,7 @@ def _choices(node: ast.expr) -> tuple[ast.expr, ...]:
 
 
 def result() -> str:
-    schema = json.loads((REFERENCE / "simulate-result.schema.json").read_bytes())
+    schema = json.loads((DOCS / "laboratory" / "simulate-result.schema.json").read_bytes())
     parts = {"SimulationResult": schema, **schema["$defs"]}
     del parts["JsonValue"]
     text = []
@@ -174,7 +174,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "rooms": rooms,
 }  # fmt: skip
 PAGES = (
-    "reference/metrics.md", "reference/errors.md", "reference/log-fields.md", "reference/result.md",
+    "reference/metrics.md", "reference/errors.md", "reference/log-fields.md", "laboratory/result.md",
     "concepts/architecture.md",
 )  # fmt: skip
 

@@ -12,9 +12,9 @@ from tests.docs.shell import matches, run
 
 MISSING = [tool for tool in ("bash", "curl", "jq") if shutil.which(tool) is None]
 DOCS = ROOT / "docs"
-HOW_TOS = ("cluster.md", "disaggregation.md", "simulated-replicas.md")
+HOW_TOS = ("how-to/cluster.md", "how-to/disaggregation.md", "laboratory/simulated-replicas.md")
 OWN_TOOLS = {"cluster.md": ("openssl", "redis-server")}
-PAGES = [ROOT / "README.md", *sorted((DOCS / "tutorial").glob("*.md")), *(DOCS / "how-to" / name for name in HOW_TOS)]
+PAGES = [ROOT / "README.md", *sorted((DOCS / "tutorial").glob("*.md")), *(DOCS / name for name in HOW_TOS)]
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"the pages use {', '.join(MISSING)}, which this machine lacks")

@@ -70,7 +70,12 @@ CURRENT = [page for page in pages() if page.name != "CHANGELOG.md"]
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
 def test_paths_in_a_page_exist(page: Path) -> None:
     text = page.read_text()
-    named = set(re.findall(r"`((?:llmproxy|tests|benchmarks|docs|core|gateway|fleet|lab)/[\w./-]+)`", text))
+    named = set(
+        re.findall(
+            r"`((?:llmproxy|tests|benchmarks|docs|core|gateway|backends|observe|remote|scheduling|tools|upstream|lab)/[\w./-]+)`",
+            text,
+        )
+    )
     named |= {one.replace(".", "/") + ".py" for one in re.findall(r"python -m ((?:tests|benchmarks)(?:\.\w+)+)", text)}
     made_or_elsewhere = {"benchmarks/out/bin", "benchmarks/out/lab", "benchmarks/out/peers", "tests/requests"}
     places = [ROOT, ROOT / "llmproxy"]

@@ -301,7 +301,7 @@ def to_bytes(result: SimulationResult) -> bytes:
 
 
 def schema_bytes() -> bytes:
-    """The JSON schema of `result.json`, as it is kept in `docs/reference/simulate-result.schema.json`."""
+    """The JSON schema of `result.json`, as it is kept in `docs/laboratory/simulate-result.schema.json`."""
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **SimulationResult.model_json_schema(mode="serialization"),

@@ -26,7 +26,7 @@ from llmproxy.lab.results.table import ORACLE_NOTE, milliseconds, print_tables, 
 from tests import ROOT
 from tests.lab.invented import TWELVE, invented, invented_run
 
-SCHEMA = ROOT / "docs" / "reference" / "simulate-result.schema.json"
+SCHEMA = ROOT / "docs" / "laboratory" / "simulate-result.schema.json"
 
 
 def printed(result: SimulationResult, *, terminal: bool = False) -> str:
@@ -48,7 +48,7 @@ def run_of(policy: str = "blend", **changes: object) -> RunResult:
 
 
 def test_the_published_schema_is_that_of_the_models() -> None:
-    hint = "run: python -m llmproxy.lab.results.result > docs/reference/simulate-result.schema.json"
+    hint = "run: python -m llmproxy.lab.results.result > docs/laboratory/simulate-result.schema.json"
     assert SCHEMA.read_bytes() == schema_bytes(), hint
 
 
