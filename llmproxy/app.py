@@ -158,7 +158,7 @@ class Proxy:
         within `drain_timeout_s`; those that still wait then are refused.
         """
         self.begin_shutdown()
-        if self.front.held:
+        if self.front.socket_activated:
             await self.front.close_sockets()
         else:
             self.leasing.drain(finish_waiting=self.config.drain_queued == "finish")
@@ -236,7 +236,7 @@ async def running(
         await unless(proxy.discovery.objects.answered, asyncio.sleep(OBJECTS_S))
         router = proxy.gateway.router(proxy.pages, proxy.clients)
         if proxy.cluster is not None:
-            admin_router = router if config.admin.port is None else router.of_admin_port(proxy.clients)
+            admin_router = router if config.admin.port is None else router.for_admin_port(proxy.clients)
             await proxy.cluster.start(bounded(partial(answer_page, admin_router)), polled(asyncio.Event().wait()))
         await _listen(stack, proxy, sockets, router)
         stack.callback(proxy.gateway.handler.cut)
@@ -322,22 +322,27 @@ async def _wired(
 async def _listen(stack: AsyncExitStack, proxy: Proxy, sockets: Sockets, router: Router) -> None:
     """Let clients in, here or in relay workers, and those who run the proxy. Raises ListenError."""
     config = proxy.config
-    client_tls = ClientTls.of(config.tls)
+    client_tls = ClientTls.from_config(config.tls)
     # That of clients first: where the service manager opened a socket, it is theirs.
-    opened, held = sockets.listening(config.host, config.port, config.workers)
+    opened, activated = sockets.listening(config.host, config.port, config.workers)
     if config.workers > 1:
         supervisor = proxy.front = proxy.supervisor = WorkerSupervisor(
-            proxy.gateway, proxy.dispatcher, proxy.registry.backends, proxy.metrics, partial(answer_page, router), held
+            proxy.gateway,
+            proxy.dispatcher,
+            proxy.registry.backends,
+            proxy.metrics,
+            partial(answer_page, router),
+            activated,
         )
         stack.push_async_callback(supervisor.close)
         await supervisor.start(opened)
     else:
-        listener = await listen(stack, router, config, client_tls, opened, held=held)
-        proxy.front = LocalFrontend(proxy.gateway.handler, listener, listener.url, held)
+        listener = await listen(stack, router, config, client_tls, opened, socket_activated=activated)
+        proxy.front = LocalFrontend(proxy.gateway.handler, listener, listener.url, activated)
     if config.admin.port is not None:
-        admin_router = router.of_admin_port(ClientLimits(clients_of_admin_port(config)))
-        opened, held = sockets.listening(config.admin.host, config.admin.port)
-        proxy.admin_listener = await listen(stack, admin_router, config, client_tls, opened, held=held)
+        admin_router = router.for_admin_port(ClientLimits(clients_of_admin_port(config)))
+        opened, activated = sockets.listening(config.admin.host, config.admin.port)
+        proxy.admin_listener = await listen(stack, admin_router, config, client_tls, opened, socket_activated=activated)
 
 
 def _live_pages(proxy: Proxy, now: Callable[[], float]) -> LivePages:
@@ -434,7 +439,7 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
     if cluster is not None:
         # A member that follows knows no work: it would say for ever that what there is, is needed.
         needs = {pool: need for pool, need in needs.items() if cluster.shard_of(pool).leads}
-    body_bytes = (proxy.supervisor or proxy.gateway.handler.bodies).held_bytes
+    body_bytes = (proxy.supervisor or proxy.gateway.handler.bodies).buffered_bytes
     return LiveState(
         queues, pools.blocked(), backends, body_bytes, pools.work_s(now), dispatcher.inversions, needs,
         () if cluster is None else cluster.state(),

@@ -44,7 +44,7 @@ def left(proxy: Proxy) -> dict[str, Any]:
             "queued": sum(requests for requests, _ in queued),
             "queued bytes": sum(size for _, size in queued),
             "waiting for a name": proxy.dispatcher.nameless,
-            "kept bytes": proxy.handler.kept_bytes,
+            "kept bytes": proxy.handler.captured_bytes,
         },
         "tasks": Counter(task.get_coro().__qualname__ for task in asyncio.all_tasks()),  # type: ignore[union-attr]
         "timers": Counter(name for each in gc.get_objects() if (name := _timer(each, now)) is not None),

@@ -28,13 +28,13 @@ from llmproxy.config import Config
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.headers import named_in_connection, to_client
 from llmproxy.gateway.http.routes import BodyKind
-from llmproxy.gateway.proxying.answers import ANSWER_BYTES_MAX, answer_of
-from llmproxy.gateway.proxying.sse import HELD_BYTES_MAX, USAGE_TAIL_BYTES, StreamTap, usage_of_tail
+from llmproxy.gateway.proxying.answers import ANSWER_BYTES_MAX, parse_answer
+from llmproxy.gateway.proxying.sse import BUFFERED_BYTES_MAX, USAGE_TAIL_BYTES, StreamTap, usage_in_tail
 from llmproxy.gateway.request.auth import Keys
 from llmproxy.gateway.request.body_reader import parses_at_once, read_form, read_large, read_small
 from llmproxy.gateway.request.identity import Identity, parse_duration_s, request_id
 from llmproxy.gateway.request.json_scan import PARSE_BYTES_MAX, drain
-from llmproxy.gateway.request.prefix_hash import chain_of
+from llmproxy.gateway.request.prefix_hash import prompt_chain
 
 MIB = 1 << 20
 LENGTHS = 4
@@ -167,12 +167,14 @@ def parsers() -> Iterator[Parser]:
         for piece_bytes in (64, MIB):
             for hide in (False, True):
                 how = f"in pieces of {piece_bytes}{', hiding' if hide else ''}"
-                yield Parser(f"stream {how}: {name}", 2 * HELD_BYTES_MAX, text, _fed(piece_bytes, hide))
-    yield Parser("end of an answer", USAGE_TAIL_BYTES, _filled(b"", b'"usage":{'), usage_of_tail)
+                yield Parser(f"stream {how}: {name}", 2 * BUFFERED_BYTES_MAX, text, _fed(piece_bytes, hide))
+    yield Parser("end of an answer", USAGE_TAIL_BYTES, _filled(b"", b'"usage":{'), usage_in_tail)
     chat = _filled(b"", b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n')
-    yield Parser("kept answer, a stream", ANSWER_BYTES_MAX, chat, lambda raw: drain(answer_of(raw, BodyKind.CHAT)))
+    yield Parser("captured answer, a stream", ANSWER_BYTES_MAX, chat, lambda r: drain(parse_answer(r, BodyKind.CHAT)))
     tail = _filled(b"{", b"\ndata:")
-    yield Parser("kept answer, a response", ANSWER_BYTES_MAX, tail, lambda r: drain(answer_of(r, BodyKind.RESPONSES)))
+    yield Parser(
+        "captured answer, a response", ANSWER_BYTES_MAX, tail, lambda r: drain(parse_answer(r, BodyKind.RESPONSES))
+    )
     pages = {
         "lines": _filled(b"", b"vllm:num_requests_running 1\n"),
         "names in a line": _filled(b"", b"vllm:num_requests_running"),
@@ -208,7 +210,7 @@ def _parsed(body: bytes) -> None:
     # Like the body reader: bodies that are too dense are scanned.
     if parses_at_once(body):
         read_small(body, BodyKind.CHAT, "user")
-        chain_of({"messages": []}, BodyKind.CHAT)
+        prompt_chain({"messages": []}, BodyKind.CHAT)
 
 
 @dataclass(frozen=True)

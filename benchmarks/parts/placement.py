@@ -36,8 +36,8 @@ from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.placement.prefix_index import PrefixIndex
 from llmproxy.gateway.http.routes import BodyKind
 from llmproxy.gateway.request.json_scan import drain, scan_members
-from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, PROMPT_MEMBERS, Chain, chain_of
-from llmproxy.gateway.request.prefix_hash_large import chain_of_large
+from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, PROMPT_MEMBERS, Chain, prompt_chain
+from llmproxy.gateway.request.prefix_hash_large import large_prompt_chain
 
 PLACE_GOALS_US = {8: 60, 32: 150, 64: 300}
 HASH_GOALS_US = {2_000: 30, 32_000: 300}
@@ -169,8 +169,8 @@ def hashing(prompt_tokens: int) -> tuple[Times, Times]:
     body = orjson.dumps(fields)
     members = drain(scan_members(body, PROMPT_MEMBERS[BodyKind.CHAT]))
     ways: tuple[Callable[[], Chain], ...] = (
-        lambda: chain_of(fields, BodyKind.CHAT),
-        lambda: drain(chain_of_large(body, members, BodyKind.CHAT)),
+        lambda: prompt_chain(fields, BodyKind.CHAT),
+        lambda: drain(large_prompt_chain(body, members, BodyKind.CHAT)),
     )
     all_times = Times(), Times()
     for _ in range(ROUNDS):
@@ -204,7 +204,7 @@ def conversation(tokens: int, message_bytes: int) -> dict[str, Any]:
 def slices_of(body: bytes) -> tuple[float, float]:
     """Milliseconds that reading a body in slices takes, scanning apart, and the longest slice."""
     members = drain(scan_members(body, PROMPT_MEMBERS[BodyKind.CHAT]))
-    slices, gaps_ms = chain_of_large(body, members, BodyKind.CHAT), []
+    slices, gaps_ms = large_prompt_chain(body, members, BodyKind.CHAT), []
     while True:
         began_s = thread_time()
         ended = next(slices, slices) is slices

@@ -31,7 +31,7 @@ from llmproxy.config import PollConfig
 from llmproxy.core.domain import Reading, Trouble
 from llmproxy.lifecycle.background import supervised
 from llmproxy.lifecycle.descriptors import lack_of
-from llmproxy.upstream.port import ConnectFailed, InvalidResponse, Upstream, UpstreamBroken, read_body
+from llmproxy.upstream.port import ConnectFailed, InvalidResponse, Upstream, UpstreamBroken, read_response_body
 
 BODY_BYTES_MAX = 4 << 20
 """No answer is read beyond this: a page of vLLM has 0.1 MB, a list of 8,000 adapters 4 MB, and a wrong URL may lead to
@@ -291,7 +291,7 @@ class Poller:
                 # The time limit for connecting is the one for the whole question.
                 exchange = await self._upstream.open(self._url, "GET", path, self._headers, (), 2 * timeout_s)
                 answers = True
-                body = _decompressed(await read_body(exchange, BODY_BYTES_MAX), exchange.headers)
+                body = _decompressed(await read_response_body(exchange, BODY_BYTES_MAX), exchange.headers)
         except TimeoutError:
             raise _PollFailed(Trouble.TIMEOUT, f"{what}: no answer within {timeout_s:g} s") from None
         except (ConnectFailed, UpstreamBroken, ValueError, zlib.error) as error:

@@ -44,7 +44,7 @@ class Gateway:
         ids: str = "",
     ) -> Gateway:
         """`ids` is a prefix of the ids of requests, so that those of several gateways differ."""
-        rulebook = Rulebook(Rules.of(config, upstream))
+        rulebook = Rulebook(Rules.build(config, upstream))
         stored = StoredResponses(rulebook, backends, upstream, dispatcher)
         answers = Answers(dispatcher.cached) if presets.hears_answers(config.scheduling.placement) else None
         handler = RequestHandler(
@@ -58,8 +58,8 @@ class Gateway:
         return Router(self.rulebook, self.handler, self.stored, self.exits, pages, clients, head_bytes_max)
 
     def reconfigure(self, config: Config) -> None:
-        """Treat requests that come from now on by another configuration. Raises what `Rules.of` raises, before that."""
-        rules = Rules.of(config, self._upstream)
+        """Apply another configuration to new requests. Raises what `Rules.build` raises, and changes nothing then."""
+        rules = Rules.build(config, self._upstream)
         if config.log_level != self.rulebook.current.config.log_level:
             logs.configure(config.log_format, config.log_level)
         self.rulebook.current = rules

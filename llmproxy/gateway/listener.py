@@ -26,13 +26,14 @@ IDLE_CHECK_S = 0.05
 
 @dataclass(slots=True)
 class Listener:
-    """A started server on its sockets. `held` says that another process keeps the sockets open for new connections."""
+    """A started server on its sockets."""
 
     server: web.Server
     runner: web.ServerRunner
     acceptor: Acceptor
     url: str
-    held: bool
+    socket_activated: bool
+    """Whether the service manager keeps the sockets open too, for the next process."""
 
     async def close(self) -> None:
         """Accept no more connections. Open ones stay."""
@@ -45,10 +46,10 @@ class Listener:
 
 
 class Frontend(Protocol):
-    """The part that serves clients: this process, or its relay workers. `held` is that of the `Listener`."""
+    """The part that serves clients: this process, or its relay workers. See `Listener` for `socket_activated`."""
 
     url: str
-    held: bool
+    socket_activated: bool
 
     @property
     def open_requests(self) -> int:
@@ -71,7 +72,7 @@ class LocalFrontend:
     handler: RequestHandler
     listener: Listener
     url: str
-    held: bool
+    socket_activated: bool
 
     @property
     def open_requests(self) -> int:
@@ -97,9 +98,9 @@ async def listen(
     tls: ClientTls | None,
     opened: Iterable[socket],
     *,
-    held: bool = False,
+    socket_activated: bool = False,
 ) -> Listener:
-    """Accept connections on these sockets until the stack is left. `held` is that of the `Listener`."""
+    """Accept connections on these sockets until the stack is left."""
     if tls is not None:
         await stack.enter_async_context(background_task(tls.watch, "follow the certificate"))
     server = ClientServer(handler, config.clients, tls.context if tls else None)
@@ -111,4 +112,4 @@ async def listen(
     acceptor = Acceptor(sockets, server)
     stack.callback(acceptor.close)
     url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-    return Listener(server, runner, acceptor, url, held)
+    return Listener(server, runner, acceptor, url, socket_activated)

@@ -13,7 +13,7 @@ from llmproxy.core.domain import Outcome
 from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.client_limits import ClientLimits
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure, nothing_at
-from llmproxy.gateway.http.routes import MODELS, PING, SCHEDULED, STORED_RESPONSES, dialect_of, is_administrative
+from llmproxy.gateway.http.routes import MODELS, PING, SCHEDULED, STORED_RESPONSES, error_dialect, is_administrative
 from llmproxy.gateway.http.strictness import asks_for_websocket, no_websocket
 from llmproxy.gateway.http.strictness import check as check_strictness
 from llmproxy.gateway.http.wrong_protocol import WrongProtocol
@@ -32,7 +32,7 @@ _log = structlog.get_logger()
 class Router:
     """Passes each request to the part that serves its path: engines, stored responses or pages.
 
-    It serves the port for clients; `of_admin_port` makes the one for operators.
+    It serves the port for clients; `for_admin_port` makes the one for operators.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Router:
         self._stored = stored
         self._exits = exits
 
-    def of_admin_port(self, clients: ClientLimits) -> Router:
+    def for_admin_port(self, clients: ClientLimits) -> Router:
         """The same for the port for operators, whose connections count against `clients` and no other limits."""
         twin = copy(self)
         twin.clients, twin._on_admin_port = clients, True
@@ -91,8 +91,8 @@ class Router:
                 return preflight
             if asks_for_websocket(request):
                 # This is not logged as an error: clients that can do both try this first, and then use HTTP.
-                return no_websocket().response(dialect_of(path), {"x-request-id": id_for_error(request.headers)})
-            sender = self._rulebook.current.clients.of(request)
+                return no_websocket().response(error_dialect(path), {"x-request-id": id_for_error(request.headers)})
+            sender = self._rulebook.current.clients.identify(request)
             if path not in OWN:
                 self.clients.count_request(sender.address, asyncio.get_running_loop().time())
             # The raw path: a proxy in front that decides by path does not take %2f for a slash.
@@ -119,14 +119,14 @@ class Router:
             # An answer has begun. Another one would be taken for a part of it.
             request.transport.abort()
         failure = Failure(Outcome.INTERNAL, INTERNAL_MESSAGE)
-        return failure.response(dialect_of(path), {"x-request-id": own_id})
+        return failure.response(error_dialect(path), {"x-request-id": own_id})
 
     def refuse(self, request: web.BaseRequest, failure: Failure, path: str = "") -> web.Response:
         """Count and log a refused request, and make its answer. `path` is "" if the request could not be parsed."""
         own_id = id_for_error(request.headers)
         error = " ".join(filter(None, (failure.message, failure.detail)))
         self._record(request, path, own_id, failure.outcome, failure.status, error)
-        return failure.response(dialect_of(path), {"x-request-id": own_id})
+        return failure.response(error_dialect(path), {"x-request-id": own_id})
 
     def reject(self, failure: Failure) -> bytes:
         """Count and log a connection that ends before any request, and make the bytes of its answer.

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from llmproxy.config import BackendConfig
-from llmproxy.upstream.port import Upstream, read_body
+from llmproxy.upstream.port import Upstream, read_response_body
 
 
 async def post(
@@ -20,4 +20,4 @@ async def post(
     key = backend.api_key or key
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
     exchange = await upstream.open(backend.url, "POST", path, headers, (msgspec.json.encode(body),), connect_s)
-    return exchange.status, await read_body(exchange, bytes_max)
+    return exchange.status, await read_response_body(exchange, bytes_max)

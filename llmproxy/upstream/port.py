@@ -86,7 +86,7 @@ class Exchange(Protocol):
         """
 
 
-async def read_body(exchange: Exchange, bytes_max: int) -> bytes:
+async def read_response_body(exchange: Exchange, bytes_max: int) -> bytes:
     """The whole body, or its beginning with more than `bytes_max` bytes. The connection is cut in the second case.
 
     Raises UpstreamBroken when the body is cut short.

@@ -176,14 +176,14 @@ class ProxyUnderTest:
     async def settled(self) -> None:
         """Wait until every request has ended and every engine has nothing to do."""
         handler = self.app.handler
-        await until(lambda: not (handler.open_requests or handler.kept_bytes or self.app.dispatcher.leases))
+        await until(lambda: not (handler.open_requests or handler.captured_bytes or self.app.dispatcher.leases))
         await until(lambda: all(not r.in_flight and not r.engine.busy for r in self.replicas))
 
     def check(self) -> None:
         """Everything that was taken was given back."""
         pools = self.app.pools
         assert self.app.handler.open_requests == 0
-        assert (self.app.handler.bodies.held_bytes, self.app.handler.bodies.arriving_bytes) == (0, 0)
+        assert (self.app.handler.bodies.buffered_bytes, self.app.handler.bodies.arriving_bytes) == (0, 0)
         assert self.app.dispatcher.leases == 0
         assert all(self.app.dispatcher.in_flight(name) == 0 for name in pools.backends)
         assert all(queue == (0, 0) for queue in pools.queued().values())

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmproxy.gateway.http.routes import BodyKind
-from llmproxy.gateway.proxying.answers import answer_of
+from llmproxy.gateway.proxying.answers import parse_answer
 from llmproxy.gateway.request.json_scan import drain
 from llmproxy.gateway.request.prefix_hash import answer_bytes, empty_chain
 from tests.fuzz.profile import FUZZED
@@ -58,7 +58,7 @@ LINES = EVENTS | st.sampled_from([b"", b"event: x", b"data: [DONE]", b"data:", b
 
 
 def read(raw: bytes, kind: BodyKind) -> None:
-    answer = drain(answer_of(raw, kind))
+    answer = drain(parse_answer(raw, kind))
     if answer is not None:
         empty_chain(None).extended(answer_bytes(answer, kind))
 

@@ -53,7 +53,7 @@ def request(fields: list[tuple[str, str]]) -> web.BaseRequest:
 @FUZZED
 @given(FIELDS)
 def test_a_backend_gets_only_allowed_fields(fields: list[tuple[str, str]]) -> None:
-    sent = Identity(CONFIG).to_backend(request(fields), "own-id", BACKEND)
+    sent = Identity(CONFIG).backend_headers(request(fields), "own-id", BACKEND)
     names = [name.lower() for name, _ in sent]
     assert not set(names) & (NEVER | PRIVILEGED | {"x-api-key"})
     assert not set(names) & (named_in_connection(fields) - {"authorization", "x-request-id"})
@@ -120,7 +120,7 @@ def test_whatever_a_client_says_of_its_trace_a_backend_gets_one_valid_field(give
     assert sampler is not None
     trace = sampler.begin(given, believed)
     fields = [("traceparent", one) for one in given] + [("tracestate", "v=1")]
-    sent = Identity(CONFIG).to_backend(request(fields), "own-id", BACKEND, trace=trace, span_id="c" * 16)
+    sent = Identity(CONFIG).backend_headers(request(fields), "own-id", BACKEND, trace=trace, span_id="c" * 16)
     [parent] = [value for name, value in sent if name == "traceparent"]
     assert VALID.fullmatch(parent)
     goes_on = any(trace.trace_id in one for one in given)

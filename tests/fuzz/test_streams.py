@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmproxy.core.domain import Usage
-from llmproxy.gateway.proxying.sse import StreamTap, usage_of_tail
+from llmproxy.gateway.proxying.sse import StreamTap, usage_in_tail
 from tests.fuzz.profile import FUZZED
 from tests.gateway.proxying.test_sse import facts, through
 
@@ -93,8 +93,8 @@ def test_exactly_the_usage_events_are_hidden(payloads: list[tuple[dict[str, Any]
 def test_usage_of_an_answer_is_what_a_parser_finds_at_its_end(
     fields: dict[str, Any], before: bytes, after: bytes
 ) -> None:
-    usage_of_tail(before + json.dumps(fields).encode() + after)
-    found = usage_of_tail(json.dumps(fields).encode())
+    usage_in_tail(before + json.dumps(fields).encode() + after)
+    found = usage_in_tail(json.dumps(fields).encode())
     assert found == usage_alone(fields.get("usage"))
 
 
@@ -117,8 +117,8 @@ OBJECTS = st.recursive(
 def test_a_usage_is_found_in_its_own_place_and_nowhere_else(fields: dict[str, Any], escaped: bool, cut: int) -> None:
     whole = json.dumps(fields, ensure_ascii=escaped).encode()
     expected = usage_alone(fields.get("usage"))
-    assert usage_of_tail(whole) == expected
-    assert usage_of_tail(whole[min(cut, len(whole)) :]) in (expected, None)
+    assert usage_in_tail(whole) == expected
+    assert usage_in_tail(whole[min(cut, len(whole)) :]) in (expected, None)
     tap = StreamTap()
     tap.feed(b"data: " + whole + b"\n\n")
     assert tap.usage == usage_alone(own_usage(fields))
@@ -126,7 +126,7 @@ def test_a_usage_is_found_in_its_own_place_and_nowhere_else(fields: dict[str, An
 
 def usage_alone(usage: object) -> Usage | None:
     """The usage in an object that has only this member."""
-    return usage_of_tail(json.dumps({"usage": usage}).encode()) if isinstance(usage, dict) else None
+    return usage_in_tail(json.dumps({"usage": usage}).encode()) if isinstance(usage, dict) else None
 
 
 def own_usage(fields: dict[str, Any]) -> dict[str, Any] | None:

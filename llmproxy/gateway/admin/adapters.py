@@ -11,11 +11,11 @@ from llmproxy.config import ClientsConfig
 from llmproxy.core.adapters import AdapterPlan, Adapters, Report
 from llmproxy.core.backends.catalogue import NAME_CHARS_MAX
 from llmproxy.core.domain import Outcome, Refused
-from llmproxy.gateway.admin.explained import fields_of
+from llmproxy.gateway.admin.explained import page_fields
 from llmproxy.gateway.http.errors import Failure, error_fields
 from llmproxy.gateway.http.routes import LOAD_ADAPTER
-from llmproxy.gateway.proxying.response_writer import read_body
 from llmproxy.gateway.proxying.rules import Rulebook
+from llmproxy.gateway.request.body import read_body
 from llmproxy.scheduling.dispatcher import Dispatcher
 
 BODY_BYTES_MAX = 16 << 10
@@ -24,7 +24,7 @@ PATH_CHARS_MAX = 4_096
 DRAIN_RETRY_S = 1.0
 
 
-class Keeper(Protocol):
+class AdapterPlanRunner(Protocol):
     """Carries changes out."""
 
     async def carry_out(self, plan: AdapterPlan) -> Report:
@@ -34,9 +34,11 @@ class Keeper(Protocol):
 class AdapterRoutes:
     """Serves these paths to clients that were authenticated before."""
 
-    def __init__(self, adapters: Adapters, keeper: Keeper, dispatcher: Dispatcher, rulebook: Rulebook) -> None:
+    def __init__(
+        self, adapters: Adapters, runner: AdapterPlanRunner, dispatcher: Dispatcher, rulebook: Rulebook
+    ) -> None:
         self._adapters = adapters
-        self._keeper = keeper
+        self._runner = runner
         self._dispatcher = dispatcher
         self._rulebook = rulebook
 
@@ -61,8 +63,8 @@ class AdapterRoutes:
             else:
                 plan = self._adapters.unload(name, fields, model, replicas)
         except Refused as refused:
-            raise Failure.of(refused) from None
-        return _answer(await self._keeper.carry_out(plan))
+            raise Failure.from_refused(refused) from None
+        return _answer(await self._runner.carry_out(plan))
 
 
 def _answer(report: Report) -> web.Response:
@@ -74,7 +76,7 @@ def _answer(report: Report) -> web.Response:
         "ok": len(report.replies) - len(failed),
         "failed": len(failed),
         "remembered": report.remembered,
-        "replicas": [fields_of(reply, 0, taken="ok") for reply in report.replies],
+        "replicas": [page_fields(reply, 0, taken="ok") for reply in report.replies],
     }
     status = 200
     if failed:

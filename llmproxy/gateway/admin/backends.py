@@ -13,7 +13,7 @@ from llmproxy.config.reload import Reloader
 from llmproxy.core.domain import Outcome
 from llmproxy.core.snapshot import BackendStatus
 from llmproxy.gateway.admin.debug import page_response
-from llmproxy.gateway.admin.explained import fields_of
+from llmproxy.gateway.admin.explained import page_fields
 from llmproxy.gateway.http.errors import Failure, error_fields
 
 BACKENDS = "/admin/backends"
@@ -69,7 +69,7 @@ class BackendRoutes:
             raise Failure(Outcome.BAD_REQUEST, message, status=404) from None
 
     def _shown(self, status: BackendStatus) -> dict[str, Any]:
-        return fields_of(status, 3, name="backend") | {"since_s": round(self._clock() - status.since_s, 3)}
+        return page_fields(status, 3, name="backend") | {"since_s": round(self._clock() - status.since_s, 3)}
 
     async def _reload(self) -> web.Response:
         if self._reloader is None:

@@ -21,11 +21,11 @@ from llmproxy.core.adapters import Adapters, AdapterState
 from llmproxy.core.domain import Outcome, Waited
 from llmproxy.core.rate_limit import TokenBucket
 from llmproxy.core.snapshot import BackendSnapshot, BandSnapshot, FlowSnapshot, PoolSnapshot, Position
-from llmproxy.gateway.admin.explained import fields_of, pages_of
+from llmproxy.gateway.admin.explained import choice_pages, page_fields
 from llmproxy.gateway.http.client_address import Clients, InNetworks
 from llmproxy.gateway.http.errors import Failure, error_body, nothing_at
 from llmproxy.gateway.http.routes import METRICS, Dialect
-from llmproxy.gateway.request.auth import digest_of, presented
+from llmproxy.gateway.request.auth import key_digest, presented_digest
 from llmproxy.scheduling.dispatcher import Dispatcher
 
 UI = "/ui"
@@ -65,7 +65,7 @@ class AdminPages:
 
     def reconfigure(self, config: Config) -> None:
         """Use another admin key, other names of bands and other tenants."""
-        self._digest = None if config.admin_key is None else digest_of(config.admin_key)
+        self._digest = None if config.admin_key is None else key_digest(config.admin_key)
         self._names = config.band_names()
         self._clients = Clients(config.clients.trusted_proxies)
         self._open_metrics = config.admin.open_metrics
@@ -81,7 +81,7 @@ class AdminPages:
         A foreign page in a browser on this machine is not local. Its `Origin` shows that, or its `Host` if its own name
         was made to point here (DNS rebinding).
         """
-        client = self._clients.of(request)
+        client = self._clients.identify(request)
         return client.certain and LOOPBACK[client.address] and self._names_us(request.headers.get("host", "").lower())
 
     def _names_us(self, host: str) -> bool:
@@ -118,12 +118,12 @@ class AdminPages:
 
     def has_key(self, request: web.BaseRequest) -> bool:
         """Whether the client has the admin key."""
-        return self._digest is not None and compare_digest(presented(request.headers), self._digest)
+        return self._digest is not None and compare_digest(presented_digest(request.headers), self._digest)
 
     def adapters(self) -> web.Response:
         """The adapters loaded through the proxy, and their state on each backend; 429 as for `queue`."""
         if not self._bucket.try_take(1.0, self._clock()):
-            return too_often()
+            return too_many_requests()
         states, more = self._adapters.states()
         return page_response({"adapters": [_adapter(state) for state in states], "more": more})
 
@@ -134,7 +134,7 @@ class AdminPages:
         """
         now, wanted = self._clock(), request.query.get("request")
         if not self._bucket.try_take(1.0, now):
-            return too_often()
+            return too_many_requests()
         if not wanted:
             return page_response(self._everything(now))
         position = self._pools.position(wanted, now)
@@ -149,11 +149,11 @@ class AdminPages:
         """
         now, wanted = self._clock(), request.query.get("request")
         if not self._bucket.try_take(1.0, now):
-            return too_often()
-        limit = number_asked(request, "limit", CHOICES, CHOICES_MAX)
+            return too_many_requests()
+        limit = query_number(request, "limit", CHOICES, CHOICES_MAX)
         if limit is None:
             return refusal(400, f"`limit` should be an integer from 1 to {CHOICES_MAX}.")
-        pools = pages_of(self._pools.choices(now), now, limit, wanted or None)
+        pools = choice_pages(self._pools.choices(now), now, limit, wanted or None)
         if wanted and not any(pool["choices"] for pool in pools):
             return refusal(404, f"No choice for a request `{wanted[:256]}` is remembered.")
         return page_response({"placement": self._pools.settings.placement, "pools": pools})
@@ -166,7 +166,7 @@ class AdminPages:
         return {
             "nameless": self._dispatcher.nameless,
             "pools": [self._pool(pool) for pool in seen.pools],
-            "usage_limits": [fields_of(limit, 1, name="limit") for limit in seen.limits],
+            "usage_limits": [page_fields(limit, 1, name="limit") for limit in seen.limits],
             "more_usage_limits": seen.limits_more,
         }
 
@@ -210,7 +210,7 @@ class AdminPages:
     def position(self, position: Position) -> dict[str, Any]:
         """Where a request stands, as fields of a page."""
         renamed = {"label": "request", "ahead_in_bands": "ahead_in_higher_bands"}
-        fields = fields_of(position, 4, **renamed) | {"band": self._name(position.band)}
+        fields = page_fields(position, 4, **renamed) | {"band": self._name(position.band)}
         return {name: value for name, value in fields.items() if name != "waited"} | self.waited(position.waited)
 
     def waited(self, waited: Waited | None) -> dict[str, Any]:
@@ -222,12 +222,12 @@ class AdminPages:
 
 
 def _flow(flow: FlowSnapshot) -> dict[str, Any]:
-    head = fields_of(flow.head, 4, label="request")
-    return fields_of(flow, 4) | {"head": head, "standing": {name: round(value, 4) for name, value in flow.standing}}
+    head = page_fields(flow.head, 4, label="request")
+    return page_fields(flow, 4) | {"head": head, "standing": {name: round(value, 4) for name, value in flow.standing}}
 
 
 def _adapter(state: AdapterState) -> dict[str, Any]:
-    return fields_of(state, 0, name="adapter", pool="model", joining="later_ones_too", standings="replicas")
+    return page_fields(state, 0, name="adapter", pool="model", joining="later_ones_too", standings="replicas")
 
 
 def page_response(page: dict[str, Any], *, status: int = 200) -> web.Response:
@@ -243,14 +243,14 @@ def _dumped(page: dict[str, Any]) -> bytes:
         return json.dumps(page, indent=2).encode() + b"\n"
 
 
-def number_asked(request: web.BaseRequest, name: str, default: int, most: int) -> int | None:
+def query_number(request: web.BaseRequest, name: str, default: int, most: int) -> int | None:
     """The number that a page is asked for, None if it is no integer from 1 to `most`."""
     asked = request.query.get(name, str(default))
     # Python refuses to read thousands of digits.
     return int(asked) if re.fullmatch(r"[0-9]{1,9}", asked) and 1 <= int(asked) <= most else None
 
 
-def too_often() -> web.Response:
+def too_many_requests() -> web.Response:
     """429: somebody looks again and again."""
     return refusal(429, "Too many looks at this page. Try again.", {"Retry-After": "1"})
 

@@ -18,7 +18,7 @@ ALIKE = 0.05
 """A pace that differs by less than this share from the pool's is shown as the same."""
 
 
-def pages_of(pools: Iterable[PoolChoices], now: float, limit: int, wanted: str | None) -> list[dict[str, Any]]:
+def choice_pages(pools: Iterable[PoolChoices], now: float, limit: int, wanted: str | None) -> list[dict[str, Any]]:
     """Each pool with its last `limit` choices, newest first; with `wanted`, those for this request id or label."""
     pages, left = [], PRICES_MAX
     for pool in pools:
@@ -38,7 +38,7 @@ def pages_of(pools: Iterable[PoolChoices], now: float, limit: int, wanted: str |
     return pages
 
 
-def line_of(price: Price, prompt_tokens: int) -> str:
+def price_line(price: Price, prompt_tokens: int) -> str:
     """One price as a readable line.
 
     `gpu-2: 0.41 s = queue 0.10 + prefill 0.27 (1,830 of 9,200 tokens uncached) + adapter 0 + harm 0.04`
@@ -56,7 +56,7 @@ def line_of(price: Price, prompt_tokens: int) -> str:
     return f"{price.backend}: {price.total_s:.{digits}f} s = {' + '.join(parts) or 0}{full}"
 
 
-def pace_line_of(pace: BackendPace) -> str:
+def pace_line(pace: BackendPace) -> str:
     """The pace of one backend as a readable line: `gpu-3: prompts 1.9x slower, tokens as the pool, ...`."""
     return (
         f"{pace.backend}: prompts {_compared(pace.prefill_factor)}, tokens {_compared(pace.step_factor)}, "
@@ -86,8 +86,8 @@ def _choice(choice: Explained, now: float) -> dict[str, Any]:
 
 def _candidate(price: Price, prompt_tokens: int) -> dict[str, Any]:
     return {
-        "line": line_of(price, prompt_tokens),
-        **fields_of(price, 6),
+        "line": price_line(price, prompt_tokens),
+        **page_fields(price, 6),
         "terms": {name: round(seconds, 6) for name, seconds in price.terms},
         "cached_tokens": round(price.cached_tokens),
     }
@@ -106,11 +106,11 @@ def _learned(learned: Learned | None) -> dict[str, Any] | None:
         "adapter_s": round(learned.adapter_s, 6),
         "ttft_p90_factor": round(learned.ttft_p90_factor, 3),
         "tpot_p90_factor": round(learned.tpot_p90_factor, 3),
-        "backends": [{"line": pace_line_of(pace), **fields_of(pace, 3)} for pace in learned.backends],
+        "backends": [{"line": pace_line(pace), **page_fields(pace, 3)} for pace in learned.backends],
     }
 
 
-def fields_of(record: object, digits: int, **renamed: str) -> dict[str, Any]:
+def page_fields(record: object, digits: int, **renamed: str) -> dict[str, Any]:
     """The fields of a struct or dataclass for a page, with floats rounded; `renamed` maps field names to page names."""
     fields: dict[str, Any] = msgspec.to_builtins(record)
     return {

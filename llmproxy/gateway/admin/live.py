@@ -21,8 +21,16 @@ from msgspec.structs import asdict
 from llmproxy.config import Config
 from llmproxy.config.in_force import in_force
 from llmproxy.core.rate_limit import TokenBucket
-from llmproxy.gateway.admin.debug import UI, UNSTORED, AdminPages, number_asked, page_response, refusal, too_often
-from llmproxy.gateway.admin.explained import pages_of
+from llmproxy.gateway.admin.debug import (
+    UI,
+    UNSTORED,
+    AdminPages,
+    page_response,
+    query_number,
+    refusal,
+    too_many_requests,
+)
+from llmproxy.gateway.admin.explained import choice_pages
 from llmproxy.gateway.admin.plain import plain_page
 from llmproxy.gateway.admin.static import HEADERS, StaticFiles
 from llmproxy.observe.exit import RequestExit
@@ -113,8 +121,8 @@ class LivePages:
         and the columns one after the other. All numbers are little-endian.
         """
         if not self._bucket.try_take(1.0, self._clock()):
-            return too_often()
-        span_s = number_asked(request, "span", SPAN_S, SPAN_MAX_S)
+            return too_many_requests()
+        span_s = query_number(request, "span", SPAN_S, SPAN_MAX_S)
         if span_s is None:
             return refusal(400, f"`span` should be an integer from 1 to {SPAN_MAX_S}, in seconds.")
         prefixes = request.query.get("columns", "").split(",")[:PREFIXES_MAX]
@@ -131,11 +139,11 @@ class LivePages:
         """
         now = self._clock()
         if not self._bucket.try_take(1.0, now):
-            return too_often()
+            return too_many_requests()
         wanted = request.query.get("request")
         if wanted is not None:
             return self._story(wanted, now)
-        limit = number_asked(request, "limit", REQUESTS_SHOWN, REQUESTS_SHOWN)
+        limit = query_number(request, "limit", REQUESTS_SHOWN, REQUESTS_SHOWN)
         if limit is None:
             return refusal(400, f"`limit` should be an integer from 1 to {REQUESTS_SHOWN}.")
         chosen = [(values_of, request.query[name]) for name, values_of in FILTERS.items() if name in request.query]
@@ -153,21 +161,21 @@ class LivePages:
     def _plain(self) -> web.Response:
         """The same state as HTML, for browsers without JavaScript."""
         if not self._bucket.try_take(1.0, self._clock()):
-            return too_often()
+            return too_many_requests()
         page = plain_page(json.loads(self._snapshot.document()))
         return web.Response(text=page, content_type="text/html", headers={**HEADERS, **UNSTORED})
 
     def _events(self) -> web.Response:
         """What happened, the newest first: log lines about the proxy and its fleet."""
         if not self._bucket.try_take(1.0, self._clock()):
-            return too_often()
+            return too_many_requests()
         epoch_s = self._snapshot.epoch_s
         return page_response({"events": [event_fields(one, epoch_s) for one in self._recorder.events.newest_first()]})
 
     def _configuration(self) -> web.Response:
         """What is in force, and where each value comes from. Secrets are `***`."""
         if not self._bucket.try_take(1.0, self._clock()):
-            return too_often()
+            return too_many_requests()
         settings = in_force(self._config())
         shown = [to_builtins(one) for one in settings[:SETTINGS_MAX]]
         return page_response({"settings": shown, "more": len(settings) - len(shown)})
@@ -177,7 +185,7 @@ class LivePages:
         pools = self._recorder.dispatcher.pools
         ended = self._recorder.recent.find(wanted)
         position = pools.position(wanted, now)
-        pages = pages_of(pools.choices(now), now, CHOICES_MAX, wanted)
+        pages = choice_pages(pools.choices(now), now, CHOICES_MAX, wanted)
         choices = [choice | {"pool": page["pool"]} for page in pages for choice in page["choices"]]
         if ended is None and position is None and not choices:
             return refusal(404, f"Nothing is remembered of a request `{wanted[:256]}`.")

@@ -20,7 +20,7 @@ from llmproxy.core.snapshot import BackendStatus
 from llmproxy.gateway.admin.debug import page_response, refusal
 
 SCALE = "/scale"
-KEPT_S = 1.0
+CACHE_S = 1.0
 """A number is found at most once a second, however many ask."""
 STATES = ("up", "starting", "resting", "down", "drained", "leaving")
 
@@ -34,23 +34,23 @@ class ScalePages:
         self._pools = pools
         self._statuses = statuses
         self._clock = clock
-        self._found: dict[str, Need] = {}
-        self._found_s = -KEPT_S
+        self._needs: dict[str, Need] = {}
+        self._needs_at_s = -CACHE_S
 
     def needs(self) -> dict[str, Need]:
         """Pool -> how many replicas it needs, at most a second old."""
         now = self._clock()
-        if now >= self._found_s + KEPT_S:
+        if now >= self._needs_at_s + CACHE_S:
             found = self._pools.needs(now)
             kinds = self._groups(found)
-            self._found = {
+            self._needs = {
                 pool: replace(need, groups=(spread(need.need, kinds[pool]) if need.sure else kept(kinds[pool])))
                 if pool in kinds
                 else need
                 for pool, need in found.items()
             }
-            self._found_s = now
-        return self._found
+            self._needs_at_s = now
+        return self._needs
 
     def _groups(self, needs: Mapping[str, Need]) -> dict[str, list[Group]]:
         """The groups of each pool whose backends are in one: those, and for a named pool all that are configured."""

@@ -51,10 +51,10 @@ class InNetworks(dict[str, bool]):
     def __missing__(self, address: str) -> bool:
         if len(self) >= ADDRESSES_MAX:
             self.clear()
-        known = self[address] = bool(address and self._networks) and self._found(address)
+        known = self[address] = bool(address and self._networks) and self._is_in_networks(address)
         return known
 
-    def _found(self, address: str) -> bool:
+    def _is_in_networks(self, address: str) -> bool:
         parsed = ip_address(address.partition("%")[0])
         plain = getattr(parsed, "ipv4_mapped", None) or parsed
         return any(plain in network for network in self._networks if network.version == plain.version)
@@ -66,7 +66,7 @@ class Clients:
     def __init__(self, trusted_proxies: Sequence[Network]) -> None:
         self._proxied = InNetworks(trusted_proxies)
 
-    def of(self, http: web.BaseRequest) -> Client:
+    def identify(self, http: web.BaseRequest) -> Client:
         """The client of this request. A peer that has disconnected has the address ""."""
         peer, fields = http.remote or "", http.headers
         if not self._proxied[peer]:

@@ -32,7 +32,7 @@ class ClientLimits:
 
     def opened(self, address: str) -> Failure | None:
         """Count a connection of `address` until it is `closed`. If it is refused, return why, and do not count it."""
-        limits, key = self._limits, network_of(address)
+        limits, key = self._limits, limit_key(address)
         if self._open >= limits.connections_max:
             message = "Too many connections are open here (clients.connections_max, or the limit of open files)."
             return Failure(Outcome.REJECTED_CAPACITY, message, status=503, retry_after_s=RETRY_S)
@@ -45,7 +45,7 @@ class ClientLimits:
         return None
 
     def closed(self, address: str) -> None:
-        key = network_of(address)
+        key = limit_key(address)
         self._open -= 1
         self._open_by[key] -= 1
         if not self._open_by[key]:
@@ -59,7 +59,7 @@ class ClientLimits:
         rate = self._limits.address_requests_per_s
         if rate is None:
             return
-        key = network_of(address)
+        key = limit_key(address)
         bucket = self._buckets.get(key) or TokenBucket(max(1.0, rate), rate)
         if (wait_s := bucket.wait_s(1.0, now)) > 0.0:
             message = f"This address may send {rate:g} requests a second (clients.address_requests_per_s). Try again."
@@ -76,7 +76,7 @@ class ClientLimits:
         return self._open
 
 
-def network_of(address: str) -> str:
+def limit_key(address: str) -> str:
     """The key under which an address counts: itself, or the network of 64 bits of an IPv6 address."""
     if ":" not in address:
         return address

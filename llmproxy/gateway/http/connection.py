@@ -24,7 +24,7 @@ from llmproxy.gateway.http.client_limits import ClientLimits
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.headers import SERVER
 from llmproxy.gateway.http.strictness import head_too_large
-from llmproxy.gateway.http.tls import TlsConnection, address_of
+from llmproxy.gateway.http.tls import TlsConnection, peer_address
 from llmproxy.gateway.http.wrong_protocol import HTTP2_PREFACE, WrongProtocol, wrong_protocol
 from llmproxy.lifecycle.paced import PacedCalls
 
@@ -105,7 +105,7 @@ class ClientConnection(web.RequestHandler):
             # It was counted before its handshake.
             super().connection_made(transport)
             return
-        address = address_of(transport)
+        address = peer_address(transport)
         refused = self._conn_handler.clients.opened(address)
         if refused is None:
             self._address = address
@@ -239,7 +239,7 @@ class ClientConnection(web.RequestHandler):
         broken = self._messages[-1][0]
         if isinstance(broken, _ErrInfo) and isinstance(broken.exc, HttpProcessingError):
             # The body that is being read cannot be parsed. Its reader would not learn of it otherwise.
-            request.content.set_exception(web.RequestPayloadError(_failure_of(broken.exc).message))
+            request.content.set_exception(web.RequestPayloadError(_parse_failure(broken.exc).message))
             # It has no rest to be read and dropped after the answer.
             request.content.feed_eof()
 
@@ -249,7 +249,7 @@ class ClientConnection(web.RequestHandler):
         """Answer bytes that cannot be parsed. Anything else is a bug, which aiohttp logs."""
         if not isinstance(exc, HttpProcessingError):
             return super().handle_error(request, status, exc, message)
-        response = self._conn_handler.refuse(request, _failure_of(exc))
+        response = self._conn_handler.refuse(request, _parse_failure(exc))
         response.force_close()
         return response
 
@@ -330,7 +330,7 @@ def _request(
     return kind(message, payload, protocol, writer, task, asyncio.get_running_loop())
 
 
-def _failure_of(error: HttpProcessingError) -> Failure:
+def _parse_failure(error: HttpProcessingError) -> Failure:
     """The answer to bytes that are no request. It does not repeat them, because they may hold a key."""
     if isinstance(error, LineTooLong):
         return Failure(Outcome.BAD_REQUEST, "The request line or a header field is too long.", status=431)

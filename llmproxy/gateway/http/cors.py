@@ -33,7 +33,7 @@ class Cors:
         self._origins = frozenset(origins)
 
     @classmethod
-    def of(cls, config: Config) -> Cors | None:
+    def from_config(cls, config: Config) -> Cors | None:
         """None if no origin is allowed. Answers then have no fields of CORS."""
         return cls(config.clients.allowed_origins) if config.clients.allowed_origins else None
 

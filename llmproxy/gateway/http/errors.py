@@ -101,7 +101,7 @@ class Failure(Exception):  # noqa: N818 - an answer to a client, which need not 
             self.headers["Retry-After"] = str(max(1, ceil(retry_after_s)))
 
     @classmethod
-    def of(cls, refused: Refused) -> Failure:
+    def from_refused(cls, refused: Refused) -> Failure:
         return cls(refused.outcome, refused.message, retry_after_s=refused.retry_after_s)
 
     def response(self, dialect: Dialect, headers: Mapping[str, str]) -> web.Response:

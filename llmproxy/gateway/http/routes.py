@@ -117,7 +117,7 @@ def is_administrative(path: str) -> bool:
     return path in (METRICS, LOAD_ADAPTER, UNLOAD_ADAPTER, "/debug", "/admin", "/scale", "/ui")
 
 
-def dialect_of(path: str) -> Dialect:
+def error_dialect(path: str) -> Dialect:
     """The dialect of errors on `path`, whether or not the path exists."""
     if path.startswith("/v1/messages"):
         return Dialect.ANTHROPIC

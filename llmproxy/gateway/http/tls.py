@@ -64,7 +64,7 @@ class ClientTls:
             raise ConfigError([f"tls.{error.key}: {error}"]) from None
 
     @classmethod
-    def of(cls, config: TlsConfig) -> ClientTls | None:
+    def from_config(cls, config: TlsConfig) -> ClientTls | None:
         """None if clients use plain HTTP. Raises ConfigError if only a part is configured."""
         if config.cert is not None:
             return cls(config.cert, config.key, config.client_ca)
@@ -122,7 +122,7 @@ def _reason(error: OSError) -> str:
     return error.reason.lower().replace("_", " ") if error.reason else "it cannot be read as PEM without a passphrase"
 
 
-def address_of(transport: asyncio.BaseTransport) -> str:
+def peer_address(transport: asyncio.BaseTransport) -> str:
     """The address of the peer, "" if it has none."""
     peer = transport.get_extra_info("peername")
     return str(peer[0]) if isinstance(peer, tuple) else ""
@@ -187,7 +187,7 @@ class TlsConnection(SSLProtocol):
         self._address: str | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        address = address_of(transport)
+        address = peer_address(transport)
         refused = self._clients.opened(address)
         if refused is not None:
             self._reject(refused)

@@ -28,16 +28,16 @@ from llmproxy.gateway.request.prefix_hash import BLOCKS_MAX, PROMPT_MEMBERS, Cha
 
 ANSWER_BYTES_MAX = 1 << 20
 """Of one answer as it is sent: 5,000 tokens of a chat stream, which take 10 ms to read, in turns of 2."""
-KEPT_BYTES_MAX = 64 << 20
-"""Of all answers that are kept at one time; further ones are not read."""
+CAPTURED_BYTES_MAX = 64 << 20
+"""Of all answers that are captured at one time; further ones are not read."""
 
 EVENTS_BYTES = 4096
-"""Of events of a kept stream that are parsed in one call, about."""
+"""Of events of a captured stream that are parsed in one call, about."""
 
 _RESPONSE_ENDS = frozenset({"response.completed", "response.incomplete"})
 
 
-class KeptAnswer:
+class CapturedAnswer:
     """The bytes of one answer, unless they are too many. `chain` is that of its prompt."""
 
     __slots__ = ("_answers", "_bytes", "chain", "chunks", "kind")
@@ -55,13 +55,13 @@ class KeptAnswer:
             return
         self.chunks.append(data)
         self._bytes += len(data)
-        self._answers.kept_bytes += len(data)
-        if self._bytes > ANSWER_BYTES_MAX or self._answers.kept_bytes > KEPT_BYTES_MAX:
+        self._answers.captured_bytes += len(data)
+        if self._bytes > ANSWER_BYTES_MAX or self._answers.captured_bytes > CAPTURED_BYTES_MAX:
             self.drop()
 
     def drop(self) -> None:
         """Forget the bytes, and take no more."""
-        self._answers.kept_bytes -= self._bytes
+        self._answers.captured_bytes -= self._bytes
         self._bytes = 0
         self.chunks = None
 
@@ -75,10 +75,10 @@ class Answers:
 
     def __init__(self, on_read: Callable[[Grant, Sequence[int]], None]) -> None:
         self._on_read = on_read
-        self._due: deque[tuple[KeptAnswer, Slices[None]]] = deque()
-        self.kept_bytes = 0
+        self._due: deque[tuple[CapturedAnswer, Slices[None]]] = deque()
+        self.captured_bytes = 0
 
-    def keep(self, parsed: ParsedBody) -> KeptAnswer | None:
+    def capture(self, parsed: ParsedBody) -> CapturedAnswer | None:
         """Where to keep the answer to this body; None where no prompt could continue it.
 
         With several choices or prompts it is not known which one the client continues. A chain of token ids does not
@@ -87,43 +87,43 @@ class Answers:
         chain, facts = parsed.chain, parsed.facts
         if chain is None or parsed.kind not in PROMPT_MEMBERS or facts.sequences > 1 or facts.prompt_tokens is not None:
             return None
-        return None if len(chain.hashes) == BLOCKS_MAX else KeptAnswer(self, chain, parsed.kind)
+        return None if len(chain.hashes) == BLOCKS_MAX else CapturedAnswer(self, chain, parsed.kind)
 
-    def ended(self, kept: KeptAnswer, grant: Grant | None) -> None:
+    def finish(self, captured: CapturedAnswer, grant: Grant | None) -> None:
         """Read a kept answer that was completed under `grant`; drop it where that is None. Called once for each."""
-        if grant is None or not kept.chunks:
-            kept.drop()
+        if grant is None or not captured.chunks:
+            captured.drop()
             return
-        self._due.append((kept, self._read(kept, kept.chunks, grant)))
+        self._due.append((captured, self._read(captured, captured.chunks, grant)))
         if len(self._due) == 1:
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
         loop, until_s = asyncio.get_running_loop(), time.perf_counter() + TURN_S
         while self._due:
-            kept, slices = self._due[0]
+            captured, slices = self._due[0]
             try:
                 next(slices)
             except StopIteration:
                 self._due.popleft()
-                kept.drop()
+                captured.drop()
             except Exception as error:  # noqa: BLE001 - the request was served, and must not fail for this
                 self._due.popleft()
-                kept.drop()
+                captured.drop()
                 loop.call_exception_handler({"message": "an answer could not be indexed", "exception": error})
             if time.perf_counter() >= until_s:
                 break
         if self._due:
             loop.call_soon(self._turn)
 
-    def _read(self, kept: KeptAnswer, chunks: Sequence[bytes], grant: Grant) -> Slices[None]:
-        answer = yield from answer_of(b"".join(chunks), kept.kind)
+    def _read(self, captured: CapturedAnswer, chunks: Sequence[bytes], grant: Grant) -> Slices[None]:
+        answer = yield from parse_answer(b"".join(chunks), captured.kind)
         if answer is None:
             return
-        text = answer_bytes(answer, kept.kind)
+        text = answer_bytes(answer, captured.kind)
         yield
-        chain = kept.chain.extended(text)
-        if len(chain.hashes) > len(kept.chain.hashes):
+        chain = captured.chain.extended(text)
+        if len(chain.hashes) > len(captured.chain.hashes):
             yield
             self._on_read(grant, chain.hashes_on(grant.request.model, grant.request.adapter))
 
@@ -132,7 +132,7 @@ class _UnreadError(Exception):
     """An answer that no later prompt continues, or that would take too long to read."""
 
 
-def answer_of(raw: bytes, kind: BodyKind) -> Slices[Any]:
+def parse_answer(raw: bytes, kind: BodyKind) -> Slices[Any]:
     """What a client will send back of an answer, a JSON body or a stream, for `prefix_hash.answer_bytes`.
 
     None where it is not known. Yields after some events; no step takes more than 2 ms.

@@ -33,10 +33,10 @@ class UsageQuestions:
     def __init__(self) -> None:
         self._refused_until_s: dict[str, float] = {}
 
-    def asks(self, backend: BackendConfig, now: float) -> bool:
+    def should_ask(self, backend: BackendConfig, now: float) -> bool:
         return backend.ask_usage and now >= self._refused_until_s.get(backend.url, 0.0)
 
-    def refused(self, backend: BackendConfig, now: float) -> None:
+    def record_refusal(self, backend: BackendConfig, now: float) -> None:
         """The backend refused a request because of the question, and is not asked for a while."""
         if len(self._refused_until_s) >= BACKENDS_MAX:
             self._refused_until_s.clear()
@@ -75,7 +75,7 @@ def call_for(
     return Call(
         route.method,
         f"{route.path}?{query}" if query else route.path,
-        rules.identity.to_backend(http, engine_id, backend, received.trusted, received.trace, span_id),
+        rules.identity.backend_headers(http, engine_id, backend, received.trusted, received.trace, span_id),
         spliced.parts,
         request.stream,
         spliced.hides_usage,

@@ -41,7 +41,7 @@ _WORDS = (
 )
 
 
-def cause_of_answer(status: int, body: bytes, *, own_key: bool) -> Cause:
+def answer_cause(status: int, body: bytes, *, own_key: bool) -> Cause:
     """The cause of an answer that is not 2xx."""
     cause = cause_of(status, own_key=own_key)
     if cause is Cause.ERROR:
@@ -56,7 +56,7 @@ def cause_of_answer(status: int, body: bytes, *, own_key: bool) -> Cause:
     return cause
 
 
-def cause_of_event(data: bytes, *, own_key: bool = True) -> Cause:
+def event_cause(data: bytes, *, own_key: bool = True) -> Cause:
     """The cause of an error event with this data, in an answer of status 200. In doubt it is an error of the engine."""
     if _DEAD.search(data[:_BYTES_MAX]):
         return Cause.ENGINE_DEAD
@@ -64,7 +64,7 @@ def cause_of_event(data: bytes, *, own_key: bool = True) -> Cause:
     for name in ("code", "status", "status_code"):
         number = str(error.get(name, ""))
         if re.fullmatch(r"[45]\d\d", number):
-            return cause_of_answer(int(number), data, own_key=own_key)
+            return answer_cause(int(number), data, own_key=own_key)
     for name in ("code", "status", "type"):
         word = _letters(error.get(name))
         for pattern, cause in _WORDS:

@@ -24,13 +24,14 @@ from llmproxy.gateway.http.routes import Dialect, Route, Work
 from llmproxy.gateway.proxying.answers import Answers
 from llmproxy.gateway.proxying.attempt import Attempt
 from llmproxy.gateway.proxying.calls import UNKNOWN_SHAPES, UsageQuestions, call_for
-from llmproxy.gateway.proxying.relay import end_broken, events_of
+from llmproxy.gateway.proxying.relay import end_broken, error_events
 from llmproxy.gateway.proxying.request_context import ReceivedRequest, RequestContext
-from llmproxy.gateway.proxying.response_writer import KeepAlive, ResponseWriter, read_body, within
+from llmproxy.gateway.proxying.response_writer import KeepAlive, ResponseWriter, within
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.proxying.stages import Handover, Warnings, refuse_unreachable
 from llmproxy.gateway.proxying.stored import StoredResponses
-from llmproxy.gateway.request.body_budget import BodyBudget, HeldBody
+from llmproxy.gateway.request.body import read_body
+from llmproxy.gateway.request.body_budget import BodyBudget, BufferedBody
 from llmproxy.gateway.request.identity import REQUEST_ID_HEADER, request_id
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, ID_BYTES, SALT
@@ -89,9 +90,9 @@ class RequestHandler:
         self.bodies.limit(ceil(config.body_bytes_total_max / self._processes), config.body_bytes_max)
 
     @property
-    def kept_bytes(self) -> int:
+    def captured_bytes(self) -> int:
         """Bytes of answers that are kept until they are read."""
-        return self._answers.kept_bytes if self._answers is not None else 0
+        return self._answers.captured_bytes if self._answers is not None else 0
 
     def begin_shutdown(self, *, replaced: bool = False) -> None:
         """The proxy is about to end: from now on, answers ask their clients to close the connection.
@@ -128,7 +129,7 @@ class RequestHandler:
         now = asyncio.get_running_loop().time()
         rules = self._rulebook.current
         client = ResponseWriter(http, extra, lambda: self.shutting_down, rules.cors)
-        received = ReceivedRequest(rules, route, http, sender, now, urandom(16).hex(), HeldBody(self.bodies))
+        received = ReceivedRequest(rules, route, http, sender, now, urandom(16).hex(), BufferedBody(self.bodies))
         context = RequestContext(received, client, extra)
         self.begin_request()
         try:
@@ -136,7 +137,7 @@ class RequestHandler:
         except Failure as failure:
             return await self._fail(context, failure)
         except Refused as refused:
-            return await self._fail(context, Failure.of(refused))
+            return await self._fail(context, Failure.from_refused(refused))
         except (asyncio.CancelledError, ConnectionError, web.RequestPayloadError) as cause:
             self._cancelled(context, cause)
             raise
@@ -150,7 +151,7 @@ class RequestHandler:
         finally:
             if context.keep_alive is not None:
                 context.keep_alive.stop()
-            received.held.release()
+            received.buffered.release()
             if not received.repeated:
                 self._open_ids.discard(received.id)
             self.end_request()
@@ -181,29 +182,29 @@ class RequestHandler:
             message = "Request bodies must not be compressed: send this one without Content-Encoding."
             accepted = {"Accept-Encoding": "identity"}
             raise Failure(Outcome.BAD_REQUEST, message, status=415, param="content-encoding", headers=accepted)
-        body = await read_body(http, rules.config.body_bytes_max, rules.config.clients, received.held)
+        body = await read_body(http, rules.config.body_bytes_max, rules.config.clients, received.buffered)
         received.body_bytes = len(body)
         received.parsed = await rules.read(received.route, http, body)
-        parsed = received.parsed = await self._isolated(received, received.parsed)
+        parsed = received.parsed = await self._isolate(received, received.parsed)
         if parsed.facts.stream and rules.config.timeouts.keep_alive_s is not None:
             context.keep_alive = KeepAlive(context.client, rules.config.timeouts.keep_alive_s)
         received.session = rules.identity.session(http, parsed.sessions, received.tenant)
         received.target = await self._target(received, parsed.facts.model)
         if rules.request_limits is not None:
-            parsed = received.parsed = rules.request_limits.kept(
+            parsed = received.parsed = rules.request_limits.apply(
                 received.route, parsed, received.tenant.name, received.target, self._estimator
             )
         self.budget.request()
         if self._answers is not None and received.route.computes:
-            context.kept = self._answers.keep(parsed)
-            context.client.keep = context.kept.add if context.kept is not None else None
+            context.captured = self._answers.capture(parsed)
+            context.client.capture = context.captured.add if context.captured is not None else None
         context.routing = Routing(self._make_request(received, parsed, received.target))
         await self._attempt_until_answered(context, parsed, context.routing)
 
-    async def _isolated(self, received: ReceivedRequest, parsed: ParsedBody) -> ParsedBody:
+    async def _isolate(self, received: ReceivedRequest, parsed: ParsedBody) -> ParsedBody:
         """Keep the tenant from prefixes and stored responses of others in the engines. Raises Failure."""
         if received.route.dialect is Dialect.RESPONSES:
-            received.previous = await self._stored.previous(parsed.kept, received.tenant, received.rules)
+            received.previous = await self._stored.previous(parsed.response_members, received.tenant, received.rules)
         if received.tenant.salt is None or not received.route.salted:
             return parsed
         received.salt = received.tenant.cache_salt(parsed.text(SALT))
@@ -335,18 +336,20 @@ class RequestHandler:
         if dialect is Dialect.RESPONSES and stage is not Stage.PREFILL:
             # It must not refer to the context, which has this client: a cycle would keep both, with the body, for the
             # garbage collector.
-            context.client.on_commit = self._stored.noting(attempt, backend.name, tenant, received.previous, parsed)
+            context.client.on_commit = self._stored.commit_callback(
+                attempt, backend.name, tenant, received.previous, parsed
+            )
         try:
             if handover is not None and handover.unreachable_from(backend.url):
                 refuse_unreachable(attempt, handover, lease)
             else:
                 engine_id, span_id = received.engine_id(routing), tried.span_id or ""
-                asks = lease.grant.request.stream and self._usage.asks(backend, lease.grant.at_s)
+                asks = lease.grant.request.stream and self._usage.should_ask(backend, lease.grant.at_s)
                 call = call_for(received, parsed, lease, backend, engine_id, span_id, handover, asks)
                 await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
                 if call.hide_usage and attempt.answer is not None and attempt.refuses(b"stream_options"):
                     # Only the proxy asked for it.
-                    self._usage.refused(backend, lease.grant.at_s)
+                    self._usage.record_refusal(backend, lease.grant.at_s)
                     attempt = context.attempt = Attempt(split=attempt.split)
                     call = call_for(received, parsed, lease, backend, engine_id, span_id, handover, False)
                     await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
@@ -364,7 +367,7 @@ class RequestHandler:
         context.note_split(attempt, lease.grant)
         if attempt.verdict is Verdict.UNAUTHORIZED:
             attempt.detail = rules.identity.key_hint(backend)
-        if received.previous is not None and received.previous.sought(attempt):
+        if received.previous is not None and received.previous.may_be_elsewhere(attempt):
             attempt.again = Again.ANYWHERE_ELSE
         return attempt
 
@@ -384,7 +387,7 @@ class RequestHandler:
             raise Failure(attempt.outcome, attempt.message, status=status)
         if context.client.only_comments:
             context.end(attempt.outcome, answer.status, attempt.message)
-            await self._end_stream(context, events_of(answer, context.input.route.dialect, attempt.message))
+            await self._end_stream(context, error_events(answer, context.input.route.dialect, attempt.message))
             return
         headers = answer.headers
         if answer.status == 503 and not any(name.lower() == "retry-after" for name, _ in headers):
@@ -444,9 +447,9 @@ class RequestHandler:
         if context.routing is not None:
             self._dispatcher.ended(context.routing.request, ended.result.met)
         # What is held is given back first, because recording may fail.
-        if self._answers is not None and context.kept is not None:
+        if self._answers is not None and context.captured is not None:
             lease = context.routing.lease if context.routing is not None else None
             completed = context.outcome is Outcome.COMPLETED
-            self._answers.ended(context.kept, lease.grant if completed and lease is not None else None)
+            self._answers.finish(context.captured, lease.grant if completed and lease is not None else None)
         self._exits.record(ended)
         log_exit(ended)

@@ -19,13 +19,13 @@ from llmproxy.gateway.http.errors import error_event
 from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.attempt import Answer, Attempt, AttemptTimer, Call
-from llmproxy.gateway.proxying.error_words import cause_of_answer, cause_of_event
-from llmproxy.gateway.proxying.release import DECODE_GRACE_S, PREFILL_GRACE_S, outliving
+from llmproxy.gateway.proxying.error_words import answer_cause, event_cause
+from llmproxy.gateway.proxying.release import DECODE_GRACE_S, PREFILL_GRACE_S, shield_for
 from llmproxy.gateway.proxying.response_writer import ResponseWriter, within
-from llmproxy.gateway.proxying.sse import EncodedTap, StreamTap, usage_of_tail
-from llmproxy.gateway.proxying.stages import not_handed_over, prefill_limit_s, settle_failed
+from llmproxy.gateway.proxying.sse import EncodedTap, StreamTap, usage_in_tail
+from llmproxy.gateway.proxying.stages import decide_stage_retry, fail_handover, prefill_limit_s
 from llmproxy.gateway.proxying.stream_relay import (
-    HELD_BYTES_MAX,
+    BUFFERED_BYTES_MAX,
     TAIL_BYTES,
     ResponseRelay,
     StreamRelay,
@@ -67,7 +67,7 @@ class Relay:
         exchanging = self._exchange(attempt, timer, lease, base_url, call, client)
         try:
             if call.released and call.connector is not None:
-                await outliving(exchanging, lambda: PREFILL_GRACE_S)
+                await shield_for(exchanging, lambda: PREFILL_GRACE_S)
             else:
                 await exchanging
         except asyncio.CancelledError:
@@ -94,7 +94,7 @@ class Relay:
                 self._timed_out(attempt, timer, lease)
         finally:
             if call.stage is not Stage.WHOLE:
-                settle_failed(attempt, call.stage)
+                decide_stage_retry(attempt, call.stage)
             self._account(attempt, lease, call.usage_max)
 
     async def _exchange(
@@ -123,7 +123,7 @@ class Relay:
                     timer.cut()
                 if call.released and call.connector is None:
                     until_s = timer.now() + DECODE_GRACE_S
-                    await outliving(opened(), lambda: 0.0 if scope.expired() else until_s - timer.now())
+                    await shield_for(opened(), lambda: 0.0 if scope.expired() else until_s - timer.now())
                 else:
                     await opened()
                 assert exchange is not None
@@ -133,7 +133,7 @@ class Relay:
                     attempt.fail(Outcome.UPSTREAM_STATUS, Cause.NOT_SERVED, message)
                     attempt.status = 502
                 elif exchange.status >= 300:
-                    await self._hold_error(attempt, exchange, call)
+                    await self._read_error(attempt, exchange, call)
                 elif call.connector is not None:
                     await self._take_prefill(attempt, lease, exchange, call, call.connector)
                 elif is_event_stream(exchange):
@@ -149,12 +149,12 @@ class Relay:
 
     # --- an error answer ---------------------------------------------------------------------------------------------
 
-    async def _hold_error(self, attempt: Attempt, exchange: Exchange, call: Call) -> None:
-        body = await _read_held(exchange)
+    async def _read_error(self, attempt: Attempt, exchange: Exchange, call: Call) -> None:
+        body = await _read_body(exchange)
         status = exchange.status
-        cause = cause_of_answer(status, body, own_key=call.own_key)
+        cause = answer_cause(status, body, own_key=call.own_key)
         if status == 404:
-            cause = _blamed(cause, call)
+            cause = _rejected_if_unlisted(cause, call)
         if status < 400:
             attempt.status, message = 502, f"The backend answered with a redirect ({status}), which is not passed on."
         elif cause is Cause.UNAUTHORIZED:
@@ -162,10 +162,10 @@ class Relay:
             attempt.status, message = 502, _KEY_REFUSED
         else:
             message = f"The backend answered {status}."
-            if len(body) <= HELD_BYTES_MAX:
+            if len(body) <= BUFFERED_BYTES_MAX:
                 attempt.answer = Answer(status, exchange.reason, to_client(exchange.headers), body)
             else:
-                message += f" What it said is not passed on: it is longer than {HELD_BYTES_MAX} bytes."
+                message += f" What it said is not passed on: it is longer than {BUFFERED_BYTES_MAX} bytes."
         attempt.fail(Outcome.UPSTREAM_STATUS, cause, message)
 
     # --- a prefill ---------------------------------------------------------------------------------------------------
@@ -174,8 +174,8 @@ class Relay:
         self, attempt: Attempt, lease: Lease, exchange: Exchange, call: Call, connector: KvConnector
     ) -> None:
         # Some answers repeat members of the request, and a long request is no fault of the backend.
-        bytes_max = HELD_BYTES_MAX + sum(map(len, call.body))
-        body = await _read_held(exchange, bytes_max)
+        bytes_max = BUFFERED_BYTES_MAX + sum(map(len, call.body))
+        body = await _read_body(exchange, bytes_max)
         attempt.tail = body[-TAIL_BYTES:]
         check_lease(lease)
         lease.started()
@@ -184,7 +184,7 @@ class Relay:
                 raise NotHandedOver(f"The answer is longer than {bytes_max} bytes.", missing=False)
             attempt.parameters = connector.parameters(body)
         except NotHandedOver as error:
-            not_handed_over(attempt, error)
+            fail_handover(attempt, error)
             return
         if attempt.parameters.value is not None:
             # They come after the usage, and name each block of a prompt, which may be thousands.
@@ -198,7 +198,7 @@ class Relay:
         self, attempt: Attempt, timer: AttemptTimer, lease: Lease, exchange: Exchange, client: ResponseWriter
     ) -> None:
         if not client.end_comments():
-            not_a_stream(attempt)
+            fail_without_stream(attempt)
             return
         first = await exchange.chunk()
         attempt.head = first[:4096]
@@ -229,7 +229,7 @@ class Relay:
         opening_events = call.opening_events
         if is_encoded(exchange):
             if not client.end_comments():
-                not_a_stream(attempt)
+                fail_without_stream(attempt)
                 return
             # No event can be taken out or added, its progress is not seen, and nobody knows where its opening ends.
             tap, opening_events = EncodedTap(), 0
@@ -239,20 +239,22 @@ class Relay:
         await exchange.flow(relay.take)
         if tap.error_seen and not attempt.committed:
             # Through the tap too, because it may hold the beginning of the next event.
-            events = relay.first + tap.feed(await _read_held(exchange)) + tap.flush()
+            events = relay.first + tap.feed(await _read_body(exchange)) + tap.flush()
             message = "The backend answered with an error event and no token."
-            if len(events) <= HELD_BYTES_MAX:
+            if len(events) <= BUFFERED_BYTES_MAX:
                 attempt.answer = Answer(exchange.status, exchange.reason, event_fields(exchange), events)
             else:
-                message += f" What it said is not passed on: it is longer than {HELD_BYTES_MAX} bytes."
+                message += f" What it said is not passed on: it is longer than {BUFFERED_BYTES_MAX} bytes."
                 attempt.status = 502
             attempt.fail(
-                Outcome.UPSTREAM_STATUS, _blamed(cause_of_event(tap.error, own_key=call.own_key), call), message
+                Outcome.UPSTREAM_STATUS,
+                _rejected_if_unlisted(event_cause(tap.error, own_key=call.own_key), call),
+                message,
             )
             return
         relay.flush()
         if tap.error_seen:
-            cause = _blamed(cause_of_event(tap.error, own_key=call.own_key), call)
+            cause = _rejected_if_unlisted(event_cause(tap.error, own_key=call.own_key), call)
             attempt.fail(Outcome.UPSTREAM_STATUS, cause, "The backend ended the stream with an error event.")
         else:
             attempt.complete()
@@ -292,7 +294,7 @@ class Relay:
             reported = attempt.tap.usage
             seen = attempt.tap.data_events
         else:
-            reported = usage_of_tail(attempt.tail) if attempt.tail else None
+            reported = usage_in_tail(attempt.tail) if attempt.tail else None
             # Without a stream its progress is not seen. The estimate counts, or to leave early would be free.
             seen = lease.grant.request.output_tokens
             if reported is None and len(attempt.tail) == TAIL_BYTES and attempt.head.startswith(b"{"):
@@ -319,7 +321,7 @@ class Relay:
             lease.usage = Usage(lease.grant.request.prompt_tokens, seen)
 
 
-def not_a_stream(attempt: Attempt) -> None:
+def fail_without_stream(attempt: Attempt) -> None:
     """The client has comments of a stream, and the backend sends something else."""
     message = "The backend did not answer with a plain stream of events, which its client has begun to read."
     attempt.fail(Outcome.UPSTREAM_STATUS, Cause.ERROR, message)
@@ -346,7 +348,7 @@ async def end_broken(attempt: Attempt, dialect: Dialect, client: ResponseWriter)
     await end_with_error(b"" if attempt.tap.error_seen else event, client)
 
 
-def events_of(answer: Answer, dialect: Dialect, message: str) -> bytes:
+def error_events(answer: Answer, dialect: Dialect, message: str) -> bytes:
     """A backend's own error as the events of a stream that has begun with comments."""
     if answer.status < 300:
         return answer.body
@@ -374,7 +376,7 @@ async def end_with_error(event: bytes, client: ResponseWriter) -> None:
         await client.abort()
 
 
-async def _read_held(exchange: Exchange, bytes_max: int = HELD_BYTES_MAX) -> bytes:
+async def _read_body(exchange: Exchange, bytes_max: int = BUFFERED_BYTES_MAX) -> bytes:
     body = bytearray()
     while len(body) <= bytes_max:
         data = await exchange.chunk()
@@ -398,6 +400,6 @@ def is_event_stream(exchange: Exchange) -> bool:
     )
 
 
-def _blamed(cause: Cause, call: Call) -> Cause:
+def _rejected_if_unlisted(cause: Cause, call: Call) -> Cause:
     """The cause, where it is the client's fault that the engine knows no model of a name that it does not list."""
     return Cause.REJECTED if cause is Cause.NOT_SERVED and not call.listed else cause

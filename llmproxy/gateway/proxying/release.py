@@ -32,7 +32,7 @@ ANSWER_BYTES_MAX = 64 << 10
 _log = structlog.get_logger()
 
 
-async def outliving(work: Coroutine[Any, Any, None], left_s: Callable[[], float]) -> None:
+async def shield_for(work: Coroutine[Any, Any, None], left_s: Callable[[], float]) -> None:
     """Do `work`. When the caller is cancelled, it goes on for `left_s`, and is cancelled then.
 
     A second cancellation ends it at once.

@@ -12,14 +12,14 @@ from llmproxy.core.domain import Grant, Outcome, Stage
 from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.headers import as_text
 from llmproxy.gateway.http.routes import Route
-from llmproxy.gateway.proxying.answers import KeptAnswer
+from llmproxy.gateway.proxying.answers import CapturedAnswer
 from llmproxy.gateway.proxying.attempt import Attempt
 from llmproxy.gateway.proxying.response_writer import KeepAlive, ResponseWriter
 from llmproxy.gateway.proxying.rules import Rules
 from llmproxy.gateway.proxying.stages import Handover
 from llmproxy.gateway.proxying.stored import Previous
 from llmproxy.gateway.request.auth import NO_TENANT, Tenant
-from llmproxy.gateway.request.body_budget import HeldBody
+from llmproxy.gateway.request.body_budget import BufferedBody
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.observe.exit import (
     ATTEMPTS_MAX,
@@ -54,7 +54,7 @@ class ReceivedRequest:
     client: Client
     arrived_s: float
     id: str
-    held: HeldBody
+    buffered: BufferedBody
     repeated: bool = False
     tenant: Tenant = NO_TENANT
     trusted: bool = False
@@ -124,7 +124,7 @@ class RequestContext:
     extra: dict[str, str]
     routing: Routing | None = None
     attempt: Attempt | None = None
-    kept: KeptAnswer | None = None
+    captured: CapturedAnswer | None = None
     handover: Handover | None = None
     keep_alive: KeepAlive | None = None
     split: Split | None = None

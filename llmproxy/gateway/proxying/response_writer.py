@@ -1,4 +1,4 @@
-"""The client's side: reads a body within its limits, and sends an answer byte by byte."""
+"""Sends the answer of one request to its client, byte by byte."""
 
 from __future__ import annotations
 
@@ -6,24 +6,16 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from email.utils import formatdate
 from http.client import responses
-from io import BytesIO
 from typing import Any, Protocol, cast
 
 from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 
-from llmproxy.config import ClientsConfig
-from llmproxy.core.domain import Outcome
 from llmproxy.gateway.http.connection import ClientConnection
 from llmproxy.gateway.http.cors import Cors
-from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.headers import SERVER, Headers, reason_to_client
-from llmproxy.gateway.request.body_budget import BodyBudget, HeldBody
 from llmproxy.upstream import http1
 
-_LIMITS = ClientsConfig()
-RETRY_HELD_S = 1.0
-"""Retry-After where there is no room for a body: room comes within about that time."""
 _BODILESS = frozenset({204, 304})
 EVENT_STREAM: Headers = [("Content-Type", "text/event-stream; charset=utf-8"), ("Cache-Control", "no-cache")]
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -37,78 +29,6 @@ class Source(Protocol):
 
     def resume(self) -> None:
         """Go on."""
-
-
-async def read_body(
-    request: web.BaseRequest, bytes_max: int, limits: ClientsConfig = _LIMITS, held: HeldBody | None = None
-) -> bytes:
-    """The whole request body, whose bytes are counted in `held` as they come.
-
-    Raises Failure: 413 as soon as it is known to be larger than `bytes_max`, 429 when there is no room for it, 408 when
-    it stops arriving or takes longer than `limits` allow, 400 for broken framing.
-    """
-    held = HeldBody(BodyBudget()) if held is None else held
-    length = request.content_length
-    if length is not None and length > bytes_max:
-        raise _too_large(bytes_max, sized=True)
-    _send_continue(request)
-    content = request.content
-    if content.is_eof() and content.exception() is None:
-        # Most bodies arrive with their head, and need no timer.
-        whole = content.read_nowait()
-        if len(whole) > bytes_max:
-            raise _too_large(bytes_max, sized=length is not None)
-        if not held.add_whole(len(whole)):
-            raise _no_room()
-        return whole
-    body = BytesIO()
-    now = asyncio.get_running_loop().time
-    silence_s, latest_s = limits.body_silence_s, now() + limits.body_timeout_s
-    limit = asyncio.timeout_at(min(now() + silence_s, latest_s))
-    try:
-        async with limit:
-            held.begin(lambda: None if limit.expired() else limit.reschedule(now()))
-            while piece := await content.readany():
-                if body.tell() + len(piece) > bytes_max:
-                    raise _too_large(bytes_max, sized=length is not None)
-                if not held.add_piece(len(piece)):
-                    raise _no_room(closes=True)
-                body.write(piece)
-                limit.reschedule(min(now() + silence_s, latest_s))
-    except web.RequestPayloadError as broken:
-        message = str(broken) or "The request body ended early."
-        raise Failure(Outcome.BAD_REQUEST, message, headers={"Connection": "close"}) from None
-    except TimeoutError:
-        if held.refused:
-            raise _no_room(closes=True) from None
-        # Not by the clock: timers of the loop go off up to a millisecond early.
-        if limit.when() != latest_s:
-            message = f"The request body stopped arriving: nothing came for {silence_s:g} s (clients.body_silence_s)."
-        else:
-            message = f"The request body took more than {limits.body_timeout_s:g} s (clients.body_timeout_s)."
-        raise Failure(Outcome.BAD_REQUEST, message, status=408, headers={"Connection": "close"}) from None
-    if not held.finish():
-        raise _no_room(closes=True)
-    # Unlike joining a list of pieces, this makes no second copy of all the bytes.
-    return body.getvalue()
-
-
-def _too_large(bytes_max: int, *, sized: bool) -> Failure:
-    message = f"The request body is larger than {bytes_max} bytes, the proxy's limit (body_bytes_max)."
-    # The rest of a body is read and dropped only where its length is known.
-    return Failure(Outcome.TOO_LARGE, message, headers={} if sized else {"Connection": "close"})
-
-
-def _no_room(*, closes: bool = False) -> Failure:
-    message = "The proxy holds as many bytes of request bodies as it may (body_bytes_total_max). Try again later."
-    headers = {"Connection": "close"} if closes else None
-    return Failure(Outcome.REJECTED_CAPACITY, message, retry_after_s=RETRY_HELD_S, headers=headers)
-
-
-def _send_continue(request: web.BaseRequest) -> None:
-    """Ask a client that waits for leave to send its body: some wait for this without limit."""
-    if request.headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
-        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
 async def within(step: Coroutine[Any, Any, None], client: ResponseWriter, limit_s: float) -> None:
@@ -153,7 +73,7 @@ class ResponseWriter:
 
     __slots__ = (
         "_chunked", "_committed", "_connection", "_cors", "_drained", "_extra", "_head", "_request", "_shutting_down",
-        "_silent", "_transport", "keep", "on_commit", "response", "sent_bytes", "source", "status",
+        "_silent", "_transport", "capture", "on_commit", "response", "sent_bytes", "source", "status",
     )  # fmt: skip
 
     def __init__(
@@ -174,7 +94,7 @@ class ResponseWriter:
         self._drained: asyncio.Future[None] | None = None
         self.response: _SentResponse | None = None
         self.on_commit: Callable[[], None] | None = None
-        self.keep: Callable[[bytes], None] | None = None
+        self.capture: Callable[[bytes], None] | None = None
         self.source: Source | None = None
         self.status = 0
         self.sent_bytes = 0
@@ -223,7 +143,7 @@ class ResponseWriter:
         known = {name.lower(): value for name, value in fields}
         self.response, self.status = _SentResponse(status=status), status
         if known.get("content-encoding", "identity").lower() != "identity":
-            self.keep = None
+            self.capture = None
         modern = request.version >= HttpVersion11
         delimited = "content-length" in known or status in _BODILESS
         if not delimited and modern:
@@ -248,8 +168,8 @@ class ResponseWriter:
     def write(self, data: bytes) -> None:
         """Hand bytes on. Raises ConnectionError when the client is gone."""
         self.sent_bytes += len(data)
-        if self.keep is not None:
-            self.keep(data)
+        if self.capture is not None:
+            self.capture(data)
         if self._chunked and data:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         self._send(data)

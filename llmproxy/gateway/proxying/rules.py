@@ -46,7 +46,7 @@ class Rules:
     releaser: Releaser
 
     @classmethod
-    def of(cls, config: Config, upstream: Upstream) -> Rules:
+    def build(cls, config: Config, upstream: Upstream) -> Rules:
         identity = Identity(config)
         # For a placement that does not look at prefixes, prompts need not be hashed.
         prefixes = presets.reads_prefixes(config.scheduling.placement)
@@ -61,7 +61,7 @@ class Rules:
             body_reader,
             Relay(upstream, config.timeouts),
             config.band_names(),
-            Cors.of(config),
+            Cors.from_config(config),
             connector,
             Releaser(upstream, config, connector),
         )

@@ -15,7 +15,7 @@ import orjson
 from llmproxy.core.domain import Usage
 from llmproxy.gateway.proxying.error_words import error_in
 
-HELD_BYTES_MAX = 1024 * 1024
+BUFFERED_BYTES_MAX = 1024 * 1024
 USAGE_TAIL_BYTES = 64 * 1024
 
 _USAGE_BYTES_MAX = 16 * 1024
@@ -153,7 +153,7 @@ class StreamTap:
         if handed or not (self._hide_usage and self._may_be_usage(max(0, known - start))):
             out.append(bytes(buffer[handed:]))
             handed = len(buffer)
-            if handed > HELD_BYTES_MAX:
+            if handed > BUFFERED_BYTES_MAX:
                 # The beginning says what event this is, and the end holds its usage.
                 del buffer[_HEAD_BYTES:-USAGE_TAIL_BYTES]
                 handed = len(buffer)
@@ -165,7 +165,7 @@ class StreamTap:
 
         It was possible after its first `known` bytes, which are not searched again for each few that come.
         """
-        if not self._partial or len(self._partial) > HELD_BYTES_MAX:
+        if not self._partial or len(self._partial) > BUFFERED_BYTES_MAX:
             return False
         return not _SOME_CHOICE.search(self._partial, max(0, known - _TORN_BYTES_MAX))
 
@@ -223,7 +223,7 @@ class EncodedTap(StreamTap):
         return data
 
 
-def usage_of_tail(tail: bytes) -> Usage | None:
+def usage_in_tail(tail: bytes) -> Usage | None:
     """The usage in the last bytes (USAGE_TAIL_BYTES are enough) of a JSON answer, None where it has none."""
     return _usage(_own_usage(tail))
 

@@ -73,7 +73,7 @@ def prefill_limit_s(grant: Grant) -> float:
     return max(PREFILL_LIMIT_S, PREFILL_LATE * (0.0 if predicted is None else predicted.p90_s))
 
 
-def not_handed_over(attempt: Attempt, error: NotHandedOver) -> None:
+def fail_handover(attempt: Attempt, error: NotHandedOver) -> None:
     """A prompt was computed, and nothing can come of it."""
     attempt.detail = error.message
     attempt.split = Split.NO_PARAMETERS if error.missing else Split.BAD_PARAMETERS
@@ -92,7 +92,7 @@ def refuse_unreachable(attempt: Attempt, handover: Handover, lease: Lease) -> No
     lease.verdict, lease.usage = attempt.verdict, Usage(0, 0)
 
 
-def settle_failed(attempt: Attempt, stage: Stage) -> None:
+def decide_stage_retry(attempt: Attempt, stage: Stage) -> None:
     """Say what is to become of a request of which one stage has ended, if that one failed before the first byte."""
     if attempt.committed or attempt.outcome in (Outcome.COMPLETED, Outcome.INTERNAL) or attempt.split is not None:
         return

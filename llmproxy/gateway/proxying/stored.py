@@ -55,7 +55,7 @@ class Previous:
     id: str
     backend: str | None
 
-    def sought(self, attempt: Attempt) -> bool:
+    def may_be_elsewhere(self, attempt: Attempt) -> bool:
         """Whether another backend may have it: it is not known which one has it, and this one has not."""
         return self.backend is None and attempt.status == 404
 
@@ -104,14 +104,14 @@ class StoredResponses:
         if self.note(response_id, backend, tenant.name):
             self.on_made(response_id, backend, tenant.name)
 
-    def note(self, response_id: str, backend: str, tenant: str, *, settled: bool = False) -> bool:
+    def note(self, response_id: str, backend: str, tenant: str, *, authoritative: bool = False) -> bool:
         """Note one response. False where it belongs to another tenant, and still does.
 
-        `settled` says that its tenant was decided elsewhere, and replaces the one that was noted here.
+        `authoritative` says that its tenant was decided elsewhere, and replaces the one that was noted here.
         """
         _, owner = self._made_by.get(response_id, ("", tenant))
         if owner != tenant:
-            if not settled:
+            if not authoritative:
                 return False
             del self._ids_of[owner][response_id]
         self._made_by[response_id] = backend, tenant
@@ -121,17 +121,17 @@ class StoredResponses:
             del self._made_by[first]
         return True
 
-    def backend_of(self, response_id: str, tenant: Tenant = NO_TENANT) -> str | None:
+    def backend_for(self, response_id: str, tenant: Tenant = NO_TENANT) -> str | None:
         backend, owner = self._made_by.get(response_id, (None, tenant.name))
         return backend if owner == tenant.name else None
 
-    async def _keeper(self, response_id: str, tenant: Tenant) -> str | None:
+    async def _find_backend(self, response_id: str, tenant: Tenant) -> str | None:
         """Its backend. Another worker may have made it a moment ago."""
         if response_id not in self._made_by and self.catch_up is not None:
             await self.catch_up()
-        return self.backend_of(response_id, tenant)
+        return self.backend_for(response_id, tenant)
 
-    async def previous(self, kept: Mapping[str, Any], tenant: Tenant, rules: Rules) -> Previous | None:
+    async def previous(self, members: Mapping[str, Any], tenant: Tenant, rules: Rules) -> Previous | None:
         """The response that a request of `tenant` continues, by the members of its body; None without one.
 
         A value that is no text is no id, and the engine refuses it. With tenants, raises Failure (404) for a response
@@ -139,19 +139,19 @@ class StoredResponses:
         response under that id, and replaces one of another tenant.
         """
         owned = bool(rules.config.tenants)
-        if owned and REQUEST_ID in kept:
+        if owned and REQUEST_ID in members:
             message = "The field request_id is not taken here: leave it out, and the engine makes an id."
             raise BadBody(message, f"body.{REQUEST_ID}")
-        response_id = kept.get(PREVIOUS)
+        response_id = members.get(PREVIOUS)
         if not isinstance(response_id, str):
             return None
-        backend = await self._keeper(response_id, tenant)
+        backend = await self._find_backend(response_id, tenant)
         if owned and backend is None:
             message = f"Response with id '{response_id[:200]}' not found."
             raise Failure(Outcome.BAD_REQUEST, message, status=404, param=PREVIOUS)
         return Previous(response_id, backend)
 
-    def noting(
+    def commit_callback(
         self, attempt: Attempt, backend: str, tenant: Tenant, previous: Previous | None, parsed: ParsedBody
     ) -> Callable[[], None]:
         """A callback for the begin of the answer: a client may use the id as soon as it has the head."""
@@ -180,7 +180,7 @@ class StoredResponses:
         `own_id` is the id of this request. Returns the response to the client, the outcome, and the error where there
         was one. Raises Failure.
         """
-        name, rules = await self._keeper(response_id, tenant), self._rulebook.current
+        name, rules = await self._find_backend(response_id, tenant), self._rulebook.current
         if name is None or name not in self._backends:
             message = f"Response with id '{response_id[:200]}' not found: no backend here is known to have made it."
             raise Failure(Outcome.BAD_REQUEST, message, status=404)
@@ -190,7 +190,7 @@ class StoredResponses:
         if trusted or not tenant.name:
             extra["x-llmproxy-backend"] = name
         client = ResponseWriter(request, extra, shutting_down, rules.cors)
-        headers = rules.identity.to_backend(request, own_id, backend, trusted)
+        headers = rules.identity.backend_headers(request, own_id, backend, trusted)
         query = request.rel_url.raw_query_string
         limit_s = rules.config.timeouts.stall_s
         exchange = None
@@ -226,7 +226,7 @@ class StoredResponses:
                             exchange.close()
                 await within(client.end(), client, limit_s)
         except Refused as refused:
-            raise Failure.of(refused) from None
+            raise Failure.from_refused(refused) from None
         except LocalFailure as error:
             raise Failure(
                 Outcome.REJECTED_CAPACITY, error.message, status=503, retry_after_s=1.0, detail=str(error)

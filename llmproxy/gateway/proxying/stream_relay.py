@@ -9,7 +9,7 @@ from llmproxy.gateway.proxying.sse import StreamTap
 from llmproxy.scheduling.lease import Lease
 from llmproxy.upstream.port import Exchange
 
-HELD_BYTES_MAX = 1 << 20
+BUFFERED_BYTES_MAX = 1 << 20
 """Of an error answer, or of the first event of a stream: both are read before they are sent."""
 TAIL_BYTES = 64 << 10
 """The end of an answer without a stream, which has its `usage`."""
@@ -104,7 +104,7 @@ class StreamRelay(ResponseRelay):
         self.first += tap.feed(data)
         if tap.error_first or (self._opening_events and tap.error_seen):
             self._exchange.halt()
-        elif len(self.first) > HELD_BYTES_MAX or (
+        elif len(self.first) > BUFFERED_BYTES_MAX or (
             tap.data_events > self._opening_events if self._opening_events else tap.first_event_complete
         ):
             self._begin()

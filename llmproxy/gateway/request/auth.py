@@ -57,7 +57,7 @@ NO_TENANT = Tenant()
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _Key:
     digest: bytes
     tenant: Tenant
     expires: datetime | None = None
@@ -75,14 +75,14 @@ class Keys:
 
     def __init__(self, config: Config, wall_clock: Callable[[], datetime] = _utc_now) -> None:
         self._wall_clock = wall_clock
-        self._known = [
-            _Known(digest_of(hash_of(key)), replace(NO_TENANT, key=f"api_keys[{i}]"))
+        self._keys = [
+            _Key(key_digest(hash_of(key)), replace(NO_TENANT, key=f"api_keys[{i}]"))
             for i, key in enumerate(config.api_keys)
         ]
         for entry in config.tenants:
             tenant = _tenant(config, entry)
-            self._known += [
-                _Known(digest_of(key.hash), replace(tenant, key=name), key.expires)
+            self._keys += [
+                _Key(key_digest(key.hash), replace(tenant, key=name), key.expires)
                 for key, name in zip(entry.keys, entry.key_names(), strict=True)
             ]
 
@@ -91,11 +91,11 @@ class Keys:
 
         OpenAI's clients send the key as a bearer token, Anthropic's in `x-api-key`.
         """
-        if not self._known:
+        if not self._keys:
             return NO_TENANT
-        digest = presented(headers)
+        digest = presented_digest(headers)
         # Every key is compared, so that the time taken does not reveal which one was close.
-        found = [known for known in self._known if compare_digest(digest, known.digest)]
+        found = [known for known in self._keys if compare_digest(digest, known.digest)]
         if not found:
             _refuse("Missing or wrong API key: send one that this proxy accepts as `Authorization: Bearer KEY`.")
         if found[0].expires is not None and self._wall_clock() >= found[0].expires:
@@ -103,14 +103,14 @@ class Keys:
         return found[0].tenant
 
 
-def presented(headers: Mapping[str, str]) -> bytes:
+def presented_digest(headers: Mapping[str, str]) -> bytes:
     """The digest of the key in a request. A request without a key has the digest of an empty one."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     return sha256(given.encode("utf-8", "surrogateescape")).digest()
 
 
-def digest_of(key_hash: str) -> bytes:
+def key_digest(key_hash: str) -> bytes:
     """The digest in a key hash of the configuration."""
     return bytes.fromhex(key_hash.removeprefix("sha256:"))
 

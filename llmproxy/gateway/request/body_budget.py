@@ -18,10 +18,10 @@ class BodyBudget:
     """
 
     def __init__(self) -> None:
-        self.held_bytes = 0
+        self.buffered_bytes = 0
         self.arriving_bytes = 0
         # Grouped by the bit length of their size, which finds the largest within a factor of two without a search.
-        self._arriving: dict[int, dict[HeldBody, None]] = {}
+        self._arriving: dict[int, dict[BufferedBody, None]] = {}
         self.bytes_max = self.slow_bytes_max = sys.maxsize
 
     def limit(self, bytes_max: int, body_bytes_max: int) -> None:
@@ -31,7 +31,7 @@ class BodyBudget:
 
     def make_room(self, bytes_max: int) -> None:
         """Refuse arriving bodies, the largest first, until at most `bytes_max` bytes are held."""
-        while self.held_bytes > bytes_max and self._arriving:
+        while self.buffered_bytes > bytes_max and self._arriving:
             # Among bodies of similar size, the one that has received nothing for the longest time.
             body = next(iter(self._arriving[max(self._arriving)]))
             body.refused = True
@@ -40,11 +40,11 @@ class BodyBudget:
             if on_refused is not None:
                 on_refused()
 
-    def add_arriving(self, body: HeldBody) -> None:
+    def add_arriving(self, body: BufferedBody) -> None:
         self._arriving.setdefault(body.size.bit_length(), {})[body] = None
         self.arriving_bytes += body.size
 
-    def remove_arriving(self, body: HeldBody) -> None:
+    def remove_arriving(self, body: BufferedBody) -> None:
         group = self._arriving[body.size.bit_length()]
         del group[body]
         if not group:
@@ -52,7 +52,7 @@ class BodyBudget:
         self.arriving_bytes -= body.size
 
 
-class HeldBody:
+class BufferedBody:
     """The share of one request in a `BodyBudget`, until it is released."""
 
     __slots__ = ("_budget", "on_refused", "refused", "size")
@@ -66,10 +66,10 @@ class HeldBody:
     def add_whole(self, size: int) -> bool:
         """Count a body that arrived in one piece of `size` bytes. Returns False if it does not fit."""
         budget = self._budget
-        if budget.held_bytes - budget.arriving_bytes + size > budget.bytes_max:
+        if budget.buffered_bytes - budget.arriving_bytes + size > budget.bytes_max:
             return False
         self.size = size
-        budget.held_bytes += size
+        budget.buffered_bytes += size
         budget.make_room(budget.bytes_max)
         return True
 
@@ -85,9 +85,9 @@ class HeldBody:
             return False
         budget.remove_arriving(self)
         self.size += size
-        budget.held_bytes += size
+        budget.buffered_bytes += size
         budget.add_arriving(self)
-        if budget.held_bytes - budget.arriving_bytes + self.size > budget.slow_bytes_max:
+        if budget.buffered_bytes - budget.arriving_bytes + self.size > budget.slow_bytes_max:
             # It would not fit even if all other arriving bodies were refused.
             self.release()
             return False
@@ -104,5 +104,5 @@ class HeldBody:
     def release(self) -> None:
         """Return the bytes to the budget. Calling it again changes nothing."""
         self.finish()
-        self._budget.held_bytes -= self.size
+        self._budget.buffered_bytes -= self.size
         self.size = 0

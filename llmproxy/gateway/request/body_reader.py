@@ -36,18 +36,18 @@ from llmproxy.gateway.request.parsed_body import (
     ABSENT,
     FALSE,
     GUARDED,
-    KEPT,
     LIMITS,
     PROMPT_ALONE,
+    RESPONSE_MEMBERS,
     STORE,
     TRANSFER,
     TRUE,
     ParsedBody,
-    guarded_in,
-    truth_of,
+    as_bool,
+    guarded_members,
 )
-from llmproxy.gateway.request.prefix_hash import SALT, Chain, chain_of
-from llmproxy.gateway.request.prefix_hash_large import chain_of_large
+from llmproxy.gateway.request.prefix_hash import SALT, Chain, prompt_chain
+from llmproxy.gateway.request.prefix_hash_large import large_prompt_chain
 
 # Text costs little per byte, but every value costs an object: 128 KiB of brackets would hold the loop for 15 ms, and
 # this many values hold it for 2 ms. `benchmarks/parts/body_reader.py` measures it.
@@ -115,7 +115,7 @@ class BodyReader:
         if time.perf_counter() - began_s > TURN_S:
             # The body is dense, and its chain may take as long again.
             await asyncio.sleep(0)
-        return _of_fields(fields, body, kind, self._session_members, chain_of(fields, kind))
+        return _of_fields(fields, body, kind, self._session_members, prompt_chain(fields, kind))
 
     async def _in_turns(self, slices: Slices[T]) -> T:
         while True:
@@ -162,10 +162,10 @@ def _parsed(body: bytes) -> dict[str, Any]:
 def _of_fields(
     fields: dict[str, Any], body: bytes, kind: BodyKind, session_members: Sequence[str], chain: Chain | None = None
 ) -> ParsedBody:
-    sizes = [_size_of(name, fields[name]) for name in _TEXT if name in fields]
+    sizes = [_parsed_size(name, fields[name]) for name in _TEXT if name in fields]
     guarded: tuple[tuple[str, Member], ...] = ()
     if not GUARDED.isdisjoint(fields):
-        guarded = drain(guarded_in(body, drain(scan_every(body, GUARDED))))
+        guarded = drain(guarded_members(body, drain(scan_every(body, GUARDED))))
     return _assembled(body, kind, fields, sizes, _sessions(fields, session_members), guarded, None, chain)
 
 
@@ -173,15 +173,15 @@ def read_large(
     body: bytes, kind: BodyKind, prefixes: bool = False, session_members: Sequence[str] = ()
 ) -> Slices[ParsedBody]:
     """Scan a JSON body of any size in slices. Raises BadBody, but not for broken values that nobody here needs."""
-    options = (*_OPTIONS, *_INDIVISIBLE, *PROMPT_ALONE, *(KEPT if kind is BodyKind.RESPONSES else ()))
+    options = (*_OPTIONS, *_INDIVISIBLE, *PROMPT_ALONE, *(RESPONSE_MEMBERS if kind is BodyKind.RESPONSES else ()))
     grammar = (*_GRAMMAR, "tool_choice")
     found = yield from scan_every(body, (*_TEXT, *options, SALT, *GUARDED, *PROMPT_ALONE, *grammar, *session_members))
     members = dict(found)
     fields = {name: _option(body, name, members[name]) for name in options if name in members}
-    sizes = [_size_of_member(members[name]) for name in _TEXT if name in members]
-    chain = (yield from chain_of_large(body, members, kind)) if prefixes else None
+    sizes = [_scanned_size(members[name]) for name in _TEXT if name in members]
+    chain = (yield from large_prompt_chain(body, members, kind)) if prefixes else None
     named = {name: _scanned_text(body, members[name]) for name in session_members if name in members}
-    guarded = yield from guarded_in(body, found)
+    guarded = yield from guarded_members(body, found)
     fields |= {name: ABSENT for name in ("tools", *_GRAMMAR) if name in members}
     if "tool_choice" in members:
         fields["tool_choice"] = _scanned_text(body, members["tool_choice"])
@@ -205,10 +205,11 @@ def _assembled(
     grammar = not _GRAMMAR.isdisjoint(fields) or fields.get("tool_choice") not in (None, "auto", "none")
     prepared = grammar or len(body) > PARSE_BYTES_MAX or any(map(_has_media, sizes))
     facts = _facts(fields, sizes, kind, sequences, prepared)
-    kept = {name: fields[name] for name in KEPT if name in fields} if kind is BodyKind.RESPONSES else {}
+    names = RESPONSE_MEMBERS if kind is BodyKind.RESPONSES else ()
+    stored = {name: fields[name] for name in names if name in fields}
     options = fields.get("stream_options", ABSENT)
     splittable = sequences == 1 and _is_splittable(kind, fields)
-    return ParsedBody(facts, kind, body, options, members, chain, sessions, kept, guarded, sequences, splittable)
+    return ParsedBody(facts, kind, body, options, members, chain, sessions, stored, guarded, sequences, splittable)
 
 
 def _is_splittable(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
@@ -275,7 +276,7 @@ def _facts(
     model = fields.get("model")
     if model is not None and not isinstance(model, str):
         raise BadBody("The model must be a string: the name of a model or an adapter.", "body.model")
-    stream = truth_of(fields.get("stream"))
+    stream = as_bool(fields.get("stream"))
     if stream is None and kind is not BodyKind.OTHER:
         raise BadBody("The field stream must be true or false.", "body.stream")
     text_bytes = sum(size.text_bytes for size in sizes)
@@ -316,7 +317,7 @@ def _count(value: Any) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def _size_of(name: str, value: Any) -> _Size:
+def _parsed_size(name: str, value: Any) -> _Size:
     """The size of a parsed text member."""
     if not isinstance(value, list) or not value:
         return _text_size(value, name == "tools")
@@ -359,7 +360,7 @@ def _string_bytes(text: str) -> int:
     return size_bytes
 
 
-def _size_of_member(member: Member) -> _Size:
+def _scanned_size(member: Member) -> _Size:
     """The size of a scanned text member, from the sums over its content."""
     if member.kind is not Kind.ARRAY:
         return _Size(member.text_bytes)

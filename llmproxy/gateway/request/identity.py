@@ -81,7 +81,7 @@ class Identity:
         self._trusts_proxies = config.trust_proxy_headers
         self._ttl_s = config.queue.ttl_s
         self._band_ttls_s = config.by_band(config.queue.band_ttl_s)
-        self._models = {model.name: _of_model(config, model) for model in config.models}
+        self._models = {model.name: _model_objective(config, model) for model in config.models}
         self._objectives = {name: _Objective(band) for name, band in {**BAND_NAMES, **config.bands}.items()}
         for entry in config.objectives:
             band = None if entry.criticality is None else config.band(entry.criticality)
@@ -103,7 +103,7 @@ class Identity:
             return True
         return (client.certain or self._trusts_all) and self._trusted[client.address]
 
-    def to_backend(
+    def backend_headers(
         self,
         http: web.BaseRequest,
         request_id: str,
@@ -188,7 +188,7 @@ class Identity:
             band = min(band, own)
         ttft_s = next((one.ttft_s for one in sources if one.ttft_s is not None), None)
         tpot_s = next((one.tpot_s for one in sources if one.tpot_s is not None), None)
-        flow = self._flow_of(headers, trusted, requested, tenant)
+        flow = self._flow_name(headers, trusted, requested, tenant)
         return RequestClass(
             band=band,
             flow=flow,
@@ -196,11 +196,11 @@ class Identity:
             tenant=tenant.name,
             weight=self._weights.get(flow, tenant.weight),
             slo=None if ttft_s is None and tpot_s is None else Slo(ttft_s, tpot_s),
-            limits=tuple(self._limits_of(tenant.name, requested, target)),
+            limits=tuple(self._usage_limits(tenant.name, requested, target)),
             unknown_objective=unknown,
         )
 
-    def _flow_of(self, headers: Mapping[str, str], trusted: bool, requested: str, tenant: Tenant) -> str:
+    def _flow_name(self, headers: Mapping[str, str], trusted: bool, requested: str, tenant: Tenant) -> str:
         named = _first(headers, self._flow_headers) if trusted else None
         if named is not None:
             flow = named[1]
@@ -212,7 +212,7 @@ class Identity:
             flow = requested
         return flow[:FLOW_CHARS_MAX]
 
-    def _limits_of(self, tenant: str, requested: str, target: str) -> Iterator[str]:
+    def _usage_limits(self, tenant: str, requested: str, target: str) -> Iterator[str]:
         names = (tenant_limit(tenant), model_limit(requested), model_limit(target))
         # A name that is no alias is its own target, and counts once.
         return (name for name in dict.fromkeys(names) if name in self._limits)
@@ -229,7 +229,7 @@ class Identity:
         return min(ttl_s, duration_s)
 
 
-def _of_model(config: Config, model: ModelConfig) -> _Objective:
+def _model_objective(config: Config, model: ModelConfig) -> _Objective:
     band = None if model.criticality is None else config.band(model.criticality)
     return _Objective(band, model.ttft_s, model.tpot_s)
 

@@ -30,7 +30,7 @@ GUARDED = frozenset({*TRANSFER, *_ARGUMENTS, PRIORITY})
 """Members by which a client could give an engine orders that are not the client's to give."""
 # Members of `/v1/responses` about stored responses: the response to continue, the id of the new one, whether to store.
 REQUEST_ID, STORE = "request_id", "store"
-KEPT = (PREVIOUS, REQUEST_ID, STORE)
+RESPONSE_MEMBERS = (PREVIOUS, REQUEST_ID, STORE)
 
 LIMITS: dict[BodyKind, tuple[str, ...]] = {
     BodyKind.CHAT: ("max_completion_tokens", "max_tokens"),
@@ -86,7 +86,7 @@ class ParsedBody:
     members: Mapping[str, Member] | None = field(default=None, repr=False)
     chain: Chain | None = field(default=None, repr=False)
     sessions: Mapping[str, str] = field(default_factory=dict, repr=False)
-    kept: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    response_members: Mapping[str, Any] = field(default_factory=dict, repr=False)
     guarded: tuple[tuple[str, Member], ...] = field(default=(), repr=False)
     sequences: int = 1
     splittable: bool = False
@@ -95,7 +95,7 @@ class ParsedBody:
     @property
     def stores(self) -> bool:
         """Whether the engine may store its response. It may if the body does not say."""
-        return truth_of(self.kept.get(STORE, True)) is True
+        return as_bool(self.response_members.get(STORE, True)) is True
 
     def text(self, name: str) -> str | None:
         """The text of the top-level member `name`; None if it is missing or no text."""
@@ -193,7 +193,7 @@ class ParsedBody:
         options = self.stream_options
         if options is ABSENT or options is None:
             return b"{" + _USAGE_ON + b"}"
-        if not isinstance(options, dict) or truth_of(options.get("include_usage")) is not False:
+        if not isinstance(options, dict) or as_bool(options.get("include_usage")) is not False:
             return None
         asked = options | {"include_usage": True}
         if "continuous_usage_stats" in options:
@@ -227,7 +227,7 @@ def _spliced(body: bytes, edits: list[_Edit]) -> tuple[bytes | memoryview, ...]:
     return tuple(parts)
 
 
-def guarded_in(body: bytes, found: list[tuple[str, Member]]) -> Slices[tuple[tuple[str, Member], ...]]:
+def guarded_members(body: bytes, found: list[tuple[str, Member]]) -> Slices[tuple[tuple[str, Member], ...]]:
     """The transfer parameters and priorities in `found`. Raises BadBody for transfer parameters in engine arguments."""
     for name, member in found:
         if name in _ARGUMENTS:
@@ -245,7 +245,7 @@ def _check_arguments(value: bytes, name: str, *path: str) -> Slices[None]:
         yield from _check_arguments(value[member.start : member.end], f"{name}.{inner}", *path[1:])
 
 
-def truth_of(value: Any) -> bool | None:
+def as_bool(value: Any) -> bool | None:
     """The truth value of a JSON value, read as generously as the engine does: null is false. None if it has none."""
     if value is None or isinstance(value, bool):
         return bool(value)

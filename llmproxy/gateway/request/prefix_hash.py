@@ -140,7 +140,7 @@ class _DenseError(Exception):
     """A body has more than PIECES_MAX pieces."""
 
 
-def chain_of(fields: Mapping[str, Any], kind: BodyKind) -> Chain:
+def prompt_chain(fields: Mapping[str, Any], kind: BodyKind) -> Chain:
     """The chain of a body that orjson parsed. It is empty for an endpoint without a prompt. Bad values are no error.
 
     It ends early after PIECES_MAX pieces.

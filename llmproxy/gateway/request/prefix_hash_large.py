@@ -60,14 +60,14 @@ _STRING = re.compile(
 )
 
 
-def chain_of_large(
+def large_prompt_chain(
     body: bytes, members: Mapping[str, Member], kind: BodyKind, slice_bytes: int = SLICE_BYTES
 ) -> Slices[Chain]:
     """The chain of a body of any size, in which `members` are its PROMPT_MEMBERS, PREVIOUS and SALT.
 
-    Equal to `chain_of`, except if an object has two members of one name or the body has more than PIECES_MAX pieces,
-    neither of which clients send. The chain ends early if the JSON cannot be read, which the engine will report, or has
-    more than _VALUES_MAX values. Yields after at most about `slice_bytes` (16 or more) of text or 1,024 values.
+    Equal to `prompt_chain`, except if an object repeats a member name or the body has more than PIECES_MAX pieces;
+    clients send neither. The chain ends early if the JSON is invalid, which the engine reports, or has more than
+    _VALUES_MAX values. Yields after at most about `slice_bytes` (16 or more) of text or 1,024 values.
     """
     try:
         begin = empty_chain(_salt(body, members.get(SALT)))

@@ -34,7 +34,7 @@ class RequestLimits:
     def __bool__(self) -> bool:
         return bool(self._tenants or self._models)
 
-    def kept(self, route: Route, parsed: ParsedBody, tenant: str, target: Target, estimator: Estimator) -> ParsedBody:
+    def apply(self, route: Route, parsed: ParsedBody, tenant: str, target: Target, estimator: Estimator) -> ParsedBody:
         """The body, with the limit of its answer to be written if it has none. Raises Failure (400) for one beyond."""
         of_tenant, of_model = f"tenant {tenant}", f"model {target.requested[:200]}"
         found = [(of_tenant, self._tenants.get(tenant))]

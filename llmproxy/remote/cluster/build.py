@@ -61,7 +61,7 @@ def member_of(
         return protocol.ResponseStored(response.response_id, *gateway.stored.made_by[response.response_id])
 
     def settle(response: protocol.ResponseStored) -> None:
-        gateway.stored.note(response.response_id, response.backend, response.tenant, settled=True)
+        gateway.stored.note(response.response_id, response.backend, response.tenant, authoritative=True)
 
     def owners() -> Iterator[protocol.ResponseStored]:
         for response_id, (backend, tenant) in gateway.stored.made_by.items():

@@ -116,7 +116,7 @@ class _Worker:
                 for model, estimate in models.items():
                     self._estimator.take(model, estimate)
             case protocol.ResponseStored(response_id, backend, tenant):
-                self._gateway.stored.note(response_id, backend, tenant, settled=True)
+                self._gateway.stored.note(response_id, backend, tenant, authoritative=True)
             case protocol.KnownBackends():
                 self._take_backends(message)
             case protocol.NewConfig(config):
@@ -155,7 +155,7 @@ class _Worker:
         reported = 0
         while True:
             await asyncio.sleep(HELD_S)
-            if (held := self.handler.bodies.held_bytes) != reported:
+            if (held := self.handler.bodies.buffered_bytes) != reported:
                 self._channel.send(protocol.HeldBytes(held))
                 reported = held
 
@@ -190,7 +190,7 @@ async def _serve(end: socket.socket) -> int:
             await stack.enter_async_context(background_task(worker.report_held_bytes, "report held bytes"))
             stack.push_async_callback(worker.handler.idle.wait)
             opened = [socket.socket(fileno=fd) for fd in start.fds]
-            worker.listener = await listen(stack, worker.router, config, ClientTls.of(config.tls), opened)
+            worker.listener = await listen(stack, worker.router, config, ClientTls.from_config(config.tls), opened)
             stack.callback(worker.handler.cut)
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)

@@ -156,7 +156,7 @@ class LogLinesLost(Message, frozen=True, tag=28):
 
 
 class HeldBytes(Message, frozen=True, tag=30):
-    """How many bytes of request bodies the worker holds (`BodyBudget.held_bytes`), for the metrics."""
+    """How many bytes of request bodies the worker holds (`BodyBudget.buffered_bytes`), for the metrics."""
 
     body_bytes: int
 

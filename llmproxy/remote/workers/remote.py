@@ -16,8 +16,8 @@ from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.core.placement.staged import stage_of
 from llmproxy.gateway.admin.adapters import BODY_BYTES_MAX
 from llmproxy.gateway.http.errors import Failure
-from llmproxy.gateway.proxying.response_writer import read_body
 from llmproxy.gateway.proxying.rules import Rulebook
+from llmproxy.gateway.request.body import read_body
 from llmproxy.observe import logs
 from llmproxy.observe.exit import RequestExit
 from llmproxy.remote.workers import protocol
@@ -277,7 +277,7 @@ class RemotePages:
                 lambda call: protocol.PageRequest(call, raw, request.remote or "", request.get(PASSED_ON, 0) + 1)
             )
         except Refused as refused:
-            raise Failure.of(refused) from None
+            raise Failure.from_refused(refused) from None
         assert isinstance(response, protocol.PageResponse)
         return response
 

@@ -62,7 +62,7 @@ class WorkerSession:
         """`idle`: the worker has shut down and has no request left. `gone`: its connection has ended."""
         self.cut = 0
         """How many requests ended because the worker ended."""
-        self.held_bytes = 0
+        self.buffered_bytes = 0
         """How many bytes of request bodies the worker holds, as it last reported."""
         self.channel: Channel[protocol.FromWorker] = Channel(FROM_WORKER, self._take, self._lost)
 
@@ -200,7 +200,7 @@ class WorkerSession:
             case protocol.LogLinesLost(lines):
                 self._context.exits.log_lines_lost(lines)
             case protocol.HeldBytes(body_bytes):
-                self.held_bytes = body_bytes
+                self.buffered_bytes = body_bytes
             case protocol.Listening(url):
                 self.url.set_result(url)
 
@@ -225,7 +225,7 @@ class WorkerSession:
             log_exit(ended)
             self._ended(request.id, None)
         self.url.cancel()
-        self.held_bytes = 0
+        self.buffered_bytes = 0
         self.idle.set()
         self.gone.set()
 

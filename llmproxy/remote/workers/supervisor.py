@@ -44,7 +44,8 @@ _log = structlog.get_logger()
 class WorkerSupervisor:
     """As many workers as the configuration says, from `start` to `close`.
 
-    `held` says that the service manager keeps the sockets open too. `page` answers requests that are not for an engine.
+    `socket_activated`: the service manager keeps the sockets open too. `page` answers requests that are not for an
+    engine.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class WorkerSupervisor:
         backends: Mapping[str, BackendConfig],
         metrics: Metrics,
         page: Callable[[protocol.PageRequest], Coroutine[Any, Any, protocol.PageResponse]],
-        held: bool,
+        socket_activated: bool,
     ) -> None:
         self._rulebook = gateway.rulebook
         self._dispatcher = dispatcher
@@ -62,7 +63,7 @@ class WorkerSupervisor:
         self._backends = backends
         self._stored = gateway.stored
         self._metrics = metrics
-        self.held = held
+        self.socket_activated = socket_activated
         self.url = ""
         self._context = SchedulerContext(
             gateway.rulebook, dispatcher, gateway.exits, self.update_workers, page, self._learned,
@@ -234,9 +235,9 @@ class WorkerSupervisor:
         )
 
     @property
-    def held_bytes(self) -> int:
+    def buffered_bytes(self) -> int:
         """How many bytes of request bodies all workers hold, as they last reported."""
-        return sum(session.held_bytes for session in self._sessions.values())
+        return sum(session.buffered_bytes for session in self._sessions.values())
 
     def begin_shutdown(self, *, replaced: bool = False) -> None:
         """See `RequestHandler.begin_shutdown`."""

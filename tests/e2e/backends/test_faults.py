@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from llmproxy.gateway.proxying import relay
-from llmproxy.gateway.proxying.stream_relay import HELD_BYTES_MAX
+from llmproxy.gateway.proxying.stream_relay import BUFFERED_BYTES_MAX
 from llmproxy.lab.simulator.server.faults import FaultKind
 from llmproxy.upstream.port import Exchange
 from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, all_of, all_up, serving, until
@@ -72,7 +72,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def test_an_error_as_the_first_event_is_passed_on_to_its_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, read_held = asyncio.Event(), relay._read_held
+    seen, read_held = asyncio.Event(), relay._read_body
 
     async def noticed(exchange: Exchange) -> bytes:
         seen.set()
@@ -84,7 +84,7 @@ async def test_an_error_as_the_first_event_is_passed_on_to_its_last_byte(monkeyp
         await seen.wait()
         await peer.send(chunk(b": [DONE]\n\n") + STREAM_END)
 
-    monkeypatch.setattr("llmproxy.gateway.proxying.relay._read_held", noticed)
+    monkeypatch.setattr("llmproxy.gateway.proxying.relay._read_body", noticed)
     async with serving_script(script) as (proxy, _):
         assert (await proxy.chat(STREAM)).body == ERROR_FIRST + DONE
 
@@ -98,7 +98,7 @@ async def test_an_error_as_the_first_event_drops_a_wrong_length() -> None:
 
 
 async def test_an_error_as_the_first_event_is_sent_whole_or_not() -> None:
-    script = answering(STREAM_HEAD + chunk(ERROR_FIRST) + chunk(b":" + b"x" * HELD_BYTES_MAX) + STREAM_END)
+    script = answering(STREAM_HEAD + chunk(ERROR_FIRST) + chunk(b":" + b"x" * BUFFERED_BYTES_MAX) + STREAM_END)
     async with serving_script(script) as (proxy, _):
         answer = await proxy.chat(STREAM)
         assert (answer.status, b"is not passed on" in answer.body) == (502, True)

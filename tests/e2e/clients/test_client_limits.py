@@ -193,7 +193,7 @@ def filled(size: int) -> bytes:
 
 
 def held(proxy: ProxyUnderTest) -> int:
-    return proxy.app.handler.bodies.held_bytes
+    return proxy.app.handler.bodies.buffered_bytes
 
 
 async def test_the_largest_body_that_arrives_makes_room_and_small_ones_pass() -> None:

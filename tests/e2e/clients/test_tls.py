@@ -108,7 +108,7 @@ async def test_only_what_the_proxy_speaks_is_agreed_on(files: Files, trusting: s
         agreed = await met(proxy, trusting)
         assert agreed.selected_alpn_protocol() == "http/1.1"
         assert agreed.version() in ("TLSv1.2", "TLSv1.3")
-    tls = ClientTls.of(TlsConfig(cert=files.cert, key=files.key))
+    tls = ClientTls.from_config(TlsConfig(cert=files.cert, key=files.key))
     assert tls is not None
     assert tls.context.now.minimum_version == ssl.TLSVersion.TLSv1_2
 

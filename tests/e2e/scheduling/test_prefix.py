@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import Grant, Usage
-from llmproxy.gateway.proxying.answers import Answers, KeptAnswer
+from llmproxy.gateway.proxying.answers import Answers, CapturedAnswer
 from llmproxy.lab.simulator.replica import ReplicaOptions
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, REAL, Answer, ProxyUnderTest, decisions, serving, until
 from tests.e2e.scripted import serving_script, whole
@@ -81,7 +81,7 @@ async def test_the_turns_of_a_conversation_go_where_it_is_cached(tmp_path: Path)
 async def test_an_answer_is_known_to_be_cached_where_it_was_given(tmp_path: Path, stream: bool) -> None:
     async with serving_by_cost(tmp_path / "log") as (proxy, _):
         first = await ask(proxy, "first", said(LONG, max_tokens=2_000, ignore_eos=True, stream=stream))
-        await until(lambda: proxy.app.handler.kept_bytes == 0)
+        await until(lambda: proxy.app.handler.captured_bytes == 0)
         second = await ask(proxy, "second", said(LONG, spoken(first), "And then?"))
         assert second.backend == first.backend
         expected, cached, both = (proxy.metric("llmproxy_prefix_tokens_total", kind=kind) for kind in KINDS)
@@ -95,8 +95,8 @@ async def test_what_comes_encoded_is_not_kept(monkeypatch: pytest.MonkeyPatch) -
     zipped = whole(b"\x1f\x8b...", extra=b"content-encoding: gzip\r\n")
     sizes: list[int] = []
 
-    def ended(answers: Answers, kept: KeptAnswer, _: Grant | None) -> None:
-        sizes.append(answers.kept_bytes)
+    def ended(answers: Answers, kept: CapturedAnswer, _: Grant | None) -> None:
+        sizes.append(answers.captured_bytes)
         kept.drop()
 
     async def script(peer: Peer, request: bytes) -> None:
@@ -118,7 +118,7 @@ async def test_what_comes_encoded_is_not_kept(monkeypatch: pytest.MonkeyPatch) -
 async def test_answers_are_kept_for_placements_that_read_them(tmp_path: Path, placement: str, keeps: bool) -> None:
     async with serving_by_cost(tmp_path / "log", placement) as (proxy, _), proxy.stream(ENDLESS) as turn:
         await turn.content.readany()
-        assert (proxy.app.handler.kept_bytes > 0) is keeps
+        assert (proxy.app.handler.captured_bytes > 0) is keeps
 
 
 @pytest.mark.parametrize("change", [{"model": "lora-0"}, {"cache_salt": "mine"}])
@@ -170,7 +170,7 @@ async def test_the_presets_of_the_endpoint_picker_know_prefixes_too(tmp_path: Pa
 async def test_prompts_are_hashed_only_for_placements_that_need_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
 ) -> None:
-    monkeypatch.delattr("llmproxy.gateway.request.body_reader.chain_of")
+    monkeypatch.delattr("llmproxy.gateway.request.body_reader.prompt_chain")
     async with serving_by_cost(tmp_path / "log", placement) as (proxy, _):
         await ask(proxy, "first", said(LONG))
 

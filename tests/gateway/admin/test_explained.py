@@ -9,7 +9,7 @@ import pytest
 from llmproxy.core.domain import BackendPace, Explained, Learned, Price
 from llmproxy.core.snapshot import PoolChoices
 from llmproxy.gateway.admin import explained
-from llmproxy.gateway.admin.explained import line_of, pace_line_of, pages_of
+from llmproxy.gateway.admin.explained import choice_pages, pace_line, price_line
 
 TERMS = (("queue", 0.1), ("prefill", 0.27), ("adapter", 0.0), ("harm", 0.04))
 
@@ -48,18 +48,18 @@ def learned(*pace: BackendPace, **given: float) -> Learned:
 
 
 def page(*choices: Explained, limit: int = 10, wanted: str | None = None) -> dict[str, Any]:
-    (shown,) = pages_of([PoolChoices("base", choices, learned())], 20.0, limit, wanted)
+    (shown,) = choice_pages([PoolChoices("base", choices, learned())], 20.0, limit, wanted)
     return shown
 
 
 def test_a_price_is_a_readable_line() -> None:
-    assert line_of(price(), 9_200) == (
+    assert price_line(price(), 9_200) == (
         "gpu-2: 0.41 s = queue 0.10 + prefill 0.27 (1,830 of 9,200 tokens uncached) + adapter 0 + harm 0.04"
     )
 
 
 def test_a_backend_without_room_says_so() -> None:
-    line = line_of(price(terms=(("slot", 1.25),), fits=False), 10)
+    line = price_line(price(terms=(("slot", 1.25),), fits=False), 10)
     assert line == "gpu-2: 1.25 s = slot 1.25; it takes no request now"
 
 
@@ -74,7 +74,7 @@ def test_a_backend_without_room_says_so() -> None:
     ],
 )
 def test_parts_have_the_same_decimal_places_as_their_sum(terms: tuple[tuple[str, float], ...], line: str) -> None:
-    assert line_of(price(terms=terms), 9_200) == f"gpu-2: {line}"
+    assert price_line(price(terms=terms), 9_200) == f"gpu-2: {line}"
 
 
 def test_candidates_are_the_chosen_one_then_by_price() -> None:
@@ -130,14 +130,14 @@ def test_a_page_is_limited_but_shows_at_least_one_choice(monkeypatch: pytest.Mon
     monkeypatch.setattr(explained, "PRICES_MAX", 5)
     pair = (price("gpu-1"), price("gpu-2"))
     one, two = PoolChoices("one", (choice(1, *pair),), learned()), [choice(number, *pair) for number in (4, 3, 2)]
-    shown = pages_of([one, PoolChoices("two", tuple(two), learned())], 20.0, 10, None)
+    shown = choice_pages([one, PoolChoices("two", tuple(two), learned())], 20.0, 10, None)
     assert [(len(one["choices"]), one["more"]) for one in shown] == [(1, 0), (1, 2)]
     large = tuple(price(f"gpu-{number}") for number in range(9))
     assert [(len(one["choices"]), one["more"]) for one in (page(choice(2, *large), choice(1)),)] == [(1, 1)]
 
 
 def test_a_pool_without_prices_says_so() -> None:
-    (shown,) = pages_of([PoolChoices("base", (), None)], 20.0, 10, None)
+    (shown,) = choice_pages([PoolChoices("base", (), None)], 20.0, 10, None)
     assert shown.pop("note") == "This placement has no prices; the terms of its choices are in the log."
     assert shown == {"pool": "base", "priced": False, "choices": [], "more": 0, "learned": None}
     assert "note" not in page()
@@ -153,14 +153,14 @@ def test_a_pool_without_prices_says_so() -> None:
 )
 def test_a_pace_is_compared_with_that_of_the_pool(prefill: float, step: float, line: str) -> None:
     pace = BackendPace("gpu-3", prefill, step, 0.41, 12, 1_200, 4_000)
-    assert pace_line_of(pace) == (
+    assert pace_line(pace) == (
         f"gpu-3: {line}, 41% busy with prompts, 12 sequences in flight, 1,200 of 4,000 blocks indexed"
     )
 
 
 def test_learned_values_are_shown_as_numbers() -> None:
     pace = BackendPace("gpu-3", 1.9, 0.5, 0.4111, 12, 1_200, 4_000)
-    (shown,) = pages_of([PoolChoices("base", (), learned(pace))], 20.0, 10, None)
+    (shown,) = choice_pages([PoolChoices("base", (), learned(pace))], 20.0, 10, None)
     (backend,) = shown["learned"].pop("backends")
     assert shown["learned"] == {
         "prefill_tokens_per_s": 15_000.0,
@@ -172,7 +172,7 @@ def test_learned_values_are_shown_as_numbers() -> None:
         "ttft_p90_factor": 1.5,
         "tpot_p90_factor": 1.25,
     }
-    assert backend.pop("line") == pace_line_of(pace)
+    assert backend.pop("line") == pace_line(pace)
     assert backend == {
         "backend": "gpu-3",
         "prefill_factor": 1.9,
@@ -185,5 +185,5 @@ def test_learned_values_are_shown_as_numbers() -> None:
 
 
 def test_a_pool_whose_prompts_take_no_time_has_no_rate() -> None:
-    (shown,) = pages_of([PoolChoices("base", (), learned(prefill_token_s=0.0))], 20.0, 10, None)
+    (shown,) = choice_pages([PoolChoices("base", (), learned(prefill_token_s=0.0))], 20.0, 10, None)
     assert shown["learned"]["prefill_tokens_per_s"] is None

@@ -77,7 +77,7 @@ def request(peer: str | None = "127.0.0.1", *forwarded: str, **headers: str) -> 
 
 def of(trusted: str, peer: str | None, *forwarded: str, **headers: str) -> Client:
     """The client of a request from `peer` with these X-Forwarded-For fields."""
-    return Clients(networks_of(trusted)).of(request(peer, *forwarded, **headers))
+    return Clients(networks_of(trusted)).identify(request(peer, *forwarded, **headers))
 
 
 def test_the_peer_is_the_client_where_nothing_says_otherwise() -> None:

@@ -7,7 +7,7 @@ import pytest
 from llmproxy.config import ClientsConfig
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.http import client_limits as clients_module
-from llmproxy.gateway.http.client_limits import ClientLimits, network_of
+from llmproxy.gateway.http.client_limits import ClientLimits, limit_key
 from llmproxy.gateway.http.errors import Failure
 
 
@@ -82,4 +82,4 @@ def test_connections_are_counted_until_they_are_closed() -> None:
     ],
 )
 def test_addresses_count_alone_or_by_ipv6_network(address: str, same: str, other: str) -> None:
-    assert network_of(address) == network_of(same) != network_of(other)
+    assert limit_key(address) == limit_key(same) != limit_key(other)

@@ -17,10 +17,10 @@ from openai.types.responses import Response
 from llmproxy.core.domain import Grant, Placed, Why
 from llmproxy.gateway.http.routes import BodyKind
 from llmproxy.gateway.proxying import answers as answers_module
-from llmproxy.gateway.proxying.answers import ANSWER_BYTES_MAX, Answers, KeptAnswer, answer_of
+from llmproxy.gateway.proxying.answers import ANSWER_BYTES_MAX, Answers, CapturedAnswer, parse_answer
 from llmproxy.gateway.request.body_reader import BodyReader
 from llmproxy.gateway.request.json_scan import drain
-from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, BLOCKS_MAX, chain_of
+from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, BLOCKS_MAX, prompt_chain
 from tests.core.make import request
 
 CHAT, COMPLETION, MESSAGES, RESPONSES = BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.MESSAGES, BodyKind.RESPONSES
@@ -204,29 +204,31 @@ class Reading:
         self.notified: list[tuple[Grant, tuple[int, ...]]] = []
         self.answers = Answers(lambda grant, hashes: self.notified.append((grant, tuple(hashes))))
 
-    async def keep(self, first: dict[str, Any], kind: BodyKind) -> KeptAnswer | None:
-        return self.answers.keep(await BodyReader(prefixes=True).read(orjson.dumps(first), kind))
+    async def capture(self, first: dict[str, Any], kind: BodyKind) -> CapturedAnswer | None:
+        return self.answers.capture(await BodyReader(prefixes=True).read(orjson.dumps(first), kind))
 
-    async def kept(self, raw: bytes = b"", first: dict[str, Any] | None = None, kind: BodyKind = CHAT) -> KeptAnswer:
-        """An answer that is kept, of which `raw` came."""
-        kept = await self.keep(first or after_chat(), kind)
-        assert kept is not None
-        kept.add(raw)
-        return kept
+    async def captured(
+        self, raw: bytes = b"", first: dict[str, Any] | None = None, kind: BodyKind = CHAT
+    ) -> CapturedAnswer:
+        """Returns a captured answer with the bytes `raw`."""
+        captured = await self.capture(first or after_chat(), kind)
+        assert captured is not None
+        captured.add(raw)
+        return captured
 
     async def read(self, first: dict[str, Any], raw: bytes, kind: BodyKind) -> tuple[int, ...]:
-        kept = await self.kept(b"", first, kind)
+        captured = await self.captured(b"", first, kind)
         for at in range(0, len(raw), 1000):
-            kept.add(raw[at : at + 1000])
-        assert self.answers.kept_bytes == len(raw)
-        self.answers.ended(kept, GRANT)
+            captured.add(raw[at : at + 1000])
+        assert self.answers.captured_bytes == len(raw)
+        self.answers.finish(captured, GRANT)
         assert not self.notified, "nobody waits for the reading"
         await self.all_read()
         return self.notified.pop()[1] if self.notified else ()
 
     async def all_read(self) -> None:
         async with asyncio.timeout(10):
-            while self.answers.kept_bytes:  # noqa: ASYNC110 - the reading has no event of its own
+            while self.answers.captured_bytes:  # noqa: ASYNC110 - the reading has no event of its own
                 await asyncio.sleep(0)
 
 
@@ -255,9 +257,9 @@ class Reading:
 async def test_the_next_turn_begins_with_the_hashes_of_this_one(
     kind: BodyKind, first: dict[str, Any], raw: bytes, second: dict[str, Any]
 ) -> None:
-    before = chain_of(first, kind)
+    before = prompt_chain(first, kind)
     known = await Reading().read(first, raw, kind)
-    turn = chain_of(second, kind)
+    turn = prompt_chain(second, kind)
     asked = GRANT.request
     assert known == turn.hashes_on(asked.model, asked.adapter)[: len(known)]
     # All but the block in which the answer ends, and what comes after it.
@@ -307,8 +309,8 @@ async def test_an_answer_that_no_prompt_continues_is_not_read(kind: BodyKind, ra
     ],
 )
 async def test_an_answer_with_several_ways_on_is_not_kept(first: dict[str, Any], kind: BodyKind) -> None:
-    assert await Reading().keep(first, kind) is None
-    assert Answers(lambda *_: None).keep(await BodyReader().read(orjson.dumps(after_chat()), CHAT)) is None
+    assert await Reading().capture(first, kind) is None
+    assert Answers(lambda *_: None).capture(await BodyReader().read(orjson.dumps(after_chat()), CHAT)) is None
 
 
 async def test_an_answer_within_the_last_block_tells_nothing_new() -> None:
@@ -318,12 +320,12 @@ async def test_an_answer_within_the_last_block_tells_nothing_new() -> None:
 
 async def test_model_and_adapter_count_as_in_the_prompt() -> None:
     reading = Reading()
-    kept = await reading.kept(spoken())
+    captured = await reading.captured(spoken())
     grant = replace(GRANT, request=request(model="poet", adapter="poet"))
-    reading.answers.ended(kept, grant)
+    reading.answers.finish(captured, grant)
     await reading.all_read()
     ((of, hashes),) = reading.notified
-    turn = chain_of(after_chat(by_hand()), CHAT)
+    turn = prompt_chain(after_chat(by_hand()), CHAT)
     assert (of, hashes) == (grant, turn.hashes_on("poet", "poet"))
 
 
@@ -332,33 +334,33 @@ async def test_model_and_adapter_count_as_in_the_prompt() -> None:
 
 async def test_an_answer_that_is_too_long_is_forgotten_at_once() -> None:
     reading = Reading()
-    kept = await reading.kept()
+    captured = await reading.captured()
     for _ in range(ANSWER_BYTES_MAX // 1024):
-        kept.add(b" " * 1024)
-    assert reading.answers.kept_bytes == ANSWER_BYTES_MAX
-    kept.add(b"x")
-    assert (kept.chunks, reading.answers.kept_bytes) == (None, 0)
-    kept.add(spoken())
-    reading.answers.ended(kept, GRANT)
+        captured.add(b" " * 1024)
+    assert reading.answers.captured_bytes == ANSWER_BYTES_MAX
+    captured.add(b"x")
+    assert (captured.chunks, reading.answers.captured_bytes) == (None, 0)
+    captured.add(spoken())
+    reading.answers.finish(captured, GRANT)
     await asyncio.sleep(0)
-    assert (reading.notified, reading.answers.kept_bytes) == ([], 0)
+    assert (reading.notified, reading.answers.captured_bytes) == ([], 0)
 
 
 async def test_all_answers_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers_module, "KEPT_BYTES_MAX", len(spoken()) + 10)
+    monkeypatch.setattr(answers_module, "CAPTURED_BYTES_MAX", len(spoken()) + 10)
     reading = Reading()
-    first, second = await reading.kept(spoken()), await reading.kept(b"data: more than the rest")
-    assert reading.answers.kept_bytes == len(spoken())
-    reading.answers.ended(second, GRANT)
-    reading.answers.ended(first, GRANT)
+    first, second = await reading.captured(spoken()), await reading.captured(b"data: more than the rest")
+    assert reading.answers.captured_bytes == len(spoken())
+    reading.answers.finish(second, GRANT)
+    reading.answers.finish(first, GRANT)
     await reading.all_read()
     assert len(reading.notified) == 1
 
 
 async def test_what_was_not_completed_is_forgotten() -> None:
     reading = Reading()
-    reading.answers.ended(await reading.kept(spoken()), None)
-    assert reading.answers.kept_bytes == 0
+    reading.answers.finish(await reading.captured(spoken()), None)
+    assert reading.answers.captured_bytes == 0
     await asyncio.sleep(0)
     assert reading.notified == []
 
@@ -366,7 +368,7 @@ async def test_what_was_not_completed_is_forgotten() -> None:
 async def test_a_long_answer_is_read_in_turns_with_everybody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers_module, "TURN_S", 0.0)
     reading, others = Reading(), 0
-    reading.answers.ended(await reading.kept(spoken()), GRANT)
+    reading.answers.finish(await reading.captured(spoken()), GRANT)
     while not reading.notified:
         others += 1
         await asyncio.sleep(0)
@@ -385,14 +387,14 @@ async def test_a_fault_of_the_callback_stops_no_other_answer() -> None:
 
     reading.answers._on_read = failing_once
     for _ in range(2):
-        reading.answers.ended(await reading.kept(spoken()), GRANT)
+        reading.answers.finish(await reading.captured(spoken()), GRANT)
     await reading.all_read()
     assert len(reading.notified) == 1
     assert [str(fault["exception"]) for fault in faults] == ["a policy's fault"]
 
 
 def test_a_stream_with_carriage_returns_is_the_same() -> None:
-    assert drain(answer_of(spoken().replace(b"\n", b"\r\n"), CHAT)) == drain(answer_of(spoken(), CHAT))
+    assert drain(parse_answer(spoken().replace(b"\n", b"\r\n"), CHAT)) == drain(parse_answer(spoken(), CHAT))
     assert Completion.construct(**orjson.loads(text_body())).choices[0].text == drain(
-        answer_of(text_body(), COMPLETION)
+        parse_answer(text_body(), COMPLETION)
     )

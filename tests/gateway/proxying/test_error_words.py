@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmproxy.core.retry import Cause
-from llmproxy.gateway.proxying.error_words import cause_of_answer, cause_of_event
+from llmproxy.gateway.proxying.error_words import answer_cause, event_cause
 from llmproxy.gateway.proxying.sse import StreamTap
 
 REJECTED = [
@@ -47,7 +47,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(("event", "cause"), [*((event, Cause.REJECTED) for event in REJECTED), *OTHERS])
 def test_an_error_event_has_the_cause_that_it_names(event: str, cause: Cause) -> None:
-    assert cause_of_event(event.encode()) is cause
+    assert event_cause(event.encode()) is cause
 
 
 @pytest.mark.parametrize("event", REJECTED)
@@ -91,11 +91,11 @@ DRAINING = b'{"error":{"message":"cannot schedule new futures after shutdown","c
     ],
 )  # fmt: skip
 def test_an_answer_has_the_cause_of_its_status_and_words(status: int, body: bytes, cause: Cause) -> None:
-    assert cause_of_answer(status, body, own_key=True) is cause
+    assert answer_cause(status, body, own_key=True) is cause
 
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_key_of_the_client_is_its_own_matter(status: int) -> None:
-    assert cause_of_answer(status, b"", own_key=False) is Cause.REJECTED
+    assert answer_cause(status, b"", own_key=False) is Cause.REJECTED
     event = b'{"type":"error","error":{"type":"authentication_error","message":"key"}}'
-    assert cause_of_event(event, own_key=False) is Cause.REJECTED
+    assert event_cause(event, own_key=False) is Cause.REJECTED

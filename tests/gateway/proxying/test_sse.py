@@ -7,7 +7,7 @@ import pytest
 
 from llmproxy.core.domain import Usage
 from llmproxy.gateway.proxying import sse
-from llmproxy.gateway.proxying.sse import StreamTap, usage_of_tail
+from llmproxy.gateway.proxying.sse import StreamTap, usage_in_tail
 
 HEAD = b'data: {"id":"chatcmpl-988e","object":"chat.completion.chunk","created":1795225636,"model":"tiny",'
 ROLE = (
@@ -249,7 +249,7 @@ def test_an_event_too_deep_for_a_parser_is_passed_on() -> None:
 
 
 def test_an_endless_event_is_let_go_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "HELD_BYTES_MAX", 1000)
+    monkeypatch.setattr(sse, "BUFFERED_BYTES_MAX", 1000)
     monkeypatch.setattr(sse, "USAGE_TAIL_BYTES", 500)
     long = (
         b'event: response.completed\ndata: {"text":"'
@@ -313,12 +313,12 @@ def test_an_endless_event_is_let_go_and_not_kept(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_usage_of_a_tail(tail: bytes, usage: Usage | None) -> None:
-    assert usage_of_tail(tail) == usage
+    assert usage_in_tail(tail) == usage
 
 
 def test_an_answer_that_is_no_json_has_no_usage() -> None:
     sounds = [Random(seed).randbytes(sse.USAGE_TAIL_BYTES) for seed in range(20)]
-    assert [usage_of_tail(sound) for sound in sounds] == [None] * 20
+    assert [usage_in_tail(sound) for sound in sounds] == [None] * 20
 
 
 @pytest.mark.parametrize(

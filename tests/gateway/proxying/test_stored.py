@@ -22,18 +22,18 @@ def config(**fields: object) -> Config:
 
 
 def stored_responses() -> StoredResponses:
-    return StoredResponses(Rulebook(Rules.of(config(), NoUpstream())), {}, NoUpstream(), dispatcher())
+    return StoredResponses(Rulebook(Rules.build(config(), NoUpstream())), {}, NoUpstream(), dispatcher())
 
 
 def test_backends_of_responses_are_remembered_up_to_a_limit() -> None:
     stored = stored_responses()
     stored.remember(b'event: response.created\ndata: {"response":{"id":"resp_0","created_at":1', "gpu-0")
     stored.remember(b'{"error":{}}', "gpu-0")
-    assert stored.backend_of("resp_0") == "gpu-0"
+    assert stored.backend_for("resp_0") == "gpu-0"
     for i in range(1, IDS_MAX + 1):
         stored.remember(f'{{"id":"resp_{i}"}}'.encode(), "gpu-1")
-    assert stored.backend_of("resp_0") is None
-    assert stored.backend_of(f"resp_{IDS_MAX}") == "gpu-1"
+    assert stored.backend_for("resp_0") is None
+    assert stored.backend_for(f"resp_{IDS_MAX}") == "gpu-1"
     assert len(stored.made_by) == IDS_MAX
 
 
@@ -43,8 +43,8 @@ def test_a_tenant_with_many_responses_forgets_only_its_own() -> None:
     stored.remember(b'{"id":"resp_acme"}', "gpu-0", acme)
     for i in range(IDS_MAX + 5):
         stored.remember(f'{{"id":"resp_{i}"}}'.encode(), "gpu-1", zeta)
-    assert (len(stored.made_by), stored.backend_of("resp_acme", acme)) == (IDS_MAX, "gpu-0")
-    assert [stored.backend_of(f"resp_{i}", zeta) for i in (5, 6)] == [None, "gpu-1"]
+    assert (len(stored.made_by), stored.backend_for("resp_acme", acme)) == (IDS_MAX, "gpu-0")
+    assert [stored.backend_for(f"resp_{i}", zeta) for i in (5, 6)] == [None, "gpu-1"]
 
 
 CREATED = b'event: response.created\ndata: {"response":{"id":"resp_0","created_at":1}}\n\n'
@@ -96,13 +96,13 @@ def test_a_response_exists_only_for_its_tenant() -> None:
     stored = stored_responses()
     acme, zeta = Tenant(name="acme"), Tenant(name="zeta")
     stored.remember(b'{"id":"resp_0"}', "gpu-0", acme)
-    assert stored.backend_of("resp_0", acme) == "gpu-0"
-    assert stored.backend_of("resp_0", zeta) is stored.backend_of("resp_0") is None
+    assert stored.backend_for("resp_0", acme) == "gpu-0"
+    assert stored.backend_for("resp_0", zeta) is stored.backend_for("resp_0") is None
     notified: list[tuple[str, str, str]] = []
     stored.on_made = lambda *made: notified.append(made)
     stored.remember(b'{"id":"resp_0"}', "gpu-1", zeta)
     assert (notified, dict(stored.made_by)) == ([], {"resp_0": ("gpu-0", "acme")})
     stored.remember(b'{"id":"resp_0"}', "gpu-1", acme)
-    assert stored.backend_of("resp_0", acme) == "gpu-1", "made once more by its owner"
-    assert stored.note("resp_0", "gpu-2", "zeta", settled=True), "as it was decided where all workers' are known"
-    assert (stored.backend_of("resp_0", acme), stored.backend_of("resp_0", zeta)) == (None, "gpu-2")
+    assert stored.backend_for("resp_0", acme) == "gpu-1", "made once more by its owner"
+    assert stored.note("resp_0", "gpu-2", "zeta", authoritative=True), "as it was decided where all workers' are known"
+    assert (stored.backend_for("resp_0", acme), stored.backend_for("resp_0", zeta)) == (None, "gpu-2")

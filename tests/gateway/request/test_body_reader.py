@@ -23,7 +23,7 @@ from llmproxy.gateway.request.body_reader import (
 )
 from llmproxy.gateway.request.json_scan import MEDIA_BYTES, PARSE_BYTES_MAX, BadBody, drain
 from llmproxy.gateway.request.parsed_body import ParsedBody
-from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, chain_of
+from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, prompt_chain
 
 CHAT, COMPLETION, OTHER = BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.OTHER
 
@@ -287,7 +287,7 @@ async def test_the_chain_is_computed_with_prefixes(text_bytes: int) -> None:
     body_reader = BodyReader(prefixes=True)
     body = talk(text_bytes)
     parsed = await body_reader.read(body, CHAT)
-    assert parsed.chain == chain_of(orjson.loads(body), CHAT)
+    assert parsed.chain == prompt_chain(orjson.loads(body), CHAT)
     assert len(parsed.chain.hashes) == text_bytes // BLOCK_BYTES
     salted = [(await body_reader.read(talk(text_bytes, cache_salt=salt), CHAT)).chain for salt in ("mine", "yours")]
     chains = [parsed.chain, *(chain for chain in salted if chain is not None)]
@@ -314,8 +314,8 @@ async def test_the_loop_runs_before_the_chain_of_a_dense_body(
 
 @pytest.mark.parametrize("text_bytes", [4000, PARSE_BYTES_MAX])
 async def test_no_chain_is_computed_without_prefixes(text_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(body_reader_module, "chain_of")
-    monkeypatch.delattr(body_reader_module, "chain_of_large")
+    monkeypatch.delattr(body_reader_module, "prompt_chain")
+    monkeypatch.delattr(body_reader_module, "large_prompt_chain")
     assert (await BodyReader().read(talk(text_bytes), CHAT)).chain is None
 
 

@@ -22,10 +22,10 @@ from llmproxy.gateway.request.prefix_hash import (
     SALT,
     Chain,
     answer_bytes,
-    chain_of,
     empty_chain,
+    prompt_chain,
 )
-from llmproxy.gateway.request.prefix_hash_large import chain_of_large
+from llmproxy.gateway.request.prefix_hash_large import large_prompt_chain
 
 LONG = "All that follows was said before. " * 60
 
@@ -72,11 +72,11 @@ BODIES = st.one_of(
 
 def large(body: bytes, kind: BodyKind, slice_bytes: int = 65536) -> Chain:
     members = drain(scan_members(body, (*PROMPT_MEMBERS.get(kind, ()), PREVIOUS, SALT)))
-    return drain(chain_of_large(body, members, kind, slice_bytes))
+    return drain(large_prompt_chain(body, members, kind, slice_bytes))
 
 
 def chat(*messages: Any, **more: Any) -> Chain:
-    return chain_of({"messages": list(messages), **more}, BodyKind.CHAT)
+    return prompt_chain({"messages": list(messages), **more}, BodyKind.CHAT)
 
 
 def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def test_a_body_has_one_chain_whether_parsed_or_scanned(
 ) -> None:
     kind, fields = case
     body = json.dumps(fields, ensure_ascii=ascii_only, separators=(f"{space},{space}", f"{space}:{space}")).encode()
-    assert large(body, kind, slice_bytes) == chain_of(orjson.loads(body), kind)
+    assert large(body, kind, slice_bytes) == prompt_chain(orjson.loads(body), kind)
 
 
 @pytest.mark.parametrize("ascii_only", [True, False])
@@ -119,10 +119,10 @@ def test_long_texts_and_many_values_have_one_chain_too(ascii_only: bool) -> None
     }
     body = json.dumps(fields, ensure_ascii=ascii_only).encode()
     chain = large(body, BodyKind.CHAT)
-    assert chain == chain_of(fields, BodyKind.CHAT)
+    assert chain == prompt_chain(fields, BodyKind.CHAT)
     assert len(chain.hashes) > 1000
     ids = {"prompt": list(range(100_000, 300_000))}
-    assert large(json.dumps(ids).encode(), BodyKind.COMPLETION) == chain_of(ids, BodyKind.COMPLETION)
+    assert large(json.dumps(ids).encode(), BodyKind.COMPLETION) == prompt_chain(ids, BodyKind.COMPLETION)
 
 
 @given(st.lists(st.binary(max_size=3 * BLOCK_BYTES), max_size=6))
@@ -152,7 +152,7 @@ def test_a_full_chain_does_not_change() -> None:
     assert full.tail == b""
     assert full.extended(b"more" * BLOCK_BYTES) == full
     body = orjson.dumps({"messages": [said("user", "x" * (BLOCKS_MAX * BLOCK_BYTES * 2))]})
-    assert large(body, BodyKind.CHAT) == chain_of(orjson.loads(body), BodyKind.CHAT)
+    assert large(body, BodyKind.CHAT) == prompt_chain(orjson.loads(body), BodyKind.CHAT)
 
 
 CALL = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": '{"at":"sky"}'}}
@@ -180,28 +180,28 @@ ENGINES_MESSAGE = said("assistant", LONG, refusal=None, annotations=None, tool_c
 def test_the_next_turn_begins_with_the_prompt_and_its_answer(
     kind: BodyKind, name: str, first: list[Any], answer: Any, turns: list[Any]
 ) -> None:
-    prompt = chain_of({name: first}, kind)
+    prompt = prompt_chain({name: first}, kind)
     known = prompt.extended(answer_bytes(answer, kind))
-    again = chain_of({name: [*first, *turns, said("user", "And then? " * 100)]}, kind)
+    again = prompt_chain({name: [*first, *turns, said("user", "And then? " * 100)]}, kind)
     assert 3 <= len(prompt.hashes) < len(known.hashes) < len(again.hashes)
     assert again.hashes[: len(known.hashes)] == known.hashes
     # Not the full blocks alone: up to the last byte.
-    assert known == chain_of({name: [*first, *turns]}, kind)
+    assert known == prompt_chain({name: [*first, *turns]}, kind)
 
 
 def test_a_completion_continues_the_chain_of_its_answer() -> None:
-    known = chain_of({"prompt": LONG}, BodyKind.COMPLETION).extended(answer_bytes(LONG, BodyKind.COMPLETION))
-    assert known == chain_of({"prompt": LONG + LONG}, BodyKind.COMPLETION)
+    known = prompt_chain({"prompt": LONG}, BodyKind.COMPLETION).extended(answer_bytes(LONG, BodyKind.COMPLETION))
+    assert known == prompt_chain({"prompt": LONG + LONG}, BodyKind.COMPLETION)
 
 
 def test_prompts_that_are_equal_to_the_engine_have_one_chain() -> None:
     text = {"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}
     assert chat(said("user", LONG)) == chat(said("user", [text]))
-    assert chain_of({"input": LONG}, BodyKind.RESPONSES) == chain_of(
+    assert prompt_chain({"input": LONG}, BodyKind.RESPONSES) == prompt_chain(
         {"input": [said("user", LONG)]}, BodyKind.RESPONSES
     )
     one = {"prompt": [LONG, "second"]}
-    assert chain_of(one, BodyKind.COMPLETION) == chain_of({"prompt": LONG}, BodyKind.COMPLETION)
+    assert prompt_chain(one, BodyKind.COMPLETION) == prompt_chain({"prompt": LONG}, BodyKind.COMPLETION)
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,8 @@ def test_prompts_that_are_equal_to_the_engine_have_one_chain() -> None:
         (chat(said("assistant", "", tool_calls=[CALL])), chat(said("assistant", "", tool_calls=[CALL, CALL]))),
         (chat(said("user", [{"type": "image_url", "image_url": {"url": "data:a"}}])),
          chat(said("user", [{"type": "image_url", "image_url": {"url": "data:b"}}]))),
-        (chain_of({"system": "a", "messages": []}, BodyKind.MESSAGES),
-         chain_of({"system": "b", "messages": []}, BodyKind.MESSAGES)),
+        (prompt_chain({"system": "a", "messages": []}, BodyKind.MESSAGES),
+         prompt_chain({"system": "b", "messages": []}, BodyKind.MESSAGES)),
     ],
 )  # fmt: skip
 def test_prompts_that_differ_to_the_engine_have_other_chains(one: Chain, other: Chain) -> None:
@@ -233,17 +233,17 @@ def test_an_extended_chain_keeps_the_proxys_salt() -> None:
 
 def test_models_adapters_and_salts_share_no_hashes() -> None:
     fields = {"messages": [said("user", LONG)]}
-    plain, mine = chain_of(fields, BodyKind.CHAT), chain_of({**fields, SALT: "mine"}, BodyKind.CHAT)
+    plain, mine = prompt_chain(fields, BodyKind.CHAT), prompt_chain({**fields, SALT: "mine"}, BodyKind.CHAT)
     hashes = [
         *plain.hashes,
         *plain.hashes_on("llama", None),
         *plain.hashes_on("qwen", None),
         *plain.hashes_on("llama", "poet"),
         *mine.hashes_on("llama", None),
-        *chain_of({**fields, SALT: "yours"}, BodyKind.CHAT).hashes_on("llama", None),
+        *prompt_chain({**fields, SALT: "yours"}, BodyKind.CHAT).hashes_on("llama", None),
     ]
     assert len(hashes) == len(set(hashes)) == 6 * len(plain.hashes) > 6
-    assert chain_of({**fields, SALT: None}, BodyKind.CHAT) == plain
+    assert prompt_chain({**fields, SALT: None}, BodyKind.CHAT) == plain
 
 
 @pytest.mark.parametrize("read", ["parsed", "scanned"])
@@ -251,7 +251,7 @@ def test_an_image_counts_by_its_identity_and_not_by_its_size(read: str) -> None:
     def of(data: str) -> Chain:
         part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + data}}
         body = orjson.dumps({"messages": [said("user", [part, {"type": "text", "text": LONG}])]})
-        return chain_of(orjson.loads(body), BodyKind.CHAT) if read == "parsed" else large(body, BodyKind.CHAT)
+        return prompt_chain(orjson.loads(body), BodyKind.CHAT) if read == "parsed" else large(body, BodyKind.CHAT)
 
     big = "iVBORw0K" * 40_000
     assert len(of(big).hashes) == len(of("iVBO").hashes) == len(chat(said("user", LONG)).hashes)
@@ -281,18 +281,18 @@ def test_the_chain_ends_where_the_body_is_broken(broken: bytes) -> None:
 )
 def test_invalid_prompts_have_no_chain(prompt: bytes) -> None:
     members = {"prompt": Member(Kind.ARRAY, 0, len(prompt))}
-    chain = drain(chain_of_large(prompt, members, BodyKind.COMPLETION))
+    chain = drain(large_prompt_chain(prompt, members, BodyKind.COMPLETION))
     assert chain.hashes == ()
 
 
 def test_ids_far_apart_end_the_chain() -> None:
     body = b'{"prompt":[7,' + b" " * 70_000 + b"8]}"
-    assert large(body, BodyKind.COMPLETION) == chain_of({"prompt": [7]}, BodyKind.COMPLETION)
+    assert large(body, BodyKind.COMPLETION) == prompt_chain({"prompt": [7]}, BodyKind.COMPLETION)
 
 
 def test_a_body_of_too_many_values_is_not_read_to_its_end() -> None:
     body = b'{"messages":[' + b"null," * 1_000_000 + b"0]}"
-    slices = chain_of_large(body, drain(scan_members(body, ("messages",))), BodyKind.CHAT)
+    slices = large_prompt_chain(body, drain(scan_members(body, ("messages",))), BodyKind.CHAT)
     assert sum(1 for _ in slices) < 200
 
 
@@ -300,20 +300,20 @@ def test_a_body_of_too_many_values_is_not_read_to_its_end() -> None:
 def test_a_tool_of_too_many_members_is_not_read_to_its_end(name: str) -> None:
     tool = ",".join(f'"{name.replace("%d", str(number))}":1' for number in range(200_000))
     body = b'{"tools":[{%b}],"messages":[]}' % tool.encode()
-    slices = chain_of_large(body, drain(scan_members(body, ("tools", "messages"))), BodyKind.CHAT)
+    slices = large_prompt_chain(body, drain(scan_members(body, ("tools", "messages"))), BodyKind.CHAT)
     assert 50 < sum(1 for _ in slices) < 200
 
 
 def test_a_long_member_is_read_in_pieces() -> None:
     body = orjson.dumps({"messages": [said("user", [{"type": "image_url", "image_url": "A" * 5_000_000}])]})
-    slices = chain_of_large(body, drain(scan_members(body, ("messages",))), BodyKind.CHAT)
+    slices = large_prompt_chain(body, drain(scan_members(body, ("messages",))), BodyKind.CHAT)
     assert sum(1 for _ in slices) >= 5_000_000 // 65536
 
 
 def test_every_process_computes_the_same_chain() -> None:
     code = (
         "from llmproxy.gateway.request.prefix_hash import *; from llmproxy.gateway.http.routes import BodyKind;"
-        "chain = chain_of({'messages': [{'role': 'user', 'content': 'word ' * 500}]}, BodyKind.CHAT);"
+        "chain = prompt_chain({'messages': [{'role': 'user', 'content': 'word ' * 500}]}, BodyKind.CHAT);"
         "print(chain, chain.hashes_on('m', 'a'))"
     )
     outputs = {

@@ -9,8 +9,8 @@ import pytest
 
 from llmproxy.gateway.http.routes import BodyKind
 from llmproxy.gateway.request.json_scan import drain, scan_members
-from llmproxy.gateway.request.prefix_hash import PREVIOUS, PROMPT_MEMBERS, SALT, Chain, chain_of
-from llmproxy.gateway.request.prefix_hash_large import chain_of_large
+from llmproxy.gateway.request.prefix_hash import PREVIOUS, PROMPT_MEMBERS, SALT, Chain, prompt_chain
+from llmproxy.gateway.request.prefix_hash_large import large_prompt_chain
 from tests.gateway.request.prompt_pairs import FACTS, FALSE, LOST, PAIRS, Body
 
 NEAR = 0.2
@@ -19,7 +19,7 @@ NEAR = 0.2
 
 def scanned(fields: Body, kind: BodyKind) -> Chain:
     body = orjson.dumps(fields)
-    return drain(chain_of_large(body, drain(scan_members(body, (*PROMPT_MEMBERS[kind], PREVIOUS, SALT))), kind))
+    return drain(large_prompt_chain(body, drain(scan_members(body, (*PROMPT_MEMBERS[kind], PREVIOUS, SALT))), kind))
 
 
 def alike(one: Chain, other: Chain) -> float:
@@ -31,7 +31,7 @@ def alike(one: Chain, other: Chain) -> float:
 @pytest.mark.parametrize("read", ["parsed", "scanned"])
 def test_chains_are_as_similar_as_the_engines_tokens(name: str, read: str) -> None:
     (kind, one), (_, other) = PAIRS[name]
-    chains = [chain_of(body, kind) if read == "parsed" else scanned(body, kind) for body in (one, other)]
+    chains = [prompt_chain(body, kind) if read == "parsed" else scanned(body, kind) for body in (one, other)]
     ours, theirs = alike(*chains), FACTS[name][2] / max(FACTS[name][:2])
     # What is known to differ is held to it too: a reason that is none any more is to go.
     assert (theirs - ours > NEAR) is (name in LOST), f"{ours:.2f} of {theirs:.2f} are found"
@@ -60,7 +60,7 @@ def test_two_runs_of_a_coding_agent_share_their_prompt() -> None:
 
 def test_a_stored_response_ends_the_chain() -> None:
     said = {"instructions": "Be brief. " * 100, "input": "And then? " * 100}
-    first, further = (chain_of(said | more, BodyKind.RESPONSES) for more in ({}, {PREVIOUS: "resp_1"}))
+    first, further = (prompt_chain(said | more, BodyKind.RESPONSES) for more in ({}, {PREVIOUS: "resp_1"}))
     assert 0 < len(further.hashes) < len(first.hashes)
     assert further.hashes == first.hashes[: len(further.hashes)]
     assert scanned(said | {PREVIOUS: "resp_1"}, BodyKind.RESPONSES) == further

@@ -34,7 +34,7 @@ def limits_of(tenant: dict[str, int], alias: dict[str, int] | None = None) -> Re
 
 def kept(limits: RequestLimits, body: bytes, kind: BodyKind, large: bool = False, tenant: str = "acme") -> ParsedBody:
     parsed = drain(read_large(body, kind)) if large else read_small(body, kind)
-    return limits.kept(SCHEDULED[PATHS[kind]], parsed, tenant, TARGET, Estimator())
+    return limits.apply(SCHEDULED[PATHS[kind]], parsed, tenant, TARGET, Estimator())
 
 
 def sent(parsed: ParsedBody) -> bytes:
@@ -108,7 +108,7 @@ def test_short_messages_do_not_make_longer_prompts_look_too_long() -> None:
         # A template of 30 tokens around a word.
         estimator.learn("base", 5, 1, Usage(31, 4))
     parsed = read_small(b'{"prompt":"' + b"x" * 900 + b'"}', BodyKind.COMPLETION)
-    assert limits.kept(SCHEDULED["/v1/completions"], parsed, "acme", TARGET, estimator) is parsed
+    assert limits.apply(SCHEDULED["/v1/completions"], parsed, "acme", TARGET, estimator) is parsed
 
 
 def test_the_lowest_of_tenant_and_model_counts_and_others_are_free() -> None:
@@ -153,10 +153,10 @@ def test_no_route_goes_past_the_limit_of_answers(path: str, body: bytes, param: 
     route, limits = SCHEDULED[path], limits_of({"max_tokens_max": 50})
     parsed = drain(read_large(body, route.kind)) if large else read_small(body, route.kind)
     if param is None:
-        assert limits.kept(route, parsed, "acme", TARGET, Estimator()) is parsed
+        assert limits.apply(route, parsed, "acme", TARGET, Estimator()) is parsed
         return
     with pytest.raises(Failure) as caught:
-        limits.kept(route, parsed, "acme", TARGET, Estimator())
+        limits.apply(route, parsed, "acme", TARGET, Estimator())
     assert (caught.value.status, caught.value.param) == (400, param)
 
 

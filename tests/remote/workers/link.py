@@ -54,7 +54,7 @@ class RecordedEvents:
         def made(one: protocol.ResponseStored, _: WorkerSession) -> None:
             self.made.append(one)
 
-        rulebook = Rulebook(Rules.of(Config(), Nowhere()))  # type: ignore[arg-type]
+        rulebook = Rulebook(Rules.build(Config(), Nowhere()))  # type: ignore[arg-type]
         return SchedulerContext(rulebook, dispatcher, self, settle, page, self.learned.append, made)
 
 

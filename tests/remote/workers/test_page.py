@@ -10,7 +10,7 @@ from aiohttp import web
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.routes import Dialect
-from llmproxy.gateway.proxying.response_writer import read_body
+from llmproxy.gateway.request.body import read_body
 from llmproxy.remote.workers.page import answer_page
 from llmproxy.remote.workers.protocol import PageRequest, PageResponse
 

@@ -82,7 +82,7 @@ class RecordingSession(WorkerSession):
 def supervised(backends: dict[str, BackendConfig], count: int = 2) -> tuple[WorkerSupervisor, list[RecordingSession]]:
     one = dispatcher(a=1)
     gateway = Gateway.build(Config(), backends, Nowhere(), one, one.pools.estimator, RecordedEvents())  # type: ignore[arg-type]
-    supervisor = WorkerSupervisor(gateway, one, backends, RecordedEvents(), no_page, held=False)  # type: ignore[arg-type]
+    supervisor = WorkerSupervisor(gateway, one, backends, RecordedEvents(), no_page, socket_activated=False)  # type: ignore[arg-type]
     sessions = [RecordingSession(supervisor) for _ in range(count)]
     supervisor._sessions.update(enumerate(sessions))
     return supervisor, sessions
@@ -178,7 +178,7 @@ async def test_estimates_and_stored_responses_are_sent_to_other_workers() -> Non
 async def test_a_reload_sends_the_whole_configuration() -> None:
     supervisor, [session, _] = supervised({})
     new = Config(models=[{"name": "alias", "target": "base"}])  # type: ignore[arg-type]
-    supervisor._rulebook.current = Rules.of(new, Nowhere())  # type: ignore[arg-type]
+    supervisor._rulebook.current = Rules.build(new, Nowhere())  # type: ignore[arg-type]
     supervisor.reconfigure()
     [message] = session.sent
     assert isinstance(message, protocol.NewConfig)
@@ -196,7 +196,7 @@ async def test_the_start_fails_when_a_worker_does_not_start() -> None:
             session.url.cancel()
 
     supervisor._begin = begin  # type: ignore[method-assign]
-    supervisor._rulebook.current = Rules.of(Config(workers=2), Nowhere())  # type: ignore[arg-type]
+    supervisor._rulebook.current = Rules.build(Config(workers=2), Nowhere())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="did not start"):
         await supervisor.start([])
 
