@@ -40,7 +40,7 @@ from llmproxy.gateway.proxying.handler import RequestHandler
 from llmproxy.gateway.router import Router
 from llmproxy.lifecycle.background import background_task
 from llmproxy.lifecycle.descriptors import clients_of_admin_port, clients_of_process, connections_max
-from llmproxy.lifecycle.handover import unless
+from llmproxy.lifecycle.handover import ended_before
 from llmproxy.lifecycle.sockets import Sockets
 from llmproxy.observe import logs, spans
 from llmproxy.observe.decisions import DecisionLog, open_to_append
@@ -201,7 +201,7 @@ async def running(
     _check(config)
     sockets = sockets or Sockets()
     async with AsyncExitStack() as stack:
-        limits = SharedLimits.of(config)
+        limits = SharedLimits.from_config(config)
         if limits is not None:
             stack.push_async_callback(limits.close)
             await limits.connect()
@@ -214,10 +214,12 @@ async def running(
         backend_log.expect(backend.name for backend in _configured(config))
         proxy.registry.drain_on_join(drained)
         if state is not None:
-            recalled = state.read()
-            proxy.registry.recall_limits(recalled.limits)
-            pools.scaling.recall(recalled.capacities, asyncio.get_running_loop().time())
-            known = partial(state.follow, lambda: State(proxy.registry.known_limits(), pools.scaling.known()))
+            restored = state.read()
+            proxy.registry.restore_limits(restored.limits)
+            pools.scaling.restore(restored.capacities, asyncio.get_running_loop().time())
+            known = partial(
+                state.follow, lambda: State(proxy.registry.known_limits(), pools.scaling.known_capacities())
+            )
             await stack.enter_async_context(background_task(known, "state file"))
         proxy.look_for_backends()
         await stack.enter_async_context(background_task(endpoints.follow_authorities, "follow authorities"))
@@ -228,12 +230,12 @@ async def running(
         # Requests that are cut on the way out still return their lease and report their end; then the rest may close.
         stack.push_async_callback(proxy.gateway.handler.idle.wait)
         # A poll asks three questions.
-        polled = partial(unless, backend_log.all_polled, limit_s=3 * config.poll.timeout_s)
+        polled = partial(ended_before, backend_log.all_polled, limit_s=3 * config.poll.timeout_s)
         if sockets.ready_fd is not None:
             # A predecessor still serves, and no client need come to a process that knows no backend yet.
             await polled(asyncio.Event().wait())
         # No client should meet a proxy that does not know yet what its objective or model means.
-        await unless(proxy.discovery.objects.answered, asyncio.sleep(OBJECTS_S))
+        await ended_before(proxy.discovery.objects.answered, asyncio.sleep(OBJECTS_S))
         router = proxy.gateway.router(proxy.pages, proxy.clients)
         if proxy.cluster is not None:
             admin_router = router if config.admin.port is None else router.for_admin_port(proxy.clients)
@@ -257,7 +259,7 @@ async def _wired(
     now = asyncio.get_running_loop().time
     metrics = Metrics(lambda: _live_state(proxy, now()))
     reserve = None if limits is None else limits.reserve
-    dispatcher = Dispatcher(pools, on_decision=metrics.decided, on_news=backend_log.health_changed, reserve=reserve)
+    dispatcher = Dispatcher(pools, on_decision=metrics.decided, on_ejection=backend_log.health_changed, reserve=reserve)
     upstream = await stack.enter_async_context(HttpUpstream(endpoints, connections_max()))
     # Polls keep connections of their own. A request that opens a new one fails early where the machine is gone, and
     # goes to another backend without any risk.

@@ -17,7 +17,7 @@ from llmproxy.config import Config, ConfigError, unused_settings
 from llmproxy.config.reload import Reread
 from llmproxy.lifecycle import GC_THRESHOLDS, early_signals
 from llmproxy.lifecycle.descriptors import clients_of_process, open_files_max, raise_limit
-from llmproxy.lifecycle.handover import ProcessSignals, drained_before, notify, unless
+from llmproxy.lifecycle.handover import ProcessSignals, ended_before, inherited_drains, notify
 from llmproxy.lifecycle.sockets import ListenError, Sockets
 from llmproxy.observe import logs
 
@@ -45,7 +45,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
         if config.state_file == AUTO:
             warn_of_old(path)
         state = None if path is None else StateFile(path)
-        async with running(config, reread, sockets, drained_before(os.environ), state) as proxy:
+        async with running(config, reread, sockets, inherited_drains(os.environ), state) as proxy:
             # Handled also without a file, because SIGHUP would end the process.
             reloader = proxy.reloader
             no_file = partial(_log.warning, "nothing_to_reload", hint=NO_FILE)
@@ -112,7 +112,7 @@ async def _shut_down(proxy: Proxy, signals: ProcessSignals) -> bool:
         _log.info(
             "replaced", by_pid=signals.successor_pid, requests=proxy.open_requests, timeout_s=config.drain_timeout_s
         )
-        if await unless(signals.stop, proxy.hand_over(), config.drain_timeout_s):
+        if await ended_before(signals.stop, proxy.hand_over(), config.drain_timeout_s):
             return True
         if not signals.stop.is_set():
             proxy.leasing.drain()
@@ -122,7 +122,7 @@ async def _shut_down(proxy: Proxy, signals: ProcessSignals) -> bool:
         proxy.begin_shutdown()
         if config.drain_delay_s:
             _log.info("leaving", requests=proxy.open_requests, delay_s=config.drain_delay_s)
-            await unless(signals.cut, asyncio.sleep(config.drain_delay_s))
+            await ended_before(signals.cut, asyncio.sleep(config.drain_delay_s))
     _log.info("draining", requests=proxy.open_requests, timeout_s=config.drain_timeout_s)
-    await unless(signals.cut, proxy.drain())
+    await ended_before(signals.cut, proxy.drain())
     return proxy.open_requests == 0

@@ -47,7 +47,7 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
-from llmproxy.core.placement.first_fit import Found, Unmatched, first_fit
+from llmproxy.core.placement.first_fit import Fit, Unmatched, first_fit
 from llmproxy.core.placement.policy import NO_CAPACITY, Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
@@ -188,7 +188,7 @@ def who(bench: Bench) -> Times:
             level = room.levels()[0]
             band = room.band(level)
             found = first_fit(band, placement, views, 1.0, limits, Unmatched(), bench.now, patient=True)
-            assert isinstance(found, Found)
+            assert isinstance(found, Fit)
             request = found.queued.request
             room.leave(found.queued)
             band.fairness.dispatched(request.flow)

@@ -30,7 +30,7 @@ from llmproxy.backends.models import parse_listing
 from llmproxy.config import PollConfig
 from llmproxy.core.domain import Reading, Trouble
 from llmproxy.lifecycle.background import supervised
-from llmproxy.lifecycle.descriptors import lack_of
+from llmproxy.lifecycle.descriptors import errno_reason
 from llmproxy.upstream.port import ConnectFailed, InvalidResponse, Upstream, UpstreamBroken, read_response_body
 
 BODY_BYTES_MAX = 4 << 20
@@ -349,7 +349,7 @@ def _hint(error: Exception) -> str:
 
 def _trouble(error: Exception) -> Trouble:
     cause = error.__cause__
-    if isinstance(cause, OSError) and lack_of(cause) is not None:
+    if isinstance(cause, OSError) and errno_reason(cause) is not None:
         return Trouble.LOCAL_FAILURE
     # Only a refusal proves that no process listens, and open streams are given up on that proof: a name that does not
     # resolve, or an unreachable network, must never be mistaken for it.

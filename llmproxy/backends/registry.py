@@ -86,7 +86,7 @@ class BackendRegistry:
         self._pollers: dict[str, Poller] = {}
         self._clashes: set[tuple[str, str]] = set()
         self._drained_before: set[str] = set()
-        self._recalled: Mapping[str, KnownLimit] = {}
+        self._restored: Mapping[str, KnownLimit] = {}
         self._now = asyncio.get_running_loop().time
 
     @property
@@ -140,12 +140,12 @@ class BackendRegistry:
         """Drain these backends as soon as they join, because they were drained in the predecessor of this process."""
         self._drained_before.update(names)
 
-    def recall_limits(self, known: Mapping[str, KnownLimit]) -> None:
+    def restore_limits(self, known: Mapping[str, KnownLimit]) -> None:
         """Let backends start from the batch limits that another process learned, by URL."""
-        self._recalled = known
+        self._restored = known
         for name, backend in self._backends.items():
             if backend.url in known:
-                self._pools.backends[name].recall(known[backend.url])
+                self._pools.backends[name].restore(known[backend.url])
 
     def known_limits(self, among: Callable[[str], bool] = lambda _: True) -> dict[str, KnownLimit]:
         """The learned batch limits by URL, of the backends of which `among` says yes."""
@@ -200,8 +200,8 @@ class BackendRegistry:
 
     def _join(self, backend: BackendConfig, source: str) -> None:
         self._pools.add_backend(backend.name, backend.max_in_flight, backend.prompt_tokens, Role(backend.role))
-        if (known := self._recalled.get(backend.url)) is not None:
-            self._pools.backends[backend.name].recall(known)
+        if (known := self._restored.get(backend.url)) is not None:
+            self._pools.backends[backend.name].restore(known)
         self._backends[backend.name] = backend
         self._members[backend.name] = _Member(backend, source, self._now(), self._polling(backend))
         _log.info("backend_added", backend=backend.name, url=backend.url, source=source)

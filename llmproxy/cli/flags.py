@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from llmproxy.config import PLACEMENT_PRESETS, ConfigError, Override, instead_of, keys, keys_of_files, nearest
+from llmproxy.config import PLACEMENT_PRESETS, ConfigError, Override, keys, keys_of_files, nearest, replacement_for
 from llmproxy.config.document import OLD_KEYS
 from llmproxy.lifecycle.handover import DRAINED
 from llmproxy.lifecycle.sockets import PREDECESSOR
@@ -169,7 +169,7 @@ def what_to_write(flag: str) -> str | None:
     """What to write instead of an unknown flag, None if it can only be misspelled."""
     if places := _ONLY_IN_FILES.get(flag):
         return f"only a file can hold {' or '.join(places)}: write it into the one that --config names"
-    return instead_of(flag)
+    return replacement_for(flag)
 
 
 def _only_in_files() -> dict[str, list[str]]:

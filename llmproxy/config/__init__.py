@@ -7,7 +7,7 @@ from llmproxy.config.document import ConfigError
 from llmproxy.config.entries import Entries
 from llmproxy.config.keys import keys, keys_of_files
 from llmproxy.config.load import Override, load, load_backends, unused_settings, warnings_of
-from llmproxy.config.other_routers import instead_of
+from llmproxy.config.other_routers import replacement_for
 from llmproxy.config.schema import (
     BackendConfig,
     BackendTlsConfig,
@@ -57,7 +57,6 @@ __all__ = [
     "WatchedFile",
     "changes_between",
     "hash_of",
-    "instead_of",
     "is_api_key",
     "keys",
     "keys_of_files",
@@ -65,6 +64,7 @@ __all__ = [
     "load_backends",
     "model_limit",
     "nearest",
+    "replacement_for",
     "settings_of",
     "tenant_limit",
     "unused_settings",

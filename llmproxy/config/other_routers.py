@@ -37,7 +37,7 @@ def nearest_placement(name: str) -> str | None:
     return table().placements.get(name.lower().replace("-", "_"))
 
 
-def instead_of(flag: str) -> str | None:
+def replacement_for(flag: str) -> str | None:
     """What to write instead of a flag of another program, None where the flag is unknown."""
     for pattern, program, instead in table().flags:
         if fnmatchcase(flag, pattern):

@@ -55,7 +55,7 @@ class ChargeObserver(LeaseObserver):
             self._credits[lease.number] = self._min_shares.granted(request.band, own, self._room.levels())
 
     def taken_over(self, request: Request, number: int) -> None:
-        """What was just booked was charged by another process, whose balances were recalled."""
+        """What was just booked was charged by another process, whose balances were restored."""
         fairness = self._room.band(request.band).fairness
         self._notify(fairness.charge, request.flow, (self._carried[number] - self._charged[number]) / request.weight)
 
@@ -202,7 +202,7 @@ class LimitObserver(LeaseObserver):
             # The engine did not count: the whole answer is taken to be as expected.
             used_tokens = lease.request.prompt_tokens + lease.request.output_tokens
         if goes_on(lease, verdict):
-            self._limits.between_stages(lease.request)
+            self._limits.begin_between_stages(lease.request)
         else:
             self._limits.released(lease.request, used_tokens, now)
 

@@ -37,7 +37,7 @@ from llmproxy.core.queueing.occupancy import Occupancy
 from llmproxy.core.queueing.rates import RateName, Rates, expected
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.scaling.need import Need
-from llmproxy.core.scaling.observer import Scaling, facts_of
+from llmproxy.core.scaling.observer import Scaling, replica_facts
 from llmproxy.core.scaling.roles import apart
 from llmproxy.core.scheduler import Scheduler
 from llmproxy.core.settings import Settings, UsageLimit
@@ -165,7 +165,7 @@ class Pools:
         # A rate that is used up as a whole is used up in each part, and is back after the same time.
         self._limits.reconfigure({}, now)
         self._limits.reconfigure(self._parted(), now)
-        self._limits.rates.recall(debts, now)
+        self._limits.rates.restore(debts, now)
         for name, backend in self.backends.items():
             backend.parts = self._parts[self.shard_of(name)]
 
@@ -240,7 +240,7 @@ class Pools:
             self._assign(backend, after.get(members.get(name, "")))
         self.schedulers = {pool: one for pool, one in after.items() if not one.idle}
         self._all = (*self.schedulers.values(), *self._left)
-        self.scaling.keep(self.schedulers)
+        self.scaling.retain(self.schedulers)
         self._to_regroup = any(one.waiting for one in self._all)
 
     def _make(self, pool: str, placement: Placement) -> Scheduler:
@@ -341,19 +341,19 @@ class Pools:
             for level, balances in scheduler.balances().items()
         }
 
-    def recall(self, pool: str, band: int, balances: Mapping[str, float]) -> None:
-        """Take over what another process knew of the flows of a band; see `FairnessPolicy.recall`."""
+    def restore(self, pool: str, band: int, balances: Mapping[str, float]) -> None:
+        """Take over what another process knew of the flows of a band; see `FairnessPolicy.restore`."""
         scheduler = self._scheduler_named(pool)
         if scheduler is not None:
-            scheduler.recall(band, balances)
+            scheduler.restore(band, balances)
 
     def rate_debts(self, now: float) -> dict[RateName, float]:
         """See `Rates.debts`."""
         return self._limits.rates.debts(now)
 
-    def recall_rates(self, debts: Mapping[RateName, float], now: float) -> None:
-        """See `Rates.recall`."""
-        self._limits.rates.recall(debts, now)
+    def restore_rates(self, debts: Mapping[RateName, float], now: float) -> None:
+        """See `Rates.restore`."""
+        self._limits.rates.restore(debts, now)
 
     def cancel(self, request: Request) -> Waited | None:
         """Remove the request of a client that left. Returns why it waited, None if nothing held it back."""
@@ -381,11 +381,11 @@ class Pools:
         if scheduler is not None:
             scheduler.cached(lease, backend, hashes)
 
-    def recall_prefix(self, pool: str, backend: str, hashes: Sequence[int]) -> None:
-        """See `Scheduler.recall_prefix`."""
+    def restore_prefix(self, pool: str, backend: str, hashes: Sequence[int]) -> None:
+        """See `Scheduler.restore_prefix`."""
         scheduler = self._scheduler_named(pool)
         if scheduler is not None:
-            scheduler.recall_prefix(backend, hashes)
+            scheduler.restore_prefix(backend, hashes)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """A request is over: served, refused or left by its client. Called once for each.
@@ -487,7 +487,8 @@ class Pools:
             views = () if scheduler is None else scheduler.views(now)
             paces = {} if name not in learned else {pace.backend: pace for pace in learned[name].backends}
             replicas = [
-                facts_of(view, self.backends[view.backend].limit, paces.get(view.backend), ceiling) for view in views
+                replica_facts(view, self.backends[view.backend].limit, paces.get(view.backend), ceiling)
+                for view in views
             ]
             need = watched.need(learned.get(name), replicas, self.settings.capacity.kv_full, now)
             found[name] = apart(need, views)

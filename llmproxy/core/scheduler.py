@@ -41,9 +41,9 @@ from llmproxy.core.lease_observers import (
     TransferObserver,
 )
 from llmproxy.core.leases import LeaseObserver, Leases
-from llmproxy.core.placement.first_fit import Found, Limited, Unmatched, first_fit, head, limited, passes_over
+from llmproxy.core.placement.first_fit import Fit, Limited, Unmatched, first_fit, head, limited, passes_over
 from llmproxy.core.placement.policy import NO_CAPACITY, Placement, could_serve
-from llmproxy.core.placement.staged import decode_of, prefill_of, staged
+from llmproxy.core.placement.staged import as_decode, as_prefill, staged
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.pool_backends import PoolBackends
 from llmproxy.core.preemption import LOOK_MAX, Preemption
@@ -169,7 +169,7 @@ class Scheduler:
         own = self.balances()
         for level, balances in other.balances().items():
             mine = own.get(level, {})
-            self.recall(level, {flow: balance + mine.get(flow, 0.0) for flow, balance in balances.items()})
+            self.restore(level, {flow: balance + mine.get(flow, 0.0) for flow, balance in balances.items()})
 
     def leave(self, leaves: Callable[[Request], bool]) -> list[tuple[Request, frozenset[str]]]:
         """Take out the waiting requests of which `leaves` says yes; returns each with what was excluded for it."""
@@ -209,7 +209,7 @@ class Scheduler:
             return
         if entry is Entry.RETRY and self._blame.too_long(request.id):
             raise Refused(Outcome.UPSTREAM_TIMEOUT, "It takes longer than a time limit allows, and not for a fault.")
-        self._room.deadlines.pool_is(self._backends.any_up(), now)
+        self._room.deadlines.set_pool_up(self._backends.any_up(), now)
         self._shed += self._admission.enter(request, excluded, entry, now)
 
     def cancel(self, request_id: str) -> Waited | None:
@@ -233,7 +233,7 @@ class Scheduler:
         if self.leases.is_of_process(lease, backend):
             self.faults.notify(self._placement.cached, backend, hashes)
 
-    def recall_prefix(self, backend: str, hashes: Sequence[int]) -> None:
+    def restore_prefix(self, backend: str, hashes: Sequence[int]) -> None:
         """Another process knows that `backend` holds these blocks."""
         if backend in self._backends.by_name:
             self.faults.notify(self._placement.cached, backend, hashes)
@@ -249,9 +249,9 @@ class Scheduler:
         """Band -> what its fairness policy knows of flows; see `FairnessPolicy.balances`."""
         return {level: self._room.band(level).fairness.balances() for level in self._room.order}
 
-    def recall(self, band: int, balances: Mapping[str, float]) -> None:
+    def restore(self, band: int, balances: Mapping[str, float]) -> None:
         """Take over what another process knew of the flows of a band."""
-        self.faults.notify(self._room.band(band).fairness.recall, balances)
+        self.faults.notify(self._room.band(band).fairness.restore, balances)
 
     # --- decisions -----------------------------------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class Scheduler:
             self._grant_answers(decisions, now)
         decisions += self._preemption.clear(self._backends.by_name.values(), now)
         alive = self._backends.any_up()
-        self._room.deadlines.pool_is(alive, now)
+        self._room.deadlines.set_pool_up(alive, now)
         self._more = False
         if not self._room.waiting:
             # Most passes follow a reading or an end while no request waits; they need no views of a large fleet.
@@ -313,7 +313,7 @@ class Scheduler:
         for request, excluded in prefilled:
             prefilled_on = self._places.give_up(request.id)
             others = excluded if prefilled_on is None else excluded | {prefilled_on}
-            answer = decode_of(request)
+            answer = as_decode(request)
             placed: Placed | NoCapacity | NoMatch = NO_CAPACITY
             try:
                 placed = self._placement.place(answer, self._backends.views(now), 1.0, others, now)
@@ -325,7 +325,7 @@ class Scheduler:
                 why = Why(self._room.sizes(), 1, (), 0)
                 decisions.append(Grant(lease, answer, placed, now, 0, why, request.deadline_s - now))
                 continue
-            self._limits.no_more_between(request.id)
+            self._limits.end_between_stages(request.id)
             try:
                 self._shed += self._admission.enter(request, excluded, Entry.PREEMPTED, now)
             except Refused as refused:
@@ -352,7 +352,7 @@ class Scheduler:
                     # Lower bands see a lower ceiling: where this one finds no room, neither may they.
                     return
                 if granted is None and not self._readmit(level, this):
-                    self._room.hold_back(level, Reason.LATER if unmatched.later else Reason.NO_MATCH, this.now)
+                    self._room.set_wait_reason(level, Reason.LATER if unmatched.later else Reason.NO_MATCH, this.now)
                     break
             if this.steps >= PASS_MAX or this.blocked:
                 return
@@ -366,14 +366,14 @@ class Scheduler:
             reason = Reason.NO_BACKEND
         elif not any(view.has_room(1.0) for view in views):
             reason = Reason.FULL
-        elif any(view.has_room(ceiling) for view in views) and not self._headroom.keeps_last(level, views, this.now):
+        elif any(view.has_room(ceiling) for view in views) and not self._headroom.keeps_slot(level, views, this.now):
             reason = Reason.PROMPTS
         else:
             reason = Reason.CEILING
-        self._room.hold_back(level, reason, this.now)
+        self._room.set_wait_reason(level, reason, this.now)
         for lower in self._room.levels():
             if lower < level:
-                self._room.hold_back(lower, Reason.HIGHER_BAND, this.now)
+                self._room.set_wait_reason(lower, Reason.HIGHER_BAND, this.now)
 
     def _grant_guaranteed(self, this: _Pass) -> bool:
         """Grant what bands have earned by their minimum shares; True when the others may go on."""
@@ -422,10 +422,10 @@ class Scheduler:
         for backend in this.outdated:
             self._backends.refresh(this.views, backend, this.now)
         this.outdated = ()
-        kept = not guaranteed and self._headroom.keeps_last(level, this.views, this.now)
-        views = this.views if guaranteed else self._headroom.seen_by(level, this.views, this.now)
+        kept = not guaranteed and self._headroom.keeps_slot(level, this.views, this.now)
+        views = this.views if guaranteed else self._headroom.views_for(level, this.views, this.now)
         while True:
-            found: Found | Limited | NoCapacity | None
+            found: Fit | Limited | NoCapacity | None
             if kept:
                 found = limited(head(band, this.now), self._limits) or NO_CAPACITY
             else:
@@ -441,11 +441,11 @@ class Scheduler:
             this.steps += 1
             if not band.size or this.steps >= PASS_MAX:
                 return None
-        if not isinstance(found, Found):
+        if not isinstance(found, Fit):
             return found
         return self._book(found, this, guaranteed)
 
-    def _book(self, found: Found, this: _Pass, guaranteed: bool) -> Grant:
+    def _book(self, found: Fit, this: _Pass, guaranteed: bool) -> Grant:
         queued, placed, now = found.queued, found.placed, this.now
         request = queued.request
         band = self._room.band(request.band)
@@ -458,7 +458,7 @@ class Scheduler:
         probe = backend.health.ejected
         why = Why(sizes, flows, standing, found.passed_over, guaranteed, inverted, waited, probe)
         if placed.answers_on is not None:
-            request, answers_on = prefill_of(request), self._backends.by_name[placed.answers_on]
+            request, answers_on = as_prefill(request), self._backends.by_name[placed.answers_on]
         lease = self.leases.book(request, placed, backend, now, guaranteed=guaranteed, answers_on=answers_on)
         this.outdated = [backend] if answers_on is None else [backend, answers_on]
         grant = Grant(lease, request, placed, now, ahead, why, left_s)
@@ -488,7 +488,7 @@ class Scheduler:
             return
         ready: Sequence[View] = ()
         if some_room:
-            seen = self._headroom.seen_by(level, this.views, this.now)
+            seen = self._headroom.views_for(level, this.views, this.now)
             ready = self._placement.ready(seen, level, self._headroom.ceiling(level, this.now), this.now)
         with closing(self._room.band(level).heads()) as heads:
             waiting = (
@@ -502,7 +502,7 @@ class Scheduler:
     def _room_on(self, name: str, level: int, now: float) -> int:
         """How many more requests of the band `level` a backend has room for."""
         view = self._backends.by_name[name].view(now)
-        seen = self._headroom.seen_by(level, [view], now)
+        seen = self._headroom.views_for(level, [view], now)
         if not self._placement.ready(seen, level, self._headroom.ceiling(level, now), now):
             return 0
         return max(1, view.limit + view.look_ahead - view.load)

@@ -199,10 +199,10 @@ class Look:
             flows_max -= len(bands[-1].shown)
         ready = {
             level: self.placement.ready(
-                self.headroom.seen_by(level, views, self.now), level, self.headroom.ceiling(level, self.now), self.now
+                self.headroom.views_for(level, views, self.now), level, self.headroom.ceiling(level, self.now), self.now
             )
             for level in levels
-            if not self.headroom.keeps_last(level, views, self.now)
+            if not self.headroom.keeps_slot(level, views, self.now)
         }
         backends = [BackendSnapshot(view, tuple(level for level in ready if view in ready[level])) for view in views]
         bands = [

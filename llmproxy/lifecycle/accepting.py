@@ -13,7 +13,7 @@ from functools import partial
 
 import structlog
 
-from llmproxy.lifecycle.descriptors import lack_of
+from llmproxy.lifecycle.descriptors import errno_reason
 
 BACKLOG = 4096
 ACCEPTS_MAX = BACKLOG
@@ -71,7 +71,7 @@ class Acceptor:
             except BlockingIOError:
                 return
             except OSError as error:
-                if (lack := lack_of(error)) is not None:
+                if (lack := errno_reason(error)) is not None:
                     self._pause(listening, lack)
                     return
                 # The client has left already.

@@ -68,7 +68,7 @@ def _own() -> int:
     return min(OWN_MAX, max(OWN_MIN, open_files_max() // OWN_SHARE))
 
 
-def lack_of(error: OSError) -> str | None:
+def errno_reason(error: OSError) -> str | None:
     """What this machine lacks for a connection, for people; None where the cause is the other end."""
     if error.errno not in EXHAUSTED:
         return None

@@ -97,7 +97,7 @@ class ProcessSignals:
             self._restart = None
 
 
-def drained_before(environment: MutableMapping[str, str]) -> frozenset[str]:
+def inherited_drains(environment: MutableMapping[str, str]) -> frozenset[str]:
     """The backends that were drained in the predecessor. Its variable is removed, so that no child inherits it."""
     return frozenset(json.loads(environment.pop(DRAINED, "[]")))
 
@@ -162,7 +162,7 @@ def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
         _log.warning("notify_failed", state=state, error=str(error))
 
 
-async def unless(event: asyncio.Event, awaited: Awaitable[object], limit_s: float | None = None) -> bool:
+async def ended_before(event: asyncio.Event, awaited: Awaitable[object], limit_s: float | None = None) -> bool:
     """Await something until `event` is set or the time is over. True when it ended by itself."""
     first, other = asyncio.ensure_future(awaited), asyncio.ensure_future(event.wait())
     try:

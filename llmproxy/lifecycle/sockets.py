@@ -90,7 +90,7 @@ class Sockets:
         address = f"{host}:{port}"
         key = SYSTEMD if SYSTEMD in self._inherited else address
         try:
-            sockets = self._inherited.pop(key, None) or opened(host, port, acceptors)
+            sockets = self._inherited.pop(key, None) or open_sockets(host, port, acceptors)
         except OSError as error:
             raise ListenError(host, port, error) from error
         self._open[key] = sockets
@@ -141,7 +141,7 @@ def _served(one: socket.socket) -> list[str]:
     return [f"[{host}]:{port}"] + [f"0.0.0.0:{port}"] * both
 
 
-def opened(host: str, port: int, acceptors: int = 1) -> list[socket.socket]:
+def open_sockets(host: str, port: int, acceptors: int = 1) -> list[socket.socket]:
     """Sockets for each address of a host; `::` is all addresses of both families, where the system has both.
 
     Raises OSError, and then no socket is open.

@@ -57,7 +57,7 @@ class Dispatcher:
     """Passes events to the core and carries out its decisions, on one event loop.
 
     All events of one turn of the loop are decided together; a request that comes while no other waits, and nothing else
-    is due, is decided at once. `on_decision` gets the seconds that each decision took, `on_news` gets backends that
+    is due, is decided at once. `on_decision` gets the seconds that each decision took, `on_ejection` gets backends that
     were ejected or are back. `reserve` is awaited with each new request that has limits, and may raise Refused.
     `on_left` gets each request that was held back and leaves without a backend, and why it waited.
     `on_change` is called when backends, their models or the drain may have changed, before any decision that follows
@@ -67,7 +67,7 @@ class Dispatcher:
 
     pools: Pools
     on_decision: Callable[[float], None] = lambda _: None
-    on_news: Callable[[str, EjectionEvent], None] = lambda *_: None
+    on_ejection: Callable[[str, EjectionEvent], None] = lambda *_: None
     on_left: Callable[[Request, Waited], None] = lambda *_: None
     on_change: Callable[[], None] = lambda: None
     reserve: Callable[[Request], Awaitable[None]] | None = None
@@ -245,7 +245,7 @@ class Dispatcher:
             unresolved.requests += 1
             self.nameless += 1
             self._nameless_bytes += body_bytes
-            self.pools.scaling.held(named, 1, _now())
+            self.pools.scaling.count_on_hold(named, 1, _now())
             try:
                 async with asyncio.timeout_at(ends_s):
                     await unresolved.settled.wait()
@@ -254,7 +254,7 @@ class Dispatcher:
             finally:
                 self.nameless -= 1
                 self._nameless_bytes -= body_bytes
-                self.pools.scaling.held(named, -1, _now())
+                self.pools.scaling.count_on_hold(named, -1, _now())
                 unresolved.requests -= 1
                 if not unresolved.requests and not unresolved.settled.is_set():
                     del self._unresolved[meant]
@@ -340,7 +340,7 @@ class Dispatcher:
         after = loop.time()
         self.on_decision(after - now)
         for backend, news in self.pools.news():
-            self.on_news(backend, news)
+            self.on_ejection(backend, news)
         wakeup_s = self.pools.next_wakeup(after)
         if wakeup_s is None:
             return

@@ -26,7 +26,7 @@ from llmproxy.core.queueing.rates import (
     RateName,
     amount,
     expected,
-    rates_of,
+    limit_rates,
     used_up,
 )
 from llmproxy.core.settings import UsageLimit
@@ -101,7 +101,7 @@ class SharedLimits:
     """
 
     @classmethod
-    def of(cls, config: Config) -> SharedLimits | None:
+    def from_config(cls, config: Config) -> SharedLimits | None:
         """What the configuration says, None where limits are not shared. Raises ConfigError; see `ValkeyServer`."""
         chosen = config.shared_limits
         if chosen.store is None:
@@ -183,12 +183,12 @@ class SharedLimits:
         del now
         return {}
 
-    def recall(self, debts: Mapping[RateName, float], now: float) -> None:
+    def restore(self, debts: Mapping[RateName, float], now: float) -> None:
         """The store has them."""
 
     def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
         """Apply other limits. What was taken stays taken as a part of a minute, however much that now is."""
-        self._rates = {name: tuple(map(self._in_store, rates_of(limits, (name,)))) for name in limits}
+        self._rates = {name: tuple(map(self._in_store, limit_rates(limits, (name,)))) for name in limits}
         if self._alone is not None and self._proxies is not None:
             self._alone.reconfigure({name: limit.part(self._proxies) for name, limit in limits.items()}, now)
 

@@ -15,7 +15,7 @@ from typing import Self
 import aiohappyeyeballs
 from yarl import URL
 
-from llmproxy.lifecycle.descriptors import lack_of
+from llmproxy.lifecycle.descriptors import errno_reason
 from llmproxy.lifecycle.paced import PacedCalls
 from llmproxy.upstream import http1
 from llmproxy.upstream.connection import BackendConnection, ConnectionDropped, HttpExchange
@@ -125,7 +125,7 @@ class HttpUpstream:
         except OSError as error:
             # TimeoutError is an OSError too, and has no text.
             detail = f"{base_url}: {_in_words(error) or f'no connection within {timeout_s:g} s'}"
-            lack = lack_of(error) if found else "the name of the backend does not resolve"
+            lack = errno_reason(error) if found else "the name of the backend does not resolve"
             raise LocalFailure(lack, detail) if lack is not None else ConnectFailed(detail) from error
         self._connections.add(connection)
         return connection

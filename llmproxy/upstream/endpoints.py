@@ -9,7 +9,7 @@ import structlog
 
 from llmproxy.config import BackendConfig
 from llmproxy.upstream.resolver import Resolver
-from llmproxy.upstream.tls import PeerTls, peers_tls, unfit
+from llmproxy.upstream.tls import PeerTls, ca_error, peers_tls
 
 LOOK_S = 2.0
 """How often files of authorities are looked at. A change is taken in by the second look that finds it."""
@@ -62,10 +62,10 @@ class Endpoints:
             return
         try:
             # Another context: an authority can be added to one, and not be taken out again.
-            self.tls[backend.url] = PeerTls.of(backend)
+            self.tls[backend.url] = PeerTls.from_config(backend)
         except OSError as error:
             if not quiet:
-                _log.warning("authorities_kept", backend=backend.name, why=unfit(backend, error))
+                _log.warning("authorities_kept", backend=backend.name, why=ca_error(backend, error))
             return
         if not quiet:
             _log.info("authorities_renewed", backend=backend.name, ca=str(backend.tls.ca))

@@ -27,7 +27,7 @@ class PeerTls:
         return self.settings.server_name
 
     @classmethod
-    def of(cls, backend: BackendConfig) -> PeerTls:
+    def from_config(cls, backend: BackendConfig) -> PeerTls:
         """By the configuration and the file of authorities as they are now. Raises OSError for a useless file."""
         authorities = None
         if backend.tls.ca is not None:
@@ -45,13 +45,13 @@ def peers_tls(backends: Iterable[BackendConfig]) -> dict[str, PeerTls]:
     for i, backend in enumerate(backends):
         if backend.by_https:
             try:
-                peers[backend.url] = PeerTls.of(backend)
+                peers[backend.url] = PeerTls.from_config(backend)
             except OSError as error:
-                raise ConfigError([f"backends[{i}].tls.ca: {unfit(backend, error)}"]) from None
+                raise ConfigError([f"backends[{i}].tls.ca: {ca_error(backend, error)}"]) from None
     return peers
 
 
-def unfit(backend: BackendConfig, error: OSError) -> str:
+def ca_error(backend: BackendConfig, error: OSError) -> str:
     """What is wrong with its file of authorities, for people."""
     return f"{backend.tls.ca} holds no certificate: {error.strerror or error}"
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from llmproxy.cli import commands as cli
 from llmproxy.cli.flags import ALIASES, FLAGS, PREFIX, from_environment
 from llmproxy.config import PLACEMENT_PRESETS, ConfigError, load
-from llmproxy.config.other_routers import instead_of, table
+from llmproxy.config.other_routers import replacement_for, table
 
 STARTED = 3
 ROWS = list(dict.fromkeys(instead for _, _, instead in table().flags))
@@ -78,7 +78,7 @@ def test_advice_can_be_pasted(tmp_path: Path, instead: str) -> None:
 @pytest.mark.parametrize("pattern", [pattern for pattern, _, _ in table().flags])
 def test_every_row_is_reached_by_flag_and_by_variable(pattern: str) -> None:
     flag = pattern.replace("*", "some")
-    message = instead_of(flag)
+    message = replacement_for(flag)
     assert serve("http://a", flag, "value") == (2, f"{flag}: {message}\n")
     assert serve("http://a", f"{flag}=value") == (2, f"{flag}: {message}\n")
     if "_" not in flag:
@@ -89,7 +89,7 @@ def test_every_row_is_reached_by_flag_and_by_variable(pattern: str) -> None:
 
 
 def test_no_row_matches_a_flag_of_serve() -> None:
-    assert [flag.name for flag in FLAGS if instead_of(flag.name)] == []
+    assert [flag.name for flag in FLAGS if replacement_for(flag.name)] == []
 
 
 @pytest.mark.parametrize("line", PASTED)

@@ -333,7 +333,7 @@ def test_what_another_process_granted_is_booked_and_charged_by_it_alone() -> Non
     one = pools({"a": 2}, tight())
     known = request(id="r", flow="f", prompt_tokens=30, output_tokens=10, stream=True)
     placed = Placed("a", 0.0, (), 1, ttft=Predicted(0.1, 0.2), tpot=Predicted(0.01, 0.02))
-    one.recall(known.pool, known.band, {"f": 5.0})
+    one.restore(known.pool, known.band, {"f": 5.0})
     lease = one.resume(known, placed, -3.0)
     assert lease is not None
     assert one.views(0.0)["a"].load == 1

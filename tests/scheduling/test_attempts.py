@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from llmproxy.core.domain import Entry, Grant, Outcome, Placed, Refused, Request, Stage, Verdict, Why
-from llmproxy.core.placement.staged import stage_of
+from llmproxy.core.placement.staged import as_stage
 from llmproxy.core.retry import MEANINGS, Again, Cause, RetryBudget
 from llmproxy.scheduling.attempts import AttemptResult, Routing, run_attempts
 from llmproxy.scheduling.lease import Lease
@@ -31,7 +31,7 @@ class Granting:
     async def admit(self, asked: Request, _: frozenset[str], __: Entry) -> AsyncIterator[Lease]:
         if not self._stages:
             raise Refused(Outcome.EXPIRED, "Too late.")
-        granted = stage_of(asked, self._stages.pop(0))
+        granted = as_stage(asked, self._stages.pop(0))
         yield Lease(Grant(1, granted, Placed("b", 1.0, (), 1), 0.0, 0, Why((), 1, (), 0)), Mock())
 
 

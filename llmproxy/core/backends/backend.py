@@ -59,7 +59,7 @@ class Backend:
         self._prompt_range = prompt_range
         self._role = role
         self._kind: tuple[tuple[str, ...], int | None] | None = None
-        self._recalled: KnownLimit | None = None
+        self._restored: KnownLimit | None = None
         self._published: int | None = None
         self._served: frozenset[str] = frozenset()
         self._adapters: frozenset[str] = frozenset()
@@ -128,7 +128,7 @@ class Backend:
         self.health.down = True
         self._forget_process()
         self.limit.forget()
-        self._kind = self._recalled = self._published = None
+        self._kind = self._restored = self._published = None
 
     # --- events of polls -----------------------------------------------------------------------------------------
 
@@ -152,13 +152,13 @@ class Backend:
             self._begin()
 
     def _begin(self) -> None:
-        known = self._recalled
+        known = self._restored
         if known is not None and self._kind == (known.models, known.max_model_len):
             self.limit.begin_at(known.limit, settled=known.settled)
 
-    def recall(self, known: KnownLimit) -> None:
+    def restore(self, known: KnownLimit) -> None:
         """Start from this batch limit if the first listing shows, or has shown, the engine for which it was learned."""
-        self._recalled = known
+        self._restored = known
         self._begin()
         self._changed()
 

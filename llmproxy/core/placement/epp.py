@@ -162,7 +162,7 @@ class EndpointPicker(Placement):
                     match=matched / len(blocks) if blocks else 0.0,
                     cached_tokens=cached_tokens,
                     new_tokens=prompt.tokens - cached_tokens,
-                    tokens_in_flight=self.tokens_in_flight.of(view.backend),
+                    tokens_in_flight=self.tokens_in_flight.amount(view.backend),
                 )
             )
         scored = self._profile(candidates)

@@ -20,7 +20,7 @@ INVERSION_LOOK_MAX = 64
 """Requests of higher bands that are looked at when one of a lower band is granted."""
 
 
-class Found(Struct, frozen=True):
+class Fit(Struct, frozen=True):
     """A request, its backend, and how many earlier requests fitted nowhere."""
 
     queued: Queued
@@ -66,7 +66,7 @@ def first_fit(
     now: float,
     *,
     patient: bool,
-) -> Found | Limited | NoCapacity | None:
+) -> Fit | Limited | NoCapacity | None:
     """The next request with its backend, `NoCapacity` where no backend has room, or None where no request can use it.
 
     `patient` is False where a lower band waits too. Then a request takes the best backend with room instead of waiting
@@ -106,7 +106,7 @@ def first_fit(
                         now_ready = placement.ready(views, queued.request.band, ceiling, now)
                         placed = placement.place(queued.request, now_ready, ceiling, queued.excluded, now)
                     if isinstance(placed, Placed):
-                        return Found(queued, placed, passed_over)
+                        return Fit(queued, placed, passed_over)
                     if isinstance(placed, NoCapacity):
                         return placed
                     if placed.later:
@@ -166,7 +166,7 @@ def _as_probe(
 
 def _at_only_backend(
     queued: Queued, placement: Placement, views: Sequence[View], ceiling: float, passed_over: int, now: float
-) -> Found | Limited | NoCapacity | NoMatch:
+) -> Fit | Limited | NoCapacity | NoMatch:
     """A place on the only backend that may serve the request, even a half-open one or one in slow start.
 
     If it is full, down or takes no prompt yet while others have room, the request is set aside, so that it does not
@@ -176,7 +176,7 @@ def _at_only_backend(
     placed = placement.place(queued.request, own, ceiling, queued.excluded, now)
     if isinstance(placed, NoCapacity) and any(view.has_room(ceiling) for view in views):
         return Limited(queued, f"{OF_BACKEND}{queued.request.backend}")
-    return Found(queued, placed, passed_over) if isinstance(placed, Placed) else placed
+    return Fit(queued, placed, passed_over) if isinstance(placed, Placed) else placed
 
 
 def limited(queued: Queued, limits: UsageLimits) -> Limited | None:

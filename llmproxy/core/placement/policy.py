@@ -205,7 +205,7 @@ class Ledger:
         else:
             self._sums.pop(backend, None)
 
-    def of(self, backend: str) -> int:
+    def amount(self, backend: str) -> int:
         return self._sums.get(backend, 0)
 
     def each(self, views: Iterable[View]) -> list[int]:

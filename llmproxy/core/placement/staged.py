@@ -35,7 +35,7 @@ SURE_S = 0.005
 """A split has to be cheaper by so much: no estimate is better, and one call is simpler than two."""
 
 
-def prefill_of(request: Request) -> Request:
+def as_prefill(request: Request) -> Request:
     """The stage of `request` that computes its prompt: one token, of which the client sees nothing.
 
     Its end is seen like the first token of a stream, and no objective for the tokens after it holds.
@@ -46,16 +46,16 @@ def prefill_of(request: Request) -> Request:
     return replace(request, stage=Stage.PREFILL, stream=True, output_tokens=1, max_tokens=1, slo=slo)
 
 
-def decode_of(request: Request) -> Request:
+def as_decode(request: Request) -> Request:
     """The stage of `request` that fetches what was computed and brings the answer."""
     return replace(request, stage=Stage.DECODE)
 
 
-def stage_of(request: Request, stage: Stage) -> Request:
+def as_stage(request: Request, stage: Stage) -> Request:
     """One stage of `request`, which is a whole one."""
     if stage is Stage.WHOLE:
         return request
-    return prefill_of(request) if stage is Stage.PREFILL else decode_of(request)
+    return as_prefill(request) if stage is Stage.PREFILL else as_decode(request)
 
 
 def staged(placement: Placement, settings: Disaggregation) -> StagedPlacement:
@@ -133,7 +133,7 @@ class StagedPlacement(Placement):
     ) -> Placed | NoMatch | None:
         """A place for the prompt, beside one for the answer; None where the request is to be served as a whole."""
         inner = self.inner
-        prompt = prefill_of(request)
+        prompt = as_prefill(request)
         rests = self._rests_until_s
         prefilling = [view for view in views if view.role is not Role.DECODE and rests.get(view.backend, now) <= now]
         prefill = inner.quote(prompt, prefilling, ceiling, excluded, now)
@@ -141,7 +141,7 @@ class StagedPlacement(Placement):
         if prefill is None:
             return None
         others = [view for view in answering if view.backend != prefill.backend]
-        answer = inner.quote(decode_of(request), others, ceiling, excluded, now)
+        answer = inner.quote(as_decode(request), others, ceiling, excluded, now)
         if answer is None or not self._pays(request, prefill, answer, whole):
             return None
         chosen = [view for view in prefilling if view.backend == prefill.backend]

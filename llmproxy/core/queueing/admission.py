@@ -121,7 +121,7 @@ class Admission:
             return
         ceiling = self._headroom.ceiling(request.band, now)
         able = [one.view(now) for one in self._backends.values() if request.backend in (None, one.name)]
-        seen = self._headroom.seen_by(request.band, able, now)
+        seen = self._headroom.views_for(request.band, able, now)
         room_s = 0.0 if self._ready(seen, request.band, ceiling, now) else self._drain.interval_s(now) or 0.0
         late_s = now + room_s + service_s - request.arrived_s - request.slo.ttft_s
         if late_s > 0.0:

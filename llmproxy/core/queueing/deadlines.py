@@ -52,7 +52,7 @@ class Deadlines:
             queued.due_s = (queued.due_s[0], self._clocks[1].read(now) + held_s)
             self._heaps[1].push(queued.due_s[1], queued, len(waiting))
 
-    def pool_is(self, up: bool, now: float) -> None:
+    def set_pool_up(self, up: bool, now: float) -> None:
         """Run the clock of a pool that has a backend that is `up`, or of one that has none."""
         running = 0 if up or not self._hold_s else 1
         clock = self._clocks[running]

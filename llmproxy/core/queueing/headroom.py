@@ -21,7 +21,7 @@ class Headroom:
     that is in use. Its next request restores the ceilings, and waits for one release at most if all were full.
 
     Below the highest band in use one slot is always kept: of each backend of four sequences or more (`View.slots`), and
-    of the whole pool where all are smaller (`keeps_last`), but for a pool of a single slot.
+    of the whole pool where all are smaller (`keeps_slot`), but for a pool of a single slot.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -57,7 +57,7 @@ class Headroom:
             ceiling = max(ceiling, self._settings.ceilings[level])
         return ceiling if above is None else min(ceiling, BELOW_HIGHEST * self._highest)
 
-    def keeps_last(self, band: int, views: Sequence[View], now: float) -> bool:
+    def keeps_slot(self, band: int, views: Sequence[View], now: float) -> bool:
         """Whether one slot is all that the pool has left, and is kept for a band above `band`."""
         if not self.used_above(band, now):
             return False
@@ -78,14 +78,14 @@ class Headroom:
         places = sum(view.slots(ceiling) for view in able)
         if not able or not self.used_above(band, now):
             return places
-        # See `keeps_last`.
+        # See `keeps_slot`.
         return max(1, min(places, sum(min(view.limit, view.slots(self._highest)) for view in able) - 1))
 
     def used_above(self, band: int, now: float) -> bool:
         """A band above `band` is in use."""
         return next(self._above(band, now), None) is not None
 
-    def seen_by(self, band: int, views: Sequence[View], now: float) -> Sequence[View]:
+    def views_for(self, band: int, views: Sequence[View], now: float) -> Sequence[View]:
         """`views` without room where `band` is not sent any more, because requests wait inside the engine.
 
         A band below `default` is not while a higher band is in use, which would wait behind it in the engine. A band

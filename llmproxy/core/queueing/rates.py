@@ -38,9 +38,9 @@ class Rates(Protocol):
         """(Requests, tokens) that may still be taken under a limit; None without such a rate, or where nobody knows."""
 
     def debts(self, now: float) -> dict[RateName, float]:
-        """In how many seconds all that was taken is back, of the rates where that is not so. For `recall`."""
+        """In how many seconds all that was taken is back, of the rates where that is not so. For `restore`."""
 
-    def recall(self, debts: Mapping[RateName, float], now: float) -> None:
+    def restore(self, debts: Mapping[RateName, float], now: float) -> None:
         """Take over what another process counted before this one."""
 
 
@@ -65,7 +65,7 @@ class RateLimits:
         """Apply other limits; what was taken in this minute still counts."""
         self._limits = limits
         buckets = {}
-        for limit, kind, per_min in rates_of(limits, limits):
+        for limit, kind, per_min in limit_rates(limits, limits):
             bucket = buckets[limit, kind] = self._buckets.get((limit, kind)) or TokenBucket(per_min, per_min / MINUTE_S)
             bucket.resize(per_min, per_min / MINUTE_S, now)
         self._buckets = buckets
@@ -75,7 +75,7 @@ class RateLimits:
         if request.id in self.accounts:
             return
         tokens, longest, longest_s = expected(request), None, 0.0
-        rates = list(rates_of(self._limits, request.limits))
+        rates = list(limit_rates(self._limits, request.limits))
         for rate in rates:
             wait_s = self._buckets[rate[:2]].wait_s(amount(rate[1], tokens), now)
             if wait_s > longest_s:
@@ -114,14 +114,14 @@ class RateLimits:
         found = ((name, bucket.full_in_s(now)) for name, bucket in self._buckets.items())
         return {name: full_in_s for name, full_in_s in found if full_in_s > 0.0}
 
-    def recall(self, debts: Mapping[RateName, float], now: float) -> None:
-        """See `Rates.recall`. What was counted here before is among it, or is less than that."""
+    def restore(self, debts: Mapping[RateName, float], now: float) -> None:
+        """See `Rates.restore`. What was counted here before is among it, or is less than that."""
         for name in debts.keys() & self._buckets.keys():
             bucket = self._buckets[name]
             bucket.take(max(0.0, debts[name] - bucket.full_in_s(now)) * bucket.refill_per_s, now)
 
 
-def rates_of(limits: Mapping[str, UsageLimit], names: Iterable[str]) -> Iterator[Rate]:
+def limit_rates(limits: Mapping[str, UsageLimit], names: Iterable[str]) -> Iterator[Rate]:
     """The rates of these limits."""
     for name in names:
         limit = limits.get(name)

@@ -84,11 +84,11 @@ class UsageLimits:
             # A limit that went while the request waited may come back while it is in flight.
             self._uses.setdefault(name, _Use(None)).in_flight += 1
 
-    def between_stages(self, request: Request) -> None:
+    def begin_between_stages(self, request: Request) -> None:
         """The prompt was computed, and the answer is to follow: the request is in flight until then."""
         self._between[request.id] = request
 
-    def no_more_between(self, request_id: str) -> None:
+    def end_between_stages(self, request_id: str) -> None:
         """A request between its stages is in flight no more: it ended, or waits again."""
         if (request := self._between.pop(request_id, None)) is not None:
             self._leave(request)
@@ -106,7 +106,7 @@ class UsageLimits:
 
     def ended(self, request: Request, now: float) -> None:
         """The request is over: tokens that were expected and not used are given back."""
-        self.no_more_between(request.id)
+        self.end_between_stages(request.id)
         self.rates.ended(request, now)
 
     def in_flight(self) -> dict[str, int]:

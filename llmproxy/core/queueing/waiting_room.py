@@ -112,7 +112,7 @@ class WaitingRoom:
         self.output_tokens -= request.output_tokens
         return waited
 
-    def hold_back(self, level: int, reason: Reason, now: float) -> None:
+    def set_wait_reason(self, level: int, reason: Reason, now: float) -> None:
         """Note why the band `level` waits."""
         self._held_back[level] = now, reason
 

@@ -27,7 +27,7 @@ GUESS_TOKEN = 0.003
 SLOPE_MAX = 0.25
 """A sequence or a token of a prompt adds at most this share of a step alone, which reads all weights."""
 ROUNDS = 3
-RECALLED_STEPS = 100 * STEPS_MAX
+RESTORED_STEPS = 100 * STEPS_MAX
 """The most that what an earlier process learned weighs: replicas may be others by now."""
 
 
@@ -57,7 +57,7 @@ class StepCurve:
         """What was learned, for another process."""
         return tuple(self._sums)
 
-    def recall(self, sums: Sequence[float], at_s: float) -> bool:
+    def restore(self, sums: Sequence[float], at_s: float) -> bool:
         """Begin with the `sums` of another process, as they were at `at_s`.
 
         False, and nothing happens, for numbers that cannot be some.
@@ -69,7 +69,7 @@ class StepCurve:
             or sums[6] <= 0.0
         ):
             return False
-        scale = min(1.0, RECALLED_STEPS / sums[0])
+        scale = min(1.0, RESTORED_STEPS / sums[0])
         self._sums = [scale * one for one in sums]
         self.seen, self._at_s, self._line = 1, at_s, None
         return True

@@ -47,6 +47,6 @@ def spread(need: float, groups: Sequence[Group]) -> dict[str, GroupNeed]:
     return needs
 
 
-def kept(groups: Sequence[Group]) -> dict[str, GroupNeed]:
+def unchanged(groups: Sequence[Group]) -> dict[str, GroupNeed]:
     """As many as there are: where the need is not known."""
     return {one.name: GroupNeed(max(one.up, one.min), float(max(one.up, one.min)), one.up, one.cost) for one in groups}

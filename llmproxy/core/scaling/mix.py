@@ -21,7 +21,7 @@ SEEN_MIN = 3
 BLOCK = 10
 """So many answers of a size that clearly differ from those before replace them: its mix is another one now."""
 BLOCK_SIGMAS = 3.0
-RECALLED_MAX = 50
+RESTORED_MAX = 50
 """Answers of a size that an earlier process saw weigh at most as so many."""
 SIZES_MAX = 64
 SLOT_S = 5
@@ -69,7 +69,7 @@ class Count:
 Sizes = Mapping[int, Count]
 
 
-def size_of(prompt_tokens: int) -> int:
+def size_class(prompt_tokens: int) -> int:
     """The size class of a prompt."""
     return max(1, prompt_tokens).bit_length()
 
@@ -129,9 +129,9 @@ class Mix:
         self._slot = -1
         self.first_s: float | None = None
         self.ended = 0
-        self.recalled = False
+        self.restored = False
 
-    def recall(self, sizes: Sequence[tuple[int, int, float, float]], squares: Sequence[float]) -> bool:
+    def restore(self, sizes: Sequence[tuple[int, int, float, float]], squares: Sequence[float]) -> bool:
         """Begin with what an earlier process learned of sizes: (class, answers seen, output tokens, cached share), and
         the mean `squares` of those tokens, none where they were not kept.
 
@@ -151,8 +151,8 @@ class Mix:
         if not sound or not found:
             return False
         for one in found.values():
-            one.seen = min(one.seen, RECALLED_MAX)
-        self.sizes, self.recalled = found, True
+            one.seen = min(one.seen, RESTORED_MAX)
+        self.sizes, self.restored = found, True
         return True
 
     def arrived(self, prompt_tokens: int, now: float) -> None:
@@ -176,7 +176,7 @@ class Mix:
 
     def learn(self, usage: Usage, sequences: int) -> None:
         """An answer ended; `usage` is what its engine counted."""
-        key = size_of(usage.prompt_tokens)
+        key = size_class(usage.prompt_tokens)
         size = self.sizes.get(key)
         if size is None:
             size = self.sizes[key] = SizeClass()
@@ -206,7 +206,7 @@ class Mix:
         current = int(now) // SLOT_S
         totals = self._window(begin_s, end_s).totals(self._slots, current)
         found = sum(total[0] for total in totals.values())
-        return found if end_s else found + requests_of(self._slots.get(current, {}).values())
+        return found if end_s else found + total_requests(self._slots.get(current, {}).values())
 
     def _window(self, begin_s: int, end_s: int) -> _Window:
         found = self._windows.get((begin_s, end_s))
@@ -254,6 +254,6 @@ class Mix:
         return SizeClass(0, other.output_tokens, other.output_squares, other.cached_share)
 
 
-def requests_of(sizes: Iterable[Count]) -> float:
+def total_requests(sizes: Iterable[Count]) -> float:
     """How many requests these are."""
     return sum(count.requests for count in sizes)

@@ -24,7 +24,7 @@ from llmproxy.core.backends.batch_limit import UNPUBLISHED
 from llmproxy.core.domain import Learned
 from llmproxy.core.scaling.curve import StepCurve, StepLine
 from llmproxy.core.scaling.groups import GroupNeed
-from llmproxy.core.scaling.mix import LONG_S, NO_TOKENS, SHORT_S, TREND_S, Mix, Sizes, Tokens, requests_of
+from llmproxy.core.scaling.mix import LONG_S, NO_TOKENS, SHORT_S, TREND_S, Mix, Sizes, Tokens, total_requests
 from llmproxy.core.settings import ScalingSettings
 
 MARGIN = 0.8
@@ -125,7 +125,7 @@ class Need(Struct, frozen=True):
     roles: dict[str, RoleNeed] = {}
 
 
-def capacity_of(
+def replica_capacity(
     came: Tokens, learned: Learned | None, curve: StepCurve, replicas: Sequence[ReplicaFacts], tpot_s: float | None,
     kv_full: float, usual_limit: float = UNPUBLISHED,
 ) -> Capacity | None:  # fmt: skip
@@ -143,7 +143,7 @@ def capacity_of(
         token_s = learned.prefill_token_s
     prompt_s = token_s * came.compute * (1.0 + attention * came.before) / came.requests
     tokens = max(1.0, came.output / came.requests)
-    usual_kv = mean_of([one.kv_tokens for one in replicas], inf)
+    usual_kv = mean_known([one.kv_tokens for one in replicas], inf)
     kv_seats = KV_MARGIN * kv_full / max(1.0, came.held)
     replicas = replicas or [ReplicaFacts(False, None, None, None)]
     places = [max(1.0, min(one.limit or usual_limit, kv_seats * (one.kv_tokens or usual_kv))) for one in replicas]
@@ -179,7 +179,7 @@ def _keeping(tpot_s: float, line: StepLine, prompt_s: float, tokens: float, most
     return seats
 
 
-def need_of(
+def pool_need(
     mix: Mix, learned: Learned | None, curve: StepCurve, replicas: Sequence[ReplicaFacts], demand: Demand,
     settings: ScalingSettings, tpot_s: float | None, start_s: float, kv_full: float, now: float,
     usual_limit: float = UNPUBLISHED,
@@ -188,10 +188,10 @@ def need_of(
     up = sum(one.up for one in replicas)
     full = up if demand.waited_s >= FULL_S and all(one.full for one in replicas if one.up) else 0
     came = mix.tokens(mix.within(now, LONG_S))
-    capacity = capacity_of(came, learned, curve, replicas, tpot_s, kv_full, usual_limit)
-    waiting = round(requests_of(demand.waiting.values())) + demand.held
+    capacity = replica_capacity(came, learned, curve, replicas, tpot_s, kv_full, usual_limit)
+    waiting = round(total_requests(demand.waiting.values())) + demand.held
     # What an earlier process learned says what a request costs, and not yet how many there are.
-    known = mix.ended >= ENDED_MIN or (mix.recalled and mix.span_s(now, SHORT_S) >= SHORT_S)
+    known = mix.ended >= ENDED_MIN or (mix.restored and mix.span_s(now, SHORT_S) >= SHORT_S)
     if capacity is None or not known:
         return _held_on(up, full, demand, settings, waiting, start_s)
     work, prefill = _work(mix, came, capacity, now)
@@ -285,7 +285,7 @@ def _bounded(desired: int, reason: str, settings: ScalingSettings) -> tuple[int,
     return desired, reason
 
 
-def mean_of(values: Iterable[int | None], otherwise: float) -> float:
+def mean_known(values: Iterable[int | None], otherwise: float) -> float:
     """The mean of what is known."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else otherwise

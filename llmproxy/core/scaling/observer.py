@@ -12,8 +12,8 @@ from llmproxy.core.domain import DECODE, PREFILL, BackendPace, KnownCapacity, Le
 from llmproxy.core.estimates.learning import follow, gain
 from llmproxy.core.leases import LeaseObserver, LeaseRecord
 from llmproxy.core.scaling.curve import StepCurve
-from llmproxy.core.scaling.mix import Count, Mix, size_of
-from llmproxy.core.scaling.need import ENDED_MIN, Demand, Need, ReplicaFacts, mean_of, need_of
+from llmproxy.core.scaling.mix import Count, Mix, size_class
+from llmproxy.core.scaling.need import ENDED_MIN, Demand, Need, ReplicaFacts, mean_known, pool_need
 from llmproxy.core.settings import ScalingSettings
 
 ADAPTERS_S = 300.0
@@ -79,7 +79,7 @@ class PoolScaling(LeaseObserver):
         self._held, other._held = self._held + other._held, 0
 
     @property
-    def known(self) -> KnownCapacity | None:
+    def known_capacity(self) -> KnownCapacity | None:
         """What a later process may begin with; None while too little was seen."""
         if self.mix.ended < ENDED_MIN:
             return None
@@ -103,11 +103,11 @@ class PoolScaling(LeaseObserver):
             return START_S
         return sorted(self._starts)[int(0.9 * len(self._starts))]
 
-    def recall(self, known: KnownCapacity, at_s: float) -> None:
+    def restore(self, known: KnownCapacity, at_s: float) -> None:
         """Begin anew with what another process had learned by `at_s`, unless something was learned here since then."""
         curve, mix = StepCurve(), Mix()
-        younger = at_s >= self._learned_s and known != self.known
-        if younger and curve.recall(known.sums, at_s) and mix.recall(known.sizes, known.squares):
+        younger = at_s >= self._learned_s and known != self.known_capacity
+        if younger and curve.restore(known.sums, at_s) and mix.restore(known.sizes, known.squares):
             self.curve, self.mix = curve, mix
 
     # --- requests ------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class PoolScaling(LeaseObserver):
         if not self._waiting:
             self._waiting_since_s = now
         self._waiting[request.id] = request.prompt_tokens
-        size = size_of(request.prompt_tokens)
+        size = size_class(request.prompt_tokens)
         count = self._sizes.get(size)
         if count is None:
             count = self._sizes[size] = Count()
@@ -141,7 +141,7 @@ class PoolScaling(LeaseObserver):
             mean = self._tpot_s if self._tpot_s is not None else request.slo.tpot_s
             self._tpot_s = follow(mean, request.slo.tpot_s, gain(TPOT_GAIN, self._tpots))
 
-    def held(self, change: int, now: float) -> None:
+    def count_on_hold(self, change: int, now: float) -> None:
         """So many more (or fewer) requests are held although the pool has no replica."""
         self._asked_s = now
         self._held += change
@@ -150,7 +150,7 @@ class PoolScaling(LeaseObserver):
         """A request is over, or waits no more."""
         prompt_tokens = self._waiting.pop(request.id, None)
         if prompt_tokens is not None:
-            count = self._sizes[size_of(prompt_tokens)]
+            count = self._sizes[size_class(prompt_tokens)]
             count.requests -= 1
             count.prompt_tokens -= prompt_tokens
 
@@ -216,9 +216,9 @@ class PoolScaling(LeaseObserver):
         waited_s = now - self._waiting_since_s if self._waiting else 0.0
         demand = Demand(running, others, self._sizes, self._held, len(self._adapters), idle_s, waited_s)
         # Also for a pool whose last replica is gone, and for new ones.
-        self._usual_limit = mean_of((one.limit for one in replicas), self._usual_limit)
+        self._usual_limit = mean_known((one.limit for one in replicas), self._usual_limit)
         tpot_s = self._settings.target_tpot_s if self._settings.target_tpot_s is not None else self._tpot_s
-        return need_of(
+        return pool_need(
             self.mix, learned, self.curve, replicas, demand, self._settings, tpot_s, self.start_s, kv_full, now,
             self._usual_limit,
         )  # fmt: skip
@@ -229,33 +229,33 @@ class Scaling:
 
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
-        self._recalled: Mapping[str, KnownCapacity] = {}
-        self._recalled_s = -inf
+        self._restored: Mapping[str, KnownCapacity] = {}
+        self._restored_s = -inf
         self.pools = {name: PoolScaling(settings) for name in settings.pools}
 
     def pool(self, name: str) -> PoolScaling:
         found = self.pools.get(name)
         if found is None:
             found = self.pools[name] = PoolScaling(self._settings)
-            if name in self._recalled:
-                found.recall(self._recalled[name], self._recalled_s)
+            if name in self._restored:
+                found.restore(self._restored[name], self._restored_s)
         return found
 
-    def recall(self, known: Mapping[str, KnownCapacity], at_s: float) -> None:
+    def restore(self, known: Mapping[str, KnownCapacity], at_s: float) -> None:
         """Let pools begin with what another process had learned by `at_s`."""
-        self._recalled, self._recalled_s = known, at_s
+        self._restored, self._restored_s = known, at_s
         for name in known.keys() & self.pools.keys():
-            self.pools[name].recall(known[name], at_s)
+            self.pools[name].restore(known[name], at_s)
 
-    def known(self, among: Callable[[str], bool] = lambda _: True) -> dict[str, KnownCapacity]:
+    def known_capacities(self, among: Callable[[str], bool] = lambda _: True) -> dict[str, KnownCapacity]:
         """What a later process may begin with, by pool, of the pools of which `among` says yes."""
-        found = ((name, pool.known) for name, pool in self.pools.items() if among(name))
+        found = ((name, pool.known_capacity) for name, pool in self.pools.items() if among(name))
         return {name: known for name, known in found if known is not None}
 
-    def held(self, name: str | None, change: int, now: float) -> None:
+    def count_on_hold(self, name: str | None, change: int, now: float) -> None:
         """So many more (or fewer) requests are held for a named pool that has no replica."""
         if name in self._settings.pools:
-            self.pool(name).held(change, now)
+            self.pool(name).count_on_hold(change, now)
 
     def rename(self, kept: Mapping[str, str], merged: Mapping[str, str]) -> None:
         """Pools have other names: both map the name of before to that of now, `merged` where another pool keeps it."""
@@ -269,7 +269,7 @@ class Scaling:
             if was in before and now in self.pools:
                 self.pools[now].join(before[was])
 
-    def keep(self, names: Container[str]) -> None:
+    def retain(self, names: Container[str]) -> None:
         """Forget all pools but these and those that are named."""
         named = self._settings.pools
         self.pools = {name: pool for name, pool in self.pools.items() if name in names or name in named}
@@ -284,7 +284,7 @@ class Scaling:
             self.pool(name)
 
 
-def facts_of(view: View, limit: BatchLimit, pace: BackendPace | None, ceiling: float) -> ReplicaFacts:
+def replica_facts(view: View, limit: BatchLimit, pace: BackendPace | None, ceiling: float) -> ReplicaFacts:
     """A backend as scaling sees it. `ceiling` is that of the lowest band that counts."""
     # A limit that nothing was learned of is where learning begins.
     learned = limit.value if limit.settled or limit.known is not None else None
@@ -294,13 +294,13 @@ def facts_of(view: View, limit: BatchLimit, pace: BackendPace | None, ceiling: f
         view.kv_tokens,
         view.kv_used if view.reading is not None else None,
         view.max_adapters,
-        1.0 if pace is None else _speed_of(pace),
+        1.0 if pace is None else _relative_speed(pace),
         view.role is Role.PREFILL,
         not view.has_room(ceiling),
         view.backend,
     )
 
 
-def _speed_of(pace: BackendPace) -> float:
+def _relative_speed(pace: BackendPace) -> float:
     """The work of a backend in a second, over that of the usual replica of its pool."""
     return 2.0 / max(0.1, pace.prefill_factor + pace.step_factor)

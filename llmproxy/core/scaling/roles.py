@@ -25,7 +25,7 @@ class Ratio(Struct, frozen=True):
         """The part of the replicas that prompts need, 0..1."""
         return self.prefill / (self.prefill + self.decode)
 
-    def of(self, replicas: int) -> int:
+    def prefill_replicas(self, replicas: int) -> int:
         """How many of so many replicas, which are at least two, should be for prompts."""
         return min(replicas - 1, max(1, floor(replicas * self.share + 0.5)))
 

@@ -14,7 +14,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from llmproxy.core.pools import Pools
-from llmproxy.core.scaling.groups import Group, kept, spread
+from llmproxy.core.scaling.groups import Group, spread, unchanged
 from llmproxy.core.scaling.need import Need
 from llmproxy.core.snapshot import BackendStatus
 from llmproxy.gateway.admin.debug import page_response, refusal
@@ -44,7 +44,7 @@ class ScalePages:
             found = self._pools.needs(now)
             kinds = self._groups(found)
             self._needs = {
-                pool: replace(need, groups=(spread(need.need, kinds[pool]) if need.sure else kept(kinds[pool])))
+                pool: replace(need, groups=(spread(need.need, kinds[pool]) if need.sure else unchanged(kinds[pool])))
                 if pool in kinds
                 else need
                 for pool, need in found.items()

@@ -16,7 +16,7 @@ from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Role, Stage, Usage, Verdict
 from llmproxy.core.placement.epp import sticky
 from llmproxy.core.placement.policy import Placement
-from llmproxy.core.placement.staged import StagedPlacement, prefill_of
+from llmproxy.core.placement.staged import StagedPlacement, as_prefill
 from llmproxy.core.settings import Disaggregation
 from llmproxy.lab.baselines.common import prompt_blocks
 from llmproxy.lab.baselines.dynamo import KvCost, KvEventCaches, PredictedCaches
@@ -70,7 +70,7 @@ class SplitRouter(StagedPlacement):
         others = [view for view in views if view.role is not Role.DECODE and view.backend != placed.backend]
         if not self._split_up or not others or not self._splits(*self._known.tokens(request, placed.backend)):
             return placed
-        prompt = self._prefill.place(prefill_of(request), others, ceiling, excluded, now)
+        prompt = self._prefill.place(as_prefill(request), others, ceiling, excluded, now)
         if not isinstance(prompt, Placed):
             return placed
         self._chosen[request.id] = placed.backend

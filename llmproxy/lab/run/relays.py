@@ -179,14 +179,14 @@ class LabCluster:
         )
         pools = proxy.pools
 
-        def recall(known: Learned, told_s: float) -> None:
+        def restore(known: Learned, told_s: float) -> None:
             for name, limit in known.limits.items():
-                pools.backends[name].recall(limit)
-            pools.scaling.recall(known.capacities, told_s)
+                pools.backends[name].restore(limit)
+            pools.scaling.restore(known.capacities, told_s)
 
         shared = Shared(
             lambda stored: stored, lambda _: None, tuple, lambda: Drained(frozenset()), lambda _: None,
-            lambda: Learned(pools.known_limits(), pools.scaling.known()), recall,
+            lambda: Learned(pools.known_limits(), pools.scaling.known_capacities()), restore,
         )  # fmt: skip
         me = Hello(PROTOCOL, "", name, "0", "", "", 0)
         return Cluster(

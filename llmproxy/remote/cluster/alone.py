@@ -55,7 +55,7 @@ class Alone:
             return
         self._log.info("cluster_decides_alone_no_more", parts=self.parts)
         self._dispatcher.decide_until(-inf, self._shard)
-        self._relay.forsake()
+        self._relay.detach()
         while self._stored:
             one = self._stored.popleft()
             self._relay.response_stored(one.response_id, one.backend, one.tenant)

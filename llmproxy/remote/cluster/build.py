@@ -84,15 +84,15 @@ def member_of(
 
         def learned() -> Learned:
             limits = registry.known_limits(lambda name: pools.shard_of(name) == shard)
-            return Learned(limits, pools.scaling.known(lambda pool: pools.shards.of(pool) == shard))
+            return Learned(limits, pools.scaling.known_capacities(lambda pool: pools.shards.of(pool) == shard))
 
-        def recall(known: Learned, told_s: float) -> None:
-            registry.recall_limits(known.limits)
-            pools.scaling.recall(known.capacities, told_s)
+        def restore(known: Learned, told_s: float) -> None:
+            registry.restore_limits(known.limits)
+            pools.scaling.restore(known.capacities, told_s)
 
         # The leader of the default shard tells them, and no other one.
         kept: Callable[[], Iterable[protocol.ResponseStored]] = owners if shard == DEFAULT else tuple
-        return Shared(stored, settle, kept, drained, drain, learned, recall)
+        return Shared(stored, settle, kept, drained, drain, learned, restore)
 
     async def no_page(page: protocol.PageRequest) -> protocol.PageResponse:
         return protocol.PageResponse(page.call, 503, "", (), b"")

@@ -77,13 +77,13 @@ class HandOver:
             case Learned() if told != self.learned:
                 self.learned, self._heard_s = told, now
 
-    def recall(self, now: float) -> None:
+    def restore(self, now: float) -> None:
         """Decide by what was told from now on."""
         if self.learned is not None:
-            self._shared.recall(self.learned, self._heard_s)
+            self._shared.restore(self.learned, self._heard_s)
         for (pool, band), flows in self.balances.known.items():
-            self._pools.recall(pool, band, flows)
-        self._pools.recall_rates(self._rate_debts.left(now), now)
+            self._pools.restore(pool, band, flows)
+        self._pools.restore_rates(self._rate_debts.left(now), now)
 
 
 class KnownBalances:

@@ -15,7 +15,7 @@ from llmproxy.gateway.http.tls import ClientTls, TlsConnection
 from llmproxy.lifecycle.accepting import Acceptor
 from llmproxy.lifecycle.background import supervised
 from llmproxy.lifecycle.descriptors import member_connections_max
-from llmproxy.lifecycle.sockets import opened
+from llmproxy.lifecycle.sockets import open_sockets
 from llmproxy.remote.cluster.strangers import HELLO_S, Strangers
 
 ANY = frozenset({"0.0.0.0", "::", ""})
@@ -73,7 +73,7 @@ class TcpNetwork:
     async def listen(self, accepted: Callable[[], asyncio.Protocol]) -> str:
         assert self._config.listen is not None
         host, port = split_address(self._config.listen)
-        sockets = opened(host, port)
+        sockets = open_sockets(host, port)
         factory: Callable[[], asyncio.BaseProtocol] = accepted
         if (tls := self._tls) is not None:
             self._watching = supervised(tls.watch, "follow the certificate of the cluster")

@@ -16,7 +16,7 @@ from itertools import count
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Drop, Entry, Grant, Outcome, Refused, Request
-from llmproxy.core.placement.staged import stage_of
+from llmproxy.core.placement.staged import as_stage
 from llmproxy.core.queueing.admission import refusal
 from llmproxy.observe.exit import RequestExit
 from llmproxy.remote.cluster.channel import Sender
@@ -284,7 +284,7 @@ class RelayDispatcher:
             self._ask(asked)
         leader.send(Resumed())
 
-    def forsake(self, leader: Sender | None = None) -> None:
+    def detach(self, leader: Sender | None = None) -> None:
         """This leader, or whoever leads, is gone or leads no more."""
         if leader is None or self._leader is leader:
             self._leader = None
@@ -306,7 +306,7 @@ class RelayDispatcher:
             self._ask_again(asked, message.placed.backend)
         else:
             grant = Grant(
-                message.call, stage_of(asked.request, message.stage), message.placed,
+                message.call, as_stage(asked.request, message.stage), message.placed,
                 max(asked.at_s, _now() + message.at_s), message.queued_ahead, message.why, message.left_s,
             )  # fmt: skip
             run = self._runs[message.call] = _Run(Lease(grant, self))

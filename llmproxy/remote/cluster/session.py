@@ -40,7 +40,7 @@ class Shared:
 
     `stored` notes a response that was stored for a client of a member, and returns what holds; `settle` notes what the
     leader says of one, and `owners` are all that are known, the oldest first. `drained` are the backends that were
-    drained by hand, and `drain` makes them these. `learned` is what a next leader should know, and `recall` takes it
+    drained by hand, and `drain` makes them these. `learned` is what a next leader should know, and `restore` takes it
     over, as it was told at that time.
     """
 
@@ -50,7 +50,7 @@ class Shared:
     drained: Callable[[], Drained]
     drain: Callable[[Drained], None]
     learned: Callable[[], Learned]
-    recall: Callable[[Learned, float], None]
+    restore: Callable[[Learned, float], None]
 
 
 class MemberSession(WorkerSession):
@@ -177,7 +177,7 @@ class MemberSession(WorkerSession):
                     self._loop.call_soon(self._ended, request_id, None)
                 self._on_resumed()
             case PrefixHeld(pool, backend, hashes):
-                self._pools.recall_prefix(pool, backend, hashes)
+                self._pools.restore_prefix(pool, backend, hashes)
             case Hello():
                 # Its configuration was read again.
                 self.hello = message

@@ -224,7 +224,7 @@ class Shard:
             await asyncio.sleep(SEEK_S)
             if self._process.leaving:
                 self.leave()
-            # While it settles, it still is to recall what the last leader told.
+            # While it settles, it still is to restore what the last leader told.
             if self.sessions is not None and self._settling is None:
                 for told in self._hand_over.news(self._loop.time()):
                     self.sessions.send_all(told)
@@ -235,7 +235,7 @@ class Shard:
                     assert self._context is not None
                     unled_s = self._loop.time() - self._unled_s
                     self._alone.begin(self._context, self._me, len(self.members), unled_s)
-                    self._hand_over.recall(self._loop.time())
+                    self._hand_over.restore(self._loop.time())
 
     def state(self) -> ShardState:
         """What metrics show."""
@@ -302,7 +302,7 @@ class Shard:
         sessions, self.sessions = self.sessions, None
         self._end_settling()
         self._dispatcher.decide_until(-inf, self.name)
-        self.relay.forsake()
+        self.relay.detach()
         self._unled_s = self._loop.time()
         assert sessions is not None
         sessions.end(why)
@@ -333,7 +333,7 @@ class Shard:
     def _settled(self) -> None:
         """Decide from now on: what waits is known, and the shares of flows are those that the last leader knew."""
         self._end_settling()
-        self._hand_over.recall(self._loop.time())
+        self._hand_over.restore(self._loop.time())
         self._dispatcher.decide_until(self._until_s, self.name)
 
     def _end_settling(self) -> None:
@@ -386,7 +386,7 @@ class Shard:
 
     def _unlink(self, link: LeaderLink) -> None:
         link.calls.lost()
-        self.relay.forsake(link.channel)
+        self.relay.detach(link.channel)
         if self._link is link:
             self._link, self._unled_s = None, self._loop.time()
 

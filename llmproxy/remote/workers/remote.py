@@ -13,7 +13,7 @@ from aiohttp import web
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Entry, Grant, Refused, Request, Usage, Verdict
 from llmproxy.core.estimates.tokens import Estimator
-from llmproxy.core.placement.staged import stage_of
+from llmproxy.core.placement.staged import as_stage
 from llmproxy.gateway.admin.adapters import BODY_BYTES_MAX
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.proxying.rules import Rulebook
@@ -127,7 +127,7 @@ class RemoteDispatcher:
         # A loop reads the clock once a turn: the scheduler may have read it before this worker asked.
         at_s = max(asked_s, granted.at_s)
         grant = Grant(
-            granted.lease, stage_of(request, granted.stage), granted.placed, at_s, granted.queued_ahead, granted.why,
+            granted.lease, as_stage(request, granted.stage), granted.placed, at_s, granted.queued_ahead, granted.why,
             granted.left_s,
         )  # fmt: skip
         lease = self._leases[granted.lease] = Lease(grant, self)

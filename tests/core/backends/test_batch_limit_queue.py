@@ -81,12 +81,12 @@ KNOWN = KnownLimit(12, True, (BASE,), 4096)
 def backend(known: KnownLimit | None = None, max_in_flight: int | None = None) -> Backend:
     made = Backend("a", CapacitySettings(start_limit=4), HealthSettings(), max_in_flight)
     if known is not None:
-        made.recall(known)
+        made.restore(known)
     made.listed(listing("x", max_model_len=4096))
     return made
 
 
-def test_limit_begins_at_the_recalled_one_of_the_same_engine() -> None:
+def test_limit_begins_at_the_restored_one_of_the_same_engine() -> None:
     assert backend(KNOWN).limit.value == 12
     assert backend().limit.value == 4
 
@@ -94,27 +94,27 @@ def test_limit_begins_at_the_recalled_one_of_the_same_engine() -> None:
 def test_a_limit_that_another_process_learned_counts_after_the_listing_too() -> None:
     one = backend()
     assert one.view(0.0).limit == 4
-    one.recall(KNOWN)
+    one.restore(KNOWN)
     assert one.view(0.0).limit == 12
     one = backend()
-    one.recall(KnownLimit(12, True, ("other",), 4096))
+    one.restore(KnownLimit(12, True, ("other",), 4096))
     assert one.limit.value == 4
 
 
 @pytest.mark.parametrize(
     "known", [KnownLimit(12, True, ("other",), 4096), KnownLimit(12, True, (BASE,), 1024), KnownLimit(12, True, ())]
 )
-def test_recalled_limit_of_another_engine_is_dropped(known: KnownLimit) -> None:
+def test_restored_limit_of_another_engine_is_dropped(known: KnownLimit) -> None:
     assert backend(known).limit.value == 4
 
 
-def test_configured_limit_goes_before_a_recalled_or_published_one() -> None:
+def test_configured_limit_goes_before_a_restored_or_published_one() -> None:
     one = backend(KNOWN, max_in_flight=7)
     one.published(12)
     assert one.limit.value == 7
 
 
-def test_gauges_overrule_a_recalled_limit_in_both_directions() -> None:
+def test_gauges_overrule_a_restored_limit_in_both_directions() -> None:
     one = backend(KNOWN)
     for at_s in (1.0, 1.2, 1.4):
         one.observe(reading(at_s, running=5, waiting=3))
@@ -124,14 +124,14 @@ def test_gauges_overrule_a_recalled_limit_in_both_directions() -> None:
     assert one.limit.value == 20
 
 
-def test_unsettled_recalled_limit_goes_on_growing() -> None:
+def test_unsettled_restored_limit_goes_on_growing() -> None:
     one = backend(KnownLimit(40, False, (BASE,), 4096))
     assert one.limit.value == 40
     one.limit.observe(running=40, waiting=0, load=40)
     assert one.limit.value == 80
 
 
-def test_published_limit_goes_before_a_recalled_one_not_before_gauges() -> None:
+def test_published_limit_goes_before_a_restored_one_not_before_gauges() -> None:
     one = backend(KNOWN)
     one.published(16)
     assert one.limit.value == 16

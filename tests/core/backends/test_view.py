@@ -139,13 +139,13 @@ def test_an_answer_that_fetches_its_prompt_waits_for_no_place_until_it_has_begun
     assert one.view(0.0).waiting == 1
 
 
-def test_a_limit_that_is_recalled_after_the_first_listing_counts_at_once() -> None:
-    """A next leader has listed and read the engine before it recalls what the last one learned."""
+def test_a_limit_that_is_restored_after_the_first_listing_counts_at_once() -> None:
+    """A next leader has listed and read the engine before it restores what the last one learned."""
     one = Backend("a", CapacitySettings(start_limit=4), HealthSettings())
     one.listed(listing())
     one.observe(reading(0.0))
     assert one.view(0.0).limit == 4
-    one.recall(KnownLimit(100, settled=True, models=(BASE,), max_model_len=4096))
+    one.restore(KnownLimit(100, settled=True, models=(BASE,), max_model_len=4096))
     assert one.view(0.0).limit == 100
 
 

@@ -252,16 +252,16 @@ def test_nothing_stays_open_however_an_attempt_ends(verdict: Verdict, usage: Usa
 # --- another process counts on ----------------------------------------------------------------------------------------
 
 
-def test_debts_that_are_recalled_are_what_was_taken() -> None:
+def test_debts_that_are_restored_are_what_was_taken() -> None:
     limits = {TENANT: UsageLimit(requests_per_min=6.0, tokens_per_min=600.0)}
     one, other = RateLimits(limits), RateLimits(limits)
     for _ in range(3):
         one.admit(theirs(prompt_tokens=50, output_tokens=50), 0.0)
     debts = one.debts(5.0)
     assert debts == {(TENANT, "requests"): pytest.approx(25.0), (TENANT, "tokens"): pytest.approx(25.0)}
-    other.recall(debts | {("tenant:gone", "requests"): 9.0}, 105.0)
+    other.restore(debts | {("tenant:gone", "requests"): 9.0}, 105.0)
     assert other.left_per_min(TENANT, 105.0) == one.left_per_min(TENANT, 5.0)
-    other.recall(debts, 105.0)
+    other.restore(debts, 105.0)
     assert other.left_per_min(TENANT, 105.0) == one.left_per_min(TENANT, 5.0), "it counts once"
     assert one.debts(61.0) == {}
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmproxy.core.scaling.groups import Group, kept, spread
+from llmproxy.core.scaling.groups import Group, spread, unchanged
 
 CHEAP, DEAR = Group("cheap", cost=1.0, max=3), Group("dear", cost=2.5, speed=2.0)
 
@@ -45,7 +45,7 @@ def test_what_exceeds_all_bounds_is_left_out() -> None:
 
 
 def test_unknown_keeps_what_there_is() -> None:
-    found = kept([Group("a", up=3), Group("b", up=0, min=1)])
+    found = unchanged([Group("a", up=3), Group("b", up=0, min=1)])
     assert {name: (one.desired, one.need) for name, one in found.items()} == {"a": (3, 3.0), "b": (1, 1.0)}
 
 

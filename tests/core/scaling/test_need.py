@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from llmproxy.core.domain import Usage
 from llmproxy.core.scaling.curve import StepCurve
-from llmproxy.core.scaling.mix import Count, Mix, size_of
-from llmproxy.core.scaling.need import Demand, Need, ReplicaFacts, need_of
+from llmproxy.core.scaling.mix import Count, Mix, size_class
+from llmproxy.core.scaling.need import Demand, Need, ReplicaFacts, pool_need
 from llmproxy.core.settings import ScalingSettings
 
 SETTINGS = ScalingSettings()
@@ -43,7 +43,7 @@ def mix_of(per_s: float, prompt: int, output: int, begin_s: int = 0, until_s: in
 
 def need(mix: Mix, demand: Demand = NOBODY, settings: ScalingSettings = SETTINGS, replicas: int = 2, now: float = 300.0,
          curve: StepCurve | None = None) -> Need:  # fmt: skip
-    return need_of(mix, None, curve or known_curve(), [REPLICA] * replicas, demand, settings, None, 120.0, 1.0, now)
+    return pool_need(mix, None, curve or known_curve(), [REPLICA] * replicas, demand, settings, None, 120.0, 1.0, now)
 
 
 def test_twice_the_rate_needs_twice_the_replicas() -> None:
@@ -58,12 +58,12 @@ def test_twice_the_rate_needs_twice_the_replicas() -> None:
 def test_of_two_proxies_what_their_own_requests_need_adds_up() -> None:
     full = [replace(REPLICA, kv_used=1.0)] * 4
     busy = replace(NOBODY, running=4)
-    half = need_of(mix_of(2.0, 4000, 1000), None, known_curve(), full, busy, SETTINGS, None, 120.0, 1.0, 300.0)
+    half = pool_need(mix_of(2.0, 4000, 1000), None, known_curve(), full, busy, SETTINGS, None, 120.0, 1.0, 300.0)
     whole = need(mix_of(4.0, 4000, 1000))
     assert half.reason == "kv"
     assert 2 * half.own == pytest.approx(whole.own, rel=0.02)
     assert whole.own == whole.need
-    waits = need(mix_of(2.0, 4000, 1000), replace(NOBODY, waiting={size_of(4000): Count(40.0, 160_000.0)}))
+    waits = need(mix_of(2.0, 4000, 1000), replace(NOBODY, waiting={size_class(4000): Count(40.0, 160_000.0)}))
     assert waits.own == pytest.approx(waits.terms["ahead"] + waits.terms["queue"], abs=0.01)
     assert waits.terms["queue"] > 0.1
     unknown = need(Mix(), replicas=3)
@@ -90,7 +90,7 @@ def test_the_number_does_not_depend_on_how_many_there_are() -> None:
 
 def test_what_waits_asks_for_more() -> None:
     mix = mix_of(2.0, 4000, 1000)
-    waiting = {size_of(4000): Count(120.0, 480_000.0)}
+    waiting = {size_class(4000): Count(120.0, 480_000.0)}
     before, after = need(mix), need(mix, replace_demand(waiting=waiting))
     assert before.capacity is not None
     assert after.terms["queue"] == pytest.approx(120.0 * before.capacity.request_s / SETTINGS.drain_s, rel=0.05)
@@ -109,12 +109,12 @@ def test_answers_under_way_are_not_squeezed() -> None:
 def test_caches_that_are_always_full_ask_for_as_many_as_there_are(pace: float, kv_full: float, replicas: int) -> None:
     full, mix = [replace_facts(pace=pace, kv_used=1.0)] * replicas, mix_of(0.2, 400, 10)
     busy = replace_demand(running=1)
-    found = need_of(mix, None, known_curve(), full, busy, SETTINGS, None, 120.0, kv_full, 300.0)
+    found = pool_need(mix, None, known_curve(), full, busy, SETTINGS, None, 120.0, kv_full, 300.0)
     assert (found.desired, found.reason) == (replicas, "kv")
 
 
 def test_nothing_known_holds_what_there_is() -> None:
-    found = need_of(Mix(), None, StepCurve(), [REPLICA] * 3, NOBODY, SETTINGS, None, 120.0, 1.0, 10.0)
+    found = pool_need(Mix(), None, StepCurve(), [REPLICA] * 3, NOBODY, SETTINGS, None, 120.0, 1.0, 10.0)
     assert (found.desired, found.sure, found.reason) == (3, False, "unknown")
     few = mix_of(2.0, 4000, 1000)
     few.ended = 5
@@ -132,10 +132,10 @@ def test_bounds_hold_and_say_so() -> None:
 def test_idle_needs_none_and_the_first_request_one() -> None:
     zero = ScalingSettings(min=0)
     idle = replace_demand(idle_s=901.0)
-    assert need_of(Mix(), None, StepCurve(), [REPLICA], idle, zero, None, 120.0, 1.0, 2_000.0).desired == 0
-    assert need_of(Mix(), None, StepCurve(), [REPLICA], idle, SETTINGS, None, 120.0, 1.0, 2_000.0).desired == 1
+    assert pool_need(Mix(), None, StepCurve(), [REPLICA], idle, zero, None, 120.0, 1.0, 2_000.0).desired == 0
+    assert pool_need(Mix(), None, StepCurve(), [REPLICA], idle, SETTINGS, None, 120.0, 1.0, 2_000.0).desired == 1
     held = replace_demand(held=1, idle_s=0.0)
-    found = need_of(Mix(), None, StepCurve(), [], held, zero, None, 120.0, 1.0, 2_000.0)
+    found = pool_need(Mix(), None, StepCurve(), [], held, zero, None, 120.0, 1.0, 2_000.0)
     assert (found.desired, found.reason, found.waiting) == (1, "queue", 1)
 
 
@@ -168,8 +168,8 @@ def test_a_burst_counts_before_the_long_window_shows_it() -> None:
 
 def test_an_objective_per_token_takes_seats() -> None:
     mix, curve = mix_of(2.0, 4000, 1000), known_curve()
-    loose = need_of(mix, None, curve, [REPLICA], NOBODY, SETTINGS, None, 120.0, 1.0, 300.0)
-    tight = need_of(mix, None, curve, [REPLICA], NOBODY, SETTINGS, 0.035, 120.0, 1.0, 300.0)
+    loose = pool_need(mix, None, curve, [REPLICA], NOBODY, SETTINGS, None, 120.0, 1.0, 300.0)
+    tight = pool_need(mix, None, curve, [REPLICA], NOBODY, SETTINGS, 0.035, 120.0, 1.0, 300.0)
     assert loose.capacity is not None
     assert tight.capacity is not None
     assert tight.capacity.seats < loose.capacity.seats
@@ -181,7 +181,7 @@ def test_an_objective_per_token_takes_seats() -> None:
 
 def test_prompts_that_were_estimated_a_little_off_have_the_answers_of_their_neighbours() -> None:
     mix = mix_of(3.0, 9, 60)
-    near, far = size_of(7), size_of(2)
+    near, far = size_class(7), size_class(2)
     assert mix.tokens({near: Count(1.0, 7.0)}).output == pytest.approx(60.0)
     assert mix.tokens({far: Count(1.0, 2.0)}).output == 0.0
 
@@ -200,8 +200,8 @@ def test_a_size_that_was_never_seen_counts_by_its_prompts() -> None:
 def test_slow_replicas_count_for_less() -> None:
     mix = mix_of(6.0, 4000, 1000)
     slow = replace_facts(pace=0.5)
-    usual = need_of(mix, None, known_curve(), [REPLICA] * 2, NOBODY, SETTINGS, None, 120.0, 1.0, 300.0).desired
-    halved = need_of(mix, None, known_curve(), [slow] * 2, NOBODY, SETTINGS, None, 120.0, 1.0, 300.0).desired
+    usual = pool_need(mix, None, known_curve(), [REPLICA] * 2, NOBODY, SETTINGS, None, 120.0, 1.0, 300.0).desired
+    halved = pool_need(mix, None, known_curve(), [slow] * 2, NOBODY, SETTINGS, None, 120.0, 1.0, 300.0).desired
     assert halved in (2 * usual - 1, 2 * usual)
 
 
@@ -219,7 +219,7 @@ def test_seats_count_what_answers_hold_over_their_time() -> None:
     mix = mix_of(1.0, 500, 1_500)
     for _ in range(60):
         mix.learn(Usage(9_000, 10, 0), 1)
-    sizes = {size_of(500): Count(100.0, 50_000.0), size_of(9_000): Count(100.0, 900_000.0)}
+    sizes = {size_class(500): Count(100.0, 50_000.0), size_class(9_000): Count(100.0, 900_000.0)}
     assert mix.tokens(sizes).held == pytest.approx((1_500 * (500 + 750) + 10 * (9_000 + 5)) / 1_510, rel=0.01)
 
 
@@ -228,7 +228,7 @@ def test_answers_that_vary_hold_more_than_equal_ones() -> None:
     for tokens in (100, 1_900) * 40:
         equal.learn(Usage(500, 1_000, 0), 1)
         varied.learn(Usage(500, tokens, 0), 1)
-    count = {size_of(500): Count(1.0, 500.0)}
+    count = {size_class(500): Count(1.0, 500.0)}
     assert equal.tokens(count).held == pytest.approx(500 + 500)
     # The mean square over twice the mean, and not half of the mean.
     assert varied.tokens(count).held == pytest.approx(500 + (100**2 + 1_900**2) / 2 / 2_000, rel=0.05)
@@ -240,7 +240,7 @@ def test_a_new_mix_is_believed_after_ten_answers() -> None:
         mix.learn(Usage(3_000, rng.randint(340, 660), 0), 1)
     for _ in range(10):
         mix.learn(Usage(3_000, rng.randint(900, 1_100), 0), 1)
-    assert mix.sizes[size_of(3_000)].output_tokens == pytest.approx(1_000.0, rel=0.1)
+    assert mix.sizes[size_class(3_000)].output_tokens == pytest.approx(1_000.0, rel=0.1)
 
 
 def test_one_long_answer_is_no_new_mix() -> None:
@@ -248,4 +248,4 @@ def test_one_long_answer_is_no_new_mix() -> None:
     for number in range(210):
         mix.learn(Usage(3_000, 20_000 if number == 205 else rng.randint(340, 660), 0), 1)
     # It counts as one of fifty, and does not make a mean of ten.
-    assert mix.sizes[size_of(3_000)].output_tokens < 1.8 * 500
+    assert mix.sizes[size_class(3_000)].output_tokens < 1.8 * 500

@@ -146,26 +146,26 @@ def test_named_pools_are_there_before_and_after_their_replicas() -> None:
     scaling = Scaling(ScalingSettings(pools=("a",), min=0))
     assert set(scaling.pools) == {"a"}
     scaling.pool("b")
-    scaling.keep(())
+    scaling.retain(())
     assert set(scaling.pools) == {"a"}
-    scaling.held("a", 1, 5.0)
-    scaling.held("c", 1, 5.0)
+    scaling.count_on_hold("a", 1, 5.0)
+    scaling.count_on_hold("c", 1, 5.0)
     need = scaling.pools["a"].need(None, [], 1.0, 6.0)
     assert (need.desired, need.reason, set(scaling.pools)) == (1, "queue", {"a"})
-    scaling.held("a", -1, 7.0)
+    scaling.count_on_hold("a", -1, 7.0)
     assert scaling.pools["a"].need(None, [], 1.0, 1_000.0).desired == 0
     scaling.reconfigure(ScalingSettings(pools=("d",)))
-    scaling.keep(())
+    scaling.retain(())
     assert set(scaling.pools) == {"d"}
 
 
 def test_what_was_learned_is_a_start_for_the_next_process_once_it_saw_arrivals_for_a_while() -> None:
     before = Pool()
     before.serve(200)
-    known = before.scaling.known
+    known = before.scaling.known_capacity
     assert known is not None
     after = Pool()
-    after.scaling.recall(known, 0.0)
+    after.scaling.restore(known, 0.0)
     assert not after.need().sure
     for number in range(10):
         after.now += 1.0
@@ -188,13 +188,13 @@ def test_what_was_learned_here_is_replaced_only_by_what_another_process_learned_
     pool, other = Pool(), Pool()
     pool.serve(100)
     other.serve(300)
-    known = other.scaling.known
+    known = other.scaling.known_capacity
     assert known is not None
     sums = pool.scaling.curve.sums
-    pool.scaling.recall(known, pool.now)
+    pool.scaling.restore(known, pool.now)
     assert pool.scaling.curve.sums == sums
-    assert not pool.scaling.mix.recalled
-    pool.scaling.recall(known, other.now)
+    assert not pool.scaling.mix.restored
+    pool.scaling.restore(known, other.now)
     line, learned = pool.scaling.curve.line, other.scaling.curve.line
     assert line is not None
     assert learned is not None
@@ -202,20 +202,20 @@ def test_what_was_learned_here_is_replaced_only_by_what_another_process_learned_
     pool.now = other.now
     assert not pool.need().sure, "what arrived meanwhile is not known here"
     pool.serve(100)
-    again = pool.scaling.known
-    pool.scaling.recall(known, other.now)
-    assert pool.scaling.known == again
-    assert Pool().scaling.known is None
+    again = pool.scaling.known_capacity
+    pool.scaling.restore(known, other.now)
+    assert pool.scaling.known_capacity == again
+    assert Pool().scaling.known_capacity is None
 
 
 def test_the_clock_may_be_anything_when_a_process_begins() -> None:
     source = Pool()
     source.serve(200)
-    known = source.scaling.known
+    known = source.scaling.known_capacity
     assert known is not None
     pool = Pool()
     pool.now = 1e6
-    pool.scaling.recall(known, pool.now)
+    pool.scaling.restore(known, pool.now)
     weight = pool.scaling.curve.sums[0]
     pool.serve(10)
     assert pool.scaling.curve.sums[0] > weight
@@ -238,10 +238,10 @@ def test_the_clock_may_be_anything_when_a_process_begins() -> None:
         KnownCapacity((1.0,) * 9, ((7, 40, 100.0, 0.5),), (float("inf"),)),
     ],
 )
-def test_numbers_that_cannot_be_right_are_not_recalled(known: KnownCapacity) -> None:
+def test_numbers_that_cannot_be_right_are_not_restored(known: KnownCapacity) -> None:
     pool = Pool()
-    pool.scaling.recall(known, 0.0)
-    assert not pool.scaling.mix.recalled
+    pool.scaling.restore(known, 0.0)
+    assert not pool.scaling.mix.restored
     for _ in range(100):
         pool.now += 1.0
         pool.scaling.arrived(request(prompt_tokens=1_000), pool.now, new=True, counts=True)
@@ -251,9 +251,9 @@ def test_numbers_that_cannot_be_right_are_not_recalled(known: KnownCapacity) -> 
 def test_a_pool_begins_with_what_is_known_of_its_name() -> None:
     source = Pool()
     source.serve(100)
-    assert source.scaling.known is not None
+    assert source.scaling.known_capacity is not None
     scaling = Scaling(ScalingSettings(pools=("named",)))
-    scaling.recall({"named": source.scaling.known, "later": source.scaling.known}, 0.0)
-    assert [scaling.pool(name).mix.recalled for name in ("named", "later", "other")] == [True, True, False]
+    scaling.restore({"named": source.scaling.known_capacity, "later": source.scaling.known_capacity}, 0.0)
+    assert [scaling.pool(name).mix.restored for name in ("named", "later", "other")] == [True, True, False]
     source.serve(1)
-    assert scaling.known() == {}
+    assert scaling.known_capacities() == {}

@@ -10,7 +10,7 @@ from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Learned, Role
 from llmproxy.core.scaling.curve import StepCurve
 from llmproxy.core.scaling.mix import Tokens
-from llmproxy.core.scaling.need import Need, ReplicaFacts, capacity_of
+from llmproxy.core.scaling.need import Need, ReplicaFacts, replica_capacity
 from llmproxy.core.scaling.roles import Ratio, apart
 from tests.core.make import view
 
@@ -57,7 +57,7 @@ def test_a_pool_without_roles_has_none() -> None:
     ("prefill", "decode", "best"), [(1.0, 1.0, 4), (3.0, 5.0, 3), (0.0, 1.0, 1), (1.0, 0.0, 7), (2.4, 5.6, 2)]
 )
 def test_a_number_of_replicas_is_split_by_the_same_share(prefill: float, decode: float, best: int) -> None:
-    assert Ratio(prefill, decode).of(8) == best
+    assert Ratio(prefill, decode).prefill_replicas(8) == best
 
 
 def test_the_time_of_a_prompt_is_that_of_where_prompts_are_computed() -> None:
@@ -67,8 +67,8 @@ def test_the_time_of_a_prompt_is_that_of_where_prompts_are_computed() -> None:
         curve.learn(100.0, 1.0 + sequences / 100.0, sequences, 0.0, 0.0)
     came = Tokens(10.0, 10_000.0, 10_000.0, 0.0, 1_000.0, 1_050.0)
     answering = ReplicaFacts(True, 64, 200_000, 0.2)
-    alone = capacity_of(came, learned, curve, [answering], None, 1.0)
-    apart = capacity_of(
+    alone = replica_capacity(came, learned, curve, [answering], None, 1.0)
+    apart = replica_capacity(
         came, learned, curve, [answering, ReplicaFacts(True, 64, 200_000, 0.2, for_prompts=True)], None, 1.0
     )
     assert alone is not None

@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from llmproxy.core.domain import Placed, Role, Stage, Verdict
-from llmproxy.core.placement.staged import decode_of, prefill_of
+from llmproxy.core.placement.staged import as_decode, as_prefill
 from tests.core.make import view
 from tests.lab.baselines.baseline_world import BLOCK, World
 
@@ -18,12 +18,12 @@ def split(world: World, tokens: int) -> Placed:
     asked = structs.replace(world.ask(*range(tokens // BLOCK), tokens=tokens), splittable=True)
     world.policy.begin(VIEWS)  # type: ignore[attr-defined]
     placed = world.placed(asked, VIEWS)
-    world.policy.booked(1, prefill_of(asked) if placed.answers_on else asked, placed, world.now)
+    world.policy.booked(1, as_prefill(asked) if placed.answers_on else asked, placed, world.now)
     if placed.answers_on:
         world.policy.finished(1, Verdict.SERVED, None, world.now)
-        answer = world.placed(decode_of(asked), VIEWS)
+        answer = world.placed(as_decode(asked), VIEWS)
         assert answer.backend == placed.answers_on
-        world.policy.booked(2, decode_of(asked), answer, world.now)
+        world.policy.booked(2, as_decode(asked), answer, world.now)
         world.policy.finished(2, Verdict.SERVED, None, world.now)
     return placed
 
@@ -70,6 +70,6 @@ def test_where_the_decode_replica_is_gone_another_one_is_taken(name: str) -> Non
     world.policy.begin(VIEWS)  # type: ignore[attr-defined]
     placed = world.placed(asked, VIEWS)
     left = [structs.replace(one, available=one.backend != placed.answers_on) for one in VIEWS]
-    answer = world.placed(decode_of(asked), left)
+    answer = world.placed(as_decode(asked), left)
     assert answer.backend in {"d", "e"} - {placed.answers_on}
     assert asked.stage is Stage.WHOLE

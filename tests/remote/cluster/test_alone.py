@@ -144,9 +144,9 @@ async def test_what_flows_were_charged_before_counts(monkeypatch: pytest.MonkeyP
         await asyncio.sleep(1.5)
         known = {key: dict(flows) for key, flows in one.shard._hand_over.balances.known.items()}
         assert any(known.values())
-        recalled: dict[tuple[str, int], dict[str, float]] = {}
+        restored: dict[tuple[str, int], dict[str, float]] = {}
         monkeypatch.setattr(
-            one.dispatcher.pools, "recall", lambda pool, band, flows: recalled.setdefault((pool, band), dict(flows))
+            one.dispatcher.pools, "restore", lambda pool, band, flows: restored.setdefault((pool, band), dict(flows))
         )
         await without_leader(found)
-        assert recalled == known
+        assert restored == known

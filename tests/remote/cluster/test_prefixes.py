@@ -74,8 +74,8 @@ async def test_what_is_no_backend_here_is_left_out() -> None:
         assert len([*one.relay._prefixes.all()]) == 1
         one.dispatcher.pools.remove_backend(backend)
         assert not [*one.relay._prefixes.all()]
-        one.dispatcher.pools.recall_prefix(BASE, backend, PROMPT)
-        one.dispatcher.pools.recall_prefix("gone", "b", PROMPT)
+        one.dispatcher.pools.restore_prefix(BASE, backend, PROMPT)
+        one.dispatcher.pools.restore_prefix("gone", "b", PROMPT)
         assert known(one) == {}
 
 

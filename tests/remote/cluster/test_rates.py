@@ -87,7 +87,7 @@ async def test_what_waited_is_neither_counted_twice_nor_refused_by_the_next_lead
 
 @virtual
 async def test_what_waited_is_not_refused_where_its_member_comes_late() -> None:
-    """The next leader has recalled what was taken by then, what waits included."""
+    """The next leader has restored what was taken by then, what waits included."""
     async with world(3, settings=limited(requests_per_min=2.0)) as found:
         one, other = found.followers
         holder = found.leader.client()

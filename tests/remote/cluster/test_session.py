@@ -615,20 +615,20 @@ async def test_what_flows_were_charged_is_known_to_the_next_leader() -> None:
         await asyncio.sleep(1.5)
         known = {key: dict(flows) for key, flows in new.shard._hand_over.balances.known.items()}
         assert any(known.values())
-        recalled: list[Any] = []
-        recall = new.dispatcher.pools.recall
+        restored: list[Any] = []
+        restore = new.dispatcher.pools.restore
 
         def spy(pool: str, band: int, flows: Any) -> None:
-            recalled.append(((pool, band), dict(flows)))
-            recall(pool, band, flows)
+            restored.append(((pool, band), dict(flows)))
+            restore(pool, band, flows)
 
-        new.dispatcher.pools.recall = spy  # type: ignore[method-assign, assignment]
+        new.dispatcher.pools.restore = spy  # type: ignore[method-assign, assignment]
         found.cut(old, new)
         found.store.held = None
         old.shard._election.stands = False  # type: ignore[union-attr]
         await asyncio.sleep(HELD_S + SETTLE_S)
         assert new.shard.leads
-        assert dict(recalled) == known
+        assert dict(restored) == known
         found.heal()
         await asyncio.sleep(5.0)
         for client in clients:
@@ -644,12 +644,12 @@ async def test_what_was_learned_is_known_to_the_next_leader_and_to_one_that_join
         late = await found.member("late")
         await asyncio.sleep(1.0)
         for one in (*found.followers, late):
-            assert one.recalled == [], "only who leads needs it"
+            assert one.restored == [], "only who leads needs it"
         assert late.shard._hand_over.learned == old.learned
         old.cluster.begin_shutdown()
         await asyncio.sleep(2.0)
         assert found.leader is not old
-        assert [told for told, _ in found.leader.recalled] == [old.learned]
+        assert [told for told, _ in found.leader.restored] == [old.learned]
 
 
 @virtual
@@ -662,13 +662,13 @@ async def test_what_a_leader_told_itself_is_no_younger_when_the_next_one_tells_i
         told_s = loop.time()
         await hand_over(found, old, new)
         await hand_over(found, new, old)
-        [(told, at_s)] = old.recalled
+        [(told, at_s)] = old.restored
         assert (told, at_s < told_s) == (old.learned, True)
         await hand_over(found, old, new)
         new.learned, later_s = Learned({}, {"base": KnownCapacity((2.0,), ())}), loop.time()
         await asyncio.sleep(LEARNED_S + 1.0)
         await hand_over(found, new, old)
-        told, at_s = old.recalled[-1]
+        told, at_s = old.restored[-1]
         assert (told, at_s > later_s) == (new.learned, True)
 
 
@@ -684,7 +684,7 @@ async def test_a_leader_that_has_seen_too_little_tells_the_next_one_what_it_was_
         await asyncio.sleep(LEARNED_S + 1.0)
         between.shard._election.stands = old.shard._election.stands = False  # type: ignore[union-attr]
         await hand_over(found, between, new)
-        assert new.recalled[-1][0] == Learned({}, {"base": KnownCapacity((1.0,), ())}), "of the pools that are there"
+        assert new.restored[-1][0] == Learned({}, {"base": KnownCapacity((1.0,), ())}), "of the pools that are there"
 
 
 async def hand_over(found: World, one: VirtualMember, other: VirtualMember) -> None:

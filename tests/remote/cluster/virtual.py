@@ -157,7 +157,7 @@ class VirtualMember:
         self.backends = set(backends)
         self.drained: frozenset[str] = frozenset()
         self.learned = Learned({}, {})
-        self.recalled: list[tuple[Learned, float]] = []
+        self.restored: list[tuple[Learned, float]] = []
         self.responses: dict[str, protocol.ResponseStored] = {}
         self.relays = Relays(self.dispatcher, self.backends)
         self.network = VirtualNetwork(world.net, name)
@@ -170,7 +170,7 @@ class VirtualMember:
             lambda: Drained(self.drained),
             self._drain,
             lambda: self.learned,
-            lambda *told: self.recalled.append(told),
+            lambda *told: self.restored.append(told),
         )
         context = self.events.context(self.dispatcher, lambda: None)
 

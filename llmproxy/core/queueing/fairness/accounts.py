@@ -32,19 +32,19 @@ class Accounts(Generic[Account]):
         yield from self._waiting.items()
         yield from self._idle.items()
 
-    def of(self, flow: str) -> Account:
+    def open(self, flow: str) -> Account:
         """The account of `flow`, opened where there is none."""
         account = self._waiting.get(flow)
         return account if account is not None else self._rest(flow, self._idle.pop(flow, None) or self._make())
 
-    def wait(self, flow: str) -> Account:
+    def set_waiting(self, flow: str) -> Account:
         """The account of `flow`, which waits from now on."""
         account = self._waiting.get(flow)
         if account is None:
             account = self._waiting[flow] = self._idle.pop(flow, None) or self._make()
         return account
 
-    def rest(self, flow: str) -> Account | None:
+    def set_idle(self, flow: str) -> Account | None:
         """`flow` waits no more; its account, None where it did not wait."""
         account = self._waiting.pop(flow, None)
         return None if account is None else self._rest(flow, account)

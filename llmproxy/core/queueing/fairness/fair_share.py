@@ -69,7 +69,7 @@ class FairShare(FairnessPolicy):
         return CREDIT_REQUESTS * self._charged / self._requests if self._charged > 0.0 else 0.0
 
     def backlogged(self, flow: str, head: Request) -> None:
-        account = self._accounts.wait(flow)
+        account = self._accounts.set_waiting(flow)
         if flow not in self._flows:
             self._raise_level()
             if account.counter < self._level:
@@ -79,7 +79,7 @@ class FairShare(FairnessPolicy):
     def emptied(self, flow: str) -> None:
         self._raise_level()
         self._flows.discard(flow)
-        self._accounts.rest(flow)
+        self._accounts.set_idle(flow)
 
     def candidates(self, now: float) -> Iterator[str]:
         return iter(self._flows)
@@ -91,7 +91,7 @@ class FairShare(FairnessPolicy):
 
     def charge(self, flow: str, cost: float) -> None:
         self._charged += cost
-        account = self._accounts.of(flow)
+        account = self._accounts.open(flow)
         account.counter += cost
         if flow in self._flows:
             self._flows.set(flow, account.counter)
@@ -99,9 +99,9 @@ class FairShare(FairnessPolicy):
     def balances(self) -> Mapping[str, float]:
         return {flow: account.counter - self._level for flow, account in self._accounts.all()}
 
-    def recall(self, balances: Mapping[str, float]) -> None:
+    def restore(self, balances: Mapping[str, float]) -> None:
         for flow, balance in balances.items():
-            account = self._accounts.of(flow)
+            account = self._accounts.open(flow)
             account.counter = self._level + balance
             if flow in self._flows:
                 self._flows.set(flow, account.counter)

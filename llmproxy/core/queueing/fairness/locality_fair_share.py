@@ -61,7 +61,7 @@ class LocalityFairShare(FairnessPolicy):
         self._spent = KeyedHeap()
 
     def backlogged(self, flow: str, head: Request) -> None:
-        account = self._accounts.wait(flow)
+        account = self._accounts.set_waiting(flow)
         if flow not in self._positive and flow not in self._spent:
             account.counter = max(account.counter, self._level - self._quantum)
             self._list(flow, account)
@@ -69,7 +69,7 @@ class LocalityFairShare(FairnessPolicy):
     def emptied(self, flow: str) -> None:
         self._positive.discard(flow)
         self._spent.discard(flow)
-        self._accounts.rest(flow)
+        self._accounts.set_idle(flow)
 
     def candidates(self, now: float) -> Generator[str, None, None]:
         self._refill()
@@ -77,7 +77,7 @@ class LocalityFairShare(FairnessPolicy):
         yield from self._spent
 
     def dispatched(self, flow: str) -> None:
-        account = self._accounts.of(flow)
+        account = self._accounts.open(flow)
         if account.turn == self._turns:
             return
         self._turns += 1
@@ -86,7 +86,7 @@ class LocalityFairShare(FairnessPolicy):
             self._list(flow, account)
 
     def charge(self, flow: str, cost: float) -> None:
-        account = self._accounts.of(flow)
+        account = self._accounts.open(flow)
         account.counter += cost
         was_positive = flow in self._positive
         if flow in self._spent or (was_positive and account.counter >= self._level):
@@ -98,9 +98,9 @@ class LocalityFairShare(FairnessPolicy):
         found = ((flow, account.counter - self._level) for flow, account in self._accounts.all())
         return {flow: balance for flow, balance in found if isfinite(balance)}
 
-    def recall(self, balances: Mapping[str, float]) -> None:
+    def restore(self, balances: Mapping[str, float]) -> None:
         for flow, balance in balances.items():
-            account = self._accounts.of(flow)
+            account = self._accounts.open(flow)
             account.counter = self._level + balance
             if flow in self._positive or flow in self._spent:
                 self._positive.discard(flow)
@@ -127,4 +127,4 @@ class LocalityFairShare(FairnessPolicy):
         rounds = (least[0] - self._level) // self._quantum + 1
         self._level += rounds * self._quantum
         for flow in self._spent.take_below(self._level):
-            self._positive.set(flow, -self._accounts.of(flow).turn)
+            self._positive.set(flow, -self._accounts.open(flow).turn)

@@ -56,11 +56,11 @@ class FairnessPolicy(ABC):
         """
 
     def balances(self) -> Mapping[str, float]:
-        """What each known flow was charged beyond the others, for `recall` of a process that goes on in the place of
+        """What each known flow was charged beyond the others, for `restore` of a process that goes on in the place of
         this one; none where this policy keeps nothing of the past."""
         return {}
 
-    def recall(self, balances: Mapping[str, float]) -> None:
+    def restore(self, balances: Mapping[str, float]) -> None:
         """Take over what another process knew of these flows, when those that waited there wait here."""
 
     def standing(self, flow: str) -> tuple[tuple[str, float], ...]:

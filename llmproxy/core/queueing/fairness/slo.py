@@ -74,7 +74,7 @@ class SloAdherence(FairnessPolicy):
         self._watch(request)
 
     def backlogged(self, flow: str, head: Request) -> None:
-        account = self._accounts.wait(flow)
+        account = self._accounts.set_waiting(flow)
         account.weight = head.weight
         account.due_s = _due_s(head)
         account.arrived_s = head.arrived_s
@@ -86,7 +86,7 @@ class SloAdherence(FairnessPolicy):
         self._flows.discard(flow)
         account = self._accounts.find(flow)
         if account is not None and account.counted:
-            self._accounts.rest(flow)
+            self._accounts.set_idle(flow)
         else:
             self._accounts.drop(flow)
 
@@ -124,7 +124,7 @@ class SloAdherence(FairnessPolicy):
         index = self._bucket()
         if not self._buckets or self._buckets[-1][0] != index:
             self._buckets.append((index, {}))
-        account = self._accounts.of(flow)
+        account = self._accounts.open(flow)
         for tally in (account, self._buckets[-1][1].setdefault(flow, _Tally())):
             tally.counted += 1
             tally.missed += not met
@@ -147,7 +147,7 @@ class SloAdherence(FairnessPolicy):
 
     def _leave(self, bucket: dict[str, _Tally]) -> None:
         for flow, tally in bucket.items():
-            account = self._accounts.of(flow)
+            account = self._accounts.open(flow)
             account.counted -= tally.counted
             account.missed -= tally.missed
             if flow in self._flows:

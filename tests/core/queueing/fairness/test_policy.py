@@ -123,16 +123,16 @@ def test_the_oldest_idle_flow_is_forgotten_and_waiting_ones_never(monkeypatch: p
     monkeypatch.setattr(accounts, "IDLE_FLOWS_MAX", 2)
     gone: list[str] = []
     kept: Accounts[list[str]] = Accounts(list, gone.append)
-    kept.wait("waits").append("x")
+    kept.set_waiting("waits").append("x")
     for flow in ("a", "b", "waits", "a", "c"):
-        kept.of(flow)
+        kept.open(flow)
     assert gone == ["b"]
     assert kept.find("waits") == ["x"]
     assert list(kept._idle) == ["a", "c"]
-    kept.rest("waits")
+    kept.set_idle("waits")
     assert gone == ["b", "a"]
-    assert kept.wait("waits") == ["x"], "one account, whether the flow waits or not"
-    kept.rest("nobody")
+    assert kept.set_waiting("waits") == ["x"], "one account, whether the flow waits or not"
+    kept.set_idle("nobody")
     kept.drop("waits")
     assert kept.find("waits") is None
 
@@ -145,7 +145,7 @@ def test_a_process_that_goes_on_in_the_place_of_another_goes_on_in_its_order(nam
     for flow, cost in (("a", 100.0), ("b", 40.0)):
         before.charge(flow, cost)
     arrive(after, "a", "b", "c")
-    after.recall(before.balances())
+    after.restore(before.balances())
     orders: list[list[str]] = []
     for policy in (before, after):
         orders.append([])
