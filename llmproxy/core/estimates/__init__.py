@@ -1,1 +1,1 @@
-"""What a request will cost and when it will answer, learned from earlier requests."""
+"""Estimates of tokens and times of requests, learned from earlier requests."""

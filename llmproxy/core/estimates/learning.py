@@ -1,4 +1,4 @@
-"""The online learners of the core. In all of them a newer observation counts more than an older one."""
+"""The online learners of the core. All weight newer observations more than older ones."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from math import exp
 
 
 def gain(least: float, seen: int) -> float:
-    """The weight of the newest of `seen` observations: a plain mean at first, `least` in the long run."""
+    """Returns the weight of the newest of `seen` observations: a plain mean at first, `least` in the long run."""
     return max(least, 1.0 / seen)
 
 
 def follow(mean: float, observed: float, weight: float) -> float:
-    """An exponentially weighted mean after one more observation of this weight (0..1)."""
+    """Returns an exponentially weighted mean after one more observation of this weight (0..1)."""
     return mean + weight * (observed - mean)
 
 
 def follow_ratio(mean: float, observed: float, weight: float, least: float, most: float) -> float:
-    """The same for a geometric mean. An observation counts as `least` to `most` times the mean, to bound outliers."""
+    """Returns the same for a geometric mean. An observation is clipped to `least` to `most` times the mean."""
     ratio: float = min(most, max(least, observed / mean)) ** weight
     return mean * ratio
 
 
 class QuantileTracker:
-    """The factor by which observed times exceed their predictions in one case of ten.
+    """Learns `factor`: one in ten observed times exceeds its prediction by more than this factor.
 
     Stochastic approximation of a quantile (Robbins and Monro, 1951) on the logarithm: nine steps up for each time above
     the factor, one step down for each time below.
@@ -40,7 +40,7 @@ class QuantileTracker:
 
 
 class DecayingRate:
-    """Amounts per second, where an amount counts e times less after each `window_s` seconds."""
+    """Amounts per second, with exponential decay: after `window_s` seconds an amount counts 1/e."""
 
     __slots__ = ("_at_s", "_per_s", "_window_s")
 

@@ -1,30 +1,33 @@
-"""Times over an amount of work, such as seconds over the tokens of a prompt, learned online."""
+"""Lines learned online: times over an amount of work, such as seconds over the tokens of a prompt."""
 
 from __future__ import annotations
 
 KEEP = 0.98
-"""Weight that an observation keeps with each newer one: about the last fifty decide."""
+"""Factor by which each observation discounts the earlier ones: about the last fifty count."""
 OUTLIER = 4.0
-"""An observation counts as at most so many times the expected value."""
+"""An observation is clipped to this multiple of the expected value."""
 GUESS_WEIGHT = 0.1
 """Weight of the initial guess beside one observation."""
 SPREAD_MIN = 1e-3
-"""Least variance of x, as a share of the mean of x squared. Where all x are nearly equal they say nothing of others."""
+"""Least variance of x, as a share of the mean of x squared. Nearly equal x do not determine a slope."""
 
 USUAL_TOKENS = 4_000.0
-"""The guessed point of a line over prompt tokens."""
+"""The scale of a line over prompt tokens."""
 JITTER_S = 0.02
-"""The part of an error that does not grow with the time: a turn of the scheduler, a step of the engine."""
+"""The part of an error that does not grow with the time: a turn of the event loop, a step of the engine."""
 WAIT_S = 1.0
-"""The same where waits inside the engine count: they differ by about so much, whatever the prompt."""
+"""As `JITTER_S`, for times that include waits inside the engine, which vary by about this much."""
 
 
 class LearnedLine:
     """y = base + slope * x, a least squares fit of relative errors with exponential forgetting.
 
-    `base` and `slope` are never negative. The line starts from two guessed points, at 0 and at `scale`, which the first
-    few observations outweigh. `jitter` is the part of an error that does not grow with y. `slope` is at least `steep`
-    times `base`: where that is given, times that do not grow with x do not say that none will.
+    `base` and `slope` are never negative.
+
+    Args:
+        base, slope: The initial guess, as two points at x = 0 and x = `scale`. The first few observations outweigh it.
+        jitter: The part of an error that does not grow with y.
+        steep: Lower bound of slope / base. It keeps a slope even if the observed times do not grow with x.
     """
 
     def __init__(self, base: float, slope: float, scale: float, jitter: float, steep: float = 0.0) -> None:
@@ -37,7 +40,7 @@ class LearnedLine:
 
     def learn(self, x: float, y: float) -> None:
         self.seen += 1
-        # One outlier has another cause than speed. Many of them still move the line.
+        # A single outlier has another cause than speed. Many of them still move the line.
         self._learn(x, min(y, OUTLIER * (self._jitter + self.at(x))), 1.0)
 
     def _learn(self, x: float, y: float, weight: float) -> None:
@@ -52,22 +55,22 @@ class LearnedLine:
             self.slope = max(0.0, (n * xy - x_sum * y_sum) / spread)
         self.base = (y_sum - self.slope * x_sum) / n
         if self.base < 0.0 or self.slope < self._steep * self.base:
-            # The best of the lines whose base is as many times the slope as is allowed.
+            # The best line with the smallest allowed ratio of slope to base, or with base 0.
             shift = 0.0 if self.base < 0.0 else 1.0 / self._steep
             self.slope = (xy + shift * y_sum) / (xx + shift * (2.0 * x_sum + shift * n))
             self.base = shift * self.slope
 
     def at(self, x: float) -> float:
-        """The expected value at `x`."""
+        """Returns the expected value at `x`."""
         return self.base + self.slope * x
 
 
 class FirstToken(LearnedLine):
-    """Seconds from the grant to the first byte over all tokens of the prompt, for a pool.
+    """Seconds from the grant to the first byte over the prompt's tokens, for a pool.
 
-    It contains the wait inside the engine and the effect of the prefix cache at the present load. So it answers "how
-    long from now" for a request of which only the length is known. `PoolRates.prefill` is another quantity: the time
-    that an engine computes uncached tokens. The guess is nothing, so that no request is refused for it.
+    The time includes the wait inside the engine and the effect of the prefix cache at the current load, so it predicts
+    the first byte of a request from its prompt length alone. `PoolRates.prefill` is only the computing time of uncached
+    tokens. The initial guess is 0, so that no request is refused because of a guess.
     """
 
     def __init__(self) -> None:

@@ -10,24 +10,24 @@ from llmproxy.core.domain import RequestFacts, Usage
 from llmproxy.core.estimates.learning import follow, gain
 
 BYTES_PER_TOKEN = 4.0
-"""For English text under common tokenizers, used until the first `usage` of a model is seen."""
+"""For English text with common tokenizers, used until the first `usage` of a model."""
 OUTPUT_TOKENS = 256.0
-"""Length of an answer before any was seen. A wrong guess is corrected while the answer streams."""
+"""Assumed length of the first answer of a model. A wrong guess is corrected while the answer streams."""
 GAIN = 0.05
 MODELS_MAX = 10_000
 CONTEXT_TOKENS_MAX = 1 << 24
-"""The longest context that is accepted from a backend, and assumed of a backend that publishes none."""
+"""The longest context that is accepted from a backend, and assumed for a backend that publishes none."""
 TEXT_TOKENS_PER_BYTE = 4
 """The most tokens per byte of a prompt: an image counts as 4 KB and may have up to 16,384 tokens."""
 TEMPLATE_TOKENS_MAX = 64 * 1024
-"""The most that a chat template with its system prompt and tool texts adds to a prompt."""
+"""The most tokens that a chat template with its system prompt and tool texts adds to a prompt."""
 TURNS_MAX = 64
-"""The most turns in one answer of the responses API. Its usage is their sum where the engine runs tools."""
+"""The most turns in one answer of the responses API. If the engine runs tools, the usage is the sum over all turns."""
 
 
 @dataclass(slots=True)
 class Estimate:
-    """What `seen` answers taught about one model: UTF-8 bytes per prompt token, output tokens per sequence."""
+    """Means of one model over `seen` answers: UTF-8 bytes per prompt token, and output tokens per sequence."""
 
     bytes_per_token: float = BYTES_PER_TOKEN
     output_tokens: float = OUTPUT_TOKENS
@@ -41,7 +41,7 @@ class Estimator:
         self._models: OrderedDict[str, Estimate] = OrderedDict()
 
     def tokens(self, model: str, facts: RequestFacts) -> tuple[int, int]:
-        """Expected (prompt tokens, output tokens) of a request on `model`, all its sequences together."""
+        """Returns the expected (prompt tokens, output tokens) of a request, with the output of all its sequences."""
         learned = self._learned(model)
         prompt = facts.prompt_tokens
         if prompt is None:
@@ -52,13 +52,13 @@ class Estimator:
         return max(1, prompt), round(output * facts.sequences)
 
     def bytes_per_token(self, model: str) -> float:
-        """UTF-8 bytes of prompt text per token of `model`."""
+        """Returns the UTF-8 bytes of prompt text per token of `model`."""
         return self._learned(model).bytes_per_token
 
     def learn(self, model: str, prompt_bytes: int | None, sequences: int | None, usage: Usage) -> None:
         """Learn from the `usage` of one answer.
 
-        `prompt_bytes` is None where the prompt came as token ids, `sequences` where the engine generated nothing.
+        `prompt_bytes` is None if the prompt was sent as token ids, `sequences` is None if the engine generates nothing.
         """
         learned = self._models.get(model) or Estimate()
         self.take(model, learned)
@@ -71,7 +71,7 @@ class Estimator:
             learned.output_tokens = follow(learned.output_tokens, usage.output_tokens / max(1, sequences), weight)
 
     def take(self, model: str, learned: Estimate) -> None:
-        """Continue from what another process learned about a model."""
+        """Continue with the estimate of another process for a model."""
         self._models[model] = learned
         self._models.move_to_end(model)
         if len(self._models) > MODELS_MAX:
@@ -79,7 +79,7 @@ class Estimator:
 
     @property
     def models(self) -> Mapping[str, Estimate]:
-        """What was learned so far, by model."""
+        """The estimates by model."""
         return self._models
 
     def _learned(self, model: str) -> Estimate:
@@ -87,10 +87,10 @@ class Estimator:
 
 
 def usage_max(facts: RequestFacts, context_tokens: int | None, sequences: int = 1) -> Usage:
-    """The most tokens that an engine can have counted for an answer of `sequences` sequences.
+    """Returns an upper bound of the tokens that an engine can report for an answer of `sequences` sequences.
 
     No sequence is longer than the context, whether its prompt is text, media or a stored conversation. The bytes of the
-    prompt are the bound only where no backend publishes its context.
+    prompt are the bound only if no backend publishes its context.
     """
     if context_tokens is not None:
         prompt = context = min(context_tokens, CONTEXT_TOKENS_MAX)
@@ -102,7 +102,7 @@ def usage_max(facts: RequestFacts, context_tokens: int | None, sequences: int = 
 
 
 def believable(usage: Usage, most: Usage) -> Usage | None:
-    """`usage`, or None if a count is negative or above `most`. An impossible count of cached tokens is left out."""
+    """Returns `usage`, or None if a count is negative or above `most`. An impossible cached count is dropped."""
     if not (0 <= usage.prompt_tokens <= most.prompt_tokens and 0 <= usage.output_tokens <= most.output_tokens):
         return None
     if usage.cached_tokens is None or 0 <= usage.cached_tokens <= usage.prompt_tokens:

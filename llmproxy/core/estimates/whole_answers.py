@@ -1,4 +1,4 @@
-"""How the time of an answer in one piece divides into its prompt and its tokens, learned online."""
+"""Splits the time of non-streamed answers into prompt and output tokens, learned online."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from llmproxy.core.estimates.line import JITTER_S, KEEP, OUTLIER, SPREAD_MIN
 
 
 class WholeAnswers:
-    """`prompt` and `steps`: how many times their assumed time prompts and tokens take.
+    """Learns `prompt` and `steps`: the real time of prompts and of output tokens divided by their assumed time.
 
-    Only the end of such an answer is seen. The two factors are fitted by least squares of relative errors, with
-    exponential forgetting. Answers that all have about the same ratio of prompt to tokens cannot tell the two apart:
-    a small penalty (ridge regression) then draws both to their common factor.
+    Only the end of a non-streamed answer is observed. The two factors are fitted by least squares of relative errors,
+    with exponential forgetting. If all answers have about the same ratio of prompt to output, the factors cannot be
+    told apart, and a small penalty (ridge regression) draws both to their common factor.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class WholeAnswers:
         self._sums: tuple[float, ...] = (0.0,) * 5
 
     def learn(self, prompt_s: float, steps_s: float, took_s: float) -> None:
-        """An answer took `took_s`, where these parts were assumed. Their sum must be above 0."""
+        """An answer with these assumed times took `took_s`. `prompt_s + steps_s` must be above 0."""
         expected_s = JITTER_S + self.prompt * prompt_s + self.steps * steps_s
         if any(self._sums):
             took_s = min(took_s, OUTLIER * expected_s)

@@ -1,4 +1,4 @@
-"""KV connectors: what the bodies of both legs say where one engine computes a prompt and another one answers."""
+"""KV connectors: the `kv_transfer_params` in the bodies of the prefill and the decode stage of a split request."""
 
 from llmproxy.core.kv_connectors import nixl, store
 from llmproxy.core.kv_connectors.connector import KvConnector, NotHandedOver, Parameters, connectors

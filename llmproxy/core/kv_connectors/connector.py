@@ -1,4 +1,4 @@
-"""The base class of KV connectors, what all of them share, and the registry of their names."""
+"""The base class of KV connectors, their shared types, and the registry of their names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from llmproxy.core.policy_registry import Registry
 
 
 class NotHandedOver(Exception):  # noqa: N818 - a fact about one answer, not an error of this code
-    """The answer to a prefill does not say where the KV-cache of the prompt is. `missing`: it says nothing of that."""
+    """The answer to a prefill stage does not tell where the prompt's KV cache is.
+
+    `missing`: the answer has no `kv_transfer_params` at all.
+    """
 
     def __init__(self, message: str, *, missing: bool) -> None:
         super().__init__(message)
@@ -19,32 +22,37 @@ class NotHandedOver(Exception):  # noqa: N818 - a fact about one answer, not an 
 
 
 class Parameters(Struct, frozen=True):
-    """What the second leg needs: the JSON value of its `kv_transfer_params`, None for none.
+    """The parameters of a decode stage. They are valid for a single request."""
 
-    They are of use for `age_max_s`, and for one request alone. `host` is where the second engine will look for the
-    first one, None where it does not connect to it.
-    """
-
+    # The JSON value of `kv_transfer_params`, None for none.
     value: bytes | None = None
+    # The host at which the decode engine connects to the prefill engine, None if it does not connect.
     host: str | None = None
+    # How long the parameters are valid; None for no limit.
     age_max_s: float | None = None
 
 
 class KvConnector(ABC):
-    """How two engines hand the KV-cache of a prompt over. They move it themselves; the proxy carries what they say."""
+    """A protocol by which two engines hand over the KV cache of a prompt.
+
+    The engines move the data themselves; the proxy carries their parameters.
+    """
 
     asks: bytes | None = None
-    """The JSON value of `kv_transfer_params` in the first leg, None for none."""
+    """The JSON value of `kv_transfer_params` in the prefill stage, None for none."""
     frees_refused = False
-    """Whether the first engine frees the blocks of a prompt at once where the second one refuses its leg with a 4xx."""
+    """Whether the prefill engine frees the blocks at once if the decode engine refuses the decode stage with a 4xx."""
 
     def __init__(self, lease_s: float) -> None:
-        """`lease_s` is how long the first engine keeps the blocks of a prompt for the second one."""
+        """`lease_s` is how long the prefill engine keeps the blocks of a prompt for the decode engine."""
         self.lease_s = lease_s
 
     @abstractmethod
     def parameters(self, answer: bytes) -> Parameters:
-        """What the second leg needs, by the JSON answer to the first one. Raises NotHandedOver."""
+        """Returns the parameters of the decode stage from the JSON `answer` to the prefill stage.
+
+        Raises NotHandedOver.
+        """
 
 
 connectors: Registry[type[KvConnector]] = Registry("KV connector")

@@ -1,7 +1,7 @@
-"""vLLM's NixlConnector, whose second engine pulls: `kv_transfer_params` name the blocks in the first engine.
+"""vLLM's NixlConnector: the decode engine pulls the blocks that `kv_transfer_params` name from the prefill engine.
 
-The fields are those of vLLM 0.13 and later. The value goes to the second engine byte by byte, because versions add
-members to it, and engines of one build understand each other's.
+The fields are those of vLLM 0.13 and later. The value is passed to the decode engine unchanged, because newer versions
+add members to it, and both engines are of one version.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from msgspec.json import Decoder
 from llmproxy.core.kv_connectors.connector import KvConnector, NotHandedOver, Parameters, connectors
 
 AGE_MAX_S = 10.0
-"""The oldest parameters that are used. The lease of the blocks begins with the answer of the first engine, and is
-extended only once the second one has the request. A read after the lease is answered 200 with the text of another
-prompt, which stays in the cache of the second engine."""
+"""The oldest parameters that are used. The lease of the blocks begins with the answer of the prefill engine, and is
+extended only once the decode engine has the request. After the lease, the decode engine would read the blocks of
+another prompt, answer 200 with a wrong text, and keep the wrong blocks in its cache."""
 
 
 class _Answer(Struct):
@@ -24,7 +24,7 @@ class _Answer(Struct):
 
 
 class _Params(Struct):
-    """What an engine must find in them. vLLM 0.32 dies where one of these members is missing."""
+    """The required members of `kv_transfer_params`. vLLM 0.32 crashes if one of them is missing."""
 
     do_remote_prefill: bool
     remote_engine_id: str
@@ -40,7 +40,7 @@ _answers, _params = Decoder(_Answer), Decoder(_Params)
 
 @connectors.register("nixl")
 class Nixl(KvConnector):
-    """The first engine keeps the blocks of the prompt for a lease and says where they are."""
+    """The prefill engine keeps the blocks of the prompt for a lease and tells where they are."""
 
     asks = (
         b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'

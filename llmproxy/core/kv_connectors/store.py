@@ -1,4 +1,4 @@
-"""A store of KV-cache that all engines share, such as those of LMCache and Mooncake or a folder (ExampleConnector)."""
+"""A KV cache store shared by all engines, such as LMCache, Mooncake or a folder (ExampleConnector)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from llmproxy.core.kv_connectors.connector import KvConnector, Parameters, conne
 
 @connectors.register("store")
 class Store(KvConnector):
-    """The first engine puts the blocks of the prompt into the store, and the second one finds them there by itself."""
+    """The prefill engine writes the blocks of the prompt to the store, and the decode engine finds them there."""
 
     def parameters(self, answer: bytes) -> Parameters:
         del answer

@@ -1,5 +1,7 @@
-"""The choice of a backend. `policy` is what all placements share, `simple` decides by views alone, `session` keeps
-sessions together, `epp` decides like the endpoint picker of llm-d, `cost` prices in seconds.
+"""The choice of a backend.
+
+`policy` has the base class. The placements: `simple` reads the views alone, `session` keeps sessions on one backend,
+`epp` decides like the endpoint picker of llm-d, and `cost` compares prices in seconds.
 """
 
 from llmproxy.core.placement import cost, epp, session, simple  # noqa: F401 - they register their presets

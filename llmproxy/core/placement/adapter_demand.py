@@ -1,4 +1,4 @@
-"""Which LoRA adapters a backend has to load, and which one an adapter displaces."""
+"""LoRA adapters that a backend must load, and the adapters that they evict."""
 
 from __future__ import annotations
 
@@ -10,43 +10,44 @@ from llmproxy.core.estimates.learning import DecayingRate
 from llmproxy.core.placement.rates import TIERS, LoadTimesByTier
 
 WINDOW_S = 60.0
-"""Window over which requests for an adapter, and loads of a backend, are counted."""
+"""Window over which the requests of each adapter and the loads of each backend are counted."""
 ADAPTERS_MAX = 1_024
 """Bound of the remembered adapters, per backend and per pool."""
 
 
 class Slots:
-    """The adapter slots of one backend.
-
-    `size` is the number of slots, None where unknown. `users` counts the requests in flight of each adapter. `deferred`
-    are adapters that wait for a slot because all slots serve others. `turnover` is loads per second.
-    """
+    """The adapter slots of one backend."""
 
     def __init__(self) -> None:
+        # Number of slots, None if unknown.
         self.size: int | None = None
+        # Adapter -> requests in flight.
         self.users: Counter[str] = Counter()
+        # Adapters that wait for a slot because requests of other adapters use all slots.
         self.deferred: set[str] = set()
+        # Loads per second.
         self.turnover = DecayingRate(WINDOW_S)
         self._loads = 0
         self._uses = 0
+        # Adapter -> (`_uses`, `_loads`) at its last use, the most recent last.
         self._used: dict[str, tuple[int, int]] = {}
 
     @property
     def taken(self) -> bool:
-        """Every slot is in use: a further adapter waits inside the engine until one becomes unused."""
+        """Whether every slot is in use, so that another adapter waits inside the engine."""
         return self.size is not None and len(self.users) >= self.size
 
     def tier(self, adapter: str) -> int:
-        """The tier of an adapter that is not resident; see `rates.TIERS`."""
+        """Returns the tier of an adapter that is not resident; see `rates.TIERS`."""
         used = self._used.get(adapter)
         return TIERS - 1 if used is None else min(TIERS - 1, (self._loads - used[1]).bit_length())
 
     def displaced(self, resident: Set[str]) -> str | None:
-        """The resident adapter that a new one evicts: an unused one first, then the least recently used."""
+        """Returns the resident adapter that a new adapter evicts: unused ones first, then the least recently used."""
         return min(resident, key=lambda x: (x in self.users, self._used.get(x, (0, 0)), x), default=None)
 
     def book(self, adapter: str, cold: bool, now: float) -> int | None:
-        """A request of `adapter` was sent. Answers the tier of the load that it causes, None where it causes none."""
+        """A request of `adapter` was sent. Returns the tier of the load that it causes, None if it causes none."""
         tier = None
         if cold and adapter not in self.users:
             tier = self.tier(adapter)
@@ -59,7 +60,7 @@ class Slots:
         return tier
 
     def started(self, adapter: str) -> None:
-        """The first byte of a request of `adapter` came."""
+        """The first byte of an answer of `adapter` arrived."""
         self.deferred.discard(adapter)
 
     def release(self, adapter: str) -> None:
@@ -79,7 +80,7 @@ class Slots:
 
 
 class AdapterDemand:
-    """How often the adapters of a pool are requested, and what the eviction of one therefore costs."""
+    """Request rates of the adapters of a pool, and the cost of evicting an adapter."""
 
     def __init__(self, loads: LoadTimesByTier) -> None:
         self._loads = loads
@@ -96,18 +97,19 @@ class AdapterDemand:
     def again_s(
         self, adapter: str, view: View, slots: Slots, able: Sequence[View], least_s: float, now: float
     ) -> float:
-        """Expected seconds to load the displaced adapter again; a load takes at least `least_s`.
+        """Returns the expected seconds to load the displaced adapter again; a load takes at least `least_s`.
 
-        The chance that it is requested before it would have been evicted anyway is that of a race of two Poisson
-        processes. The cost is 0 where another backend has the displaced adapter too. A free slot costs nothing, unless
-        it takes a second copy while the adapters that are nowhere would fill all free slots.
+        The displaced adapter must be loaded again if it is requested before it would have been evicted anyway: the
+        chance is a race of two Poisson processes. The cost is 0 if another backend has the displaced adapter too.
+        A free slot costs nothing, unless this is a second copy of `adapter` in the pool and the adapters that no
+        backend has loaded would fill all free slots.
         """
         if view.max_adapters is None:
             return 0.0
         if len(view.resident) < view.max_adapters:
             somewhere = set().union(*[one.resident for one in able])
             free = sum([max(0, (one.max_adapters or 0) - len(one.resident)) for one in able])
-            # One of the served names is the base model.
+            # The served names include the base model.
             if adapter not in somewhere or len(view.served) - 1 - len(somewhere) < free:
                 return 0.0
             return max(least_s, self._loads.at(slots.tier(adapter)))

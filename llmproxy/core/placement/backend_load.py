@@ -1,4 +1,4 @@
-"""What the cost placement knows of one backend beside its view: its speed, and the prompts that it still computes."""
+"""The cost placement's model of one backend: its learned speed, and the prompts that it has not computed yet."""
 
 from __future__ import annotations
 
@@ -13,112 +13,128 @@ from llmproxy.core.placement.prefix_index import InUse
 from llmproxy.core.placement.rates import PoolRates, SpeedFactor
 
 WORK_S = 30.0
-"""Window of the share of time that a backend spends on prompts, for the delay of later requests."""
+"""Window of `BackendLoad.busy_share`, which prices the delay of later requests."""
 
 RATION_S = 10.0
-"""The same for the bound that the objectives of streams set: about as long as an answer."""
+"""Window of the share of time spent on prompts that the objectives of streams bound: about as long as an answer."""
 ROUNDING_S = 1e-6
-"""A shorter wait is rounding: who comes back at the time that was named must find the backend open."""
+"""A shorter wait counts as none, so that rounding cannot keep a backend closed at its announced opening time."""
 MARGIN = 0.9
-"""Streams are kept to this part of their objective, because some are slower than the mean."""
+"""The mean stream may use this part of its objective, because some streams are slower than the mean."""
 SHARE_MIN = 0.05
-"""Prompts may always have this share of a backend's time, or nothing would be begun where decoding alone is slow."""
+"""Share of a backend's time that prompts may always use. Without it, no request would start where decoding alone
+already misses the objectives."""
 TPOT_MAX_S = 10.0
-"""An objective counts as at most this: none beyond can be missed."""
+"""Upper bound of the objective per output token that rationing considers."""
 SAME_STEP_S = 0.003
 """First bytes this close come from one engine step, which computed all their prompts."""
 WHOLE_EVERY_S = 0.02
-"""An answer in one piece that ends sooner after the last one teaches nothing: fifty a second are enough."""
+"""Minimum interval between two non-streamed answers that are learned from: fifty a second are enough."""
 TOGETHER_S = 0.05
-"""An idle engine begins requests that come this close in one step."""
+"""An idle engine starts requests that arrive this close together in one step."""
 STRETCH_PROMPTS = 16
-"""On a backend that always has prompts, what so many took is learned as one time. One step computes the end of a prompt
-and the beginning of the next, so the time from one first byte to the next belongs to neither."""
+"""Prompts whose time is learned as one observation on a backend that always has prompts. An engine step computes the
+end of one prompt and the beginning of the next, so the time between two first bytes belongs to neither prompt."""
 WINDOW_STEP_S = 0.01
-"""A window counts as kept while it is exceeded by less, so that the same backend is not looked at again at once."""
+"""The prompt window may be exceeded by this much, so that the scheduler does not retry the backend at once."""
 OVERDUE = 2.0
-"""A prompt without a byte is overdue after so many times its expected time."""
+"""A prompt without a first byte is overdue after this multiple of its expected time."""
 
 
 class InFlight(Struct, eq=False):
-    """A lease, and what was predicted when it was booked.
-
-    `own_tokens` of its prompt were to be computed; `work_tokens` are the same, weighted by attention, which with its
-    adapter takes `work_s`. The first token was expected after `ttft_s`, each later one after `tpot_s`. From `due_s` on
-    the first byte is overdue. `crowded`: the batch was full, so the prompt had to wait for another request to end.
-    `deferred`: all adapter slots were in use, so later requests may be computed first. `begun_at_work_s` is the
-    backend's `worked_s` when the first token came. `rations_at` is the objective of its stream, in tokens per second;
-    0 where it has none that could be kept. `fetched`: another backend computes the prompt. `fetched_tokens` of it come
-    from there; None where they were to come and did not, so that its time says nothing of what was predicted. An answer
-    in one piece got its place in the batch at `began_s`, None while it waits for one. Then `begun_at_work_s` was noted,
-    and `ahead_tokens`, the weighted tokens of the prompts up to its own.
-    """
+    """A lease, and the predictions at its booking."""
 
     request: Request
     backend: str
     backend_load: BackendLoad
     booked_s: float
+    # Uncached prompt tokens.
     own_tokens: float
     cached_tokens: float
     cold_adapter: bool
+    # Predicted seconds until the first token, and for each later token.
     ttft_s: float
     tpot_s: float
+    # Another backend computes the prompt (decode stage).
     fetched: bool
+    # All adapter slots were in use, so later requests may be computed first.
     deferred: bool = False
+    # The batch was full, so the prompt waits for the end of another request.
     crowded: bool = False
+    # `own_tokens` weighted by attention.
     work_tokens: float = 0.0
+    # Predicted seconds for `work_tokens` and the adapter load.
     work_s: float = 0.0
+    # The first byte is overdue from here on.
     due_s: float = 0.0
     started_s: float | None = None
+    # `BackendLoad.worked_s` at the first token of a stream, or at `began_s` of a non-streamed answer.
     begun_at_work_s: float = 0.0
+    # The objective of the stream in tokens per second; 0 without an objective that can be met.
     rations_at: float = 0.0
+    # Prompt tokens to fetch from the prefill backend; None after the transfer failed, because the times then teach
+    # nothing about the predictions.
     fetched_tokens: int | None = 0
+    # When a non-streamed answer got its place in the batch, None before; and then the weighted tokens of all prompts up
+    # to its own.
     began_s: float | None = None
     ahead_tokens: float = 0.0
 
     @property
     def attended(self) -> float:
-        """How many earlier tokens its own ones attend to, in all."""
+        """The number of earlier tokens that `own_tokens` attend to, summed over these tokens."""
         return self.own_tokens * (self.cached_tokens + 0.5 * self.own_tokens)
 
 
 class BackendLoad:
-    """One backend. `prefill` and `step` are its speed beside its pool.
-
-    `adapters` and `in_use` are the adapters and blocks of the requests in flight. `kv_tokens` is the cache size that
-    the prefix index was given. `limit` is the batch limit, None where unknown. `worked_s` are the seconds that went
-    into prompts and adapter loads, and `busy_share` is the share of its time that lately was given to them, above 1 if
-    that was more than it can do.
-    """
+    """The load of one backend."""
 
     def __init__(self) -> None:
+        # Its speed relative to the pool.
         self.prefill = SpeedFactor()
         self.step = SpeedFactor()
+        # Adapters and prompt blocks of the requests in flight.
         self.adapters = Slots()
         self.in_use = InUse()
+        # KV cache size that was passed to the prefix index.
         self.kv_tokens = 0
+        # Batch limit, None if unknown.
         self.limit: int | None = None
+        # Seconds of prompts and adapter loads booked per second, lately. Above 1, the backend falls behind.
         self.busy_share = DecayingRate(WORK_S)
         self._prompts = DecayingRate(RATION_S)
+        # Predicted seconds of all prompts and adapter loads that have ended.
         self.worked_s = 0.0
+        # Sequences.
         self.in_flight = 0
+        # Earlier non-streamed answers are not learned from (`WHOLE_EVERY_S`).
         self._learns_at_s = 0.0
+        # Band -> (streams with an objective, sum of their objectives in tokens per second).
         self._rationing: dict[int, tuple[int, float]] = {}
+        # Lease -> prompts without a first byte, in the order of booking.
         self._unstarted: dict[int, InFlight] = {}
+        # Lease -> requests that wait for a place in the full batch.
         self._queued: dict[int, InFlight] = {}
+        # Non-streamed requests in `_unstarted`.
         self._plain = 0
+        # Weighted tokens in `_unstarted` without the deferred prompts.
         self._to_prefill_tokens = 0.0
+        # Lease -> tier of the adapter that the engine loads for it.
         self._loading: dict[int, int] = {}
+        # The current stretch: the prompts since `_began_s` up to the last first byte, at `_spoke_s`; their number,
+        # tokens and the tiers of their adapter loads. Its time is learned if its contents are clear.
         self._spoke_s = -1.0
         self._began_s = 0.0
         self._begun = 0
         self._tokens = self._attended = 0.0
         self._loads: list[int] = []
+        # False: a prompt of this stretch was deferred or crowded, or its time mixed.
         self._known = True
+        # A prompt without an own first byte took an unknown part of the time until the next first byte.
         self._mixed = False
 
     def answered(self, flight: InFlight, usage: Usage, rates: PoolRates, now: float) -> None:
-        """Learn from an answer in one piece, unless it waited for an adapter or for an unknown time."""
+        """Learn from a non-streamed answer, unless it waited for an adapter or for an unknown time."""
         steps = usage.output_tokens / flight.request.sequences
         if flight.began_s is None or flight.deferred or flight.cold_adapter or steps < 1.0 or now < self._learns_at_s:
             return
@@ -131,31 +147,32 @@ class BackendLoad:
         rates.answered(self.prefill, self.step, tokens, steps, self.in_flight, took_s, max(0.0, others_s))
 
     def renew(self, rates: PoolRates, now: float) -> None:
-        """Update both speed factors, and learn from adapter loads that just ended."""
+        """Update both speed factors, and learn from adapter loads that have just ended."""
         if rates.prefill.seen >= self.prefill.stale_at:
             self.prefill.renew(rates.prefill)
         if rates.step.seen >= self.step.stale_at:
             self.step.renew(rates.step)
         if self._loads and now - self._spoke_s >= SAME_STEP_S:
-            # Load times are needed before the next first byte: until then further loads would be begun.
+            # Load times are needed at once: more loads may be started before the next first byte.
             self._end_stretch(rates)
 
     def queue_s(self, rates: PoolRates, now: float) -> float:
-        """Seconds until the backend has computed its prompts and loaded their adapters, plus the base of one prompt."""
+        """Returns the seconds until the backend has computed its prompts and loaded their adapters, plus the base time
+        of one prompt."""
         work_s, overdue_s = self._unfinished_s(rates, now)
         return rates.prefill.base * self.prefill.factor + work_s + overdue_s
 
     def _unfinished_s(self, rates: PoolRates, now: float) -> tuple[float, float]:
-        """Seconds that its prompts and the loads of their adapters still take, and those that the oldest is overdue."""
+        """Returns (seconds that prompts and adapter loads still take, seconds that the oldest prompt is overdue)."""
         token_s = rates.prefill.slope * self.prefill.factor
         oldest = self._oldest(now) if self._unstarted else None
         work_s = self._to_prefill_tokens * token_s
         if oldest is None:
             return work_s, 0.0
-        # A part of the oldest prompt is done by now. An overdue one says more of the backend than its history.
+        # A part of the oldest prompt has been computed by now.
         since_s, due_s, own_s = max(oldest.booked_s, self._spoke_s), oldest.due_s, oldest.work_tokens * token_s
         if self._loading:
-            # One step loads the adapters of all waiting requests.
+            # An engine step loads the adapters of all waiting requests.
             loads_s = sum([rates.loads.at(tier) for tier in self._loading.values()])
             work_s += loads_s
             own_s += loads_s
@@ -164,14 +181,14 @@ class BackendLoad:
         return work_s - (done_s if done_s < own_s else own_s), now - due_s if now > due_s else 0.0
 
     def opens_at(self, rates: PoolRates, band: int, ceiling: float, window_s: float | None, now: float) -> float:
-        """When the backend may be given a prompt of `band` again; `now` if it may now.
+        """Returns when the backend takes a prompt of `band` again; `now` if it is open.
 
-        It may while it computes its prompts within `window_s`, of which the band may use so much as its `ceiling`
-        (0..1] says, and while the objectives of its streams allow it. Only the first bytes of streams show what is
-        computed: without any, or with other requests among them, nobody knows what the window holds.
+        The backend is open while its uncomputed prompts take less than `ceiling` (0..1] times `window_s`, and while the
+        objectives of its streams allow another prompt. Only first bytes of streams show how much has been computed, so
+        the window is ignored before the first of them, and while non-streamed prompts are among the uncomputed ones.
 
-        The base is no part of it, because a further prompt does not prolong it. Neither is what the oldest is overdue:
-        one prompt that the engine does not begin would close the backend for all others.
+        The base time is not counted, because another prompt does not prolong it. Overdue time is not counted either:
+        one prompt that the engine never starts would close the backend for all others.
         """
         opens_s = self.rationed_until(rates, band, ceiling, now) if self._rationing else now
         if self._unstarted and window_s is not None and rates.prefill.seen and not self._plain:
@@ -181,12 +198,12 @@ class BackendLoad:
         return opens_s
 
     def rationed_until(self, rates: PoolRates, band: int, ceiling: float, now: float) -> float:
-        """When the objectives of its streams allow a prompt of `band` again; `now` if they do now.
+        """Returns when the objectives of the backend's streams allow a prompt of `band` again; `now` if they do now.
 
-        Where prompts have a share of the time, a stream takes its decoding time / (1 - share) for each token. So each
-        objective bounds the share, and the mean of the bounds counts: that of all streams from the highest band down to
-        `band`, or to one between if that is less, so that no band may have more than a higher one. Of that, the band
-        may use so much as its `ceiling` (0..1] says.
+        If prompts take a share of the time, each token of a stream takes its decoding time / (1 - share). So each
+        objective bounds the share of prompts. The bound is a mean over the streams from the highest band down to
+        `band`, or down to a band in between if that mean is smaller, so that no band may use more than a higher one.
+        `band` may use its `ceiling` (0..1] times that bound.
         """
         share, streams, tokens_s = 1.0, 0, 0.0
         if self._rationing:
@@ -236,7 +253,7 @@ class BackendLoad:
         self._plain += not request.stream
         flight.work_tokens = flight.own_tokens + rates.attention.share * flight.attended
         if not flight.deferred:
-            # An engine computes no prompt that waits for an adapter slot, and the others before it.
+            # An engine computes other prompts before a prompt that waits for an adapter slot.
             self._to_prefill_tokens += flight.work_tokens
         flight.due_s = now + OVERDUE * rates.prefill.at(self._to_prefill_tokens) * self.prefill.factor
         flight.work_s = flight.work_tokens * rates.prefill.slope * self.prefill.factor + load_s
@@ -244,7 +261,7 @@ class BackendLoad:
         self._prompts.add(flight.work_s, now)
 
     def loading_s(self, now: float) -> float:
-        """How long one load has been running, at least."""
+        """Returns a lower bound of the time that one running adapter load takes."""
         if not self._loading:
             return 0.0
         booked_s = [self._unstarted[lease].booked_s for lease in self._loading]
@@ -257,23 +274,23 @@ class BackendLoad:
         return len(self._unstarted)
 
     def start(self, lease: int, flight: InFlight, rates: PoolRates, now: float) -> None:
-        """The first byte came. Learn what the prompts took since the backend had one, or since they were last learned.
+        """The first byte arrived. Learns the time of the prompts since the last observation.
 
-        Steps that load adapters are learned apart.
+        Steps that load adapters are observed separately.
         """
         if flight.fetched:
             if flight.request.adapter is not None:
                 self.adapters.started(flight.request.adapter)
             return
         if not flight.request.stream:
-            # Without a stream the first byte comes at the end of the answer.
+            # The first byte of a non-streamed answer comes at its end, long after the prompt.
             self._settle(lease, flight)
             return
         for older, one in list(self._unstarted.items()):
             if older == lease:
                 break
             if not one.request.stream:
-                # Prompts are computed in order.
+                # Prompts are computed in order, so the older prompt has been computed too.
                 self._settle(older, one)
         unclear, tier = self._mixed or flight.deferred or flight.crowded, self._loading.get(lease)
         self._settle(lease, flight)
@@ -290,14 +307,14 @@ class BackendLoad:
             self.adapters.started(flight.request.adapter)
         if tier is not None:
             self._loads.append(tier)
-            # The other prompts had to wait for the load.
+            # The other prompts waited for the adapter load.
             due_s = now + OVERDUE * rates.prefill.at(self._to_prefill_tokens) * self.prefill.factor
             for one in self._unstarted.values():
                 one.due_s = max(one.due_s, due_s)
 
     def finish(self, lease: int, flight: InFlight, now: float) -> None:
         if lease in self._unstarted:
-            # Its prompt was not computed, or not to the end.
+            # The prompt was not computed to its end.
             first = next(iter(self._unstarted)) == lease
             done_s = min(flight.work_s, now - max(flight.booked_s, self._spoke_s)) if first else 0.0
             self._prompts.add((done_s - flight.work_s) * exp((flight.booked_s - now) / RATION_S), now)
@@ -316,12 +333,12 @@ class BackendLoad:
             self.adapters.release(request.adapter)
 
     def _begin(self, flight: InFlight, ahead_tokens: float, now: float) -> None:
-        """The batch has a place for it."""
+        """The request gets its place in the batch."""
         if not (flight.request.stream or flight.fetched):
             flight.began_s, flight.ahead_tokens, flight.begun_at_work_s = now, ahead_tokens, self.worked_s
 
     def _ration(self, flight: InFlight, rates: PoolRates) -> None:
-        """Let the objective of a stream ration prompts, unless it is missed without any."""
+        """Count the objective of a stream for rationing, unless the stream would miss it even without any prompts."""
         slo = flight.request.slo
         if slo is None or slo.tpot_s is None or not flight.request.stream:
             return
@@ -335,12 +352,12 @@ class BackendLoad:
             oldest = self._unstarted[lease]
             if oldest.request.stream or now < oldest.due_s:
                 return oldest
-            # Without a stream there is no byte before the end. By now it should be running.
+            # A non-streamed answer has no byte before its end. When overdue, its prompt counts as computed.
             self._settle(lease, oldest)
         return None
 
     def _end_stretch(self, rates: PoolRates) -> None:
-        """Learn from the time up to the last first byte: prompt times, or load times where adapters were loaded."""
+        """Learn from the time up to the last first byte: load times if adapters were loaded, else prompt times."""
         if not self._begun:
             return
         if self._tokens and self._known:
@@ -363,5 +380,5 @@ class BackendLoad:
                 self._to_prefill_tokens -= flight.work_tokens
             self.worked_s += flight.work_s
             self._loading.pop(lease, None)
-            # It is unknown how much of the time until the next first byte goes into this prompt.
+            # This prompt took an unknown part of the time until the next first byte. `start` resets the flag.
             self._mixed = True

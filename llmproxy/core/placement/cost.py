@@ -1,4 +1,4 @@
-"""The cost placement: the backend on which a request costs the least time, its own and that of the others."""
+"""The cost placement: the backend on which a request adds the fewest seconds, for itself and for other requests."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ from llmproxy.core.placement.price import NAMES, PriceRow, with_headroom
 from llmproxy.core.placement.rates import PROMPTS_MOST, PoolRates
 
 TIE_S = 0.005
-"""Prices this close count as equal, because no estimate is better. The least loaded of the equals is taken."""
+"""Prices this close count as equal, because no estimate is more exact. The least loaded of the equals is taken."""
 STREAM = 0.1
-"""Weight of a second of streaming beside a second before the first token: a reader who waits for the first word has
-nothing, and one who reads a little slower has almost everything."""
+"""Weight of a second of streaming, relative to a second before the first token. A reader notices the wait for the first
+token far more than slightly slower tokens."""
 HIT_GAIN = 0.02
-"""Weight of a newer request in the pool's hit ratio: about the last fifty decide."""
+"""Weight of the newest request in the pool's hit ratio, so the ratio reflects about the last fifty requests."""
 ASIDE_S = 2.0
-"""Cost of sending a prompt to a backend that is meant for other prompt lengths."""
+"""Cost of sending a prompt to a backend whose configured `prompt_range` does not include its length."""
 EXPLAINED_MAX = 100
-"""Number of past choices that are kept with all candidates."""
+"""Number of past choices whose candidate prices are kept for the debug pages."""
 CONGESTED = 0.95
-"""From this use of a resource on its price stays the same: at 1 it would be infinite."""
+"""Use of a resource (0..1) above which its price stops rising, because the price at 1 would be infinite."""
 
 
 def _scarce(used: float) -> float:
-    """How often others wait for what is taken of a resource with this use (0..1): the mean queue of M/M/1."""
+    """The mean number of others that wait for a resource at this use (0..1), as in an M/M/1 queue."""
     if used > CONGESTED:
         used = CONGESTED
     return used / (1.0 - used)
@@ -63,31 +63,31 @@ def _scarce(used: float) -> float:
 
 @presets.register("cost", prefixes=True, answers=True)
 class CostPlacement(Placement):
-    """Takes the backend with the least cost in seconds, for the request itself and for those that it delays.
+    """Takes the backend with the least cost in seconds, for the request itself and for the requests that it delays.
 
     The terms are:
 
-    - `queue`: until the backend has computed its earlier prompts; more if one of them is overdue.
-    - `prefill`: computing the part of the prompt that is not cached.
+    - `queue`: until the backend has computed its earlier prompts; longer if the oldest of them is overdue.
+    - `prefill`: computing the uncached part of the prompt.
     - `adapter`: loading an adapter that is not resident, or waiting for an adapter slot.
-    - `slot`: until a full backend releases a sequence slot, or one that was given many prompts may be given more.
-    - `stream`: the rest of the answer. A second of it counts `STREAM`.
-    - `harm`: the slowdown of the streams beside it, which counts `STREAM` too, and the delay of later requests, which
-      weighs more the busier the backend is with prompts.
-    - `eviction`: the cached blocks that the computed part displaces once the cache is full, at the pool's hit ratio.
-    - `memory`: KV-cache held during the answer, except blocks that other requests hold anyway; more when it is full.
-    - `transfer`: fetching the prompt that another backend computed, in the place of `prefill`.
-    - `range`: the backend is meant for prompts of other lengths.
-    - `headroom`: what a backend leaves of the request's objective (`with_headroom`).
+    - `slot`: until a full backend frees a sequence slot, or a closed backend takes prompts again.
+    - `stream`: the rest of the answer, weighted by `STREAM`.
+    - `harm`: the slowdown of the streams on the backend, weighted by `STREAM`, and the delay of later requests, which
+      grows with the share of time that the backend spends on prompts.
+    - `eviction`: recomputing the cached blocks that this prompt displaces from a full cache, at the pool's hit ratio.
+    - `memory`: KV-cache space during the answer, except blocks shared with other requests; grows as the cache fills.
+    - `transfer`: fetching a prompt that another backend computed. Replaces `prefill`.
+    - `range`: the prompt's length is outside the backend's `prompt_range`.
+    - `headroom`: time left under the request's objective (`with_headroom`).
 
-    No backend is given a prompt while it has enough of them, or while prompts take more of its time than the objectives
-    of its streams allow (`BackendLoad.opens_at`). A backend that is full or waits for that may be the cheapest. Then
-    the request waits for it, and the waiting requests before it count. Others may take the room elsewhere. Rates are
-    learned online: those of the pool, and how each backend differs from it.
+    A backend is closed to prompts while it has enough of them, or while prompts take more of its time than the
+    objectives of its streams allow (`BackendLoad.opens_at`). If a full or closed backend is the cheapest, the request
+    waits for it, behind the requests that already wait for it. Requests behind it may take room elsewhere. Speeds are
+    learned online, for the pool and for each backend relative to the pool.
     """
 
     def __init__(self, rng: Random, index: PrefixIndex | None = None, without: frozenset[str] = frozenset()) -> None:
-        """`without` names terms that count 0, or `objectives`, so that the value of each can be measured."""
+        """`without` disables terms by name, or the `headroom` of all objectives by `objectives`, for measurements."""
         self._rng = rng
         self._without = without
         self._index = index or PrefixIndex()
@@ -99,8 +99,14 @@ class CostPlacement(Placement):
         self._explained: deque[tuple[tuple[str, str, str, float, int, str], list[PriceRow]]] = deque(
             maxlen=EXPLAINED_MAX
         )
+        # Three notes pass between the calls of one scheduling pass, which all have the same `now`. `_open` clears the
+        # first and the third at the first call with a new `now`.
+        # Claims: full or closed backend -> (request id -> prefill seconds) of the requests that wait for it in this
+        # pass, in the order of their turns. `place` writes them, and `_slot_s` counts the requests ahead.
         self._claims: dict[str, dict[str, float]] = {}
+        # The `now` of the pass to which the claims belong.
         self._claims_at_s = -1.0
+        # The earliest time at which a closed backend opens: `changes_at` returns it, so that the scheduler runs again.
         self._opens_s = inf
 
     # --- the choice --------------------------------------------------------------------------------------------------
@@ -120,9 +126,10 @@ class CostPlacement(Placement):
         fitting = [index for index in near if fits[index]] or self._idle(able, fits, prices, least_s)
         if not fitting:
             for index in near:
-                # One pass may ask for a request several times. It keeps its place among the waiting ones.
+                # A pass may place the same request several times. The request keeps its first position.
                 claims = self._claims.setdefault(prices[index].backend, {})
                 claims.setdefault(request.id, prices[index].seconds[NAMES.index("prefill")] or 0.0)
+            # `later` names the backend to wait for; the scheduler passes the request over (`Reason.LATER`).
             return NoMatch(whole_model=False, later=prices[near[0]].backend)
         if len(fitting) > 1:
             lightest = min([able[index].load for index in fitting])
@@ -156,8 +163,8 @@ class CostPlacement(Placement):
     def _candidates(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> tuple[list[View], list[bool], list[PriceRow]] | NoCapacity | NoMatch:
-        """The backends that can serve a request, which of them have room now, and their prices."""
-        # A prompt that is computed for another backend may also go elsewhere, so that waiting for a place has a price.
+        """Returns the backends that can serve a request, whether each has room now, and their prices."""
+        # A split request can be served whole instead, so its prefill stage is priced even where it would have to wait.
         waits = request.stage is PREFILL
         if not waits and not any_room(views, ceiling):
             return NO_CAPACITY
@@ -169,7 +176,7 @@ class CostPlacement(Placement):
                 return NO_MATCH
             return NO_MATCH_FOR_MODEL if True in self._fits(request, views, ceiling, now) else NO_CAPACITY
         if request.stage is DECODE:
-            # What was computed for it elsewhere must not wait.
+            # The blocks in the prefill engine expire, so the decode stage considers only backends with room.
             able = [view for view, fit in zip(able, fits, strict=True) if fit]
             fits = [True] * len(able)
         return able, fits, self._prices(request, able, fits, ceiling, now)
@@ -177,7 +184,10 @@ class CostPlacement(Placement):
     def _idle(
         self, able: Sequence[View], fits: Sequence[bool], prices: Sequence[PriceRow], least_s: float
     ) -> list[int]:
-        """The backend without work that is cheapest but for `harm`: by waiting, nobody would be served sooner."""
+        """Returns the cheapest idle backend without `harm`, or nothing if it is dearer than `least_s`.
+
+        Waiting for another backend while this one is idle would serve no request sooner.
+        """
         harm = NAMES.index("harm")
         idle = [
             (price.total_s - (price.seconds[harm] or 0.0), index)
@@ -187,7 +197,7 @@ class CostPlacement(Placement):
         return [index for total_s, index in sorted(idle)[:1] if total_s <= least_s]
 
     def _matched(self, request: Request, able: Sequence[View], backend_loads: Sequence[BackendLoad]) -> dict[str, int]:
-        """Cached blocks of the prompt by backend, from an index as large as each backend's cache."""
+        """Returns backend -> cached blocks of the prompt. Each backend's index gets the size of its KV cache first."""
         if not request.prefix:
             return {}
         for view, backend_load in zip(able, backend_loads, strict=True):
@@ -211,10 +221,10 @@ class CostPlacement(Placement):
         least_load_s = 0.0
         fetched, alone = request.stage is DECODE, request.stage is PREFILL
         if adapter is not None and not rates.loads.seen:
-            # No load has ended yet. The running ones show how long a load takes at least.
+            # No adapter load has ended yet. Running loads give a lower bound.
             least_load_s = max([backend_load.loading_s(now) for backend_load in backend_loads])
         prices = []
-        # This loop runs for every backend and request: it is most of the time of a decision.
+        # This loop runs for every backend and request and takes most of the time of a decision, hence the local names.
         for view, backend_load, has_room in zip(able, backend_loads, fits, strict=True):
             backend_load.renew(rates, now)
             backend_load.limit, slots = view.limit, backend_load.adapters
@@ -223,18 +233,18 @@ class CostPlacement(Placement):
             held_tokens = backend_load.in_use.matched(prefix) * block_tokens if backend_load.in_flight else 0.0
             cached_tokens = matched.get(view.backend, 0) * block_tokens
             if cached_tokens < held_tokens:
-                # Prompts are computed in order: those in flight leave their blocks before this one begins.
+                # Prompts are computed in order: earlier prompts have cached their blocks before this one begins.
                 cached_tokens = held_tokens
             if cached_tokens > prompt_tokens - 1.0:
                 cached_tokens = prompt_tokens - 1.0
             queue_s = backend_load.queue_s(rates, now)
             transfer_s = None
             if fetched:
-                # The rest of the prompt comes from another backend.
+                # The prefill engine sends the uncached part of the prompt.
                 transfer_s = rates.transfer.at(prompt_tokens - cached_tokens)
                 cached_tokens = float(prompt_tokens)
                 queue_s -= rates.prefill.base * backend_load.prefill.factor
-            # Each token attends to all before it: on average, to the cached ones and half of the others.
+            # Each token attends to all earlier tokens: on average to the cached tokens and half of the uncached ones.
             work_tokens = (prompt_tokens - cached_tokens) * (1.0 + attention * (prompt_tokens + cached_tokens))
             prefill_s = work_tokens * token_s * backend_load.prefill.factor
             tpot_s = (step_base_s + step_slope_s * load) * step_factor
@@ -243,7 +253,7 @@ class CostPlacement(Placement):
             ttft_s = queue_s + prefill_s
             stream_s = STREAM * answer_s
             scarce = _scarce(backend_load.busy_share.at(now))
-            # Prompts that are computed for others are in flight and no streams: earlier ones are not delayed.
+            # A prefill stage is in flight without a stream, so it delays only the streams.
             streams = load - backend_load.waiting if alone else load
             harm_s = STREAM * (crowd_s + streams * prefill_s) + prefill_s * scarce
             eviction_s = prefill_s * displaces
@@ -258,8 +268,8 @@ class CostPlacement(Placement):
                 if adapter_s or adapter not in view.resident:
                     load_s = max(least_load_s, rates.loads.at(slots.tier(adapter)))
                     adapter_s += load_s
-                    # The whole batch and all waiting prompts stand still while an engine loads, now and when the
-                    # displaced adapter comes back.
+                    # An engine pauses its batch and its waiting prompts while it loads an adapter: now, and when the
+                    # displaced adapter is loaded again.
                     stall = STREAM * load + (1.0 - STREAM) * backend_load.waiting + scarce
                     again_s = self._demand.again_s(adapter, view, slots, able, least_load_s, now) * (1.0 + stall)
                     harm_s += load_s * stall
@@ -302,7 +312,7 @@ class CostPlacement(Placement):
         return prices
 
     def _slot_s(self, request: Request, view: View, ceiling: float, answer_s: float, now: float) -> float:
-        """Until a backend takes this request, after those that wait for it before this one."""
+        """Returns the seconds until a backend takes this request, after the requests with earlier claims."""
         claims = list(self._claims.get(view.backend, {}).items())
         before = next((index for index, (name, _) in enumerate(claims) if name == request.id), len(claims))
         if view.has_room(ceiling):
@@ -313,13 +323,13 @@ class CostPlacement(Placement):
         return waiting * answer_s / max(1, view.load)
 
     def _fits(self, request: Request, views: Sequence[View], ceiling: float, now: float) -> list[bool]:
-        """Which backends have room, and time for its prompt where that is to be computed there."""
+        """Returns for each backend whether it has room and, unless the prompt is fetched, takes the prompt now."""
         if request.stage is DECODE:
             return [view.has_room(ceiling) for view in views]
         return self._open(views, request.band, ceiling, now)
 
     def _open(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[bool]:
-        """Which backends have room, and time for one more prompt of `band`."""
+        """Returns for each backend whether it has room and takes one more prompt of `band` now."""
         if now != self._claims_at_s:
             self._claims_at_s = now
             self._claims.clear()
@@ -327,7 +337,7 @@ class CostPlacement(Placement):
         fits = []
         for view in views:
             fit = view.has_room(ceiling)
-            # A backend that is probed has to answer, whatever it owes.
+            # A probe must be sent even if the backend is closed to prompts.
             if fit and not view.probed and (backend_load := self._backend_loads.get(view.backend)) is not None:
                 opens_s = backend_load.opens_at(self._rates, band, ceiling, view.prompt_window_s, now)
                 if opens_s > now:
@@ -375,7 +385,7 @@ class CostPlacement(Placement):
         )
         self._flights[lease] = flight
         for claims in self._claims.values():
-            # It waited for one backend, and then took another, which a request may that lower bands wait behind.
+            # A request that is ahead of lower bands may switch to another backend while waiting; drop its old claim.
             claims.pop(request.id, None)
         if request.adapter is not None:
             self._demand.add(request.adapter, now)
@@ -399,10 +409,10 @@ class CostPlacement(Placement):
         if flight.request.stream and fetched_tokens is not None:
             self._rates.late_ttft.learn(flight.ttft_s, now - flight.booked_s)
             if flight.fetched and not flight.cold_adapter and not flight.crowded:
-                # Prompts that it computed meanwhile are a part of the time, as they will be for the next one. That
-                # another answer had to end first is not.
+                # The time includes prompts that the backend computed meanwhile, because the next transfer will wait
+                # for prompts too. `crowded` excludes waits for the end of another answer.
                 self._rates.transfer.learn(fetched_tokens, now - flight.booked_s)
-        # Only now is it certain that the prompt was computed. A process that is gone has nothing cached.
+        # The first byte proves that the prompt was computed. If the process has been replaced since, nothing is cached.
         if self._backend_loads.get(flight.backend) is backend_load:
             self._index.record(flight.backend, flight.request.prefix)
 

@@ -1,13 +1,13 @@
 """The endpoint picker of llm-d and the Gateway API Inference Extension (EPP, v0.10): its two default configurations.
 
-`epp_blend` is the weighted sum of scores of its default code, `epp_sticky` the "sticky until saturated" of its newer
-guides. Filters, scorers, weights and thresholds are as documented there. The differences come from the waiting room:
+`epp_blend` is the weighted sum of scores of EPP's default code, `epp_sticky` the "sticky until saturated" of its newer
+guides. Filters, scorers, weights and thresholds are as documented there. Differences:
 
-* Only backends with room are candidates, and a request waits while there are none. EPP has flow control with one gate
-  for the whole pool instead, which is not used here.
-* Prompts are known by the hashes of their whole blocks of 512 bytes, not of 64 tokens with a partial one at the end,
-  and their lengths by the bytes that a token was seen to take, not by four.
-* Two known defects of its index are mended, as in later versions: heads evicted before their tails, and a capacity of
+* Only backends with room are candidates, and a request waits if there are none. EPP's flow control, with one gate for
+  the whole pool, is not used.
+* Prompts are hashed in whole blocks of 512 bytes, not in blocks of 64 tokens with a partial last block. Prompt lengths
+  come from the learned bytes per token, not from four bytes per token.
+* Two known defects of its index are fixed, as in later versions: heads evicted before their tails, and a capacity of
   16-token blocks counted in 64-token blocks.
 * A backend whose process is gone is forgotten at once, not within two minutes.
 """
@@ -25,14 +25,14 @@ from llmproxy.core.placement.policy import Ledger, Placement, fitting, highest, 
 from llmproxy.core.placement.prefix_index import PrefixIndex
 
 PROMPT_TOKENS_MAX = 131_072
-"""Of a longer prompt only this much of its beginning is looked up and recorded."""
+"""Only this many tokens at the beginning of a prompt are looked up and recorded."""
 INDEX_TOKENS = 31_250 * 64
-"""Capacity of the prefix index per backend while the size of its KV-cache is unknown: blocks times their tokens."""
+"""Capacity of the prefix index per backend while the size of its KV cache is unknown: blocks times tokens per block."""
 TOKEN_LOAD_FULL = 4_194_304
 
 
 class Index(Protocol):
-    """Which backend was recently sent which blocks of prompts; see `PrefixIndex`."""
+    """The prompt blocks that were recently sent to each backend; see `PrefixIndex`."""
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]: ...
 
@@ -54,22 +54,21 @@ class PromptBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A backend that may be chosen for one prompt.
-
-    It probably holds the share `match` of the prompt's blocks (0..1), which are `cached_tokens`. It still computes
-    `tokens_in_flight` of earlier prompts, to which this one would add `new_tokens`.
-    """
+    """A backend that may be chosen for one prompt."""
 
     view: View
+    # Share of the prompt's blocks that the backend has probably cached, 0..1.
     match: float
     cached_tokens: int
+    # Uncached tokens of this prompt.
     new_tokens: int
+    # Uncached tokens of earlier prompts without a first byte.
     tokens_in_flight: int
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The candidates that passed a profile's filters, with their scores and the terms of these in the same order."""
+    """The candidates that passed a profile's filters. Scores and terms are in the same order."""
 
     kept: Sequence[Candidate]
     scores: Sequence[float]
@@ -83,8 +82,9 @@ Profile = Callable[[Sequence[Candidate]], Scored]
 def blend(queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0) -> Profile:
     """queue-scorer, kv-cache-utilization-scorer and prefix-cache-scorer, weighted.
 
-    The queue's score is min-max over the candidates, so a difference of one decides as much as one of fifty. Queue and
-    KV-cache are those of the last reading, so all requests between two readings see the same best backend.
+    The queue score is min-max normalized over the candidates, so a difference of one request weighs as much as a
+    difference of fifty. Queue and KV cache usage come from the last reading, so all requests between two readings see
+    the same best backend.
     """
 
     def scored(candidates: Sequence[Candidate]) -> Scored:
@@ -104,10 +104,10 @@ def blend(queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0) -> Profile:
 def sticky(match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) -> Profile:
     """prefix-cache-affinity-filter, then token-load-scorer.
 
-    Only backends that hold at least `match` of the prompt's blocks are kept, unless the least loaded of them would
-    answer more than `penalty_s` later than the least loaded of the others, at `rate` prompt tokens in flight per
-    second. With `penalty_s` 0 they are always kept. Of the kept ones, the one with the fewest tokens in flight wins,
-    including this prompt's uncached ones.
+    Warm backends, with at least the share `match` of the prompt's blocks, are the only candidates, unless the least
+    loaded of them would answer more than `penalty_s` later than the least loaded other backend, at `rate` prompt tokens
+    in flight per second. With `penalty_s` 0 warm backends are always the only candidates. The fewest tokens in flight,
+    this prompt's uncached tokens included, win.
     """
 
     def kept_of(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -130,8 +130,8 @@ def sticky(match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) 
 class EndpointPicker(Placement):
     """A profile with its prefix index and the work in flight.
 
-    Work in flight is counted in prompt tokens that the index does not hold, until the first byte. The index is written
-    when a request is sent, before it succeeds, and contains prompts only.
+    Work in flight is counted in uncached prompt tokens, until the first byte. Prompts (not answers) are indexed when a
+    request is sent, before it succeeds.
     """
 
     def __init__(self, rng: Random, profile: Profile, index: Index | None = None) -> None:
@@ -148,7 +148,7 @@ class EndpointPicker(Placement):
         return self.choose(request, found) if isinstance(found, list) else found
 
     def choose(self, request: Request, views: Sequence[View]) -> Placed:
-        """The choice among at least one view."""
+        """Returns the choice. `views` must not be empty."""
         prompt = self.prompt(request)
         blocks = self._known_blocks(prompt)
         matches = self._index.match(blocks)
@@ -173,7 +173,7 @@ class EndpointPicker(Placement):
         return Placed(chosen.view.backend, scored.scores[at], terms, len(views), chosen.cached_tokens)
 
     def prompt(self, request: Request) -> PromptBlocks:
-        """The length and blocks of the prompt of `request`."""
+        """Returns the length and blocks of the prompt of `request`."""
         return PromptBlocks(request.prompt_tokens, request.prefix, request.prefix_tokens)
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
@@ -189,7 +189,7 @@ class EndpointPicker(Placement):
 
     def lost(self, backend: str) -> None:
         self._index.forget(backend)
-        # The index forgets its capacity too, so it must be set again.
+        # The index forgot its capacity too, so `_fit_index` must set it again.
         self._kv_tokens.pop(backend, None)
 
     def _known_blocks(self, prompt: PromptBlocks) -> Sequence[int]:
@@ -198,9 +198,9 @@ class EndpointPicker(Placement):
         return prompt.blocks[: max(1, int(PROMPT_TOKENS_MAX / prompt.block_tokens))]
 
     def _fit_index(self, view: View, prompt: PromptBlocks) -> None:
-        """Make the index of this backend as large as its KV-cache."""
+        """Make the index of this backend as large as its KV cache."""
         known = view.reading.kv_tokens if view.reading is not None else None
-        # A size that was read once stays valid when readings fail.
+        # A size stays valid when later readings fail.
         kv_tokens = known or self._kv_tokens.get(view.backend, INDEX_TOKENS)
         if prompt.blocks and self._kv_tokens.get(view.backend) != kv_tokens:
             self._kv_tokens[view.backend] = kv_tokens

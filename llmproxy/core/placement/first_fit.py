@@ -1,4 +1,4 @@
-"""The next request of a band: the first that fits somewhere, in the order of fairness policy and flow."""
+"""The next request of a band: the first that fits on a backend, in the order of the fairness policy and the flow."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from llmproxy.core.queueing.queue import Band, Queued
 from llmproxy.core.queueing.usage_limits import UsageLimits
 
 INVERSION_LOOK_MAX = 64
-"""Requests of higher bands that are looked at when one of a lower band is granted."""
+"""Requests of higher bands that are checked when a request of a lower band is granted."""
 
 
 class Fit(Struct, frozen=True):
-    """A request, its backend, and how many earlier requests fitted nowhere."""
+    """A request, its backend, and the number of earlier requests that fit on no backend."""
 
     queued: Queued
     placed: Placed
@@ -29,20 +29,19 @@ class Fit(Struct, frozen=True):
 
 
 class Limited(Struct, frozen=True):
-    """The next request, and what it waits for: a usage limit, or its only backend."""
+    """The next request, and the usage limit or the only allowed backend that it waits for."""
 
     queued: Queued
     limit: str
 
 
 class Unmatched:
-    """Requests of one band that found no match in this pass. Room only shrinks, so similar ones find none either.
-
-    `later` names a full backend that one of them should wait for, "" for none.
-    """
+    """Requests of one band without a match in this pass. Room only shrinks, so similar requests do not match either."""
 
     def __init__(self) -> None:
+        # A full backend that one of these requests should wait for, "" for none.
         self.later = ""
+        # (Model, excluded backends) -> requests with this many context tokens or more have no match.
         self._from_tokens: dict[tuple[str, frozenset[str]], int] = {}
 
     def add(self, queued: Queued, why: NoMatch) -> None:
@@ -67,11 +66,23 @@ def first_fit(
     *,
     patient: bool,
 ) -> Fit | Limited | NoCapacity | None:
-    """The next request with its backend, `NoCapacity` where no backend has room, or None where no request can use it.
+    """Returns the next request with its backend.
 
-    `patient` is False where a lower band waits too. Then a request takes the best backend with room instead of waiting
-    for a full one, because otherwise the lower band would take that room. It is no probe either while there is room
-    elsewhere, because the lower band provides the probe.
+    Each request is tried, until it fits, on:
+
+    1. a backend that needs a probe, if `patient`;
+    2. backends without requests in the engine's queue, for a band above `default`;
+    3. backends that are neither probed nor ahead of their share in slow start;
+    4. all backends.
+
+    Args:
+        patient: False if a lower band waits too. Then a request takes the best backend with room instead of waiting for
+            a full backend, because the lower band would take that room. It is not sent as a probe while there is room
+            elsewhere either, because a request of the lower band can be the probe.
+
+    Returns:
+        Fit: the request and its backend. Limited: the next request waits for a usage limit or its only backend.
+        NoCapacity: no backend has room. None: no request can use the room.
     """
     passed_over = 0
     ready = _warm(views)
@@ -117,17 +128,17 @@ def first_fit(
             finally:
                 line.close()
     finally:
-        # A policy may return any iterator. One over a heap puts back what it took when it is closed.
+        # A policy may return any iterator. An iterator over a heap puts its entries back when closed.
         if (close := getattr(flows, "close", None)) is not None:
             close()
-    # The requests passed over were not asked about room, and a blocked band must stop the pool.
+    # If no backend has room for this band, the scheduler must stop here, before lower bands.
     return None if any(view.has_room(ceiling) for view in views) else NO_CAPACITY
 
 
 def _warm(views: Sequence[View]) -> Sequence[View]:
-    """`views` without room on backends in slow start that already have their share, if others are warmer.
+    """Returns `views` with backends in slow start closed once they have their share, if other backends are warmer.
 
-    Backends that came back together are equally warm. A request that finds no room here is placed in all `views` after.
+    Backends that came back together are equally warm. A request without room here is tried on all `views` later.
     """
     warmths = {view.warmth for view in views if view.available}
     if len(warmths) < 2:
@@ -140,7 +151,7 @@ def _warm(views: Sequence[View]) -> Sequence[View]:
 
 
 def _sure(views: Sequence[View]) -> Sequence[View]:
-    """`views` without room on doubtful backends; empty where all or none are doubtful."""
+    """Returns `views` with doubtful backends closed; empty if all or none are doubtful."""
     doubtful = [view.doubtful for view in views]
     if not any(doubtful) or all(doubtful):
         return ()
@@ -150,14 +161,14 @@ def _sure(views: Sequence[View]) -> Sequence[View]:
 def _as_probe(
     queued: Queued, placement: Placement, views: Sequence[View], ceiling: float, now: float
 ) -> Placed | NoCapacity | NoMatch:
-    """A place on a backend that needs a probe, whatever its price, or why there is none.
+    """Returns a place on a backend that needs a probe, whatever its price, or why there is none.
 
-    A placement that learns prices from requests learns only from a probe that a backend is healthy again. A backend
-    that hung or was slow and has no readings is probed only with a stream, which shows in time that the request must go
-    elsewhere.
+    Only a probe teaches a placement with learned prices that the backend is fast again. A backend that hung or was
+    slow, and has no readings, is probed with a stream only, because a stream shows early that the request must be
+    retried elsewhere.
     """
     stream = queued.request.stream
-    # The other backends are included because some checks compare all of them, such as the longest context.
+    # The other backends are passed too, because some checks compare all backends, such as the longest context.
     trial = [
         view if view.probed and (stream or not view.stream_probe) else replace(view, available=False) for view in views
     ]
@@ -167,10 +178,10 @@ def _as_probe(
 def _at_only_backend(
     queued: Queued, placement: Placement, views: Sequence[View], ceiling: float, passed_over: int, now: float
 ) -> Fit | Limited | NoCapacity | NoMatch:
-    """A place on the only backend that may serve the request, even a half-open one or one in slow start.
+    """Returns a place on the only backend that may serve the request, even if it is half-open or in slow start.
 
-    If it is full, down or takes no prompt yet while others have room, the request is set aside, so that it does not
-    block later ones.
+    If that backend is full, down or closed to prompts while others have room, the request is set aside, so that it does
+    not block later requests.
     """
     own = [view for view in views if view.backend == queued.request.backend]
     placed = placement.place(queued.request, own, ceiling, queued.excluded, now)
@@ -180,15 +191,15 @@ def _at_only_backend(
 
 
 def limited(queued: Queued, limits: UsageLimits) -> Limited | None:
-    """The usage limit for which the next request must wait, if there is one."""
+    """Returns the usage limit for which the request must wait, None if there is none."""
     limit = limits.full(queued.request) if queued.request.limits else None
     return None if limit is None else Limited(queued, limit)
 
 
 def passes_over(higher: Iterable[Band], view: View, limits: UsageLimits) -> bool:
-    """Whether a request of the bands `higher`, for which a backend has room, could have what a lower band is given.
+    """Whether a request of the `higher` bands could be served by the backend that a lower band gets.
 
-    Looked at are those that a pass looks at, `INVERSION_LOOK_MAX` at most. Who waits for a usage limit could not.
+    Checks the first requests of each flow, at most `INVERSION_LOOK_MAX`. Requests at a usage limit do not count.
     """
     looks = INVERSION_LOOK_MAX
     for band in higher:
@@ -201,6 +212,6 @@ def passes_over(higher: Iterable[Band], view: View, limits: UsageLimits) -> bool
 
 
 def head(band: Band, now: float) -> Queued:
-    """The first request of the first flow."""
+    """Returns the first request of the first flow."""
     flow = next(iter(band.fairness.candidates(now)))
     return next(band.first(flow))

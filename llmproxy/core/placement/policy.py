@@ -1,4 +1,4 @@
-"""The base class of placements, what all of them share, and the registry of their names."""
+"""The base class of placements, their shared helpers, and the registry of their names."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ NO_MATCH_FOR_MODEL = NoMatch(whole_model=True)
 class Placement(ABC):
     """Chooses one backend for one request.
 
-    A placement must define `place`; the other methods are events and questions that it may ignore.
+    A subclass must define `place`. The other methods are events and optional queries with defaults.
     """
 
     @abstractmethod
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        """The chosen backend, or why there is none: no room under `ceiling` anywhere, or none for this request."""
+        """Returns the chosen backend, NoCapacity if no backend has room under `ceiling`, or NoMatch if none of the
+        backends with room can take this request now."""
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
-        """The choice was taken: `request` goes to the backend of `placed` under `lease`."""
+        """`request` was granted the backend of `placed` under `lease`."""
 
     def recomputing(self, lease: int) -> None:
-        """The prompt of an answer is not fetched, as was expected: its backend computes it."""
+        """The backend computes the prompt of a decode stage itself, because the transfer failed."""
 
     def started(self, lease: int, now: float) -> None:
         """The first byte of the answer arrived."""
@@ -41,49 +42,49 @@ class Placement(ABC):
         """The attempt ended; `usage` is None where its tokens are unknown."""
 
     def cached(self, backend: str, hashes: Sequence[int]) -> None:
-        """`backend` holds these blocks: a prompt and the answer to it, hashed like `Request.prefix`.
+        """`backend` has cached these blocks: a prompt and its answer, hashed like `Request.prefix`.
 
-        Called a little after `finished`, for some answers. The next turn of a conversation begins with these blocks.
+        Called shortly after `finished`, for some answers. The next turn of a conversation begins with these blocks.
         """
 
     def lost(self, backend: str) -> None:
-        """The process behind `backend` is gone, or serves another pool: its cache is of no use any more.
+        """The process behind `backend` is gone or moved to another pool, so its cache no longer counts.
 
-        Leases on it may still run; their events are reported until they end.
+        Leases on the backend may still run; their events are reported until they end.
         """
 
     def quote(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Quote | None:
-        """The price that `place` would find, also where it would wait; None without a backend, or without prices."""
+        """Returns the least price, also where `place` would wait; None if no backend qualifies or without prices."""
         return None
 
     def ready(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[View]:
-        """The backends of `views` that take a request of `band` now, and not only after a while."""
+        """Returns the backends of `views` that take a request of `band` now."""
         return [view for view in views if view.has_room(ceiling)]
 
     def changes_at(self, now: float) -> float | None:
-        """When a waiting request may find a place although no event happens; None when only an event can."""
+        """Returns when a waiting request may find a place without any event; None if that takes an event."""
         return None
 
     def work_s(self, requests: int, prompt_tokens: int, output_tokens: int, views: Sequence[View]) -> float | None:
-        """Seconds that the available ones of `views` together take for so much; None where that is not known."""
+        """Returns the seconds that the available `views` together need for this work; None if unknown."""
         return None
 
     def explained(self) -> Sequence[Explained]:
-        """The last choices with the prices of all candidates, the oldest first; none without prices."""
+        """Returns the last choices with the prices of all candidates, the oldest first; empty without prices."""
         return ()
 
     def learned(self, backends: Iterable[str], now: float) -> Learned | None:
-        """The learned speed of the pool and of these backends; None for a placement without prices."""
+        """Returns the learned speed of the pool and of these backends; None for a placement without prices."""
         return None
 
 
 class Presets(Registry[Callable[[Random], Placement]]):
     """Placements by name.
 
-    A placement says at registration whether it reads `Request.prefix` and whether it wants `Placement.cached`. Where it
-    does not, prompts are not hashed and answers are not read.
+    A placement declares at registration whether it reads `Request.prefix` (`prefixes`) and uses `Placement.cached`
+    (`answers`). Otherwise prompts are not hashed and answers are not read.
     """
 
     def __init__(self) -> None:
@@ -94,7 +95,7 @@ class Presets(Registry[Callable[[Random], Placement]]):
     def register(
         self, name: str, *, prefixes: bool = False, answers: bool = False
     ) -> Callable[[Callable[[Random], Placement]], Callable[[Random], Placement]]:
-        """A decorator that registers a factory under `name`. Raises ValueError when the name is taken."""
+        """Decorator that registers a factory under `name`. Raises ValueError if the name is taken."""
         if prefixes:
             self._prefixed.add(name)
         if answers:
@@ -111,7 +112,7 @@ class Presets(Registry[Callable[[Random], Placement]]):
 
 
 class Quote(NamedTuple):
-    """What it costs to serve a request where that costs least, in seconds, and the tokens that are cached there."""
+    """The cheapest backend for a request, its price in seconds, and the prompt tokens cached there."""
 
     total_s: float
     backend: str
@@ -123,7 +124,7 @@ presets = Presets()
 
 
 class FilteredPlacement(Placement):
-    """Applies the filters that every preset shares, then lets `pick` choose among the backends that passed."""
+    """Applies the filters that every preset shares, then `pick` chooses among the remaining backends."""
 
     def __init__(self, pick: Pick) -> None:
         self._pick = pick
@@ -137,18 +138,18 @@ class FilteredPlacement(Placement):
     def quote(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Quote | None:
-        # All cost the same here, so that nothing is split because it costs less.
+        # All prices are equal, so requests are never split to save time.
         found = self.place(request, views, ceiling, excluded, now)
         return Quote(0.0, found.backend, 0.0) if isinstance(found, Placed) else None
 
 
 def make(name: str, rng: Random) -> Placement:
-    """The placement preset `name`. Raises ValueError naming the known ones."""
+    """Returns the placement preset `name`. Raises ValueError, which lists the known names."""
     return presets.get(name)(rng)
 
 
 def picking(name: str) -> Callable[[Callable[[Random], Pick]], Callable[[Random], Pick]]:
-    """A decorator that registers a factory of picks among fitting backends as the placement `name`."""
+    """Decorator that registers a factory of pick functions as the placement `name`."""
 
     def register(factory: Callable[[Random], Pick]) -> Callable[[Random], Pick]:
         presets.register(name)(lambda rng: FilteredPlacement(factory(rng)))
@@ -160,7 +161,7 @@ def picking(name: str) -> Callable[[Callable[[Random], Pick]], Callable[[Random]
 def fitting(
     request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str]
 ) -> list[View] | NoCapacity | NoMatch:
-    """The backends with room under `ceiling` that can serve `request` (at least one), or why there is none."""
+    """Returns the backends (at least one) with room under `ceiling` that can serve `request`, or why there is none."""
     roomy = [view for view in views if view.has_room(ceiling)]
     if not roomy:
         return NO_CAPACITY
@@ -179,14 +180,14 @@ def any_room(views: Sequence[View], ceiling: float) -> bool:
 
 
 def highest(scores: Sequence[float], rng: Random) -> int:
-    """The index of the highest of `scores`; ties are drawn at random."""
+    """Returns the index of the highest of `scores`. Ties are drawn at random."""
     best = max(scores)
     equals = [i for i, score in enumerate(scores) if score == best]
     return equals[0] if len(equals) == 1 else rng.choice(equals)
 
 
 class Ledger:
-    """The amount that is in flight on each backend. Both dictionaries hold only live leases."""
+    """The amount (requests or tokens) in flight on each backend. Both dictionaries contain live leases only."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[str, int]] = {}
@@ -197,7 +198,7 @@ class Ledger:
         self._sums[backend] = self._sums.get(backend, 0) + amount
 
     def take_back(self, lease: int) -> None:
-        """Subtract what was given under `lease`; a second call changes nothing."""
+        """Subtract the amount of `lease`; a second call changes nothing."""
         backend, amount = self._held.pop(lease, ("", 0))
         left = self._sums.get(backend, 0) - amount
         if left:
@@ -213,12 +214,12 @@ class Ledger:
 
 
 def context_tokens(request: Request) -> int:
-    """The context length that `request` needs, estimated before the engine has counted."""
+    """Returns the context length that `request` needs, from estimated prompt tokens."""
     return request.prompt_tokens + (request.max_tokens or 1)
 
 
 def could_serve(request: Request, excluded: frozenset[str], view: View) -> bool:
-    """Whether a backend could serve `request` if it has room: it has its model and context, and has not failed it."""
+    """Whether a backend with room could serve `request`: by its model, role and context, and unless `excluded`."""
     if request.model not in view.served or view.backend in excluded:
         return False
     if request.backend not in (None, view.backend) or (view.role is Role.PREFILL and not request.splittable):
@@ -227,9 +228,9 @@ def could_serve(request: Request, excluded: frozenset[str], view: View) -> bool:
 
 
 def with_context(request: Request, fitting: list[View], views: Sequence[View], excluded: frozenset[str]) -> list[View]:
-    """Drop backends whose context is too short, if `views` without the `excluded` have a longer one.
+    """Drops backends whose context is too short, if a backend of `views` outside `excluded` has a longer context.
 
-    The prompt's length is an estimate. Where even the longest context seems too short, the engine decides.
+    The prompt's length is an estimate. If even the longest context seems too short, the engine decides.
     """
     needed = context_tokens(request)
     if not [view for view in fitting if view.max_model_len is not None and view.max_model_len < needed]:

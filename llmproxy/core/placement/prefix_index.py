@@ -1,16 +1,16 @@
-"""An approximate prefix index: which backend holds which blocks of prompts, as far as a proxy can know it.
+"""An approximate prefix index: the prompt blocks that each backend has probably cached.
 
-A prompt is a chain of block hashes. Each stands for its block and all before it, so equal hashes mean equal prompts up
-to there. The index keeps, per backend, about as many recently sent blocks as the KV-cache holds. So a match predicts
-what the engine will find cached.
+A prompt is a chain of block hashes. Each hash covers its block and all earlier blocks, so equal hashes mean equal
+prompts up to that block. Per backend, the index keeps about as many recently sent blocks as the KV cache has room for.
+A match therefore predicts the cached part of a prompt.
 
-Recency is kept in *generations*. A touched block moves to the youngest generation. When that is full, a new one is
-begun. To make room, the oldest is dropped as a whole. So the index always holds the recent end of the exact LRU order
-(Mattson et al., "Evaluation techniques for storage hierarchies", 1970): everything within the last 7/8 of the capacity,
-and nothing beyond all of it. A chain is touched as a whole, so a block is never older than one that follows it, and
-tails are dropped before their heads, as in vLLM's free list. The held part of a chain is therefore always a prefix of
-it, lies in generations of growing age, and is found by bisection. A list per block would double the memory for no gain,
-because the true capacity is known less exactly than to an eighth.
+Recency is kept in *generations*. A touched block moves to the youngest generation. A full generation is followed by a
+new one. To make room, the oldest generation is dropped as a whole. So the index contains the recent end of the exact
+LRU order (Mattson et al., "Evaluation techniques for storage hierarchies", 1970): everything within the last 7/8 of the
+capacity, and nothing beyond the capacity. A chain is touched as a whole, so a block is never older than its successors,
+and tails are dropped before their heads, as in vLLM's free list. The indexed part of a chain is therefore always a
+prefix of the chain, lies in generations of growing age, and is found by bisection. An exact LRU list would double the
+memory for no gain, because the true capacity is known less exactly than to an eighth.
 
 Memory per block and backend: a key of 36 bytes and an entry of 27 to 54. A generation is as large as a CPython dict
 that is exactly full, and on average at least half full. `benchmarks/parts/placement.py` measures it.
@@ -20,14 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-# Used until the capacity is known: the KV-cache of an 8B model on an 80 GB device, in blocks of 512 bytes.
+# Used until the capacity is known: the KV cache of an 8B model on an 80 GB device, in blocks of 512 bytes.
 CAPACITY_BLOCKS = 4_000
 # Bounds the memory (24 MB) and the longest call (forgetting a backend, 10 ms): 134 MB of text, 30 M tokens.
 CAPACITY_BLOCKS_MAX = 1 << 18
 
 _GENERATIONS_MIN = 8
-_FAR_ABOVE = 2.0  # A prediction may be off by a block, a template and the bytes of a token; not by this factor.
-# At the full capacity the two balance where one prediction in 33 fails.
+_FAR_ABOVE = 2.0  # A block, a chat template and inexact bytes per token explain an error, but not by this factor.
+# At full capacity, shrinking and recovering balance if one prediction in 33 fails.
 _SHRINK = 1 / 16
 _RECOVER = 1 / 512
 _SHARE_MIN = 1 / 16
@@ -36,20 +36,20 @@ _Generation = dict[int, None]
 
 
 class PrefixIndex:
-    """The blocks that each backend of one pool is believed to hold.
+    """The blocks that each backend of one pool has probably cached.
 
-    The time of a call grows with the blocks and backends that it names, not with what is held; except for `forget` and
-    the drop of a generation (an eighth of a backend's blocks, after as many new ones). Hashes are any integers.
-    A backend is known from the first call that names it until it is forgotten.
+    The time of a call grows with its arguments and the number of backends, not with the size of the index; except for
+    `forget` and the drop of a generation (an eighth of a backend's blocks, after as many new blocks). Hashes are any
+    integers. A backend is added by the first call that names it.
     """
 
     def __init__(self, capacity_blocks: int = CAPACITY_BLOCKS) -> None:
-        """`capacity_blocks` is for backends without a `resize`."""
+        """`capacity_blocks` is the capacity of a backend before `resize`."""
         self._capacity_blocks = capacity_blocks
         self._recent: dict[str, _RecentBlocks] = {}
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
-        """How many of a prompt's first blocks each backend holds without a gap; backends with none are left out."""
+        """Returns backend -> number of a prompt's first blocks that are cached without a gap, without zeros."""
         found = {}
         if hashes:
             for backend, recent in self._recent.items():
@@ -63,42 +63,42 @@ class PrefixIndex:
         self._of(backend).touch(hashes)
 
     def forget(self, backend: str) -> None:
-        """The backend restarted or left: drop its blocks, its size and its calibration."""
+        """Drop the blocks, the size and the calibration of a backend that restarted or left."""
         self._recent.pop(backend, None)
 
     def resize(self, backend: str, blocks: int) -> None:
-        """The KV-cache of `backend` holds this many blocks of a prompt."""
+        """Set the number of prompt blocks for which the KV cache of `backend` has room."""
         self._of(backend).resize(blocks)
 
     def calibrate(self, backend: str, predicted: float, real: float) -> None:
         """Learn from the predicted and the real cached part of one prompt, both in the same unit.
 
-        A prediction that is far too high cuts the limit by up to 1/16, so that entries age faster. A right one gives
-        back 1/512 of the capacity.
+        A prediction that is far too high cuts the limit by up to 1/16, so that entries age faster. Any other prediction
+        gives back 1/512 of the capacity.
         """
         recent = self._recent.get(backend)
         if recent is not None and predicted > 0:
             recent.calibrate(predicted, real)
 
     def size(self, backend: str) -> int:
-        """How many blocks `backend` is believed to hold."""
+        """Returns the number of indexed blocks of `backend`."""
         held = self._recent.get(backend)
         return 0 if held is None else held.held
 
     def limit(self, backend: str) -> int:
-        """The most blocks that `backend` is believed to hold: its capacity, cut by calibration."""
+        """Returns the most blocks that are indexed for `backend`: its capacity, cut by calibration."""
         held = self._recent.get(backend)
         return self._capacity_blocks if held is None else held.limit
 
     def room(self, backend: str) -> int:
-        """How many more blocks surely displace none. A full cache that just dropped a generation has no room."""
+        """Returns how many more blocks surely displace no other. Right after dropping a generation there is no room."""
         # `limit` and `size` are inlined: this runs for each backend and each request.
         recent = self._recent.get(backend)
         held, limit = (0, self._capacity_blocks) if recent is None else (recent.held, recent.limit)
         return max(0, limit - limit // _GENERATIONS_MIN - held)
 
     def check(self) -> None:
-        """Raise AssertionError unless the counts agree with what is held."""
+        """Raise AssertionError unless the counts agree with the indexed blocks."""
         for recent in self._recent.values():
             recent.check()
 
@@ -174,7 +174,7 @@ class _RecentBlocks:
             self._generations.append({})
 
     def _rotate(self) -> None:
-        """Begin a generation. Neighbours that have become small are joined, so that there are never many."""
+        """Begin a generation. Small neighbours are merged, so that there are never many generations."""
         joined = self._generations[:1]
         for generation in self._generations[1:]:
             if len(joined[-1]) + len(generation) <= self._generation_blocks:
@@ -198,13 +198,13 @@ class _RecentBlocks:
 
 
 class InUse:
-    """The blocks of the prompts in flight at one backend. Shared blocks take room in its cache only once."""
+    """The blocks of the prompts in flight on one backend. Blocks shared by several prompts are stored once."""
 
     def __init__(self) -> None:
         self._users: dict[int, int] = {}
 
     def matched(self, hashes: Sequence[int]) -> int:
-        """How many of a prompt's first blocks are in use."""
+        """Returns how many of a prompt's first blocks are in use."""
         users = self._users
         if not hashes or hashes[0] not in users:
             return 0
@@ -226,7 +226,7 @@ class InUse:
 
 
 def _run_end(generation: Mapping[int, object], hashes: Sequence[int], at: int, end: int) -> int:
-    """The end of the run of blocks from `at` on that are in `generation`, which holds the block at `at`."""
+    """Returns the end of the run of blocks in `generation` that starts at `at`. The block at `at` must be in it."""
     while end - at > 1:
         middle = (at + end) >> 1
         if hashes[middle] in generation:
@@ -237,7 +237,7 @@ def _run_end(generation: Mapping[int, object], hashes: Sequence[int], at: int, e
 
 
 def _generation_blocks(limit: int) -> int:
-    """The most blocks, up to an eighth of `limit`, with which a dict of 2**n slots is just full."""
+    """Returns the most blocks, up to an eighth of `limit`, that exactly fill a dict of 2**n slots."""
     most = limit // _GENERATIONS_MIN
     slots = 8
     while 4 * slots // 3 <= most:

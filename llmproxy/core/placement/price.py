@@ -12,17 +12,18 @@ from llmproxy.core.domain import Price, Request
 NAMES = ("queue", "prefill", "stream", "harm", "eviction", "adapter", "range", "memory", "slot", "transfer", "headroom")
 TERMS = frozenset(NAMES) - {"transfer", "headroom"}
 KEPT_BACK = 0.05
-"""Cost of a second of headroom under an objective, which other requests could use."""
+"""Cost of a second of headroom under an objective, because another request could use the headroom."""
 
 
 class PriceRow(Struct, frozen=True):
-    """A `Price` in compact form. `seconds` are in the order of `NAMES`, None where a term does not apply.
+    """A `Price` in compact form: two objects instead of nine.
 
-    A row is two objects and a `Price` nine. Rows of past choices are kept, and the garbage collector visits them all.
+    Many rows of past choices are kept, and the garbage collector visits all of them.
     """
 
     backend: str
     total_s: float
+    # In the order of `NAMES`; None where a term does not apply.
     seconds: tuple[float | None, ...]
     ttft_s: float
     tpot_s: float
@@ -49,11 +50,14 @@ class PriceRow(Struct, frozen=True):
 def with_headroom(
     prices: Sequence[PriceRow], request: Request, stream: float, late: tuple[float, float], now: float
 ) -> list[PriceRow]:
-    """The prices of a request with an objective, with the headroom that each backend leaves of it.
+    """Adds the `headroom` term to the prices of a request with an objective.
 
-    Headroom is a cost, because others may need that backend more; a backend that misses the objective leaves none. It
-    is judged by the p90 of both times, which are `late` times as long as predicted. A second of a stream counts
-    `stream`.
+    Headroom is the time that a backend leaves under the objective. It is a cost, because other requests may need that
+    backend more. A backend that misses the objective has no headroom.
+
+    Args:
+        stream: The weight of a second of streaming.
+        late: Factors from the predicted to the p90 time to first token and time per output token.
     """
     slo, (late_ttft, late_tpot) = request.slo, late
     assert slo is not None, "it has no objective"

@@ -1,4 +1,4 @@
-"""How fast the backends of a pool are, learned online from what the proxy sees of its own requests."""
+"""The speed of the backends of a pool, learned online from the proxy's own requests."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from llmproxy.core.estimates.line import JITTER_S, KEEP, OUTLIER, USUAL_TOKENS, 
 from llmproxy.core.estimates.whole_answers import WholeAnswers
 
 RECENT_KEEP = 0.9
-"""As `KEEP`, for a change of one backend: about ten, so that a backend that slows down is repriced within seconds."""
+"""As `KEEP`, for changes of one backend: about ten observations, so a slower backend is repriced within seconds."""
 SURE = 4.0
-"""Squared standard errors that a backend must differ from its pool to count as faster or slower."""
+"""Squared standard errors by which a backend must differ from its pool to count as faster or slower."""
 FACTOR_MIN = 0.05
 UNSEEN = 30.0
-"""Observations of other backends after which a third of the evidence about a backend is left. Evidence fades only once
-less than one observation is left of it."""
+"""Observations of other backends after which a third of the evidence about a backend is left. The speed factor changes
+only when less than one observation is left."""
 STALE = 10
 """Observations of the pool after which a speed factor is computed again."""
 FIRST_BYTES_OLD = 50
-"""So many answers in one piece after the last first byte of a stream, they teach what prompts take."""
+"""Non-streamed answers after the last first byte of a stream from which on they teach the time of prompts."""
 PROMPTS_MOST = 0.8
-"""The most of an answer's time that its backend may have spent on prompts; more is an error of the estimate."""
+"""Upper bound of the share of an answer's time that its backend spent on prompts; more is an estimation error."""
 LOAD_GUESS_S = 0.05
-"""Assumed load time of an adapter before any was seen."""
+"""Assumed load time of an adapter before the first observation."""
 LOAD_GAIN = 0.1
-"""Least weight of a newer load time."""
+"""Least weight of the newest load time."""
 ATTENTION = 2e-5
-"""Assumed attention: what one earlier token adds to the time of a token, as a share of that time. By the sizes of
-models and the speed of devices it is 1e-5 (70B) to 6e-5 (8B)."""
+"""Assumed attention: the time that one earlier token adds to a token, as a share of the token's own time. The sizes of
+models and the speed of devices give 1e-5 (70B) to 6e-5 (8B)."""
 ATTENTION_MAX = 1e-3
 ATTENTION_KEEP = 0.998
-"""Weight that an observation of attention keeps with each newer one: about the last five hundred decide. The model of a
-pool does not change, but one of its prompts says little."""
+"""Factor by which each observation of attention discounts the earlier ones: about the last five hundred count. The
+model of a pool does not change, but one prompt says little."""
 ATTENTION_WEIGHT = 10.0
-"""Weight of the assumed attention, in observations of a prompt of `USUAL_TOKENS`. A prompt ten times as long says about
-seventy times as much."""
+"""Weight of the assumed attention, in observations of a prompt of `USUAL_TOKENS`. A prompt ten times as long weighs
+about seventy times as much."""
 TIERS = 8
-"""Tier k of an adapter: its backend has loaded fewer than 2**k others since it last used it. The last tier is for all
-others, and for adapters that the backend never had."""
+"""Number of tiers of adapters. In tier k, the backend has loaded fewer than 2**k other adapters since it last used this
+one. The last tier has all other adapters, also adapters that the backend never had."""
 
 
 class Attention:
-    """`share`: what one earlier token adds to the time of a prompt token, as a share of that time.
+    """Learns `share`: the time that one earlier token adds to a prompt token, as a share of the token's own time.
 
-    Each token passes through the weights once and attends to all tokens before it. So n tokens after c cached ones take
+    Each token passes through the weights once and attends to all earlier tokens. So n tokens after c cached tokens take
     time in proportion to n x (1 + share x (c + n / 2)). The share is fitted by least squares of relative errors over n
-    and n x (c + n / 2), with a penalty for leaving the assumed share (ridge regression).
+    and n x (c + n / 2), with a penalty for deviating from the assumed share (ridge regression).
     """
 
     def __init__(self, guess: float = ATTENTION) -> None:
@@ -55,9 +55,9 @@ class Attention:
         self._sums: tuple[float, ...] = (0.0,) * 9
 
     def learn(self, line: LearnedLine, tokens: float, attended: float, took_s: float) -> None:
-        """A step computed `tokens`, which attended to `attended` earlier ones in all, in `took_s`.
+        """A step computed `tokens`, which attended to `attended` earlier tokens in sum, in `took_s`.
 
-        `line` is what the pool takes for weighted tokens.
+        `line` is the pool's prefill time over weighted tokens.
         """
         expected_s = JITTER_S + line.at(tokens + self.share * attended)
         weight = expected_s**-2
@@ -67,7 +67,7 @@ class Attention:
         sums = tuple([ATTENTION_KEEP * old + new for old, new in zip(self._sums, newest, strict=True)])
         self._sums = sums
         n, x, z, y, xx, xz, zz, xy, zy = sums
-        # The base is fitted too. Without it, the normal equations are those of the sums about their means.
+        # The base is fitted too: centering the sums about their means eliminates it from the normal equations.
         xx, xz, zz, xy, zy = xx - x * x / n, xz - x * z / n, zz - z * z / n, xy - x * y / n, zy - z * y / n
         usual_s = JITTER_S + line.at(USUAL_TOKENS)
         penalty = ATTENTION_WEIGHT * (0.5 * USUAL_TOKENS * USUAL_TOKENS / usual_s) ** 2
@@ -78,9 +78,9 @@ class Attention:
 
 
 class _WeightedRatio:
-    """What a backend took divided by what its pool should have taken, and the variance of that ratio.
+    """The time of a backend divided by its pool's expected time, and the variance of that ratio.
 
-    The sums forget exponentially. Old observations are priced by the present line.
+    The sums forget exponentially. The expected time of old observations follows the current line.
     """
 
     def __init__(self, keep: float) -> None:
@@ -91,19 +91,19 @@ class _WeightedRatio:
 
     def learn(self, line: LearnedLine, x: float, took: float) -> None:
         before = line.base * self._count + line.slope * self._x
-        # The error against the ratio known before. At first that is the pool's, so one observation proves nothing.
+        # The error relative to the previous ratio. The first ratio is 1, so one observation proves nothing.
         error = took - line.at(x) * (self._took / before if before else 1.0)
         self._count = self._keep * self._count + 1.0
         self._x = self._keep * self._x + x
         self._took = self._keep * self._took + took
         self._weights = self._keep * self._keep * self._weights + 1.0
-        # The first errors come from knowing nothing and must be forgotten soon.
+        # The first errors come from the assumed ratio and must be forgotten soon.
         self._squares = RECENT_KEEP * self._squares + error * error
         self._squared = RECENT_KEEP * self._squared + 1.0
         self._seen = line.seen
 
     def drawn_to(self, middle: float, line: LearnedLine) -> float:
-        """The ratio, shrunk towards `middle` by its standard error (positive-part James-Stein) and by its age."""
+        """Returns the ratio, shrunk towards `middle` by standard error (positive-part James-Stein) and age."""
         expected = line.base * self._count + line.slope * self._x
         over = self._took / expected - middle if expected > 0.0 else 0.0
         if not over:
@@ -114,12 +114,13 @@ class _WeightedRatio:
 
 
 class SpeedFactor:
-    """`factor`: how many times as long as its pool one backend takes; 1 until its own observations differ.
+    """Learns `factor`: the time of one backend divided by its pool's; 1 until its own observations differ.
 
-    The last fifty observations give the long-term ratio; the last ten replace it where they differ by more than chance.
-    Both are shrunk towards what was believed before, so that chance does not send work to one of several equal
-    backends. While the pool still learns, its first backend defines the pool's speed. A backend that seems slow gets no
-    work and cannot prove otherwise, so its evidence fades with the observations of the others.
+    The last fifty observations give the long-term ratio; the last ten replace it if they differ by more than chance.
+    The long-term ratio is shrunk towards 1 and the recent one towards the long-term ratio, so that chance does not send
+    the work to one of several equal backends. While the pool learns, its first backend defines the pool's speed.
+    A backend that seems slow gets no work and cannot prove otherwise, so its evidence fades with the observations of
+    the others.
     """
 
     def __init__(self) -> None:
@@ -128,22 +129,23 @@ class SpeedFactor:
         self.factor = 1.0
 
     def learn(self, line: LearnedLine, x: float, took: float) -> None:
-        """The backend took `took` at `x`, where its pool should take `line.at(x)`."""
+        """The backend took `took` at `x`. The expected time of its pool is `line.at(x)`."""
         self._long.learn(line, x, took)
         self._recent.learn(line, x, took)
         self.renew(line)
 
     def renew(self, line: LearnedLine) -> None:
-        """Compute `factor` with the present line. Worth it once `line.seen` has reached `stale_at`."""
+        """Compute `factor` with the current line. Callers skip this until `line.seen` reaches `stale_at`."""
         self.stale_at = line.seen + STALE
         self.factor = max(FACTOR_MIN, self._recent.drawn_to(self._long.drawn_to(1.0, line), line))
 
 
 class LoadTimesByTier:
-    """Mean seconds to load an adapter, by tier: how many others its backend has loaded since it last used that one.
+    """Mean seconds to load an adapter, by tier (`TIERS`).
 
-    An engine copies an adapter from host memory or reads it from disk, and publishes neither which nor how long. A tier
-    without observations takes the time of the next colder tier that has some, else of the coldest that has.
+    An engine copies an adapter from host memory or reads it from disk, and publishes neither the source nor the time.
+    A tier without observations uses the time of the next colder tier with observations, else of the coldest tier with
+    observations.
     """
 
     def __init__(self) -> None:
@@ -153,16 +155,16 @@ class LoadTimesByTier:
 
     @property
     def seen(self) -> bool:
-        """Whether any load was observed to its end."""
+        """Whether at least one load was observed."""
         return any(self._seen)
 
     @property
     def coldest_s(self) -> float:
-        """The expected load time of an adapter that the backend never had."""
+        """The expected load time of an adapter that the backend never loaded."""
         return self._known_s[-1]
 
     def at(self, tier: int) -> float:
-        """The expected load time."""
+        """Returns the expected load time in seconds."""
         return self._known_s[tier]
 
     def learn(self, tier: int, took_s: float) -> None:
@@ -177,36 +179,41 @@ class LoadTimesByTier:
 
 
 class PoolRates:
-    """What a whole pool takes; a backend takes that times its own `SpeedFactor`.
-
-    `prefill` is the engine's time for uncached prompt tokens, weighted by `attention`, in seconds, with a base for each
-    stretch of work that begins on an idle backend. `step` is seconds per output token over the running sequences,
-    beside prompts as they come; `decode` is the same without them. `loads` is the extra time of a cold adapter.
-    `transfer` is the time until an answer begins whose prompt, of so many tokens, another backend has computed.
-    `late_ttft` and `late_tpot` say by how much answers exceed their predictions.
-    """
+    """The learned times of a pool. A backend's time is the pool's time multiplied by its own `SpeedFactor`."""
 
     def __init__(self, attention: float = ATTENTION) -> None:
         self.attention = Attention(attention)
+        # Seconds over uncached prompt tokens, weighted by `attention`. The base is paid once for each stretch of work
+        # that begins on an idle backend.
         self.prefill = LearnedLine(0.03, 1 / 15_000, USUAL_TOKENS, JITTER_S)
+        # Seconds per output token over running sequences, slowed by prompts (`step`) and without prompts (`decode`).
         self.step = LearnedLine(0.01, 1e-4, 64.0, 1e-3)
         self.decode = LearnedLine(0.01, 1e-4, 64.0, 1e-3)
+        # Seconds from the grant of a decode stage to its first byte, over the fetched prompt tokens.
         self.transfer = LearnedLine(0.03, 1e-5, USUAL_TOKENS, JITTER_S)
         self._assumed = self.prefill.base, self.prefill.slope, self.step.base, self.step.slope
         self._whole = WholeAnswers()
+        # Non-streamed answers since the last first byte of a stream.
         self._whole_answers = FIRST_BYTES_OLD
+        # Mean speed factor of the observed backends.
         self._usual_factor = 1.0
+        # Extra seconds to load an adapter.
         self.loads = LoadTimesByTier()
+        # p90 factors by which the observed times exceed their predictions.
         self.late_ttft = QuantileTracker()
         self.late_tpot = QuantileTracker()
 
     def work_s(
         self, requests: int, prompt_tokens: float, output_tokens: float, backends: Sequence[tuple[float, float, int]]
     ) -> float:
-        """Seconds that `backends` together take for so many requests, of which `prompt_tokens` are not cached.
+        """Returns the seconds that `backends` together need for this work.
 
-        A backend is its two speed factors, of `prefill` and `decode`, and its batch limit. Alone it would compute all
-        prompts one after the other, then the answers in full batches. Together all end at the same time.
+        A single backend would compute all prompts one after the other, then the answers in full batches. Several
+        backends share the work so that all end at the same time.
+
+        Args:
+            prompt_tokens: Uncached prompt tokens of all requests.
+            backends: (`prefill` factor, `step` factor, batch limit) of each backend.
         """
         if not requests:
             return 0.0
@@ -219,9 +226,9 @@ class PoolRates:
         return 1.0 / sum(1.0 / max(one_s, 1e-9) for one_s in alone_s)
 
     def prefilled(self, speed: SpeedFactor, tokens: float, attended: float, took_s: float) -> None:
-        """A backend computed `tokens` prompt tokens, which attended to `attended` earlier ones in all, in `took_s`."""
+        """A backend computed `tokens` prompt tokens, with `attended` attended tokens in sum, in `took_s`."""
         self._whole_answers = 0
-        # Slow backends may get other prompt lengths than fast ones. Without the correction they would tilt the line.
+        # Slow backends may get other prompt lengths than fast ones, which would tilt the line without the correction.
         self._usual_factor = follow(self._usual_factor, speed.factor, 1.0 - KEEP)
         usual_s = took_s * self._usual_factor / speed.factor
         self.attention.learn(self.prefill, tokens, attended, usual_s)
@@ -230,7 +237,7 @@ class PoolRates:
         speed.learn(self.prefill, tokens, took_s)
 
     def loaded(self, speed: SpeedFactor, tiers: Sequence[int], tokens: float, took_s: float) -> None:
-        """A backend computed weighted `tokens` and loaded adapters of these tiers, one by one, in `took_s`."""
+        """A backend computed weighted `tokens` and loaded adapters of these tiers, one after the other, in `took_s`."""
         loads_s = max(0.0, took_s - self.prefill.at(tokens) * speed.factor)
         expected_s = [self.loads.at(tier) for tier in tiers]
         each = loads_s / sum(expected_s) if sum(expected_s) > 0.0 else 0.0
@@ -238,9 +245,9 @@ class PoolRates:
             self.loads.learn(tier, one_s * each)
 
     def streamed(self, speed: SpeedFactor, running: float, per_token_s: float, decode_s: float) -> None:
-        """An answer took `per_token_s` for each token after the first, beside about `running` sequences.
+        """A stream took `per_token_s` for each token after the first, with about `running` sequences in the batch.
 
-        Of that, `decode_s` remain without the prompts that the backend computed meanwhile.
+        `decode_s` is the same without the time of prompts that the backend computed meanwhile.
         """
         self.decode.learn(running, decode_s / speed.factor)
         self.step.learn(running, per_token_s)
@@ -256,12 +263,15 @@ class PoolRates:
         took_s: float,
         others_s: float,
     ) -> None:
-        """An answer of `steps` tokens came in one piece, `took_s` after its grant.
+        """A non-streamed answer of `steps` tokens ended `took_s` after it got its place in the batch.
 
-        Weighted `tokens` of prompts were to be computed before its first token, and prompts of others took about
-        `others_s` after it. `running` is as in `streamed`. The time is divided by what both parts take on this backend,
-        so that both of its factors learn the same ratio. The base of a prompt cannot be told from its first tokens, and
-        is assumed until streams show it.
+        The time is split in proportion to the expected times of prompt and tokens, so both speed factors learn the same
+        ratio. The base of a prompt cannot be separated here, and is assumed until streams show it.
+
+        Args:
+            tokens: Weighted prompt tokens to compute before the first token.
+            running: Sequences in the batch, as in `streamed`.
+            others_s: Seconds of other prompts computed after the first token.
         """
         prompt_s, token_s = self.prefill.at(tokens), self.step.at(running)
         own_prompt_s, own_steps_s = prompt_s * prefill.factor, token_s * step.factor * steps
@@ -280,7 +290,7 @@ class PoolRates:
         prefill.learn(self.prefill, tokens, ratio * own_prompt_s)
         rest_s = took_s - own_prompt_s
         if rest_s < (1.0 - PROMPTS_MOST) * took_s:
-            # It is almost all prompt, and says too little of its tokens.
+            # The time is almost all prompt, and says too little about the tokens.
             return
         self.decode.learn(running, (rest_s - min(others_s, PROMPTS_MOST * rest_s)) / steps / step.factor)
         self.step.learn(running, rest_s / steps)

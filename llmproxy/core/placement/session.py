@@ -1,4 +1,4 @@
-"""Session affinity: the requests of a session go to one backend while its load is within its share."""
+"""Session affinity: the requests of a session go to one backend unless its load is far above the mean."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from llmproxy.core.placement.policy import Pick, picking
 from llmproxy.core.placement.simple import least_request
 
 BOUND = 1.25
-"""The most load of a backend for its size, as a multiple of the mean: 1 + epsilon of the paper."""
+"""Highest saturation of a backend as a multiple of the mean saturation: 1 + epsilon of the paper."""
 IDLE = 0.125
-"""Below this saturation a backend is never too busy. A few requests slow nothing down, but sessions that move because
-of them lose their cached prompts: a sixth of the hits in the laboratory, with one request per backend."""
+"""A backend below this saturation is never too busy. A few requests slow nothing down, but a session that moves because
+of them loses its cached prompts: a sixth of the hits in the laboratory, with one request per backend."""
 
 
 @picking("session")
@@ -24,10 +24,10 @@ def session(rng: Random) -> Pick:
     """Rendezvous hashing (Thaler and Ravishankar, 1998) with bounded loads (Mirrokni, Thorup and Zadimoghaddam,
     "Consistent hashing with bounded loads", 2018). A request without a session goes to the least loaded backend.
 
-    Every backend has a weight for every session, the same in every process. A session goes to the backend of the
-    highest weight that has room and a saturation below `BOUND` times the mean of those with room (this request
-    included) or below `IDLE`. There always is one, because not all can be above their mean. If a backend leaves, only
-    its own sessions move, each to the next in its order, and they return with it.
+    Every backend has a weight for every session, the same in every process. Of the backends with room, a session goes
+    to the highest weight whose saturation is below `BOUND` times their mean (this request included) or below `IDLE`.
+    Such a backend always exists, because not all can be above their mean. If a backend leaves, only its own sessions
+    move, each to its next backend, and return when the backend does.
     """
     without = least_request(rng)
 

@@ -1,4 +1,4 @@
-"""Placements that decide by the views alone."""
+"""Placements that read the views alone and learn nothing."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from llmproxy.core.placement.policy import Pick, picking
 
 BLEND_WEIGHTS = {"queue": 2.0, "kv": 1.0, "load": 2.0, "lora": 1.0}
 ADAPTER_SLOT_FREE = 0.6
-"""Score of loading an adapter into a free slot: between having it (1) and evicting another one (0)."""
+"""Score if the adapter must be loaded into a free slot. A resident adapter scores 1, and an eviction 0."""
 
 
 def _scores(request: Request, view: View) -> tuple[float, float, float, float]:
-    """Queue, cache, load and adapter, each 0..1. They are absolute, so that one request does not score like fifty."""
+    """Returns (queue, KV cache, load, adapter) scores, each 0..1.
+
+    Scores do not depend on the other backends, so a queue of one does not score like a queue of fifty.
+    """
     kv_used = view.kv_used + (request.prompt_tokens / view.kv_tokens if view.kv_tokens else 0.0)
     return (
         1.0 / (1.0 + view.waiting),
@@ -35,7 +38,7 @@ def _adapter_score(request: Request, view: View) -> float:
 
 @picking("blend")
 def blend(rng: Random) -> Pick:
-    """Weighted sum of queue depth, KV use, load and adapter residency; ties are drawn at random."""
+    """Highest weighted sum of queue, KV cache, load and adapter scores; ties are drawn at random."""
     weigh_queue, weigh_kv, weigh_load, weigh_lora = BLEND_WEIGHTS.values()
 
     def pick(request: Request, views: Sequence[View]) -> Placed:
@@ -43,7 +46,7 @@ def blend(rng: Random) -> Pick:
         best_score = -1.0
         for view in views:
             queue, kv, load, lora = _scores(request, view)
-            # Rounded, so that a thousandth of the KV-cache does not decide between two idle backends.
+            # Rounded, so that a thousandth of the KV cache does not decide between two idle backends.
             score = round(weigh_queue * queue + weigh_kv * kv + weigh_load * load + weigh_lora * lora, 2)
             if score > best_score:
                 best, best_score = [view], score
@@ -58,7 +61,7 @@ def blend(rng: Random) -> Pick:
 
 @picking("least_request")
 def least_request(rng: Random) -> Pick:
-    """Fewest sequences in flight for its size; ties are drawn at random."""
+    """Lowest saturation (sequences in flight / limit); ties are drawn at random."""
 
     def pick(_: Request, views: Sequence[View]) -> Placed:
         least = min(view.saturation for view in views)
@@ -69,7 +72,7 @@ def least_request(rng: Random) -> Pick:
 
 @picking("power_of_two")
 def power_of_two(rng: Random) -> Pick:
-    """The less loaded of two drawn at random (Mitzenmacher, "The power of two choices", 2001)."""
+    """The less saturated of two backends drawn at random (Mitzenmacher, "The power of two choices", 2001)."""
 
     def pick(_: Request, views: Sequence[View]) -> Placed:
         pair = views if len(views) < 2 else rng.sample(views, 2)
@@ -80,7 +83,7 @@ def power_of_two(rng: Random) -> Pick:
 
 @picking("random")
 def random_choice(rng: Random) -> Pick:
-    """Any backend with room."""
+    """A random backend with room."""
 
     def pick(_: Request, views: Sequence[View]) -> Placed:
         return _placed(rng.choice(views), len(views))
@@ -90,7 +93,7 @@ def random_choice(rng: Random) -> Pick:
 
 @picking("round_robin")
 def round_robin(_: Random) -> Pick:
-    """The backend with room that follows the last chosen one by name."""
+    """The backend with room that follows the previous choice in the order of names."""
     last = ""
 
     def pick(_: Request, views: Sequence[View]) -> Placed:

@@ -1,7 +1,7 @@
-"""Whether a request is split: its prompt computed on one backend, and its answer on another one.
+"""Decides whether a request is split: its prompt is computed on one backend, and its answer on another.
 
-Backends have roles: `prefill`, `decode`, or `both`. A pool in which all have `both` splits nothing. In any other one, a
-request that may be split is priced twice in seconds: as a whole where that costs least, and as two stages.
+Backends have the role `prefill`, `decode` or `both`. A pool in which every role is `both` splits nothing. In other
+pools a splittable request is priced twice: on the cheapest backend as a whole, and as two stages.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from llmproxy.core.placement.policy import Placement, Quote
 from llmproxy.core.settings import Disaggregation, Splitting
 
 FAILURES_MAX = 3
-"""After so many prompts in a row that did not arrive, a backend computes none for others for a while."""
+"""Consecutive failed transfers after which a backend gets no prefill stages for a pause."""
 REST_S, REST_MAX_S = 5.0, 60.0
-"""How long that while is: the first, doubled with each further failure, and the longest."""
+"""The first and the longest pause after failed transfers. Each further failure doubles the pause."""
 SURE_S = 0.005
-"""A split has to be cheaper by so much: no estimate is better, and one call is simpler than two."""
+"""A split must be cheaper by at least this: estimates are no more exact, and one call is simpler than two."""
 
 
 def as_prefill(request: Request) -> Request:
-    """The stage of `request` that computes its prompt: one token, of which the client sees nothing.
+    """Returns the prefill stage of `request`, which generates one token that the client does not see.
 
-    Its end is seen like the first token of a stream, and no objective for the tokens after it holds.
+    `stream` is set because the end of this stage shows the same as the first token of a stream: the prompt is computed.
+    The objective per output token is dropped.
     """
     slo = request.slo
     if slo is not None and slo.tpot_s is not None:
@@ -47,46 +48,49 @@ def as_prefill(request: Request) -> Request:
 
 
 def as_decode(request: Request) -> Request:
-    """The stage of `request` that fetches what was computed and brings the answer."""
+    """Returns the decode stage of `request`, which fetches the computed prompt and generates the answer."""
     return replace(request, stage=Stage.DECODE)
 
 
 def as_stage(request: Request, stage: Stage) -> Request:
-    """One stage of `request`, which is a whole one."""
+    """Returns `request`, an unsplit request, as the given stage."""
     if stage is Stage.WHOLE:
         return request
     return as_prefill(request) if stage is Stage.PREFILL else as_decode(request)
 
 
 def staged(placement: Placement, settings: Disaggregation) -> StagedPlacement:
-    """A placement that places stages, by `settings` unless it has an own way to split requests."""
+    """Returns `placement` wrapped to split requests by `settings`, or itself if it already splits requests."""
     return placement if isinstance(placement, StagedPlacement) else StagedPlacement(placement, settings)
 
 
 class StagedPlacement(Placement):
-    """Places whole requests and stages by another placement.
+    """Places whole requests and stages by another placement, `inner`.
 
-    Whole requests and answers go to backends that are not meant for prompts alone, while one of those that serves their
-    model is available.
-    What `settings` ask for:
+    Whole requests and decode stages avoid backends of role `prefill` while another backend of their model is available.
+    `settings.splitting` decides which requests are split:
 
-    - `auto`: a request is split where both stages together cost less, by the prices of the other placement. A placement
-      without prices splits nothing.
-    - `always`: a request is split where both stages have room, and `never` splits none.
-    - `tokens`: as `always`, for prompts of which so many tokens are in no cache of a backend that could answer.
+    - `auto`: if both stages together cost less than the whole request, by the prices of `inner`. A placement without
+      prices splits nothing.
+    - `always`: if both stages have room. `never`: none.
+    - `tokens`: as `always`, for prompts with at least `min_uncached_tokens` tokens that the cheapest backend for the
+      whole request has not cached.
     """
 
     def __init__(self, inner: Placement, settings: Disaggregation) -> None:
         self.inner = inner
         self.settings = settings
+        # Whether the pool has a backend of role `prefill` or `decode`.
         self._split_up = True
+        # The available backends that are not of role `prefill`, in this pass; below, their names by model.
         self._answering: list[View] = []
         self._answering_for: dict[str, set[str]] = {}
+        # Consecutive failed transfers, by prefill backend.
         self._failures: dict[str, int] = {}
         self._rests_until_s: dict[str, float] = {}
 
     def begin(self, views: Sequence[View]) -> None:
-        """A pass over these backends begins. What it asks for later may leave some of them out."""
+        """Begin a scheduling pass over all `views`. Later calls of the pass may get only some of them."""
         both = Role.BOTH
         self._split_up = True in [view.role is not both for view in views]
         self._answering, self._answering_for = [], {}
@@ -98,7 +102,7 @@ class StagedPlacement(Placement):
     ) -> Placed | NoCapacity | NoMatch:
         if not self._split_up:
             return self.inner.place(request, views, ceiling, excluded, now)
-        # What only one backend has is answered there, whatever its role.
+        # A request bound to one backend goes there whatever the backend's role.
         answering = views if request.backend is not None else self.answering(request, views, excluded)
         splits = request.stage is Stage.WHOLE and request.splittable
         if splits and answering is not views and self.settings.splitting is not Splitting.NEVER:
@@ -111,9 +115,9 @@ class StagedPlacement(Placement):
         return placed
 
     def answering(self, request: Request, views: Sequence[View], excluded: frozenset[str]) -> Sequence[View]:
-        """Those of `views` that are meant for answers; `views` itself where none that is available is for `request`.
+        """Returns the `views` that are not of role `prefill`; all `views` if none of these can take `request`.
 
-        Engines enforce no role, so that backends for prompts are there for want of others.
+        Engines do not enforce roles, so a prefill backend can serve a whole request as the last resort.
         """
         model = request.model
         if model not in self._answering_for:
@@ -131,7 +135,7 @@ class StagedPlacement(Placement):
         excluded: frozenset[str],
         now: float,
     ) -> Placed | NoMatch | None:
-        """A place for the prompt, beside one for the answer; None where the request is to be served as a whole."""
+        """Returns a place for the prefill stage and names the backend of the decode stage; None to serve it whole."""
         inner = self.inner
         prompt = as_prefill(request)
         rests = self._rests_until_s
@@ -160,7 +164,7 @@ class StagedPlacement(Placement):
         return request.prompt_tokens - cached_tokens >= tokens
 
     def transferred(self, backend: str, now: float, *, arrived: bool) -> None:
-        """A prompt that `backend` computed for another one arrived there, or did not."""
+        """The transfer of a prompt that `backend` computed succeeded (`arrived`) or failed."""
         if arrived:
             self._failures.pop(backend, None)
             self._rests_until_s.pop(backend, None)
@@ -170,7 +174,7 @@ class StagedPlacement(Placement):
             rest_s = min(REST_S * 2.0 ** min(failures - FAILURES_MAX, 10), REST_MAX_S)
             self._rests_until_s[backend] = now + rest_s
 
-    # --- all else is for the other placement --------------------------------------------------------------------------
+    # --- forwarded to the other placement -----------------------------------------------------------------------------
 
     def quote(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float

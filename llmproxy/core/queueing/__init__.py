@@ -1,1 +1,1 @@
-"""The waiting room of a pool: which requests wait, in which order, for how long."""
+"""The waiting room of a pool: admission, order, limits and deadlines of its requests."""

@@ -1,4 +1,4 @@
-"""Which requests the waiting room of a pool admits, refuses or sheds."""
+"""Admits, refuses and sheds the requests of one pool."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
 
 ARRIVALS = frozenset({Entry.NEW, Entry.RESUMED})
-"""How requests come that were in this waiting room in no way before."""
+"""The entries that count as arrivals: the waiting room has not had the request before."""
 
 Ready = Callable[[Sequence[View], int, float, float], Sequence[View]]
-"""Of some backends, those that take a request of a band under a ceiling at a time; see `Placement.ready`."""
+"""Filters views to the backends that can accept a request of this band now: (views, band, ceiling, now); see
+`Placement.ready`."""
 
 SHED_MAX = 64
-"""Requests that may be shed for one of a higher band, which may be as large as all of them."""
+"""The most requests that are shed for a single request of a higher band."""
 RETRY_EMPTY_S = 2.0
-"""Retry-After while no backend is up: about the time in which a poll finds one that came back."""
+"""Retry-After while no backend is up: about the time until a poll notices that a backend is back."""
 
 
 class Admission:
-    """Admits requests to one waiting room, `room`. All objects that it reads belong to the scheduler."""
+    """Admits requests to the waiting room `room`. All arguments but `settings` are shared with the scheduler."""
 
     def __init__(
         self,
@@ -54,21 +55,21 @@ class Admission:
         self._ordering = orderings.get(settings.ordering)(settings)
 
     def reconfigure(self, settings: Settings) -> None:
-        """Apply other settings. The ordering stays, because the ranks of waiting requests are its own."""
+        """Apply other settings. The ordering stays, because waiting requests were ranked by it."""
         self._settings = settings
 
     def enter(self, request: Request, excluded: frozenset[str], entry: Entry, now: float) -> list[Drop]:
-        """Admit a request and return those that were shed for it. A refusal changes nothing.
+        """Admit a request and return the requests that were shed for it. A refusal changes nothing.
 
-        A request that comes back after a failed attempt or a preemption, or that another scheduler admitted, is not
-        checked against limits again: there are few, and refusing them would defeat the retry. When a total is reached,
-        the newest request of the lowest band is shed for one of a higher band.
+        Limits are not checked again for a request that comes back after a failed attempt or a preemption, or that
+        another scheduler admitted: such requests are few, and a refusal would defeat the retry. When a total limit is
+        reached, the newest requests of the lowest band are shed for a request of a higher band.
 
         Raises Refused; see `Scheduler.submit`.
         """
         excluded, held = self._servable(request, excluded, entry, now)
         service_s = self._first_token.at(request.prompt_tokens)
-        # Policies may raise, also when a band gets its policy: no request was refused or shed up to here.
+        # Custom policies may raise, also in `room.band`, so both calls come before any change.
         rank = head_rank(request) if entry is Entry.PREEMPTED else self._ordering.rank(request, service_s)
         band = self._room.band(request.band)
         shed: list[Drop] = []
@@ -88,7 +89,8 @@ class Admission:
     def _servable(
         self, request: Request, excluded: frozenset[str], entry: Entry, now: float
     ) -> tuple[frozenset[str], bool]:
-        """`excluded`, and whether the request has to be held; if so, less the backends that may come back."""
+        """Returns (`excluded`, False) if a backend is up, and else (`excluded` without the backends that may come back,
+        True): the request is on hold until one of these is up. Raises Refused if no backend can come up."""
         if request.backend is not None:
             return excluded, self._held_for_its_own(request, request.backend)
         for backend in self._backends.values():
@@ -96,7 +98,7 @@ class Admission:
                 return excluded, False
         able = [backend for backend in self._backends.values() if backend.serves(request.model)]
         if entry is Entry.SEEKING:
-            # What the request refers to was lost with a process that is gone.
+            # The request refers to state, such as a stored response, that was lost with a process that is gone.
             able = [backend for backend in able if not backend.health.gone and backend.name not in excluded]
         resting = {backend.name for backend in able if backend.drained or not backend.health.available(now)}
         if resting and self._settings.queue.hold_s:
@@ -107,7 +109,8 @@ class Admission:
         raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
 
     def _held_for_its_own(self, request: Request, name: str) -> bool:
-        """Whether a request that may go to one backend alone has to be held until that backend is up."""
+        """Whether a request bound to one backend is on hold until that backend is up. Raises Refused if it never will
+        be, or if the configuration holds no requests."""
         backend = self._backends.get(name)
         if backend is None or backend.health.gone or not backend.serves(request.model):
             raise _lost_reference(request)
@@ -133,7 +136,7 @@ class Admission:
             raise Refused(Outcome.REJECTED_DEADLINE, message, retry_after_s)
 
     def _victims(self, request: Request, now: float) -> list[Queued]:
-        """The requests to shed so that `request` fits. Raises Refused when shedding cannot help."""
+        """Returns the requests to shed so that `request` fits. Raises Refused if shedding cannot help."""
         victims: list[Queued] = []
         if self._room.full(request) is None:
             return victims
@@ -153,12 +156,12 @@ class Admission:
 
 
 def _lost_reference(request: Request) -> Refused:
-    message = f"No backend of `{request.model}` keeps it: the one that did is gone, or serves that model no more."
+    message = f"No backend of `{request.model}` keeps it: its backend is gone, or no longer serves that model."
     return Refused(Outcome.BAD_REQUEST, message)
 
 
 def refusal(drop: Drop) -> Refused:
-    """The refusal of a request that had to leave the waiting room."""
+    """Returns the refusal for a request that was dropped from the waiting room."""
     if drop.outcome is Outcome.EXPIRED_NO_BACKENDS:
         message = f"No backend of `{drop.request.model}` came up before the request's time to wait was over."
     elif drop.outcome is Outcome.BAD_REQUEST:

@@ -1,4 +1,4 @@
-"""Requests that wait outside their flows, because a usage limit is used up or their only backend has no room."""
+"""Requests that wait outside their flows, because a usage limit is reached or their only backend has no room."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from llmproxy.core.queueing.usage_limits import UsageLimits
 Key = tuple[float, float]
 NONE_BLOCKED: Key = (inf, inf)
 OF_BACKEND = "backend:"
-"""Prefix of the queues of backends; those of usage limits begin with `tenant:` or `model:`."""
+"""Prefix of the names of backend queues. The names of usage limits begin with `tenant:` or `model:`."""
 
 
 class BlockedRequests:
-    """Requests that were first in line and yet could not be granted, for a reason of their own.
+    """Requests that cannot be granted at their turn for a reason of their own.
 
-    Either a usage limit of their tenant or model has no place in flight left, or the only backend that they may go to
-    has no room. Each limit and each such backend has a queue here: highest band, then earliest arrival. A request is
-    blocked when it would have been its turn, so that it does not hold up those behind it in its flow, and goes back to
-    its place in the flow when there is room.
+    Either a usage limit in flight of their tenant or model is reached, or their only backend has no room. Each such
+    limit and backend has a queue: highest band first, then earliest arrival. A request is blocked at its turn, so that
+    it does not hold up later requests of its flow, and goes back to its place in the flow when there is room.
     """
 
     def __init__(self) -> None:
@@ -30,6 +29,7 @@ class BlockedRequests:
         self._sizes: dict[str, int] = {}
         self.size = 0
         self._by_band: Counter[tuple[int, str]] = Counter()
+        # Queue -> requests that went back to their flows and still wait there.
         self._back: Counter[str] = Counter()
 
     def block(self, name: str, queued: Queued) -> None:
@@ -43,7 +43,7 @@ class BlockedRequests:
         line.push((-queued.request.band, queued.request.arrived_s), queued, size)
 
     def remove(self, queued: Queued) -> None:
-        """A blocked request leaves, to its flow or for good."""
+        """Remove a blocked request, which goes back to its flow or leaves the waiting room."""
         assert queued.blocked_by is not None
         queued.gone = True
         self.size -= 1
@@ -53,10 +53,13 @@ class BlockedRequests:
             del self._sizes[queued.blocked_by], self._queues[queued.blocked_by]
 
     def next(self, free: Callable[[str, int], int], lowest: int | None = None) -> list[Queued]:
-        """Take out the requests that may go back to their flows. `free(queue, band of its first)` says how many may.
+        """Take out the requests that may go back to their flows.
 
-        Each queue gives as many as have room, less those that went back before and still wait. With `lowest`, it gives
-        as many again of that band and those above it, because those that went back fitted nowhere.
+        Args:
+            free: Returns how many requests have room, for (queue, band of its first request). Requests that went back
+                earlier and still wait are subtracted.
+            lowest: The second round of a pass: the requests that went back earlier fit nowhere, so they are not
+                subtracted. Only requests of this band and above are taken.
         """
         back: list[Queued] = []
         for name in list(self._queues):
@@ -72,33 +75,33 @@ class BlockedRequests:
         return back
 
     def first(self, limits: UsageLimits) -> Key:
-        """(Negated band, arrival) of the first request whose usage limit has room; NONE_BLOCKED without one."""
+        """Returns (-band, arrival) of the first request whose usage limit has room; NONE_BLOCKED if there is none."""
         names = (name for name in self._queues if not name.startswith(OF_BACKEND) and limits.free(name))
         heads = (self._queues[name].least() for name in names)
         return min((entry[0] for entry in heads if entry is not None), default=NONE_BLOCKED)
 
     def at_backends(self, band: int) -> Iterator[Queued]:
-        """Yield the first request of each backend's queue if it belongs to this band."""
+        """Yields the first request of each backend queue if it belongs to this band."""
         for name, line in self._queues.items():
             if name.startswith(OF_BACKEND) and (entry := line.least()) is not None and entry[2].request.band == band:
                 yield entry[2]
 
     def left(self, name: str) -> None:
-        """A request that went back to its flow from this queue has left the flow."""
+        """A request that had gone back from this queue to its flow left the flow."""
         self._back[name] -= 1
         if not self._back[name]:
             del self._back[name]
 
     def counts(self) -> dict[tuple[int, str], int]:
-        """(Band, usage limit or backend) -> blocked requests."""
+        """Returns (band, queue name) -> number of blocked requests."""
         return {where: blocked for where, blocked in self._by_band.items() if blocked}
 
     def any_below(self, level: int) -> bool:
-        """Whether a blocked request is of a lower band."""
+        """Whether a request of a band below `level` is blocked."""
         return bool(self.size) and any(band < level for (band, _), blocked in self._by_band.items() if blocked)
 
     def before(self, queued: Queued) -> int | None:
-        """How many are before `queued` in its queue, None when there are too many to count."""
+        """Returns the number of requests before `queued` in its queue, None if there are too many to count."""
         assert queued.blocked_by is not None
         return self._queues[queued.blocked_by].before(queued)
 

@@ -1,4 +1,4 @@
-"""What the counting fairness policies share out: tokens, requests, or KV-cache held over time."""
+"""The resource that fairness policies share out: tokens, requests, or KV cache over time."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from llmproxy.core.policy_registry import Registry
 from llmproxy.core.settings import Settings
 
 HELD_S = 5.0
-"""Seconds from dispatch to end before any end was seen: an answer of 256 tokens at 20 ms each."""
+"""Assumed seconds from dispatch to end before the first observation: an answer of 256 tokens at 20 ms each."""
 GAIN = 0.05
 
 
 class Charge(ABC):
-    """What one attempt costs its flow, in the unit of the charged resource.
+    """The cost of an attempt for its flow, in units of the charged resource.
 
-    Of a request that is split, each stage costs its own part, so that both together cost what the whole would.
-
-    `held_s` is the seconds since dispatch, which is how long the backend has held the request.
+    Each stage of a split request costs its own part, so both together cost as much as the unsplit request. `held_s` is
+    the time since dispatch, in seconds.
     """
 
     def __init__(self, settings: Settings) -> None:
-        """A charge reads what it needs from `settings` once."""
+        """A subclass reads its `settings` here, once."""
 
     @abstractmethod
     def estimate(self, request: Request) -> float:
-        """The cost that is expected at dispatch."""
+        """Returns the expected cost at dispatch."""
 
     @abstractmethod
     def so_far(self, request: Request, output_tokens: int, held_s: float) -> float:
-        """The least that the attempt costs, once `output_tokens` of the answer were streamed."""
+        """Returns a lower bound of the cost once `output_tokens` of the answer have been streamed."""
 
     @abstractmethod
     def final(self, request: Request, usage: Usage, held_s: float) -> float:
-        """The cost at the end, also of an answer that was cut short. Called once per attempt; the charge may learn."""
+        """Returns the final cost, also of an answer that was cut short. Called once per attempt; may learn from it."""
 
 
 charges: Registry[Callable[[Settings], Charge]] = Registry("charged resource")
@@ -46,7 +45,7 @@ charges: Registry[Callable[[Settings], Charge]] = Registry("charged resource")
 class Tokens(Charge):
     """Weighted tokens that the engine computed: uncached prompt tokens and output tokens.
 
-    What is cached is known only at the end; until then the whole prompt counts.
+    The number of cached tokens is known at the end only. Before, the whole prompt counts.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -73,7 +72,7 @@ class Tokens(Charge):
 
 @charges.register("requests")
 class Requests(Charge):
-    """One for each request, whatever its size."""
+    """A cost of 1 for each request, whatever its size."""
 
     def estimate(self, request: Request) -> float:
         return 0.0 if request.stage is DECODE else 1.0
@@ -87,10 +86,10 @@ class Requests(Charge):
 
 @charges.register("kv_seconds")
 class KvSeconds(Charge):
-    """Tokens in the KV-cache times the seconds they are held: cached ones as well, for they occupy it too.
+    """Tokens in the KV cache times seconds. Cached prompt tokens count too, because they occupy the cache as well.
 
-    Answers grow about evenly, so that on average half of one is there: held_s x (prompt + output / 2). How long a
-    request is held is learned from earlier ones, as an exponentially weighted mean.
+    An answer grows evenly, so half of it occupies the cache on average: held_s x (prompt + output / 2). The expected
+    `held_s` is an exponentially weighted mean of earlier requests.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -105,7 +104,7 @@ class KvSeconds(Charge):
 
     def final(self, request: Request, usage: Usage, held_s: float) -> float:
         if request.stage is PREFILL:
-            # How long a prompt alone is held says nothing of an answer.
+            # The time of a prefill stage says nothing about the time of an answer.
             return self._held(usage.prompt_tokens, 0, held_s)
         self._seen += 1
         self._held_s = follow(self._held_s, held_s, gain(GAIN, self._seen))

@@ -1,4 +1,4 @@
-"""How long requests may wait. One clock runs while their pool has a backend that is up, another while it has none."""
+"""Deadlines of waiting requests, on a normal clock and on a hold clock, which runs while no backend is up."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from llmproxy.core.queueing.lazy_heap import LazyHeap
 from llmproxy.core.queueing.queue import Queued
 
 ROUNDING_S = 1e-6
-"""Sums of times differ by rounding: without this, a timer that is set to a deadline may fire just before it, again and
-again."""
+"""Tolerance for rounding: without it, a timer set to a deadline could fire just before it, again and again."""
 
 
 @dataclass(slots=True)
 class _Clock:
-    """A clock that can be stopped. `since_s` is when it was last started, None while it is stopped."""
+    """A clock that can be stopped."""
 
     elapsed_s: float = 0.0
+    # When the clock was last started, None while it is stopped.
     since_s: float | None = None
 
     def read(self, now: float) -> float:
@@ -30,19 +30,21 @@ class _Clock:
 class Deadlines:
     """The deadlines of the requests that wait in one pool.
 
-    While some backend is up, the own time to wait of a request runs. While none is, it stands still, and the request
-    is *held*: for `hold_s`, or for its own time to wait if that is shorter. So no request loses its place in a rolling
-    restart. With `hold_s` 0 nothing is held, and the first clock always runs.
+    A pool has two clocks, and one of them runs at a time. While a backend is up, the normal clock measures each
+    request's own time to wait. While no backend is up, the hold clock runs instead: requests are on hold for `hold_s`,
+    or for their own time to wait if that is shorter. So a rolling restart costs no request its place. With `hold_s` 0
+    the normal clock always runs.
     """
 
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
+        # Each pair: the normal clock (0) and the hold clock (1).
         self._clocks = (_Clock(), _Clock())
         self._heaps = (_deadlines(0), _deadlines(1))
         self._running = 0
 
     def reconfigure(self, hold_s: float, waiting: Collection[Queued], now: float) -> None:
-        """Hold for another time from now on, also those in `waiting`."""
+        """Apply another hold time from now on, also to the requests in `waiting`."""
         if hold_s == self._hold_s:
             return
         self._hold_s = hold_s
@@ -53,40 +55,40 @@ class Deadlines:
             self._heaps[1].push(queued.due_s[1], queued, len(waiting))
 
     def set_pool_up(self, up: bool, now: float) -> None:
-        """Run the clock of a pool that has a backend that is `up`, or of one that has none."""
+        """Switch between the normal clock (a backend is `up`) and the hold clock (none is)."""
         running = 0 if up or not self._hold_s else 1
         clock = self._clocks[running]
-        # Called with every event, while a pool goes up or down once a day.
+        # Called with every event; the pool rarely changes.
         if clock.since_s is None:
             self._running = running
             self._clocks[1 - running].stop(now)
             clock.since_s = now
 
     def enter(self, queued: Queued, now: float, waiting: int, left_s: float) -> None:
-        """Note that `queued` is due in `left_s`; `waiting` is how many wait."""
+        """Add `queued`, which is due in `left_s`. `waiting` is the number of waiting requests."""
         queued.due_s = (self._clocks[0].read(now) + left_s, self._clocks[1].read(now) + min(left_s, self._hold_s))
         self.keep(queued, waiting)
 
     def keep(self, queued: Queued, waiting: int) -> None:
-        """Note a request that waited before, with its old deadlines."""
+        """Add the new object of a request that waits already, with its old deadlines."""
         for heap, due_s in zip(self._heaps, queued.due_s, strict=True):
             heap.push(due_s, queued, waiting)
 
     def next(self, now: float) -> float | None:
-        """When the next request is due if nothing changes, None without any."""
+        """Returns when the next request is due if the running clock does not change; None without requests."""
         entry = self._heaps[self._running].least()
         return None if entry is None else now + entry[0] - self._clocks[self._running].read(now)
 
     def left_s(self, queued: Queued, now: float) -> float:
-        """Seconds that `queued` may still wait if nothing changes."""
+        """Returns the seconds that `queued` may still wait if the running clock does not change."""
         return queued.due_s[self._running] - self._clocks[self._running].read(now)
 
     def own_left_s(self, queued: Queued, now: float) -> float:
-        """What is left of the time to wait of `queued`, the time for which it was held not counted."""
+        """Returns the rest of the own time to wait of `queued`. Time on hold does not count."""
         return queued.due_s[0] - self._clocks[0].read(now)
 
     def due(self, now: float, most: int) -> list[Queued]:
-        """Take out the requests whose time is over, the earliest first, at most `most`."""
+        """Take out at most `most` requests whose deadline has passed, the earliest first."""
         heap, elapsed_s = self._heaps[self._running], self._clocks[self._running].read(now) + ROUNDING_S
         due: list[Queued] = []
         while len(due) < most and (entry := heap.least()) is not None and entry[0] <= elapsed_s:

@@ -1,4 +1,4 @@
-"""The one heap of the waiting room: outdated entries stay in it until they reach the top, and are dropped there."""
+"""Heaps with lazy deletion: an outdated entry stays in the heap until it reaches the top."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from itertools import count
 from typing import Generic, TypeVar
 
 BEFORE_LOOK_MAX = 20_000
-"""Entries that are counted to say how many come before one of them: some milliseconds of work."""
+"""Larger heaps are not counted to find the position of an entry: this many take some milliseconds."""
 
 Key = TypeVar("Key", bound=tuple[float, ...] | float)
 Item = TypeVar("Item")
 HeapEntry = tuple[Key, int, Item]
-"""Key, serial number of the push, item: equal keys come in the order of their pushes."""
+"""(Key, serial number of the push, item). Equal keys are in the order of their pushes."""
 
 
 class LazyHeap(Generic[Key, Item]):
-    """A priority queue. A push is O(log n), and leaving is free: `counts` says whether an entry still counts."""
+    """A priority queue. A push is O(log n), and a removal is free: `counts` tells whether an entry is still valid."""
 
     __slots__ = ("_counts", "_entries", "_serial")
 
@@ -28,7 +28,7 @@ class LazyHeap(Generic[Key, Item]):
         self._serial = count()
 
     def push(self, key: Key, item: Item, live: int) -> HeapEntry[Key, Item]:
-        """Put in an entry and return it. About `live` entries count; many more than that are cleared out first."""
+        """Add an entry and return it. A heap with far more than `live` entries is cleaned up first."""
         if len(self._entries) >= 64 + 2 * live:
             self._entries = [entry for entry in self._entries if self._counts(entry)]
             heapify(self._entries)
@@ -37,39 +37,39 @@ class LazyHeap(Generic[Key, Item]):
         return entry
 
     def least(self) -> HeapEntry[Key, Item] | None:
-        """The least entry that counts."""
+        """Returns the least valid entry, None without any."""
         entries = self._entries
         while entries and not self._counts(entries[0]):
             heappop(entries)
         return entries[0] if entries else None
 
     def pop(self) -> Item:
-        """Take out the entry that `least` has just returned."""
+        """Take out the entry that `least` has just returned, and return its item."""
         return heappop(self._entries)[2]
 
     def before(self, item: Item) -> int | None:
-        """How many entries come before that of `item`, None when there are more than BEFORE_LOOK_MAX to count."""
+        """Returns the number of entries before the entry of `item`, None in a heap above BEFORE_LOOK_MAX entries."""
         if len(self._entries) > BEFORE_LOOK_MAX:
             return None
         own = next(entry for entry in self._entries if entry[2] is item and self._counts(entry))
         return sum(1 for entry in self._entries if entry[:2] < own[:2] and self._counts(entry))
 
     def below(self, key: Key) -> int | None:
-        """How many entries have a lesser key, None when there are more than BEFORE_LOOK_MAX to count."""
+        """Returns the number of entries with a lesser key, None in a heap above BEFORE_LOOK_MAX entries."""
         if len(self._entries) > BEFORE_LOOK_MAX:
             return None
         return sum(1 for entry in self._entries if entry[:1] < (key,) and self._counts(entry))
 
     def __iter__(self) -> Generator[Item, None, None]:
-        """The items that count, least key first. Close the iterator before changing anything."""
+        """Yields the valid items, least key first. Close the iterator before changing the heap."""
         return self.first(sys.maxsize)
 
     def first(self, most: int) -> Generator[Item, None, None]:
-        """At most so many items that count, least key first. Close the iterator before changing anything."""
+        """Yields at most `most` valid items, least key first. Close the iterator before changing the heap."""
         taken: list[HeapEntry[Key, Item]] = []
         try:
             while len(taken) < most and (entry := self.least()) is not None:
-                # Callers almost always want the first item alone, so it stays in the heap until they ask for more.
+                # Callers almost always use the first item only, so it is popped when the next one is requested.
                 yield entry[2]
                 taken.append(heappop(self._entries))
         finally:
@@ -78,7 +78,7 @@ class LazyHeap(Generic[Key, Item]):
 
 
 class KeyedHeap:
-    """Names (flows, request ids) in the order of a key that may change; equal keys in the order in which they were set.
+    """Names (flows, request ids) ordered by a key that may change. Equal keys are in the order of their last change.
 
     Setting a key and taking the least are O(log n). All keys of one heap have the same length.
     """
@@ -100,7 +100,7 @@ class KeyedHeap:
         self._current.pop(name, None)
 
     def least(self) -> tuple[float, ...] | None:
-        """The least key, None when the heap is empty."""
+        """Returns the least key, None if the heap is empty."""
         entry = self._heap.least()
         return None if entry is None else entry[0]
 
@@ -113,7 +113,7 @@ class KeyedHeap:
         return taken
 
     def __iter__(self) -> Iterator[str]:
-        """Names by key. Close the iterator before changing anything."""
+        """Yields the names by key. Close the iterator before changing the heap."""
         return self._heap.first(sys.maxsize)
 
     def _is_current(self, entry: HeapEntry[tuple[float, ...], str]) -> bool:

@@ -1,18 +1,19 @@
-"""The minimum share of the work that a band gets while it waits, whatever waits above it."""
+"""The minimum share of the granted work that a waiting band gets, even while higher bands wait."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 CREDIT_GRANTS = 8.0
-"""Most credit of a band, in grants of the latest size: a band whose requests fit nowhere would collect ever more."""
+"""Upper bound of a band's credit, in grants of the latest size. Without it, a band whose requests fit on no backend
+would collect credit without limit."""
 
 
 class MinShares:
-    """Credits by band: work granted to others earns a waiting band its share, its own grants use it up.
+    """Credits by band: a waiting band earns its share of all granted work, and pays for its own grants.
 
-    A band that is owed its share goes before all others, until it has been granted that share. Without configured
-    shares nothing happens here.
+    A band with credit goes before all other bands until the credit is used up. Bands without a configured share have
+    no credit.
     """
 
     def __init__(self, shares: Mapping[int, float]) -> None:
@@ -25,9 +26,9 @@ class MinShares:
         self._credits = {band: self._credits.get(band, 0.0) for band in self.shares}
 
     def granted(self, band: int, cost: float, waiting: Iterable[int]) -> dict[int, float]:
-        """`cost` was granted to `band`; `waiting` are the bands that have something to wait for.
+        """Work of `cost` was granted to `band` while the bands `waiting` had waiting requests.
 
-        Returns by how much that changed the credit of each band.
+        Returns band -> change of its credit, for `undone`.
         """
         before = dict(self._credits)
         if band in self._credits:
@@ -39,13 +40,13 @@ class MinShares:
         return {changed: self._credits[changed] - was for changed, was in before.items()}
 
     def undone(self, changes: Mapping[int, float], cost: float) -> None:
-        """A grant of `cost`, which had changed credits by so much, came to nothing: none is used up, none earned."""
+        """A grant of `cost` was not used: revert its `changes` of credits."""
         for band, change in changes.items():
             if band not in self._credits:
                 continue
             self._credits[band] = min(self._credits[band] - change, CREDIT_GRANTS * cost)
 
     def due(self, waiting: Iterable[int]) -> list[int]:
-        """Bands that have earned a grant before all others, the most credit first."""
+        """Returns the waiting bands with credit, which go before all others, the most credit first."""
         due = [band for band in waiting if self._credits.get(band, 0.0) > 0.0]
         return sorted(due, key=lambda band: -self._credits[band])

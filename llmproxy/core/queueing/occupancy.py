@@ -1,4 +1,4 @@
-"""How full the waiting room is compared with its limits, and how fast it empties."""
+"""The occupancy of the waiting room relative to its limits, and its drain rate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NOTHING = _Usage()
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """A limit of the waiting room that is reached, by its name in the configuration; `total` over all bands."""
+    """A reached limit of the waiting room, named as in the configuration. `total`: it holds over all bands."""
 
     name: str
     limit: int
@@ -35,9 +35,9 @@ class Full:
 
 
 class Occupancy:
-    """How much waits in this process, over all pools: requests, body bytes, and tokens (prompt and answer, estimated).
+    """Waiting requests, body bytes and estimated tokens (prompt and answer) of this process, over all pools.
 
-    Each of the three is limited for one flow, for one band and in total. Since when each request waits is kept too.
+    Each of the three is limited per flow, per band and in total. Also records when each request began to wait.
     """
 
     def __init__(self, limits: QueueSettings) -> None:
@@ -45,17 +45,17 @@ class Occupancy:
         self._total = _Usage()
         self._bands: defaultdict[int, _Usage] = defaultdict(_Usage)
         self._flows: defaultdict[tuple[int, str], _Usage] = defaultdict(_Usage)
-        # A plain dict would search for its first entry among those that have left.
+        # OrderedDict, because finding the first entry of a dict is slow after many removals from its front.
         self._since_s: defaultdict[int, OrderedDict[str, float]] = defaultdict(OrderedDict)
 
     def reconfigure(self, limits: QueueSettings) -> None:
-        """Apply other limits; requests that wait beyond them stay."""
+        """Apply other limits. Waiting requests stay, even above the limits."""
         self._limits = limits
 
     def full(self, request: Request, without: Sequence[Request] = ()) -> Full | None:
-        """The limit that `request` would break, None where it fits. The narrowest comes first.
+        """Returns the first limit that `request` would exceed (flow, band, total), None if it fits.
 
-        `without` are requests of lower bands that are counted as if they had left.
+        `without`: requests of lower bands that are counted as if they had left.
         """
         limits = self._limits
         flow = self._flows.get((request.band, request.flow), _NOTHING)
@@ -75,7 +75,7 @@ class Occupancy:
                 return Full(f"queue.{whose}requests_max", requests_max, not whose)
             if bytes_max is not None and used.body_bytes + body_bytes > bytes_max:
                 return Full(f"queue.{whose}bytes_max", bytes_max, not whose)
-            # A request above the limit of tokens may wait when nothing else does, because tokens are only an estimate.
+            # A single request may exceed the token limit if nothing else waits, because tokens are an estimate.
             if tokens_max is not None and used.tokens and used.tokens + tokens > tokens_max:
                 return Full(f"queue.{whose}tokens_max", tokens_max, not whose)
         return None
@@ -90,20 +90,20 @@ class Occupancy:
         flow = self._flows[request.band, request.flow]
         for usage in (self._total, self._bands[request.band], flow):
             usage.add(request, -1)
-        # Flows come and go without an end to their names.
+        # The number of flow names is unlimited, so empty flows are removed.
         if not flow.requests:
             del self._flows[request.band, request.flow]
 
     def queued(self) -> dict[int, tuple[int, int]]:
-        """Band -> (requests, body bytes) waiting."""
+        """Returns band -> (waiting requests, their body bytes)."""
         return {band: (usage.requests, usage.body_bytes) for band, usage in self._bands.items()}
 
     def since_s(self, request: Request) -> float:
-        """Return when a waiting request began to wait."""
+        """Returns when a waiting request began to wait."""
         return self._since_s[request.band][request.id]
 
     def longest_s(self, now: float) -> dict[int, float]:
-        """Band -> how long the one that came first has waited since it came, or came back."""
+        """Returns band -> the longest wait of its requests since they arrived or came back."""
         return {band: now - next(iter(since_s.values())) for band, since_s in self._since_s.items() if since_s}
 
     def check(self) -> None:
@@ -118,9 +118,9 @@ class Occupancy:
 
 
 class DrainRate:
-    """How fast the waiting room empties, for `Retry-After`: measured over the last grants.
+    """The rate of grants, for `Retry-After`, measured over the last grants.
 
-    A request that came back, because its attempt failed or was preempted, is not counted.
+    The grant of a request that came back, because its attempt failed or was preempted, is not counted.
     """
 
     _GRANTS = 64
@@ -133,22 +133,22 @@ class DrainRate:
         self._grants: deque[tuple[float, Request]] = deque(maxlen=self._GRANTS)
 
     def granted(self, request: Request, now: float) -> None:
-        # After a pause in which nothing was asked for, the old pace says nothing of the new one.
+        # After a pause without grants the old rate is meaningless.
         if self._grants and now - self._grants[-1][0] > self._PAUSE_S:
             self._grants.clear()
         self._grants.append((now, request))
 
     def came_back(self, request_id: str) -> None:
-        """A request that was granted waits again."""
+        """A granted request waits again, so its grant is removed."""
         for at, (_, granted) in enumerate(self._grants):
             if granted.id == request_id:
                 del self._grants[at]
                 return
 
     def since(self, arrived_s: float) -> tuple[tuple[int, str, int], ...]:
-        """Return the `_FLOWS_SHOWN` flows most granted after `arrived_s`, of the last `_GRANTS`.
+        """Returns (band, flow, requests) of the `_FLOWS_SHOWN` flows with the most grants since `arrived_s`.
 
-        As (band, flow, requests), the most frequent first.
+        The most frequent flow is first. Only the last `_GRANTS` grants count.
         """
         found: Counter[tuple[int, str]] = Counter()
         for at_s, request in reversed(self._grants):
@@ -158,13 +158,13 @@ class DrainRate:
         return tuple([(*key, count) for key, count in found.most_common(self._FLOWS_SHOWN)])
 
     def interval_s(self, now: float) -> float | None:
-        """Seconds between two grants of late, None before the first."""
+        """Returns the recent mean seconds between two grants, None before the first grant."""
         if not self._grants:
             return None
         return max(now - self._grants[0][0], 0.1) / len(self._grants)
 
     def retry_after_s(self, ahead: int, now: float) -> float:
-        """Seconds until a request with `ahead` others before it would be granted, within 1 s and 60 s."""
+        """Returns the expected seconds until a request behind `ahead` others is granted, between 1 and 60."""
         interval_s = self.interval_s(now)
         if interval_s is None:
             return self._RETRY_MIN_S

@@ -1,4 +1,4 @@
-"""Which request of a flow goes first."""
+"""The order of the requests within a flow."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from llmproxy.core.policy_registry import Registry
 from llmproxy.core.settings import Settings
 
 AGED_S = 60.0
-"""`least_slack` gives everybody a turn within this time, where there are turns: about as long as clients wait."""
+"""`least_slack` treats a request without an objective, or with a missed one, as due this long after its arrival: about
+as long as clients wait."""
 
 Key = tuple[float, float]
 
 
 class Rank(Struct, frozen=True):
-    """Where a request stands in its flow, least key first; from `turns_s` on, `then` is its key."""
+    """The sort key of a request in its flow, least first. From the time `turns_s` on, `then` replaces `key`."""
 
     key: Key
     turns_s: float = inf
@@ -27,14 +28,14 @@ class Rank(Struct, frozen=True):
 
 
 class Ordering(ABC):
-    """Ranks the requests of a flow. A request keeps one key while it waits, or changes it once (`Rank.turns_s`)."""
+    """Ranks the requests of a flow. The key of a waiting request changes at most once (`Rank.turns_s`)."""
 
     def __init__(self, settings: Settings) -> None:
-        """An ordering reads what it needs from `settings` once."""
+        """A subclass reads its `settings` here, once."""
 
     @abstractmethod
     def rank(self, request: Request, service_s: float) -> Rank:
-        """The rank of `request`, whose first token is expected `service_s` after it is granted a backend."""
+        """Returns the rank of `request`. Its first token is expected `service_s` after its grant."""
 
 
 orderings: Registry[Callable[[Settings], Ordering]] = Registry("ordering policy")
@@ -50,7 +51,7 @@ class FcfsOrdering(Ordering):
 
 @orderings.register("edf")
 class EarliestDeadline(Ordering):
-    """Earliest deadline first: when the first token is due by its objective, else when its time to wait is over."""
+    """Earliest deadline first. The deadline is the objective for the first token, else the end of the time to wait."""
 
     def rank(self, request: Request, service_s: float) -> Rank:
         slo = request.slo
@@ -60,24 +61,24 @@ class EarliestDeadline(Ordering):
 
 @orderings.register("least_slack")
 class LeastSlack(Ordering):
-    """The least time to spare first: objective less time waited less time that serving will take.
+    """Least slack first: the objective minus the time waited minus the expected service time.
 
-    A request that can no longer make it steps back, because serving it first would only make others late as well.
-    From then on it is due `AGED_S` after its arrival, like one without an objective for its first token.
+    A request that can no longer meet its objective steps back, because serving it first would make others late too.
+    From then on it is due `AGED_S` after its arrival, like a request without an objective for the first token.
     """
 
     def rank(self, request: Request, service_s: float) -> Rank:
         last = request.arrived_s + AGED_S, request.arrived_s
         if request.slo is None or request.slo.ttft_s is None:
             return Rank(last)
-        # All slacks shrink alike, so the order of the latest moments to start is the order of slacks at any time.
+        # All slacks shrink equally, so ordering by the latest start time is ordering by slack at any time.
         start_by_s = request.arrived_s + request.slo.ttft_s - service_s
         return Rank((start_by_s, request.arrived_s), start_by_s, last)
 
 
 @orderings.register("shortest")
 class Shortest(Ordering):
-    """The least estimated work first; a request that has waited for `ageing_s` goes before all that have not."""
+    """Least estimated work first. A request that has waited for `ageing_s` goes before all younger requests."""
 
     def __init__(self, settings: Settings) -> None:
         self._input_weight = settings.input_weight

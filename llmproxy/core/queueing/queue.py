@@ -1,4 +1,4 @@
-"""Bands and flows: the waiting requests in their order."""
+"""Bands and flows: the waiting requests in order."""
 
 from __future__ import annotations
 
@@ -17,39 +17,43 @@ from llmproxy.core.queueing.lazy_heap import HeapEntry, LazyHeap
 from llmproxy.core.queueing.ordering import Key, Rank
 
 FLOW_LOOK_MAX = 8
-"""Requests of one flow and base model that are looked at when the first of them fit nowhere; bounds the time of a
-pass."""
+"""Requests of one flow and base model that a scheduling pass tries if the first of them fit on no backend. Bounds the
+time of a pass."""
 
 
 def head_rank(request: Request) -> Rank:
-    """The rank of a preempted request: it had its turn already, so it goes before all that had not."""
+    """Returns the rank of a preempted request, which goes before all others because it already had its turn."""
     return Rank((-inf, request.arrived_s))
 
 
 class Queued(Struct, eq=False):
-    """A request in the waiting room, with the backends that already failed it.
+    """A request in the waiting room.
 
-    `due_s` are its deadlines on the two clocks of `Deadlines`. `key` is its place in its flow now. `blocked_by` names
-    the usage limit or backend for which it waits outside its flow, `back_from` the one for which it did before.
-    `later` names a full backend that it should wait for, "" for none.
-    `held`: it came while no backend that it may use was up. `gone` and `key` show the heaps which of their entries
-    still count, so an object that is gone never comes back: its request gets a new one.
+    `gone` and `key` invalidate heap entries. An object that is gone never comes back: a request that is blocked or
+    unblocked gets a new object.
     """
 
     request: Request
     rank: Rank
+    # Backends that already failed the request.
     excluded: frozenset[str] = frozenset()
+    # Its deadlines on the two clocks of `Deadlines`.
     due_s: tuple[float, float] = (inf, inf)
+    # Its current sort key in the flow.
     key: Key = (0.0, 0.0)
+    # The queue of `BlockedRequests` (usage limit or backend) in which it waits.
     blocked_by: str | None = None
+    # It is on hold: it arrived while no backend that it may use was up.
     held: bool = False
+    # The queue of `BlockedRequests` from which it went back to its flow.
     back_from: str | None = None
+    # A full backend that it waits for, "" for none.
     later: str = ""
     gone: bool = False
 
 
 def waits(entry: HeapEntry[Any, Queued]) -> bool:
-    """Whether the request of a heap's entry still waits, and as this object."""
+    """Whether a heap entry is valid: its object still waits."""
     return not entry[2].gone
 
 
@@ -60,8 +64,8 @@ def _in_place(entry: HeapEntry[Key, Queued]) -> bool:
 class _Line:
     """The waiting requests of one flow, in the order of their ranks.
 
-    Each base model has a heap, so that many requests of a model that is full do not hide those of another one behind
-    them. Adapters share one heap: there may be thousands.
+    Each base model has a heap, so that many requests of a full model do not hide requests of another model. All
+    adapters share one heap, because there may be thousands of them.
     """
 
     __slots__ = ("heaps", "size")
@@ -87,7 +91,7 @@ class _Line:
         return min(entries, key=_key)[2] if entries else None
 
     def before(self, queued: Queued) -> int | None:
-        """How many come before `queued`, None where they are too many to count."""
+        """Returns the number of requests before `queued`, None if there are too many to count."""
         own = self.heaps[_heap_of(queued)]
         before = own.before(queued)
         for heap in self.heaps.values():
@@ -96,7 +100,7 @@ class _Line:
         return before
 
     def first(self) -> Generator[Queued, None, None]:
-        """The first `FLOW_LOOK_MAX` of each heap. Close the iterator before changing anything."""
+        """Yields the first `FLOW_LOOK_MAX` requests of each heap in order. Close the iterator before any change."""
         if len(self.heaps) == 1:
             (heap,) = self.heaps.values()
             return heap.first(FLOW_LOOK_MAX)
@@ -124,7 +128,7 @@ def _place(queued: Queued) -> Key:
 
 
 class Band:
-    """The flows of one priority level. A flow is listed while it has a request waiting, in the order of its ranks."""
+    """The flows of one priority level that have waiting requests."""
 
     def __init__(self, fairness: FairnessPolicy, faults: Faults) -> None:
         self.fairness = fairness
@@ -138,11 +142,11 @@ class Band:
         return len(self._lines)
 
     def entered(self, request: Request, now: float) -> None:
-        """A request came into the waiting room for the first time."""
+        """A request entered the waiting room for the first time."""
         self._notify(self.fairness.entered, request, now)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
-        """A request of this band is over; see `FairnessPolicy.ended`."""
+        """A request of this band ended; see `FairnessPolicy.ended`."""
         self._notify(self.fairness.ended, request, met, now)
 
     def push(self, queued: Queued, now: float) -> None:
@@ -177,7 +181,7 @@ class Band:
             self._tell_head(request.flow, line)
 
     def settle(self, now: float) -> None:
-        """Apply the ranks that change with time. The order of a flow is as of the last call."""
+        """Apply the ranks that change by time. Flows keep this order until the next call."""
         while (entry := self._turns.least()) is not None and entry[0] <= now:
             queued = self._turns.pop()
             line = self._lines[queued.request.flow]
@@ -192,20 +196,20 @@ class Band:
         self._notify(self.fairness.backlogged, flow, head.request)
 
     def first(self, flow: str) -> Generator[Queued, None, None]:
-        """The first `FLOW_LOOK_MAX` requests of `flow` for each base model, in their order.
+        """Yields the first `FLOW_LOOK_MAX` requests of `flow` for each base model, in order.
 
-        Close the iterator before changing anything.
+        Close the iterator before any change.
         """
         return self._lines[flow].first()
 
     def heads(self) -> Generator[Queued, None, None]:
-        """`first` of each flow. Close the iterator before changing anything."""
+        """Yields `first` of each flow. Close the iterator before any change."""
         for flow in self._lines:
             with closing(self.first(flow)) as line:
                 yield from line
 
     def before(self, queued: Queued) -> int | None:
-        """How many of its flow come before `queued`, None where they are too many to count."""
+        """Returns the number of requests before `queued` in its flow, None if there are too many to count."""
         return self._lines[queued.request.flow].before(queued)
 
     def waiting_in(self, flow: str) -> int:
@@ -213,7 +217,7 @@ class Band:
         return 0 if line is None else line.size
 
     def requests(self) -> list[Request]:
-        """All requests, flow by flow in their order; slow, for inspection only."""
+        """Returns all requests in order, flow by flow. Slow, for inspection only."""
         lines = (heap for line in self._lines.values() for heap in line.heaps.values())
         return [queued.request for heap in lines for queued in list(heap)]
 
@@ -228,4 +232,4 @@ class Band:
                 assert [one.key for one in heap] == sorted(one.key for one in heap), f"{flow} is out of order"
         offered = list(self.fairness.candidates(now))
         assert len(offered) == len(set(offered)), "a flow is listed twice"
-        assert set(offered) == set(self._lines), "the policy offers other flows than those that wait"
+        assert set(offered) == set(self._lines), "the policy offers other flows than the waiting ones"

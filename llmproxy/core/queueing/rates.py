@@ -1,4 +1,4 @@
-"""Requests and tokens per minute: what is taken when a request comes, and corrected when its tokens were counted."""
+"""Limits of requests and tokens per minute. Estimated tokens are charged on arrival and corrected by the real usage."""
 
 from __future__ import annotations
 
@@ -11,49 +11,51 @@ from llmproxy.core.rate_limit import TokenBucket
 from llmproxy.core.settings import UsageLimit
 
 MINUTE_S = 60.0
-"""A limit allows at once what it allows in this time."""
+"""The burst of a limit: everything that it allows in this time may be used at once."""
 REQUESTS, TOKENS = "requests", "tokens"
 RateName = tuple[str, str]
 """(Limit, REQUESTS or TOKENS)."""
 Rate = tuple[str, str, float]
-"""(Limit, REQUESTS or TOKENS, how many a minute)."""
+"""(Limit, REQUESTS or TOKENS, number per minute)."""
 
 
 class Rates(Protocol):
-    """Keeps the rates of usage limits. A request is asked for once, and has ended once."""
+    """Enforces the rates of usage limits. `admit` and `ended` are called once for each request."""
 
     def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
         """Apply other limits."""
 
     def admit(self, request: Request, now: float) -> None:
-        """Take a request and the tokens that it is expected to use. Raises Refused (`rate_limited`)."""
+        """Charge a request and its expected tokens. Raises Refused (`rate_limited`)."""
 
     def used(self, request: Request, tokens: float, now: float) -> None:
-        """An attempt of an admitted request used these tokens; the first one that did replaces what was expected."""
+        """Charge the tokens of one attempt. The first call for a request replaces its expected tokens."""
 
     def ended(self, request: Request, now: float) -> None:
-        """The request is over: tokens that were expected and not used are given back."""
+        """The request ended: refund expected tokens that were never replaced by `used`."""
 
     def left_per_min(self, name: str, now: float) -> tuple[float | None, float | None]:
-        """(Requests, tokens) that may still be taken under a limit; None without such a rate, or where nobody knows."""
+        """Returns the remaining (requests, tokens) of a limit; None for a rate that is not configured or unknown."""
 
     def debts(self, now: float) -> dict[RateName, float]:
-        """In how many seconds all that was taken is back, of the rates where that is not so. For `restore`."""
+        """Returns rate -> seconds until the rate is full again, without full rates. For `restore`."""
 
     def restore(self, debts: Mapping[RateName, float], now: float) -> None:
-        """Take over what another process counted before this one."""
+        """Take over the debts of the process that this one replaces."""
 
 
 @dataclass(slots=True)
 class _Account:
-    """One request that has not ended, and the tokens that were taken for it; `settled` once they were counted."""
+    """A request that has not ended."""
 
+    # Expected tokens.
     tokens: float
+    # The real tokens of an attempt have been charged.
     settled: bool = False
 
 
 class RateLimits:
-    """Rates that this process keeps alone, in token buckets."""
+    """Rates of this process alone, as token buckets."""
 
     def __init__(self, limits: Mapping[str, UsageLimit]) -> None:
         self._limits = limits
@@ -62,7 +64,7 @@ class RateLimits:
         self.reconfigure(limits, 0.0)
 
     def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
-        """Apply other limits; what was taken in this minute still counts."""
+        """Apply other limits. Charges of the last minute still count."""
         self._limits = limits
         buckets = {}
         for limit, kind, per_min in limit_rates(limits, limits):
@@ -71,7 +73,7 @@ class RateLimits:
         self._buckets = buckets
 
     def admit(self, request: Request, now: float) -> None:
-        """See `Rates.admit`. One that is asked for again, because its answer was lost, was counted before."""
+        """See `Rates.admit`. A second call for a request, because the reply to the first was lost, charges nothing."""
         if request.id in self.accounts:
             return
         tokens, longest, longest_s = expected(request), None, 0.0
@@ -115,14 +117,14 @@ class RateLimits:
         return {name: full_in_s for name, full_in_s in found if full_in_s > 0.0}
 
     def restore(self, debts: Mapping[RateName, float], now: float) -> None:
-        """See `Rates.restore`. What was counted here before is among it, or is less than that."""
+        """See `Rates.restore`. A rate keeps the greater of its own and the restored debt."""
         for name in debts.keys() & self._buckets.keys():
             bucket = self._buckets[name]
             bucket.take(max(0.0, debts[name] - bucket.full_in_s(now)) * bucket.refill_per_s, now)
 
 
 def limit_rates(limits: Mapping[str, UsageLimit], names: Iterable[str]) -> Iterator[Rate]:
-    """The rates of these limits."""
+    """Yields the rates of the limits `names`. Names without a limit are skipped."""
     for name in names:
         limit = limits.get(name)
         if limit is None:
@@ -134,23 +136,23 @@ def limit_rates(limits: Mapping[str, UsageLimit], names: Iterable[str]) -> Itera
 
 
 def expected(request: Request) -> float:
-    """The tokens that a request is expected to use."""
+    """Returns the tokens that a request is expected to use, prompt and answer."""
     return float(request.prompt_tokens + request.output_tokens)
 
 
 def amount(kind: str, tokens: float) -> float:
-    """What a request of so many tokens takes of a rate of this kind."""
+    """Returns the charge of a request of `tokens` for a rate of this kind."""
     return 1.0 if kind == REQUESTS else tokens
 
 
 def used_up(rate: Rate, wait_s: float) -> Refused:
-    """The refusal of a request that may come back after `wait_s`."""
+    """Returns the refusal of a request over `rate`. The client may retry after `wait_s`."""
     limit, kind, per_min = rate
     message = f"The limit of {per_min:g} {kind} per minute of {in_words(limit)} is used up. Try again later."
     return Refused(Outcome.RATE_LIMITED, message, max(1.0, wait_s))
 
 
 def in_words(name: str) -> str:
-    """The name of a limit in a sentence: `tenant:acme` is the tenant `acme`."""
+    """Returns the name of a limit for messages: `tenant:acme` becomes "the tenant `acme`"."""
     kind, _, whose = name.partition(":")
     return f"the {kind} `{whose}`"

@@ -1,4 +1,4 @@
-"""What one tenant or one model may use: requests in flight, requests and tokens per minute."""
+"""Usage limits of tenants and models: requests in flight, requests per minute and tokens per minute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llmproxy.core.queueing.rates import RateLimits, Rates
 from llmproxy.core.settings import UsageLimit
 
 UNBOUNDED_FREE = 64
-"""Requests that go back to their flows at a time when a limit was lifted."""
+"""Blocked requests that go back to their flows at a time after a limit was removed."""
 
 
 class _Use:
@@ -19,25 +19,25 @@ class _Use:
 
 
 _UNLIMITED = _Use(None)
-"""The use of a limit that requests still name although the configuration no longer has it."""
+"""The use of a limit that the configuration no longer has, while requests still refer to it."""
 
 
 class UsageLimits:
     """The usage of all limited tenants and models, over all pools of the process.
 
-    A request beyond the limit in flight waits (`full`). A request beyond a rate is refused (`admit`), because a client
-    that knows when to come back can plan, and one that hangs cannot.
+    A request above the limit in flight waits (`full`). A request above a rate is refused (`admit`), because a client
+    that knows when to retry can plan, and a hanging client cannot.
     """
 
     def __init__(self, limits: Mapping[str, UsageLimit], rates: Rates | None = None) -> None:
-        """Without `rates`, the limits hold for this process alone."""
+        """Without `rates`, the rate limits hold for this process alone."""
         self._uses = {name: _Use(limit.in_flight) for name, limit in limits.items()}
         self._limits = limits
         self.rates = RateLimits(limits) if rates is None else rates
         self._between: dict[str, Request] = {}
 
     def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
-        """Apply other limits. What is in flight, and what was taken in this minute, still counts."""
+        """Apply other limits. Requests in flight and charges of the last minute still count."""
         self._limits = limits
         for name in [name for name in self._uses if name not in limits]:
             self._uses[name].most = None
@@ -55,22 +55,22 @@ class UsageLimits:
             del self._uses[name]
 
     def admit(self, request: Request, now: float) -> None:
-        """Count a new request and the tokens it is expected to use.
+        """Charge a new request and its expected tokens.
 
-        Raises Refused (`rate_limited`) where a rate of one of its limits is used up.
+        Raises Refused (`rate_limited`) if a rate of its limits is used up.
         """
         if request.limits:
             self.rates.admit(request, now)
 
     def full(self, request: Request) -> str | None:
-        """The limit for which `request` has to wait, because as many are in flight as it allows."""
+        """Returns the limit in flight that makes `request` wait, None if there is none."""
         for name in request.limits:
             if not self.free(name):
                 return name
         return None
 
     def free(self, name: str) -> int:
-        """How many more may be in flight under a limit; so many at a time where it has no bound on them any more."""
+        """Returns how many more requests may be in flight under a limit; `UNBOUNDED_FREE` if the limit was removed."""
         use = self._use(name)
         if use.most is None:
             return UNBOUNDED_FREE
@@ -78,18 +78,18 @@ class UsageLimits:
 
     def booked(self, request: Request) -> None:
         if self._between.pop(request.id, None) is not None:
-            # It was in flight all the time.
+            # The decode stage: the request has been in flight since its prefill stage.
             return
         for name in request.limits:
-            # A limit that went while the request waited may come back while it is in flight.
+            # A limit may be removed while the request waits, and added again while the request is in flight.
             self._uses.setdefault(name, _Use(None)).in_flight += 1
 
     def begin_between_stages(self, request: Request) -> None:
-        """The prompt was computed, and the answer is to follow: the request is in flight until then."""
+        """The prefill stage ended. The request counts as in flight until its decode stage is granted."""
         self._between[request.id] = request
 
     def end_between_stages(self, request_id: str) -> None:
-        """A request between its stages is in flight no more: it ended, or waits again."""
+        """A request between its stages ended or waits again as a whole, so it no longer counts as in flight."""
         if (request := self._between.pop(request_id, None)) is not None:
             self._leave(request)
 
@@ -99,16 +99,16 @@ class UsageLimits:
             self._tidy(name)
 
     def released(self, request: Request, used_tokens: int | None, now: float) -> None:
-        """An attempt ended; `used_tokens` as the engine counted them, None when nothing was used or it is unknown."""
+        """An attempt ended. `used_tokens` are counted by the engine; None if the engine used none or did not report."""
         self._leave(request)
         if used_tokens is not None:
             self.rates.used(request, used_tokens, now)
 
     def ended(self, request: Request, now: float) -> None:
-        """The request is over: tokens that were expected and not used are given back."""
+        """The request ended: expected tokens that were not used are refunded."""
         self.end_between_stages(request.id)
         self.rates.ended(request, now)
 
     def in_flight(self) -> dict[str, int]:
-        """Limit -> requests in flight under it."""
+        """Returns limit -> requests in flight."""
         return {name: use.in_flight for name, use in self._uses.items()}

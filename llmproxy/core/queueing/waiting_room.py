@@ -21,10 +21,10 @@ from llmproxy.core.settings import Settings
 class WaitingRoom:
     """Bands of flows, blocked requests, and the deadlines of both.
 
-    `occupancy` and `limits` are shared by all pools of the process; `faults` notes what policies raise. `room_on` says
-    how many more requests of a band a backend has room for at a time. Every request that waits is in `waiting` by its
-    id; `deadlines` and `blocked` are for events of the pool and for looking in. `prompt_tokens` and `output_tokens` are
-    what is expected of all that wait.
+    Args:
+        occupancy: Shared by all pools of the process, and so is `limits`.
+        faults: Records exceptions of policies.
+        room_on: (backend, band, now) -> how many more requests of the band fit on the backend.
     """
 
     def __init__(
@@ -42,18 +42,23 @@ class WaitingRoom:
         self._occupancy = occupancy
         self._limits = limits
         self._drain = drain
+        # Band -> (time, reason) of the last decision that made the band wait.
         self._held_back: dict[int, tuple[float, Reason]] = {}
         self._bands: dict[int, Band] = {}
+        # Band -> its requests, the newest first, for shedding.
         self._newest: dict[int, LazyHeap[float, Queued]] = {}
         self.blocked = BlockedRequests()
         self.deadlines = Deadlines(settings.queue.hold_s)
+        # Label -> id of the last request with this label.
         self._labels: dict[str, str] = {}
+        # All waiting requests by id, and their expected tokens.
         self.waiting: dict[str, Queued] = {}
         self.prompt_tokens = self.output_tokens = 0
+        # All bands, highest first.
         self.order: list[int] = []
 
     def reconfigure(self, settings: Settings, now: float) -> None:
-        """Apply other settings; bands and the requests in them stay."""
+        """Apply other settings. Bands and their requests stay."""
         self._settings = settings
         self.deadlines.reconfigure(settings.queue.hold_s, self.waiting.values(), now)
 
@@ -61,7 +66,7 @@ class WaitingRoom:
         return len(self.waiting)
 
     def band(self, level: int) -> Band:
-        """The band of a priority level, made when it is first asked for."""
+        """Returns the band of a priority level, created at the first call."""
         band = self._bands.get(level)
         if band is None:
             fairness = policies.get(self._settings.fairness)(self._settings)
@@ -71,21 +76,21 @@ class WaitingRoom:
         return band
 
     def levels(self) -> list[int]:
-        """The bands whose flows have something to offer, highest first."""
+        """Returns the bands with requests in their flows, highest first."""
         return [level for level in self.order if self._bands[level].size]
 
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """(Band, requests) of those that have something to offer, highest first."""
+        """Returns (band, requests in its flows) of the bands in `levels`, highest first."""
         return tuple([(level, size) for level in self.order if (size := self._bands[level].size)])
 
     def ahead_of(self, level: int) -> int:
-        """Requests that go before one that comes into the band `level` now."""
+        """Returns the number of requests ahead of a new request of band `level`."""
         return sum(band.size for other, band in self._bands.items() if other >= level)
 
     # --- in and out --------------------------------------------------------------------------------------------------
 
     def enter(self, request: Request, rank: Rank, excluded: frozenset[str], now: float, *, held: bool = False) -> None:
-        """Let `request` in; a `held` one waits for a backend of its own to come up, though the pool has others."""
+        """Add `request`. `held`: none of the backends that it may use is up, so it waits for at most `hold_s`."""
         queued = Queued(request, rank, excluded, held=held)
         self.waiting[request.id] = queued
         self._labels[request.label] = request.id
@@ -99,9 +104,9 @@ class WaitingRoom:
         self._place(queued).push(queued, now)
 
     def leave(self, queued: Queued) -> Waited | None:
-        """Remove a request. Returns why it waited, None if nothing held it back."""
+        """Remove a request. Returns why it waited, None if no decision made it wait."""
         request = queued.request
-        # Most requests do not wait, so the cheap test comes first.
+        # Most requests do not wait, so `waited` is rarely called.
         waited = self.waited(queued) if self._held_back or queued.back_from or queued.blocked_by else None
         del self.waiting[request.id]
         if self._labels.get(request.label) == request.id:
@@ -113,11 +118,11 @@ class WaitingRoom:
         return waited
 
     def set_wait_reason(self, level: int, reason: Reason, now: float) -> None:
-        """Note why the band `level` waits."""
+        """Record why the band `level` waits."""
         self._held_back[level] = now, reason
 
     def waited(self, queued: Queued) -> Waited | None:
-        """Return why a request waits, None while no decision has held it back."""
+        """Returns why a request waits, None as long as no decision made it wait."""
         since_s = self._occupancy.since_s(queued.request)
         line = queued.blocked_by or queued.back_from
         if line is None:
@@ -132,17 +137,17 @@ class WaitingRoom:
         return Waited(rule, self._drain.since(since_s))
 
     def full(self, request: Request, without: Iterable[Queued] = ()) -> Full | None:
-        """The limit that `request` would break, were those of lower bands in `without` not here; None if it fits."""
+        """Returns the limit that `request` would exceed if the requests `without` had left; None if it fits."""
         return self._occupancy.full(request, [queued.request for queued in without])
 
     def bound_to(self, backend: str) -> list[Queued]:
-        """Those that may go to `backend` alone."""
+        """Returns the waiting requests that may go to no backend but `backend`."""
         return [queued for queued in self.waiting.values() if queued.request.backend == backend]
 
     def newest_below(self, level: int) -> Generator[Queued, None, None]:
-        """The requests of bands below `level`, the lowest band and in it the last that came first.
+        """Yields the requests of bands below `level`: the lowest band first, and in a band the newest request first.
 
-        Close the iterator before changing anything.
+        Close the iterator before any change.
         """
         for lower in reversed(self.order):
             if lower < level:
@@ -151,18 +156,18 @@ class WaitingRoom:
     # --- blocked requests ----------------------------------------------------------------------------------
 
     def block(self, queued: Queued, limit: str) -> None:
-        """Take a request out of its flow while the usage limit `limit` is used up, or its backend has no room."""
+        """Move a request from its flow to the blocked requests of `limit`, a usage limit or `backend:NAME`."""
         self._take_out(queued)
         self.blocked.block(limit, self._anew(queued))
 
     def settle(self, now: float) -> None:
-        """Apply what time and ended leases change: ranks, and blocked requests that have room again."""
+        """Apply changes by time and by ended leases: changed ranks, and blocked requests that have room again."""
         self.readmit(now)
         for band in self._bands.values():
             band.settle(now)
 
     def readmit(self, now: float, lowest: int | None = None) -> int:
-        """Put the requests that `BlockedRequests.next` returns back into their flows; returns how many."""
+        """Move the requests of `BlockedRequests.next` back to their flows. Returns how many."""
         if not self.blocked.size:
             return 0
         back = self.blocked.next(lambda line, band: self._free(line, band, now), lowest)
@@ -201,16 +206,16 @@ class WaitingRoom:
     # --- inspection --------------------------------------------------------------------------------------------------
 
     def requests(self) -> Iterator[Request]:
-        """All that wait in flows, the highest band first."""
+        """Yields the requests that wait in flows, the highest band first."""
         for level in self.order:
             yield from self._bands[level].requests()
 
     def find(self, name: str) -> Queued | None:
-        """The request that is labelled `name`, the last that came where several are, or whose id that is."""
+        """Returns the last request labelled `name`, else the request with the id `name`, else None."""
         return self.waiting.get(self._labels.get(name, name))
 
     def before(self, queued: Queued) -> int | None:
-        """How many come before `queued` in its flow, or among blocked requests; None when too many to count."""
+        """Returns the number of requests before `queued` in its flow or blocked queue; None if too many to count."""
         if queued.blocked_by is not None:
             return self.blocked.before(queued)
         return self._bands[queued.request.band].before(queued)

@@ -1,4 +1,4 @@
-"""Which flow of a band goes first. One file for each policy."""
+"""Fairness policies: the order of the flows of a band. Each policy has a file."""
 
 from llmproxy.core.queueing.fairness import fair_share, fcfs, locality_fair_share, round_robin, slo
 from llmproxy.core.queueing.fairness.policy import FairnessPolicy, policies

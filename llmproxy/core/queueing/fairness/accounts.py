@@ -1,4 +1,4 @@
-"""What a policy remembers of flows, bounded."""
+"""A bounded store of a policy's accounts of flows."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 IDLE_FLOWS_MAX = 10_000
-"""Idle flows whose account is kept, so that a flow cannot shed its debt by pausing; the least recent is forgotten."""
+"""Idle flows whose account is kept, so that a flow cannot lose its debt by pausing. The least recent is dropped."""
 
 Account = TypeVar("Account")
 
 
 class Accounts(Generic[Account]):
-    """One account for each flow that waits, and for the `IDLE_FLOWS_MAX` others that were heard of last.
+    """An account for each waiting flow, and for the `IDLE_FLOWS_MAX` idle flows that were used last.
 
-    `make` opens an account; `forgotten` gets the name of an idle flow whose account was dropped to keep the bound.
+    `make` creates an account. `forgotten` is called with the name of an idle flow whose account was dropped for the
+    bound.
     """
 
     def __init__(self, make: Callable[[], Account], forgotten: Callable[[str], object] | None = None) -> None:
@@ -28,29 +29,29 @@ class Accounts(Generic[Account]):
         return self._waiting.get(flow) or self._idle.get(flow)
 
     def all(self) -> Iterator[tuple[str, Account]]:
-        """Every flow with its account."""
+        """Yields every flow with its account."""
         yield from self._waiting.items()
         yield from self._idle.items()
 
     def open(self, flow: str) -> Account:
-        """The account of `flow`, opened where there is none."""
+        """Returns the account of `flow`, created as an idle one if there is none."""
         account = self._waiting.get(flow)
         return account if account is not None else self._rest(flow, self._idle.pop(flow, None) or self._make())
 
     def set_waiting(self, flow: str) -> Account:
-        """The account of `flow`, which waits from now on."""
+        """Mark `flow` as waiting, and return its account."""
         account = self._waiting.get(flow)
         if account is None:
             account = self._waiting[flow] = self._idle.pop(flow, None) or self._make()
         return account
 
     def set_idle(self, flow: str) -> Account | None:
-        """`flow` waits no more; its account, None where it did not wait."""
+        """Mark `flow` as idle. Returns its account, None if it did not wait."""
         account = self._waiting.pop(flow, None)
         return None if account is None else self._rest(flow, account)
 
     def drop(self, flow: str) -> None:
-        """Close the account of `flow`."""
+        """Drop the account of `flow`."""
         self._waiting.pop(flow, None)
         self._idle.pop(flow, None)
 

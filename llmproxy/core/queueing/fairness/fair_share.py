@@ -12,9 +12,9 @@ from llmproxy.core.queueing.lazy_heap import KeyedHeap
 from llmproxy.core.settings import Settings
 
 CREDIT_REQUESTS = 4.0
-"""How far a flow that comes back may be behind the others, in requests of the mean charge."""
+"""Credit of a flow that becomes backlogged, in requests of the mean charge."""
 KEPT = 1.0 - 1.0 / 1_000
-"""What one more request leaves of the others in the mean charge, which is thus taken over the last thousand."""
+"""Factor by which each request discounts the earlier ones in the mean charge: about the last thousand count."""
 
 
 @dataclass(slots=True)
@@ -24,37 +24,37 @@ class _Account:
 
 @policies.register("fair_share")
 class FairShare(FairnessPolicy):
-    """Weighted fairness by virtual counters: the flow that got the least service for its weight goes next.
+    """Weighted fairness by virtual counters: the flow with the least service for its weight goes next.
 
     The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), with two
-    differences. The charge is an estimate at dispatch that is trued up while the answer streams and at its end, because
-    a proxy learns tokens late. And a flow that comes back keeps a little of what it did not use, as the sleepers of
-    Linux's scheduler do: at the same counter it would have to wait whenever an estimate of the others was too high, and
-    for every request that it still has in flight.
+    differences. The charge is an estimate at dispatch, corrected while the answer streams and at its end, because a
+    proxy learns tokens late. And a flow that becomes backlogged has a small credit, like waking tasks in the Linux
+    scheduler. Without credit, it would wait whenever the estimates of the other flows were too high, and for every
+    request that it still has in flight.
 
-    The level is the highest value that the least counter of the backlogged flows ever had. A flow that becomes
-    backlogged is lifted to the level less the credit of `CREDIT_REQUESTS` mean requests, so that no more than this
-    piles up while idle; a flow in debt keeps its debt.
+    The level is the maximum, over time, of the least counter of the backlogged flows. The counter of a flow that
+    becomes backlogged is raised to the level minus the credit of `CREDIT_REQUESTS` mean requests, so that a flow cannot
+    save up more than this while idle. A flow in debt keeps its debt.
 
     Bounds. Let K be the largest credit, U_f the most that requests of flow f dispatched and unfinished at one time are
-    charged per unit of weight, each with the highest charge of its life, and U = U_f + U_g. While the first candidate
-    is the one dispatched, at any time:
+    charged per unit of weight, each with the highest charge of its life, and U = U_f + U_g. If always the first
+    candidate is dispatched, then at any time:
 
     1. The counters of two backlogged flows differ by at most U + K. f is dispatched only at the least counter, so not
-       above the level, which never falls, and gains after that only what it has in flight: counter_f <= level + U_f.
-       When the level rises, counter_g is not below it, and on coming back counter_g >= level - K. After either, it
-       loses at most what estimates then in flight were too high by, because a later request takes back no more than it
-       brought: counter_g >= level - K - U_g.
+       above the level, which never falls, and then grows only by its charges in flight: counter_f <= level + U_f.
+       When the level rises, counter_g >= level, and when g becomes backlogged, counter_g >= level - K. After either,
+       counter_g falls at most by the overestimates then in flight, because a later request refunds at most its own
+       charge: counter_g >= level - K - U_g.
     2. The service per unit of weight that two flows receive in any interval in which both are backlogged differs by at
-       most 2 (U + K): both lines hold as well for counters less what is charged and not yet delivered, and an interval
-       has two ends.
+       most 2 (U + K): both inequalities also hold for counters minus charges not yet delivered, and an interval has two
+       ends.
 
-    With tokens charged, U_f <= max(w_p L, w_q M) in the paper's words, per unit of weight: L the longest prompt, M the
+    With tokens charged, U_f <= max(w_p L, w_q M) in the paper's terms, per unit of weight: L the longest prompt, M the
     tokens (of prompts, and of answers as estimated or as delivered, whichever is more) that f has dispatched and
     unfinished, for output weights w_q >= w_p. The paper proves that no policy that neither idles nor preempts can
-    promise less than w_q M for the service, M over all flows.
+    guarantee less than w_q M for the service, M over all flows.
 
-    What weakens them are heads that fit nowhere, as their flows are passed over.
+    Heads that fit on no backend weaken the bounds, because their flows are passed over.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -65,7 +65,7 @@ class FairShare(FairnessPolicy):
 
     @property
     def credit(self) -> float:
-        """What a flow that comes back may be behind the level."""
+        """The most by which the counter of a flow that becomes backlogged may be below the level."""
         return CREDIT_REQUESTS * self._charged / self._requests if self._charged > 0.0 else 0.0
 
     def backlogged(self, flow: str, head: Request) -> None:
@@ -110,7 +110,7 @@ class FairShare(FairnessPolicy):
         return (("counter", self.counter(flow)),)
 
     def counter(self, flow: str) -> float:
-        """The charges so far per unit of weight, lifts included."""
+        """Returns the charges so far per unit of weight, raises included."""
         account = self._accounts.find(flow)
         return self._level if account is None else account.counter
 

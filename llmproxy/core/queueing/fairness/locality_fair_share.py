@@ -1,4 +1,4 @@
-"""Weighted fairness by quanta, within which a flow keeps its turn and its cached prefix."""
+"""Weighted fairness by quanta: a flow keeps its turn, and its cached prefix, until its quantum is used up."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ class _Account:
 
 @policies.register("locality_fair_share")
 class LocalityFairShare(FairnessPolicy):
-    """Fair share that lets a flow go on while it has deficit left, so that its cached prefix stays warm.
+    """Fair share in which a flow keeps its turn while it has deficit left, so that its cached prefix stays warm.
 
     After the deficit longest prefix match of Cao et al., "Locality-aware Fair Scheduling in LLM Serving" (2025, arXiv
-    2501.14312). Every flow has a deficit, what it may still be charged in this round. Among backlogged flows with a
-    positive deficit the one served last goes first, as a proxy's best guess of whose prefix is warm. When none is
-    positive, all backlogged flows are refilled by `quantum_tokens` times their weight, as many rounds at once as make
-    one of them positive. The others follow by what they were charged, so that a flow alone is never stopped.
+    2501.14312). The deficit of a flow is the amount that it may still be charged in this round. Among backlogged flows
+    with a positive deficit, the most recently served goes first, because its prefix is most likely cached. If no
+    deficit is positive, all backlogged flows are refilled by `quantum_tokens` times their weight, for as many rounds at
+    once as make a deficit positive. Flows without deficit follow in the order of their charges, so that a flow alone is
+    never stopped.
 
-    A flow that becomes backlogged has at most the quantum of the round that is running: credit does not pile up while
-    idle. Debt stays; it is worked off by the rounds that pass, as if the flow had waited.
+    A flow that becomes backlogged has at most the quantum of the current round, so credit does not grow while idle.
+    Debt stays, and each round reduces it, as if the flow had waited.
 
-    Refilling thousands of flows costs nothing, because not the deficits are kept but their difference to the level of
-    the round: `level` is the quanta granted so far, a flow's counter what it was charged, both per unit of weight.
-    deficit = level - counter, and a flow that comes back is lifted to level - quantum.
+    Refilling thousands of flows costs nothing, because counters are stored instead of deficits: `level` is the sum of
+    the quanta so far, and a flow's counter the sum of its charges, both per unit of weight. deficit = level - counter,
+    and the counter of a flow that becomes backlogged is raised to level - quantum.
 
     Bounds. Let Q be the quantum, U_f the most that requests of flow f dispatched and unfinished at one time are charged
-    per unit of weight, each with the highest charge of its life, and U = U_f + U_g. While the first candidate is the
-    one dispatched, at any time:
+    per unit of weight, each with the highest charge of its life, and U = U_f + U_g. If always the first candidate is
+    dispatched, then at any time:
 
     1. The counters of two backlogged flows differ by at most U + Q. f is dispatched only below the level, which never
-       falls, and gains after that only what it has in flight: counter_f <= level + U_f. At each refill, and on coming
-       back, counter_g >= level - Q, and it loses after that at most what estimates then in flight were too high by:
+       falls, and then grows only by its charges in flight: counter_f <= level + U_f. At each refill, and when g becomes
+       backlogged, counter_g >= level - Q, and then it falls at most by the overestimates in flight:
        counter_g >= level - Q - U_g.
     2. The service per unit of weight that two flows receive in any interval in which both are backlogged differs by at
-       most 2 (U + Q): both lines hold as well for counters less what is charged and not yet delivered.
+       most 2 (U + Q): both inequalities also hold for counters minus charges not yet delivered.
 
-    With tokens charged U_f <= max(w_p L, w_q M) as in `fair_share`, for M tokens of f alone, per unit of weight. Both
-    flows' requests count because, unlike there, the moments at which they are in flight may differ. A large quantum
-    gives warm prefixes, a small one comes near `fair_share`.
+    With tokens charged, U_f <= max(w_p L, w_q M) as in `fair_share`, for M tokens of f alone, per unit of weight. Both
+    flows' requests count because, unlike in `fair_share`, they may be in flight at different times. A large quantum
+    keeps prefixes warm, a small one approaches `fair_share`.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -108,7 +109,7 @@ class LocalityFairShare(FairnessPolicy):
                 self._list(flow, account)
 
     def standing(self, flow: str) -> tuple[tuple[str, float], ...]:
-        """The deficit in units of the charged resource per unit of weight, and the rounds of quanta granted so far."""
+        """Returns the deficit, in units of the charged resource per unit of weight, and the number of rounds so far."""
         account = self._accounts.find(flow)
         deficit = self._quantum if account is None else self._level - account.counter
         if flow not in self._positive and flow not in self._spent:

@@ -11,60 +11,61 @@ from llmproxy.core.settings import Settings
 
 
 class FairnessPolicy(ABC):
-    """Orders the flows of one band. It sees flows, charges and ends, never backends.
+    """Orders the flows of one band. A policy sees flows, charges and ends of requests, never backends.
 
-    A policy must define `backlogged`, `emptied` and `candidates`; the other methods are events that it may ignore. The
-    order matters only when requests compete: while there is room for all, all are granted in the pass in which they
-    came.
+    A subclass must define `backlogged`, `emptied` and `candidates`. The other methods are optional events. The order
+    matters only when requests compete: while there is room, each request is granted in the pass of its arrival.
     """
 
     def __init__(self, settings: Settings) -> None:
-        """A policy reads what it needs from `settings` once."""
+        """A subclass reads its `settings` here, once."""
 
     @abstractmethod
     def backlogged(self, flow: str, head: Request) -> None:
-        """`flow` has requests waiting, and `head` is the first of them. Called again whenever the head changes."""
+        """`flow` has waiting requests, and `head` is the first of them. Called again whenever the head changes."""
 
     @abstractmethod
     def emptied(self, flow: str) -> None:
-        """`flow` has no request waiting any more; what it has in flight may still be charged."""
+        """`flow` has no waiting requests any more. Its requests in flight may still be charged."""
 
     @abstractmethod
     def candidates(self, now: float) -> Iterator[str]:
-        """The backlogged flows in order of preference, each once. Close the iterator before changing anything."""
+        """Yields the backlogged flows in order of preference, each once. Callers close it before any other call."""
 
     def entered(self, request: Request, now: float) -> None:
-        """`request` came into the waiting room for the first time."""
+        """`request` entered the waiting room for the first time."""
 
     def dispatched(self, flow: str) -> None:
         """A request of `flow` was granted a backend."""
 
     def charge(self, flow: str, cost: float) -> None:
-        """Add `cost` to the account of `flow`; negative when an estimate was too high.
+        """Add `cost` to the account of `flow`. It is negative if an estimate was too high.
 
         The unit is the charged resource per unit of the request's weight, because the requests of a flow may have
         different weights.
         """
 
     def started(self, request: Request, now: float) -> None:
-        """The first byte of the answer to `request` came."""
+        """The first byte of the answer to `request` arrived."""
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
-        """`request` is over, whether or not it ever waited. `met` says whether it kept its objective.
+        """`request` ended, whether or not it ever waited.
 
-        `met` is None when there was no objective, or when the client left.
+        `met` tells whether it met its objective; None without an objective, or if the client left.
         """
 
     def balances(self) -> Mapping[str, float]:
-        """What each known flow was charged beyond the others, for `restore` of a process that goes on in the place of
-        this one; none where this policy keeps nothing of the past."""
+        """Returns flow -> charges above the common level, for `restore` in the process that replaces this one.
+
+        Empty for a policy without accounts.
+        """
         return {}
 
     def restore(self, balances: Mapping[str, float]) -> None:
-        """Take over what another process knew of these flows, when those that waited there wait here."""
+        """Take over the balances of another process, after its waiting requests have been moved here."""
 
     def standing(self, flow: str) -> tuple[tuple[str, float], ...]:
-        """(Name, value) pairs that show an operator what this policy counts for `flow` now."""
+        """Returns (name, value) pairs of the account of `flow`, for operators."""
         return ()
 
 

@@ -1,4 +1,4 @@
-"""One request of each flow in turn, whatever it costs."""
+"""Flows take turns of one request, whatever its cost."""
 
 from __future__ import annotations
 

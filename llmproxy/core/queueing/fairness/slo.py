@@ -1,4 +1,4 @@
-"""Service-level objectives: the flow that keeps its own least goes next."""
+"""Service-level objectives: the flow that meets its objectives least often goes next."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from llmproxy.core.queueing.lazy_heap import KeyedHeap
 from llmproxy.core.settings import Settings
 
 BUCKETS = 60
-"""Parts of the window. Records leave together with their part, so that a flow needs at most 61 numbers, however much
-it sends; a record counts for between one window and one part more."""
+"""Number of parts of the window. Records expire together with their part, so a flow needs at most 61 tallies. A record
+counts for at least the window, and at most one part longer."""
 
 
 @dataclass(slots=True)
@@ -41,22 +41,22 @@ class _Tally:
 class SloAdherence(FairnessPolicy):
     """The flow with the lowest adherence to its objective in the rolling window goes next.
 
-    Adherence is the share of the requests counted in the last `slo_window_s` that met their objective; 1 where none
-    was counted, or none has an objective, as nothing is owed then. Repeatedly serving the lowest is the greedy way to
-    max-min fairness of adherence. No published scheduler takes this quantity; its definitions are these:
+    Adherence is the share of the requests counted in the last `slo_window_s` that met their objective; 1 if none was
+    counted. Repeatedly serving the lowest adherence is the greedy approach to max-min fairness of adherence. No
+    published scheduler uses this quantity. Its definition:
 
-    * A request is counted once: at its end, or as missed when its first byte has not come by `ttft_s` after its
-      arrival, at the first event or look after that. A flow that is starved thus cannot look like one that asks for
-      nothing. A request that ends without merit or fault (`met` is None) is not counted, unless it was late before.
+    * A request is counted once: at its end, or as missed at the first call after `ttft_s` has passed without a first
+      byte. So a starved flow does not look like an idle one. A request that ends with `met` None is not counted, unless
+      it was counted as missed before.
     * Weights multiply misses: flows are ordered by weight x (1 - adherence), the largest first.
-    * Ties, flows without an objective among them: the flow whose head must have its first token soonest, a head
-      without that objective last; then the one whose head arrived first.
-    * A flow whose head is past its `ttft_s` goes behind all flows whose head is not. Its miss is certain: serving it
-      first would only make others late as well. Where such heads should not hold up what waits behind them, the
-      ordering inside the flow must say so (`least_slack`), or a deadline must remove them.
+    * Ties, including flows without an objective: the flow whose head must have its first token soonest, heads without
+      that objective last; then the flow whose head arrived first.
+    * A flow whose head is past its `ttft_s` goes behind all flows whose head is not. Its miss is certain, and serving
+      it first would make others late too. To keep such heads from blocking the requests behind them, use the ordering
+      `least_slack` or deadlines.
 
-    An account is forgotten when the last record of an idle flow has left the window. Every record enters and leaves
-    once, each for one change of a sorted key, so that a look costs O(log n) for n flows, amortised.
+    An account is dropped when the last record of an idle flow has left the window. Every record enters and leaves once,
+    and each time changes one sorted key, so a call costs O(log n) for n flows, amortised.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -79,7 +79,7 @@ class SloAdherence(FairnessPolicy):
         account.due_s = _due_s(head)
         account.arrived_s = head.arrived_s
         self._rank(flow, account)
-        # One that was thought to have started may be back after a failed attempt: it waits once more.
+        # A started request may be back after a failed attempt, and its first byte is due again.
         self._watch(head)
 
     def emptied(self, flow: str) -> None:
@@ -135,7 +135,7 @@ class SloAdherence(FairnessPolicy):
         return int(self._now // self._bucket_s)
 
     def _advance(self, now: float) -> None:
-        """Take note of what time alone has changed; a `now` before the last one changes nothing."""
+        """Apply changes by time: expired records and missed first bytes. An older `now` changes nothing."""
         if now <= self._now:
             return
         self._now = now
@@ -174,6 +174,6 @@ class SloAdherence(FairnessPolicy):
 
 
 def _due_s(request: Request) -> float:
-    """When the first token must have come, on the clock of `now`; infinity without such an objective."""
+    """Returns when the first token is due, on the clock of `now`; infinity without such an objective."""
     ttft_s = None if request.slo is None else request.slo.ttft_s
     return inf if ttft_s is None else request.arrived_s + ttft_s
