@@ -10,12 +10,10 @@ It reads docstrings, comments and messages of Python files, texts of JavaScript 
 from __future__ import annotations
 
 import ast
-import io
 import json
 import re
 import subprocess
 import sys
-import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +30,7 @@ FORMS = {
 }
 PATTERN = re.compile("|".join(f"({form})" for form in FORMS.values()), re.MULTILINE)
 _FENCED = re.compile(r"```.*?```|<!-- generated.*?<!-- end -->|^#.*?$|`[^`\n]*`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
+_COMMENTS = re.compile(r"(?:^[ ]*# [^\n]*\n)+|  # [^\n]*", re.MULTILINE)
 _JAVASCRIPT = re.compile(r"//[^\n]*|/\*.*?\*/|\"[^\"\n]* [^\"\n]*\"|`[^`]* [^`]*`", re.DOTALL)
 
 
@@ -42,18 +41,9 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
                 yield node.lineno, re.sub(r"`[^`]*`", "x", node.value)
-        # Consecutive comment lines are one text.
-        first, last, lines = 0, 0, list[str]()
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type == tokenize.COMMENT:
-                if token.start[0] != last + 1 and lines:
-                    yield first, "\n".join(lines)
-                    lines = []
-                first = first if lines else token.start[0]
-                last = token.start[0]
-                lines.append(token.string.lstrip("# "))
-        if lines:
-            yield first, "\n".join(lines)
+        for found in _COMMENTS.finditer(source):
+            text = "\n".join(line.strip().lstrip("# ") for line in found[0].splitlines())
+            yield source.count("\n", 0, found.start()) + 1, text
     elif path.suffix == ".js":
         for found in _JAVASCRIPT.finditer(source):
             yield source.count("\n", 0, found.start()) + 1, re.sub(r"\$\{[^}]*\}", "x", found[0]).strip('/*`" \n')
