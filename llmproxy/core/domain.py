@@ -111,7 +111,8 @@ class Request(Struct, frozen=True):
     blocks, of about `prefix_tokens` tokens each. `session` is a hash that the requests of one session share, None
     without a session. `backend` is the only one that the request may go to, because it keeps what the request refers
     to; None when any backend may serve it. `splittable`: one backend may compute the prompt and another the answer;
-    `stage` is the part that this is. `prepared` is as in `RequestFacts`.
+    `stage` is the part that this is. `prepared` is as in `RequestFacts`. `avoid` names the backend that refused it as
+    busy, "" for none: it goes to another one where one is up.
     """
 
     id: str
@@ -140,6 +141,7 @@ class Request(Struct, frozen=True):
     splittable: bool = False
     stage: Stage = Stage.WHOLE
     prepared: bool = False
+    avoid: str = ""
 
 
 class Entry(StrEnum):

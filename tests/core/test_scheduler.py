@@ -5,6 +5,7 @@ from math import inf
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from llmproxy.core import scheduler
 from llmproxy.core.domain import (
@@ -194,6 +195,24 @@ def test_a_retry_that_every_backend_has_failed_is_refused() -> None:
     assert "has failed this request" in refused.message
     one.check(0.0)
     one.submit(request(), 0.0, frozenset({"b"}))
+
+
+def test_a_request_waits_for_another_backend_than_the_one_that_refused_it_as_busy() -> None:
+    of = pools({"a": 1, "b": 1}, tight())
+    submit(of, request(), request())
+    first = {grant.placed.backend: grant for grant in grants(of)}
+    of.finish(first["a"], Verdict.BUSY, 0.0)
+    of.submit(replace(first["a"].request, avoid="a"), 0.0, entry=Entry.RETRY)
+    assert grants(of, 1.0) == [], "a has room again, but only b may take it"
+    of.finish(first["b"], Verdict.SERVED, 1.0)
+    assert [grant.placed.backend for grant in grants(of, 1.0)] == ["b"]
+
+
+def test_a_request_goes_back_to_a_busy_backend_where_no_other_is_up() -> None:
+    of = pools({"a": 1, "b": 1}, NO_HOLD)
+    of.troubled("b", Trouble.UNHEALTHY)
+    of.submit(request(avoid="a"), 0.0, entry=Entry.RETRY)
+    assert [grant.placed.backend for grant in grants(of)] == ["a"]
 
 
 def test_a_backend_that_rests_after_failures_is_waited_for() -> None:

@@ -89,6 +89,18 @@ async def test_engines_compute_a_request_twice_at_most(causes: list[Cause], atte
     assert routing.attempts == attempts
 
 
+async def test_a_request_avoids_the_backend_that_was_busy_last() -> None:
+    routing, seen = Routing(request()), []
+
+    async def attempt(lease: Lease) -> AttemptResult:
+        seen.append((lease.grant.request.avoid, set(routing.excluded)))
+        return AttemptResult(Verdict.BUSY, Again.ELSEWHERE)
+
+    dispatcher: Any = Granting(*[WHOLE] * 20)
+    await run_attempts(routing, attempt, dispatcher, RetryBudget(0.0), 1)
+    assert seen == [("", set()), ("b", set())]
+
+
 async def test_two_stages_that_end_their_engines_are_the_last() -> None:
     routing = Routing(request(splittable=True))
 

@@ -89,13 +89,17 @@ class Admission:
     def _servable(
         self, request: Request, excluded: frozenset[str], entry: Entry, now: float
     ) -> tuple[frozenset[str], bool]:
-        """Returns (`excluded`, False) if a backend is up, and else (`excluded` without the backends that may come back,
-        True): the request is on hold until one of these is up. Raises Refused if no backend can come up."""
+        """Returns the backends that the request may not go to, and True if it is on hold until a backend is up.
+
+        They are `excluded` and, where another backend is up, `request.avoid`. On hold they are `excluded` without the
+        backends that may come back. Raises Refused if no backend can come up.
+        """
         if request.backend is not None:
             return excluded, self._held_for_its_own(request, request.backend)
-        for backend in self._backends.values():
-            if backend.up and backend.serves(request.model) and backend.name not in excluded:
-                return excluded, False
+        for names in (excluded | {request.avoid}, excluded) if request.avoid else (excluded,):
+            for backend in self._backends.values():
+                if backend.up and backend.serves(request.model) and backend.name not in names:
+                    return names, False
         able = [backend for backend in self._backends.values() if backend.serves(request.model)]
         if entry is Entry.SEEKING:
             # The request refers to state, such as a stored response, that was lost with a process that is gone.
