@@ -65,7 +65,7 @@ class BatchLimit:
         """Another engine has the backend's name: start again."""
         self._plateau: int | None = None
         self._proven = False
-        self._settled = self._ran_most = self._ran_freely = self._calm = 0
+        self._settled = self._ran_most = self._ran_freely = self._calm = self._proofs = 0
         self._given = False
         self._beginning: tuple[int, bool] | None = None
         self._calm_needed = CALM_READINGS_MIN
@@ -76,7 +76,7 @@ class BatchLimit:
         """The engine is a new process, which may run less than the old one did, or more."""
         self._ran_most = self._calm = 0
         self._calm_needed = CALM_READINGS_MIN
-        self._proven = False
+        self._proven, self._proofs = False, 0
         self._waited.clear()
 
     def begin_at(self, limit: int, *, settled: bool) -> None:
@@ -145,7 +145,9 @@ class BatchLimit:
         if waiting > 0:
             self._calm = 0
             if self._plateau is not None and running <= self._plateau < self.value:
-                self._settle(self._plateau, self._proven)
+                # One reading ends a trial, and may show a request that came between two steps.
+                self._proofs = self._proofs + 1 if proven and running == self._plateau else 0
+                self._settle(self._plateau, self._proven or self._proofs >= PLATEAU_READINGS)
                 return
             self._waited.append(running)
             proven = proven and running >= self._ran_most
@@ -227,6 +229,8 @@ class BatchLimit:
             self._calm_needed = min(CALM_READINGS_MAX, 2 * self._calm_needed) if same else CALM_READINGS_MIN
         if proven:
             self._calm_needed = CALM_READINGS_MAX
+        if plateau != self._plateau:
+            self._proofs = 0
         self._plateau = self._settled = plateau
         self._given = False
         self._proven = proven

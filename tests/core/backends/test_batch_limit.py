@@ -103,6 +103,19 @@ def test_a_proven_plateau_is_tried_after_the_longest_calm_only(proven: bool, cal
     assert readings == calm
 
 
+@pytest.mark.parametrize(("proven", "trials"), [(True, PLATEAU_READINGS), (False, None)])
+def test_trials_prove_a_plateau_that_was_first_seen_without_proof(proven: bool, trials: int | None) -> None:
+    limit = settled(8, proven=False)
+    done = 0
+    while not limit.proven and done < 20:
+        while limit.value == 8:
+            limit.observe(running=8, waiting=0, load=8)
+        limit.observe(running=8, waiting=limit.value - 8, load=limit.value, proven=proven)
+        done += 1
+    assert (done if limit.proven else None) == trials
+    assert limit.known == (8, proven)
+
+
 def test_a_trial_lets_in_one_more_than_the_plateau() -> None:
     limit = settled(64, proven=False)
     while limit.value == 64:
