@@ -382,7 +382,7 @@ class Reason(StrEnum):
     """Why the first request of a band waits."""
 
     NO_BACKEND = "no backend is up"
-    FULL = "all backends are full"
+    FULL = "no backend has room"
     CEILING = "the room left is kept for higher bands"
     PROMPTS = "all backends have enough prompts to compute"
     HIGHER_BAND = "higher bands go first"

@@ -137,7 +137,7 @@ async def test_who_waits_and_why(browser: Browser) -> None:
         async with visiting(browser, proxy.url) as visit:
             await visit.go("now")
             await visit.sees("base: 1 default request waits", "#summary")
-            await visit.sees("Why: all backends are full.", ".band[data-band=default]")
+            await visit.sees("Why: no backend has room.", ".band[data-band=default]")
             await visit.go("flows")
             await visit.sees("waits, began within the minute", "tr:has-text('base') td")
             await visit.page.get_by_role("link", name="waits").click()

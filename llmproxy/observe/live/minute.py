@@ -281,6 +281,17 @@ class Minute:
         """Count one request, within the second that runs."""
         self._running.add(ended)
 
+    def tokens_per_s(self, backend: str, since_s: float | None) -> tuple[float, float]:
+        """Return the prompt and output tokens a second of the requests that ended on `backend` in the last minute.
+
+        Only those that ended since `since_s` count, where it is given. The mean is over one second at least.
+        """
+        sums, span_s = [self.total.backend(backend)], self.span_s
+        if since_s is not None and self._seconds:
+            sums = [one.backends[backend] for at, one in self._seconds if at >= since_s and backend in one.backends]
+            span_s = min(span_s, max(1.0, self._seconds[-1][0] + 1 - since_s))
+        return sum(one.prompt for one in sums) / span_s, sum(one.output for one in sums) / span_s
+
     def roll(self, second: int) -> None:
         """This second is over."""
         self._began_s = second if self._began_s is None else self._began_s

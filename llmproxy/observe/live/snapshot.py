@@ -211,8 +211,9 @@ class LiveSnapshot:
         view = seen.view if seen is not None else recorder.dispatcher.pools.backends[name].view(now)
         reading, minute = view.reading, recorder.minute
         sums = minute.total.backend(name)
-        # The mean of the last minute says nothing of a replica that went away in it.
-        idle = status.state != "up" and not status.in_flight
+        since_s = max(status.since_s, change.at_s if change is not None else 0.0)
+        # Tokens of the time before a replica went away say nothing of it now.
+        prompt_s, output_s = minute.tokens_per_s(name, None if status.state == "up" else since_s)
         return {
             "backend": name,
             "url": status.url,
@@ -220,7 +221,7 @@ class LiveSnapshot:
             "source": status.source,
             "state": status.state,
             "why": change.why if change is not None and status.state != "up" else "",
-            "since_s": round(now - max(status.since_s, change.at_s if change is not None else 0.0), 1),
+            "since_s": round(now - since_s, 1),
             "pool": pool.pool if pool is not None else None,
             "in_flight": status.in_flight,
             "load": view.load,
@@ -233,8 +234,8 @@ class LiveSnapshot:
             "waiting": view.waiting,
             "reading_age_s": round(now - reading.taken_at_s, 2) if reading is not None else None,
             "room_for": [recorder.band(level) for level in seen.room_for] if seen is not None else [],
-            "output_tokens_per_s": 0.0 if idle else round(sums.output / minute.span_s, 1),
-            "input_tokens_per_s": 0.0 if idle else round(sums.prompt / minute.span_s, 1),
+            "output_tokens_per_s": round(output_s, 1),
+            "input_tokens_per_s": round(prompt_s, 1),
             "ended": sums.ends,
             "failed": sums.failures,
             "hit_share": _rounded(sums.cached / sums.prompt, 4) if sums.prompt else None,

@@ -199,8 +199,8 @@ async def test_the_story_of_one_that_waits() -> None:
         live = (await proxy.get("/debug/live")).json
         assert live["summary"]["level"] == "warning"
         assert live["summary"]["text"].startswith("base: 1 default request waits")
-        assert live["bands"][1]["reasons"] == ["all backends are full"]
-        assert story["waits"]["waited_for"] == "all backends are full"
+        assert live["bands"][1]["reasons"] == ["no backend has room"]
+        assert story["waits"]["waited_for"] == "no backend has room"
         (flow,) = live["flows"]
         assert (flow["flow"], flow["waiting"], flow["due"]) == ("base", 1, 1.0)
         assert (flow["weight"], live["fairness"]) == (1.0, "fair_share")
@@ -219,7 +219,7 @@ async def test_the_story_of_one_that_got_no_backend_says_why_it_waited() -> None
         for name, outcome in (("left", "cancelled"), ("late", "expired"), ("shed", "shed")):
             story = (await proxy.get(f"/debug/requests?request={name}")).json
             assert (story["ended"]["outcome"], story["attempts"]) == (outcome, [])
-            assert (story["waited"]["waited_for"], story["waited"]["went_first"]) == ("all backends are full", [])
+            assert (story["waited"]["waited_for"], story["waited"]["went_first"]) == ("no backend has room", [])
         seat.close()
         assert (await critical).status == 200
 

@@ -142,3 +142,17 @@ def test_a_flow_has_the_mean_wait_of_its_requests_also_of_those_that_were_refuse
     assert minute.total.flows["default", "starved"].wait_s == pytest.approx(40.0)
     minute.roll(SPAN_S)
     assert minute.total.flows == {}
+
+
+def test_tokens_of_before_a_replica_went_away_are_none_of_it_now() -> None:
+    minute = Minute()
+    for second in range(20):
+        if second < 10:
+            minute.record(ended(prompt_tokens=100, output_tokens=50))
+        if second == 15:
+            minute.record(ended(prompt_tokens=20, output_tokens=30))
+        minute.roll(second)
+    assert minute.tokens_per_s("b0", None) == (1_020 / 20, 530 / 20)
+    assert minute.tokens_per_s("b0", 10.0) == (2.0, 3.0)
+    assert minute.tokens_per_s("b0", 16.0) == minute.tokens_per_s("b1", None) == (0.0, 0.0)
+    assert Minute().tokens_per_s("b0", 5.0) == (0.0, 0.0)

@@ -66,7 +66,7 @@ def test_a_refusal_whose_time_was_not_noted_is_as_old_as_the_request_before_it()
 
 
 def test_why_a_request_waited_is_found_by_its_id_beside_its_end() -> None:
-    recent, waited = RecentRequests(), Waited("all backends are full", ((0, "f", 2),))
+    recent, waited = RecentRequests(), Waited("no backend has room", ((0, "f", 2),))
     recent.left("one", waited, 1.0)
     recent.record(_ended("one", 1.0))
     assert recent.waited("one") == waited

@@ -294,14 +294,14 @@ def test_both_stages_of_a_split_request_are_told() -> None:
 def test_a_request_that_waits_has_a_story() -> None:
     waits = {
         "band": "default", "flow": "\x1b[2Jacme", "ahead_in_higher_bands": 3, "ahead_in_flow": 2, "waited_s": 1.5,
-        "left_s": 58.5, "waited_for": "all backends are full", "went_first": [["critical", "c", 2]],
+        "left_s": 58.5, "waited_for": "no backend has room", "went_first": [["critical", "c", 2]],
     }  # fmt: skip
     nothing: dict[str, Any] = {
         "request": "r", "waits": waits, "ended": None, "attempts": [], "waited": None, "choices": [],
     }  # fmt: skip
     text = " ".join(drawn(story(nothing, 200), 200))
     assert "waits for 1.5 s in band default, flow �[2Jacme: 3 ahead in higher bands, 2 in its flow" in text
-    assert "waited: all backends are full; before it went 2 of c (critical)" in text
+    assert "waited: no backend has room; before it went 2 of c (critical)" in text
 
 
 def test_a_probe_is_called_one() -> None:
@@ -314,10 +314,10 @@ def test_a_probe_is_called_one() -> None:
 def test_a_request_that_got_no_backend_has_the_reason_of_its_wait() -> None:
     late = found("story.json")
     late["attempts"] = []
-    late["waited"] = {"queued_s": 0.25, "waited_for": "all backends are full", "went_first": [["default", "", 3]]}
+    late["waited"] = {"queued_s": 0.25, "waited_for": "no backend has room", "went_first": [["default", "", 3]]}
     lines = [line.strip() for line in drawn(story(late, 200), 200)]
     at = lines.index("0.250 s  begins to wait")
-    assert lines[at + 1] == "waited: all backends are full; before it went 3 of no name (default)"
+    assert lines[at + 1] == "waited: no backend has room; before it went 3 of no name (default)"
 
 
 @pytest.mark.parametrize(
