@@ -198,8 +198,8 @@ async def run_attempts(
             entry = Entry.RETRY
         else:
             return result
-        # A busy backend is full, not broken. It may be the only one, so it is avoided and not excluded. One that could
-        # not fetch what another one computed may compute it.
+        # A busy backend is full, not broken. It may be the only one, so it is avoided and not excluded. A backend that
+        # could not fetch a prompt from another may compute it.
         if result.verdict is Verdict.BUSY:
             routing.request = structs.replace(routing.request, avoid=lease.backend)
         if result.verdict not in _STAYS and not result.unsplit and routing.request.backend is None:

@@ -145,7 +145,7 @@ class BatchLimit:
         if waiting > 0:
             self._calm = 0
             if self._plateau is not None and running <= self._plateau < self.value:
-                # One reading ends a trial, and may show a request that came between two steps.
+                # The reading that ends a trial may show a request that came between two steps.
                 self._proofs = self._proofs + 1 if proven and running == self._plateau else 0
                 self._settle(self._plateau, self._proven or self._proofs >= PLATEAU_READINGS)
                 return

@@ -284,7 +284,7 @@ class Minute:
     def tokens_per_s(self, backend: str, since_s: float | None) -> tuple[float, float]:
         """Return the prompt and output tokens a second of the requests that ended on `backend` in the last minute.
 
-        Only those that ended since `since_s` count, where it is given. The mean is over one second at least.
+        `since_s` leaves out requests that ended before it. The mean is over one second at least.
         """
         sums, span_s = [self.total.backend(backend)], self.span_s
         if since_s is not None and self._seconds:
