@@ -1,21 +1,37 @@
-# Two targets matter to a newcomer: `make demo` and `make test`. Both build `.venv` first.
+# Two targets matter to a newcomer: `make demo` and `make test`. `.venv` is built first.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types contracts unit browser deploy-test tour numbers newest fuzz hostile chaos compat monitoring bench live lab lab-full docs reference lock audit sbom clean
+.PHONY: demo test test-all test-rest lint types contracts unit slow durations browser deploy-test tour numbers newest fuzz hostile chaos compat monitoring bench live lab lab-full docs reference lock audit sbom clean
 
-.venv: pyproject.toml .ci/requirements.txt
+# The tested packages, on top of those that the program itself needs.
+.venv: $(BIN)/llmproxy .ci/requirements.txt
+	@$(PYTHON) .ci/install.py $(BIN)/python .ci/requirements.txt
+	@touch .venv
+
+$(BIN)/llmproxy: pyproject.toml .ci/runtime.txt .ci/build.txt
 	@$(PYTHON) -c 'import sys; sys.exit("llmproxy needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
 	@echo "Making a virtual environment in .venv, once."
 	@$(PYTHON) -m venv .venv
-	@$(PYTHON) .ci/install.py $(BIN)/python .ci/requirements.txt
+	@$(PYTHON) .ci/install.py $(BIN)/python .ci/runtime.txt .ci/build.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
-	@touch .venv
+	@touch $(BIN)/llmproxy
 
-demo: .venv
+demo: $(BIN)/llmproxy
 	@exec $(BIN)/llmproxy demo
 
-test: lint types contracts unit browser
+# Three minutes on two cores. mypy needs one core for a minute where it has no cache, so it runs beside the tests.
+test: .venv
+	@mkdir -p .cache
+	@$(MAKE) --no-print-directory types > .cache/types.txt 2>&1 & \
+	$(MAKE) --no-print-directory lint contracts unit; tests=$$?; \
+	wait $$!; types=$$?; cat .cache/types.txt; exit $$((tests + types))
+
+# Everything that continuous integration runs: twenty minutes on two cores.
+test-all: test test-rest
+
+test-rest: slow browser deploy-test
+	$(MAKE) live LIVE=--sample
 
 lint: .venv
 	$(BIN)/ruff check .
@@ -32,8 +48,17 @@ types: .venv
 contracts: .venv
 	$(BIN)/lint-imports
 
+PYTEST := $(BIN)/pytest -n auto --dist worksteal --ignore=tests/browser
 unit: .venv
-	$(BIN)/pytest -n auto --ignore=tests/browser
+	$(PYTEST) -m "not slow"
+
+# Tests of processes, of pages in a shell, long replays, mutants, and properties with five times as many examples.
+slow: .venv
+	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile ci
+
+# On an idle machine. A test that is recorded with more than 2 s must be marked slow.
+durations: .venv
+	$(PYTEST) -m "not slow" --record-durations
 
 # The page in a real browser. Without one it says so, and installs nothing.
 browser: .venv
@@ -141,7 +166,7 @@ lock: .venv
 	$(BIN)/python -m pip install --quiet uv
 	$(COMPILE) --upgrade --group dev pyproject.toml --output-file .ci/requirements.txt
 	$(COMPILE) --upgrade --constraint .ci/requirements.txt --extra valkey pyproject.toml --output-file .ci/runtime.txt
-	echo hatchling | $(COMPILE) --upgrade --constraint .ci/requirements.txt - --output-file .ci/build.txt
+	printf 'editables\nhatchling\n' | $(COMPILE) --upgrade --constraint .ci/requirements.txt - --output-file .ci/build.txt
 	printf 'pip-audit\ncyclonedx-bom\n' | $(COMPILE) --upgrade - --output-file .ci/tools.txt
 	echo zensical | $(COMPILE) --upgrade - --output-file .ci/docs.txt
 	printf 'axe-playwright-python\nplaywright\n' | $(COMPILE) --upgrade --constraint .ci/requirements.txt - --output-file .ci/browser.txt
@@ -174,4 +199,4 @@ sbom: .venv-tools
 	    --output-reproducible --output-format JSON --output-file dist/llmproxy.cdx.json
 
 clean:
-	rm -rf .cache site .venv .venv-compat .venv-docs .venv-hostile .venv-newest .venv-tools .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist
+	rm -rf .cache site .venv .venv-compat .venv-docs .venv-hostile .venv-newest .venv-tools .mypy_cache .ruff_cache .import_linter_cache .hypothesis .pytest_cache dist

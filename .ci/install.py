@@ -1,4 +1,4 @@
-"""`install.py PYTHON LOCK` installs the packages of a lock, and says in a few lines how far it is.
+"""`install.py PYTHON LOCK...` installs the packages of one or more locks and prints its progress in a few lines.
 
 pip alone says nothing for most of a minute, or three lines for each package. What it complains of is printed as it is.
 The exit code is pip's.
@@ -16,11 +16,13 @@ SETTLED = ("Collecting ", "Processing ", "Ignoring ", "Requirement already satis
 """How pip begins the line of a package: to be fetched, here already, not for this machine, installed."""
 
 
-def install(python: str, lock: str) -> int:
-    """Install a lock with this interpreter's pip, print how far it is, and return the exit code."""
-    total = len(re.findall(r"^[\w.-]+==", Path(lock).read_text(), re.MULTILINE))
-    print(f"Installing {total} packages of {lock}; this takes about a minute.", flush=True)
-    options = ("--disable-pip-version-check", "--progress-bar", "off", "--require-hashes", "-r", lock)
+def install(python: str, *locks: str) -> int:
+    """Install locks with this interpreter's pip, print the progress, and return the exit code."""
+    total = sum(len(re.findall(r"^[\w.-]+==", Path(lock).read_text(), re.MULTILINE)) for lock in locks)
+    print(f"Installing {total} packages of {' and '.join(locks)}.", flush=True)
+    options = ["--disable-pip-version-check", "--progress-bar", "off", "--no-compile", "--require-hashes"]
+    for lock in locks:
+        options += ["-r", lock]
     command = [python, "-u", "-m", "pip", "install", *options]
     settled = 0
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as pip:

@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
-# How long an example takes says something of the machine, and nothing of the code.
-settings.register_profile("tests", deadline=None)
-settings.load_profile("tests")
+# How long an example takes depends on the machine. `make test-all` chooses `ci` with --hypothesis-profile.
+settings.register_profile("dev", deadline=None, max_examples=20)
+settings.register_profile("ci", deadline=None, max_examples=100)
+settings.load_profile("dev")
+
+DURATIONS = Path(__file__).parent / "durations.json"
+"""Seconds of the longest tests of `make test` on an idle machine, by node id."""
+RECORDED: dict[str, float] = json.loads(DURATIONS.read_text())
+RECORDED_S = 1.0
+FAST_S = 2.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}; `make durations`")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail a test that is recorded as slow and not marked so. Nothing is timed, so a busy machine changes nothing."""
+    seconds = RECORDED.get(item.nodeid, 0.0)
+    if seconds > FAST_S and item.get_closest_marker("slow") is None and not item.config.getoption("--record-durations"):
+        pytest.fail(
+            f"{DURATIONS.name} has this test with {seconds} s, and `make test` has none of more than {FAST_S} s. "
+            "Mark it with pytest.mark.slow, or make it faster and run `make durations`.",
+            pytrace=False,
+        )
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if not config.getoption("--record-durations"):
+        return
+    spent: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                spent[report.nodeid] += report.duration  # type: ignore[assignment]
+    long = {name: round(seconds, 1) for name, seconds in sorted(spent.items()) if seconds >= RECORDED_S}
+    DURATIONS.write_text(json.dumps(long, indent=2) + "\n")
 
 
 @pytest.fixture(autouse=True)

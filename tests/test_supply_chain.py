@@ -176,7 +176,7 @@ def test_install_prints_its_progress_in_few_lines(code: int, tmp_path: Path, cap
     assert runpy.run_path(str(ROOT / ".ci" / "install.py"))["install"](str(python), str(lock)) == code
     printed = capfd.readouterr()
     assert printed.out.splitlines() == [
-        f"Installing 40 packages of {lock}; this takes about a minute.",
+        f"Installing 40 packages of {lock}.",
         "  15 of 40 packages",
         "  30 of 40 packages",
         "  40 of 40 packages, now unpacking",

@@ -22,6 +22,8 @@ from benchmarks.proxy import Child
 from llmproxy.backends.metrics_text import is_filtered, parse_reading
 from llmproxy.gateway.request.json_scan import drain
 
+pytestmark = pytest.mark.slow
+
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
 
 

@@ -20,6 +20,7 @@ from llmproxy.core.placement.policy import presets
 from llmproxy.core.queueing.charge import charges
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.ordering import orderings
+from tests.sizes import examples
 
 
 def problems(path: Path | None, *overrides: Override) -> list[str]:
@@ -262,7 +263,7 @@ CONFIGURATIONS = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.one_of(CONFIGURATIONS.map(yaml.safe_dump), st.text(alphabet="a:-[]{}&*!|>\"'#%@\n\t ,1.", max_size=40)))
 def test_any_text_is_a_configuration_or_a_problem(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"

@@ -17,6 +17,7 @@ OWN_TOOLS = {"cluster.md": ("openssl", "redis-server")}
 PAGES = [ROOT / "README.md", *sorted((DOCS / "tutorial").glob("*.md")), *(DOCS / name for name in HOW_TOS)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=f"the pages use {', '.join(MISSING)}, which this machine lacks")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

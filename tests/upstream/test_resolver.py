@@ -160,6 +160,7 @@ async def test_a_silent_name_server_is_waited_for_so_long_and_no_longer(resolver
     assert server.asked == ["gpu.test"]
 
 
+@pytest.mark.slow
 @with_resolver
 async def test_names_that_hang_hold_up_nobody_else(resolver: Resolver, server: Server) -> None:
     gone = [f"gone-{i}.test" for i in range(10 * LOOK_UPS_MAX)]

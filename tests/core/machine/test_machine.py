@@ -37,6 +37,7 @@ from tests.core.machine import fleets
 from tests.core.machine.random_events import random_walk
 from tests.core.machine.world import World
 from tests.core.make import listing
+from tests.sizes import examples
 
 LISTINGS = (
     listing("x"),
@@ -205,7 +206,7 @@ class Machine(RuleBasedStateMachine):
 # than a run of all tests. Phase.explain would trace every pass, which takes minutes.
 EXAMPLES = hypothesis.settings(
     phases=(Phase.generate, Phase.shrink),
-    max_examples=int(os.environ.get("LLMPROXY_TEST_EXAMPLES", "150")),
+    max_examples=int(os.environ.get("LLMPROXY_TEST_EXAMPLES") or examples(150)),
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
@@ -220,6 +221,7 @@ UNTIL_IT_FAILS = hypothesis.settings(
 
 
 # Hypothesis shrinks a failing example for at most 300 s.
+@pytest.mark.hypothesis
 @pytest.mark.timeout(420)
 def test_every_promise_holds_in_any_order_of_events() -> None:
     run_state_machine_as_test(Machine, settings=EXAMPLES)
@@ -310,6 +312,7 @@ def flow_is_offered_twice(patching: pytest.MonkeyPatch) -> None:
 
 
 # The rarest of them is found after a minute of work, which a busy machine may stretch.
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "mutation",
@@ -333,6 +336,7 @@ def test_a_mutant_is_caught_by_the_independent_account(mutation: Mutation, monke
         run_state_machine_as_test(Machine, settings=UNTIL_IT_FAILS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", [flow_is_offered_twice, debit_is_skipped])
 def test_a_mutant_is_caught_by_the_schedulers_own_check(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     mutation(monkeypatch)
@@ -361,6 +365,7 @@ def test_what_is_decided_does_not_depend_on_where_the_clock_began(seed: int) -> 
     assert one.ended == other.ended
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_trace_under_any_hash_seed() -> None:
     def trace(hash_seed: str) -> str:
         done = subprocess.run(

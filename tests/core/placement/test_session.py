@@ -19,6 +19,7 @@ from llmproxy.core.domain import Placed
 from llmproxy.core.placement.policy import make
 from llmproxy.core.placement.session import BOUND, IDLE
 from tests.core.make import request, view
+from tests.sizes import examples
 
 NONE: frozenset[str] = frozenset()
 SESSIONS = [f"s{i}" for i in range(2000)]
@@ -120,7 +121,7 @@ def sent(fleet: Mapping[str, int], sessions: Sequence[str]) -> Counter[str]:
     return loads
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(st.sampled_from((8, 32, 64, 200)), min_size=1, max_size=6),
     st.lists(st.sampled_from("stuvw"), min_size=1, max_size=60),

@@ -52,6 +52,7 @@ def overload(shares: dict[int, float], at_a_time: int, waiting: tuple[int, ...],
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_a_time", [1, 15])
 def test_a_band_gets_its_minimum_share_however_much_waits_above_it(at_a_time: int) -> None:
     tokens = overload({SHEDDABLE: 0.1, DEFAULT: 0.25}, at_a_time, (CRITICAL, DEFAULT, SHEDDABLE))

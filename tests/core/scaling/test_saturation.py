@@ -9,6 +9,7 @@ import pytest
 from tests.core.scaling.fleet import Fleet
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", [8, 96])
 @pytest.mark.parametrize("streams", [0.0, 0.5, 1.0])
 def test_more_are_needed_than_are_full_within_a_quarter_of_a_minute(streams: float, output: int) -> None:
@@ -46,6 +47,7 @@ def test_a_burst_that_is_over_in_seconds_is_not_taken_for_full_replicas() -> Non
     assert fleet.need.desired == 2
 
 
+@pytest.mark.slow
 def test_unequal_replicas_count_by_their_own_seats() -> None:
     fleet = Fleet(4, 8, 32)
     fleet.clients(110)

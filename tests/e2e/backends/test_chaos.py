@@ -8,8 +8,11 @@ from dataclasses import replace
 from random import Random
 
 import aiohttp
+import pytest
 
 from tests.e2e.proxies import CHAT, FAST, ProxyUnderTest, all_of, all_up, serving, until
+
+pytestmark = pytest.mark.slow
 
 REQUESTS = 2000
 AT_ONCE = 60

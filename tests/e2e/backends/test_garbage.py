@@ -16,6 +16,8 @@ import pytest
 
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, all_of, serving
 
+pytestmark = pytest.mark.slow
+
 ASKS: dict[str, dict[str, Any]] = {
     CHAT: HELLO,
     "/v1/completions": {"model": "base", "prompt": "Hello there", "max_tokens": 4},

@@ -114,6 +114,7 @@ async def test_who_may_not_choose_a_band_may_not_by_an_objective_either() -> Non
         assert await band_of(proxy, "high", authorization="Bearer stranger") == ("default", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_rewrites_are_aliases_while_they_exist(workers: int) -> None:
     ids = [f"r{number}" for number in range(24)]

@@ -74,6 +74,7 @@ async def test_requests_wait_while_a_backend_lists_nothing(poll: bytes) -> None:
         assert await waiting == {200}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_an_adapter_that_the_engine_loads_when_first_named_is_let_through(workers: int) -> None:
     seen: list[str] = []

@@ -196,6 +196,7 @@ def held(proxy: ProxyUnderTest) -> int:
     return proxy.app.handler.bodies.buffered_bytes
 
 
+@pytest.mark.slow
 async def test_the_largest_body_that_arrives_makes_room_and_small_ones_pass() -> None:
     large, other = filled(55_000), filled(50_000)
     async with (
@@ -320,6 +321,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300, method="thread")
 @pytest.mark.parametrize(
     ("workers", "flags", "expected"),

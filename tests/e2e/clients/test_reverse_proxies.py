@@ -23,6 +23,8 @@ from tests.e2e.scripted import STREAM_END, STREAM_HEAD, chunk, serving_script
 from tests.tools.export.beside import free_port
 from tests.upstream.raw_server import Peer
 
+pytestmark = pytest.mark.slow
+
 PAGE = ROOT / "docs" / "how-to" / "reverse-proxy.md"
 CLIENT = "127.0.0.5"
 """The address of the client. The reverse proxy has 127.0.0.1."""

@@ -182,6 +182,7 @@ async def test_a_client_that_leaves_at_the_last_step_of_its_prompt_leaves_nothin
         assert left < 6000 - 100
 
 
+@pytest.mark.slow
 async def test_a_prompt_is_not_computed_for_long_when_its_client_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "PREFILL_GRACE_S", 0.05)
     async with split(replace(NIXL, speed=0.0001), NIXL) as proxy:

@@ -62,6 +62,7 @@ async def test_a_stream_is_that_of_one_replica(path: str) -> None:
         assert hows(proxy) == {"split": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filler", ["", "word " * 20_000], ids=["parsed", "scanned"])
 async def test_the_first_call_asks_for_one_token_in_one_piece(filler: str) -> None:
     asked: dict[str, Any] = LONG | {
@@ -271,6 +272,7 @@ async def test_log_and_story_tell_both_stages(log: io.StringIO) -> None:
         assert proxy.metric("llmproxy_retries_total") == 0
 
 
+@pytest.mark.slow
 async def test_workers_split_too(tmp_path: Path) -> None:
     """As processes: in one process there are none, whatever the configuration says."""
     async with Replica(NIXL) as first, Replica(NIXL) as second, aiohttp.ClientSession() as http:

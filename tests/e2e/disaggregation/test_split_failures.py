@@ -273,6 +273,7 @@ async def test_unknown_members_travel_as_they_came() -> None:
 # --- the second stage -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [LONG, STREAM])
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 async def test_a_prefill_replica_that_dies_between_the_stages(body: dict[str, Any], policy: Any) -> None:

@@ -21,7 +21,7 @@ from tests.e2e.processes import START_MAX_S, served
 from tests.e2e.proxies import CHAT, until
 from tests.lab.simulator.legs import kv_used, metrics
 
-pytestmark = pytest.mark.timeout(300, method="thread")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300, method="thread")]
 LEASED = replace(NIXL, kv_lease_s=5.0)
 
 

@@ -119,6 +119,7 @@ async def test_a_client_that_leaves_ends_its_attempt(ended: dict[str, RequestExi
         in_order(ended["r"])
 
 
+@pytest.mark.slow
 async def test_the_record_has_the_latest_attempts_alone(
     ended: dict[str, RequestExit], monkeypatch: pytest.MonkeyPatch
 ) -> None:

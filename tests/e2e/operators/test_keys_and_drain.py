@@ -190,6 +190,7 @@ async def test_requests_that_wait_at_the_end_of_a_drain_are_refused() -> None:
         assert (answer.status, answer.headers["connection"]) == (503, "close")
 
 
+@pytest.mark.slow
 async def test_a_kept_connection_is_served_once_more_after_a_handover() -> None:
     one_place = serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0})
     async with one_place as proxy, aiohttp.ClientSession() as idle, idle.get(proxy.url + "/health") as kept:

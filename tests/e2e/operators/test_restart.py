@@ -19,7 +19,7 @@ from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.processes import START_MAX_S, Served, asked, endless, served
 from tests.e2e.proxies import CHAT, FAST, STREAM, until
 
-pytestmark = pytest.mark.timeout(300, method="thread")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300, method="thread")]
 
 
 @pytest.fixture

@@ -195,6 +195,7 @@ async def test_a_store_that_does_not_answer_is_not_waited_for(server: Server) ->
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_two_processes_one_of_them_with_workers(server: Server, tmp_path: Path) -> None:
     """The scheduler process asks, whichever worker has the client."""
     clock = asyncio.get_running_loop().time

@@ -215,6 +215,7 @@ async def test_the_environment_names_the_service_and_the_receiver(monkeypatch: p
         assert receiver.headers[0]["content-encoding"] == "gzip"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300, method="thread")
 async def test_workers_have_their_spans_sent_by_the_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with traced(monkeypatch) as receiver, Replica(FAST) as replica:
@@ -236,6 +237,7 @@ async def test_workers_have_their_spans_sent_by_the_scheduler(tmp_path: Path, mo
         assert sent == {s.span_id.hex() for s in receiver.spans if s.name == "chat base"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trouble",
     [

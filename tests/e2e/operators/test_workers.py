@@ -22,7 +22,7 @@ from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, samples, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
 from tests.upstream.raw_server import Peer
 
-pytestmark = pytest.mark.timeout(300, method="thread")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300, method="thread")]
 
 MANY = 24
 """Connections of which, given the kernel's hash, each of two workers has one: all but once in eight million times."""

@@ -17,6 +17,8 @@ from tests.e2e.processes import START_MAX_S, served
 from tests.e2e.proxies import FAST, HELLO
 from tests.strictness.wire import connected
 
+pytestmark = pytest.mark.slow
+
 # --- the same with and without workers --------------------------------------------------------------------------------
 
 HEAD_MAX, FIELDS_MAX = 4000, 20

@@ -30,6 +30,7 @@ async def asked(proxy: ProxyUnderTest, times: int, **headers: str) -> list[Answe
     return [*await asyncio.gather(*(proxy.chat(ASKED, headers=one) for one in given))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_models_share_the_requests_of_a_name(workers: int) -> None:
     async with serving(FAST, NEW, models=CANARY, workers=workers) as proxy:

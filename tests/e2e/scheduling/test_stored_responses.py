@@ -224,6 +224,7 @@ async def test_an_unknown_response_is_asked_of_each_replica_once() -> None:
 # --- several processes ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120, method="thread")
 async def test_every_worker_knows_which_backend_made_a_response(tmp_path: Path) -> None:
     async with Replica(FAST) as one, Replica(FAST) as two, Replica(FAST) as three:

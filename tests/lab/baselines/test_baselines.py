@@ -107,6 +107,7 @@ for name in NAMES:
 """
 
 
+@pytest.mark.slow
 def test_the_seed_of_string_hashes_decides_nothing() -> None:
     one, other = printed_with_hash_seeds(SCRIPT)
     assert one == other

@@ -71,6 +71,7 @@ def wait_until_refused(url: str) -> None:
     pytest.fail(f"{url} still answers")
 
 
+@pytest.mark.slow
 def test_a_child_of_the_demo_ends_when_its_standard_input_does() -> None:
     with command("llmproxy.cli.child", "replica", "--port", "0", "--profile", "tiny") as (child, output):
         url = re.search(r"http://\S+", output.readline())
@@ -81,6 +82,7 @@ def test_a_child_of_the_demo_ends_when_its_standard_input_does() -> None:
         assert child.wait(WAIT_MAX_S) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_the_demo_leaves_nothing_behind(number: signal.Signals) -> None:
     with command("llmproxy", "demo", "--port", "0", "--replicas", "2") as (demo, output):
@@ -110,6 +112,7 @@ def guide_of(output: IO[str]) -> str:
     return guide
 
 
+@pytest.mark.slow
 def test_buttons_on_the_page_play_scenes() -> None:
     with command("llmproxy", "demo", "--port", "0", "--replicas", "1") as (_, output):
         base = re.search(r"curl (http://[\d.:]+)", guide_of(output))
@@ -155,6 +158,7 @@ def test_the_demo_keeps_out_of_the_state_file_of_others() -> None:
     assert [backend.name for backend in config.backends] == ["replica-1", "replica-16"]
 
 
+@pytest.mark.slow
 async def test_a_child_that_dies_ends_the_demo_with_its_last_words() -> None:
     async with Processes() as processes:
         await processes.start("replica-1", "replica", "--profile", "none")
@@ -162,6 +166,7 @@ async def test_a_child_that_dies_ends_the_demo_with_its_last_words() -> None:
             await processes.unless_one_dies(asyncio.sleep(WAIT_MAX_S))
 
 
+@pytest.mark.slow
 async def test_killed_replica_comes_back_on_its_port() -> None:
     async def answered() -> None:
         while True:

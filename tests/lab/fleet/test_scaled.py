@@ -37,6 +37,7 @@ def simulated(signal: str, rates: list[tuple[float, float]], least: int = 1) -> 
     return run(one.go()).result(signal, 1, 1.0, 1.0), one
 
 
+@pytest.mark.slow
 def test_our_number_follows_the_load_up_and_down_and_loses_nothing() -> None:
     result, one = simulated("ours", [(90.0, 2.0), (180.0, 12.0), (500.0, 1.0)])
     assert one.scaled is not None

@@ -44,6 +44,7 @@ def computed(found: list[Record]) -> int:
     return sum(one.hit_tokens < SYSTEM_TOKENS / 2 for one in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_hot_system_prompt_is_spread_over_replicas(seed: int) -> None:
     on = fleet(4, max_num_seqs=32)
@@ -61,6 +62,7 @@ def test_a_system_prompt_that_one_replica_can_serve_stays_there() -> None:
     assert computed(found) <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_burst_that_breaks_affinity_does_not_spiral_into_misses(seed: int) -> None:
     """More system prompts than one replica can cache, and room for one copy of each in all: a guard that spreads them

@@ -52,6 +52,7 @@ def test_the_pairs_that_are_followed_are_bounded() -> None:
     assert len(service._spans) == TENANTS_MAX * (TENANTS_MAX - 1) // 2
 
 
+@pytest.mark.slow
 def test_fair_share_keeps_tenants_closer_than_fcfs() -> None:
     arrivals = [
         replace(one, tenant="loud" if i % 10 else "quiet") for i, one in enumerate(traffic(rate=150.0, count=900))

@@ -93,12 +93,14 @@ def test_numbers_of_the_configuration_are_rounded() -> None:
     assert not re.search(r"\d\.\d{7}", re.sub(r"<svg.*?</svg>", "", html, flags=re.DOTALL))
 
 
+@pytest.mark.slow
 def test_why_an_oracle_may_lose_is_said_where_there_is_one() -> None:
     for policies in (("blend", "oracle"), ("blend",)):
         result, trails = invented(policies, (1.0,), count=20)
         assert (ORACLE_NOTE in page(result, trails, "t")) is ("oracle" in policies)
 
 
+@pytest.mark.slow
 def test_equal_results_give_equal_pages() -> None:
     first, second = (page(*invented(("blend", "random"), (1.0,), count=60), "t", own=("blend",)) for _ in range(2))
     assert first == second
@@ -112,6 +114,7 @@ def test_run_without_completions_has_reasons_instead_of_plots() -> None:
     assert "nothing was found in any prefix cache" in said
 
 
+@pytest.mark.slow
 def test_policies_without_a_figure_are_named_in_the_caption() -> None:
     bad, bad_trail = invented_run("session", 1.0, skill=0.0, count=30)
     good, good_trail = invented_run("random", 1.0, count=30)

@@ -107,6 +107,7 @@ def as_bytes(finished: dict[int, Finished]) -> bytes:
     return to_bytes(SimulationResult(runs=[one.run for one in ordered])) + trails
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_bytes_of_one(file: Path) -> None:
     tasks = [
         (simulation(file), Point("blend", 1)),

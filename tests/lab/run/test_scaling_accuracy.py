@@ -19,6 +19,8 @@ from llmproxy.lab.run.replay import SETTLE_S, Run, Setup
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.traces.arrival import Arrival, Trace
 
+pytestmark = pytest.mark.slow
+
 ROOT = "llama-8b-h100"
 LASTS_S = 160.0
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+import pytest
+
 from llmproxy.config import Config
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.fleet.spec import Autoscale
@@ -13,6 +15,8 @@ from llmproxy.lab.run.replay import Run, Setup
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.scaling.signals import Look
 from llmproxy.lab.traces.arrival import Arrival, Trace
+
+pytestmark = pytest.mark.slow
 
 CLIENTS, TURNS, THINK_S = 60, 40, 2.0
 MOST = 8

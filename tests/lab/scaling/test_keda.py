@@ -29,6 +29,8 @@ from llmproxy.lab.scaling.signals import Look
 from llmproxy.lab.traces.arrival import Arrival, Trace
 from llmproxy.tools.export.scaling import KEDA
 
+pytestmark = pytest.mark.slow
+
 SUFFIXES = {"": 1_000, "m": 1, "k": 1_000_000}
 MOST = 8
 

@@ -64,6 +64,7 @@ def test_no_prompt_has_more_blocks_than_fit(name: str) -> None:
         assert turn.output_tokens >= 1
 
 
+@pytest.mark.slow
 def test_hash_seeds_change_nothing() -> None:
     one, other = printed_with_hash_seeds(
         "from llmproxy.lab.traces import GENERATORS, generate; import zlib\n"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from llmproxy.lab.run.virtual_time import run
 from tests.dispatching import virtual
 from tests.remote.cluster.elections import FENCE_S, HELD_S, RENEW_S, SEEK_S, Member, Store, Turn, check, now
+from tests.sizes import examples
 
 # --- the course of things ---------------------------------------------------------------------------------------------
 
@@ -366,7 +367,7 @@ SPANS = st.floats(0.01, 12.0)
 DELAYS = st.sampled_from([0.0, 0.0, 0.01, 0.3, 1.4, 2.0, 2.9, 5.0])
 
 
-@settings(max_examples=150, phases=[Phase.reuse, Phase.generate])
+@settings(max_examples=examples(150), phases=[Phase.reuse, Phase.generate])
 @given(
     delays=st.lists(st.tuples(TIMES, DELAYS, DELAYS), max_size=6),
     outages=st.lists(st.tuples(TIMES, SPANS), max_size=3),

@@ -747,6 +747,7 @@ async def test_a_message_that_is_too_long_is_not_sent() -> None:
 # --- nothing grows ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @virtual
 async def test_a_thousand_broken_connections_leave_nothing() -> None:
     async with world(3) as found:

@@ -82,6 +82,7 @@ async def test_when_a_leader_dies_only_its_pools_pause() -> None:
         assert sorted(led(found).values()) == [1, 2]
 
 
+@pytest.mark.slow
 @virtual
 async def test_who_leads_many_takes_free_locks_in_time() -> None:
     """Before requests that wait are refused, which is some seconds after the lock has ended."""

@@ -210,6 +210,7 @@ async def test_who_leaves_before_it_knows_anything_does_not_lead_afterwards() ->
         assert not new.shard.leads
 
 
+@pytest.mark.slow
 async def test_requests_that_wait_outlive_a_leader_that_is_cut_off_from_its_lock() -> None:
     async with members(3, FAST, fixed_limit=1, scheduling={"look_ahead": 0}) as found:
         old = found.leader

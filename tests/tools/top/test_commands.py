@@ -67,6 +67,7 @@ async def printed(*arguments: str, key: str = KEY) -> tuple[int | None, str, str
     return process.returncode, out.decode(), err.decode()
 
 
+@pytest.mark.slow
 async def test_one_picture_and_the_document(proxy: TestServer) -> None:
     url = f"127.0.0.1:{proxy.port}"
     code, out, _ = await printed("top", url, "--once")
@@ -79,6 +80,7 @@ async def test_one_picture_and_the_document(proxy: TestServer) -> None:
     assert (code, "completed (200) after 0.225 s" in out) == (0, True)
 
 
+@pytest.mark.slow
 async def test_errors_are_for_people(proxy: TestServer, unused_tcp_port: int) -> None:
     url = f"http://127.0.0.1:{proxy.port}"
     refused = await printed("top", url, "--once", key="")
@@ -207,6 +209,7 @@ async def test_keys_act_at_once_and_the_terminal_is_left_as_it_was(proxy: TestSe
         assert await top.ended() == 0
 
 
+@pytest.mark.slow
 async def test_a_proxy_that_ends_and_comes_back(unused_tcp_port: int) -> None:
     async with OnTerminal(f"127.0.0.1:{unused_tcp_port}") as top:
         await top.shows("not reachable since")

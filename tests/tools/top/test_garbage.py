@@ -65,6 +65,7 @@ def places(found: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield from places(value, (*place, key))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DRAWN)
 def test_any_wrong_value_is_drawn_or_refused(kind: str) -> None:
     whole, draw = DRAWN[kind]

@@ -10,6 +10,7 @@ from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.core.settings import Settings
 from tests.core.queueing.fairness.fairness_engine import Engine, arrive, offered, rivals
+from tests.sizes import examples
 
 
 def fair_share() -> FairShare:
@@ -151,7 +152,7 @@ class Bounded(Engine):
 WEIGHTS = st.lists(st.sampled_from((0.5, 1.0, 2.0, 5.0)), min_size=2, max_size=4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(weights=WEIGHTS, slots=st.integers(1, 6), seed=st.integers(0, 1 << 32))
 def test_backlogged_flows_never_differ_by_more_than_the_bounds(weights: list[float], slots: int, seed: int) -> None:
     engine = Bounded(fair_share(), {f"flow-{n}": weight for n, weight in enumerate(weights)}, slots)

@@ -10,6 +10,7 @@ from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.fairness.locality_fair_share import LocalityFairShare
 from llmproxy.core.settings import Settings
 from tests.core.queueing.fairness.fairness_engine import Engine, arrive, first, hot, offered, rivals, standing
+from tests.sizes import examples
 
 
 def locality(quantum_tokens: float = 1000.0) -> LocalityFairShare:
@@ -134,7 +135,7 @@ WEIGHTS = st.lists(st.sampled_from((0.5, 1.0, 2.0, 5.0)), min_size=2, max_size=4
 QUANTA = st.sampled_from((1.0, 100.0, 3000.0, 20_000.0))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(weights=WEIGHTS, slots=st.integers(1, 6), quantum=QUANTA, seed=st.integers(0, 1 << 32))
 def test_backlogged_flows_never_differ_by_more_than_the_bounds(
     weights: list[float], slots: int, quantum: float, seed: int

@@ -16,6 +16,7 @@ from llmproxy.lab.simulator.engine.profiles import PROFILES, Noise
 from llmproxy.lab.simulator.engine.reports import StepResult
 from llmproxy.lab.simulator.engine.sequence import EngineRequest
 from tests.lab.simulator.engine.invariants import check_engine
+from tests.sizes import examples
 
 H100 = PROFILES["llama-8b-h100"]
 
@@ -64,7 +65,7 @@ def state(engine: Engine) -> list[object]:
     ]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.data())
 def test_a_stretch_leaves_what_its_steps_would_have_left(data: st.DataObject) -> None:
     """And both agree with a recount, whatever was done, and give every request its tokens."""
@@ -174,7 +175,7 @@ def go(quick: Engine, slow: Engine, steps: int, published: set[int], owed: dict[
     return [name for name, _ in result.fetches]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(
     st.lists(st.tuples(st.integers(1, 5000), st.integers(2, 3000)), min_size=1, max_size=20),
     st.floats(0.0, 1.2),
@@ -273,7 +274,7 @@ def test_stretch_noise_is_repeatable_with_optional_slow_steps() -> None:
         Noise(slow_chance=1.0)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.data(), st.booleans())
 def test_what_is_left_of_a_stretch_is_still_stable(data: st.DataObject, ahead: bool) -> None:
     engine = Engine(H100, kv_tokens=16 * data.draw(st.integers(12, 40)), async_scheduling=ahead)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from llmproxy.lab.simulator.engine.kv_cache import KvCache
 from tests.lab.simulator.engine.invariants import check_cache
+from tests.sizes import examples
 
 
 def filled(cache: KvCache, *hashes: int) -> list[int]:
@@ -95,7 +96,7 @@ def test_more_than_is_free_is_refused_and_changes_nothing() -> None:
     assert cache.allocate(3) is not None
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.data())
 def test_the_books_agree_and_what_is_found_was_stored_as_such(data: st.DataObject) -> None:
     cache = KvCache(data.draw(st.integers(2, 12)))
