@@ -1,1 +1,1 @@
-"""One request from its body to its last byte: the request handler, attempts, the relay, the record of its end."""
+"""Serves one request: the request handler, its attempts, the relay of the answer, and the record at the end."""

@@ -1,12 +1,12 @@
-"""Keeps answers until they have ended, and reads them: the next turn of a conversation sends them back.
+"""Captures answers and adds them to the index of cached prefixes, because the next turn of a conversation repeats them.
 
-A backend has the blocks of an answer in its cache as well as those of its prompt. With the answers, the index of cached
-prefixes knows them one turn earlier. What is read is what a client will send back: the message of the first choice,
-joined from the events of a stream. An answer after reasoning is not read: templates leave out the reasoning of earlier
-turns, so that no later prompt finds what was computed after it.
+After an answer, the prefix cache of the backend contains the blocks of the prompt and of the answer. By reading the
+answer, the index knows these blocks one turn earlier. It reads the message that a client will send back: the first
+choice, joined from the events of a stream. An answer after reasoning is skipped: chat templates drop the reasoning of
+earlier turns, so the next prompt does not match the cached blocks.
 
-A kept answer costs a reference to each of its chunks. It is parsed once its lease is returned and its exit recorded, in
-short turns of the loop.
+A captured answer costs a reference to each of its chunks. It is parsed after its lease has been returned and its exit
+recorded, in short turns of the loop.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import BLOCKS_MAX, PROMPT_MEMBERS, Chain, answer_bytes
 
 ANSWER_BYTES_MAX = 1 << 20
-"""Of one answer as it is sent: 5,000 tokens of a chat stream, which take 10 ms to read, in turns of 2."""
+"""The maximum size of one answer: 5,000 tokens of a chat stream, which take 10 ms to parse, in turns of 2 ms."""
 CAPTURED_BYTES_MAX = 64 << 20
-"""Of all answers that are captured at one time; further ones are not read."""
+"""The maximum size of all captured answers together. Further answers are not indexed."""
 
 EVENTS_BYTES = 4096
-"""Of events of a captured stream that are parsed in one call, about."""
+"""The approximate size of the events of a stream that are parsed in one call."""
 
 _RESPONSE_ENDS = frozenset({"response.completed", "response.incomplete"})
 
 
 class CapturedAnswer:
-    """The bytes of one answer, unless they are too many. `chain` is that of its prompt."""
+    """The bytes of one answer, unless they are too many. `chain` is the hash chain of the prompt."""
 
     __slots__ = ("_answers", "_bytes", "chain", "chunks", "kind")
 
@@ -50,7 +50,7 @@ class CapturedAnswer:
         self.chunks: list[bytes] | None = []
 
     def add(self, data: bytes) -> None:
-        """Keep a reference to the next bytes of the answer."""
+        """Add the next bytes of the answer."""
         if self.chunks is None:
             return
         self.chunks.append(data)
@@ -60,17 +60,17 @@ class CapturedAnswer:
             self.drop()
 
     def drop(self) -> None:
-        """Forget the bytes, and take no more."""
+        """Discard the bytes, and ignore further bytes."""
         self._answers.captured_bytes -= self._bytes
         self._bytes = 0
         self.chunks = None
 
 
 class Answers:
-    """Keeps the answers of one event loop and reads those that were completed.
+    """Captures the answers of one event loop, and hashes the completed ones.
 
-    `on_read` gets the grant of each, and the hashes of prompt and answer together, as `Request.prefix` has those of the
-    prompt. It is called in a later turn of the loop, never within a call of a method.
+    `on_read` gets the grant of each answer, and the block hashes of prompt and answer together, in the form of
+    `Request.prefix`. It is called in a later turn of the loop, never within a call of a method.
     """
 
     def __init__(self, on_read: Callable[[Grant, Sequence[int]], None]) -> None:
@@ -79,10 +79,10 @@ class Answers:
         self.captured_bytes = 0
 
     def capture(self, parsed: ParsedBody) -> CapturedAnswer | None:
-        """Where to keep the answer to this body; None where no prompt could continue it.
+        """Begin to capture the answer to this body. Returns None if no later prompt can be matched with the answer.
 
-        With several choices or prompts it is not known which one the client continues. A chain of token ids does not
-        continue with text, and a full one cannot grow.
+        With several choices or prompts, the client's choice is unknown. A chain of token ids cannot continue with text,
+        and a full chain cannot grow.
         """
         chain, facts = parsed.chain, parsed.facts
         if chain is None or parsed.kind not in PROMPT_MEMBERS or facts.sequences > 1 or facts.prompt_tokens is not None:
@@ -90,7 +90,7 @@ class Answers:
         return None if len(chain.hashes) == BLOCKS_MAX else CapturedAnswer(self, chain, parsed.kind)
 
     def finish(self, captured: CapturedAnswer, grant: Grant | None) -> None:
-        """Read a kept answer that was completed under `grant`; drop it where that is None. Called once for each."""
+        """Hash an answer that was completed under `grant`, or drop it if `grant` is None. Call once for each answer."""
         if grant is None or not captured.chunks:
             captured.drop()
             return
@@ -129,20 +129,21 @@ class Answers:
 
 
 class _UnreadError(Exception):
-    """An answer that no later prompt continues, or that would take too long to read."""
+    """The answer cannot be continued by a later prompt, or would take too long to parse."""
 
 
 def parse_answer(raw: bytes, kind: BodyKind) -> Slices[Any]:
-    """What a client will send back of an answer, a JSON body or a stream, for `prefix_hash.answer_bytes`.
+    """The part of an answer that a client will send back, for `prefix_hash.answer_bytes`.
 
-    None where it is not known. Yields after some events; no step takes more than 2 ms.
+    `raw` is a JSON body or a stream. Returns None if the part cannot be determined. Yields after some events; no step
+    takes more than 2 ms.
     """
     try:
         if raw.lstrip().startswith(b"{"):
             return _of_body(_parsed(raw), kind)
         return (yield from _STREAMS[kind](raw))
     except (_UnreadError, ValueError, LookupError, TypeError, AttributeError):
-        return None  # No answer of the shape that engines send.
+        return None  # The answer has an unknown shape.
 
 
 def _parsed(data: bytes) -> Any:
@@ -153,14 +154,14 @@ def _parsed(data: bytes) -> Any:
 
 def _of_body(fields: dict[str, Any], kind: BodyKind) -> Any:
     if kind is BodyKind.MESSAGES:
-        return _known(fields["content"], "text", "tool_use")
+        return _only_types(fields["content"], "text", "tool_use")
     if kind is BodyKind.RESPONSES:
-        return _known(fields["output"], "message", "function_call")
+        return _only_types(fields["output"], "message", "function_call")
     choice = fields["choices"][0]
     return choice["text"] if kind is BodyKind.COMPLETION else _unreasoned(choice["message"])
 
 
-def _known(items: list[dict[str, Any]], *types: str) -> list[dict[str, Any]]:
+def _only_types(items: list[dict[str, Any]], *types: str) -> list[dict[str, Any]]:
     if any(item["type"] not in types for item in items):
         raise _UnreadError
     return items
@@ -173,7 +174,7 @@ def _unreasoned(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _events(raw: bytes) -> Iterator[list[Any]]:
-    """The data of the events, some at a time: one call of the parser for many events costs a third of one for each.
+    """Yield the parsed data of several events at a time, which costs a third of parsing each event by itself.
 
     Engines write the data of an event in one line.
     """
@@ -232,11 +233,11 @@ def _message(raw: bytes) -> Slices[list[dict[str, Any]]]:
             block["text"] += more
         elif more:
             block["input"] = orjson.loads(more)
-    return _known([blocks[at] for at in sorted(blocks)], "text", "tool_use")
+    return _only_types([blocks[at] for at in sorted(blocks)], "text", "tool_use")
 
 
 def _response(raw: bytes) -> Slices[Any]:
-    """The last event has all of the answer, and only it is parsed."""
+    """Parse the last event only, which contains the whole answer."""
     yield
     event = _parsed(raw[raw.rindex(b"\ndata:") + 6 :])
     if event["type"] not in _RESPONSE_ENDS:

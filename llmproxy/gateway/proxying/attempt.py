@@ -1,4 +1,4 @@
-"""One attempt: what is sent to a backend, what became of it, and how long it may take."""
+"""An attempt to serve a request on one backend: the call, its result, and its time limits."""
 
 from __future__ import annotations
 
@@ -20,13 +20,7 @@ from llmproxy.upstream.port import Body
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is sent to any backend. `usage_max` is the most that the answer may cost, None where it costs nothing.
-
-    The answer to a prefill is for the proxy, and `connector` reads it. A stream is held back until more than its
-    `opening_events` have come. A stage that is `released` is not cut before both engines know that its client left.
-    `own_key`: the key that goes with it is the proxy's, not that of the client. `listed`: a backend that has no such
-    model breaks the promise of its list.
-    """
+    """The request as it is sent to a backend, and how to treat the answer."""
 
     method: str
     path_qs: str
@@ -35,18 +29,24 @@ class Call:
     stream: bool
     hide_usage: bool
     dialect: Dialect
+    # The upper bound for the usage of the answer; None if the answer is free.
     usage_max: Usage | None
     stage: Stage = Stage.WHOLE
+    # Reads the answer to a prefill, which does not go to the client. None for any other call.
     connector: KvConnector | None = None
+    # A stream is buffered until more events than these have come.
     opening_events: int = 0
+    # When the client leaves, the call continues for a moment, so that both engines learn of it and free the prompt.
     released: bool = False
+    # Whether the proxy's own key is sent, or none, instead of the client's.
     own_key: bool = True
+    # Whether the backend lists the model, so that "unknown model" is the backend's error and not the client's.
     listed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A complete error answer of a backend. It is sent to the client where no other attempt is made."""
+    """A complete error answer of a backend. The client gets it if no other attempt is made."""
 
     status: int
     reason: str
@@ -56,36 +56,38 @@ class Answer:
 
 @dataclass(slots=True)
 class Attempt(AttemptResult):
-    """One attempt and what became of it.
-
-    Until it is `committed`, the client has seen nothing. `answer` is the backend's own error, where it sent one.
-    `message` is for the client; `detail` is for the log alone, because it may have addresses. While `writing`, the
-    client is slower than the backend; once `ended`, all of the answer was handed to the client, which has to take it.
-    `parameters` are what a prefill handed over, and `split` is why a stage failed.
-    """
+    """The result of an attempt so far."""
 
     outcome: Outcome = Outcome.INTERNAL
+    # For the client.
     message: str = ""
+    # For the log only, because it may contain addresses.
     detail: str = ""
     status: int = 0
+    # Whether the answer to the client has begun. Before that, another attempt may be made.
     committed: bool = False
+    # The backend's own error answer.
     answer: Answer | None = None
     first_token_s: float | None = None
     last_byte_s: float = 0.0
     max_gap_s: float = 0.0
     chunks: int = 0
     body_bytes: int = 0
+    # The client reads more slowly than the backend sends.
     writing: bool = False
+    # The whole answer was written; the client still has to read the rest.
     ended: bool = False
     head: bytes = b""
     tail: bytes = b""
     usage: Usage | None = None
+    # The KV transfer parameters of a prefill.
     parameters: Parameters | None = None
+    # Why a stage of a split request failed.
     split: Split | None = None
     tap: StreamTap | None = field(default=None, repr=False)
 
     def fail(self, outcome: Outcome, cause: Cause, message: str) -> None:
-        """The attempt failed for this cause, which says what may become of its request."""
+        """Record a failure. `cause` decides the verdict and whether the request may be retried."""
         meaning = MEANINGS[cause]
         self.outcome, self.verdict, self.message = outcome, meaning.verdict, message
         self.again = Again.NO if self.committed else meaning.again
@@ -95,11 +97,11 @@ class Attempt(AttemptResult):
         self.outcome, self.verdict = Outcome.COMPLETED, Verdict.SERVED
 
     def refuses(self, member: bytes) -> bool:
-        """Whether the backend refused the request for this member of its body."""
+        """Whether the backend refused the request because of this member of its body."""
         return self.status in (400, 422) and self.answer is not None and member in self.answer.body
 
     def note(self, record: AttemptRecord) -> None:
-        """Complete the record of this attempt, which has ended."""
+        """Complete the record of this attempt at its end."""
         record.ended_s, record.first_byte_s = asyncio.get_running_loop().time(), self.first_token_s
         record.verdict, record.status = self.verdict, self.status or None
         if self.message or self.detail:
@@ -107,13 +109,13 @@ class Attempt(AttemptResult):
 
 
 class AttemptTimer:
-    """The time limits of one attempt, on one timer that is moved as the answer comes.
+    """The time limits of one attempt, on one timer that is moved while the answer arrives.
 
-    Streams have a limit for their first token and one for silence after it; every attempt has one in total.
+    A stream has a limit for its first token and a limit for silence after it. Every attempt has a limit in total.
     """
 
     def __init__(self, timeouts: TimeoutsConfig, streams: bool, first_byte_s: float = inf) -> None:
-        """`first_byte_s` is a limit for the first byte of this attempt alone, beside the configured one."""
+        """`first_byte_s` limits the time to the first byte of this attempt, in addition to the configured limit."""
         loop = asyncio.get_running_loop()
         self.now = loop.time
         self.streams = streams
@@ -131,13 +133,14 @@ class AttemptTimer:
         self._streaming = False
 
     def streaming(self, now: float) -> None:
-        """The first token came: from here on, silence is limited."""
+        """Limit silence from now on: the first token has come."""
         self._streaming = True
         self._phase = f"was silent for {self._stall_s:g} s in mid-stream (timeouts.stall_s)"
         self._move(now)
 
     def alive(self, now: float) -> None:
-        # To move the timer for every chunk would cost more than to relay it; an eighth of the limit is exact enough.
+        """Restart the limit for silence: bytes have come."""
+        # Moving the timer for every chunk would cost more than relaying it; an eighth of the limit is exact enough.
         if self._streaming and now - self._moved_s > self._stall_s / 8:
             self._move(now)
 
@@ -148,14 +151,14 @@ class AttemptTimer:
 
     @property
     def cause(self) -> Cause:
-        """Which limit was exceeded."""
-        # Not by the clock: timers of the loop go off up to a millisecond early.
+        """The limit that was exceeded."""
+        # The clock cannot tell: timers of the loop go off up to a millisecond early.
         if self.deadline_s >= self._end_s:
             return Cause.OVERRAN
         return Cause.STALLED if self._streaming else Cause.LATE
 
     def reason(self) -> str:
-        """The limit that was exceeded, in words."""
+        """The exceeded limit as a sentence for the client."""
         return "The backend " + (self._total if self.cause is Cause.OVERRAN else self._phase) + "."
 
     def _move(self, now: float) -> None:

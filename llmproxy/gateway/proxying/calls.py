@@ -1,4 +1,4 @@
-"""What is sent to the backend of a lease: the whole request, or one of the two stages of it."""
+"""Builds the call to the backend of a lease: the whole request, or its prefill or decode stage."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.scheduling.lease import Lease
 
 UNKNOWN_SHAPES = frozenset({BodyKind.OTHER, BodyKind.FORM})
-"""Bodies that are understood in part: how much they ask for may be deeper in them, or the length of a sound."""
+"""Kinds of bodies whose limits for the answer the proxy cannot read: nested limits, and audio of unknown length."""
 
 REFUSED_S = 3600.0
-"""For how long a backend is not asked for usage after it refused: a newer engine may take its place."""
+"""How long the proxy does not ask a backend for usage after a refusal. Then the engine may have been upgraded."""
 BACKENDS_MAX = 10_000
-"""Backends that are remembered to refuse."""
+"""The number of backends whose refusal is remembered."""
 
 _log = structlog.get_logger()
 
 
 class UsageQuestions:
-    """Which backends are asked for the usage of streams whose client did not ask."""
+    """Decides whether the proxy asks a backend for the usage of a stream if the client did not ask."""
 
     def __init__(self) -> None:
         self._refused_until_s: dict[str, float] = {}
@@ -37,7 +37,7 @@ class UsageQuestions:
         return backend.ask_usage and now >= self._refused_until_s.get(backend.url, 0.0)
 
     def record_refusal(self, backend: BackendConfig, now: float) -> None:
-        """The backend refused a request because of the question, and is not asked for a while."""
+        """Do not ask this backend for REFUSED_S: it refused a request because of the usage option."""
         if len(self._refused_until_s) >= BACKENDS_MAX:
             self._refused_until_s.clear()
         self._refused_until_s[backend.url] = now + REFUSED_S
@@ -54,13 +54,15 @@ def call_for(
     handover: Handover | None,
     ask_usage: bool = True,
 ) -> Call:
-    """The call to `backend`, with `engine_id` as its request id. `handover` is what the first stage left for the second
-    one, None for any other."""
+    """Build the call to `backend`, with `engine_id` as its request id.
+
+    `handover` is the result of the prefill stage for a decode stage; None for any other call.
+    """
     http, rules, route = received.http, received.rules, received.route
     request = lease.grant.request
     prefill, decode = request.stage is Stage.PREFILL, request.stage is Stage.DECODE
     transfer = handover.parameters.value if handover is not None else None
-    # In the engine's own priority, lower comes first.
+    # In vLLM, a lower priority value is served first.
     priority = -request.band if backend.forward_priority else None
     spliced = parsed.spliced(
         model=request.adapter or request.model,
@@ -91,7 +93,7 @@ def call_for(
 
 
 def _usage_max(received: ReceivedRequest) -> Usage | None:
-    """The most that an answer may cost; None where nothing is computed."""
+    """The upper bound for the usage of the answer; None for a route that computes nothing."""
     if not received.route.computes or received.parsed is None or received.target is None:
         return None
     facts, sequences = received.parsed.facts, received.parsed.sequences

@@ -1,7 +1,7 @@
-"""Reads why an engine failed from its error answers and error events, in the dialects of engines and of other routers.
+"""Reads the cause of a failure from the error answers and error events of engines and other routers.
 
-Known are OpenAI's errors (numeric or text `code`, or `type` alone), those of vLLM before 0.10 (`"object": "error"`),
-FastAPI's `detail`, Anthropic's, and those of the responses API.
+It knows OpenAI's errors (numeric or text `code`, or `type` alone), errors of vLLM before 0.10 (`"object": "error"`),
+FastAPI's `detail`, Anthropic's errors, and errors of the responses API.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _DEAD = re.compile(
     re.IGNORECASE,
 )
 _DRAINING = b"cannot schedule new futures"
-"""A part of the 500 that a vLLM answers while it shuts down and its /health is still 200."""
+"""Text in the 500 of a vLLM that shuts down while its /health is still 200."""
 _NO_MODEL = re.compile(r"model.{0,300}?(?:does not exist|not found|is not (?:available|loaded|served))", re.I | re.S)
 _NOT_LETTERS = re.compile(r"[^a-z]+")
-# Letters alone, so that `BadRequestError`, `Bad Request` and `bad_request_error` are one word.
+# Only letters are compared, so that `BadRequestError`, `Bad Request` and `bad_request_error` are one word.
 _WORDS = (
     (re.compile(r"authentication|permission|unauthorized|forbidden|apikey"), Cause.UNAUTHORIZED),
     (re.compile(r"ratelimit|overloaded|serviceunavailable|insufficientquota|toomanyrequests"), Cause.BUSY),
@@ -42,7 +42,7 @@ _WORDS = (
 
 
 def answer_cause(status: int, body: bytes, *, own_key: bool) -> Cause:
-    """The cause of an answer that is not 2xx."""
+    """The cause of an answer with a status other than 2xx."""
     cause = cause_of(status, own_key=own_key)
     if cause is Cause.ERROR:
         if _DRAINING in body:
@@ -51,13 +51,13 @@ def answer_cause(status: int, body: bytes, *, own_key: bool) -> Cause:
     if status == 404:
         error = error_in(body) or {}
         named = error.get("param") == "model" or _letters(error.get("code")) == "modelnotfound"
-        # Of a path that the engine does not have, and of a stored response, it says something else.
+        # A 404 for an unknown path or an unknown stored response has another message.
         return Cause.NOT_SERVED if named or _NO_MODEL.search(str(error.get("message", ""))) else cause
     return cause
 
 
 def event_cause(data: bytes, *, own_key: bool = True) -> Cause:
-    """The cause of an error event with this data, in an answer of status 200. In doubt it is an error of the engine."""
+    """The cause of an error event in an answer with status 200. An unknown error counts as an error of the engine."""
     if _DEAD.search(data[:_BYTES_MAX]):
         return Cause.ENGINE_DEAD
     error = error_in(data) or {}
@@ -74,7 +74,7 @@ def event_cause(data: bytes, *, own_key: bool = True) -> Cause:
 
 
 def error_in(data: bytes) -> dict[str, Any] | None:
-    """The error in the JSON of an answer or of an event, None where it has none."""
+    """The error object in the JSON of an answer or an event; None if there is none."""
     if len(data) > _BYTES_MAX or not _LIKELY.search(data):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Takes one request from its head to its one outcome: reads it, schedules it, has it attempted, and records its end."""
+"""Serves one request: reads and schedules it, makes the attempts, and records the outcome."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from llmproxy.scheduling.lease import Lease, Leasing
 
 
 class RequestHandler:
-    """Serves requests of scheduled routes. Every one of them ends in exactly one outcome.
+    """Serves requests of scheduled routes. Each request ends in exactly one outcome.
 
-    `ids` begins the scheduler's ids of its requests, so that they differ from those of other handlers.
+    `ids` is a prefix for the scheduler's request ids, which differs between the handlers of several processes.
     """
 
     def __init__(
@@ -84,47 +84,47 @@ class RequestHandler:
         self.idle.set()
 
     def reconfigure(self, config: Config) -> None:
-        """Take over what is not read from the rulebook by each request."""
+        """Apply the settings that requests do not read from the rulebook."""
         self.budget.ratio = config.retry.budget_ratio
-        # Each worker has a part of what one process may hold.
+        # Each worker gets an equal part of the limit.
         self.bodies.limit(ceil(config.body_bytes_total_max / self._processes), config.body_bytes_max)
 
     @property
     def captured_bytes(self) -> int:
-        """Bytes of answers that are kept until they are read."""
+        """Bytes of captured answers that wait to be indexed."""
         return self._answers.captured_bytes if self._answers is not None else 0
 
     def begin_shutdown(self, *, replaced: bool = False) -> None:
-        """The proxy is about to end: from now on, answers ask their clients to close the connection.
+        """Ask clients to close their connections, in every answer from now on, because the proxy is about to end.
 
-        `replaced` says that another process serves the same address.
+        `replaced`: another process serves the same address already.
         """
         self.shutting_down, self.replaced = True, replaced
 
     def cut(self) -> None:
-        """From now on, a cancelled request was cut off by the proxy, not by its client."""
+        """Attribute cancellations to the proxy from now on, and not to clients that left."""
         self._cutting = True
 
     def begin_request(self) -> None:
-        """One more request is open, and the end of the proxy waits for it."""
+        """Count an open request, for which a drain waits."""
         self.open_requests += 1
         self.idle.clear()
 
     def end_request(self) -> None:
-        """One of the open requests has ended."""
+        """Count the end of an open request."""
         self.open_requests -= 1
         if not self.open_requests:
             self.idle.set()
 
     def cancellation(self, cause: BaseException) -> tuple[Outcome, int, str]:
-        """The outcome, status and error of a request whose task was cancelled, or that lost its client."""
+        """The outcome, status and error of a request whose task was cancelled or whose client left."""
         if self._cutting:
             return Outcome.DRAINING, 503, "cut: the proxy ended before this request did"
         error = "the client left" if isinstance(cause, asyncio.CancelledError) else f"the client left: {cause}"
         return Outcome.CANCELLED, 499, error
 
     async def serve(self, route: Route, http: web.BaseRequest, sender: Client) -> web.StreamResponse:
-        """Serve one request of a scheduled route, and record how it ended."""
+        """Serve one request of a scheduled route, and record its outcome."""
         extra: dict[str, str] = {}
         now = asyncio.get_running_loop().time()
         rules = self._rulebook.current
@@ -146,7 +146,7 @@ class RequestHandler:
             if client.response is None or client.only_comments:
                 return await self._fail(context, Failure(Outcome.INTERNAL, INTERNAL_MESSAGE))
             context.end(Outcome.INTERNAL, client.status, INTERNAL_MESSAGE)
-            # An answer has begun, and a client would read a second one as a part of it.
+            # An answer has begun, and the client would read an error as part of it.
             await client.abort()
         finally:
             if context.keep_alive is not None:
@@ -168,7 +168,7 @@ class RequestHandler:
             received.id, received.repeated = given, given in self._open_ids
             self._open_ids.add(given)
         elif not self._replaced_id_logged and REQUEST_ID_HEADER in http.headers:
-            # Once: a client that sends such ids does so with every request.
+            # Logged once: a client with invalid ids sends them with every request.
             self._replaced_id_logged = True
             log_replaced_id(received.id)
         context.extra["x-request-id"] = received.id
@@ -202,7 +202,7 @@ class RequestHandler:
         await self._attempt_until_answered(context, parsed, context.routing)
 
     async def _isolate(self, received: ReceivedRequest, parsed: ParsedBody) -> ParsedBody:
-        """Keep the tenant from prefixes and stored responses of others in the engines. Raises Failure."""
+        """Isolate the tenant from cached prefixes and stored responses of other tenants. Raises Failure."""
         if received.route.dialect is Dialect.RESPONSES:
             received.previous = await self._stored.previous(parsed.response_members, received.tenant, received.rules)
         if received.tenant.salt is None or not received.route.salted:
@@ -212,15 +212,15 @@ class RequestHandler:
         return replace(parsed, chain=chain)
 
     async def _target(self, received: ReceivedRequest, asked: str | None) -> Target:
-        """What the requested name means. Errors name no model but those of the tenant.
+        """Resolve the requested model name. Errors only name models that the tenant may use.
 
-        While replicas start, it is not known yet what they serve: such a request is held too.
+        Waits for up to `hold_s` while replicas start and have not listed their models yet.
         """
         tenant, rules = received.tenant, received.rules
         try:
             if asked is None or tenant.allows(asked):
                 hold_s = min(rules.config.queue.hold_s, rules.identity.ttl_s(received.http.headers))
-                # A conversation stays with one of those that share an alias, as its prefix is in no other cache.
+                # A conversation stays with one model of an alias, because only its replicas have the prefix cached.
                 key, previous = received.session or received.id, received.previous
                 beside = None if previous is None else previous.backend
                 target = await self._dispatcher.resolve(asked, hold_s, received.body_bytes, key, beside)
@@ -230,7 +230,7 @@ class RequestHandler:
             if tenant.models is None or refused.outcome is Outcome.DRAINING:
                 raise
             if refused.outcome is Outcome.REJECTED_NO_BACKENDS:
-                message = "No backend is known yet that serves this. Try again shortly."
+                message = "No backend is known yet that serves this model. Try again shortly."
                 raise Refused(refused.outcome, message, refused.retry_after_s) from None
         if asked is None:
             own = ", ".join(sorted(tenant.models or ())[:20])
@@ -260,7 +260,7 @@ class RequestHandler:
             band=standing.band,
             flow=standing.flow,
             arrived_s=received.arrived_s,
-            # The time to wait begins when the body has arrived and was read.
+            # The maximum wait counts from the moment when the body has been read.
             deadline_s=asyncio.get_running_loop().time() + standing.ttl_s,
             body_bytes=received.body_bytes,
             prompt_tokens=prompt_tokens,
@@ -293,7 +293,7 @@ class RequestHandler:
         except Refused as refused:
             if received.previous is not None and refused.outcome is Outcome.BAD_REQUEST:
                 raise received.previous.unreachable(refused) from None
-            # A client whose retry finds no backend gets the error of the attempt before it.
+            # If a retry finds no backend, the client gets the error of the attempt before.
             if context.attempt is None or context.attempt.outcome is Outcome.INTERNAL:
                 raise
             attempt = context.attempt
@@ -302,11 +302,11 @@ class RequestHandler:
                 await self._release(context, context.handover, routing)
         if not attempt.committed:
             if routing.computed >= COMPUTED_MAX:
-                # In doubt it is the request: the SDKs of OpenAI and Anthropic do not send it again by themselves, then.
+                # The request itself may be the cause. This field stops the retries of the OpenAI and Anthropic SDKs.
                 context.extra["x-should-retry"] = "false"
             await self._deliver_failure(context, attempt)
             return
-        self._settle(context, attempt)
+        self._finish(context, attempt)
         if attempt.outcome is Outcome.BROKEN_STREAM:
             await end_broken(attempt, received.route.dialect, context.client)
 
@@ -323,19 +323,19 @@ class RequestHandler:
         context.extra["x-llmproxy-queue-ms"] = f"{routing.waited_s * 1e3:.1f}"
         context.extra["x-llmproxy-attempts"] = str(routing.attempts)
         if stage is not Stage.DECODE and context.handover is not None:
-            # The place for its answer was gone, and the request begins anew.
+            # The backend reserved for the decode stage is gone, and the request starts again.
             await self._release(context, context.handover, routing)
-        # Parameters serve one request once: what is not taken here is taken by nobody.
+        # Transfer parameters are valid for one decode only.
         handover, context.handover = context.handover, None
-        # Assigned before it runs, so that the record of a request that is cut off in mid-stream has its numbers.
+        # Assigned before the attempt runs, so that the record of a cancelled request has the numbers so far.
         attempt = context.attempt = Attempt()
         if handover is not None and handover.too_late(lease.grant.at_s):
-            # The backend computes the prompt: what is read too late is that of another one.
+            # The prefill engine may have freed the blocks, so the decode engine computes the prompt itself.
             attempt.split, handover = Split.LATE, None
             lease.recomputing()
         if dialect is Dialect.RESPONSES and stage is not Stage.PREFILL:
-            # It must not refer to the context, which has this client: a cycle would keep both, with the body, for the
-            # garbage collector.
+            # The callback must not refer to the context, which refers to this client: the cycle would keep the body in
+            # memory until the garbage collector runs.
             context.client.on_commit = self._stored.commit_callback(
                 attempt, backend.name, tenant, received.previous, parsed
             )
@@ -348,13 +348,13 @@ class RequestHandler:
                 call = call_for(received, parsed, lease, backend, engine_id, span_id, handover, asks)
                 await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
                 if call.hide_usage and attempt.answer is not None and attempt.refuses(b"stream_options"):
-                    # Only the proxy asked for it.
+                    # The client did not ask for usage: try again without it.
                     self._usage.record_refusal(backend, lease.grant.at_s)
                     attempt = context.attempt = Attempt(split=attempt.split)
                     call = call_for(received, parsed, lease, backend, engine_id, span_id, handover, False)
                     await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
         finally:
-            # Also where its client has left, as many do when they read the end mark.
+            # Also after a cancellation: many clients leave as soon as they have read the end mark.
             self._exits.attempted(lease.backend, attempt.verdict)
             attempt.note(tried)
             if attempt.committed:
@@ -372,13 +372,13 @@ class RequestHandler:
         return attempt
 
     async def _release(self, context: RequestContext, handover: Handover, routing: Routing) -> None:
-        """Have the prompt freed that was computed for a second stage which does not come."""
+        """Free the prompt of a handover whose decode stage does not happen."""
         context.handover = None
         backend = self._backends.get(handover.answers_on or "")
         await context.input.rules.releaser.release(handover, backend, routing.request.model)
 
     async def _deliver_failure(self, context: RequestContext, attempt: Attempt) -> None:
-        """Send the backend's own error as it is, or raise the Failure that says what happened."""
+        """Send the backend's own error unchanged. Raises Failure if the backend sent none."""
         answer = attempt.answer
         if answer is None:
             if attempt.verdict is Verdict.LOCAL_FAILURE:
@@ -398,14 +398,14 @@ class RequestHandler:
         context.end(attempt.outcome, answer.status, attempt.message)
 
     async def _end_stream(self, context: RequestContext, event: bytes) -> None:
-        """End a stream of comments with an event. It has its end mark: it is all that there is to say."""
+        """End a stream of comments with one last event and a regular end mark."""
         context.client.write(event)
         await within(context.client.end(), context.client, context.input.rules.config.timeouts.stall_s)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def _settle(self, context: RequestContext, attempt: Attempt) -> None:
-        """An answer went to the client: the outcome of the attempt is that of the request."""
+    def _finish(self, context: RequestContext, attempt: Attempt) -> None:
+        """Record the outcome of the attempt whose answer went to the client, and learn from its usage."""
         context.end(attempt.outcome, context.client.status, attempt.message)
         received, routing = context.input, context.routing
         assert routing is not None
@@ -414,17 +414,17 @@ class RequestHandler:
             facts = received.parsed.facts
             prompt_bytes = facts.prompt_bytes if facts.prompt_tokens is None else None
             known = received.route.work is Work.GENERATES and received.route.kind not in UNKNOWN_SHAPES
-            # For other bodies it is not known how many answers the usage adds up.
+            # For other bodies the number of sequences in the usage is unknown.
             sequences = received.parsed.sequences if known else None
             self._estimator.learn(routing.request.model, prompt_bytes, sequences, attempt.usage)
 
     def _cancelled(self, context: RequestContext, cause: BaseException) -> None:
         attempt = context.attempt
         if attempt is not None and attempt.outcome is Outcome.COMPLETED:
-            self._settle(context, attempt)
+            self._finish(context, attempt)
             return
         if context.outcome is Outcome.BROKEN_STREAM:
-            # The client left when it read its error event.
+            # The client left after it had read the error event.
             return
         outcome, status, error = self.cancellation(cause)
         context.end(outcome, (context.client.status or status) if outcome is Outcome.DRAINING else status, error)
@@ -433,7 +433,7 @@ class RequestHandler:
         context.end(failure.outcome, failure.status, failure.message)
         client, dialect = context.client, context.input.route.dialect
         if client.response is not None:
-            # It has the head of a stream, and comments.
+            # The client has got the head of a stream and comments.
             with suppress(ConnectionError):
                 await self._end_stream(context, error_event(dialect, failure.message, failure.status))
             return client.response
@@ -441,12 +441,12 @@ class RequestHandler:
 
     def _record(self, context: RequestContext) -> None:
         if self._sampler is not None:
-            # Of a request that was refused before its tenant was known.
+            # A request that was refused before its tenant was known has no trace yet.
             context.input.begin_trace(self._sampler)
         ended = context.record(asyncio.get_running_loop().time(), context.input.rules.band_names)
         if context.routing is not None:
             self._dispatcher.ended(context.routing.request, ended.result.met)
-        # What is held is given back first, because recording may fail.
+        # Captured bytes are released first, because recording may fail.
         if self._answers is not None and context.captured is not None:
             lease = context.routing.lease if context.routing is not None else None
             completed = context.outcome is Outcome.COMPLETED

@@ -1,7 +1,7 @@
-"""One attempt on one backend, from opening the connection to the last byte handed to the client.
+"""Makes an attempt on one backend, from opening the connection to the last byte handed to the client.
 
-The head of the answer is held back until the first byte of its body. An engine sends its head when it accepts a
-request, so until then the client has been promised nothing, and another backend may be tried.
+The head of the answer is buffered until the first byte of the body. An engine sends the head when it accepts a request,
+long before the first token. Until the client has got a byte, another backend may be tried.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ LINGER_S = 0.05
 """How long the connection stays open after that event."""
 
 ANSWER_BYTES_PER_TOKEN = 4
-"""How many bytes of a JSON answer count as a token where its end has no usage."""
+"""How many bytes of a JSON answer count as one token if the answer reports no usage at its end."""
 
 
 _KEY_REFUSED = (
-    "No backend accepts the key that this proxy sends. That is a matter of the proxy's configuration, not of the key of"
-    " the client."
+    "No backend accepts the key that this proxy sends. The configuration of the proxy is wrong, not the key of the"
+    " client."
 )
 
 
@@ -59,9 +59,9 @@ class Relay:
         self._timeouts = timeouts
 
     async def attempt(self, attempt: Attempt, lease: Lease, base_url: str, call: Call, client: ResponseWriter) -> None:
-        """Try one backend, and set in `attempt` what became of it and in `lease` what it cost.
+        """Send `call` to one backend and relay the answer. Sets the result in `attempt`, verdict and usage in `lease`.
 
-        Raises nothing for what a backend does. Raises OSError when the client is gone.
+        Raises nothing for a failure of the backend. Raises OSError when the client is gone.
         """
         timer = AttemptTimer(self._timeouts, call.stream or call.connector is not None, prefill_limit_s(lease.grant))
         exchanging = self._exchange(attempt, timer, lease, base_url, call, client)
@@ -72,7 +72,7 @@ class Relay:
                 await exchanging
         except asyncio.CancelledError:
             if attempt.prefilled:
-                # It is charged, or to leave early would be free.
+                # The prompt was computed and is charged, or leaving early would be free.
                 attempt.verdict = Verdict.CLIENT_GONE
             raise
         except LocalFailure as error:
@@ -80,7 +80,7 @@ class Relay:
             attempt.fail(Outcome.REJECTED_CAPACITY, Cause.LACK, error.message)
         except ConnectFailed as error:
             attempt.detail = str(error)
-            attempt.fail(Outcome.CONNECT_FAILED, Cause.NO_CONNECTION, "No connection to the backend came about.")
+            attempt.fail(Outcome.CONNECT_FAILED, Cause.NO_CONNECTION, "No connection to the backend could be opened.")
         except UpstreamBroken as error:
             attempt.detail = str(error)
             if not await self._was_complete(attempt, client):
@@ -103,8 +103,8 @@ class Relay:
         exchange: Exchange | None = None
 
         def cut() -> None:
-            # An answer that has begun is not preempted any more. A dead backend ends the attempt, unless all of the
-            # answer has arrived and only the client has to take it.
+            # A preemption does not end an answer that has begun. The loss of the backend ends the attempt, unless the
+            # whole answer has arrived and only the client is slow.
             arrived = exchange is not None and exchange.ended
             if not attempt.committed or (lease.revoked and not arrived):
                 timer.cut()
@@ -158,7 +158,7 @@ class Relay:
         if status < 400:
             attempt.status, message = 502, f"The backend answered with a redirect ({status}), which is not passed on."
         elif cause is Cause.UNAUTHORIZED:
-            # Its client cannot know that key, and would take the status for an answer to its own.
+            # The client does not know the proxy's key, and would relate a 401 or 403 to its own key.
             attempt.status, message = 502, _KEY_REFUSED
         else:
             message = f"The backend answered {status}."
@@ -173,7 +173,7 @@ class Relay:
     async def _take_prefill(
         self, attempt: Attempt, lease: Lease, exchange: Exchange, call: Call, connector: KvConnector
     ) -> None:
-        # Some answers repeat members of the request, and a long request is no fault of the backend.
+        # Some answers repeat members of the request, so a long request may get a long answer.
         bytes_max = BUFFERED_BYTES_MAX + sum(map(len, call.body))
         body = await _read_body(exchange, bytes_max)
         attempt.tail = body[-TAIL_BYTES:]
@@ -187,9 +187,9 @@ class Relay:
             fail_handover(attempt, error)
             return
         if attempt.parameters.value is not None:
-            # They come after the usage, and name each block of a prompt, which may be thousands.
+            # The parameters follow the usage, and list each KV block of the prompt, which may be thousands.
             attempt.tail = body.replace(attempt.parameters.value, b"null", 1)[-TAIL_BYTES:]
-        # The request has no outcome yet: its client may leave now, or no backend may be left for the answer.
+        # The request has no outcome yet: the client may leave, or the decode stage may find no backend.
         attempt.verdict, attempt.prefilled = Verdict.SERVED, True
 
     # --- an answer without a stream ----------------------------------------------------------------------------------
@@ -231,14 +231,14 @@ class Relay:
             if not client.end_comments():
                 fail_without_stream(attempt)
                 return
-            # No event can be taken out or added, its progress is not seen, and nobody knows where its opening ends.
+            # In compressed bytes the proxy cannot hide or add events, count tokens or see where the opening events end.
             tap, opening_events = EncodedTap(), 0
         else:
             tap = attempt.tap = StreamTap(hide_usage=call.hide_usage)
         relay = StreamRelay(attempt, timer, exchange, client, tap, lease, opening_events)
         await exchange.flow(relay.take)
         if tap.error_seen and not attempt.committed:
-            # Through the tap too, because it may hold the beginning of the next event.
+            # The rest goes through the tap too, which may buffer the beginning of the next event.
             events = relay.first + tap.feed(await _read_body(exchange)) + tap.flush()
             message = "The backend answered with an error event and no token."
             if len(events) <= BUFFERED_BYTES_MAX:
@@ -263,7 +263,7 @@ class Relay:
     # --- how it ended -------------------------------------------------------------------------------------------------
 
     async def _was_complete(self, attempt: Attempt, client: ResponseWriter) -> bool:
-        """Whether the stream had sent its end mark before it broke, so that its client has all of it."""
+        """Whether the stream had sent its end mark before the connection broke, so that the answer is complete."""
         if attempt.outcome is not Outcome.COMPLETED:
             return False
         await within(client.end(), client, self._timeouts.stall_s)
@@ -273,7 +273,7 @@ class Relay:
         outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.UPSTREAM_TIMEOUT
         if lease.revoked:
             # An answer that has begun is only given up when the process of the backend is gone.
-            hangs = "The backend is gone or hangs: nothing is expected of it any more."
+            hangs = "The backend is gone or hangs: the proxy gave up waiting."
             gone = "The backend is gone: it refuses connections, and its open streams get no more data."
             message = gone if attempt.committed else hangs
             lost = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
@@ -284,10 +284,10 @@ class Relay:
             attempt.fail(outcome, timer.cause, timer.reason())
 
     def _account(self, attempt: Attempt, lease: Lease, most: Usage | None) -> None:
-        """Set the verdict and the usage of the lease, however the attempt ended; `most` bounds the usage."""
+        """Set the verdict and the usage of the lease at the end of an attempt. `most` bounds the usage."""
         lease.verdict = attempt.verdict
         if most is None or attempt.verdict is Verdict.TRANSFER_FAILED:
-            # What cannot be handed over is computed anew, and that costs what it costs.
+            # A prompt that cannot be transferred is computed again, and only the second computation is charged.
             lease.usage = Usage(0, 0)
             return
         if attempt.tap is not None:
@@ -295,10 +295,10 @@ class Relay:
             seen = attempt.tap.data_events
         else:
             reported = usage_in_tail(attempt.tail) if attempt.tail else None
-            # Without a stream its progress is not seen. The estimate counts, or to leave early would be free.
+            # Without a stream the progress is unknown. The estimate is charged, or leaving early would be free.
             seen = lease.grant.request.output_tokens
             if reported is None and len(attempt.tail) == TAIL_BYTES and attempt.head.startswith(b"{"):
-                # It has no usage, or the client asked for so much behind it that the tail does not reach it.
+                # The answer has no usage, or so much data follows the usage that the tail does not contain it.
                 seen = max(seen, min(most.output_tokens, attempt.body_bytes // ANSWER_BYTES_PER_TOKEN))
         attempt.usage = believable(reported, most) if reported is not None else None
         if reported is not None and attempt.usage is None:
@@ -311,25 +311,25 @@ class Relay:
             if attempt.tap is not None and attempt.outcome is not Outcome.COMPLETED:
                 lease.usage = _so_far(attempt.usage, lease.grant.request, seen)
         elif attempt.answer is not None:
-            # Refused by the engine: no work was done.
+            # The engine refused the request and did no work.
             lease.usage = Usage(0, 0)
         elif attempt.verdict is Verdict.CLIENT_GONE or (attempt.committed and attempt.outcome is not Outcome.COMPLETED):
-            # Cut short: what was computed so far is charged to its flow.
+            # The answer was cut short: the tokens so far are charged to the flow.
             lease.usage = Usage(lease.grant.request.prompt_tokens, seen)
         elif attempt.committed and seen > lease.grant.request.output_tokens:
-            # The answer has no usage, and more of it was seen than was expected.
+            # The answer has no usage, and more tokens came than estimated.
             lease.usage = Usage(lease.grant.request.prompt_tokens, seen)
 
 
 def fail_without_stream(attempt: Attempt) -> None:
-    """The client has comments of a stream, and the backend sends something else."""
-    message = "The backend did not answer with a plain stream of events, which its client has begun to read."
+    """Fail an attempt whose answer is no stream, after the client has got the head of a stream and comments."""
+    message = "The backend did not answer with an uncompressed event stream, and the client has begun to read a stream."
     attempt.fail(Outcome.UPSTREAM_STATUS, Cause.ERROR, message)
     attempt.status = 502
 
 
 def _so_far(reported: Usage, request: Request, seen: int) -> Usage:
-    """The cost of a stream that was cut short; it may have reported its prompt alone, or one of its choices."""
+    """The usage of a stream that was cut short, whose last report may cover the prompt or one of several choices."""
     prompt_tokens = reported.prompt_tokens
     if request.sequences > 1:
         prompt_tokens = max(prompt_tokens, request.prompt_tokens)
@@ -337,11 +337,11 @@ def _so_far(reported: Usage, request: Request, seen: int) -> Usage:
 
 
 async def end_broken(attempt: Attempt, dialect: Dialect, client: ResponseWriter) -> None:
-    """End a broken stream with one error event of the client's dialect; end any other answer by closing."""
+    """End a broken stream with one error event in the client's dialect. Abort the connection of any other answer."""
     if attempt.tap is None or attempt.writing:
         await client.abort()
         return
-    # A blank line ends an event that has only begun, or the client would read the next one as part of it.
+    # A blank line ends an incomplete event. Otherwise the client would read the error event as part of it.
     boundary = b"" if attempt.tap.at_boundary else b"\n\n"
     event = boundary + error_event(dialect, f"The stream broke: {attempt.message}")
     # An engine may have sent an error event of its own before it died.
@@ -349,7 +349,7 @@ async def end_broken(attempt: Attempt, dialect: Dialect, client: ResponseWriter)
 
 
 def error_events(answer: Answer, dialect: Dialect, message: str) -> bytes:
-    """A backend's own error as the events of a stream that has begun with comments."""
+    """A backend's own error answer as events, for a stream that has begun with comments."""
     if answer.status < 300:
         return answer.body
     try:
@@ -362,10 +362,10 @@ def error_events(answer: Answer, dialect: Dialect, message: str) -> bytes:
 
 
 async def end_with_error(event: bytes, client: ResponseWriter) -> None:
-    """End a broken stream with these bytes, and close its connection.
+    """End a broken stream with `event`, and close the connection.
 
-    The end mark is withheld, so that a client without error events does not take the answer for complete. Some
-    libraries drop what they have read when they meet such an end, so the event gets time to reach its reader.
+    No end mark follows, so that a client that ignores error events does not take the answer for complete. Some client
+    libraries discard buffered data when the connection ends early, so the connection stays open for LINGER_S.
     """
     try:
         async with asyncio.timeout(GOODBYE_S):
@@ -387,7 +387,7 @@ async def _read_body(exchange: Exchange, bytes_max: int = BUFFERED_BYTES_MAX) ->
 
 
 def is_encoded(exchange: Exchange) -> bool:
-    """Whether an answer is compressed, although that was not asked for."""
+    """Whether an answer is compressed, although the proxy asked for an uncompressed one."""
     encodings = [value.strip().lower() for name, value in exchange.headers if name.lower() == "content-encoding"]
     return any(value not in ("", "identity") for value in encodings)
 
@@ -401,5 +401,5 @@ def is_event_stream(exchange: Exchange) -> bool:
 
 
 def _rejected_if_unlisted(cause: Cause, call: Call) -> Cause:
-    """The cause, where it is the client's fault that the engine knows no model of a name that it does not list."""
+    """`cause`, or REJECTED if the backend does not serve the model and never listed it: the client's error."""
     return Cause.REJECTED if cause is Cause.NOT_SERVED and not call.listed else cause

@@ -1,7 +1,7 @@
-"""Frees what was computed for nobody: the prompt of a split request whose client left before the answer began.
+"""Frees the computed prompt of a split request whose client left before the answer began.
 
-The engine that computed it keeps its blocks for a lease, unless the other engine says that it needs them no more. That
-one says so of a request that it has and that ends, and of one that it refuses. What neither has is lost to the lease.
+The prefill engine keeps the KV blocks of the prompt. The decode engine frees the blocks when the request finishes or is
+rejected. Otherwise they stay until the KV lease expires.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from llmproxy.upstream.own_requests import post
 from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken
 
 PREFILL_GRACE_S = 1.0
-"""How long a prompt is still computed when its client has left. An engine hears of that after the step that it is in,
-and if that was the last one, it keeps the blocks for a request that nobody can name."""
+"""How long a prefill continues after its client has left. An engine notices a disconnect only after its current step.
+If that was the last step, it keeps the blocks of a prompt whose transfer parameters the proxy never received."""
 DECODE_GRACE_S = 0.25
-"""How long after its start a second stage is not cut: an engine that has not read the request yet tells nobody."""
+"""How long after its start a decode stage is not cut. An engine that has not read the request yet does not tell the
+prefill engine to free the blocks."""
 RELEASE_S = 1.0
-"""How long a release may take; the lease of the blocks ends it too."""
+"""How long a release may take. If it fails, the blocks are freed when their KV lease expires."""
 PATH = "/v1/completions"
 ANSWER_BYTES_MAX = 64 << 10
 
@@ -33,9 +34,9 @@ _log = structlog.get_logger()
 
 
 async def shield_for(work: Coroutine[Any, Any, None], left_s: Callable[[], float]) -> None:
-    """Do `work`. When the caller is cancelled, it goes on for `left_s`, and is cancelled then.
+    """Run `work`, and shield it from a cancellation of the caller for `left_s()` seconds. Then `work` is cancelled.
 
-    A second cancellation ends it at once.
+    A second cancellation ends `work` at once. Raises the error of `work`, or CancelledError.
     """
     task = asyncio.get_running_loop().create_task(work)
     try:
@@ -49,14 +50,14 @@ async def shield_for(work: Coroutine[Any, Any, None], left_s: Callable[[], float
             task.cancel()
             await asyncio.wait((task,))
         if not task.cancelled():
-            # It is raised above, or nobody is there to be told.
+            # Marks the exception as retrieved: it was raised above, or the caller was cancelled.
             task.exception()
-        # An error refers to this frame: a cycle would wait for the garbage collector.
+        # An error refers to this frame, and the cycle would wait for the garbage collector.
         del task
 
 
 class Releaser:
-    """Has computed prompts freed. Writes one warning for each pair of backends where that fails."""
+    """Asks engines to free computed prompts. Logs one warning for each pair of backends where that fails."""
 
     def __init__(self, upstream: Upstream, config: Config, connector: KvConnector) -> None:
         self._upstream = upstream
@@ -65,15 +66,16 @@ class Releaser:
         self._warned: set[tuple[str, str]] = set()
 
     async def release(self, handover: Handover, backend: BackendConfig | None, model: str) -> None:
-        """Tell the engine that computed a prompt that nobody fetches it, through the one that was to answer.
+        """Free the prompt of `handover` on its prefill engine, through `backend`, the engine for the decode stage.
 
-        That one is asked for an answer without tokens: it refuses that, and needs no room for it. Raises nothing.
+        A request for zero tokens with the transfer parameters: the decode engine rejects it at once, and frees the
+        blocks as for any rejected request. Raises nothing.
         """
         value = handover.parameters.value
         if backend is None or value is None or not self._frees_refused:
             return
         if handover.unreachable_from(backend.url) or handover.too_late(asyncio.get_running_loop().time()):
-            # It cannot tell the other one, or the blocks may be those of another prompt by now.
+            # The decode engine cannot reach the prefill engine, or the blocks may belong to another prompt by now.
             return
         body = {"model": model, "prompt": [1], "max_tokens": 0, "kv_transfer_params": Raw(value)}
         try:

@@ -1,4 +1,4 @@
-"""What is known of one request while it is served, and the record of it at its end."""
+"""The state of one request while it is served, and its record at the end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from llmproxy.observe.trace_context import Sampler, TraceContext
 from llmproxy.scheduling.attempts import Routing
 
 _MODEL_CHARS_MAX = 100
-"""Of the name of an unknown model in a record. A character may become twelve in its line, which is bounded too."""
+"""Truncates unknown model names in logs, where JSON escaping can expand a character to 12 bytes."""
 
 _AGENT_CHARS_MAX = 64
 _CLIENTS_DOING = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE_LIMITED})
@@ -42,21 +42,20 @@ _CLIENTS_DOING = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE
 
 @dataclass(slots=True)
 class ReceivedRequest:
-    """What came in: the request itself, and what was read from it so far. `id` is in the log and in headers.
-
-    `repeated` says that the client has another open request of this id. `trusted`: its headers about bands, flows and
-    objectives count.
-    """
+    """The request as received, and the facts that were read from it so far."""
 
     rules: Rules
     route: Route
     http: web.BaseRequest
     client: Client
     arrived_s: float
+    # The request id in logs and headers.
     id: str
     buffered: BufferedBody
+    # Whether another open request has the same id.
     repeated: bool = False
     tenant: Tenant = NO_TENANT
+    # Whether the client's headers about bands, flows and objectives count.
     trusted: bool = False
     body_bytes: int = 0
     parsed: ParsedBody | None = None
@@ -69,14 +68,14 @@ class ReceivedRequest:
     trace: TraceContext | None = None
 
     def begin_trace(self, sampler: Sampler) -> None:
-        """Begin the trace, once. Only clients whose headers count may say which one it is."""
+        """Begin the trace, once. Only a trusted client may choose the trace id."""
         if self.trace is None:
             self.trace = sampler.begin(self.http.headers.getall("traceparent", ()), self.trusted)
 
     def engine_id(self, routing: Routing) -> str:
-        """The id for the engine, which may abort or mix up two requests of one id.
+        """The request id for the engine, which must not see the same id twice.
 
-        An engine may also still abort the attempt before this one.
+        An engine could mix up two requests with one id, and may still be aborting the previous attempt.
         """
         if not self.repeated and routing.attempts <= 1:
             return self.id
@@ -113,18 +112,18 @@ class ReceivedRequest:
 
 @dataclass(slots=True)
 class RequestContext:
-    """One request: what came in, how it was routed, and what became of it.
-
-    `extra` are the proxy's own header fields for the answer. `attempt` is the latest one, `kept` the copy of the answer
-    that is read at the end. `handover` is what the first stage of a split request left for the second one.
-    """
+    """The whole state of one request: input, routing, attempts and outcome."""
 
     input: ReceivedRequest
     client: ResponseWriter
+    # The proxy's own header fields for the answer.
     extra: dict[str, str]
     routing: Routing | None = None
+    # The latest attempt.
     attempt: Attempt | None = None
+    # A copy of the answer, which is indexed at the end.
     captured: CapturedAnswer | None = None
+    # The result of the prefill stage, for the decode stage.
     handover: Handover | None = None
     keep_alive: KeepAlive | None = None
     split: Split | None = None
@@ -133,7 +132,7 @@ class RequestContext:
     error: str = ""
 
     def note_split(self, attempt: Attempt, grant: Grant) -> None:
-        """An attempt has ended: say how the request was served, or what kept it from being split."""
+        """Note after an attempt whether the request was served split, or why not."""
         if attempt.split is not None:
             self.split = attempt.split
         elif self.split is None and grant.request.stage is Stage.DECODE:
@@ -145,7 +144,7 @@ class RequestContext:
         self.outcome, self.status, self.error = outcome, status, error
 
     def record(self, now: float, band_names: Mapping[int, str]) -> RequestExit:
-        """The record of a request that ends at `now`."""
+        """The record of the request, which ends at `now`."""
         routing = _routing_record(self.routing, now) if self.routing is not None else RequestRouting()
         if self.split is not None:
             routing.note_split(self.split)
@@ -173,9 +172,9 @@ class RequestContext:
         return result
 
     def _met(self, result: RequestResult) -> bool | None:
-        """Whether the request kept its objective; None where it has none, or where its client is why it did not.
+        """Whether the request met its objective; None without an objective, or if the client caused the miss.
 
-        A request beyond a rate limit is no miss: else tenants that send more than they may would come first.
+        A rate-limited request is no miss. Otherwise tenants that exceed their limits would get precedence.
         """
         slo = self.routing.request.slo if self.routing is not None else None
         if self.routing is None or slo is None or self.outcome in _CLIENTS_DOING or 400 <= self.status < 429:
@@ -184,7 +183,7 @@ class RequestContext:
             return False
         lease, attempt = self.routing.lease, self.attempt
         if not self.routing.request.stream:
-            # Its first token cannot be seen, only whether it was granted in time.
+            # Without a stream the first token is invisible; only the time of the grant is known.
             return lease is not None and slo.met(lease.grant.at_s - self.input.arrived_s, None)
         tpot_s = None
         if result.output_tokens is not None and result.output_tokens > 1 and attempt.first_token_s is not None:

@@ -22,17 +22,17 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class Source(Protocol):
-    """The source of the bytes of an answer."""
+    """The source of the bytes of an answer: the backend's side of a relay."""
 
     def pause(self) -> None:
-        """The client is slower: send no more for now."""
+        """Stop sending: the client reads more slowly."""
 
     def resume(self) -> None:
-        """Go on."""
+        """Send again."""
 
 
 async def within(step: Coroutine[Any, Any, None], client: ResponseWriter, limit_s: float) -> None:
-    """Await a `step` of `client`. Raises ConnectionAbortedError for a client that reads nothing for `limit_s`."""
+    """Await `step`, a coroutine of `client`. Raises ConnectionAbortedError if it takes longer than `limit_s`."""
     try:
         async with asyncio.timeout(limit_s):
             await step
@@ -42,14 +42,14 @@ async def within(step: Coroutine[Any, Any, None], client: ResponseWriter, limit_
 
 
 class _SentResponse(web.StreamResponse):
-    """Stands for an answer whose bytes went past the server library, which has nothing left to send."""
+    """An answer that was sent without the server library. The library gets this object and has nothing left to send."""
 
     persistent = True
     prepared = True
 
     @property
     def keep_alive(self) -> bool | None:
-        """Whether the connection may be used once more."""
+        """Whether the connection may serve another request."""
         return self.persistent
 
     def force_close(self) -> None:
@@ -65,10 +65,9 @@ class _SentResponse(web.StreamResponse):
 class ResponseWriter:
     """Sends the answer of one request straight to the transport, the head and the first bytes in one write.
 
-    `extra` are the proxy's own header fields, added to every answer. `on_commit` is called when an answer begins, and
-    its client has seen none of it. `keep` gets each piece of the body, unless the body is encoded. An answer that
-    begins while `shutting_down()` asks the client to close its connection. `source` is paused while the client is
-    slower. `cors` says which web pages may read the answer; None without such a rule.
+    `extra` contains the proxy's own header fields, which every answer gets. An answer that begins while
+    `shutting_down()` is true asks the client to close its connection. `cors` adds the CORS fields for web pages; None
+    adds none.
     """
 
     __slots__ = (
@@ -93,21 +92,24 @@ class ResponseWriter:
         self._chunked = self._committed = self._silent = False
         self._drained: asyncio.Future[None] | None = None
         self.response: _SentResponse | None = None
+        # Called when the answer begins, before the client gets its first byte.
         self.on_commit: Callable[[], None] | None = None
+        # Called with each piece of the body, unless the body is encoded.
         self.capture: Callable[[bytes], None] | None = None
+        # Paused while the client reads more slowly.
         self.source: Source | None = None
         self.status = 0
         self.sent_bytes = 0
 
     @property
     def only_comments(self) -> bool:
-        """Whether the client has the head of a stream, and none of its events."""
+        """Whether the client has got the head of a stream and comments, but no event."""
         return self.response is not None and not self._committed
 
     def comment(self, comment: bytes) -> bool:
-        """Send a comment to a client that waits for its stream, before the first one the head.
+        """Send an SSE comment to a client that waits for its stream. The first comment sends the head too.
 
-        False where the answer has begun, or the client is gone. Other attempts can still be made.
+        Returns False if the answer has begun or the client is gone. Other attempts can still be made.
         """
         if self._committed or self._silent or self._request.transport is None:
             return False
@@ -120,14 +122,14 @@ class ResponseWriter:
         return True
 
     def end_comments(self) -> bool:
-        """Send no comments from now on. Whether there were none, so that the answer may be any."""
+        """Send no more comments. Returns True if none was sent, so that the answer need not be a stream."""
         self._silent = True
         return self.response is None
 
     def commit(self, status: int, reason: str, headers: Headers) -> None:
-        """Make the head, which goes out with the first bytes. From here on, no other attempt can be made.
+        """Begin the answer: no other attempt can be made. The head is sent together with the first bytes of the body.
 
-        Where the client has comments already, the answer has to be a stream with status 200.
+        After comments, the head has been sent already, and the answer has to be a stream with status 200.
         """
         self._committed = True
         if self.on_commit is not None:
@@ -166,7 +168,7 @@ class ResponseWriter:
             self.pause_writing()
 
     def write(self, data: bytes) -> None:
-        """Hand bytes on. Raises ConnectionError when the client is gone."""
+        """Send a piece of the body. Raises ConnectionError when the client is gone."""
         self.sent_bytes += len(data)
         if self.capture is not None:
             self.capture(data)
@@ -175,12 +177,15 @@ class ResponseWriter:
         self._send(data)
 
     async def drained(self) -> None:
-        """Wait while the client is slower."""
+        """Wait until the client has caught up."""
         if self._drained is not None:
             await self._drained
 
     async def end(self, *, whole: bool = True) -> None:
-        """End the answer. One that is not whole gets no end mark, and its connection is closed."""
+        """End the answer and wait until the client has caught up.
+
+        An answer that is not `whole` gets no end mark, and its connection is closed.
+        """
         if not whole and self.response is not None:
             self.response.force_close()
         self._send(b"0\r\n\r\n" if self._chunked and whole else b"")
@@ -189,7 +194,7 @@ class ResponseWriter:
             self._connection.writer = None
 
     async def abort(self) -> None:
-        """Close the connection, so that the client sees that the answer is not complete."""
+        """Close the connection without an end mark, so that the client sees that the answer is incomplete."""
         if self.response is not None:
             self.response.force_close()
         if self._transport is not None:
@@ -198,7 +203,7 @@ class ResponseWriter:
     def _send(self, data: bytes) -> None:
         if self._head:
             data, self._head = self._head + data, b""
-            # The server library takes it as the sign that an answer has begun.
+            # By this number, the server library knows that an answer has begun.
             self._request.writer.output_size = len(data)
         if self._transport is None or self._transport.is_closing():
             raise ConnectionResetError("its connection is closed")
@@ -221,7 +226,7 @@ class ResponseWriter:
 
 
 class KeepAlive:
-    """Sends a comment every `every_s` seconds until the answer has begun, or until `stop`."""
+    """Sends an SSE comment every `every_s` seconds until the answer begins, or until `stop`."""
 
     def __init__(self, client: ResponseWriter, every_s: float) -> None:
         self._client = client

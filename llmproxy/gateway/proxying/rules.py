@@ -1,4 +1,4 @@
-"""The rules of the gateway, made from one configuration and replaced as a whole."""
+"""The settings of the gateway in the form that requests use. A reload replaces them all at once."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from llmproxy.upstream.port import Upstream
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Everything that a request needs of one configuration: keys, clients, identity, body reader, relay.
+    """The parts of the gateway that depend on one configuration.
 
-    A request keeps the rules that were current when it came, so that it never meets parts of two configurations.
+    A request uses the rules that were current when it came, so it never sees parts of two configurations.
     """
 
     config: Config
@@ -48,7 +48,7 @@ class Rules:
     @classmethod
     def build(cls, config: Config, upstream: Upstream) -> Rules:
         identity = Identity(config)
-        # For a placement that does not look at prefixes, prompts need not be hashed.
+        # Prompts are only hashed for a placement that uses prefixes.
         prefixes = presets.reads_prefixes(config.scheduling.placement)
         connector = connectors.get(config.scheduling.kv_connector)(config.scheduling.kv_lease_s)
         body_reader = BodyReader(prefixes=prefixes, session_members=identity.session_members)
@@ -81,6 +81,6 @@ class Rules:
 
 @dataclass(slots=True)
 class Rulebook:
-    """Holds the rules for requests that come now. A reload replaces them in one assignment."""
+    """Refers to the rules for new requests. A reload replaces the rules in one assignment."""
 
     current: Rules

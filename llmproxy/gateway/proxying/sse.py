@@ -1,7 +1,7 @@
-"""Reads a stream of server-sent events while it is relayed: tokens, usage, errors, its end, and the event to hide.
+"""Reads a stream of server-sent events while it is relayed: tokens, usage, errors, and the end of the stream.
 
-Every chunk of every stream goes through `StreamTap.feed`, so an ordinary token event costs a few searches in C and no
-parsing. Bytes stay unchanged; only the usage event that the proxy itself asked for is taken out.
+Every chunk of every stream passes through `StreamTap.feed`, so an ordinary token event costs a few searches in C and no
+parsing. The bytes stay unchanged, except that the usage event is removed if only the proxy asked for it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ BUFFERED_BYTES_MAX = 1024 * 1024
 USAGE_TAIL_BYTES = 64 * 1024
 
 _USAGE_BYTES_MAX = 16 * 1024
-_MARKS_MAX = 16 * 1024  # About 5 ms. The log probabilities of a prompt, for example, come after the usage.
+_MARKS_MAX = 16 * 1024  # About 5 ms of scanning. Long data may follow the usage, as the log probabilities of a prompt.
 _HEAD_BYTES = 256
-_TORN_BYTES_MAX = 64  # Of the beginning of a choice; a longer one is known when its event ends.
+_TORN_BYTES_MAX = 64  # Overlap of two searches, for a choice that begins in one chunk and continues in the next.
 _ORDINARY = b'data: {"id"'
-# Where carriage returns end lines; possessive, so that one CRLF is never taken for two line ends.
+# For streams with carriage returns. Possessive, so that one CRLF never counts as two line ends.
 _EVENT_END = re.compile(rb"\n\n|\r\n?+(?:\r\n?+|\n)|\n\r\n?+")
 _BOM = b"\xef\xbb\xbf"
 _ERROR = re.compile(rb'\{\s*"(?:error"\s*:(?!\s*null\b)|(?:type|object)"\s*:\s*"(?:error|response\.failed)")')
@@ -31,31 +31,25 @@ _ERROR_BYTES_MAX = 64 * 1024
 _ERROR_MEMBER = b'"error"'
 _SOME_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
 _MARK = re.compile(rb'["{}\[\]]')
-# A string read backwards: a quote inside it is followed there by an odd number of backslashes.
+# A reversed string. A quote inside the string is followed by an odd number of backslashes there.
 _STRING = re.compile(rb'"[^"]*+(?:"(?=\\(?:\\\\)*+(?!\\))[^"]*+)*+"')
 _OBJECT = re.compile(rb"\s*:\s*\{")
 _USAGE = b'"usage"'
-# The usage and what follows it up to the brace that ends the answer: nearly every answer ends so.
+# The usage and the plain members between it and the closing brace of the answer. Nearly every answer matches.
 _PLAIN = rb"""(?:[^{}"]|"[^"\\]*+")"""
 _USAGE_AT_END = re.compile(
     _USAGE + rb"\s*+:\s*+(\{(?:" + _PLAIN + rb"|\{" + _PLAIN + rb"*+\})*+\})" + _PLAIN + rb"*+\}\s*+"
 )
 _HOLDERS = frozenset({b'"response"', b'"message"'})
-"""Members of events that hold an answer: of the responses API, and of Anthropic's messages."""
+"""Members of events that contain a whole answer, in the responses API and in Anthropic's messages API."""
 _ERROR_EVENTS = frozenset({b"error", b"response.failed"})
 _LAST_EVENTS = frozenset({b"response.completed", b"response.incomplete", b"response.failed", b"message_stop"})
-# Events that only say that the engine has the request: they come before the first token.
+# Events that acknowledge the request and come before the first token.
 _ACCEPTED_EVENTS = frozenset({b"response.created", b"response.queued", b"response.in_progress", b"ping"})
 
 
 class StreamTap:
-    """Reads one event stream. With `hide_usage` it takes the engine's closing usage event out of it.
-
-    `data_events` counts events with data, without comments and `[DONE]`. `first_event_complete`: a whole event or
-    comment was seen. `error_first`: the first event with data was an error. `error` has the data of the last one.
-    `first_token_seen`: an event was neither an error nor a mere acknowledgement. `at_boundary`: what was
-    returned so far ends between two events, so that another event may be appended.
-    """
+    """Reads one event stream. With `hide_usage` it removes the usage event that the engine sends at the end."""
 
     __slots__ = (
         "_first_usage",
@@ -75,33 +69,39 @@ class StreamTap:
     )
 
     def __init__(self, hide_usage: bool = False) -> None:
+        # A whole event or comment was seen.
         self.first_event_complete = False
+        # An event was seen that is neither an error nor an acknowledgement.
         self.first_token_seen = False
+        # The first event with data was an error.
         self.error_first = False
         self.error_seen = False
+        # The data of the last error event.
         self.error = b""
         self.done_seen = False
+        # The number of events with data, without comments and `[DONE]`.
         self.data_events = 0
         self._hide_usage = hide_usage
         self._first_usage: dict[str, Any] = {}
-        self._last = b""  # The last event that was not read.
+        self._last = b""  # The last event that was relayed unread.
         self._last_usage: dict[str, Any] = {}
-        self._partial = bytearray()  # The event that is not complete yet,
-        self._handed_bytes = 0  # and how much of it was handed on already.
+        self._partial = bytearray()  # The incomplete event at the end.
+        self._handed_bytes = 0  # How many of its bytes were returned already.
         self._returns = False  # Whether the stream has carriage returns.
 
     @property
     def at_boundary(self) -> bool:
-        # The line feed of the last event's end may come alone, behind its carriage return.
+        """Whether the returned bytes end between two events, so that another event may be appended."""
+        # The line feed of the last event may still follow its carriage return.
         return self._handed_bytes == 0 or not self._partial.strip(b"\r\n")
 
     @property
     def usage(self) -> Usage | None:
-        """The latest usage in the stream, None where none had the length of the prompt."""
+        """The latest usage in the stream; None if no event reported the prompt tokens."""
         return _usage(self._first_usage | self._last_usage)
 
     def feed(self, data: bytes) -> bytes:
-        """Take what the backend sent, and return what is to be sent to the client now, which may be nothing."""
+        """Take bytes from the backend, and return the bytes to send to the client now, perhaps none."""
         if (
             not self._partial
             and self.first_token_seen
@@ -115,18 +115,18 @@ class StreamTap:
         return self._feed_slowly(data)
 
     def flush(self) -> bytes:
-        """What was held back, for the client of a stream that has ended in the middle of an event.
+        """Return the buffered bytes at the regular end of a stream.
 
-        Not for a broken stream: what is held then is the beginning of an event, and `at_boundary` is true only as long
-        as it is not sent.
+        Do not call it for a broken stream, whose buffered bytes are an incomplete event: after they are sent,
+        `at_boundary` is false.
         """
         self._note_end()
-        held = bytes(self._partial[self._handed_bytes :])
-        if held and self._note(bytes(self._partial)) and not self._handed_bytes:
+        rest = bytes(self._partial[self._handed_bytes :])
+        if rest and self._note(bytes(self._partial)) and not self._handed_bytes:
             self._partial.clear()
             return b""
         self._handed_bytes = len(self._partial)
-        return held
+        return rest
 
     def _feed_slowly(self, data: bytes) -> bytes:
         buffer = self._partial
@@ -140,12 +140,12 @@ class StreamTap:
         while (end := _end_of_event(buffer, search_from) if returns else buffer.find(b"\n\n", search_from) + 2) > 1:
             event = bytes(buffer[start:end])
             if returns and self._hide_usage and end == len(buffer) and event.endswith(b"\r") and _USAGE in event:
-                # A line feed that belongs to its end may still come.
+                # The line feed of its last line end may still come.
                 break
             if not self._note(event) or handed:
                 out.append(event[handed:])
             elif event.startswith((b"\r", b"\n")):
-                # Blank lines before an event end the event before it.
+                # Blank lines before a hidden event end the event before it.
                 out.append(event[: len(event) - len(event.lstrip(b"\r\n"))])
             start = search_from = end
             handed = 0
@@ -154,29 +154,29 @@ class StreamTap:
             out.append(bytes(buffer[handed:]))
             handed = len(buffer)
             if handed > BUFFERED_BYTES_MAX:
-                # The beginning says what event this is, and the end holds its usage.
+                # The beginning shows the kind of the event, and the end contains its usage.
                 del buffer[_HEAD_BYTES:-USAGE_TAIL_BYTES]
                 handed = len(buffer)
         self._handed_bytes = handed
         return out[0] if len(out) == 1 else b"".join(out)
 
     def _may_be_usage(self, known: int) -> bool:
-        """Whether the event that has begun may be the usage event, by the bytes of it that have come.
+        """Whether the incomplete event may be the usage event.
 
-        It was possible after its first `known` bytes, which are not searched again for each few that come.
+        The first `known` bytes were searched before and are not searched again.
         """
         if not self._partial or len(self._partial) > BUFFERED_BYTES_MAX:
             return False
         return not _SOME_CHOICE.search(self._partial, max(0, known - _TORN_BYTES_MAX))
 
     def _note(self, event: bytes) -> bool:
-        """Learn from one whole event; true where it is the usage event to hide."""
+        """Read one whole event. Returns True for the usage event that is hidden from the client."""
         if not self.first_event_complete:
             self.first_event_complete = True
             event = event.removeprefix(_BOM)
         at = event.find(b"\n") + 1 if event.startswith(b"event:") else 0
         if event.startswith(b"data:", at) and event.find(b"\n", at) == len(event) - 2 and not self._returns:
-            # Nearly all events: perhaps a name, and then one line of data.
+            # Nearly all events have at most a name and one line of data.
             name, payload = event[6:at].strip() if at else b"", event[at + 5 :].strip()
         else:
             name, payload = _fields(event)
@@ -185,7 +185,7 @@ class StreamTap:
                 self.done_seen = True
                 self._note_end()
             return False
-        # Some routers put an `id` before it, or a choice beside it.
+        # Some routers put an `id` before the error, or a choice beside it.
         error = (
             name in _ERROR_EVENTS
             or _ERROR.match(payload) is not None
@@ -207,14 +207,14 @@ class StreamTap:
         return hidden
 
     def _note_end(self) -> None:
-        """Look for an error in the last event, which looked like a token. Streams end with their error."""
+        """Look for an error in the last event, which was relayed unread. An error is always the last event."""
         last, self._last = self._last[5:].strip(), b""
         if _ERROR_MEMBER in last and error_in(last) is not None:
             self.error_seen, self.error = True, last[:_ERROR_BYTES_MAX]
 
 
 class EncodedTap(StreamTap):
-    """Stands for a compressed stream, of which only its begin is seen."""
+    """The tap of a compressed stream, which cannot be read."""
 
     __slots__ = ()
 
@@ -224,12 +224,12 @@ class EncodedTap(StreamTap):
 
 
 def usage_in_tail(tail: bytes) -> Usage | None:
-    """The usage in the last bytes (USAGE_TAIL_BYTES are enough) of a JSON answer, None where it has none."""
+    """The usage in the last bytes of a JSON answer (USAGE_TAIL_BYTES suffice); None if there is none."""
     return _usage(_own_usage(tail))
 
 
 def _end_of_event(buffer: bytearray, search_from: int) -> int:
-    """The position behind the first blank line from `search_from` on, with any line ends; 0 without any."""
+    """The position after the first blank line from `search_from` on, with any kind of line end; 0 if there is none."""
     match = _EVENT_END.search(buffer, search_from)
     return match.end() if match is not None else 0
 
@@ -237,7 +237,7 @@ def _end_of_event(buffer: bytearray, search_from: int) -> int:
 def _fields(event: bytes) -> tuple[bytes, bytes]:
     """The name and the data of an event, with any line ends and any order of fields (WHATWG HTML, 9.2.6).
 
-    Both are empty where the event has none, as a comment has none.
+    A missing name or missing data is empty. A comment has neither.
     """
     name, data = b"", []
     for line in event.splitlines():
@@ -249,7 +249,7 @@ def _fields(event: bytes) -> tuple[bytes, bytes]:
 
 
 def _is_usage_event(payload: bytes) -> bool:
-    """Whether this is the event that an engine adds for usage alone: no choice and no error in it."""
+    """Whether an event contains usage only, without a choice or an error."""
     if _SOME_CHOICE.search(payload):
         return False
     try:
@@ -260,12 +260,11 @@ def _is_usage_event(payload: bytes) -> bool:
 
 
 def _own_usage(text: bytes, holders: Set[bytes] = frozenset()) -> dict[str, Any]:
-    """The token counts that the answer in `text` has in its own member `usage`, or else the last of these `holders` in
-    its own; empty where there is none.
+    """The token counts in the top-level `usage` of the JSON object `text`, or else in the `usage` of the last of these
+    `holders`; empty if there are none.
 
-    A deeper member of that name may be an echo of what the client sent. `text` is a JSON object or its end, so it is
-    read backwards: no beginning is needed for that. Levels count the open brackets: 1 is the answer itself, or an
-    event; 2 is the answer inside an event.
+    A deeper member with that name may be an echo of the client's own data. `text` may be only the end of the object, so
+    it is read backwards. Levels count open brackets: 1 is the answer itself or an event, 2 is the answer in an event.
     """
     if (last := text.rfind(_USAGE)) < 0:
         return {}
@@ -273,7 +272,7 @@ def _own_usage(text: bytes, holders: Set[bytes] = frozenset()) -> dict[str, Any]
         return _usage_fields(at_end[1])
     back, at, level = text[::-1], 0, 0
     ends = [0, 0, 0]  # By level, the end of the value that was entered last.
-    held = inner = b""
+    nested = inner = b""
     for _ in range(_MARKS_MAX):
         mark = _MARK.search(back, at)
         if mark is None:
@@ -287,7 +286,7 @@ def _own_usage(text: bytes, holders: Set[bytes] = frozenset()) -> dict[str, Any]
             case b"{" | b"[":
                 level -= 1
                 if level < 0:
-                    # More brackets are opened than closed: no JSON object, but audio, or vectors as bytes.
+                    # More brackets open than close: not JSON, but audio or binary vectors.
                     break
             case _:
                 string = _STRING.match(back, mark.start())
@@ -299,19 +298,19 @@ def _own_usage(text: bytes, holders: Set[bytes] = frozenset()) -> dict[str, Any]
                 name = string[0][::-1]
                 found = _OBJECT.match(text, len(text) - string.start())
                 if level == 1 and found is not None and name in holders:
-                    inner = inner or held
+                    inner = inner or nested
                 if level == 1:
-                    held = b""
+                    nested = b""
                 if name != _USAGE or found is None:
                     continue
-                held = text[found.end() - 1 : ends[level]]
+                nested = text[found.end() - 1 : ends[level]]
                 if level == 1:
-                    return _usage_fields(held)
+                    return _usage_fields(nested)
     return _usage_fields(inner)
 
 
 def _usage_fields(usage: bytes) -> dict[str, Any]:
-    """The token counts of a usage object, those that are null left out; empty if it has none."""
+    """The members of a usage object that are not null; empty if there is no token count."""
     try:
         fields = orjson.loads(usage) if len(usage) <= _USAGE_BYTES_MAX else {}
     except orjson.JSONDecodeError:
@@ -323,9 +322,9 @@ def _usage_fields(usage: bytes) -> dict[str, Any]:
 
 
 def _usage(fields: dict[str, Any]) -> Usage | None:
-    """The usage from one of three shapes: OpenAI's chat and completions, OpenAI's responses, Anthropic's messages.
+    """The usage in the format of OpenAI's chat and completions, of OpenAI's responses, or of Anthropic's messages.
 
-    Only Anthropic's `input_tokens` leave out tokens that the cache read or wrote.
+    Only Anthropic's `input_tokens` exclude the tokens that were read from or written to the cache.
     """
     prompt = fields.get("prompt_tokens", fields.get("input_tokens"))
     output = fields.get("completion_tokens", fields.get("output_tokens", 0))

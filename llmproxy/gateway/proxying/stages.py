@@ -1,7 +1,7 @@
-"""The two stages of a split request: what the first one hands over, what the second one waits for, and how they fail.
+"""The two stages of a split request (prefill, then decode): the handover between them, and how each stage fails.
 
-Nothing is promised to the client before the second one has brought a token, and a stage that fails costs time alone:
-the request is served as a whole.
+The client gets no byte before the decode stage has sent a token. If a stage fails, the request is served whole by one
+backend, so a failure costs only time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from llmproxy.observe.exit import Split
 from llmproxy.scheduling.lease import Lease
 
 OPENING_EVENTS: Mapping[BodyKind, int] = {BodyKind.CHAT: 1, BodyKind.RESPONSES: 2, BodyKind.MESSAGES: 1}
-"""Events of a stream that say only that it begins. An engine sends them before it knows whether the KV-cache of the
-prompt can be had."""
+"""The number of events that only announce a stream. An engine sends them before it knows whether it can fetch the KV
+cache of the prompt."""
 WARNINGS_MAX = 1_000
-"""Backends and causes of which a warning is remembered, so that it is written once."""
+"""The number of pairs of cause and backend that are remembered, so that each warning is logged once."""
 PREFILL_LIMIT_S, PREFILL_LATE = 30.0, 5.0
-"""A prompt that took so long, and so many times what is exceeded in one case of ten, is not waited for any more. Only
-streams show whether a backend hangs, and one that computes prompts alone has none."""
+"""Prefill timeout: at least 30 s, and at least 5 times the predicted p90 of the time to first token. A prefill has no
+stream whose silence would show that the backend hangs."""
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _HINTS = {
     Split.NO_PARAMETERS: "start it with --kv-transfer-config, or give it the role both",
@@ -43,30 +43,30 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """The prompt was computed on `backend`, whose base URL is `url`, and its answer came at `at_s`.
+    """The result of a prefill, which the decode stage needs."""
 
-    `answers_on` is the backend that was to keep a place for the answer.
-    """
-
+    # The backend that computed the prompt, and its base URL.
     backend: str
     url: str
     parameters: Parameters
+    # When the prefill ended, in seconds of the loop's clock.
     at_s: float
+    # The backend on which a place was reserved for the decode stage.
     answers_on: str | None = None
 
     def too_late(self, now: float) -> bool:
-        """Whether the blocks may be gone before they are read."""
+        """Whether the engine may have freed the KV blocks already."""
         return self.parameters.age_max_s is not None and now - self.at_s > self.parameters.age_max_s
 
     def unreachable_from(self, url: str) -> bool:
-        """Whether the engine at `url` would look for the other one on its own machine, where it is not."""
+        """Whether the prefill engine gave a loopback address, and the engine at `url` runs on another machine."""
         first, second = urlsplit(self.url).hostname, urlsplit(url).hostname
         same = first == second or {first, second} <= _LOOPBACK
         return self.parameters.host in _LOOPBACK and not same
 
 
 def prefill_limit_s(grant: Grant) -> float:
-    """How long the prompt of a grant may take before the request goes elsewhere; inf where it has a whole answer."""
+    """The prefill timeout of a grant; inf for a decode stage and for a whole request."""
     if grant.request.stage is not Stage.PREFILL:
         return inf
     predicted = grant.placed.ttft
@@ -74,29 +74,32 @@ def prefill_limit_s(grant: Grant) -> float:
 
 
 def fail_handover(attempt: Attempt, error: NotHandedOver) -> None:
-    """A prompt was computed, and nothing can come of it."""
+    """Fail a prefill whose answer has no usable transfer parameters."""
     attempt.detail = error.message
     attempt.split = Split.NO_PARAMETERS if error.missing else Split.BAD_PARAMETERS
-    message = "The backend did not say where what it computed is."
+    message = "The backend did not say where the KV cache of the prompt is."
     attempt.fail(Outcome.UPSTREAM_STATUS, Cause.NOT_TRANSFERRED, message)
     attempt.status, attempt.unsplit = 502, True
 
 
 def refuse_unreachable(attempt: Attempt, handover: Handover, lease: Lease) -> None:
-    """End a second stage whose backend cannot find the first one, before it is asked."""
+    """Fail a decode stage without a call, because its backend cannot reach the prefill engine."""
     attempt.split, attempt.unsplit, attempt.status = Split.UNREACHABLE, True, 502
     host = handover.parameters.host
     attempt.detail = f"{handover.backend} names {host} as its host, and {lease.backend} is on another machine"
-    message = "The backend cannot fetch what another one computed."
+    message = "The backend cannot fetch the KV cache from the backend that computed the prompt."
     attempt.fail(Outcome.UPSTREAM_STATUS, Cause.NOT_TRANSFERRED, message)
     lease.verdict, lease.usage = attempt.verdict, Usage(0, 0)
 
 
 def decide_stage_retry(attempt: Attempt, stage: Stage) -> None:
-    """Say what is to become of a request of which one stage has ended, if that one failed before the first byte."""
+    """Decide whether a failed prefill or decode stage is retried split, whole, or not at all.
+
+    Does nothing for a stage that succeeded, has begun its answer or has a cause in `attempt.split` already.
+    """
     if attempt.committed or attempt.outcome in (Outcome.COMPLETED, Outcome.INTERNAL) or attempt.split is not None:
         return
-    # The answer says that this engine does not take the request as it is, or cannot compute it: a whole may do better.
+    # An error answer of the engine may concern the stage alone: the whole request may succeed.
     said, failed = attempt.outcome is Outcome.UPSTREAM_STATUS, attempt.verdict is Verdict.FAILED
     refused = said and attempt.verdict is Verdict.SERVED
     if stage is Stage.PREFILL:
@@ -108,12 +111,12 @@ def decide_stage_retry(attempt: Attempt, stage: Stage) -> None:
     attempt.split = Split.DECODE_REFUSED if refused else Split.DECODE_FAILED
     attempt.unsplit = refused
     if said and failed:
-        # Nothing in the answer speaks of KV. Whichever of the two is to blame, a failure of this one is not proven.
+        # The error does not mention the KV cache, so it does not prove that this backend failed, and not the other.
         attempt.verdict, attempt.split, attempt.unsplit = Verdict.TRANSFER_FAILED, Split.TRANSFER_FAILED, True
 
 
 class Warnings:
-    """One warning for each cause and backend, of requests that were not split to their end."""
+    """Logs one warning for each cause and backend when a split request fails in a stage."""
 
     def __init__(self) -> None:
         self._written: dict[tuple[Split, str], None] = {}

@@ -1,9 +1,9 @@
-"""Which backend stores which response of the responses API, and requests about one of them.
+"""Remembers which backend stores which response of the responses API, and serves requests about stored responses.
 
-A request that fetches or cancels a stored response goes to the backend that has it, without waiting, because nothing is
-computed. A request that continues one (`previous_response_id`) waits for that backend and may have no other. Engines
-keep responses in memory until their process ends. A response that is not known here, as after a restart of the proxy,
-is looked for on all backends.
+A request that fetches or cancels a stored response goes to its backend without waiting, because nothing is computed. A
+request that continues a response (`previous_response_id`) waits for that backend, as no other one can serve it. Engines
+keep responses in memory until their process ends. After a restart of the proxy the backends of older responses are
+unknown, so a request that continues such a response tries all backends.
 """
 
 from __future__ import annotations
@@ -43,24 +43,25 @@ def _up_to(name: bytes) -> bytes:
     return (rb"\s*+\{\s*+(?:" + plain + rb')*+"%b"\s*+:') % (name, name)
 
 
-# Only at its own place: an answer repeats instructions and metadata, which the client wrote.
+# Only a top-level id counts: an answer repeats instructions and metadata, which the client wrote.
 _EVENT = rb"(?:(?:event|id|retry)?+:[^\r\n]*+[\r\n]++)*+data:" + _up_to(b"response")
 _ID = re.compile(b"(?:" + _EVENT + b")?+" + _up_to(b"id") + rb'\s*+"(resp_[A-Za-z0-9_-]{1,256})"')
 
 
 @dataclass(frozen=True, slots=True)
 class Previous:
-    """The response that a request continues, and the backend that has it; None where that is not known."""
+    """The stored response that a request continues."""
 
     id: str
+    # The backend that stores the response; None if unknown.
     backend: str | None
 
     def may_be_elsewhere(self, attempt: Attempt) -> bool:
-        """Whether another backend may have it: it is not known which one has it, and this one has not."""
+        """True if the owner is unknown and the backend of this attempt returned 404."""
         return self.backend is None and attempt.status == 404
 
     def unreachable(self, refused: Refused) -> Failure:
-        """The failure of a request whose only backend is gone."""
+        """The failure of a request whose response was on a backend that is gone."""
         message = (
             f"Response with id '{self.id[:200]}' is lost. {refused.message} Send the whole conversation as `input`."
         )
@@ -68,11 +69,10 @@ class Previous:
 
 
 class StoredResponses:
-    """The backend and the tenant of each response id, by name.
+    """The backend and the tenant of each response id.
 
-    A response exists only for the tenant whose request made it first. Beyond IDS_MAX ids, the tenant with the most of
-    them loses its oldest. `on_made` is called with each response that was made in this process. `catch_up` waits until
-    the responses that other processes made before are known here; None where there are none.
+    A response exists only for the tenant whose request made it first. Beyond IDS_MAX ids, the oldest id of the tenant
+    with the most ids is forgotten.
     """
 
     def __init__(
@@ -84,12 +84,14 @@ class StoredResponses:
         self._dispatcher = dispatcher
         self._made_by: dict[str, tuple[str, str]] = {}
         self._ids_of: dict[str, OrderedDict[str, None]] = {}
+        # Called with id, backend and tenant of each response that was made in this process.
         self.on_made: Callable[[str, str, str], None] = lambda *_: None
+        # Waits until this process knows the responses that other processes made before; None with one process.
         self.catch_up: Callable[[], Awaitable[None]] | None = None
 
     @property
     def made_by(self) -> Mapping[str, tuple[str, str]]:
-        """Backend and tenant of every known response, the oldest first."""
+        """Response id -> backend and tenant, the oldest first."""
         return self._made_by
 
     def remember(self, head: bytes, backend: str, tenant: Tenant = NO_TENANT) -> None:
@@ -105,9 +107,9 @@ class StoredResponses:
             self.on_made(response_id, backend, tenant.name)
 
     def note(self, response_id: str, backend: str, tenant: str, *, authoritative: bool = False) -> bool:
-        """Note one response. False where it belongs to another tenant, and still does.
+        """Note one response. Returns False, and changes nothing, if the response belongs to another tenant.
 
-        `authoritative` says that its tenant was decided elsewhere, and replaces the one that was noted here.
+        `authoritative`: the tenant was decided by the process that knows all responses, and replaces the noted one.
         """
         _, owner = self._made_by.get(response_id, ("", tenant))
         if owner != tenant:
@@ -126,17 +128,18 @@ class StoredResponses:
         return backend if owner == tenant.name else None
 
     async def _find_backend(self, response_id: str, tenant: Tenant) -> str | None:
-        """Its backend. Another worker may have made it a moment ago."""
+        """The backend of a response, which another process may have reported a moment ago; None if unknown."""
         if response_id not in self._made_by and self.catch_up is not None:
             await self.catch_up()
         return self.backend_for(response_id, tenant)
 
     async def previous(self, members: Mapping[str, Any], tenant: Tenant, rules: Rules) -> Previous | None:
-        """The response that a request of `tenant` continues, by the members of its body; None without one.
+        """The response that a request of `tenant` continues; None if it continues none.
 
-        A value that is no text is no id, and the engine refuses it. With tenants, raises Failure (404) for a response
-        that is not known to be the tenant's own, and (400) for an id that the client chose: an engine stores the new
-        response under that id, and replaces one of another tenant.
+        `members` are the members of the request body about stored responses. The engine refuses an id that is not a
+        string. If tenants are configured, raises Failure: 404 unless the response is known to belong to the tenant, and
+        400 for a `request_id`, because an engine would store the new response under that id and could replace a
+        response of another tenant.
         """
         owned = bool(rules.config.tenants)
         if owned and REQUEST_ID in members:
@@ -154,7 +157,7 @@ class StoredResponses:
     def commit_callback(
         self, attempt: Attempt, backend: str, tenant: Tenant, previous: Previous | None, parsed: ParsedBody
     ) -> Callable[[], None]:
-        """A callback for the begin of the answer: a client may use the id as soon as it has the head."""
+        """A callback that notes the response when the answer begins, before the client can use the id."""
         stores = parsed.stores
 
         def note() -> None:
@@ -175,10 +178,10 @@ class StoredResponses:
         sender: Client,
         shutting_down: Callable[[], bool],
     ) -> tuple[web.StreamResponse, Outcome, str | None]:
-        """Send a request of `tenant` about one response to the backend that made it.
+        """Send a request of `tenant` about one stored response to its backend.
 
-        `own_id` is the id of this request. Returns the response to the client, the outcome, and the error where there
-        was one. Raises Failure.
+        `own_id` is the id of this request. Returns the response to the client, the outcome, and the error or None.
+        Raises Failure.
         """
         name, rules = await self._find_backend(response_id, tenant), self._rulebook.current
         if name is None or name not in self._backends:
@@ -198,7 +201,7 @@ class StoredResponses:
 
         def cut() -> None:
             nonlocal gone
-            gone = "It is gone: nothing is expected of it any more."
+            gone = "The backend is gone: the proxy gave up waiting."
             if not scope.expired():
                 scope.reschedule(0.0)
 
@@ -236,7 +239,7 @@ class StoredResponses:
             if client.response is None:
                 raise Failure(Outcome.CONNECT_FAILED, message, detail=gone or str(error)) from error
             if exchange is not None and is_event_stream(exchange) and not is_encoded(exchange):
-                # It is not known whether it broke inside an event; a blank line ends one, and is none itself.
+                # The stream may have broken inside an event. A blank line ends the event, and is harmless elsewhere.
                 await end_with_error(b"\n\n" + error_event(Dialect.RESPONSES, f"The stream broke: {message}"), client)
             else:
                 await client.abort()

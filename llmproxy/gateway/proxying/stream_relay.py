@@ -1,4 +1,4 @@
-"""Relays an answer that has begun from its backend to its client."""
+"""Relays the body of an answer from the backend to the client."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from llmproxy.scheduling.lease import Lease
 from llmproxy.upstream.port import Exchange
 
 BUFFERED_BYTES_MAX = 1 << 20
-"""Of an error answer, or of the first event of a stream: both are read before they are sent."""
+"""The maximum size of an error answer or of the first event of a stream, which are buffered before they are sent."""
 TAIL_BYTES = 64 << 10
-"""The end of an answer without a stream, which has its `usage`."""
+"""How much of the end of a non-streaming answer is kept to read `usage` from."""
 PROGRESS_EVENTS = 32
-"""How many stream events come between two reports to the scheduler."""
+"""The number of stream events between two progress reports to the scheduler."""
 PROGRESS_S = 0.5
-"""The longest time between two reports while events come, so that an engine that has become slow is seen."""
+"""The longest time between two progress reports while events come, so that the scheduler notices a slow engine."""
 
 
 class ResponseRelay:
-    """Relays the bytes of an answer, in the callback in which they arrive."""
+    """Relays the bytes of an answer in the callback in which they arrive. A slow client pauses the backend."""
 
     __slots__ = ("_attempt", "_client", "_exchange", "_timer")
 
@@ -40,9 +40,9 @@ class ResponseRelay:
         self._timer.alive(self._timer.now())
 
     async def end(self) -> None:
-        """All of it was handed to the client, which has to take it."""
+        """End the answer, and wait until the client has caught up."""
         self._attempt.writing = self._attempt.ended = True
-        # An answer that came in one piece had no limit yet but the one in total.
+        # An answer in one piece had only the limit in total so far.
         self._timer.streaming(self._timer.now())
         await self._client.end()
 
@@ -52,17 +52,17 @@ class ResponseRelay:
 
     def resume(self) -> None:
         self._attempt.writing = False
-        # While nothing was read, the backend was not silent.
+        # The backend was not silent: the proxy did not read.
         self._timer.alive(self._timer.now())
         self._exchange.resume()
 
 
 class StreamRelay(ResponseRelay):
-    """Relays the events of a stream, and notes what they say.
+    """Relays the events of a stream, and reports progress to the lease.
 
-    The answer begins with the first whole event or comment, or with the first event behind the `opening_events`. If an
-    error comes before, nothing is sent, because another backend may be tried: the flow halts, and `first` has what
-    came.
+    The answer to the client begins with the first whole event or comment, or after the first `opening_events` events.
+    If an error event comes before, nothing is sent, because another backend may be tried: the flow halts, and `first`
+    contains the buffered bytes.
     """
 
     __slots__ = ("_lease", "_opening_events", "_reported", "_reported_s", "_tap", "first")
@@ -88,7 +88,7 @@ class StreamRelay(ResponseRelay):
     def take(self, data: bytes) -> None:
         attempt, timer = self._attempt, self._timer
         if not attempt.committed:
-            self._hold(data)
+            self._buffer(data)
             return
         now = timer.now()
         gap_s = now - attempt.last_byte_s
@@ -98,7 +98,7 @@ class StreamRelay(ResponseRelay):
         timer.alive(now)
         self._forward(self._tap.feed(data), now)
 
-    def _hold(self, data: bytes) -> None:
+    def _buffer(self, data: bytes) -> None:
         attempt, tap = self._attempt, self._tap
         attempt.head = (attempt.head + data)[:4096]
         self.first += tap.feed(data)
@@ -120,7 +120,7 @@ class StreamRelay(ResponseRelay):
         self._forward(first, now)
 
     def _forward(self, data: bytes, now: float) -> None:
-        """Send what the tap returned, which may be nothing."""
+        """Send the output of the tap, which may be empty."""
         attempt, tap = self._attempt, self._tap
         if attempt.first_token_s is None and tap.first_token_seen:
             attempt.first_token_s = now
@@ -132,7 +132,7 @@ class StreamRelay(ResponseRelay):
             attempt.body_bytes += len(data)
             self._client.write(data)
         if tap.done_seen and not tap.error_seen:
-            # Many clients leave as soon as they have read the end mark, and they have all of the answer.
+            # Many clients leave as soon as they have read the end mark. Their answer is complete.
             attempt.complete()
         events = tap.data_events
         if events - self._reported >= PROGRESS_EVENTS or now - self._reported_s >= PROGRESS_S:
@@ -141,26 +141,23 @@ class StreamRelay(ResponseRelay):
 
     def flush(self) -> None:
         """Send the rest of a stream that has ended, perhaps in the middle of an event."""
-        held = self._tap.flush()
+        rest = self._tap.flush()
         if not self._attempt.committed:
-            self.first += held
+            self.first += rest
             self._begin()
-        elif held:
-            self._client.write(held)
+        elif rest:
+            self._client.write(rest)
 
 
 def event_fields(exchange: Exchange) -> Headers:
-    """The header fields of a stream for its client.
-
-    They have no content length, because events are taken out and added.
-    """
+    """The header fields of a stream for the client, without Content-Length: the proxy removes and adds events."""
     return [(name, value) for name, value in to_client(exchange.headers) if name.lower() != "content-length"]
 
 
 def check_lease(lease: Lease) -> None:
-    """Raise TimeoutError for a lease that was taken back in the turn in which the first byte came.
+    """Raise TimeoutError if the lease was revoked or preempted in the loop iteration in which the first byte came.
 
-    The timer that ends the attempt has been set already, and must not expire between two bytes of an answer.
+    The timer that ends the attempt is set already, and must not expire after the answer to the client has begun.
     """
     if lease.preempted or lease.revoked:
         raise TimeoutError

@@ -20,10 +20,10 @@ _LIMITS = ClientsConfig()
 async def read_body(
     request: web.BaseRequest, bytes_max: int, limits: ClientsConfig = _LIMITS, buffered: BufferedBody | None = None
 ) -> bytes:
-    """The whole request body, whose bytes are counted in `buffered` as they come.
+    """Return the whole request body. Its bytes are counted in `buffered` as they arrive.
 
-    Raises Failure: 413 as soon as it is known to be larger than `bytes_max`, 429 when there is no room for it, 408 when
-    it stops arriving or takes longer than `limits` allow, 400 for broken framing.
+    Raises Failure: 413 as soon as the body is known to be larger than `bytes_max`, 429 if the memory budget is used up,
+    408 if the body stalls or takes longer than `limits` allow, 400 for broken framing.
     """
     buffered = BufferedBody(BodyBudget()) if buffered is None else buffered
     length = request.content_length
@@ -59,7 +59,7 @@ async def read_body(
     except TimeoutError:
         if buffered.refused:
             raise _no_room(closes=True) from None
-        # Not by the clock: timers of the loop go off up to a millisecond early.
+        # The clock cannot tell which limit: timers of the loop go off up to a millisecond early.
         if limit.when() != latest_s:
             message = f"The request body stopped arriving: nothing came for {silence_s:g} s (clients.body_silence_s)."
         else:
@@ -84,6 +84,6 @@ def _no_room(*, closes: bool = False) -> Failure:
 
 
 def _send_continue(request: web.BaseRequest) -> None:
-    """Ask a client that waits for leave to send its body: some wait for this without limit."""
+    """Ask a client to send its body if the client waits for that. Some clients wait without limit."""
     if request.headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
