@@ -1,1 +1,1 @@
-"""The side of the clients: HTTP, bodies, identity, relaying, pages for operators. It knows no policy."""
+"""The client side: HTTP, bodies, identity, relaying, pages for operators. It contains no scheduling policy."""

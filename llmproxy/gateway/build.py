@@ -1,4 +1,4 @@
-"""Builds the gateway, the part of the proxy that has clients: in the one process, and in each relay worker, alike."""
+"""Builds the gateway, the part of the proxy that serves clients, in a single process or in each worker process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llmproxy.upstream.port import Upstream
 
 @dataclass(slots=True)
 class Gateway:
-    """The request handler, and what it needs that follows the configuration."""
+    """The request handler and the objects that it depends on."""
 
     rulebook: Rulebook
     stored: StoredResponses
@@ -43,7 +43,7 @@ class Gateway:
         exits: ExitSink,
         ids: str = "",
     ) -> Gateway:
-        """`ids` is a prefix of the ids of requests, so that those of several gateways differ."""
+        """Build a gateway. `ids` is a prefix for request ids, different in each process."""
         rulebook = Rulebook(Rules.build(config, upstream))
         stored = StoredResponses(rulebook, backends, upstream, dispatcher)
         answers = Answers(dispatcher.cached) if presets.hears_answers(config.scheduling.placement) else None
@@ -53,7 +53,7 @@ class Gateway:
         return cls(rulebook, stored, handler, exits, upstream)
 
     def router(self, pages: Pages, clients: ClientLimits) -> Router:
-        """Where requests come in. `pages` answers those that are not for an engine."""
+        """Make the router for incoming requests. `pages` answers requests that are not for an engine."""
         head_bytes_max = self.rulebook.current.config.clients.head_bytes_max
         return Router(self.rulebook, self.handler, self.stored, self.exits, pages, clients, head_bytes_max)
 

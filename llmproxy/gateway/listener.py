@@ -1,4 +1,4 @@
-"""The listening sockets for clients, whichever process accepts from them."""
+"""The server on the listening sockets for clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmproxy.lifecycle.accepting import Acceptor
 from llmproxy.lifecycle.background import background_task
 
 CUT_AFTER_S = 0.1
-"""How long requests that outlived the drain get before they are cut. The server library takes 0 for no limit."""
+"""How long requests may run after the drain before they are cut. For the server library, 0 means no limit."""
 IDLE_CHECK_S = 0.05
 """How often the number of connections is checked: the server library does not report when one ends."""
 
@@ -46,7 +46,7 @@ class Listener:
 
 
 class Frontend(Protocol):
-    """The part that serves clients: this process, or its relay workers. See `Listener` for `socket_activated`."""
+    """Serves clients in this process or in worker processes. See `Listener` for `socket_activated`."""
 
     url: str
     socket_activated: bool

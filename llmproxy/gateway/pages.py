@@ -27,11 +27,11 @@ from llmproxy.observe.metrics import CONTENT_TYPE, Metrics
 READY_RETRY_S = 1.0
 READY = "/ready"
 PROBES = frozenset({"/health", READY, "/version"})
-"""Paths that are answered on both ports."""
+"""Paths that both ports serve."""
 ANTHROPIC = "anthropic-version"
 """The header field that every client of Anthropic's API sends."""
 ADDED: dict[str, tuple[str, Callable[[web.BaseRequest], web.Response]]] = {}
-"""Administrative paths that a program around the proxy adds, with their method and what answers."""
+"""Further administrative paths: path -> method and handler. A program that embeds the proxy adds them."""
 OWN = PROBES | {ROOT, PING, MODELS}
 
 
@@ -132,8 +132,10 @@ class OwnPages:
         raise Failure(Outcome.UNKNOWN_MODEL, f"The model `{name[:200]}` does not exist.")
 
     def _models_for(self, request: web.BaseRequest) -> list[dict[str, Any]]:
-        """The models that the tenant of this request may use, with Anthropic's fields in addition for clients of its
-        API. Raises Failure (401)."""
+        """The models that the tenant of this request may use. Raises Failure (401).
+
+        Clients of Anthropic's API get the fields of that API too.
+        """
         tenant = self._rulebook.current.keys.check(request.headers)
         entries = [entry for entry in self._pools.catalogue.models() if tenant.allows(entry["id"])]
         return [entry | _anthropic(entry) for entry in entries] if ANTHROPIC in request.headers else entries
@@ -141,7 +143,7 @@ class OwnPages:
 
 def _anthropic(entry: dict[str, Any]) -> dict[str, Any]:
     """The fields of a model in Anthropic's API."""
-    # The `created` of an engine may be anything.
+    # The engine's `created` may have any type and value.
     fields = {"type": "model", "display_name": entry["id"]}
     created_s = entry.get("created")
     if isinstance(created_s, int) and 0 <= created_s < 1 << 32:
@@ -158,7 +160,7 @@ def check_method(request: web.BaseRequest, *methods: str) -> None:
 
 
 def not_ready(reason: str) -> web.Response:
-    """The answer to `READY` of a proxy that can take no requests."""
+    """The answer of READY while the proxy cannot serve requests."""
     return _json({"ready": False, "reason": reason}, status=503, headers={"Retry-After": f"{READY_RETRY_S:.0f}"})
 
 

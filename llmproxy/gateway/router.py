@@ -30,9 +30,9 @@ _log = structlog.get_logger()
 
 
 class Router:
-    """Passes each request to the part that serves its path: engines, stored responses or pages.
+    """Passes each request to the handler of its path: engines, stored responses or pages.
 
-    It serves the port for clients; `for_admin_port` makes the one for operators.
+    This router serves the port for clients; `for_admin_port` makes the router of the port for operators.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Router:
         self._exits = exits
 
     def for_admin_port(self, clients: ClientLimits) -> Router:
-        """The same for the port for operators, whose connections count against `clients` and no other limits."""
+        """A router for the port for operators. Its connections only count against the limits of `clients`."""
         twin = copy(self)
         twin.clients, twin._on_admin_port = clients, True
         return twin
@@ -64,7 +64,7 @@ class Router:
     async def handle(self, request: web.BaseRequest, *, checked: bool = False) -> web.StreamResponse:
         """Answer one request. Errors have the JSON of the endpoint's dialect.
 
-        `checked` says that a relay worker has checked the request, and finishes the answer.
+        `checked`: a worker process has checked the request, and will finish the answer.
         """
         response = await self._answer(request, checked)
         cors = self._rulebook.current.cors
@@ -73,7 +73,7 @@ class Router:
         ):
             response.headers.extend(cors.answered(request.headers.get("origin")))
         if self._handler.shutting_down and not response.prepared:
-            # On a kept connection, the client would send its next request to a process that ends, and lose it.
+            # On an open connection, the client would send its next request to a process that ends, and lose it.
             response.force_close()
         return response
 
@@ -90,12 +90,12 @@ class Router:
             if cors is not None and not self._on_admin_port and (preflight := cors.preflight(request)) is not None:
                 return preflight
             if asks_for_websocket(request):
-                # This is not logged as an error: clients that can do both try this first, and then use HTTP.
+                # Not logged as an error: some clients try a WebSocket first and then use HTTP.
                 return no_websocket().response(error_dialect(path), {"x-request-id": id_for_error(request.headers)})
             sender = self._rulebook.current.clients.identify(request)
             if path not in OWN:
                 self.clients.count_request(sender.address, asyncio.get_running_loop().time())
-            # The raw path: a proxy in front that decides by path does not take %2f for a slash.
+            # The raw path: for a proxy in front that filters by path, %2f is no slash.
             route = SCHEDULED.get(request.rel_url.raw_path.rstrip("/"))
             if route is not None:
                 check_method(request, route.method)
@@ -116,7 +116,7 @@ class Router:
             # The handler of scheduled requests records their end itself.
             self._record(request, path, own_id, Outcome.INTERNAL, 500, INTERNAL_MESSAGE)
         if request.writer.output_size and request.transport is not None:
-            # An answer has begun. Another one would be taken for a part of it.
+            # An answer has begun, and the client would read another one as part of it.
             request.transport.abort()
         failure = Failure(Outcome.INTERNAL, INTERNAL_MESSAGE)
         return failure.response(error_dialect(path), {"x-request-id": own_id})

@@ -1,4 +1,4 @@
-"""`make numbers`: what the page says of a minute, beside `/metrics` and what a client measured itself.
+"""`make numbers`: compares the page, `/metrics` and the measurements of a client over a minute.
 
 Requests of three flows in two bands come for a good minute at random moments to a proxy over two simulated replicas.
 Then the page is paused, and read. It fails where a number differs by more than `APART_MAX` from one of the others.
@@ -43,7 +43,7 @@ Totals = Mapping[tuple[str, str], float]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One request, as its client saw it; `ended_s` is on the monotonic clock, which all processes share."""
+    """A request as its client saw it; `ended_s` is on the monotonic clock, which all processes share."""
 
     ended_s: float
     band: str
@@ -127,7 +127,7 @@ async def cells(page: Page, view: str, row: str) -> dict[str, str]:
 
 
 async def page_numbers(page: Page) -> dict[str, float]:
-    """What the paused page says."""
+    """The numbers on the paused page."""
     tiles = {
         await one.locator("dt").inner_text(): await one.locator("dd").all_inner_texts()
         for one in await page.locator(".tile").all()
@@ -161,7 +161,7 @@ def of_client(seen: Iterable[Seen]) -> dict[str, float]:
     for band in ("critical", "default"):
         times = sorted(one.ttft_s for one in some if one.band == band)
         for percent in (50, 99):
-            # The time that this share does not exceed, as the page has it, and not one between two requests.
+            # The time of a request, as on the page, not an interpolated time.
             found[f"TTFT p{percent} of {band}"] = times[ceil(percent / 100 * len(times)) - 1]
     for name in ("b0", "b1"):
         found[f"tokens/s of {name}"] = sum(one.output for one in some if one.backend == name) / SPAN_S

@@ -1,4 +1,4 @@
-"""The page in a real browser: every view, what a person does there, and what must never happen."""
+"""The page in a real browser: every view, the actions of a person, and errors that must never happen."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ async def test_whether_a_flow_that_waits_has_its_share(browser: Browser) -> None
         assert await words(0.46) == "waits, has its share"
         assert await words(0.1, before=0.0) == "waits, began within the minute"
         assert await words(None, before=0.0) == "waits, began within the minute"
-        assert await words(0.1) == "waits less than those above theirs"
+        assert await words(0.1) == "waits less than flows above their share"
         assert await words(0.1, oldest_s=6.0) == "waits, below its share"
 
 
@@ -205,8 +205,8 @@ async def test_a_replica_that_is_slower_than_its_pool_stands_out(browser: Browse
         await visit.page.route("**/debug/live*", slower)
         for view in ("now", "replicas"):
             await visit.go(view)
-            await visit.sees("19 ms, 2.1x", "tr:has-text('b1') td.stands-out")
-            assert await visit.page.locator("td.stands-out").count() == 1
+            await visit.sees("19 ms, 2.1x", "tr:has-text('b1') td.highlighted")
+            assert await visit.page.locator("td.highlighted").count() == 1
         region = await visit.page.locator(".scroll", has_text="Token pace").first.bounding_box()
         pace = await visit.page.locator("th", has_text="Token pace").bounding_box()
         assert region is not None
@@ -237,7 +237,7 @@ async def test_what_the_last_reload_did(browser: Browser) -> None:
     async with serving(FAST) as proxy, visiting(browser, proxy.url) as visit:
         heard = proxy.app.recorder.heard
         await visit.go("configuration")
-        await visit.sees("It was not reloaded since it started.", "main")
+        await visit.sees("No reload since the start.", "main")
         heard("info", "config_changed", {"change": "log_level: info -> debug"})
         heard("info", "reloaded", {"changes": 1, "needs_restart": 0})
         await visit.sees("In force: log_level: info -> debug", "#reload")
@@ -250,7 +250,7 @@ async def test_what_the_last_reload_did(browser: Browser) -> None:
             "Needs a restart: workers: 1 -> 2",
         ]
         heard("error", "not_reloaded", {"cause": "file", "problem": "llmproxy.yaml:2: no valid YAML"})
-        await visit.sees("Refused, what was in force still is: llmproxy.yaml:2: no valid YAML", "#reload")
+        await visit.sees("Refused; the previous settings stay in force: llmproxy.yaml:2: no valid YAML", "#reload")
 
 
 async def test_an_adapter_is_shown_in_words(browser: Browser) -> None:
@@ -297,7 +297,7 @@ async def test_from_afar_it_asks_for_the_key(browser: Browser) -> None:
             await visit.page.fill("#admin-key", wrong)
             await visit.page.keyboard.press("Enter")
             await visit.sees("This key was refused", "dialog[open]")
-            await visit.sees("those who have its admin key", "#summary")
+            await visit.sees("only with its admin key", "#summary")
         await visit.page.fill("#admin-key", ADMIN_KEY)
         await visit.page.keyboard.press("Enter")
         await visit.sees("Healthy: 1 of 1 replica up", "#summary")

@@ -1,6 +1,6 @@
 """`make tour`: plays the scenes of the demo, opens every view meanwhile, and writes the pictures of the documentation.
 
-It fails where a scene does not show on the page what it is there to show.
+It fails if the page does not show the point of a scene.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ STRIP_WIDTH = 800
 COLOURS = 128
 LINE_MAX_S = 150.0
 
-# (what the demo says, seconds later, view, what must be seen there, name of the picture).
+# (line of the demo, seconds later, view, what must be seen there, name of the picture).
 STOPS = (
     ("flood of batch work", 8.0, "now", "#summary:has-text('sheddable requests wait')", "now"),
     ("burst of critical", 4.0, "time", ".u-over", ""),
     ("a noisy tenant", 12.0, "flows", "tbody:has-text('noisy')", "flows"),
-    ("8 times slower", 8.0, "replicas", "tr:has-text('replica-3') .stands-out", "replicas"),
+    ("8 times slower", 8.0, "replicas", "tr:has-text('replica-3') .highlighted", "replicas"),
     ("was killed", 4.0, "now", "#summary:has-text('is down')", ""),
     ("a new adapter", 6.0, "caches", "tbody:has-text('sim-8b-legal')", ""),
     ("adapter: over", 1.0, "decisions", ".prices .chosen", "decisions"),

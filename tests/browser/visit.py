@@ -18,7 +18,7 @@ WITH_KEY: dict[str, Any] = {"admin_key": hash_of(ADMIN_KEY)}
 
 
 class Visit:
-    """One page, and everything that went wrong on it."""
+    """An open page, and all errors on it."""
 
     def __init__(self, page: Page, url: str) -> None:
         self.page = page

@@ -49,7 +49,7 @@ def test_no_module_imports_itself_through_others() -> None:
         if path.suffix == ".js"
     }
     assert len(imports) > 15
-    # Raises CycleError with the names of those in the circle.
+    # Raises CycleError with the names in the cycle.
     assert [path.name for path in TopologicalSorter(imports).static_order()][-1] == "app.js"
 
 

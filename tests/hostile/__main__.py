@@ -28,12 +28,12 @@ from tests.strictness.table import observed
 BATCH = 250
 """Cases that one process plays over one proxy."""
 SHOWN_MAX, SHOWN_CHARS = 20, 6000
-"""How many findings of a group are printed, and how much of each."""
+"""The number of findings of a group that are printed, and the length of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was sent, and which wrong outcome it had."""
+    """A case, and its wrong outcome."""
 
     sent: bytes
     wrong: tuple[str, ...]
@@ -43,7 +43,7 @@ class Finding:
 
 
 def cases_of(make: Callable[[Random], Iterator[bytes]], seed: int, most: int) -> list[bytes]:
-    """The cases of a group, each once; with `most`, no more than so many of them, drawn by the seed."""
+    """The distinct cases of a group; with `most`, a sample of that size, drawn by the seed."""
     random = Random(seed)
     cases = list(dict.fromkeys(make(random)))
     return random.sample(cases, most) if 0 < most < len(cases) else cases
@@ -54,7 +54,7 @@ Bench = AbstractAsyncContextManager[tuple[ProxyUnderTest, Scripted]]
 
 
 async def findings(cases: list[bytes], opened: Bench, judge: Judge) -> list[Finding]:
-    """Those of the cases that have a wrong outcome, or none in time."""
+    """The cases with a wrong outcome, or without an outcome in time."""
     found = []
     async with opened as (home, backend):
         for sent in cases:
@@ -74,7 +74,7 @@ async def play_requests(cases: list[bytes], sound: bool, seed: int) -> list[Find
     async def judge(home: ProxyUnderTest, backend: Scripted, sent: bytes) -> list[str]:
         at = random.choice((0, random.randrange(len(sent) + 1)))
         seen = await clients.play(home, backend, [packet for packet in (sent[:at], sent[at:]) if packet])
-        return clients.wrong_of(sent, seen, sound=sound)
+        return clients.violations(sent, seen, sound=sound)
 
     return await findings(cases, bench(clients.LIMITS, **CONFIG), judge)
 
@@ -83,7 +83,7 @@ async def play_bodies(cases: list[bytes], _sound: bool, _seed: int) -> list[Find
     """Each case as the body of a sound request."""
 
     async def judge(home: ProxyUnderTest, backend: Scripted, body: bytes) -> list[str]:
-        return bodies.wrong_of(body, await clients.play(home, backend, [bodies.request_of(body)]))
+        return bodies.violations(body, await clients.play(home, backend, [bodies.request_of(body)]))
 
     return await findings(cases, bench(clients.LIMITS, **CONFIG), judge)
 
@@ -92,7 +92,7 @@ async def play_answers(cases: list[bytes], sound: bool, _seed: int) -> list[Find
     """Each case as a backend's answer."""
 
     async def judge(home: ProxyUnderTest, backend: Scripted, sent: bytes) -> list[str]:
-        return backends.wrong_of(sent, await backends.play(home, backend, sent), sound=sound)
+        return backends.violations(sent, await backends.play(home, backend, sent), sound=sound)
 
     return await findings(cases, answer_bench(timeouts=backends.TIMEOUTS), judge)
 
@@ -136,7 +136,7 @@ def read_group(pool: ProcessPoolExecutor, module: str, seed: int) -> Result:
 
 
 def groups(pool: ProcessPoolExecutor, seed: int, most: int) -> dict[str, Callable[[], Result]]:
-    """What is run, in order."""
+    """The groups to run, in order."""
     found: dict[str, Callable[[], Result]] = {
         "tables of docs/reference/strictness.md": lambda: pool.submit(_table).result()
     }

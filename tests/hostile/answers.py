@@ -1,4 +1,4 @@
-"""What hostile backends answer: each case is the bytes of one answer, behind which its connection stays or ends."""
+"""Answers of hostile backends: each case is the bytes of one answer, after which the connection stays or ends."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _fields(_: Random) -> Iterator[bytes]:
 
 
 def _behind(_: Random) -> Iterator[bytes]:
-    """More than one answer, or more bytes than an answer has."""
+    """Cases with more than one answer, or with bytes after an answer."""
     for sound in SOUND:
         for other in (*SOUND, INNER, b"\r\n", b"\n", b"x", LAST, b"HTTP/1.1 ", b"\x00", BODY, INTERIM):
             yield sound + other

@@ -1,7 +1,7 @@
-"""Hostile backends: each case answers one request, a sound answer follows for the next, and the rules that must hold.
+"""Hostile backends: each case answers a request, the next request gets a sound answer, and rules are checked.
 
-A strict reading of what was answered says whether there is one answer in it. The client gets that one, or learns that
-there is none: by an error, or by an end that it can tell from a whole answer. Whoever asks next gets its own.
+A strict reader decides whether the case contains exactly one answer. If so, the client gets the answer. If not, the
+client gets an error or a visibly incomplete answer. The next request gets its own answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from tests.e2e.proxies import ProxyUnderTest
 from tests.e2e.scripted import Scripted
 from tests.strictness.answers import NEXT, Got, observe_answer
-from tests.strictness.reading import End, Message, Reading, answers_of
+from tests.strictness.reading import End, Message, Reading, read_answers
 
 TIMEOUTS: dict[str, Any] = {"connect_s": 5, "first_byte_s": 2, "stall_s": 2, "total_s": 3}
 """Time limits that no case here may reach: it is found to be wrong, or the connection is closed, before that."""
@@ -20,7 +20,7 @@ TIMEOUTS: dict[str, Any] = {"connect_s": 5, "first_byte_s": 2, "stall_s": 2, "to
 
 def closes(sent: bytes) -> bool:
     """Whether the backend closes the connection after a case, as always if the proxy would wait for more of it."""
-    given = answers_of(sent, closed=False)
+    given = read_answers(sent, closed=False)
     return given.end is End.SHORT or (_final(given) is None and given.end is End.CLEAN) or len(sent) % 2 == 0
 
 
@@ -29,11 +29,11 @@ async def play(proxy: ProxyUnderTest, backend: Scripted, sent: bytes) -> Got:
     return await observe_answer(proxy, backend, sent, closes(sent), stream=b"event-stream" in sent)
 
 
-def wrong_of(sent: bytes, got: Got, *, sound: bool = False) -> list[str]:
-    """What must not be, in words; a `sound` case must also be passed on."""
-    given = answers_of(sent, closes(sent))
+def violations(sent: bytes, got: Got, *, sound: bool = False) -> list[str]:
+    """The violated rules. A `sound` case must also be passed on."""
+    given = read_answers(sent, closes(sent))
     answer = _final(given)
-    seen = answers_of(got.data, closed=True)
+    seen = read_answers(got.data, closed=True)
     wrong = []
     if seen.end is End.CLEAN and len(seen.messages) == 1 and seen.messages[0].strict:
         wrong += _wrong_whole(seen.messages[0], answer, given.begun)
@@ -41,7 +41,7 @@ def wrong_of(sent: bytes, got: Got, *, sound: bool = False) -> list[str]:
         wrong += _wrong_beginning(seen.begun, answer or given.begun)
     else:
         wrong.append(f"no answer, no sound one or more than one: {got.data!r}")
-    # What is behind it may spoil an answer; extensions of chunks, and tabs behind a coding, may be refused.
+    # Bytes after an answer may invalidate it; extensions of chunks, and tabs behind a coding, may be refused.
     odd = b";" in sent or b"chunked\t" in sent
     plain = given.end is End.CLEAN and given.messages[-1:] == (answer,) and not odd
     if (
@@ -53,7 +53,7 @@ def wrong_of(sent: bytes, got: Got, *, sound: bool = False) -> list[str]:
         wrong.append(f"a sound answer was not passed on: {got.data!r}")
     if sound and answer is None:
         wrong.append("the reader takes a sound answer for something else")
-    following = answers_of(got.next, closed=True)
+    following = read_answers(got.next, closed=True)
     if following.end is not End.CLEAN or [message.body for message in following.messages] != [NEXT]:
         wrong.append(f"the next request got: {got.next!r}")
     return wrong
@@ -68,7 +68,7 @@ def _final(given: Reading) -> Message | None:
 
 
 def _wrong_whole(seen: Message, answer: Message | None, begun: Message | None) -> list[str]:
-    """What is wrong with a whole answer, if the backend gave this one or only a beginning."""
+    """The violated rules for a whole answer to the client. The backend gave this answer or its beginning only."""
     given = answer
     if given is None and begun is not None and _DONE.search(seen.body) and begun.body.startswith(seen.body):
         # A stream with its end needs nothing more.
@@ -84,7 +84,7 @@ def _wrong_whole(seen: Message, answer: Message | None, begun: Message | None) -
 
 
 def _wrong_beginning(seen: Message, meant: Message | None) -> list[str]:
-    """What is wrong with an answer that visibly lacks its end."""
+    """The violated rules for a visibly incomplete answer."""
     body = seen.body.partition(b'data: {"error":{"message":"The stream broke')[0]
     if meant is None or seen.status != meant.status or not (meant.body + b"\n\n").startswith(body):
         return [f"the beginning of an answer that was not given: {seen.status} {seen.body!r}"]

@@ -1,7 +1,7 @@
-"""Hostile JSON bodies: the backend reads in the forwarded bytes what it would have read in the sent ones.
+"""Hostile JSON bodies: the backend must read the forwarded bytes with the same result as the sent bytes.
 
-The engine's framework reads a body with Python's own parser: of two members of a name the last one counts, however they
-are spelt, and the bytes may be UTF-16. Whoever is let through under one model must not ask the engine for another.
+The engine's framework reads a body with Python's parser: the last of several members with one name counts, however the
+names are spelt, and the bytes may be UTF-16. A client that may use one model must not reach another model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from tests.hostile.clients import Seen
 from tests.hostile.edits import NASTY, everywhere, several
 from tests.strictness.observe import ANSWER
-from tests.strictness.reading import answers_of
+from tests.strictness.reading import read_answers
 from tests.strictness.vector import CHAT, HOST, JSON, head
 
 PADDING = '"padding":[' + "0," * 17_000 + "0]"
@@ -92,16 +92,16 @@ def request_of(body: bytes) -> bytes:
 
 
 def engines_view(body: bytes) -> Any:
-    """What the engine's framework reads in a body, or its exception if it refuses."""
+    """The body as the engine's framework reads it, or its exception if it refuses the body."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
         return type(error)
 
 
-def wrong_of(body: bytes, seen: Seen) -> list[str]:
-    """What must not be, in words; `seen` is of the request with this body and of the sentinel behind it."""
-    answers = answers_of(seen.answered, closed=True).messages
+def violations(body: bytes, seen: Seen) -> list[str]:
+    """The violated rules. `seen` covers the request with this body and the sentinel after it."""
+    answers = read_answers(seen.answered, closed=True).messages
     if not answers:
         return [f"no sound answer: {seen.answered!r}"]
     arrived = [request.partition(b"\r\n\r\n")[2] for request in seen.reached[: len(seen.reached) - (len(answers) > 1)]]
@@ -116,7 +116,7 @@ def wrong_of(body: bytes, seen: Seen) -> list[str]:
 def _wrong_edits(body: bytes, sent: Any, arrived: bytes) -> list[str]:
     got = engines_view(arrived)
     if not isinstance(sent, dict):
-        # What the engine refuses, it shall refuse by itself.
+        # The engine itself must refuse its bad bodies.
         return [] if not isinstance(got, dict) else [f"of a body that is no object came {str(got)[:300]}"]
     if sent.get("model") not in ("base", "", None):
         return [f"the engine is asked for {sent.get('model')!r}"]
@@ -126,6 +126,6 @@ def _wrong_edits(body: bytes, sent: Any, arrived: bytes) -> list[str]:
         options = sent.get("stream_options") or {}
         if isinstance(options, dict) and not options.get("include_usage") and arrived != body:
             expected["stream_options"] = options | {"include_usage": True}
-    # NaN is not itself, but spelt as itself.
+    # NaN is unequal to itself, so its spelling is compared.
     same = isinstance(got, dict) and json.dumps(got, sort_keys=True) == json.dumps(expected, sort_keys=True)
     return [] if same else [f"the engine reads {str(got)[:300]}, not {str(expected)[:300]}"]

@@ -1,7 +1,7 @@
-"""Hostile clients: each case on its own connection, and the rules that must hold.
+"""Hostile clients: each case is sent on its own connection, and rules are checked.
 
-A strict reading of what was sent says which requests there are. What reaches the backend is some of them, in their
-order and with their bodies, each in one form; the client gets no more answers than there are requests.
+A strict reader finds the requests in the sent bytes. The backend may get only these requests, in their order and with
+their bodies, each in canonical form. The client gets at most as many answers as there are requests.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from llmproxy.gateway.http.routes import SCHEDULED
 from tests.e2e.proxies import ProxyUnderTest, until
 from tests.e2e.scripted import Scripted
 from tests.hostile.requests import SENTINEL
-from tests.strictness.observe import form_of
-from tests.strictness.reading import End, Message, Reading, answers_of, requests_of
+from tests.strictness.observe import form_error
+from tests.strictness.reading import End, Message, Reading, read_answers, read_requests
 from tests.strictness.wire import connected
 
 LIMIT_S = 8.0
@@ -25,12 +25,12 @@ OWN_FIELDS = {
     b"content-type", b"content-length", b"date", b"server", b"connection", b"x-request-id", b"allow", b"retry-after",
     b"x-llmproxy-backend", b"x-llmproxy-queue-ms", b"x-llmproxy-attempts", b"www-authenticate", b"accept-encoding",
 }  # fmt: skip
-"""What may stand in an answer: nothing that a client could put there."""
+"""The fields that an answer may have. A client cannot add fields to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What came back for a case, and the bytes of each request that reached the backend."""
+    """The bytes that a client got for a case, and the bytes of each request that reached the backend."""
 
     answered: bytes
     reset: bool
@@ -46,15 +46,15 @@ async def play(proxy: ProxyUnderTest, backend: Scripted, packets: list[bytes]) -
             await asyncio.sleep(0)
         wire.write(SENTINEL)
         answered = await wire.all()
-    # What this case set going must not be taken for the doing of the next one.
+    # Late effects of this case must not count for the next case.
     await until(lambda: not proxy.app.handler.open_requests, LIMIT_S)
     return Seen(answered, wire.reset, tuple(backend.requests))
 
 
-def wrong_of(sent: bytes, seen: Seen, *, sound: bool = False) -> list[str]:
-    """What must not be, in words; a `sound` case must also be served."""
-    asked = requests_of(sent + SENTINEL)
-    wrong = [f"a request reached the backend in a bad form: {form}" for form in map(form_of, seen.reached) if form]
+def violations(sent: bytes, seen: Seen, *, sound: bool = False) -> list[str]:
+    """The violated rules. A `sound` case must also be served."""
+    asked = read_requests(sent + SENTINEL)
+    wrong = [f"a request reached the backend in a bad form: {form}" for form in map(form_error, seen.reached) if form]
     wrong += _wrong_requests(asked, seen.reached)
     wrong += _wrong_answers(asked, seen, expected_100=b"100-continue" in sent.lower())
     if sound and len(seen.reached) < (least := _least(asked)):
@@ -63,7 +63,7 @@ def wrong_of(sent: bytes, seen: Seen, *, sound: bool = False) -> list[str]:
 
 
 def _least(asked: Reading) -> int:
-    """How many sound requests must be served: whatever comes behind chunks with a trailer need not be looked at."""
+    """The number of sound requests that must be served: bytes after chunks with a trailer need not be read."""
     chunked = [bool(message.values(b"transfer-encoding")) for message in asked.messages]
     return chunked.index(True) + 1 if True in chunked else len(chunked)
 
@@ -91,7 +91,7 @@ def _target(message: Message) -> bytes:
 
 
 def _wrong_answers(asked: Reading, seen: Seen, *, expected_100: bool) -> list[str]:
-    answers = answers_of(seen.answered, closed=True)
+    answers = read_answers(seen.answered, closed=True)
     if answers.end is End.BROKEN or (answers.end is End.SHORT and not seen.reset):
         return [f"the answer is no sound HTTP: {seen.answered!r}"]
     wrong = []

@@ -1,4 +1,4 @@
-"""What the engine's OpenAPI document allows and forbids, sent through a proxy to a simulated replica by schemathesis.
+"""Requests by the engine's OpenAPI document, valid and invalid, sent through a proxy to a simulated replica.
 
 Run by the Python of `.venv-hostile`, which `make hostile` makes, with the path of the `llmproxy` command to test:
 schemathesis is no dependency of the project. `engine_openapi.json.gz` is vLLM 0.32.0's own document (Apache-2.0), cut
@@ -57,8 +57,8 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def wrong_of(answer: Any) -> str:
-    """What is wrong with an answer; "" if it is a success or a proper error of the route."""
+def violation(answer: Any) -> str:
+    """The violated rule for an answer; "" for a success or a proper error of the route."""
     if answer.status_code < 400:
         return ""
     if answer.status_code >= 500:
@@ -71,7 +71,7 @@ def wrong_of(answer: Any) -> str:
 
 
 def left_over(url: str) -> str:
-    """What the proxy still holds a while after the last answer."""
+    """The requests, leases and bytes that the proxy still has a while after the last answer."""
     until_s = time.monotonic() + 10
     while True:
         lines = requests.get(url + "/metrics", timeout=5).text.splitlines()
@@ -88,7 +88,7 @@ def examine(operation: Any, url: str, examples: int, seeded: int) -> tuple[int, 
     def check(case: Any) -> None:
         nonlocal tried
         tried += 1
-        wrong = wrong_of(case.call(base_url=url, timeout=ANSWER_S))
+        wrong = violation(case.call(base_url=url, timeout=ANSWER_S))
         assert not wrong, f"{operation.path}: {case.body!r}: {wrong}"
 
     healthy = list(HealthCheck)

@@ -7,12 +7,12 @@ from random import Random
 
 EVERY = [bytes([byte]) for byte in range(256)]
 NASTY = [bytes([byte]) for byte in b'\x00\t\n\x0b\r\x1f !"#,-/0:;=A\\_\x7f\x85\xa0\xff']
-"""Bytes that mean something to some reader of HTTP."""
+"""Bytes with a meaning for some reader of HTTP."""
 LINE_ENDS = (
     b"\n", b"\r", b"\r\r\n", b"\n\r", b"\n\n", b"\r\n\r", b"\r\n ", b"\r\n\t", b" \r\n", b"\t\r\n", b"\x00\r\n",
     b"\r\x00\n", b"\x0b\r\n", b"\x0c", b"\x85", b"\xe2\x80\xa8", b"\xc4\x8d\xc4\x8a", b"", b"\r\n\r\n", b"\r \n",
 )  # fmt: skip
-"""What stands in the place of CR and LF."""
+"""Replacements for CR and LF."""
 
 
 def spelt(before: bytes, text: bytes, after: bytes, slots: Iterable[int], inserted: Iterable[bytes]) -> Iterator[bytes]:

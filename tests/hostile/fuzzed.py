@@ -17,11 +17,11 @@ GROUPS = {
     "readers, forms": "tests.fuzz.test_forms",
     "readers, answers": "tests.fuzz.test_answers",
 }
-"""What can be driven without a fixture."""
+"""The modules whose tests need no fixture."""
 
 
 def tests_of(module: str) -> list[str]:
-    """The names of the property tests of a module. Raises TypeError for one that needs a fixture."""
+    """The names of the property tests of a module. Raises TypeError if a test needs a fixture."""
     found = importlib.import_module(module)
     names = [name for name, test in vars(found).items() if name.startswith("test_") and hasattr(test, "hypothesis")]
     for name in names:
@@ -36,7 +36,7 @@ def prepare(examples: int) -> None:
 
 
 def run(module: str, name: str, seed: int) -> tuple[int, str]:
-    """How many examples were tried, and the description of the one that failed."""
+    """The number of examples, and the description of the failed example."""
     test: Any = getattr(importlib.import_module(module), name)
     tried = 0
     inner: Callable[..., None] = test.hypothesis.inner_test

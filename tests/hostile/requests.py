@@ -1,4 +1,4 @@
-"""What hostile clients send: after the ideas of published collections (llhttp's vectors, smuggler's spellings,
+"""Requests of hostile clients: after the ideas of published collections (llhttp's vectors, smuggler's spellings,
 http-garden's differences between parsers), in words of our own.
 
 Each case is one packet, or more, on a connection of its own; the sentinel follows behind all of them.
@@ -36,7 +36,7 @@ def in_chunks(user: str, *fields: bytes) -> bytes:
 SENTINEL = sized("sentinel", b"connection: close")
 """Sound, and behind every case: it is answered, eaten by a body that is longer, or never looked at."""
 INNER = sized("smuggled", b"x-smuggled: yes")
-"""What is hidden in the body of another request."""
+"""A request that is hidden in the body of another one."""
 OUTER = body_of("outer")
 LAST = b"0\r\n\r\n"
 CHUNK = b"%x\r\n%s\r\n" % (len(OUTER), OUTER)

@@ -11,7 +11,7 @@ from tests.hostile.clients import Seen
 from tests.hostile.requests import INNER, SENTINEL, in_chunks, sized
 from tests.strictness.answers import BODY, NEXT, SIZE, Got, whole_of
 from tests.strictness.observe import ANSWER
-from tests.strictness.reading import End, answers_of, requests_of
+from tests.strictness.reading import End, read_answers, read_requests
 
 CASES = 8
 
@@ -57,13 +57,13 @@ REFUSED = whole(b'{"error":{}}', "400 Bad Request")
     ],
 )
 def test_every_wrong_outcome_for_a_client_is_found(sent: bytes, seen: Seen, finding: str) -> None:
-    assert finding in " ".join(clients.wrong_of(sent, seen, sound=True))
+    assert finding in " ".join(clients.violations(sent, seen, sound=True))
 
 
 def test_a_correct_outcome_for_a_client_has_no_finding() -> None:
     seen = Seen(OK * 2, False, (reached(b"outer"), reached(b"sentinel")))
-    assert clients.wrong_of(sized("outer"), seen, sound=True) == []
-    assert clients.wrong_of(b"\x00", Seen(REFUSED, False, ())) == []
+    assert clients.violations(sized("outer"), seen, sound=True) == []
+    assert clients.violations(b"\x00", Seen(REFUSED, False, ())) == []
 
 
 @pytest.mark.parametrize(
@@ -79,21 +79,21 @@ def test_a_correct_outcome_for_a_client_has_no_finding() -> None:
     ],
 )
 def test_every_wrong_outcome_for_a_backend_is_found(sent: bytes, data: bytes, finding: str) -> None:
-    assert finding in " ".join(backends.wrong_of(sent, Got(data, whole(NEXT), kept=True)))
+    assert finding in " ".join(backends.violations(sent, Got(data, whole(NEXT), kept=True)))
 
 
 def test_bytes_of_one_answer_in_the_next_are_found() -> None:
     assert "next request" in " ".join(
-        backends.wrong_of(whole_of(SIZE), Got(whole(BODY), b"x" + whole(NEXT), kept=True))
+        backends.violations(whole_of(SIZE), Got(whole(BODY), b"x" + whole(NEXT), kept=True))
     )
-    assert backends.wrong_of(whole_of(SIZE), Got(whole(BODY), whole(NEXT), kept=True)) == []
+    assert backends.violations(whole_of(SIZE), Got(whole(BODY), whole(NEXT), kept=True)) == []
 
 
 # --- the strict reader ------------------------------------------------------------------------------------------------
 
 
 def test_the_reader_finds_every_request() -> None:
-    reading = requests_of(sized("a") + in_chunks("b") + INNER + SENTINEL + INNER)
+    reading = read_requests(sized("a") + in_chunks("b") + INNER + SENTINEL + INNER)
     assert [message.body for message in reading.messages] == [
         requests.body_of(user) for user in ("a", "b", "smuggled", "sentinel")
     ], "nothing behind a request that closes"
@@ -117,12 +117,12 @@ def test_the_reader_finds_every_request() -> None:
     ],
 )
 def test_the_reader_accepts_no_broken_request(spoilt: bytes, end: End) -> None:
-    assert requests_of(spoilt) == requests_of(b"") or requests_of(spoilt).messages == ()
-    assert requests_of(spoilt).end is end
+    assert read_requests(spoilt) == read_requests(b"") or read_requests(spoilt).messages == ()
+    assert read_requests(spoilt).end is end
 
 
 def test_the_reader_finds_every_answer() -> None:
-    assert [message.status for message in answers_of(answers.SOUND[3], closed=False).messages] == [100, 200]
-    assert answers_of(whole_of(), closed=False).end is End.SHORT
-    assert answers_of(whole_of(), closed=True).messages[0].body == BODY
-    assert answers_of(whole_of(SIZE, SIZE), closed=True).end is End.BROKEN
+    assert [message.status for message in read_answers(answers.SOUND[3], closed=False).messages] == [100, 200]
+    assert read_answers(whole_of(), closed=False).end is End.SHORT
+    assert read_answers(whole_of(), closed=True).messages[0].body == BODY
+    assert read_answers(whole_of(SIZE, SIZE), closed=True).end is End.BROKEN

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.e2e.proxies import STREAM, ProxyUnderTest, raw_post
 from tests.e2e.scripted import Scripted, answering, serving_script, whole
-from tests.strictness.reading import End, answers_of
+from tests.strictness.reading import End, read_answers
 from tests.strictness.vector import post
 from tests.strictness.wire import connected
 from tests.upstream.raw_server import Peer
@@ -32,26 +32,25 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerVector:
-    """One answer to a request.
-
-    `status` is what the client gets, with the body as it was meant where that is no error; `cut` says that it can tell
-    that the end of it is missing. `seen` is in what it gets and `unseen` is not, whatever the case. `kept` says that
-    the backend's connection serves the next request, too.
-    """
+    """An answer of a backend, and the expected result for the client."""
 
     name: str
     sent: bytes
+    # The status for the client. Without an error, the client also gets the intended body.
     status: int = 200
+    # Whether the client can see that the answer is incomplete.
     cut: bool = False
+    # Whether the connection to the backend serves the next request too.
     kept: bool = True
     closes: bool = False
+    # Bytes that the client must get, and bytes that it must not get, in any letter case.
     seen: bytes = b""
     unseen: bytes = b"evil"
 
 
 @dataclass(frozen=True, slots=True)
 class Got:
-    """The client's bytes for the answer and for the next one, and whether the backend's connection was kept."""
+    """The client's bytes for the answer and for the next one, and whether the backend's connection was reused."""
 
     data: bytes
     next: bytes
@@ -67,7 +66,7 @@ ok = AnswerVector
 
 
 def bad(name: str, sent: bytes) -> AnswerVector:
-    """A broken answer, of which nothing is passed on."""
+    """A broken answer that is not passed on at all."""
     return AnswerVector(name, sent, 502, kept=False)
 
 
@@ -207,7 +206,7 @@ def answer_differences(vector: AnswerVector, got: Got) -> str:
         wrong.append("kept" if got.kept else "closed")
     if vector.seen.lower() not in got.data.lower() or vector.unseen.lower() in got.data.lower():
         wrong.append(f"what is seen: {got.data!r}")
-    following = answers_of(got.next, closed=True)
+    following = read_answers(got.next, closed=True)
     if following.end is not End.CLEAN or [message.body for message in following.messages] != [NEXT]:
         wrong.append(f"the next answer: {got.next!r}")
     return "; ".join(wrong)
@@ -222,7 +221,7 @@ def answer_row(vector: AnswerVector, status: int, cut: bool, kept: bool) -> str:
 
 def client_saw(got: Got) -> tuple[int, bool, bytes]:
     """Status, whether the end is missing, and body of the answer. The status is 0 if it is not one sound answer."""
-    reading = answers_of(got.data, closed=True)
+    reading = read_answers(got.data, closed=True)
     if reading.end is End.SHORT and reading.begun is not None and not reading.messages:
         return reading.begun.status, True, reading.begun.body
     if reading.end is End.CLEAN and len(reading.messages) == 1:

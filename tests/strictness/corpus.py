@@ -1,8 +1,8 @@
 """Sends the requests of gunicorn's tests: `python -m tests.strictness.corpus gunicorn-27.0.1/tests/requests`.
 
 The folder comes from gunicorn's source distribution (`pip download --no-binary gunicorn --no-deps gunicorn`), which has
-its license; nothing of it is kept here. Its `invalid` requests must be refused, its `valid` ones accepted, which any
-answer is that the routes give. What differs is printed, for a person to judge.
+its license; nothing of it is kept here. Its `invalid` requests must be refused, and its `valid` ones must
+reach a route. Differences are printed for a person to judge.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _HOP = (b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What a client and a backend saw of one vector. `last_body` is the body of the last answer."""
+    """The results of a vector for client and backend. `last_body` is the body of the last answer."""
 
     statuses: tuple[int, ...]
     closed: bool
@@ -35,9 +35,9 @@ class Observed:
 
 @asynccontextmanager
 async def bench(clients: Mapping[str, float] = FREE, **config: Any) -> AsyncIterator[tuple[ProxyUnderTest, Scripted]]:
-    """A proxy over one backend that answers soundly and keeps the bytes that reach it.
+    """A proxy over one backend that answers soundly and records its received bytes.
 
-    With limits for `clients`, the proxy is in a hurry in all that it does.
+    With limits for `clients`, the other delays of the proxy are short too.
     """
     with patch("llmproxy.gateway.http.connection.LINGER_S", 0.1 if clients else 10.0):
         async with serving_script(answering(whole(ANSWER)), body_bytes_max=100_000, clients=clients, **config) as both:
@@ -47,10 +47,9 @@ async def bench(clients: Mapping[str, float] = FREE, **config: Any) -> AsyncIter
 async def observe(
     proxy: ProxyUnderTest, backend: Scripted, sent: bytes, limit_s: float = 20.0, pieces: int = 1
 ) -> Observed:
-    """Send it on a connection of its own, and a request behind it to see whether that is still read.
+    """Send `sent` on a new connection, and a request after it to see whether that is still read.
 
-    It goes out in about so many `pieces`, between which the proxy may run. Raises TimeoutError where it waits for
-    more of it.
+    `sent` goes out in about `pieces` parts, between which the proxy may run. Raises TimeoutError without an outcome.
     """
     before = len(backend.requests)
     statuses: list[int] = []
@@ -73,8 +72,8 @@ async def observe(
     return Observed(tuple(statuses), closed, tuple(backend.requests[before:]), last_body)
 
 
-def form_of(request: bytes) -> str:
-    """What is wrong with the form in which a request reached the backend; "" if it can be read in only one way."""
+def form_error(request: bytes) -> str:
+    """Why a request at the backend is ambiguous; "" if it is in canonical form."""
     head, _, body = request.partition(b"\r\n\r\n")
     line, *fields = head.split(b"\r\n")
     names = [field.partition(b":")[0].lower() for field in fields]
@@ -93,7 +92,7 @@ def form_of(request: bytes) -> str:
 
 def differences(vector: Vector, observed: Observed) -> str:
     """How an observation differs from the table; "" if it does not."""
-    wrong = [form for form in map(form_of, observed.reached) if form]
+    wrong = [form for form in map(form_error, observed.reached) if form]
     if vector.statuses != observed.statuses:
         wrong.append(f"statuses {observed.statuses}, not {vector.statuses}: {observed.last_body[:150]!r}")
     if vector.closed != observed.closed:

@@ -41,7 +41,7 @@ class Message:
     body: bytes
 
     def values(self, name: bytes) -> list[bytes]:
-        """Those of all fields of this name, which is in small letters."""
+        """The values of all fields with this name, which is in lower case."""
         return [value for each, value in self.fields if each == name]
 
     @property
@@ -71,8 +71,8 @@ class _Stop(Exception):  # noqa: N818 - the end of a reading, not an error of it
         self.begun = begun
 
 
-def requests_of(data: bytes) -> Reading:
-    """What a client sent on one connection, up to a request that asks for its end."""
+def read_requests(data: bytes) -> Reading:
+    """Read the requests of one connection, up to a request that closes the connection."""
     messages: list[Message] = []
     while True:
         data = data.lstrip(b"\r\n")
@@ -95,8 +95,8 @@ def requests_of(data: bytes) -> Reading:
             return Reading(tuple(messages), End.CLEAN)
 
 
-def answers_of(data: bytes, closed: bool) -> Reading:
-    """What a server sent on one connection, with interim answers. `closed` says that the connection has ended."""
+def read_answers(data: bytes, closed: bool) -> Reading:
+    """Read the answers of one connection, interim answers included. `closed`: the connection has ended."""
     messages: list[Message] = []
     while data := data.lstrip(b"\r\n"):
         try:
@@ -136,7 +136,7 @@ def _head(
 
 
 def _line(data: bytes) -> tuple[bytes, bytes, bytes]:
-    """One line without its end. The end is a CR and an LF, and neither of them stands anywhere else."""
+    """A line without its end. The end is CR LF, and a CR or LF anywhere else is an error."""
     line, line_end, rest = data.partition(b"\r\n")
     if b"\n" in line or b"\r" in (line if line_end else line[:-1]):
         raise _Stop(End.BROKEN)

@@ -13,40 +13,38 @@ JSON = b"content-type: application/json"
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """One thing to send on a fresh connection.
-
-    `statuses` are those of all answers to it, in order, interim ones included; none where the connection just ends.
-    `reached` is how many requests got to the backend. Each of them must be in canonical form; further, `seen` must be
-    in the last of them and `unseen` in none, whatever the case. `closed` says that the connection was closed after the
-    last answer.
-    """
+    """Bytes to send on a new connection, and the expected results."""
 
     name: str
     sent: bytes
+    # The statuses of all answers, in order, interim answers included. Empty if the connection ends without an answer.
     statuses: tuple[int, ...]
+    # The number of requests that reach the backend, all in canonical form.
     reached: int = 0
+    # Whether the connection is closed after the last answer.
     closed: bool = False
+    # Bytes that the last request at the backend must contain, and bytes that none may contain, in any letter case.
     seen: bytes = b""
     unseen: bytes = b""
 
     @property
     def waits(self) -> bool:
-        """Whether its answer or its end comes only after the proxy has waited for more of it."""
+        """Whether the proxy first waits for more bytes, and then answers or closes the connection."""
         return 408 in self.statuses or (413 in self.statuses and self.closed)
 
 
 def refused(name: str, sent: bytes, status: int = 400) -> Vector:
-    """Refused, and the connection is closed, because it is not certain where the next request begins."""
+    """A refused request. The connection is closed, because the position of the next request is uncertain."""
     return Vector(name, sent, (status,), closed=True)
 
 
 def declined(name: str, sent: bytes, status: int) -> Vector:
-    """Refused, but the connection stays, because it is clear where the next request begins."""
+    """A refused request. The connection stays open, because the position of the next request is certain."""
     return Vector(name, sent, (status,))
 
 
 def served(name: str, sent: bytes, seen: bytes = b"", unseen: bytes = b"", closed: bool = False) -> Vector:
-    """Answered by the backend, as one request."""
+    """A request that the backend answers."""
     return Vector(name, sent, (200,), reached=1, seen=seen, unseen=unseen, closed=closed)
 
 
@@ -56,7 +54,7 @@ def head(*fields: bytes, line: bytes = b"POST " + CHAT + b" HTTP/1.1", end: byte
 
 
 def post(*fields: bytes, target: bytes = CHAT, method: bytes = b"POST", version: bytes = b"HTTP/1.1") -> bytes:
-    """A sound request for a completion, `fields` beside those that it needs."""
+    """A sound request for a completion, with additional `fields`."""
     line = method + b" " + target + b" " + version
     return head(HOST, JSON, b"content-length: %d" % len(BODY), *fields, line=line) + BODY
 
@@ -72,4 +70,4 @@ def chunked(body: bytes, *fields: bytes) -> bytes:
 
 
 SMUGGLED = post(b"x-smuggled: yes")
-"""What an attacker wants another server to take for the next request."""
+"""A request that an attacker hides, so that another server reads it as the next request."""

@@ -1,4 +1,4 @@
-"""The table of what is sent, after RFC 9110, RFC 9112, RFC 9113 (h2c), and the published classes of request smuggling
+"""The table of sent requests, after RFC 9110, RFC 9112, RFC 9113 (h2c), and the published classes of request smuggling
 (CL.TE, TE.CL, TE.TE, chunk extensions, bare LF, trailers).
 """
 
@@ -77,7 +77,7 @@ LENGTHS = (
     no("Content-Length of 10^18, in a head by itself", head(HOST, JSON, b"content-length: 1000000000000000000"), 413),
     ok("Content-Length with leading zeros", _cl(b" 00%d" % len(BODY))),
     Vector("a second request behind the first (pipelining)", post() + SMUGGLED, (200, 200), reached=2),
-    no("a request behind one that closes, in one piece", post(b"connection: close") + SMUGGLED),
+    no("a request after a closing one, in one piece", post(b"connection: close") + SMUGGLED),
 )  # fmt: skip
 
 CODINGS = (

@@ -19,20 +19,20 @@ from llmproxy.gateway.request.body import read_body
 from llmproxy.scheduling.dispatcher import Dispatcher
 
 BODY_BYTES_MAX = 16 << 10
-"""Bodies are kept in memory. The name and path of an adapter need no more."""
+"""The maximum size of a request body, enough for the name and path of an adapter."""
 PATH_CHARS_MAX = 4_096
 DRAIN_RETRY_S = 1.0
 
 
 class AdapterPlanRunner(Protocol):
-    """Carries changes out."""
+    """Loads and unloads adapters on backends."""
 
     async def carry_out(self, plan: AdapterPlan) -> Report:
         """Send a plan to its backends, and report the reply of each."""
 
 
 class AdapterRoutes:
-    """Serves these paths to clients that were authenticated before."""
+    """Serves these paths. The caller has authenticated the client."""
 
     def __init__(
         self, adapters: Adapters, runner: AdapterPlanRunner, dispatcher: Dispatcher, rulebook: Rulebook
@@ -68,7 +68,7 @@ class AdapterRoutes:
 
 
 def _answer(report: Report) -> web.Response:
-    """200 if every backend accepted the change. The backends' status if all refused it with the same one, else 502."""
+    """200 if every backend accepted the change. The backends' status if all refused with the same status, else 502."""
     failed = [reply for reply in report.replies if not reply.taken]
     shown: dict[str, Any] = {
         "adapter": report.change.name,
@@ -84,7 +84,7 @@ def _answer(report: Report) -> web.Response:
         alike = statuses.pop() if not report.remembered and len(statuses) == 1 else 502
         status = alike if 400 <= alike < 500 else 502
         replies = "; ".join(f"{reply.backend}: {reply.message}" for reply in failed[:5])
-        later = " Those that have not taken it are asked again." if report.remembered else ""
+        later = " The proxy asks the other replicas again." if report.remembered else ""
         message = f"{len(failed)} of {len(report.replies)} replicas did not {report.change.kind} it: {replies}{later}"
         shown["error"] = error_fields(status, message)
     return web.Response(status=status, body=orjson.dumps(shown), content_type="application/json")

@@ -22,7 +22,7 @@ DRAINING = re.compile(rf"{BACKENDS}/(.{{1,300}})/(drain|undrain)", re.DOTALL)
 
 
 class DrainableBackends(Protocol):
-    """The backends and their administrative states. All methods with a name raise KeyError for an unknown one."""
+    """The backends and their administrative states. Methods with a `name` raise KeyError for an unknown backend."""
 
     def statuses(self) -> Sequence[BackendStatus]:
         """The status of every backend."""
@@ -31,14 +31,14 @@ class DrainableBackends(Protocol):
         """The status of one backend."""
 
     def drain(self, name: str) -> None:
-        """Send no new requests there."""
+        """Send no new requests to a backend."""
 
     def undrain(self, name: str) -> None:
-        """Send new requests there again."""
+        """Send new requests to a backend again."""
 
 
 class BackendRoutes:
-    """Serves these paths to clients that were authenticated before. `reloader` is None without a configuration file."""
+    """Serves these paths. The caller has authenticated the client. `reloader` is None without a configuration file."""
 
     def __init__(self, backends: DrainableBackends, reloader: Reloader | None, clock: Callable[[], float]) -> None:
         self._backends = backends
@@ -47,7 +47,7 @@ class BackendRoutes:
 
     @staticmethod
     def methods(path: str) -> tuple[str, ...]:
-        """The methods that a path allows; none if there is no such path."""
+        """The methods that a path allows; empty if the path does not exist."""
         if path == BACKENDS:
             return ("GET", "HEAD")
         return ("POST",) if path == RELOAD or DRAINING.fullmatch(path) else ()

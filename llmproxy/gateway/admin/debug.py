@@ -34,7 +34,7 @@ QUEUE = "/debug/queue"
 ADAPTERS = "/debug/adapters"
 EXPLAIN = "/debug/explain"
 CHOICES = 10
-"""The default number of choices shown for each pool."""
+"""The number of choices shown for each pool by default."""
 CHOICES_MAX = 100
 PAGES_PER_S = 5.0
 BURST = 10.0
@@ -76,16 +76,16 @@ class AdminPages:
         return self.has_key(request) if self._digest is not None else self._is_local(request)
 
     def _is_local(self, request: web.BaseRequest) -> bool:
-        """Whether the client seems to be on this machine. A reverse proxy on this machine that adds no field seems so.
+        """Whether the client seems to be on this machine, as do clients of a local reverse proxy that adds no fields.
 
-        A foreign page in a browser on this machine is not local. Its `Origin` shows that, or its `Host` if its own name
-        was made to point here (DNS rebinding).
+        A web page of another server is not local, even in a browser on this machine. Its `Origin` shows that, or its
+        `Host` if the name of the page resolves to this machine (DNS rebinding).
         """
         client = self._clients.identify(request)
         return client.certain and LOOPBACK[client.address] and self._names_us(request.headers.get("host", "").lower())
 
     def _names_us(self, host: str) -> bool:
-        """Whether a `Host` is local or one on which the proxy listens. No web page sends an empty one."""
+        """Whether a `Host` names this machine or an address of the proxy. No web page sends an empty host."""
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if name in ("", "localhost") or name in self._bound:
             return True
@@ -95,17 +95,17 @@ class AdminPages:
             return False
 
     def check(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> None:
-        """Raise Failure for a client that may not do this at this administrative path. All paths have this one rule.
+        """Raise Failure if the client may not send this request to an administrative path.
 
-        401 for a client on this machine without the admin key. 404, as if the path did not exist, for any other, and on
-        the wrong port. A change needs the key from everybody, because a page in a local browser can send a POST too.
+        401 for a client on this machine without the admin key. 404, as if the path did not exist, for any other client
+        and on the wrong port. A change always needs the key, because a web page in a local browser can send a POST.
         """
         if self._has_port is not on_admin_port:
             raise nothing_at(path)
         if path == METRICS and (on_admin_port or self._open_metrics or not self._secret_metrics):
             return
         if path.startswith(UI) and self._digest is not None:
-            # The page itself shows nothing. It asks for the key, with which it then asks for what it shows.
+            # The page itself shows no data. It asks for the key, and then requests the data with the key.
             return
         if path.startswith("/debug") or request.method in ("GET", "HEAD"):
             if self.admits(request):
@@ -128,7 +128,7 @@ class AdminPages:
         return page_response({"adapters": [_adapter(state) for state in states], "more": more})
 
     def queue(self, request: web.BaseRequest) -> web.Response:
-        """The whole queue, or with `?request=` the position of one waiting request (404 if none has that name).
+        """The whole queue, or with `?request=` the position of one waiting request (404 if no such request waits).
 
         429 if pages are requested too often. These requests appear neither in metrics nor in the log.
         """
@@ -143,7 +143,7 @@ class AdminPages:
         return page_response(self.position(position))
 
     def explain(self, request: web.BaseRequest) -> web.Response:
-        """The last choices of each pool: `?limit=` of them (1 to 100), or with `?request=` those for one request.
+        """The last `?limit=` choices of each pool (1 to 100), or with `?request=` the choices for one request.
 
         404 if no choice for that request is remembered, 429 as for `queue`.
         """
@@ -208,13 +208,13 @@ class AdminPages:
         }
 
     def position(self, position: Position) -> dict[str, Any]:
-        """Where a request stands, as fields of a page."""
+        """The position of a request in the queue, as fields of a page."""
         renamed = {"label": "request", "ahead_in_bands": "ahead_in_higher_bands"}
         fields = page_fields(position, 4, **renamed) | {"band": self._name(position.band)}
         return {name: value for name, value in fields.items() if name != "waited"} | self.waited(position.waited)
 
     def waited(self, waited: Waited | None) -> dict[str, Any]:
-        """Return why a request waited, as fields of a page. `waited_for` is None if nothing held it back."""
+        """Return why a request waited, as fields of a page. `waited_for` is None if nothing delayed the request."""
         if waited is None:
             return {"waited_for": None, "went_first": []}
         first = [(self._name(level), flow, count) for level, flow, count in waited.went_first]
@@ -231,7 +231,7 @@ def _adapter(state: AdapterState) -> dict[str, Any]:
 
 
 def page_response(page: dict[str, Any], *, status: int = 200) -> web.Response:
-    """An indented page for people, which no cache may keep."""
+    """A page as indented JSON, which no cache may store."""
     return web.Response(status=status, body=_dumped(page), content_type="application/json", headers=UNSTORED)
 
 
@@ -239,23 +239,23 @@ def _dumped(page: dict[str, Any]) -> bytes:
     try:
         return orjson.dumps(page, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     except TypeError:
-        # A flow was named by a header that is not UTF-8.
+        # The name of a flow came from a header that is not UTF-8.
         return json.dumps(page, indent=2).encode() + b"\n"
 
 
 def query_number(request: web.BaseRequest, name: str, default: int, most: int) -> int | None:
-    """The number that a page is asked for, None if it is no integer from 1 to `most`."""
+    """The value of a query parameter; None if it is not an integer from 1 to `most`."""
     asked = request.query.get(name, str(default))
     # Python refuses to read thousands of digits.
     return int(asked) if re.fullmatch(r"[0-9]{1,9}", asked) and 1 <= int(asked) <= most else None
 
 
 def too_many_requests() -> web.Response:
-    """429: somebody looks again and again."""
-    return refusal(429, "Too many looks at this page. Try again.", {"Retry-After": "1"})
+    """The 429 for a page that is requested too often."""
+    return refusal(429, "This page is requested too often. Try again.", {"Retry-After": "1"})
 
 
 def refusal(status: int, message: str, headers: Mapping[str, str] = MappingProxyType({})) -> web.Response:
-    """An error of a page, with the JSON of OpenAI's."""
+    """An error of a page, in the JSON format of OpenAI."""
     body = error_body(Dialect.OPENAI, status, message)
     return web.Response(status=status, body=body, content_type="application/json", headers={**UNSTORED, **headers})

@@ -12,20 +12,20 @@ from llmproxy.core.domain import BackendPace, Explained, Learned, Price
 from llmproxy.core.snapshot import PoolChoices
 
 PRICES_MAX = 500
-"""The most candidates on one page, over all choices and pools. One takes about 15 µs. Further choices are counted."""
+"""The maximum number of candidates on a page, which take about 15 µs each. Further choices are only counted."""
 UNPRICED = "This placement has no prices; the terms of its choices are in the log."
 ALIKE = 0.05
-"""A pace that differs by less than this share from the pool's is shown as the same."""
+"""A pace that differs from the pool's by less than this share is shown as equal."""
 
 
 def choice_pages(pools: Iterable[PoolChoices], now: float, limit: int, wanted: str | None) -> list[dict[str, Any]]:
-    """Each pool with its last `limit` choices, newest first; with `wanted`, those for this request id or label."""
+    """Each pool with its last `limit` choices, newest first; `wanted` selects choices by request id or label."""
     pages, left = [], PRICES_MAX
     for pool in pools:
         found = [choice for choice in pool.choices if wanted is None or wanted in (choice.id, choice.label)]
         shown = []
         for choice in found[:limit]:
-            # One choice is always shown, however large the fleet is.
+            # At least one choice is shown, however large the fleet is.
             if len(choice.prices) > left and left < PRICES_MAX:
                 break
             left -= len(choice.prices)
@@ -39,7 +39,7 @@ def choice_pages(pools: Iterable[PoolChoices], now: float, limit: int, wanted: s
 
 
 def price_line(price: Price, prompt_tokens: int) -> str:
-    """One price as a readable line.
+    """A price as a readable line.
 
     `gpu-2: 0.41 s = queue 0.10 + prefill 0.27 (1,830 of 9,200 tokens uncached) + adapter 0 + harm 0.04`
     """

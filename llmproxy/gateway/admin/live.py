@@ -1,9 +1,9 @@
-"""The page `/ui` and what it asks for: `/debug/live`, `/debug/history`, `/debug/requests`, `/debug/events`,
-`/debug/config`, and `/debug/plain` for browsers without JavaScript.
+"""The page `/ui` and its data: `/debug/live`, `/debug/history`, `/debug/requests`, `/debug/events`, `/debug/config`,
+and `/debug/plain` for browsers without JavaScript.
 
-`GET /debug/live` is the state of this second as JSON, built once for all who look; with `?since=SECOND` it is 204 while
-there is nothing newer. `GET /debug/history?span=900&columns=fleet/,band/` is the past as 32-bit floats.
-`GET /debug/requests` lists requests that ended last, and tells the story of one.
+`GET /debug/live` is the state of this second as JSON, built once for all clients; with `?since=SECOND` it is 204 until
+there is a newer state. `GET /debug/history?span=900&columns=fleet/,band/` is the past as 32-bit floats.
+`GET /debug/requests` lists the last finished requests, or shows the whole course of one request.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ SPAN_MAX_S = TENS * TEN_S
 SPAN_S = 900
 PAGES_PER_S = 20.0
 BURST = 40.0
-"""Pages of the past that may be requested at once after a pause, by all who look."""
+"""The number of pages that all clients together may request at once after a pause."""
 REQUESTS_SHOWN = 100
 REQUESTS_SEARCHED = 1_000
-"""Of those that are remembered, among which a list may choose: to read all of them takes too long."""
+"""The number of remembered requests that a filter searches. Searching all of them takes too long."""
 PREFIXES_MAX = 50
 CHOICES_MAX = 20
 """Choices shown in the story of one request, the newest first."""
@@ -70,11 +70,11 @@ FILTERS: dict[str, Callable[[RequestExit], Iterable[str | None]]] = {
     "band": lambda ended: (ended.input.band,),
     "backend": lambda ended: [attempt.backend for attempt in ended.routing.tried] or (None,),
 }
-"""The values of a request, of which one has to be the one that is asked for; an empty one asks for None."""
+"""Filter name -> values of a request. A request matches if a value equals the filter; an empty filter matches None."""
 
 
 class LivePages:
-    """Answers clients that were admitted before. `clock` is the scheduler's, in seconds."""
+    """Serves the pages. The caller has admitted the client. `clock` is the scheduler's, in seconds."""
 
     def __init__(
         self,
@@ -102,11 +102,11 @@ class LivePages:
         }
 
     def page(self, path: str) -> Callable[[web.BaseRequest], web.Response] | None:
-        """What answers at this path, None for a path of others."""
+        """The handler of a path; None if this class does not serve the path."""
         return self._static.serve if path == UI or path.startswith(f"{UI}/") else self.pages.get(path)
 
     def _live(self, request: web.BaseRequest) -> web.Response:
-        """The state of this second; 204 for one who has it."""
+        """Current snapshot; 204 if the client already has it."""
         if request.query.get("since") == str(self._recorder.history.last_s):
             return web.Response(status=204, headers=UNSTORED)
         packed = "gzip" in request.headers.get("accept-encoding", "")
@@ -115,10 +115,10 @@ class LivePages:
         return web.Response(body=body, content_type="application/json", headers=headers)
 
     def _history(self, request: web.BaseRequest) -> web.Response:
-        """Columns of the last `?span=` seconds whose names begin with one of `?columns=`.
+        """The columns of the last `?span=` seconds whose names begin with a prefix in `?columns=`.
 
-        The body is the length of a JSON head as 32 bits, the head, filled up with blanks to a multiple of four bytes,
-        and the columns one after the other. All numbers are little-endian.
+        The body is the length of a JSON head as 32 bits, the head, padded with blanks to a multiple of four bytes, and
+        the columns one after the other. All numbers are little-endian.
         """
         if not self._bucket.try_take(1.0, self._clock()):
             return too_many_requests()
@@ -133,9 +133,9 @@ class LivePages:
         return web.Response(body=body, content_type="application/octet-stream", headers=UNSTORED)
 
     def _requests(self, request: web.BaseRequest) -> web.Response:
-        """The last requests that ended, the newest first, or with `?request=` the story of one (404 if unknown).
+        """The last finished requests, newest first, or with `?request=` the whole course of one (404 if unknown).
 
-        `?limit=` bounds them (1 to 100). Each of `FILTERS` chooses among the newest 1,000.
+        `?limit=` bounds the list (1 to 100). Filters (see FILTERS) search the newest 1,000 requests.
         """
         now = self._clock()
         if not self._bucket.try_take(1.0, now):
@@ -166,14 +166,14 @@ class LivePages:
         return web.Response(text=page, content_type="text/html", headers={**HEADERS, **UNSTORED})
 
     def _events(self) -> web.Response:
-        """What happened, the newest first: log lines about the proxy and its fleet."""
+        """The events, newest first: log lines about the proxy and its fleet."""
         if not self._bucket.try_take(1.0, self._clock()):
             return too_many_requests()
         epoch_s = self._snapshot.epoch_s
         return page_response({"events": [event_fields(one, epoch_s) for one in self._recorder.events.newest_first()]})
 
     def _configuration(self) -> web.Response:
-        """What is in force, and where each value comes from. Secrets are `***`."""
+        """The settings in force, and the source of each value. Secrets are `***`."""
         if not self._bucket.try_take(1.0, self._clock()):
             return too_many_requests()
         settings = in_force(self._config())
@@ -181,7 +181,7 @@ class LivePages:
         return page_response({"settings": shown, "more": len(settings) - len(shown)})
 
     def _story(self, wanted: str, now: float) -> web.Response:
-        """Everything that is known of one request: its place in the queue, its choices, its end."""
+        """The whole course of one request: its position in the queue, its choices, its attempts and its end."""
         pools = self._recorder.dispatcher.pools
         ended = self._recorder.recent.find(wanted)
         position = pools.position(wanted, now)
@@ -208,7 +208,7 @@ class LivePages:
         return fields
 
     def _waited(self, ended: RequestExit) -> dict[str, Any] | None:
-        """Return why and since when a request waited that ended without a backend; None if it got one."""
+        """Why and since when a request waited that ended without a backend; None if the request got a backend."""
         since_s, arrived_s = ended.routing.queued_s, ended.input.arrived_s
         if since_s is None or arrived_s is None:
             return None
@@ -216,7 +216,7 @@ class LivePages:
         return {"queued_s": round(since_s - arrived_s, 4)} | self._admin.waited(waited)
 
     def _attempt(self, attempt: AttemptRecord, ended: RequestExit) -> dict[str, Any]:
-        """One attempt; instants are seconds from the arrival of its request."""
+        """An attempt as fields of a page. Times are seconds since the arrival of the request."""
         fields: dict[str, Any] = to_builtins(asdict(attempt))
         arrived_s = ended.input.arrived_s or 0.0
         for name in ("queued_s", "granted_s", "first_byte_s", "ended_s"):

@@ -44,7 +44,7 @@ _EVENTS: _Columns = (
 
 
 def plain_page(document: Mapping[str, Any]) -> str:
-    """HTML of a document of `/debug/live`. Every text of others is escaped."""
+    """A document of `/debug/live` as HTML. All its texts are escaped."""
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>llmproxy</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -55,9 +55,9 @@ def plain_page(document: Mapping[str, Any]) -> str:
         _table("Replicas", _BACKENDS, document["backends"]),
         _table("Flows of the last minute", _FLOWS, document["flows"]),
         _table("Events, the newest first", _EVENTS, document["events"]),
-        f"<p>It is read again every {REFRESH_S} s.</p></main></body></html>\n",
+        f"<p>This page reloads every {REFRESH_S} s.</p></main></body></html>\n",
     ]
-    # A name may be no UTF-8.
+    # A name may contain surrogates, which UTF-8 cannot encode.
     return "".join(parts).encode(errors="replace").decode()
 
 

@@ -1,6 +1,6 @@
 """`GET /scale` and `GET /scale/{pool}`: how many replicas each pool needs, for autoscalers and for people.
 
-An autoscaler that gets no number keeps what it has, so what is not known is 503 and never 0.
+An unknown number is answered with 503 and never with 0: an autoscaler without a number keeps its replicas.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from llmproxy.gateway.admin.debug import page_response, refusal
 
 SCALE = "/scale"
 CACHE_S = 1.0
-"""A number is found at most once a second, however many ask."""
+"""The numbers are computed at most once in this time, however many clients ask."""
 STATES = ("up", "starting", "resting", "down", "drained", "leaving")
 
 
 class ScalePages:
-    """Answers clients that were admitted before. `clock` is the scheduler's, in seconds."""
+    """Serves the pages. The caller has admitted the client. `clock` is the scheduler's, in seconds."""
 
     def __init__(
         self, pools: Pools, statuses: Callable[[], Sequence[BackendStatus]], clock: Callable[[], float]
@@ -38,22 +38,22 @@ class ScalePages:
         self._needs_at_s = -CACHE_S
 
     def needs(self) -> dict[str, Need]:
-        """Pool -> how many replicas it needs, at most a second old."""
+        """Pool -> the replicas it needs, at most CACHE_S old."""
         now = self._clock()
         if now >= self._needs_at_s + CACHE_S:
-            found = self._pools.needs(now)
-            kinds = self._groups(found)
+            needs = self._pools.needs(now)
+            groups = self._groups(needs)
             self._needs = {
-                pool: replace(need, groups=(spread(need.need, kinds[pool]) if need.sure else unchanged(kinds[pool])))
-                if pool in kinds
+                pool: replace(need, groups=(spread(need.need, groups[pool]) if need.sure else unchanged(groups[pool])))
+                if pool in groups
                 else need
-                for pool, need in found.items()
+                for pool, need in needs.items()
             }
             self._needs_at_s = now
         return self._needs
 
     def _groups(self, needs: Mapping[str, Need]) -> dict[str, list[Group]]:
-        """The groups of each pool whose backends are in one: those, and for a named pool all that are configured."""
+        """The groups of each pool whose backends have groups. A pool in `scaling.pools` has all configured groups."""
         settings = self._pools.settings.scaling
         configured = {one.name: one for one in settings.groups}
         speeds: dict[str, dict[str, list[float]]] = {}
@@ -62,11 +62,11 @@ class ScalePages:
             pool = self._pools.pool_of(status.name)
             if pool is None or status.group is None:
                 continue
-            found = speeds.setdefault(pool, {}).setdefault(status.group, [])
+            known = speeds.setdefault(pool, {}).setdefault(status.group, [])
             up[pool, status.group] += status.state == "up"
             capacity = needs[pool].capacity
             if capacity is not None:
-                found.append(capacity.speeds[status.name])
+                known.append(capacity.speeds[status.name])
         for pool in settings.pools if configured else ():
             for group in configured:
                 speeds.setdefault(pool, {}).setdefault(group, [])
@@ -83,7 +83,7 @@ class ScalePages:
         }
 
     def page(self, path: str) -> Callable[[web.BaseRequest], web.Response] | None:
-        """What answers at this path, None for a path of others."""
+        """The handler of a path; None if this class does not serve the path."""
         return self._serve if path == SCALE or path.startswith(f"{SCALE}/") else None
 
     def _serve(self, request: web.BaseRequest) -> web.Response:
@@ -104,17 +104,19 @@ class ScalePages:
         return page_response({"pools": pages})
 
     def _states(self) -> dict[str, Counter[str]]:
-        """Pool -> how many backends are in each state. One that has listed no model yet is in the pool of all others of
-        its source, if that is one."""
+        """Pool -> state -> number of backends.
+
+        Backends without a model list yet count toward the pool of the other backends of their source, if it is unique.
+        """
         pools: dict[str, set[str]] = {}
-        found: list[tuple[BackendStatus, str | None]] = []
+        statuses: list[tuple[BackendStatus, str | None]] = []
         for status in self._statuses():
             pool = self._pools.pool_of(status.name)
-            found.append((status, pool))
+            statuses.append((status, pool))
             if pool is not None:
                 pools.setdefault(status.source, set()).add(pool)
         states: dict[str, Counter[str]] = {}
-        for status, pool in found:
+        for status, pool in statuses:
             of_source = pools.get(status.source, set())
             if pool is None and len(of_source) == 1:
                 (pool,) = of_source
@@ -124,7 +126,7 @@ class ScalePages:
 
 
 def shown(pool: str, need: Need, states: Mapping[str, int], *, named: bool) -> dict[str, Any]:
-    """The answer for one pool, of which so many backends are in each state."""
+    """The answer for one pool. `states` maps each state to a number of backends."""
     capacity = need.capacity
     return {
         "pool": pool,

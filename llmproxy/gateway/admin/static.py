@@ -1,4 +1,4 @@
-"""The files of the page, read from the package once and kept compressed."""
+"""The static files of the page, read from the package once, with a compressed copy in memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEADERS = {
 
 
 class StaticFiles:
-    """All files below `FOLDER`, by their paths on the page. They are read when the first one is asked for."""
+    """Serves the files below `FOLDER`. Reads all files at the first request."""
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[bytes, bytes, str, str]] = {}

@@ -1,1 +1,1 @@
-"""HTTP/1 on the client's side: connections, TLS, limits, header fields, errors, routes."""
+"""HTTP/1 with clients: connections, TLS, limits, header fields, errors, routes."""

@@ -1,7 +1,7 @@
-"""Who sent a request: the peer of its connection, or the client that a trusted proxy names.
+"""The client of a request: the peer of its connection, or the client that a trusted proxy names.
 
-Nobody can forge the address of a peer, and anybody can write a header field. `X-Forwarded-For` is therefore read only
-from trusted proxies, from its right end, and past trusted proxies alone (`real_ip_recursive` of nginx).
+The address of a peer cannot be forged, but any client can write header fields. Therefore `X-Forwarded-For` counts only
+from trusted proxies. It is read from the right, past trusted proxies only (as `real_ip_recursive` of nginx).
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ FORWARDING = re.compile(
     r"|l5d-.*|.*(?:client|connecting|proxyuser|real|remote|socket|user)-?(?:ip(?:v6)?|addr(?:ess)?))$",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Names of fields, one a line, by which a proxy says that it sends the request of somebody else."""
+"""Matches names of header fields, one a line, that a proxy adds to the request of another client."""
 NAMES_CHARS_MAX = 2048
-"""The names of a request's fields are remembered up to this length. Most clients always send the same ones."""
+"""The results for lists of field names up to this length are cached. Most clients always send the same names."""
 HOPS_MAX = 32
 """Entries of `X-Forwarded-For` that are read."""
 ADDRESSES_MAX = 10_000
-"""Addresses of which it is remembered whether they are trusted."""
+"""The number of addresses whose trust is cached."""
 
 
 class Client(NamedTuple):
-    """The client of a request.
+    """The client of a request."""
 
-    `address` is the nearest one that is no trusted proxy; it counts for limits, and is logged. It gives rights only
-    where it is `certain`: nothing says that the request is somebody else's. `proxied`: it came from a trusted proxy.
-    """
-
+    # The nearest address outside the trusted proxies, for limits and logs.
     address: str
+    # Whether the request seems to come from this address itself. Otherwise the address gives no rights.
     certain: bool = False
+    # Whether the request came through a trusted proxy.
     proxied: bool = False
 
 
 class InNetworks(dict[str, bool]):
-    """Address -> whether it is in one of these networks; filled when an address is first asked for."""
+    """Address -> whether the address is in the networks. Filled at the first lookup of each address."""
 
     def __init__(self, networks: Sequence[Network]) -> None:
         self._networks = networks
@@ -51,8 +50,8 @@ class InNetworks(dict[str, bool]):
     def __missing__(self, address: str) -> bool:
         if len(self) >= ADDRESSES_MAX:
             self.clear()
-        known = self[address] = bool(address and self._networks) and self._is_in_networks(address)
-        return known
+        found = self[address] = bool(address and self._networks) and self._is_in_networks(address)
+        return found
 
     def _is_in_networks(self, address: str) -> bool:
         parsed = ip_address(address.partition("%")[0])
@@ -67,7 +66,7 @@ class Clients:
         self._proxied = InNetworks(trusted_proxies)
 
     def identify(self, http: web.BaseRequest) -> Client:
-        """The client of this request. A peer that has disconnected has the address ""."""
+        """The client of a request. A peer that has disconnected has the address ""."""
         peer, fields = http.remote or "", http.headers
         if not self._proxied[peer]:
             names = "\n".join(fields)
@@ -79,14 +78,14 @@ class Clients:
             if named is None:
                 break
             address = named
-        # A trusted proxy that names nobody speaks for somebody unknown: it has no rights of its own. An entry that is
-        # left says that the client passes on a request, whether or not that is true.
+        # A trusted proxy that names no client has no rights of its own: the client is unknown. A remaining entry says
+        # that the client forwards the request of another one, true or not.
         certain = not hops and not self._proxied[address] and not _from_foreign_page(fields)
         return Client(address, certain, proxied=True)
 
 
 def _direct_client(peer: str, names: str) -> Client:
-    """The client of a request from `peer`, which is no trusted proxy, with fields of these names, one a line."""
+    """The client of a request from an untrusted `peer` with these field names, one a line."""
     return Client(peer, FORWARDING.search(names) is None)
 
 
@@ -94,20 +93,20 @@ _known_client = lru_cache(maxsize=1024)(_direct_client)
 
 
 def _from_foreign_page(fields: Mapping[str, str]) -> bool:
-    """Whether a page of another server sent this, by a browser at the client's address."""
+    """Whether a web page of another server sent the request, in a browser at the client's address."""
     origin = fields.get("origin")
     return origin is not None and origin.lower().partition("://")[2] != fields.get("host", "").lower()
 
 
 def _address(entry: str) -> str | None:
-    """The address in an entry of `X-Forwarded-For`, without its port; None if it is none."""
+    """The address in an entry of `X-Forwarded-For`, without its port; None if the entry is no address."""
     text = entry.strip()
     if text.startswith("["):
         text = text[1:].partition("]")[0]
     elif text.count(":") == 1:
         text = text.partition(":")[0]
     try:
-        # The zone says something on the machine of that proxy alone, and may be any text.
+        # A zone has a meaning only on the machine of that proxy, and may be any text.
         address = ip_address(text.partition("%")[0])
     except ValueError:
         return None

@@ -1,7 +1,7 @@
 """Limits for one client address: connections, and requests per second.
 
-Requests count by the address of the client, connections by that of the peer, except those of trusted proxies. All
-addresses of one IPv6 network of 64 bits count as one, because one client usually has them all.
+Requests count by the address of the client. Connections count by the address of the peer, unless the peer is a trusted
+proxy. All addresses in an IPv6 network of 64 bits count as one, because a client usually owns the whole network.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llmproxy.gateway.http.client_address import InNetworks
 from llmproxy.gateway.http.errors import Failure
 
 ADDRESSES_MAX = 10_000
-"""Addresses whose rate is remembered. The least recently seen is forgotten first and starts with a full rate."""
+"""The number of addresses whose rate is remembered. The least recently seen address is forgotten first."""
 RETRY_S = 1.0
 
 
@@ -31,7 +31,7 @@ class ClientLimits:
         self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def opened(self, address: str) -> Failure | None:
-        """Count a connection of `address` until it is `closed`. If it is refused, return why, and do not count it."""
+        """Count a connection of `address` until `closed`. Returns a Failure, and counts nothing, if it is refused."""
         limits, key = self._limits, limit_key(address)
         if self._open >= limits.connections_max:
             message = "Too many connections are open here (clients.connections_max, or the limit of open files)."
@@ -77,7 +77,7 @@ class ClientLimits:
 
 
 def limit_key(address: str) -> str:
-    """The key under which an address counts: itself, or the network of 64 bits of an IPv6 address."""
+    """The key under which an address is counted: the IPv4 address, or the IPv6 network of 64 bits."""
     if ":" not in address:
         return address
     parsed = ip_address(address.partition("%")[0])

@@ -1,8 +1,8 @@
-"""One connection of a client: its limits, and the refusal of anything that is not well-formed HTTP/1.
+"""A connection of a client: its limits, and the refusal of anything but well-formed HTTP/1.
 
-The server of aiohttp answers what it cannot parse in plain text, repeats the bytes in answer and log, and never ends a
-request whose body turns out to be broken. This is the only file that uses internals of that server; `tests/strictness`
-checks the behaviour that it relies on.
+The server of aiohttp answers unparsable bytes in plain text, repeats them in answer and log, and never ends a request
+with a broken body. This is the only file that uses internals of that server; `tests/strictness` checks the behaviour
+that it relies on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from llmproxy.gateway.http.wrong_protocol import HTTP2_PREFACE, WrongProtocol, w
 from llmproxy.lifecycle.paced import PacedCalls
 
 LINGER_S = 10.0
-"""How long the rest of a refused body is read, so that a client that still sends can read the answer."""
+"""How long the rest of a refused body is read, so that a client can read the answer while it still sends."""
 
 WRONG_PROTOCOL_CLOSE_S = 1.0
 """How long a client that speaks another protocol gets to close the connection."""
@@ -42,7 +42,7 @@ LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 
 class ConnectionHandler(Protocol):
-    """Handles the requests of connections, and makes the answers to those that are refused."""
+    """Handles the requests of connections, and makes the answers to refused connections and requests."""
 
     @property
     def clients(self) -> ClientLimits:
@@ -52,7 +52,7 @@ class ConnectionHandler(Protocol):
         """Answer one request."""
 
     def refuse(self, request: web.BaseRequest, failure: Failure) -> web.Response:
-        """Count and log bytes that are no request, and make the answer."""
+        """Count and log unparsable bytes, and make the answer."""
 
     def reject(self, failure: Failure) -> bytes:
         """Count and log a connection that ends before any request, and make the bytes of the answer."""
@@ -62,14 +62,14 @@ class PausableWriter(Protocol):
     """Writes answers to the transport without the server library."""
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than is written."""
+        """The client reads more slowly than the proxy writes."""
 
     def resume_writing(self) -> None:
         """The client has caught up."""
 
 
 class ClientConnection(web.RequestHandler):
-    """aiohttp's connection, with limits and with the proxy's own answers to what cannot be parsed."""
+    """aiohttp's connection, with limits and with the proxy's own answers to unparsable bytes."""
 
     __slots__ = (
         "_address",
@@ -102,7 +102,7 @@ class ClientConnection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._wire = cast(asyncio.Transport, transport)
         if transport.get_extra_info("sslcontext") is not None:
-            # It was counted before its handshake.
+            # The connection was counted before its handshake.
             super().connection_made(transport)
             return
         address = peer_address(transport)
@@ -118,7 +118,7 @@ class ClientConnection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         server, handler = cast("ClientServer | None", self._manager), self._task_handler
-        # Else aiohttp cancels it now.
+        # Otherwise aiohttp would cancel the handler now.
         self._task_handler = None
         super().connection_lost(exc)
         if server is not None and handler is not None:
@@ -150,7 +150,7 @@ class ClientConnection(web.RequestHandler):
             if not self._messages:
                 await self._first_message()
             if self._messages and self._messages[0][1] is not EMPTY_PAYLOAD:
-                # Many clients may connect at once. Requests without a body, as of probes, begin at once.
+                # Many clients may connect together. Requests without a body, such as probes, do not wait.
                 await cast(ClientServer, self._manager).turn()
             if self._manager is not None:
                 await super().start()
@@ -166,7 +166,7 @@ class ClientConnection(web.RequestHandler):
             self._waiter = None
 
     def _start_unread_timer(self) -> None:
-        """Limit the time in which the client reads what was written, for which nothing else waits."""
+        """Limit the time in which the client has to read the written bytes, while no handler waits for that."""
         if self._wire is not None and self._unread_timer is None:
             self._unread_timer = self._loop.call_later(self._limits.idle_timeout_s, self._wire.abort)
 
@@ -189,7 +189,7 @@ class ClientConnection(web.RequestHandler):
         self._head_came = self._head_came or bool(self._messages)
         # The first bytes may come before the task that serves this connection waits for them.
         if not self._head_came or (self._waiter is not None and not self._waiter.done()):
-            # Some clients send an empty line after a body. No head begins with it.
+            # Some clients send an empty line after a body, which is no beginning of a head.
             if self._head_bytes or data.strip(b"\r\n"):
                 self._add_head(len(data))
         elif self._head_bytes:
@@ -223,7 +223,7 @@ class ClientConnection(web.RequestHandler):
         self.force_close()
 
     def _reject_protocol(self, wrong: WrongProtocol) -> None:
-        """Answer a client that speaks another protocol, and wait: a client that cannot send on may not read either."""
+        """Answer a client that speaks another protocol, and wait: some clients read nothing while they cannot send."""
         assert self._wire is not None
         # Bytes that still arrive are ignored.
         self._force_close = True
@@ -238,9 +238,9 @@ class ClientConnection(web.RequestHandler):
             return
         broken = self._messages[-1][0]
         if isinstance(broken, _ErrInfo) and isinstance(broken.exc, HttpProcessingError):
-            # The body that is being read cannot be parsed. Its reader would not learn of it otherwise.
+            # The rest of the body cannot be parsed. Without this, its reader would wait forever.
             request.content.set_exception(web.RequestPayloadError(_parse_failure(broken.exc).message))
-            # It has no rest to be read and dropped after the answer.
+            # Nothing is left to be read and dropped after the answer.
             request.content.feed_eof()
 
     def handle_error(
@@ -258,7 +258,7 @@ class ClientConnection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Send the rest of an answer.
 
-        If nothing was sent yet, aiohttp would name itself and its version, and use the HTTP version of the request.
+        If nothing was sent yet, aiohttp would send its own name and version, and the HTTP version of the request.
         """
         resp.headers.setdefault(*SERVER)
         if request.version != HttpVersion10:
@@ -267,9 +267,9 @@ class ClientConnection(web.RequestHandler):
 
 
 class _ChunkedRequest(web.BaseRequest):
-    """A chunked request. Its connection is kept only if the request certainly had no trailer.
+    """A chunked request. Its connection is reused only if the request certainly had no trailer.
 
-    The parser takes the last field of a trailer for a field of the next request.
+    The parser would add the last field of a trailer to the next request.
     """
 
     @property
@@ -278,7 +278,7 @@ class _ChunkedRequest(web.BaseRequest):
 
 
 class ClientServer(web.Server):
-    """Makes a `ClientConnection` of every connection, with TLS if there is a context for it."""
+    """Makes a `ClientConnection` for every connection, with TLS if `tls` is given."""
 
     def __init__(self, handler: ConnectionHandler, limits: ClientsConfig, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(
@@ -331,7 +331,7 @@ def _request(
 
 
 def _parse_failure(error: HttpProcessingError) -> Failure:
-    """The answer to bytes that are no request. It does not repeat them, because they may hold a key."""
+    """The answer to unparsable bytes. It does not repeat them, because they may contain a key."""
     if isinstance(error, LineTooLong):
         return Failure(Outcome.BAD_REQUEST, "The request line or a header field is too long.", status=431)
     if error.message == "Too many headers received":

@@ -40,8 +40,8 @@ class Cors:
     def preflight(self, request: web.BaseRequest) -> web.Response | None:
         """The answer to a preflight; None for any other request.
 
-        Every header field is allowed: none of them carries what a page could not know, and SDKs add their own. Raises
-        Failure (403) for an origin that is not allowed.
+        Every header field is allowed: no field contains a secret that a page does not know, and SDKs add their own
+        fields. Raises Failure (403) for an origin that is not allowed.
         """
         asked = request.headers
         origin = asked.get("origin")
@@ -60,7 +60,7 @@ class Cors:
         return web.Response(status=204, headers=fields)
 
     def answered(self, origin: str | None, varies: str = "") -> Headers:
-        """The fields that let a page of `origin` read an answer. `varies` is the Vary field that the answer has."""
+        """The fields that allow a page of `origin` to read an answer. `varies` is the Vary field of the answer."""
         fields: Headers = []
         if not self._any and not {"origin", "*"} & {name.strip() for name in varies.lower().split(",")}:
             fields.append(("Vary", "Origin"))
@@ -70,7 +70,7 @@ class Cors:
         return fields
 
     def passed_on(self, origin: str | None, fields: Headers) -> Headers:
-        """The fields of a backend's answer, with the proxy's CORS fields in place of its own. Browsers take one set."""
-        kept = [field for field in fields if not field[0].lower().startswith("access-control-")]
-        varies = ",".join(value for name, value in kept if name.lower() == "vary")
-        return kept + self.answered(origin, varies)
+        """The fields of a backend's answer with the proxy's CORS fields instead of its own. Browsers accept one set."""
+        others = [field for field in fields if not field[0].lower().startswith("access-control-")]
+        varies = ",".join(value for name, value in others if name.lower() == "vary")
+        return others + self.answered(origin, varies)

@@ -105,7 +105,7 @@ class Failure(Exception):  # noqa: N818 - an answer to a client, which need not 
         return cls(refused.outcome, refused.message, retry_after_s=refused.retry_after_s)
 
     def response(self, dialect: Dialect, headers: Mapping[str, str]) -> web.Response:
-        """The answer, with `headers` and those of the failure itself, which take precedence."""
+        """The answer with `headers`. Headers of the failure itself take precedence."""
         body = error_body(dialect, self.status, self.message, self.param)
         fields = CIMultiDict({**headers, **self.headers})
         response = web.Response(status=self.status, body=body, content_type="application/json", headers=fields)
@@ -114,7 +114,7 @@ class Failure(Exception):  # noqa: N818 - an answer to a client, which need not 
         return response
 
     def raw(self) -> bytes:
-        """The answer as bytes, for a connection that ends with it."""
+        """The answer as bytes, for a connection that is closed after it."""
         body = error_body(Dialect.OPENAI, self.status, self.message, self.param)
         fields = {**self.headers, "Connection": "close", "Content-Length": len(body)}
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
@@ -123,14 +123,15 @@ class Failure(Exception):  # noqa: N818 - an answer to a client, which need not 
 
 
 def nothing_at(path: str) -> Failure:
-    """The failure for a path that does not exist, or not for this client.
+    """The failure for a path that does not exist, or that this client may not see.
 
-    Some SDKs add /v1 to their base URL and others expect it there, so a path with one too few or too many gets a hint.
+    Some SDKs add /v1 to their base URL and others expect it there. The message names the path with the right number of
+    /v1, if there is one.
     """
     message = f"There is nothing at {path[:200]}."
-    for meant in (f"/v1{path}", path.removeprefix("/v1")):
-        if meant != path and (meant in SCHEDULED or meant == MODELS):
-            message = f"There is nothing at {path}; {meant} is what you may mean."
+    for similar in (f"/v1{path}", path.removeprefix("/v1")):
+        if similar != path and (similar in SCHEDULED or similar == MODELS):
+            message = f"There is nothing at {path}; {similar} is what you may mean."
     return Failure(Outcome.BAD_REQUEST, message, status=404)
 
 
@@ -149,7 +150,7 @@ def error_fields(status: int, message: str, param: str | None = None) -> dict[st
 
 
 def error_event(dialect: Dialect, message: str, status: int = 502) -> bytes:
-    """One SSE event that ends a stream that has begun; `status` is what the answer would have had otherwise."""
+    """An SSE event that ends a stream with an error. `status` is the status of such an error before a stream begins."""
     if dialect is Dialect.ANTHROPIC:
         return b"event: error\ndata: " + error_body(dialect, status, message) + b"\n\n"
     if dialect is Dialect.RESPONSES:

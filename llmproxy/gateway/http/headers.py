@@ -21,7 +21,7 @@ _HOP_BY_HOP = frozenset(
     }
 )
 CREDENTIALS = frozenset({"authorization", "x-api-key", "cookie"})
-"""Fields by which a client identifies itself. They go to backends only if that is configured."""
+"""Fields with the client's credentials. They are forwarded to backends only if `forward_credentials` is set."""
 _NOTHING: frozenset[str] = frozenset()
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _REPLACED_UPSTREAM = frozenset({"host", "content-length", "expect", "x-request-id", "accept-encoding"})
@@ -51,8 +51,7 @@ PRIVILEGED = frozenset(
         *TPOT_HEADERS,
     }
 )
-"""Fields by which a client could choose its place in a queue or in the fleet. Only those of trusted clients are
-forwarded."""
+"""Fields by which a client could choose its priority or its backend. They are forwarded for trusted clients only."""
 
 
 def to_backend(
@@ -75,26 +74,26 @@ def to_backend(
         dropped |= named
     if keep_credentials and authorization is not None:
         dropped |= {"authorization", "x-api-key"}
-    kept = [(name, value) for name, value in fields if (lower := name.lower()) not in dropped and lower not in withheld]
-    kept += [("x-request-id", request_id), ("accept-encoding", "identity")]
+    sent = [(name, value) for name, value in fields if (lower := name.lower()) not in dropped and lower not in withheld]
+    sent += [("x-request-id", request_id), ("accept-encoding", "identity")]
     if authorization is not None:
-        kept.append(("authorization", authorization))
-    return kept
+        sent.append(("authorization", authorization))
+    return sent
 
 
 def to_client(fields: Iterable[tuple[str, str]]) -> Headers:
-    """A backend's end-to-end fields, without those that the proxy sets itself.
+    """A backend's end-to-end fields, without fields that the proxy sets itself.
 
-    Control characters, a line break above all, become spaces (RFC 9110, section 5.5).
+    Control characters such as line breaks become spaces (RFC 9110, section 5.5).
     """
     # Nearly every value is printable ASCII and needs no cleaning.
     fields = [(name, value if value.isascii() and value.isprintable() else _clean(value)) for name, value in fields]
     dropped = _DROPPED_DOWNSTREAM
     if named := named_in_connection(fields):
         dropped |= named
-    kept = [(name, value) for name, value in fields if name.lower() not in dropped]
-    kept.append(SERVER)
-    return kept
+    sent = [(name, value) for name, value in fields if name.lower() not in dropped]
+    sent.append(SERVER)
+    return sent
 
 
 def reason_to_client(reason: str) -> str:
@@ -116,6 +115,6 @@ def as_text(value: str) -> str:
 
 
 def named_in_connection(fields: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """The names that `Connection` fields declare to be for this hop only."""
+    """The names that `Connection` fields declare as hop-by-hop."""
     values = [value for name, value in fields if name.lower() == "connection"]
     return frozenset(token.strip().lower() for value in values for token in value.split(",")) if values else _NOTHING

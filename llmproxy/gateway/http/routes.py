@@ -30,35 +30,34 @@ class Dialect(StrEnum):
 
 
 class Work(StrEnum):
-    """What an engine does for a request of a route, which decides what the request is charged.
+    """The work of an engine for a request, by which the request is charged.
 
-    `GENERATES`: it runs the prompt and generates tokens. `READS`: it runs the prompt only. Both are charged the `usage`
-    in the answer, or the estimate if there is none. `NOTHING`: it runs no model. That is free, whatever the answer
-    says, because its numbers may be the client's own.
+    Work is charged by the `usage` in the answer, or by the estimate without one.
     """
 
+    # The engine computes the prompt and generates tokens.
     GENERATES = "prompt and answer"
+    # The engine computes the prompt only.
     READS = "prompt"
+    # The engine runs no model. Such a request is free, because the numbers in its answer may be the client's own.
     NOTHING = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One scheduled route: its method, how its bodies are read (a GET has none) and what its requests are charged.
-
-    `salted`: vLLM accepts a `cache_salt` there.
-    """
+    """A scheduled route: its method, the kind of its bodies, and the work of its requests."""
 
     path: str
     kind: BodyKind = BodyKind.OTHER
     dialect: Dialect = Dialect.OPENAI
     work: Work = Work.GENERATES
     method: str = "POST"
+    # Whether vLLM accepts a `cache_salt` in the body.
     salted: bool = False
 
     @property
     def computes(self) -> bool:
-        """Whether the engine runs the prompt, so that its prefix cache then has it."""
+        """Whether the engine computes the prompt and adds it to its prefix cache."""
         return self.work is not Work.NOTHING
 
 
@@ -99,7 +98,7 @@ SCHEDULED: dict[str, Route] = {
 }
 
 STORED_RESPONSES = "/v1/responses/"
-"""`GET {id}` and `POST {id}/cancel` below it go to the backend that made the response."""
+"""`GET {id}` and `POST {id}/cancel` below this path go to the backend that made the response."""
 
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER = "/v1/unload_lora_adapter"

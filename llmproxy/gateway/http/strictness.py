@@ -1,8 +1,8 @@
 """Refuses requests that two readers of HTTP/1 could understand differently.
 
-The parser refuses most malformed requests. This module refuses the rest, which the parser accepts and another server
-might read differently (RFC 9112, sections 3.2, 6.1 and 11.2). It closes the connection, because it is not certain where
-the next request would begin.
+The parser refuses most malformed requests. This module refuses requests that the parser accepts and another server may
+read differently (RFC 9112, sections 3.2, 6.1 and 11.2). A refusal closes the connection, because the position of the
+next request is uncertain.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.headers import named_in_connection
 
 SINGLE = ("authorization", "x-api-key", "x-request-id", "content-encoding", "expect")
-"""Fields that the proxy and a backend both may read, so that they must not be repeated. The parser checks others."""
+"""Fields that must not be repeated, because the proxy and a backend may both read them. The parser checks others."""
 
 LOOKALIKES = ("transfer_encoding", "content_length")
-"""Servers that turn `-` into `_` cannot distinguish these from the fields that frame the body."""
+"""Servers that turn `-` into `_` confuse these with the fields that frame the body."""
 
 VERSIONS = (HttpVersion11, HttpVersion10)
-"""The versions of HTTP that are accepted."""
+"""The accepted versions of HTTP."""
 
 _HOST = re.compile(r"([\w.~!$&'()*+,;=%-]*|\[[0-9a-fA-F:.]+\])(:\d{0,5})?", re.ASCII)
 
@@ -58,7 +58,7 @@ def check(request: web.BaseRequest, head_bytes_max: int) -> None:
         raise _refused("The only expectation that this proxy meets is 100-continue.", status=417, param="expect")
     for name in LOOKALIKES:
         if name in headers:
-            raise _refused(f"The header field {name} looks like one that frames the body.", param=name)
+            raise _refused(f"The header field {name} looks like a field that frames the body.", param=name)
     for name in SINGLE:
         if name in headers and len(headers.getall(name)) > 1:
             raise _refused(f"The header field {name} is given more than once.", param=name)

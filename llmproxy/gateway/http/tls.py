@@ -1,4 +1,4 @@
-"""TLS to clients: a certificate that is renewed while the proxy runs, and connections before HTTP begins on them."""
+"""TLS with clients: certificates that are renewed while the proxy runs, and the handshakes of connections."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.wrong_protocol import plain_http
 
 if TYPE_CHECKING:
-    # It has the same origin, and type checkers know it.
+    # uvloop's class is a copy of this one, and type checkers know this one.
     from asyncio.sslproto import SSLProtocol
 else:
     from uvloop.loop import SSLProtocol
 
 CHECK_S = 1.0
-"""How often the files are checked, by a stat of each. A change is used by the second check that finds it."""
+"""How often the files are checked by a stat. A change takes effect at the second check that sees it."""
 PLAIN_HTTP = ("HTTP_REQUEST", "HTTPS_PROXY_REQUEST")
 """OpenSSL's reasons for a first record that is a request line of plain HTTP."""
 
 _log = structlog.get_logger()
 
 
-class _Unusable(Exception):  # noqa: N818 - it tells what is the matter with a file
+class _Unusable(Exception):  # noqa: N818 - the message describes a file
     """The files of one `key` of the configuration cannot be used."""
 
     def __init__(self, key: str, why: str) -> None:
@@ -38,7 +38,7 @@ class _Unusable(Exception):  # noqa: N818 - it tells what is the matter with a f
 
 
 class _Renewed(ssl.SSLContext):
-    """Hands each new connection to the context that is there `now`, because a context forgets no authority."""
+    """Passes new connections to the context `now`. A renewal makes a new one: a context keeps its old authorities."""
 
     now: ssl.SSLContext
 
@@ -123,16 +123,16 @@ def _reason(error: OSError) -> str:
 
 
 def peer_address(transport: asyncio.BaseTransport) -> str:
-    """The address of the peer, "" if it has none."""
+    """The address of the peer; "" if there is none."""
     peer = transport.get_extra_info("peername")
     return str(peer[0]) if isinstance(peer, tuple) else ""
 
 
 class _Handshake:
-    """Stands for uvloop's SSL context and for the TLS object made by it, so that plain HTTP gets an answer.
+    """Replaces uvloop's SSL context and the TLS object made by it, so that plain HTTP gets an answer.
 
-    Without it, uvloop would close a connection that begins with plain HTTP without a word. `wire` is the connection
-    while it is open.
+    Otherwise uvloop would close a connection that begins with plain HTTP without an answer. `wire` is the transport
+    while the connection is open.
     """
 
     def __init__(self, context: ssl.SSLContext, reject: Callable[[Failure], bytes]) -> None:
@@ -161,12 +161,11 @@ class _Handshake:
 
 
 class TlsConnection(SSLProtocol):
-    """uvloop's TLS below the protocol `connection`, counted from the moment of its acceptance.
+    """uvloop's TLS below the protocol `connection`. The connection counts from its acceptance, before the handshake.
 
-    With `create_server(ssl=...)`, a connection is announced only after its handshake, so that limits would not count
-    connections whose handshake never ends. A client with too many connections is cut off before the handshake, which
-    costs far more than an answer; `reject` counts and logs that. A handshake that takes more than `timeout_s` seconds
-    is closed without an answer.
+    With `create_server(ssl=...)`, limits would not count connections whose handshake never ends. A client with too many
+    connections is cut off before the handshake, which costs far more than an answer; `reject` counts and logs that. A
+    connection is closed without an answer if its handshake takes more than `timeout_s` seconds.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class _Http2(WrongProtocol):
     def __init__(self, has_request: bool) -> None:
         message = "This port speaks HTTP/1.1, and the client began with HTTP/2."
         super().__init__(
-            message, "let the client or gateway use HTTP/1.1 (curl: leave out --http2-prior-knowledge)", 505
+            message, "configure the client or gateway for HTTP/1.1 (curl: leave out --http2-prior-knowledge)", 505
         )
         self._request_came = has_request
 
@@ -46,12 +46,12 @@ class _Http2(WrongProtocol):
 
 
 def wrong_protocol(begun: bytes) -> WrongProtocol | None:
-    """The failure of an HTTP connection that begins with these bytes. None if they may be a request."""
+    """The failure of an HTTP connection that begins with these bytes; None if they may begin a request."""
     if begun[:2] == b"\x16\x03":
         # RFC 8446, section 5.1: a record of the handshake, of any version of TLS.
         return WrongProtocol(
             "This port speaks plain http, and the client began with TLS: its URL should begin with http://.",
-            "let clients use http://, or set tls.cert",
+            "use http:// in clients, or set tls.cert",
         )
     return _Http2(_has_request(begun)) if begun.startswith(HTTP2_PREFACE[:16]) else None
 
@@ -60,7 +60,7 @@ def plain_http() -> WrongProtocol:
     """The failure of a client that speaks plain HTTP to a port with TLS."""
     return WrongProtocol(
         "This port speaks TLS, and the client began with plain http: its URL should begin with https://.",
-        "let clients use https://, or leave tls.cert out",
+        "use https:// in clients, or leave tls.cert out",
     )
 
 

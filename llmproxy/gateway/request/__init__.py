@@ -1,1 +1,1 @@
-"""The bytes of a request become facts: parsed body, prefix hashes, tenant, band, flow."""
+"""Reads requests: bodies, prefix hashes, tenant, band and flow."""

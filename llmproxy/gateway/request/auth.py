@@ -17,30 +17,29 @@ from llmproxy.gateway.http.errors import Failure
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The tenant of a request, found by its key, and its rights.
-
-    `band` is the band of its requests if no trusted header names one; None leaves it to the model. No request gets
-    above `band_max`; None: no header raises the band, unless the tenant is `trusted`. `models` are the model names that
-    it may use, None for all. `salt` is the secret that keeps its prefixes apart in the caches of engines, None if it
-    shares them. `key` is the name of the key, never the key.
-    """
+    """The tenant of a request, identified by its key, and the rights of the tenant."""
 
     name: str = ""
+    # The band of requests without a trusted header; None leaves the band to the model.
     band: int | None = None
+    # The highest band of any request. None: a header raises the band only if the tenant is trusted.
     band_max: int | None = None
     weight: float = 1.0
+    # The model names that the tenant may use; None for all.
     models: frozenset[str] | None = None
     trusted: bool = False
     ttft_s: float | None = None
     tpot_s: float | None = None
+    # The secret that separates the tenant's prefixes in the caches of engines; None if the prefixes are shared.
     salt: bytes | None = field(default=None, repr=False)
+    # The name of the key, never the key itself.
     key: str | None = field(default=None, compare=False)
 
     def cache_salt(self, own: str | None) -> str | None:
-        """The `cache_salt` that its requests get instead of `own`, the client's. None if the tenant has no secret.
+        """The `cache_salt` that replaces `own`, the client's. None if the tenant has no secret.
 
-        It is an HMAC (RFC 2104) under the tenant's secret. The client chooses only the message, so it can never match a
-        prefix of another tenant. It has 43 characters, the length that vLLM advises.
+        The salt is an HMAC (RFC 2104) under the tenant's secret. The client chooses only the message, so it can never
+        match a prefix of another tenant. The salt has 43 characters, the length that vLLM recommends.
         """
         if self.salt is None:
             return None
@@ -48,7 +47,7 @@ class Tenant:
         return urlsafe_b64encode(digest(self.salt, message, "sha256")).decode().rstrip("=")
 
     def allows(self, name: str) -> bool:
-        """Whether its clients may use the model `name`. Any other name is answered like one that does not exist."""
+        """Whether the tenant may use the model `name`. A forbidden model is answered like an unknown model."""
         return self.models is None or name in self.models
 
 
@@ -68,7 +67,7 @@ def _utc_now() -> datetime:
 
 
 class Keys:
-    """The client keys, kept as digests so that no dump or log of this object shows one.
+    """The client keys, stored as digests so that no dump or log of this object shows a key.
 
     `wall_clock` is used only for the expiry of keys, which is a date. Everything else runs on a monotonic clock.
     """
@@ -94,10 +93,10 @@ class Keys:
         if not self._keys:
             return NO_TENANT
         digest = presented_digest(headers)
-        # Every key is compared, so that the time taken does not reveal which one was close.
+        # Every key is compared, so that the time does not reveal a close match.
         found = [known for known in self._keys if compare_digest(digest, known.digest)]
         if not found:
-            _refuse("Missing or wrong API key: send one that this proxy accepts as `Authorization: Bearer KEY`.")
+            _refuse("Missing or wrong API key: send a key that this proxy accepts as `Authorization: Bearer KEY`.")
         if found[0].expires is not None and self._wall_clock() >= found[0].expires:
             _refuse("This API key has expired.")
         return found[0].tenant
@@ -137,6 +136,6 @@ def _salt(entry: TenantConfig) -> bytes | None:
     """The secret of a tenant, the same in every process that has this configuration."""
     if entry.cache_salt is None:
         return None
-    # The owner of this key can compute the secret, which gives no more than the key itself gives.
+    # The owner of this key can compute the secret, but gains nothing beyond the rights of the key.
     text = f"{entry.name}\0{entry.keys[0].hash}" if entry.cache_salt == AUTO_SALT else entry.cache_salt
     return sha256(f"llmproxy cache salt\0{text}".encode()).digest()

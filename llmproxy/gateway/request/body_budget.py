@@ -6,33 +6,33 @@ import sys
 from collections.abc import Callable
 
 _FAST_PART = 8
-"""One part in this many of the budget is reserved for bodies that arrive together with their head."""
+"""An eighth of the budget is reserved for bodies that arrive together with their head."""
 
 
 class BodyBudget:
-    """Counts the bytes of all request bodies that are held: arriving, waiting or being sent.
+    """Counts the bytes of all buffered request bodies: arriving, waiting or being sent.
 
-    It counts received bytes, not announced ones, so that a client that announces much and sends little blocks nobody.
-    When the budget is exceeded, one of the largest bodies that still arrive is refused, and small ones continue. Bodies
-    that arrive slowly cannot use the whole budget: a part is reserved for bodies that arrive with their head.
+    Received bytes count, not announced bytes, so a client that announces much and sends little blocks no other client.
+    When the budget is exceeded, a large body that still arrives is refused, and small bodies continue. Bodies that
+    arrive slowly cannot use the whole budget: a part is reserved for bodies that arrive with their head.
     """
 
     def __init__(self) -> None:
         self.buffered_bytes = 0
         self.arriving_bytes = 0
-        # Grouped by the bit length of their size, which finds the largest within a factor of two without a search.
+        # Grouped by the bit length of the size, so that a body within a factor of two of the largest needs no search.
         self._arriving: dict[int, dict[BufferedBody, None]] = {}
         self.bytes_max = self.slow_bytes_max = sys.maxsize
 
     def limit(self, bytes_max: int, body_bytes_max: int) -> None:
-        """Set the limits for all bodies together and for one body. Bodies above the new limits are kept."""
+        """Set the limits for all bodies together and for one body. Bodies above the new limits stay."""
         self.bytes_max = max(bytes_max, body_bytes_max)
         self.slow_bytes_max = max(self.bytes_max - self.bytes_max // _FAST_PART, body_bytes_max)
 
     def make_room(self, bytes_max: int) -> None:
-        """Refuse arriving bodies, the largest first, until at most `bytes_max` bytes are held."""
+        """Refuse arriving bodies, the largest first, until at most `bytes_max` bytes are buffered."""
         while self.buffered_bytes > bytes_max and self._arriving:
-            # Among bodies of similar size, the one that has received nothing for the longest time.
+            # Among bodies of similar size, this body has received nothing for the longest time.
             body = next(iter(self._arriving[max(self._arriving)]))
             body.refused = True
             on_refused = body.on_refused

@@ -1,7 +1,7 @@
-"""Reads what scheduling needs from the bytes of a request body.
+"""Reads the facts for scheduling from the bytes of a request body.
 
-Small bodies are parsed once. Large and dense ones are scanned in slices, because a parser holds the event loop for as
-long as it runs, whatever thread it runs in.
+Small bodies are parsed once. Large and dense bodies are scanned in slices, because a parser blocks the event loop while
+it runs, in any thread.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from llmproxy.gateway.request.parsed_body import (
 from llmproxy.gateway.request.prefix_hash import SALT, Chain, prompt_chain
 from llmproxy.gateway.request.prefix_hash_large import large_prompt_chain
 
-# Text costs little per byte, but every value costs an object: 128 KiB of brackets would hold the loop for 15 ms, and
-# this many values hold it for 2 ms. `benchmarks/parts/body_reader.py` measures it.
+# Text costs little per byte, but every value costs an object: 128 KiB of brackets would block the loop for 15 ms, and
+# this many values block it for 2 ms. `benchmarks/parts/body_reader.py` measures it.
 PARSE_VALUES_MAX = 16 * 1024
 TURN_S = 0.002  # Long enough to make the switches cheap, and short compared with the noise of a token stream.
 OPTION_BYTES_MAX = 64 * 1024
@@ -62,7 +62,7 @@ SEQUENCES_MAX = 1024
 ANSWERED_MAX = 1 << 20
 _NUMBER_CHARS_MAX = 64
 
-# Members that hold what the engine tokenises, in any endpoint.
+# Members with text or tokens of the prompt, in any endpoint.
 _TEXT = (
     "messages", "prompt", "input", "system", "instructions", "query", "queries", "documents", "items", "text_1",
     "text_2", "data_1", "data_2", "texts", "inputs", "token_ids", "tokens", "tools",
@@ -73,25 +73,26 @@ _OPTIONS = (
 # Members by which the engine needs its own prompt for the answer, or answers in several turns.
 _INDIVISIBLE = ("echo", "prompt_logprobs", "use_beam_search", "background")
 _SPLITTABLE = frozenset({BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES, BodyKind.MESSAGES})
-# Members inside messages that the chat template does not turn into text, and those that hold an image or a sound.
+# Members of messages that the chat template does not turn into text.
 _NOT_TEXT = frozenset(
     {"role", "type", "id", "tool_call_id", "call_id", "cache_control", "detail", "format", "media_type", "status"}
 )
 _LABEL_CHARS_MAX = 256
-"""Some templates write roles and ids of calls into the prompt. Longer ones count as text."""
-# Members by which the engine compiles a grammar before it begins.
+"""Some templates write roles and call ids into the prompt. Longer values count as text."""
+# Members that make the engine compile a grammar first.
 _GRAMMAR = frozenset(
     {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "text"}
 )
+# Members that contain an image or a sound.
 _MEDIA = frozenset({"image_url", "image", "input_audio", "audio_url", "video_url", "image_embeds", "audio_embeds"})
 _MEDIA_KEY = re.compile(rb'"(?:%s)"' % b"|".join(name.encode() for name in sorted(_MEDIA)))
 
 
 class BodyReader:
-    """Reads the bodies of one event loop. Large bodies take turns, so that many of them stall it no longer than one."""
+    """Reads the bodies of one event loop. Large bodies take turns, so many stall the loop no longer than one."""
 
     def __init__(self, *, prefixes: bool = False, session_members: Sequence[str] = ()) -> None:
-        """With `prefixes`, the chain of every prompt is computed, for a placement that knows prefixes.
+        """With `prefixes`, compute the hash chain of every prompt, for a placement that uses prefixes.
 
         `session_members` are the top-level members that may name the session.
         """
@@ -100,7 +101,7 @@ class BodyReader:
         self._turns = asyncio.Lock()
 
     async def read(self, body: bytes, kind: BodyKind, content_type: str = "") -> ParsedBody:
-        """Read one body; forms need `content_type`. Raises BadBody. The loop is never held for more than 10 ms."""
+        """Read one body; forms need `content_type`. Raises BadBody. The loop is never blocked for more than 10 ms."""
         if kind is BodyKind.FORM:
             return await self._in_turns(read_form(body, content_type, self._session_members))
         if parses_at_once(body):
@@ -133,7 +134,7 @@ class BodyReader:
 
 
 def parses_at_once(body: bytes) -> bool:
-    """Whether a parser holds the loop for at most about 2 ms. False if unsure, because text may hold brackets too."""
+    """Whether parsing blocks the loop for at most about 2 ms. May be False for a text with many brackets."""
     if len(body) <= 2 * PARSE_VALUES_MAX:
         return True
     # Every value except the outermost follows an opening bracket or a comma.
@@ -141,7 +142,7 @@ def parses_at_once(body: bytes) -> bool:
 
 
 def read_small(body: bytes, kind: BodyKind, session_members: Sequence[str] = ()) -> ParsedBody:
-    """Parse a JSON body in one go. Blocks for as long as that takes. Raises BadBody."""
+    """Parse a JSON body in one go, which blocks the loop. Raises BadBody."""
     return _of_fields(_parsed(body), body, kind, session_members)
 
 
@@ -172,7 +173,7 @@ def _of_fields(
 def read_large(
     body: bytes, kind: BodyKind, prefixes: bool = False, session_members: Sequence[str] = ()
 ) -> Slices[ParsedBody]:
-    """Scan a JSON body of any size in slices. Raises BadBody, but not for broken values that nobody here needs."""
+    """Scan a JSON body of any size in slices. Raises BadBody, but not for broken values that are not read."""
     options = (*_OPTIONS, *_INDIVISIBLE, *PROMPT_ALONE, *(RESPONSE_MEMBERS if kind is BodyKind.RESPONSES else ()))
     grammar = (*_GRAMMAR, "tool_choice")
     found = yield from scan_every(body, (*_TEXT, *options, SALT, *GUARDED, *PROMPT_ALONE, *grammar, *session_members))
@@ -220,10 +221,10 @@ def _is_splittable(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
 
 
 def _is_alike(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
-    """Whether an engine that takes the call for the prompt takes the one for the answer.
+    """Whether an engine that accepts the prefill call also accepts the form of the decode call.
 
-    It tells nobody of what it refuses for its form, so that the prompt would be kept for a lease. What both calls have
-    is refused with the first one.
+    An engine that rejects the form of a decode call does not free the prompt, whose blocks then stay until the KV lease
+    expires. Only members that differ between the two calls are checked: other bad values already fail the prefill.
     """
     counts = [fields.get(name) for name in (*LIMITS[kind], "min_tokens")]
     streams, options = fields.get("stream"), fields.get("stream_options")
@@ -236,7 +237,7 @@ def _is_alike(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
 
 
 def read_form(body: bytes, content_type: str, session_members: Sequence[str] = ()) -> Slices[ParsedBody]:
-    """Find `model` and `stream` in a multipart form. Raises BadBody. A form counts like one sound."""
+    """Find `model` and `stream` in a multipart form, whose prompt counts as a single sound. Raises BadBody."""
     found = yield from scan_form(body, content_type, ("model", "stream", *TRANSFER, *session_members))
     for name in TRANSFER:
         if name in found:
@@ -256,14 +257,13 @@ def read_form(body: bytes, content_type: str, session_members: Sequence[str] = (
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """The size of one text member: bytes of text, exact tokens if it is token ids, and how many prompts it holds.
-
-    `media`: there are images or sounds in it.
-    """
+    """The size of a text member."""
 
     text_bytes: int = 0
+    # The exact number of tokens, if the member contains token ids.
     tokens: int | None = None
     prompts: int = 1
+    # Whether there are images or sounds.
     media: bool = False
 
 
@@ -301,7 +301,7 @@ def _sequences(fields: Mapping[str, Any], sizes: list[_Size]) -> int:
 
 
 def _number(value: Any) -> int:
-    """A count as the engine reads it, for which "8" and 8.0 are 8. 1 if it is no count."""
+    """A count as the engine reads it: "8" and 8.0 are 8. Returns 1 for anything else."""
     if isinstance(value, str) and len(value) <= _NUMBER_CHARS_MAX:
         try:
             value = float(value)
@@ -313,7 +313,7 @@ def _number(value: Any) -> int:
 
 
 def _count(value: Any) -> int | None:
-    """A positive integer as it is. None for anything else, about which the engine itself will complain."""
+    """`value` if it is a positive integer, else None. The engine reports invalid values."""
     return value if type(value) is int and value > 0 else None
 
 
@@ -331,7 +331,7 @@ def _parsed_size(name: str, value: Any) -> _Size:
 
 
 def _text_size(value: Any, with_names: bool, prompts: int = 1) -> _Size:
-    """The size of the text in a parsed value, however deeply it is nested."""
+    """The size of all text in a parsed value, at any depth."""
     total_bytes, media = 0, False
     ahead = [value]
     while ahead:
@@ -366,7 +366,7 @@ def _scanned_size(member: Member) -> _Size:
         return _Size(member.text_bytes)
     lists = member.arrays - 1
     if not member.strings and not member.objects:
-        # Ids, whether flat or in lists, are one more than the commas, including those between the lists.
+        # The number of ids is one more than the number of commas, also in nested lists.
         return _Size(tokens=member.commas + 1, prompts=max(1, lists))
     prompts = 1 if member.objects else max(member.strings, lists)
     return _Size(member.text_bytes, prompts=prompts)
@@ -382,7 +382,7 @@ def _option(body: bytes, name: str, member: Member) -> Any:
 
 
 def _scanned_text(body: bytes, member: Member) -> Any:
-    """The value of a member that may name a session. None if it is too long or broken."""
+    """The value of a member that may name a session; None if it is too long or broken."""
     try:
         return _option(body, "", member)
     except BadBody:

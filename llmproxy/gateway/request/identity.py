@@ -31,7 +31,7 @@ from llmproxy.observe.trace_context import TraceContext
 TTL_HEADER = "x-llm-d-inference-ttl"
 REQUEST_ID_HEADER = "x-request-id"
 FLOW_CHARS_MAX = 256
-TIME_CHARS_MAX = 64  # Of a header with a time. What Go writes is shorter than 32.
+TIME_CHARS_MAX = 64  # The maximum length of a header with a duration. Go writes fewer than 32 characters.
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 # Possessive: with backtracking, digits that can be split in many ways would take exponential time.
@@ -43,26 +43,27 @@ _UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.
 
 @dataclass(frozen=True, slots=True)
 class RequestClass:
-    """How the waiting room treats a request.
+    """How a request is queued."""
 
-    `band` is its priority. `flow` is the queue that shares fairly with others, by `weight`. It waits for at most
-    `ttl_s` seconds. `tenant` is "" for none. `slo` is its objective. `limits` are the names of the usage limits that it
-    counts against. `unknown_objective` is the objective that its header names if that is not configured.
-    """
-
+    # The priority.
     band: int
+    # The flow whose requests share a queue. Flows share the capacity of a band by weight.
     flow: str
+    # The maximum time in the queue, in seconds.
     ttl_s: float
+    # "" for none.
     tenant: str = ""
     weight: float = 1.0
     slo: Slo | None = None
+    # The names of the usage limits that apply to the request.
     limits: tuple[str, ...] = ()
+    # The objective in the header, if it is not configured.
     unknown_objective: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Objective:
-    """What one source (a header, a tenant, a model) says about a request. None leaves the decision to other sources."""
+    """The settings for a request from one source: a header, a tenant or a model. None leaves it to other sources."""
 
     band: int | None = None
     ttft_s: float | None = None
@@ -114,7 +115,7 @@ class Identity:
     ) -> Headers:
         """The header fields for `backend`: with its own key, without privileged fields of a client that is not trusted.
 
-        With a `trace`, the span of this id is the parent of what the backend does; else the client's fields say it.
+        With a `trace`, `span_id` is the parent of the backend's spans; else the client's trace fields are forwarded.
         """
         key = backend.api_key or self._backend_key
         withheld = frozenset() if trusted else self._privileged
@@ -134,7 +135,7 @@ class Identity:
         return bool(backend.api_key or self._backend_key) or not self._keeps_credentials
 
     def key_hint(self, backend: BackendConfig) -> str:
-        """What the log says about a backend that refuses requests for lack of a valid key."""
+        """The log text for a backend that refuses requests because of the key."""
         if backend.api_key or self._backend_key:
             return f"{backend.name} does not accept the key that is configured for it (api_key or backend_api_key)"
         return f"{backend.name} wants a key: set backend_api_key, or its own api_key; keys of clients are not forwarded"
@@ -162,10 +163,10 @@ class Identity:
     def classify(
         self, headers: Mapping[str, str], trusted: bool, requested: str, target: str, tenant: Tenant = NO_TENANT
     ) -> RequestClass:
-        """The class of a request of `tenant` for the model name `requested`, which stands for `target`.
+        """The class of a request of `tenant` for the model name `requested`, which resolves to `target`.
 
         A trusted header takes precedence over the tenant, and the tenant over the model. No request gets above its
-        tenant's `band_max`. Without one, a header cannot raise the band of a tenant, unless the tenant is trusted.
+        tenant's `band_max`. Without `band_max`, a header cannot raise the band, unless the tenant is trusted.
         Raises Failure (400) for a header that counts and is not valid.
         """
         named = _first(headers, OBJECTIVE_HEADERS) if trusted else None
@@ -265,7 +266,7 @@ def parse_duration_s(text: str) -> float | None:
 
 
 def request_id(headers: Mapping[str, str]) -> str | None:
-    """The client's request id, None if it sent none that fits a log line and a header of the engine."""
+    """The client's request id; None if it is missing or unsuitable for log lines and headers."""
     given = headers.get(REQUEST_ID_HEADER)
     return given if given is not None and _REQUEST_ID.fullmatch(given) else None
 

@@ -1,11 +1,11 @@
-"""Finds where the members of a JSON object lie, without building objects, in slices that never hold the loop for long.
+"""Finds the positions of the members of a JSON object, in slices that never block the event loop for long.
 
 A parser turns every element into a Python object before it returns, which is one long stall for a body of many
 megabytes. The scan works on bytes in bulk instead: for each slice it masks escapes, splits at the quotes and sums up
 the brackets between the strings, all in C. A string of 50 MB costs a few passes over memory and no Python loop.
 
-It is exact for valid JSON and refuses broken structure. It does not check numbers or escapes in values that nobody
-needs here, because the engine reads the same bytes and reports such errors itself.
+The scan is exact for valid JSON and refuses broken structure. It does not check numbers or escapes in values that are
+not read, because the engine reads the same bytes and reports such errors.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class BadBody(Failure):
 
 
 class Kind(Enum):
-    """What a member's value is; `LITERAL` is a number, true, false or null."""
+    """The type of a member's value. `LITERAL` is a number, true, false or null."""
 
     STRING = "string"
     ARRAY = "array"
@@ -67,17 +67,14 @@ class Kind(Enum):
 
 @dataclass(slots=True)
 class Member:
-    """One member's value, `body[start:end]`, and sums over its content.
-
-    `text_bytes` is the estimated UTF-8 size of all strings (with object keys, escapes undone, MEDIA_BYTES for each
-    image or sound). `strings`, `colons`, `commas`, `arrays` and `objects` count occurrences outside strings and include
-    the value itself.
-    """
+    """The value of a member, `body[start:end]`, and sums over its content."""
 
     kind: Kind
     start: int
     end: int = 0
+    # The estimated UTF-8 size of all strings and object keys without escapes. An image or sound counts MEDIA_BYTES.
     text_bytes: int = 0
+    # The counts are of occurrences outside strings, and include the value itself.
     strings: int = 0
     colons: int = 0
     commas: int = 0

@@ -17,7 +17,7 @@ FIELD_BYTES_MAX = 4096
 SLICE_BYTES = 1024 * 1024
 
 _BOUNDARY_BYTES_MAX = 256
-# Only space and tab may surround a parameter: parsers differ in what else they take for white space.
+# Only space and tab may surround a parameter: parsers differ about other white space.
 _PARAM = re.compile(
     r"""[ \t]*+;[ \t]*+([\w!#$%&'*+.^`|~-]++)[ \t]*+=[ \t]*+("(?:[^"\\]|\\.)*+"|[!#-:<-\[\]-~]*+)[ \t]*+""", re.ASCII
 )

@@ -1,4 +1,4 @@
-"""What was read from one request body, and the edits that the bytes need before they go to a backend.
+"""A parsed request body, and the edits to its bytes before they go to a backend.
 
 A body is never serialised again. A change, such as the model behind an alias or the usage option of a stream, is
 spliced into the bytes that the client sent.
@@ -20,14 +20,14 @@ from llmproxy.gateway.request.prefix_hash import PREVIOUS, SALT, Chain
 
 KV_TRANSFER = "kv_transfer_params"
 TRANSFER = (KV_TRANSFER, "ec_transfer_params")
-"""Members by which an engine reads the cache of another engine or keeps its own for another, and on which some versions
-crash. They are for operators, never for clients."""
+"""Members that make an engine read the cache of another engine, or keep its own cache for another. Some versions crash
+on them. Clients must not send them."""
 # Members with the engine's own arguments, in which transfer parameters count as well, and the path to them inside.
 _SAMPLING = "sampling_params"
 _ARGUMENTS = {"vllm_xargs": (), _SAMPLING: ("extra_args",)}
 PRIORITY = "priority"
 GUARDED = frozenset({*TRANSFER, *_ARGUMENTS, PRIORITY})
-"""Members by which a client could give an engine orders that are not the client's to give."""
+"""Members that change the work of an engine for other requests. The proxy replaces or refuses them."""
 # Members of `/v1/responses` about stored responses: the response to continue, the id of the new one, whether to store.
 REQUEST_ID, STORE = "request_id", "store"
 RESPONSE_MEMBERS = (PREVIOUS, REQUEST_ID, STORE)
@@ -42,7 +42,7 @@ LIMITS: dict[BodyKind, tuple[str, ...]] = {
 """The members that limit the tokens of an answer, in the order in which the engine looks: the first given one counts.
 """
 PROMPT_ALONE = {"stream": b"false", "stream_options": b"null", "min_tokens": b"0", STORE: b"false"}
-"""Members of a body that a prefill has otherwise: it is one token in one piece, and nothing is kept of it."""
+"""Members of a body that a prefill call replaces: it asks for one token without a stream, and stores nothing."""
 
 ABSENT = object()
 _USAGE_ON = b'"include_usage":true'
@@ -57,44 +57,42 @@ _Edit = tuple[int, int, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Spliced:
-    """The bytes to send, in order, without a copy of what the client sent.
-
-    `hides_usage` says that the engine was asked for a usage event that the client did not ask for.
-    """
+    """The bytes to send, in order, without a copy of the client's bytes."""
 
     parts: tuple[bytes | memoryview, ...]
+    # Whether the proxy, and not the client, asked the engine for a usage event.
     hides_usage: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """What was read from one body.
+    """The facts of one body, and its bytes."""
 
-    `facts` is what scheduling needs. `members` says where values lie, None for a small body, which is scanned only when
-    a splice needs it. `chain` is the chain of the prompt, if it was asked for. `sessions` holds the texts of the
-    members that name a session, by member name. `kept` holds the members of a `/v1/responses` body about stored
-    responses. `guarded` holds every transfer parameter and priority, repeated names included. `sequences` is the number
-    of sequences that the engine may run, without the limit that `facts` has. `splittable`: one engine may compute the
-    prompt and another one the answer. `written_limit` is the limit of the answer that the proxy writes into a body
-    without one.
-    """
-
+    # The input of scheduling.
     facts: RequestFacts
     kind: BodyKind
     body: bytes = field(repr=False)
     stream_options: Any = ABSENT
+    # Positions of values; None for a small body, which is scanned only when a splice needs it.
     members: Mapping[str, Member] | None = field(default=None, repr=False)
+    # The hash chain of the prompt; None if no chain was computed.
     chain: Chain | None = field(default=None, repr=False)
+    # Member name -> text, for members that name a session.
     sessions: Mapping[str, str] = field(default_factory=dict, repr=False)
+    # The members of a `/v1/responses` body about stored responses.
     response_members: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    # Every transfer parameter and priority, repeated names included.
     guarded: tuple[tuple[str, Member], ...] = field(default=(), repr=False)
+    # The number of sequences that the engine may run. `facts.sequences` is capped, this number is not.
     sequences: int = 1
+    # Whether one engine may compute the prompt and another engine the answer.
     splittable: bool = False
+    # The limit of the answer that the proxy writes into the body.
     written_limit: int | None = None
 
     @property
     def stores(self) -> bool:
-        """Whether the engine may store its response. It may if the body does not say."""
+        """Whether the engine may store its response, which is the default."""
         return as_bool(self.response_members.get(STORE, True)) is True
 
     def text(self, name: str) -> str | None:
@@ -108,11 +106,11 @@ class ParsedBody:
             return None  # The engine reads the same bytes and reports the error.
 
     def has(self, name: str) -> bool:
-        """Whether there is a top-level member `name`. Of a large body, only members that were looked for are known."""
+        """Whether there is a top-level member `name`. For a large body, the reader must have looked for the name."""
         return self._member(name) is not None
 
     def answer_limits(self) -> list[tuple[str, bytes]]:
-        """Names and JSON values of the members that limit the answer: the one that counts, or all that may count."""
+        """Names and JSON values of the members that limit the answer: the member in effect, or all possible ones."""
         names = LIMITS[self.kind]
         members = drain(scan_members(self.body, (*names, _SAMPLING))) if self.members is None else self.members
         texts = {name: self.body[one.start : one.end] for name, one in members.items() if name in (*names, _SAMPLING)}
@@ -170,7 +168,7 @@ class ParsedBody:
             self._set(SALT, orjson.dumps(salt), edits, added)
         if added:
             start = self.body.index(b"{") + 1
-            # A body that streams says so in a member, so it is not empty.
+            # A streaming body has the member `stream`, so it is not empty.
             last = b"" if not self.facts.stream and _CLOSES.match(self.body, start) else b","
             edits.append((start, start, b",".join(added) + last))
         return Spliced(_spliced(self.body, sorted(edits)), usage is not None)
@@ -246,7 +244,7 @@ def _check_arguments(value: bytes, name: str, *path: str) -> Slices[None]:
 
 
 def as_bool(value: Any) -> bool | None:
-    """The truth value of a JSON value, read as generously as the engine does: null is false. None if it has none."""
+    """The truth value of a JSON value by the generous rules of the engine: null is false. None for other values."""
     if value is None or isinstance(value, bool):
         return bool(value)
     if isinstance(value, int | float) and value in (0, 1):

@@ -1,18 +1,18 @@
 """Identifies a prompt by a chain of block hashes over its canonical bytes. Prompts with the same start share hashes.
 
-The *canonical bytes* hold what an engine would tokenise, in the order of a chat template: tools and system, then one
-message after the other. A message is its mark, its text, its other relevant members, its role and its name. Nothing
-depends on what comes later, so the chain of a conversation begins with the chain of every earlier turn, answers
-included. Text is unescaped, so the spelling and whitespace of the JSON do not matter, nor does it matter whether text
-is a string or the only part of a list. Images and sounds count by a hash of their bytes. Left out is what vLLM drops
-before it applies the template: the attribution header of Claude Code (the first line of a system text, different in
-each run), members of tools and messages that only the API uses, and empty members and parts. Equal bytes do not prove
-equal tokens, because a template may look ahead. They need not: the chain is a prediction, and the engine decides.
+The *canonical bytes* contain the text that an engine would tokenise, in the order of a chat template: tools and system,
+then one message after the other. A message consists of its mark, its text, its other relevant members, its role and its
+name. No byte depends on later content, so the chain of a conversation begins with the chain of every earlier turn,
+answers included. Text is unescaped, so the spelling and whitespace of the JSON do not matter. A list with one text part
+equals the text. Images and sounds count by a hash of their bytes. The bytes leave out content that vLLM drops before it
+applies the template: the attribution header of Claude Code (the first line of a system text, different in each run),
+members of tools and messages that only the API uses, and empty members and parts. Equal bytes do not prove equal
+tokens, because a template may look ahead. They need not: the chain is a prediction, and the engine decides.
 
-The *chain* is that of prefix-caching routers, in bytes instead of tokens: hash 0 = H(`cache_salt`), hash n = H(hash
-n-1, block n), with XXH64 and the previous hash as its seed, over full blocks only. It is the same in every process. A
-body is read before the meaning of its model name is known, so model and adapter are mixed into the finished hashes.
-The chain protects nothing: a crafted collision only spoils predictions for the same model, adapter and salt.
+The *chain* is computed as in prefix-caching routers, over bytes instead of tokens: hash 0 = H(`cache_salt`), hash n =
+H(hash n-1, block n), with XXH64 and the previous hash as its seed, over full blocks only. The chain is the same in
+every process. A body is read before its model name is resolved, so model and adapter are mixed into the finished
+hashes. The chain protects nothing: a crafted collision only spoils predictions for the same model, adapter and salt.
 
 This module reads parsed bodies; `prefix_hash_large` reads large bodies in slices, with the same result.
 """
@@ -55,8 +55,8 @@ _HEADER_BYTES = HEADER.encode()
 PIECES_MAX = 10_000
 DEPTH_MAX = 8  # Deeper values are taken as JSON; no real content is that deep.
 MESSAGE, PART, MEMBER, MEDIUM = b"\x1e", b"\x1d", b"\x1f", b"\x1c"  # The marks before each in the canonical bytes.
-# Members of messages and their parts that hold text, those that hold an image or a sound, and (SKIPPED) those that
-# templates leave out: members for the API, and the reasoning of earlier turns.
+# Members of messages and their parts: TEXT, MEDIA (an image or a sound), and SKIPPED, which templates leave out
+# (members for the API, and the reasoning of earlier turns).
 TEXT = frozenset({"content", "text", "output"})
 MEDIA = frozenset(
     {"image_url", "image", "input_audio", "audio_url", "video_url", "image_embeds", "audio_embeds", "source"}
@@ -161,11 +161,11 @@ def prompt_chain(fields: Mapping[str, Any], kind: BodyKind) -> Chain:
 
 
 def answer_bytes(answer: Any, kind: BodyKind) -> bytes:
-    """The canonical bytes of an answer, by which the chain of its prompt becomes the start of the next turn's chain.
+    """The canonical bytes of an answer. The chain of its prompt, extended by them, begins the chain of the next turn.
 
-    `answer` is what the client will send back: the message of a chat choice, the `content` list of an Anthropic
-    message, the `output` list of a response, or the text of a completion. Empty if the chain of the next turn would end
-    early.
+    `answer` is the part that the client will send back: the message of a chat choice, the `content` list of an
+    Anthropic message, the `output` list of a response, or the text of a completion. Empty if the chain of the next turn
+    would end early.
     """
     out: list[bytes] = []
     try:
@@ -254,7 +254,7 @@ def _content(out: list[bytes], value: Any, depth: int, system: bool = False) -> 
 
 
 def _item(out: list[bytes], item: dict[str, Any], depth: int, system: bool) -> None:
-    """One message, one part of its content, or one of its tool calls."""
+    """A message, a part of its content, or a tool call."""
     last = dict.fromkeys(LAST, b"")
     for name, value in item.items():
         if len(out) > PIECES_MAX:

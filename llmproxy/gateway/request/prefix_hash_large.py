@@ -123,7 +123,7 @@ class _CanonicalReader:
         self._values_due = _VALUES_PER_SLICE
 
     def chain(self) -> Chain:
-        """The chain of what was read."""
+        """The chain of the members read so far."""
         self._chain = self._chain.extended(b"".join(self._written))
         self._written = []
         return self._chain
@@ -147,7 +147,7 @@ class _CanonicalReader:
         self._written_bytes += len(text)
 
     def _due(self) -> bool:
-        """Whether a pause is due. If so, the chain was extended by what was written."""
+        """Whether a pause is due. If so, the written bytes have been added to the chain."""
         if self._values < self._values_due and self._written_bytes < self._bytes_due:
             return False
         if self._values > _VALUES_MAX or len(self.chain().hashes) == BLOCKS_MAX:

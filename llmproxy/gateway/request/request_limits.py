@@ -25,45 +25,45 @@ _COMPLETION_TOKENS = 16
 
 
 class RequestLimits:
-    """The limits of one configuration. It is false where there are none."""
+    """The request limits of one configuration. False if there are none."""
 
     def __init__(self, config: Config) -> None:
-        self._tenants = {one.name: one.limits for one in config.tenants if _limits_one(one.limits)}
-        self._models = {one.name: one.limits for one in config.models if _limits_one(one.limits)}
+        self._tenants = {one.name: one.limits for one in config.tenants if _has_request_limit(one.limits)}
+        self._models = {one.name: one.limits for one in config.models if _has_request_limit(one.limits)}
 
     def __bool__(self) -> bool:
         return bool(self._tenants or self._models)
 
     def apply(self, route: Route, parsed: ParsedBody, tenant: str, target: Target, estimator: Estimator) -> ParsedBody:
-        """The body, with the limit of its answer to be written if it has none. Raises Failure (400) for one beyond."""
+        """Check a body against its limits, and set the limit of its answer if it has none. Raises Failure (400)."""
         of_tenant, of_model = f"tenant {tenant}", f"model {target.requested[:200]}"
-        found = [(of_tenant, self._tenants.get(tenant))]
-        found += [(of_model, self._models.get(name)) for name in dict.fromkeys((target.requested, target.model))]
-        held = [(whose, limits) for whose, limits in found if limits is not None]
-        if not held or not route.computes:
+        sources = [(of_tenant, self._tenants.get(tenant))]
+        sources += [(of_model, self._models.get(name)) for name in dict.fromkeys((target.requested, target.model))]
+        owners = [(owner, limits) for owner, limits in sources if limits is not None]
+        if not owners or not route.computes:
             return parsed
         prompt_tokens = _at_least(parsed.facts, estimator.bytes_per_token(target.model))
-        for whose, limits in held:
+        for owner, limits in owners:
             most = limits.prompt_tokens_max
             if most is not None and prompt_tokens > most:
                 about = "" if parsed.facts.prompt_tokens is not None else "about "
                 _refuse(
-                    f"The prompt has {about}{prompt_tokens:,} tokens, and a request of the {whose} may have {most:,}"
+                    f"The prompt has {about}{prompt_tokens:,} tokens, and a request of the {owner} may have {most:,}"
                     " (prompt_tokens_max): send a shorter prompt.",
                     "prompt",
                 )
-        ceilings = [(limits.max_tokens_max, whose) for whose, limits in held if limits.max_tokens_max is not None]
+        ceilings = [(limits.max_tokens_max, owner) for owner, limits in owners if limits.max_tokens_max is not None]
         if route.work is not Work.GENERATES or parsed.kind not in LIMITS or not ceilings:
             return parsed
-        most, whose = min(ceilings)
+        most, owner = min(ceilings)
         given = parsed.answer_limits()
-        # How much of the context is left to each conversation of a batch is not known.
+        # The context that is left to each conversation of a batch is unknown.
         for name, value in given or ([("max_tokens", b"null")] if route.path == _BATCH else []):
             asked = orjson.loads(value)
             if type(asked) is not int:
-                _refuse(f"{name} should be an integer of at most {most:,}, the max_tokens_max of the {whose}.", name)
+                _refuse(f"{name} should be an integer of at most {most:,}, the max_tokens_max of the {owner}.", name)
             if asked > most:
-                asks = f"{name} is {asked:,}, and a request of the {whose} may ask for {most:,} (max_tokens_max)"
+                asks = f"{name} is {asked:,}, and a request of the {owner} may ask for {most:,} (max_tokens_max)"
                 _refuse(f"{asks}: ask for less.", name)
         if given or parsed.kind not in _WRITTEN:
             return parsed
@@ -77,16 +77,16 @@ class RequestLimits:
 
 
 def _at_least(facts: RequestFacts, bytes_per_token: float) -> int:
-    """The tokens that a prompt has in all likelihood, for no prompt should be refused by mistake.
+    """A low estimate of the tokens of a prompt, so that no prompt is refused by mistake.
 
-    The text around short messages, of which the proxy sees nothing, makes the learned bytes per token small.
+    The learned bytes per token are too small for long prompts if the engine's template adds text to short messages.
     """
     if facts.prompt_tokens is not None:
         return facts.prompt_tokens
     return round(facts.prompt_bytes / max(bytes_per_token, Estimate().bytes_per_token))
 
 
-def _limits_one(limits: LimitsConfig) -> bool:
+def _has_request_limit(limits: LimitsConfig) -> bool:
     return limits.prompt_tokens_max is not None or limits.max_tokens_max is not None
 
 

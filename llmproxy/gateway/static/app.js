@@ -1,11 +1,11 @@
-// The page: asks for the state of the proxy once a second, and hands it to the view that is shown.
+// The page: requests the state of the proxy once a second, and passes it to the current view.
 
 import { forgetColours } from "./lib/chart.js";
 import { history, json, key, LockedError, pool, RefusedError, UnreachableError } from "./lib/client.js";
 import { h, put } from "./lib/dom.js";
 import { clock } from "./lib/format.js";
 import { History } from "./lib/history.js";
-import { inBrowser } from "./lib/kept.js";
+import { inBrowser } from "./lib/storage.js";
 import { caches } from "./views/caches.js";
 import { configuration } from "./views/configuration.js";
 import { decisions } from "./views/decisions.js";
@@ -17,7 +17,7 @@ import { time } from "./views/time.js";
 
 const VIEWS = { now, replicas, flows, requests, decisions, caches, time, configuration };
 const SPANS = { "5 min": 300, "15 min": 900, "1 h": 3600, "24 h": 86400 };
-// A row of the history is written at each full second of the proxy's clock. A page asks soon after that, and not all at once.
+// The proxy writes a row of the history at each full second of its clock. Pages ask soon after, at random times.
 const AFTER_ROW_MS = 60 + Math.random() * 300;
 const AGAIN_MS = 250;
 const RETRY_MS = 1000;
@@ -27,7 +27,7 @@ const AROUND_S = 60;
 const THEME = "llmproxy-theme";
 const element = (id) => document.getElementById(id);
 
-/** What the views read. `offset` is what has to be added to the proxy's clock for a Unix time, `moment` the Unix time that was asked for. */
+/** The state that the views read. `offset` is Unix time minus the proxy's clock, `moment` a requested Unix time. */
 const store = {
   live: null,
   history: null,
@@ -43,7 +43,7 @@ const store = {
     Object.assign(store, { zoom, moment });
     shown.view?.update?.(store);
   },
-  /** Shows what was around a Unix time. Where the span of the plots does not reach back so far, a longer one does. */
+  /** Zooms to a Unix time. Sets a longer span if the current one does not reach back to that time. */
   lookAt: (unix) => {
     const age = (store.live?.unix_s ?? Date.now() / 1000) - unix + AROUND_S;
     if (age > store.span) setSpan(Object.values(SPANS).find((span) => span >= age) ?? Math.max(...Object.values(SPANS)));
@@ -64,16 +64,16 @@ async function loadHistory() {
   historyAsked += 1;
   const [turn, span] = [historyAsked, store.span];
   const answer = await history(span, columns);
-  // A slow answer to an earlier question would replace a newer one.
-  if (turn === historyAsked) store.history = History.of(answer, span);
+  // An older request may be answered later than a newer one.
+  if (turn === historyAsked) store.history = History.fromAnswer(answer, span);
 }
 
 async function loadEvents() {
   store._events.clear();
-  keepEvents((await json("/debug/events")).events);
+  addEvents((await json("/debug/events")).events);
 }
 
-function keepEvents(events) {
+function addEvents(events) {
   for (const event of [...events].reverse()) store._events.set(event.serial, event);
   for (const serial of store._events.keys()) {
     if (store._events.size <= EVENTS_MAX) break;
@@ -81,7 +81,7 @@ function keepEvents(events) {
   }
 }
 
-/** Asks once. Returns after how many milliseconds to ask again. */
+/** Requests the state once. Returns the milliseconds until the next request. */
 async function tick() {
   if (store.paused || document.hidden) return RETRY_MS;
   let wait = RETRY_MS;
@@ -95,7 +95,7 @@ async function tick() {
   } catch (error) {
     if (error instanceof LockedError) await lock();
     else if (error instanceof UnreachableError) lostSince ??= Date.now() / 1000;
-    else if (!(error instanceof RefusedError)) throw error; // Where many look at once, it is asked again later.
+    else if (!(error instanceof RefusedError)) throw error; // A rate limit: ask again later.
   }
   drawStatus();
   return wait;
@@ -103,14 +103,14 @@ async function tick() {
 
 async function take(found, before) {
   if (before && before.version !== found.version) {
-    // Another version has other files.
+    // Another version of the proxy has other files of the page.
     location.reload();
     return;
   }
   store.offset = found.unix_s - found.now_s;
   const anew = before?.instance !== found.instance;
   if (anew) await loadEvents();
-  else keepEvents(found.events);
+  else addEvents(found.events);
   store.live = found;
   const passed = store.history === null ? 0 : found.second - store.history.last;
   const coarse = store.span > 900;
@@ -128,7 +128,7 @@ function draw() {
   drawLeaders(cluster);
 }
 
-/** Where pools have leaders of their own: which of them this page is about, and where the others are shown. */
+/** Shows which leader this page is about, and links to the other leaders, if pools have their own. */
 function drawLeaders(cluster) {
   const leaders = cluster ? [["", cluster.leader], ...Object.entries(cluster.pools).map(([name, one]) => [name, one.leader])] : [];
   const host = element("leaders");
@@ -150,8 +150,8 @@ function drawStatus() {
   const { level, text } = store.live?.summary ?? { level: "", text: "Connecting…" };
   summary.dataset.level = state === "lost" ? "bad" : state === "locked" ? "warning" : level;
   const said = {
-    lost: `The proxy is not reachable since ${clock(lostSince)}. What is shown is old.`,
-    locked: "The proxy shows this to those who have its admin key.",
+    lost: `The proxy is not reachable since ${clock(lostSince)}. The data is old.`,
+    locked: "The proxy shows this page only with its admin key.",
     paused: `Paused at ${clock(store.live?.unix_s ?? Date.now() / 1000)}. ${text}`,
     live: text,
   }[state];
@@ -161,7 +161,7 @@ function drawStatus() {
 
 // Views
 
-/** A part of the address; people also write some that cannot be decoded. */
+/** Decodes a part of the address, or returns it unchanged if it is invalid. */
 function decoded(part) {
   try {
     return decodeURIComponent(part);
@@ -218,23 +218,23 @@ function setSpan(span) {
 function pause() {
   store.paused = !store.paused;
   element("pause").setAttribute("aria-pressed", store.paused);
-  put(element("pause"), store.paused ? "Go on" : "Pause");
+  put(element("pause"), store.paused ? "Continue" : "Pause");
   drawStatus();
   if (!store.paused) tick();
 }
 
-/** The theme that the person chose here, or that of the system. */
-function wear() {
+/** Applies the chosen theme, or the theme of the system. */
+function applyTheme() {
   store.theme = store.chosen || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   document.documentElement.dataset.theme = store.theme;
   forgetColours();
   draw();
 }
 
-function turn() {
+function toggleTheme() {
   store.chosen = store.theme === "dark" ? "light" : "dark";
   inBrowser.set(THEME, store.chosen);
-  wear();
+  applyTheme();
 }
 
 function showDialog(title, ...children) {
@@ -248,20 +248,20 @@ function showDialog(title, ...children) {
 async function lock() {
   const first = !locked;
   locked = true;
-  if (first) askKey(key.get() ? "This key was refused." : "The proxy shows its state to those with its admin key.");
+  if (first) askKey(key.get() ? "This key was refused." : "The proxy shows its state only with its admin key.");
 }
 
-/** Asks for the key, says why, and tries it at once. */
+/** Asks for the admin key with a reason, and tries the key at once. */
 export function askKey(why) {
   const input = h("input", { type: "password", id: "admin-key", autocomplete: "current-password", value: key.get() });
   const form = h("form", { method: "dialog", onsubmit: () => {
     key.set(input.value.trim());
     locked = false;
-    // Once the dialog is closed: a key that is refused at once opens it again.
+    // After the dialog is closed: a refused key opens it again.
     setTimeout(tick);
   } },
   h("p", {}, why), h("label", { htmlFor: "admin-key" }, "Admin key"), input,
-  h("p", { className: "quiet" }, "It is kept in this tab until the tab is closed."), h("button", { type: "submit", className: "main" }, "Use it"));
+  h("p", { className: "quiet" }, "The key stays in this tab until the tab is closed."), h("button", { type: "submit", className: "main" }, "Use it"));
   showDialog("Admin key", form);
   input.focus();
 }
@@ -269,8 +269,8 @@ store.askKey = askKey;
 
 const KEYS = [
   ["/", "find a request", () => { location.hash = "#requests"; setTimeout(() => element("find")?.focus(), 0); }],
-  ["p", "pause, or go on", pause],
-  ["t", "light or dark", turn],
+  ["p", "pause or continue", pause],
+  ["t", "light or dark", toggleTheme],
   ...Object.entries(SPANS).map(([name, span], at) => [String(at + 1), `plots of ${name}`, () => setSpan(span)]),
   ["Escape", "show the whole span again", () => store.zoomTo(null)],
   ["?", "these keys", () => showDialog("Keys", h("dl", { className: "keys" }, KEYS.flatMap(([name, what]) => [h("dt", {}, h("kbd", {}, name)), h("dd", {}, what)])))],
@@ -293,12 +293,12 @@ function begin() {
   }
   setSpan(store.span);
   element("pause").addEventListener("click", pause);
-  element("theme").addEventListener("click", turn);
-  element("key").addEventListener("click", () => askKey("Where the proxy has an admin key, everything needs it."));
+  element("theme").addEventListener("click", toggleTheme);
+  element("key").addEventListener("click", () => askKey("If the proxy has an admin key, all data needs the key."));
   element("help").addEventListener("click", () => KEYS.at(-1)[2]());
   store.chosen = inBrowser.get(THEME);
-  wear();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", wear);
+  applyTheme();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyTheme);
   addEventListener("keydown", press);
   addEventListener("hashchange", route);
   document.addEventListener("visibilitychange", () => tick());
@@ -308,7 +308,7 @@ function begin() {
     try {
       wait = await tick();
     } finally {
-      // An error is seen in the console, and the page goes on.
+      // An error appears in the console, and the page continues.
       setTimeout(loop, wait);
     }
   };

@@ -1,4 +1,4 @@
-"""Who may see the pages for operators, how often, and what they show."""
+"""Pages for operators: access, rate limit and content."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pages(clock: Callable[[], float] = lambda: 0.0, seats: int = 1, **fields: An
 
 
 def look(headers: dict[str, str] | None = None, peer: str | None = "127.0.0.1", query: str = "") -> web.BaseRequest:
-    # A mock has no peer. None stands for a peer that has disconnected.
+    # A mock has no peer. None: the peer has disconnected.
     made = make_mocked_request("GET", f"{QUEUE}{query}", headers=headers)
     return made if peer is None else made.clone(remote=peer)
 

@@ -1,4 +1,4 @@
-"""Whose request it is: the peer's, or that of the client that a trusted proxy names."""
+"""The client of a request: the peer, or the client that a trusted proxy names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FORWARDING = [
     "X-Arr-Log-Id",
     "l5d-client-id",
 ]
-"""What nginx, HAProxy, Envoy, Traefik, Caddy, Apache, Linkerd and content delivery networks add."""
+"""Fields that nginx, HAProxy, Envoy, Traefik, Caddy, Apache, Linkerd and content delivery networks add."""
 ORDINARY = [
     "Host",
     "Accept",

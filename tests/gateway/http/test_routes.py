@@ -1,4 +1,4 @@
-"""The table of routes: what is in it, what must not be, and that its page in the docs is complete."""
+"""The table of routes: served and absent paths, and the completeness of its page in the docs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client sends back is read of an answer once it has ended; the next turn begins with the chain of both."""
+"""A completed answer extends the chain of its prompt, and the chain of the next turn begins with the result."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ ITEMS = [item.to_dict() for item in Response.construct(**RESPONSE).output]
 
 
 class Reading:
-    """Kept answers, and what was read of them."""
+    """Captured answers, and the hashes that were read from them."""
 
     def __init__(self) -> None:
         self.notified: list[tuple[Grant, tuple[int, ...]]] = []
@@ -269,7 +269,7 @@ async def test_the_next_turn_begins_with_the_hashes_of_this_one(
 @pytest.mark.parametrize(
     ("kind", "raw"),
     [
-        # Of turns gone by, templates leave the reasoning out: what was computed after it no later prompt finds.
+        # Templates drop the reasoning of earlier turns, so later prompts do not match blocks after it.
         (CHAT, chat_stream({"reasoning": "Hm."}, {"content": SAID})),
         (CHAT, chat_stream({"reasoning_content": "Hm."}, {"content": SAID})),
         (CHAT, chat_body(content=SAID, reasoning="Hm.")),

@@ -1,4 +1,4 @@
-"""Why an engine failed, from what it says, in every spelling that engines and routers are known to use."""
+"""The cause of a failure, from all known forms of errors of engines and routers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded streams, cut anywhere, come out the same; what they say is learned; one event can be hidden."""
+"""Recorded streams, cut anywhere, are relayed unchanged, read for tokens, usage and errors, and can hide the usage."""
 
 from collections.abc import Callable, Iterator
 from random import Random

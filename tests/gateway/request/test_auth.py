@@ -145,7 +145,7 @@ def test_salts_differ_between_tenants_for_any_client_salt() -> None:
 
 
 def test_a_key_that_moves_to_another_tenant_gets_another_salt() -> None:
-    """The new tenant must not learn what the old one has cached."""
+    """The new tenant must not detect prefixes that the old tenant has cached."""
     entries = [{"name": name, "keys": [hash_of("key")], "cache_salt": "auto"} for name in ("before", "after")]
     before, after = (Keys(config(tenants=[entry])).check(bearer("key")) for entry in entries)
     assert before.cache_salt("x") != after.cache_salt("x")

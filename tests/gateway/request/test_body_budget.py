@@ -1,4 +1,4 @@
-"""The budget for request bodies is kept, and refuses one of the largest."""
+"""The budget for request bodies is not exceeded, and large bodies are refused first."""
 
 from __future__ import annotations
 

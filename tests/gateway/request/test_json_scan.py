@@ -1,4 +1,4 @@
-"""The scan finds what a parser finds, with any whitespace and slice size, and refuses everything else."""
+"""The scan finds the same members as a parser, with any whitespace and slice size, and refuses everything else."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Splices change exactly what they should, and guarded members never reach an engine."""
+"""Splices change only the intended bytes, and guarded members never reach an engine."""
 
 import json
 from typing import Any

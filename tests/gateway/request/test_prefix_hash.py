@@ -1,4 +1,4 @@
-"""Prompts with equal text have equal chains, and the chain of a conversation begins with that of every earlier turn."""
+"""Prompts with equal text have equal chains, and a conversation begins with the chain of each earlier turn."""
 
 import json
 import subprocess
@@ -165,7 +165,7 @@ ENGINES_MESSAGE = said("assistant", LONG, refusal=None, annotations=None, tool_c
     ("kind", "name", "first", "answer", "turns"),
     [
         (BodyKind.CHAT, "messages", [said("user", LONG)], ENGINES_MESSAGE, [ENGINES_MESSAGE]),
-        # A client library may write the role last and leave out what is empty.
+        # A client library may write the role last and leave out empty members.
         (BodyKind.CHAT, "messages", [said("user", LONG)], ENGINES_MESSAGE,
          [{"content": LONG, "role": "assistant", "tool_calls": [CALL]}]),
         (BodyKind.MESSAGES, "messages", [said("user", LONG)], [{"type": "text", "text": LONG}, USED],

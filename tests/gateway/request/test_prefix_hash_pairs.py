@@ -14,7 +14,7 @@ from llmproxy.gateway.request.prefix_hash_large import large_prompt_chain
 from tests.gateway.request.prompt_pairs import FACTS, FALSE, LOST, PAIRS, Body
 
 NEAR = 0.2
-"""Of a prompt: blocks are coarse, and a template adds its own."""
+"""The tolerance, as a share of the prompt: blocks are coarse, and a template adds text."""
 
 
 def scanned(fields: Body, kind: BodyKind) -> Chain:
@@ -33,7 +33,7 @@ def test_chains_are_as_similar_as_the_engines_tokens(name: str, read: str) -> No
     (kind, one), (_, other) = PAIRS[name]
     chains = [prompt_chain(body, kind) if read == "parsed" else scanned(body, kind) for body in (one, other)]
     ours, theirs = alike(*chains), FACTS[name][2] / max(FACTS[name][:2])
-    # What is known to differ is held to it too: a reason that is none any more is to go.
+    # Known differences are checked too, so that outdated reasons are removed.
     assert (theirs - ours > NEAR) is (name in LOST), f"{ours:.2f} of {theirs:.2f} are found"
     assert (ours - theirs > NEAR) is (name in FALSE), f"{ours:.2f} are expected, and {theirs:.2f} are there"
 

@@ -1,4 +1,4 @@
-"""Limits of a single request: what is refused, and what is written into bodies that give no limit."""
+"""Limits of a single request: refusals, and the limit that is written into bodies without one."""
 
 from __future__ import annotations
 

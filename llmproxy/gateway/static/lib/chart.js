@@ -6,11 +6,11 @@ import { clock } from "./format.js";
 const HEIGHT = 150;
 const DASHES = { solid: [], dashed: [6, 4], dotted: [2, 3] };
 const SYNC = "time";
-const LOG_LEAST = 0.001; // seconds; below, nothing is to be told apart
+const LOG_LEAST = 0.001; // seconds; smaller values look equal
 
 const colours = new Map();
 
-/** A colour of the stylesheet by its name, as plots need it. */
+/** The value of a colour in the stylesheet. */
 export function colour(name) {
   if (!colours.has(name)) {
     colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim() || name);
@@ -18,16 +18,16 @@ export function colour(name) {
   return colours.get(name);
 }
 
-/** To be called when light became dark. */
+/** Call this after a change of the theme. */
 export const forgetColours = () => colours.clear();
 
 const SERIES = ["series-1", "series-2", "series-3", "series-4", "series-5", "series-6", "series-7", "series-8"];
 const STYLES = ["solid", "dashed", "dotted"];
 
-/** Colour and line of the series of this number: a colour alone is not enough to tell lines apart. */
+/** Colour and line style of a series by its number: colours alone do not distinguish many lines. */
 export const looks = (at) => ({ colour: SERIES[at % SERIES.length], line: STYLES[Math.floor(at / SERIES.length) % STYLES.length] });
 
-/** The first of these bands have fixed colours, which mean the same in all views. */
+/** Colour and line style of a band. The predefined bands look the same in all views. */
 export function bandLooks(band, at) {
   const known = { critical: ["critical", "solid"], default: ["default", "dashed"], sheddable: ["sheddable", "dotted"] };
   const [name, line] = known[band] ?? [SERIES[(at + 3) % SERIES.length], "solid"];
@@ -36,8 +36,8 @@ export function bandLooks(band, at) {
 
 export class Chart {
   /**
-   * `lines(history)` gives what to draw: [{label, column, colour, line, fill}], where `column` is a name of the history
-   * or an array. `write` turns a value into words. `stacked` adds them up, `log` has a logarithmic axis.
+   * `lines(history)` returns the lines to draw: [{label, column, colour, line, fill}], where `column` is a name in the
+   * history or an array. `write` formats a value. `stacked` draws the sums, `log` uses a logarithmic axis.
    */
   constructor(host, time, { title, lines, write, stacked = false, log = false, height = HEIGHT, note = "" }) {
     Object.assign(this, { time, title, lines, write, stacked, log, height });
@@ -68,7 +68,7 @@ export class Chart {
     this.empty.hidden = any;
     this.host.hidden = !any;
     this.window = history.window(this.time.offset);
-    // The value of the second that has the time asked for.
+    // The row of the requested moment.
     const found = this.time.moment === null ? -1 : history.times(this.time.offset).findIndex((time) => time >= this.time.moment);
     this.asked = found < 0 ? null : found;
     const shape = JSON.stringify([lines.map(({ label, colour: name, line }) => [label, colour(name), line]), this.time.theme]);
@@ -76,7 +76,7 @@ export class Chart {
     if (this.plot && any) {
       let drawn = lines.map((line) => line.values);
       if (this.stacked) drawn = stack(drawn).reverse();
-      // A logarithm knows no 0.
+      // 0 has no logarithm.
       if (this.log) drawn = drawn.map((column) => column.map((value) => (value === null ? null : Math.max(LOG_LEAST, value))));
       this.plot.setData([history.times(this.time.offset), ...drawn]);
       this.resize();
@@ -179,20 +179,20 @@ function legendRow(line) {
   return { element: h("tr", {}, h("th", { scope: "row" }, swatch, line.label), value), swatch, value };
 }
 
-/** Numbers as uPlot takes them: null is a gap. */
+/** The numbers of a column for uPlot: null is a gap. */
 function values(column, history) {
   const found = typeof column === "string" ? history.get(column) : column;
   return found === undefined ? Array(history.size).fill(null) : Array.from(found, (value) => (Number.isNaN(value) ? null : value));
 }
 
-/** The colour between two of the form `#rrggbb`. Areas of a stack cover each other, so they cannot be transparent. */
+/** A mix of two colours `#rrggbb`. The areas of a stack overlap, so transparency would show the wrong colour. */
 function mixed(one, other) {
   const parts = (text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16));
   const [a, b] = [parts(one), parts(other)];
   return `rgb(${a.map((part, at) => Math.round(part * 0.55 + b[at] * 0.45)).join(" ")})`;
 }
 
-/** Each line on top of those before it; a gap of one line counts as nothing where others have a value. */
+/** Adds each line to the sum of the lines before it. A gap counts as 0 if another line has a value. */
 function stack(columns) {
   const sums = columns.length ? Array(columns[0].length).fill(0) : [];
   return columns.map((column) => column.map((value, at) => {

@@ -1,15 +1,15 @@
-// Everything that the page asks of the proxy.
+// All requests of the page to the proxy.
 
-import { inTab } from "./kept.js";
+import { inTab } from "./storage.js";
 
 const TIMEOUT_MS = 5000;
 const KEY = "llmproxy-admin-key";
 
-/** The proxy shows this only to those with its admin key. */
+/** The proxy requires its admin key. */
 export class LockedError extends Error {}
-/** Nothing answers, or not in time. */
+/** The proxy does not answer, or not in time. */
 export class UnreachableError extends Error {}
-/** The proxy answered, and refused for a reason that it says. */
+/** The proxy refused the request, for the reason in the message. */
 export class RefusedError extends Error {
   constructor(status, message) {
     super(message);
@@ -17,22 +17,22 @@ export class RefusedError extends Error {
   }
 }
 
-/** The key is kept for this tab alone, until it is closed. */
+/** The admin key, stored for this tab until the tab is closed. */
 export const key = {
   get: () => inTab.get(KEY),
   set: (value) => inTab.set(KEY, value),
 };
 
-/** The pool, of those that have a leader of their own, that this page is about; null where it is about all others. */
+/** The pool that this page shows, if the pool has its own leader; null for all other pools together. */
 export const pool = new URLSearchParams(location.search).get("pool");
 
-/** A path of what the page shows, at the leader of its pool. */
+/** Adds the pool to a debug path, so that the leader of the pool answers. */
 function ofPool(path) {
   return pool && path.startsWith("/debug/") ? `${path}${path.includes("?") ? "&" : "?"}${new URLSearchParams({ pool })}` : path;
 }
 
 async function ask(path, options = {}) {
-  // A browser sends no request with such a field, and says no more than that it failed.
+  // A browser refuses to send such a header field, with an error that does not say why.
   if (/[^\x21-\x7e]/.test(key.get())) throw new LockedError("A key is printable ASCII without spaces.");
   const headers = key.get() ? { Authorization: `Bearer ${key.get()}` } : {};
   let answer;
@@ -46,7 +46,7 @@ async function ask(path, options = {}) {
   try {
     message = (await answer.json()).error.message;
   } catch {
-    // A body of another server; its status says enough.
+    // Not an error of this proxy: the status has to suffice.
   }
   if (answer.status >= 500) throw new UnreachableError(message);
   if ([401, 403].includes(answer.status) || (answer.status === 404 && message.startsWith("There is nothing at"))) {
@@ -55,7 +55,7 @@ async function ask(path, options = {}) {
   throw new RefusedError(answer.status, message);
 }
 
-/** The body of an answer, which may break off. */
+/** Reads the body of an answer. Throws UnreachableError if the connection breaks. */
 async function body(answer, kind) {
   try {
     return await answer[kind]();

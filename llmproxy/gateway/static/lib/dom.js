@@ -1,6 +1,6 @@
-// Elements without markup: every text of others becomes a text node, never HTML.
+// Makes elements without markup: foreign text becomes a text node, never HTML.
 
-/** An element. `props` are its properties, attributes (with a dash, `role`, `for`, `scope`), and `on...` listeners. */
+/** Makes an element. `props` are its properties, attributes (with a dash, `role`, `for`, `scope`), and `on...` listeners. */
 export function h(tag, props = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
@@ -13,13 +13,13 @@ export function h(tag, props = {}, ...children) {
   return element;
 }
 
-/** Sets a text only where it differs, so that selections and screen readers are left alone. */
+/** Sets a text only if it differs, which keeps selections and does not disturb screen readers. */
 export function put(element, text) {
   const shown = String(text);
   if (element.textContent !== shown) element.textContent = shown;
 }
 
-/** The child that `make` built for this key, in the order of the keys; children of other keys are removed. */
+/** Keeps one child element for each key, made by `make`, in the order of the items. */
 export class Keyed {
   constructor(host, make) {
     this.host = host;
@@ -53,7 +53,7 @@ export class Keyed {
   }
 }
 
-/** A bar from 0 to 1 with a mark for each limit; the number beside it is what screen readers read. */
+/** A bar from 0 to 1 with marks. Screen readers read the number beside it instead. */
 export function bar() {
   const fill = h("span", { className: "fill" });
   const element = h("span", { className: "meter", "aria-hidden": "true" }, fill);

@@ -1,4 +1,4 @@
-// Numbers and times in words. Numbers of all views are written here, so that one thing looks the same everywhere.
+// Formats numbers and times, the same way in all views.
 
 const counts = new Intl.NumberFormat("en");
 const NOTHING = "–";
@@ -9,7 +9,7 @@ export function count(value) {
   return missing(value) ? NOTHING : counts.format(Math.round(value));
 }
 
-/** A rate or another number: three digits that count. */
+/** A rate or another number, with three significant digits. */
 export function number(value) {
   if (missing(value)) return NOTHING;
   const size = Math.abs(value);
@@ -26,21 +26,21 @@ export function duration(seconds) {
   const size = Math.abs(seconds);
   if (size < 0.9995) return `${sign}${Math.round(size * 1000)} ms`;
   if (size < 99.95) return `${sign}${size.toFixed(size < 9.995 ? 2 : 1)} s`;
-  // 100 s are no 2 minutes.
+  // Keeps a digit after the point: 100 s are not 2 min.
   if (size < 570) return `${sign}${Number((size / 60).toFixed(1))} min`;
   if (size < 5970) return `${sign}${Math.round(size / 60)} min`;
   if (size < 172800) return `${sign}${Math.round(size / 3600)} h`;
   return `${sign}${Math.round(size / 86400)} d`;
 }
 
-/** How much slower than others: 1 is the same. */
+/** How much slower than the pool: 1 is equal. */
 export function factor(value) {
   if (missing(value)) return NOTHING;
   if (Math.abs(value - 1) < 0.05) return "as the pool";
   return value > 1 ? `${value.toFixed(1)}x slower` : `${(1 / value).toFixed(1)}x faster`;
 }
 
-/** The time of day of a Unix time, as the clock of the person who looks shows it. */
+/** The local time of day of a Unix time. */
 export function clock(unix) {
   return new Date(unix * 1000).toLocaleTimeString("en-GB");
 }

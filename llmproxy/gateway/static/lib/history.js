@@ -1,4 +1,4 @@
-// The past as columns of numbers over one window of time, the newest value last. NaN is a gap, and stays one.
+// The past as columns of numbers over a window of time, newest value last. NaN is a gap.
 
 const FORGET_EVERY = 60; // rows
 const LEAST_S = 60;
@@ -9,17 +9,17 @@ export class History {
     this.step = step;
     this.size = Math.ceil(span / step);
     this.last = -1; // the second of the newest value, on the proxy's clock
-    this.first = Infinity; // the second of the oldest one that there is
+    this.first = Infinity; // the second of the oldest value
     this.columns = new Map();
   }
 
-  static of(answer, span) {
+  static fromAnswer(answer, span) {
     const made = new History(span, answer.step_s);
     made.last = answer.from_s + (answer.rows - 1) * answer.step_s;
     made.first = answer.from_s;
-    const kept = Math.min(answer.rows, made.size);
+    const rows = Math.min(answer.rows, made.size);
     for (const name of answer.names) {
-      made.column(name).set(answer.column(name).subarray(answer.rows - kept), made.size - kept);
+      made.column(name).set(answer.column(name).subarray(answer.rows - rows), made.size - rows);
     }
     return made;
   }
@@ -63,18 +63,18 @@ export class History {
     for (const [name, column] of this.columns) if (column.every(Number.isNaN)) this.columns.delete(name);
   }
 
-  /** When the time of the newest value was over. */
+  /** The Unix time at the end of the newest value. */
   end(offset) {
     return this.last + this.step + offset;
   }
 
-  /** Unix times at the end of what each value is of, where `offset` is what the proxy's clock lacks. */
+  /** The Unix time at the end of each value. `offset` is Unix time minus the proxy's clock. */
   times(offset) {
     const first = this.end(offset) - (this.size - 1) * this.step;
     return Float64Array.from({ length: this.size }, (_, at) => first + at * this.step);
   }
 
-  /** The window of time to show: all of it, or what there is where the proxy is younger, but not less than a minute. */
+  /** The window of time to show: the whole span, or less for a young proxy, but at least a minute. */
   window(offset) {
     const whole = (this.size - 1) * this.step;
     const known = Math.max(LEAST_S, this.last - this.first);

@@ -1,10 +1,10 @@
-// One row for each replica over time: the colour is how full it was, hatching says that it was not up.
+// A row for each replica over time. The colour shows the load; hatching shows that the replica was not up.
 
 import { h, put } from "./dom.js";
 import { colour } from "./chart.js";
 
 const ROW = 18;
-// As many as the proxy keeps a history of.
+// The proxy records the history of this many replicas.
 const ROWS_MAX = 64;
 const STATES = ["up", "starting", "drained", "leaving", "ejected", "down"];
 const HATCHED = { 1: "quiet", 2: "quiet", 3: "quiet", 4: "warning", 5: "bad" };
@@ -46,7 +46,7 @@ export class Lanes {
       const full = history.get(`backend/${name}/saturation`);
       for (let at = 0; at < history.size; at += 1) {
         if (Number.isNaN(states[at]) || times[at] < low || times[at] > high) continue;
-        // Whole pixels: where two cells share one, its colour would be mixed of both.
+        // Whole pixels: the colour of a pixel shared by two cells would be a mix.
         const [from, to] = [place(times[at]) - cell, place(times[at])].map((x) => Math.round(x * scale) / scale);
         drawCell(ctx, from, row * ROW + 1, Math.max(to - from, 1 / scale), ROW - 2, Math.round(states[at]), full?.[at] ?? 0);
       }
@@ -76,7 +76,7 @@ function drawCell(ctx, x, y, width, height, state, full) {
   ctx.fillRect(x, y, width, height);
   ctx.globalAlpha = 1;
   if (!hatch) return;
-  // Lines at fixed places of the plot, so that neighbours join to one pattern.
+  // Lines at fixed places of the plot, so that neighbouring cells form one pattern.
   ctx.save();
   ctx.beginPath();
   ctx.rect(x, y, width, height);

@@ -1,4 +1,4 @@
-// A table that is written anew each second without losing focus, order or selection.
+// A table that is updated each second without losing focus, order or selection.
 
 import { h, put, Keyed } from "./dom.js";
 import { plural } from "./format.js";
@@ -8,8 +8,8 @@ const CUT_CHARS = 20;
 
 export class Table {
   /**
-   * `columns`: [{title, value(row), text(row), fill(cell, row), number, hint}]. `value` is what is sorted by; without it
-   * the column has no order. `fill` writes into a cell what is more than text. `key(row)` names a row.
+   * `columns`: [{title, value(row), text(row), fill(cell, row), number, hint}]. `value` returns the sort key; a column
+   * without it cannot be sorted. `fill` writes other content than text into a cell. `key(row)` identifies a row.
    */
   constructor({ caption, columns, key, sort = null, descending = false, empty = "Nothing.", what = "row" }) {
     Object.assign(this, { columns, key, sort, descending, what });
@@ -67,23 +67,23 @@ export class Table {
     const column = this.columns.find((one) => one.title === this.sort);
     if (!column) return items;
     const sign = this.descending ? -1 : 1;
-    const lacks = (value) => value === null || value === undefined || Number.isNaN(value);
+    const missing = (value) => value === null || value === undefined || Number.isNaN(value);
     return [...items].sort((one, other) => {
       const [a, b] = [column.value(one), column.value(other)];
-      if (lacks(a) || lacks(b)) return Number(lacks(a)) - Number(lacks(b));
+      if (missing(a) || missing(b)) return Number(missing(a)) - Number(missing(b));
       return sign * (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
     });
   }
 }
 
-/** Writes a text, with all of it as the hint where the cell may cut it. */
+/** Writes a text. A long text is the hint too, because the cell may cut it. */
 function write(cell, text) {
   put(cell, text);
   const hint = String(text).length > CUT_CHARS ? text : "";
   if (cell.title !== hint) cell.title = hint;
 }
 
-/** A link in a cell, which stays the same element while its text stays. */
+/** Writes a link into a cell, and reuses its element. */
 export function link(cell, text, href) {
   let found = cell.firstElementChild;
   if (!found) {

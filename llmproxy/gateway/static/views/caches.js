@@ -1,6 +1,6 @@
-// Are caches used, are predictions good, and where is which adapter.
+// The view of caches and adapters: cache hits, prediction errors, and adapters by replica.
 
-import { asking } from "../lib/asking.js";
+import { polling } from "../lib/polling.js";
 import { Chart } from "../lib/chart.js";
 import { json } from "../lib/client.js";
 import { card, h, put, putMeter } from "../lib/dom.js";
@@ -17,7 +17,7 @@ function open(host, store) {
       { title: "Expected", number: true, value: (one) => one.expected_share, fill: (cell, one) => putMeter(cell, one.expected_share, percent(one.expected_share)), hint: "Share of prompt tokens that the proxy expected in the cache when it chose the replica. It counts whole blocks of 512 bytes, so it expects too little of short prompts" },
       { title: "Found", number: true, value: (one) => one.hit_share, fill: (cell, one) => putMeter(cell, one.hit_share, percent(one.hit_share)), hint: "Share of prompt tokens that the replica found there" },
       { title: "Prompt tokens/s", number: true, value: (one) => one.input_tokens_per_s, text: (one) => number(one.input_tokens_per_s) },
-      { title: "Index used", number: true, value: (one) => one.indexed_share, text: (one) => percent(one.indexed_share), hint: "Blocks that the proxy believes to be cached, of those that the replica can hold" },
+      { title: "Index used", number: true, value: (one) => one.indexed_share, text: (one) => percent(one.indexed_share), hint: "Blocks that the proxy expects in the cache, as a share of the blocks that fit in it" },
       { title: "KV cache", number: true, value: (one) => one.kv_used, text: (one) => percent(one.kv_used) },
       { title: "Busy with prompts", number: true, value: (one) => one.busy_share, text: (one) => percent(one.busy_share) },
     ],
@@ -28,12 +28,12 @@ function open(host, store) {
   const worth = h("ul", { className: "plain" });
   host.append(card("Prefix caches, last minute", worth, table.element));
   const plots = h("div", { className: "pair" });
-  host.append(plots, card("Adapters by replica", h("p", { className: "quiet" }, "In a slot: requests for it wait for nothing there. A replica that has loaded it, but has it in no slot, fetches it at the next request."), matrix, said, managed));
+  host.append(plots, card("Adapters by replica", h("p", { className: "quiet" }, "In a slot: requests for the adapter start at once. A replica without the adapter in a slot loads it at the next request."), matrix, said, managed));
   const charts = [
     new Chart(plots, store, { title: "Prompt tokens from caches", lines: () => [{ label: "found", column: "fleet/hit_share", colour: "series-3" }], write: percent }),
     new Chart(plots, store, { title: "Error of predicted TTFT", note: "Mean of |predicted − seen| / seen, last minute.", lines: () => [{ label: "error", column: "fleet/ttft_error", colour: "series-2" }], write: percent }),
   ];
-  const poll = asking(store, () => Promise.all([json("/debug/adapters"), json("/debug/explain", { limit: 1 })]), ([{ adapters }, { pools }]) => {
+  const poll = polling(store, () => Promise.all([json("/debug/adapters"), json("/debug/explain", { limit: 1 })]), ([{ adapters }, { pools }]) => {
     managed.replaceChildren(...adapters.map(adapterLine));
     worth.replaceChildren(...worthLines(pools, store.live.backends).map((line) => h("li", {}, line)));
   }, (text) => put(said, text));
@@ -53,7 +53,7 @@ function open(host, store) {
   };
 }
 
-/** Which adapter is in a slot of which replica: rows are adapters, columns replicas. */
+/** The adapters in slots: a row for each adapter, a column for each replica. */
 function adapterTable(backends) {
   const names = [...new Set(backends.flatMap((one) => one.adapters))].sort().slice(0, 100);
   if (names.length === 0) return h("p", { className: "quiet" }, "No adapter is in use.");
@@ -67,7 +67,7 @@ function adapterTable(backends) {
     })))));
 }
 
-/** What the proxy was told to do with an adapter, and on which replicas it is done. */
+/** The requested state of an adapter, and the replicas that have reached it. */
 function adapterLine({ adapter, model, path, later_ones_too, replicas }) {
   const done = replicas.filter((one) => one.done);
   const open = replicas.filter((one) => !one.done).map((one) => `${one.backend} ${one.wanted}s it${one.failures ? ` after ${plural(one.failures, "failure")}` : ""}`);
@@ -75,7 +75,7 @@ function adapterLine({ adapter, model, path, later_ones_too, replicas }) {
   return h("li", {}, h("strong", {}, adapter), ` ${word} for ${model}${from}: ${count(done.length)} of ${plural(replicas.length, "replica")}${open.length ? `; ${open.join(", ")}` : ""}. ${later_ones_too ? "Replicas that come later load it too." : ""}`);
 }
 
-/** What caches save and adapters cost, by what was learned of each pool. */
+/** The savings by caches and the cost of adapters, from the learned times of each pool. */
 function worthLines(pools, backends) {
   return pools.filter((pool) => pool.learned).flatMap(({ pool, learned }) => {
     const served = backends.filter((one) => one.pool === pool && one.hit_share !== null);

@@ -1,6 +1,6 @@
-// What is in force, and where each value came from.
+// The settings in force, and the source of each value.
 
-import { asking } from "../lib/asking.js";
+import { polling } from "../lib/polling.js";
 import { json } from "../lib/client.js";
 import { card, h, Keyed, put } from "../lib/dom.js";
 import { clock } from "../lib/format.js";
@@ -34,8 +34,8 @@ function open(host, store) {
     table.update(settings.filter((one) => (!changed.checked || one.origin !== "default") && `${one.key} ${one.value} ${one.origin}`.toLowerCase().includes(text)), more);
   };
   host.append(card("Settings in force", last, changes, h("form", { className: "filters", onsubmit: (event) => event.preventDefault() },
-    h("label", { htmlFor: "find" }, "Find"), find, h("span", {}, changed, h("label", { htmlFor: "changed" }, "only what is not the default"))), said, table.element));
-  const poll = asking(store, () => json("/debug/config"), (found) => {
+    h("label", { htmlFor: "find" }, "Find"), find, h("span", {}, changed, h("label", { htmlFor: "changed" }, "only settings that differ from the default"))), said, table.element));
+  const poll = polling(store, () => json("/debug/config"), (found) => {
     settings = found.settings;
     more = found.more;
     show();
@@ -43,24 +43,24 @@ function open(host, store) {
   return {
     update(now) {
       const [when, lines] = lastReload([...now.events()]);
-      put(last, when === null ? "It was not reloaded since it started." : `Last reload, at ${clock(when + now.offset)}:`);
+      put(last, when === null ? "No reload since the start." : `Last reload, at ${clock(when + now.offset)}:`);
       lists.update(lines, (line) => line, put);
       return poll.update();
     },
   };
 }
 
-/** The last field of a line of the log. */
+/** A field at the end of a log line. */
 const fieldOf = ({ text }, name) => text.split(`${name}=`).slice(1).join(`${name}=`).replace(/^"|"$/g, "") || text;
 
-/** When it was last tried, and what came of it: the lines of the log from the reload before until then. */
+/** The time of the last reload and its result: the log lines since the reload before. */
 function lastReload(events) {
   const ends = events.filter((event) => RELOADS.includes(event.event)).map((event) => events.indexOf(event));
   if (ends.length === 0) return [null, []];
   const end = events[ends.at(-1)];
   if (end.event === "not_reloaded") {
     const problems = events.filter((event) => event.event === end.event && end.at_s - event.at_s < 1);
-    return [end.at_s, problems.map((event) => `Refused, what was in force still is: ${fieldOf(event, "problem")}`)];
+    return [end.at_s, problems.map((event) => `Refused; the previous settings stay in force: ${fieldOf(event, "problem")}`)];
   }
   const changes = events.slice((ends.at(-2) ?? -1) + 1, ends.at(-1)).filter((event) => event.event in CHANGES);
   return [end.at_s, changes.length ? changes.map((event) => `${CHANGES[event.event]}: ${fieldOf(event, "change")}`) : ["Nothing changed."]];

@@ -1,10 +1,10 @@
-// What happened: log lines about the state of the proxy and its fleet.
+// The list of events: log lines about the state of the proxy and its fleet.
 
 import { card, h, Keyed, put } from "../lib/dom.js";
 import { clock } from "../lib/format.js";
 
 export class EventList {
-  /** The newest `limit` events; each leads to its place in the view of time. */
+  /** Shows the newest `limit` events. Each links to its moment in the view Time. */
   constructor(host, limit) {
     this.limit = limit;
     this.list = h("ol", { className: "events" });
@@ -19,7 +19,7 @@ export class EventList {
     });
   }
 
-  /** `window` has the first and the last Unix time of what is shown, null for all. */
+  /** `window` has the first and the last Unix time to show; null for all. */
   update(store, window = null) {
     const inside = ({ at_s }) => window === null || (at_s + store.offset >= window[0] && at_s + store.offset <= window[1]);
     const newest = [...store.events()].reverse().filter(inside).slice(0, this.limit);
@@ -43,7 +43,7 @@ export class EventList {
   }
 }
 
-/** The event that is nearest to a time of the proxy's clock; of two, the first that happened. */
+/** The event nearest to a time of the proxy's clock. The earlier one of two equally near events. */
 function nearest(events, at_s) {
   const away = (event) => Math.abs(event.at_s - at_s);
   return events.reduce((found, one) => (found === undefined || away(one) <= away(found) ? one : found), undefined);

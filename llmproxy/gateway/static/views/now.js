@@ -1,6 +1,6 @@
-// Is all well, who waits and why, and which replica is full: the first view.
+// The first view: the health of the fleet, waiting requests and their reasons, and full replicas.
 
-import { asking } from "../lib/asking.js";
+import { polling } from "../lib/polling.js";
 import { bandLooks, Chart } from "../lib/chart.js";
 import { json } from "../lib/client.js";
 import { card, h, Keyed, put } from "../lib/dom.js";
@@ -10,9 +10,9 @@ import { replicaTable, WORDS } from "./replicas.js";
 import { needed } from "./scale.js";
 
 const DOT_PX = 9;
-const DEFAULT = 0; // the level of the band of requests that name none
-const LATE_S = 1; // a wait of a higher band that is worth a colour
-const USED_UP = "rate_limited"; // a tenant's own rate: no trouble of the proxy
+const DEFAULT = 0; // the level of the default band
+const LATE_S = 1; // a higher band that waits this long gets a colour
+const USED_UP = "rate_limited"; // refusals by a tenant's own rate are no problem of the proxy
 const FLOWS_SHOWN = 3;
 
 export const now = { title: "Now", columns: ["fleet/", "band/"], open };
@@ -20,18 +20,18 @@ export const now = { title: "Now", columns: ["fleet/", "band/"], open };
 /** [title, value, note, level]: a level of `warning` or `bad` is written beside the title. */
 const TILES = [
   ["Requests/s", (live) => number(live.row["fleet/completed_per_s"] ?? 0), (live) => `completed in a second; ${plural(live.minute.completed, "request")} in ${duration(live.minute.span_s)}`],
-  ["Waiting", (live) => count(sum(live.bands, (band) => band.waiting)), (live) => `${count(sum(live.bands, (band) => band.blocked))} more for limits of their own`, (live) => (live.bands.some((band) => band.level > DEFAULT && band.oldest_s >= LATE_S) ? "bad" : live.bands.some((band) => band.waiting) ? "warning" : "")],
-  ["In flight", (live) => count(sum(live.backends, (one) => one.load)), (live) => `of ${count(sum(live.backends, (one) => (one.state === "up" ? (one.limit ?? 0) : 0)))} that replicas take`],
+  ["Waiting", (live) => count(sum(live.bands, (band) => band.waiting)), (live) => `${count(sum(live.bands, (band) => band.blocked))} more wait for usage limits`, (live) => (live.bands.some((band) => band.level > DEFAULT && band.oldest_s >= LATE_S) ? "bad" : live.bands.some((band) => band.waiting) ? "warning" : "")],
+  ["In flight", (live) => count(sum(live.backends, (one) => one.load)), (live) => `of ${count(sum(live.backends, (one) => (one.state === "up" ? (one.limit ?? 0) : 0)))} that the replicas can run`],
   ["Output tokens/s", (live) => number(live.row["fleet/output_tokens_per_s"]), (live) => `${number(live.row["fleet/input_tokens_per_s"])} input tokens/s`],
   ["Cache hits", (live) => percent(live.row["fleet/hit_share"]), () => "of the prompt tokens, last minute"],
   ["Refused, failed", (live) => `${count(live.minute.refused)}, ${count(live.minute.failed)}`, (live) => `in ${duration(live.minute.span_s)}; ${[...reasons(live), plural(live.minute.retries, "retry").replace("retrys", "retries")].join(", ")}`, (live) => (live.minute.failed ? "bad" : live.minute.refused > (live.minute.outcomes[USED_UP] ?? 0) ? "warning" : "")],
-  ["Replicas up", (live) => count(of(live, "up")), (live) => `of ${count(live.backends.length + live.more_backends)}${["down", "resting", "leaving", "drained", "starting"].filter((state) => of(live, state)).map((state) => `, ${count(of(live, state))} ${WORDS[state] ?? state}`).join("")}`, (live) => (of(live, "down") || !of(live, "up") ? "bad" : of(live, "resting") ? "warning" : "")],
+  ["Replicas up", (live) => count(inState(live, "up")), (live) => `of ${count(live.backends.length + live.more_backends)}${["down", "resting", "leaving", "drained", "starting"].filter((state) => inState(live, state)).map((state) => `, ${count(inState(live, state))} ${WORDS[state] ?? state}`).join("")}`, (live) => (inState(live, "down") || !inState(live, "up") ? "bad" : inState(live, "resting") ? "warning" : "")],
 ];
 
-/** Requests that were refused or failed in the last minute, by outcome, the most frequent first. */
+/** Refused and failed requests of the last minute, by outcome, most frequent first. */
 const reasons = ({ minute }) => Object.entries(minute.outcomes).sort((one, other) => other[1] - one[1]).map(([name, times]) => `${count(times)} ${name}`);
-const of = (live, state) => live.backends.filter((one) => one.state === state).length;
-const sum = (items, of) => items.reduce((total, item) => total + of(item), 0);
+const inState = (live, state) => live.backends.filter((one) => one.state === state).length;
+const sum = (items, value) => items.reduce((total, item) => total + value(item), 0);
 
 function open(host, store) {
   const tiles = [...TILES.map(([title]) => title), "Replicas wanted"].map((title) => ({ title, level: h("strong"), value: h("dd", { className: "big" }, "–"), note: h("dd", { className: "quiet" }) }));
@@ -50,7 +50,7 @@ function open(host, store) {
   const charts = bandCharts(plots, store);
   const events = new EventList(host, 8);
   const scale = tiles.at(-1);
-  const poll = asking(store, () => json("/scale"), ({ pools }) => {
+  const poll = polling(store, () => json("/scale"), ({ pools }) => {
     const [value, note] = needed(pools);
     put(scale.value, value);
     put(scale.note, note);
@@ -65,7 +65,7 @@ function open(host, store) {
         put(tiles[at].note, note(live));
       });
       rows.update(live.bands, (band) => band.band, (parts, band) => fillLane(parts, band, live.pools));
-      put(inversions, `Inversions: ${count(live.inversions)}. That is how often a lower band was served although a higher one could have been.`);
+      put(inversions, `Priority inversions: ${count(live.inversions)}. An inversion is a grant to a lower band while a higher band had a request that could run.`);
       table.update(live);
       for (const chart of charts) chart.update(history);
       events.update(store);
@@ -77,11 +77,11 @@ function open(host, store) {
   };
 }
 
-/** Waiting requests and waits of each band: does priority work? */
+/** The charts of waiting requests and waiting times by band. */
 export function bandCharts(host, store) {
   const lines = (suffix, extra = {}) => (history) => bands(store, history).map((band, at) => ({ label: band, column: `band/${band}/${suffix}`, ...bandLooks(band, at), ...extra }));
   return [
-    new Chart(host, store, { title: "Waiting requests", note: "One band on top of the other: the highest line is all that wait.", lines: lines("waiting"), write: count, stacked: true }),
+    new Chart(host, store, { title: "Waiting requests", note: "The bands are stacked: the highest line is the sum.", lines: lines("waiting"), write: count, stacked: true }),
     new Chart(host, store, { title: "Wait in the queue, p95", note: "Of requests that ended in the last minute. A higher band should be below a lower one.", lines: lines("wait_p95_s"), write: duration, log: true }),
   ];
 }
@@ -102,7 +102,7 @@ function lane() {
   return parts;
 }
 
-/** The flows of a band that wait, over all pools, most requests first; those that the document leaves out are counted. */
+/** The waiting flows of a band in all pools, most requests first, and the number of flows left out. */
 function waiting(band, pools) {
   const [found, parts] = [new Map(), pools.flatMap((pool) => pool.bands.filter((one) => one.band === band.band))];
   for (const flow of parts.flatMap((part) => part.flows)) {
@@ -118,7 +118,7 @@ function fillLane(parts, band, pools) {
   put(parts.name, band.band);
   put(parts.waiting, count(band.waiting));
   parts.dots.style.width = `${band.waiting * DOT_PX}px`;
-  const blocked = band.blocked ? `${plural(band.blocked, "request")} more for a limit of their own.` : "";
+  const blocked = band.blocked ? `${plural(band.blocked, "request")} more for a usage limit.` : "";
   put(parts.reason, [band.reasons.map((reason) => `Why: ${reason}.`).join(" "), blocked].filter(Boolean).join(" ") || (band.waiting ? "" : "Nothing waits."));
   const { flows, more, places } = waiting(band, pools);
   const named = flows.slice(0, FLOWS_SHOWN).map(([name, flow]) => `${name || "no name"}: ${count(flow.waiting)}, oldest ${duration(flow.oldest_s)}`);

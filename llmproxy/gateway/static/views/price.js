@@ -1,30 +1,30 @@
-// What a choice of a replica cost: a bar of terms for each candidate.
+// The price of a choice: a bar of terms for each candidate replica.
 
 import { h } from "../lib/dom.js";
 import { count, duration, plural } from "../lib/format.js";
 
 const CANDIDATES_MAX = 10;
-/** Terms in the order of their colours; those of plugins are grey. */
+/** Terms in the order of their colours. Terms of plugins are grey. */
 const TERMS = ["queue", "prefill", "stream", "harm", "eviction", "adapter", "memory", "slot", "headroom", "transfer", "range"];
 const HINTS = {
-  queue: "Until the prompts before it are computed",
-  prefill: "Computing what is not cached of its prompt",
-  stream: "The rest of its answer; a second of it counts a tenth",
-  harm: "The delay of others",
-  eviction: "Computing again what it displaces from a full prefix cache, by how often that is hit. The KV cache in use counts running requests alone: cached prompts fill the rest",
+  queue: "Computing the prompts ahead of it",
+  prefill: "Computing the uncached part of its prompt",
+  stream: "Generating the rest of its answer, at a tenth of the time",
+  harm: "The delay of other requests",
+  eviction: "Computing evicted prompts again, by how often they are hit, if the prefix cache is full. The KV cache in use only counts running requests: cached prompts fill the rest",
   adapter: "Loading its adapter",
-  memory: "Its share of the KV cache, where that is scarce",
-  slot: "Until a full replica has room",
-  headroom: "What it leaves of the objective, which others may need more",
+  memory: "Its share of the KV cache, if the cache is nearly full",
+  slot: "Waiting until a full replica has room",
+  headroom: "The time left until its objective, which other requests may need more",
   transfer: "Moving the KV cache of its prompt to another replica",
-  range: "It is meant for prompts of other lengths",
+  range: "The replica is reserved for prompts of another length",
 };
 const ALIKE_S = 0.005;
 
-/** What the colours of the bars mean. */
+/** The legend of the colours. */
 export const termList = () => h("ul", { className: "terms" }, TERMS.map((term) => h("li", { title: HINTS[term] }, swatch(term), term)));
 
-/** One choice: a bar of its terms for each candidate, the chosen one first. */
+/** A choice: a bar of terms for each candidate, the chosen one first. */
 export function priceCard(choice) {
   const most = Math.max(...choice.candidates.map((one) => one.total_s), 1e-6);
   const rows = choice.candidates.slice(0, CANDIDATES_MAX).map((one) => {
@@ -48,14 +48,14 @@ function cameOfIt({ ended }) {
   return ended ? `. ${ended.tenant ?? ended.flow ?? "No flow"}, band ${ended.band ?? "none"}: ${ended.outcome} after ${duration(ended.duration_s)}` : "";
 }
 
-/** The candidates that have no bar; they come in the order of their prices. */
+/** A line about the candidates without a bar. Candidates come in the order of their prices. */
 function dearer(candidates) {
   const left = candidates.length - CANDIDATES_MAX;
   if (left <= 0) return null;
   return h("p", { className: "quiet" }, `${plural(left, "more candidate")}, of ${duration(candidates[CANDIDATES_MAX].total_s)} to ${duration(candidates.at(-1).total_s)}.`);
 }
 
-/** What the bars do not say: another may be cheaper, by so little that it counts as equal. */
+/** Why the replica was chosen, which need not be the cheapest: nearly equal prices count as equal. */
 function whyChosen({ chosen, candidates }) {
   if (candidates.length === 1) return ": the only candidate";
   const mine = candidates.find((one) => one.backend === chosen);

@@ -1,6 +1,6 @@
-// Which replica is slow, full or sick, and since when.
+// The view of replicas: load, state, pace and history.
 
-import { asking } from "../lib/asking.js";
+import { polling } from "../lib/polling.js";
 import { Chart, looks } from "../lib/chart.js";
 import { json, LockedError, post, RefusedError, UnreachableError } from "../lib/client.js";
 import { card, h, put, putMeter } from "../lib/dom.js";
@@ -13,7 +13,7 @@ export const replicas = { title: "Replicas", columns: ["backend/"], open };
 
 export const WORDS = { resting: "ejected" };
 const RECENT_S = 300;
-/** Times as slow as the others that are worth a word: replicas of one kind differ by less. */
+/** A replica is marked as slow from this factor on: equal replicas differ by less. */
 const SLOW = 1.5;
 const BEGINS = ["backend_ejected", "backend_down"];
 const ENDS = ["backend_back", "backend_up"];
@@ -22,11 +22,11 @@ function open(host, store) {
   const table = replicaTable(store, true);
   const said = h("p", { className: "quiet", role: "status" });
   table.said = said;
-  host.append(card("Replicas", h("p", { className: "quiet" }, "Marks in the bar of the load: up to there, the band of this colour is served. Times, tokens and hits are of the last minute, also of what was before a restart; paces are what placement reckons with now."), table.element, said));
+  host.append(card("Replicas", h("p", { className: "quiet" }, "Marks in the bar of the load: the band of that colour is served up to the mark. Times, tokens and hits cover the last minute, even across a restart; paces are the current values of placement."), table.element, said));
   const lanes = new Lanes(host, store);
   const wants = scaleTable();
   host.append(card("Replicas wanted", wants.element));
-  const poll = asking(store, () => json("/scale"), ({ pools }) => wants.update(pools), () => {});
+  const poll = polling(store, () => json("/scale"), ({ pools }) => wants.update(pools), () => {});
   const plots = h("div", { className: "pair" });
   host.append(plots);
   const lines = (suffix) => (history) => history.names("backend/", `/${suffix}`).map((name, at) => ({ label: name, column: `backend/${name}/${suffix}`, ...looks(at) }));
@@ -51,24 +51,24 @@ function open(host, store) {
   };
 }
 
-/** The table of the replicas; `full` has all columns and the buttons to drain. */
+/** The table of replicas; `full` adds further columns and the drain buttons. */
 export function replicaTable(store, full) {
   const made = { said: null };
   const columns = [
     { title: "Replica", value: (one) => one.backend, text: (one) => (one.role === "both" ? one.backend : `${one.backend} (${one.role})`) },
     { title: "State", value: (one) => one.state, fill: (cell, one) => fillState(cell, one, made.failures?.get(one.backend), store.offset) },
     ...(full ? [{ title: "", fill: (cell, one) => fillDrain(cell, one, store, made) }] : []),
-    { title: "Load", number: true, value: (one) => share(one), fill: (cell, one) => fillLoad(cell, one), hint: "Requests that the proxy sent there, and how many the engine runs at once. A few more may wait in the engine" },
+    { title: "Load", number: true, value: (one) => share(one), fill: (cell, one) => fillLoad(cell, one), hint: "Requests in flight on the replica, and how many the engine runs at once. A few more may wait in the engine" },
     { title: "TTFT", number: true, value: (one) => one.ttft_s, text: (one) => duration(one.ttft_s), hint: "Mean time of the replica to the first token of a stream, last minute" },
-    { title: "Per token", number: true, value: (one) => one.tpot_s, fill: (cell, one) => fillPerToken(cell, one), hint: "Mean time per token after the first, last minute; 2.0x: it now takes twice as long as its pool for the same work" },
+    { title: "Per token", number: true, value: (one) => one.tpot_s, fill: (cell, one) => fillPerToken(cell, one), hint: "Mean time per token after the first, last minute; 2.0x: the replica now takes twice as long as its pool for the same work" },
     ...(full ? [
-      { title: "Token pace", value: (one) => one.tokens_slower, text: (one) => pace(one, one.tokens_slower), hint: "How many times as long as its pool it now takes for the same work: median of three measurements" },
-      { title: "Prompt pace", value: (one) => one.prompts_slower, text: (one) => pace(one, one.prompts_slower), hint: "Its pace for prompts against its pool, as placement has learned it" },
+      { title: "Token pace", value: (one) => one.tokens_slower, text: (one) => pace(one, one.tokens_slower), hint: "Its time for the same work, relative to its pool: median of three measurements" },
+      { title: "Prompt pace", value: (one) => one.prompts_slower, text: (one) => pace(one, one.prompts_slower), hint: "Its learned pace for prompts, relative to its pool" },
     ] : []),
     { title: "KV cache", number: true, value: (one) => one.kv_used, fill: (cell, one) => putMeter(cell, one.kv_used, percent(one.kv_used), one.kv_used > 0.9 ? "warning" : "") },
     { title: "Engine queue", number: true, value: (one) => one.waiting, text: (one) => count(one.waiting), hint: "Requests that wait inside the engine" },
     { title: "Tokens/s", number: true, value: (one) => one.output_tokens_per_s, text: (one) => number(one.output_tokens_per_s), hint: "Output tokens of the last minute" },
-    { title: "Cache hits", number: true, value: (one) => one.hit_share, text: (one) => percent(one.hit_share), hint: "Share of the prompt tokens that its prefix cache had, last minute" },
+    { title: "Cache hits", number: true, value: (one) => one.hit_share, text: (one) => percent(one.hit_share), hint: "Share of the prompt tokens found in its prefix cache, last minute" },
   ];
   if (full) {
     columns.push(
@@ -89,14 +89,14 @@ export function replicaTable(store, full) {
   });
 }
 
-/** How often each backend stopped to be up since a time of the proxy's clock, and when and why the last time. */
+/** How often each backend left the state up since a time of the proxy's clock, and when and why it did last. */
 function failures(events, since) {
   const [found, out] = [new Map(), new Set()];
   for (const { backend, event, at_s, why } of events) {
     if (ENDS.includes(event)) out.delete(backend);
     if (!BEGINS.includes(event)) continue;
     const before = found.get(backend);
-    // One that is ejected and then seen to be down was not up once; what came last says more.
+    // Down after an ejection is the same failure, with a better reason.
     if (out.has(backend) && before) before.why = why || before.why;
     else if (at_s >= since) found.set(backend, { times: (before?.times ?? 0) + 1, at_s, why });
     out.add(backend);
@@ -126,7 +126,7 @@ function fillState(cell, one, failed, offset) {
 function fillPerToken(cell, one) {
   const slow = one.state === "up" && one.tokens_slower >= SLOW;
   put(cell, `${duration(one.tpot_s)}${slow ? `, ${one.tokens_slower.toFixed(1)}x` : ""}`);
-  cell.classList.toggle("stands-out", slow);
+  cell.classList.toggle("highlighted", slow);
 }
 
 function fillLoad(cell, one) {
@@ -146,7 +146,7 @@ function fillDrain(cell, one, store, made) {
     button.disabled = true;
     try {
       await post(`/admin/backends/${encodeURIComponent(one.backend)}/${back ? "undrain" : "drain"}`);
-      put(made.said, `${one.backend}: ${back ? "it gets requests again" : "it gets no new requests; those it has are finished"}.`);
+      put(made.said, `${one.backend}: ${back ? "it gets requests again" : "it gets no new requests, and finishes the requests in flight"}.`);
     } catch (error) {
       if (error instanceof LockedError) store.askKey(`A drain needs the admin key. ${error.message}`);
       else if (error instanceof RefusedError || error instanceof UnreachableError) put(made.said, `${one.backend}: ${error.message}`);

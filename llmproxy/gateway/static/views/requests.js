@@ -1,6 +1,6 @@
-// The last requests that ended, and the whole story of one.
+// The view of requests: the last finished requests, and the whole course of one.
 
-import { asking } from "../lib/asking.js";
+import { polling } from "../lib/polling.js";
 import { json } from "../lib/client.js";
 import { card, h, put } from "../lib/dom.js";
 import { clock, count, duration } from "../lib/format.js";
@@ -46,7 +46,7 @@ function list(host, store) {
       { title: "Output", number: true, value: (one) => one.output_tokens, text: (one) => count(one.output_tokens), hint: "Output tokens" },
     ],
   });
-  const poll = asking(store, () => json("/debug/requests", Object.fromEntries(FILTERS.map((name) => [name, inputs[name].input.value]))), (found) => {
+  const poll = polling(store, () => json("/debug/requests", Object.fromEntries(FILTERS.map((name) => [name, inputs[name].input.value]))), (found) => {
     found.requests.forEach((one) => {
       one.key = `${one.request_id}/${one.arrived_s}`;
       one.ended_s = found.now_s - one.ended_age_s;
@@ -63,7 +63,7 @@ function list(host, store) {
   } };
 }
 
-/** A field that chooses among requests; `offer` sets what it suggests. */
+/** A filter field. `offer` sets its suggestions. */
 function filter(name, onchange) {
   const choices = h("datalist", { id: `${name}-choices` });
   const input = name === "kind"

@@ -1,15 +1,15 @@
-// How many replicas each pool needs, and how much more load those that are up can take.
+// The replicas that each pool needs, and the load at which its replicas are full.
 
 import { count, number } from "../lib/format.js";
 import { Table } from "../lib/table.js";
 
 const REASONS = {
-  work: "what arrives", ahead: "what arrives, and grows", queue: "what waits", seats: "answers under way", kv: "the KV cache", adapters: "adapters in use",
-  idle: "nothing is asked", min: "scaling.min", max: "scaling.max", unknown: "too little is known: as many as there are",
+  work: "arriving requests", ahead: "arriving requests, which increase", queue: "waiting requests", seats: "requests in flight", kv: "the KV cache", adapters: "adapters in use",
+  idle: "no requests", min: "scaling.min", max: "scaling.max", unknown: "too little is known: the present number",
 };
 const TIMES_MAX = 100;
 
-/** The load at which those that are up are full, as a multiple of the present one; null while that is not known. */
+/** The load at which the replicas that are up are full, as a multiple of the present load; null if unknown. */
 function times({ sure, terms, replicas }) {
   const need = Math.max((terms.ahead ?? 0) + (terms.queue ?? 0), terms.seats ?? 0, terms.kv ?? 0);
   return sure && need > 0 ? Math.min(TIMES_MAX, replicas.up / need) : null;
@@ -34,11 +34,11 @@ export function scaleTable() {
     columns: [
       { title: "Pool", text: (one) => one.pool },
       { title: "Up", number: true, text: (one) => count(one.replicas.up) },
-      { title: "Needs", number: true, text: (one) => (one.sure ? one.need.toFixed(2) : "–"), hint: "In replicas that are fully, but not overly, used. Bands below scaling.from_band do not count" },
-      { title: "Wants", number: true, text: (one) => count(one.desired), hint: "The whole number above what it needs, from scaling.min to scaling.max" },
+      { title: "Needs", number: true, text: (one) => (one.sure ? one.need.toFixed(2) : "–"), hint: "In fully used, not overloaded replicas. Bands below scaling.from_band do not count" },
+      { title: "Wants", number: true, text: (one) => count(one.desired), hint: "The need, rounded up, from scaling.min to scaling.max" },
       { title: "Because of", text: (one) => REASONS[one.reason] ?? one.reason },
-      { title: "Full at", text: fullAt, hint: "Recent is of the last two minutes, or 30 s where more came in these. The load of bands from scaling.from_band on at which those that are up are full. Some wait before that, because requests do not arrive evenly" },
-      { title: "One replica serves", text: (one) => (one.replica ? `${number(one.replica.requests_per_s)} requests/s, ${count(one.replica.seats)} at once` : "–") },
+      { title: "Full at", text: fullAt, hint: "The load of the bands from scaling.from_band up at which the replicas that are up are full. Some requests wait before that, because they do not arrive evenly. The recent load is the mean of two minutes, or of the last 30 s if more came then" },
+      { title: "A replica serves", text: (one) => (one.replica ? `${number(one.replica.requests_per_s)} requests/s, ${count(one.replica.seats)} at once` : "–") },
     ],
   });
 }

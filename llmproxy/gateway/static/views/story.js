@@ -1,6 +1,6 @@
-// One request from its arrival to its end: what it waited for, where it went and why, and what came of it.
+// The course of a request: its wait, its attempts with the reasons for each replica, and its end.
 
-import { asking } from "../lib/asking.js";
+import { polling } from "../lib/polling.js";
 import { json } from "../lib/client.js";
 import { card, h, put } from "../lib/dom.js";
 import { clock, count, duration, plural } from "../lib/format.js";
@@ -11,7 +11,7 @@ export function story(host, store, id) {
   const said = h("p", { className: "quiet", role: "status" });
   host.append(h("p", {}, h("a", { href: "#requests" }, "← All requests")), h("h2", { className: "mono" }, id), said, content);
   let ended = false;
-  const poll = asking(store, () => (ended ? null : json("/debug/requests", { request: id })), (found) => {
+  const poll = polling(store, () => (ended ? null : json("/debug/requests", { request: id })), (found) => {
     if (found === null) return;
     ended = found.ended !== null;
     content.replaceChildren(...parts(found, found.now_s + store.offset));
@@ -29,7 +29,7 @@ function parts(found, now) {
   found.attempts.forEach((one, at) => made.push(card(`${one.stage === "whole" ? "Attempt" : one.stage === "prefill" ? "Prefill" : "Decode"} ${at + 1}: ${one.backend ?? "no replica"}`, h("ul", {}, attempt(one).map((line) => h("li", {}, line))))));
   if (found.waited?.waited_for) made.push(card("Its last wait", h("p", {}, waited(found.waited))));
   for (const choice of found.choices) made.push(priceCard(choice));
-  if (found.attempts.length && found.choices.length === 0) made.push(h("p", { className: "quiet" }, "The prices of the other replicas are kept for the last 100 choices of a pool. Those of this request are no longer among them."));
+  if (found.attempts.length && found.choices.length === 0) made.push(h("p", { className: "quiet" }, "The proxy remembers the prices of the last 100 choices of a pool. The choice for this request is older."));
   if (found.ended) made.push(h("details", { className: "card" }, h("summary", {}, "All fields of its log line"), fields(found.ended)));
   return made;
 }
@@ -39,7 +39,7 @@ function waits(place) {
   return `In band ${place.band}, flow ${place.flow}, for ${duration(place.waited_s)}: ${count(place.ahead_in_higher_bands)} ahead in higher bands, ${ahead} in its flow. It may wait ${duration(place.left_s)} more.`;
 }
 
-/** The rule that held a request back and the flows that were granted first, as text; "" if it did not wait. */
+/** The rule that delayed a request and the flows that were granted first, as text; "" if it did not wait. */
 function waited(why) {
   if (!why.waited_for) return "";
   const first = why.went_first.map(([band, flow, number]) => `${count(number)} of ${flow || "no name"} (${band})`).join(", ");
@@ -54,7 +54,7 @@ function result(ended, at) {
   return `${whose ? `${whose[0].toUpperCase()}${whose.slice(1)}, at ${clock(at)}: ` : ""}${ended.outcome} (${ended.status ?? "no status"}) after ${duration(ended.duration_s)}, ${count(ended.attempts)} ${ended.attempts === 1 ? "attempt" : "attempts"}.${sent}${tokens}${met}${ended.error ? ` ${ended.error}` : ""}`;
 }
 
-/** The parts of its time as segments of one bar, and in words for those who do not see it. */
+/** The parts of its time, as segments of a bar and as text for screen readers. */
 function timeline(found) {
   const whole = Math.max(found.ended.duration_s ?? 0, ...found.attempts.map((one) => one.ended_s ?? 0), 1e-6);
   const segments = found.attempts.flatMap((one) => segmentsOf(one, whole));

@@ -1,4 +1,4 @@
-// What happened at 14:03: strips of everything over one axis, with events as marks.
+// The view of time: all plots over one time axis, with events as marks.
 
 import { bandLooks, Chart } from "../lib/chart.js";
 import { h, put } from "../lib/dom.js";
@@ -18,14 +18,14 @@ function open(host, store, argument) {
   const moment = h("input", { id: "moment", type: "time", step: 1, required: true });
   const goTo = h("form", { className: "filters", onsubmit: (event) => {
     event.preventDefault();
-    // The middle of the second that was written.
+    // The middle of the entered second.
     store.lookAt(lastTimeOf(moment.value, store.live?.unix_s ?? Date.now() / 1000) + 0.5);
   } }, h("span", {}, h("label", { htmlFor: "moment" }, "What happened at"), moment), h("button", { type: "submit" }, "Show"));
   host.append(h("div", { className: "card actions" }, shown, goTo, whole,
     h("button", { type: "button", onclick: () => saveCsv(store) }, "Save CSV"),
     h("button", { type: "button", onclick: () => savePng(charts) }, "Save PNG"),
-    h("p", { className: "quiet" }, "Drag over a plot to zoom in, double-click to see the whole span. Dashed lines are events, the solid line is the time that was asked for: the values below the plots are of it.")));
-  // What happened is the answer; the plots after it are long.
+    h("p", { className: "quiet" }, "Drag over a plot to zoom in, double-click to see the whole span. Dashed lines are events. The solid line is the requested time, to which the values below the plots belong.")));
+  // The events come first, because the plots are long.
   const events = new EventList(host, 200);
   events.list.classList.add("short");
   const lanes = new Lanes(host, store);
@@ -65,7 +65,7 @@ function open(host, store, argument) {
   };
 }
 
-/** The last Unix time before `now`, which may be of a second or two ago, at which the clock of the person who looks showed `clock`, as in 14:03:00. */
+/** The last Unix time before `now` at which the local clock showed `clock` (14:03:00). `now` may be LATE_S old. */
 function lastTimeOf(clock, now) {
   const day = new Date(now * 1000);
   day.setHours(...clock.split(":").map(Number), 0);
@@ -79,7 +79,7 @@ function save(name, blob) {
   setTimeout(() => URL.revokeObjectURL(url), 10000);
 }
 
-/** A name as one field; a spreadsheet must not take it for a formula. */
+/** A name as a CSV field, which a spreadsheet does not read as a formula. */
 function field(name) {
   const safe = /^[=+\-@\t\r]/.test(name) ? `'${name}` : name;
   return `"${safe.replaceAll('"', '""')}"`;
@@ -97,7 +97,7 @@ function saveCsv({ history, offset, zoom }) {
   save("llmproxy.csv", new Blob([lines.join("\n"), "\n"], { type: "text/csv" }));
 }
 
-/** All plots below each other, with their titles, in one picture. */
+/** Saves all plots below each other, with their titles, as one picture. */
 function savePng(charts) {
   const drawn = charts.filter((chart) => chart.canvas && !chart.host.hidden);
   if (drawn.length === 0) return;

@@ -1,11 +1,11 @@
-// What a view asks for itself, beside the document of each second.
+// Data that a view requests itself, in addition to the document of each second.
 
 import { LockedError, RefusedError, UnreachableError } from "./client.js";
 
 const EVERY_S = 3;
 
-/** Asks again every few seconds, and at once when told; `show` gets what came, `say` what went wrong. */
-export function asking(store, ask, show, say) {
+/** Calls `ask` every few seconds, and at once by `now()`. `show` gets each result, `say` each error message. */
+export function polling(store, ask, show, say) {
   let next = 0;
   let turn = 0;
   const now = async () => {

@@ -1,7 +1,7 @@
-// What the browser keeps for the page. Where it denies that, the page keeps it until it is closed.
+// Values that the browser stores for the page. If it denies storage, they live until the page is closed.
 
-/** Texts by name; an empty one is forgotten. */
-function keeper(kind) {
+/** Texts by name in a storage of the browser. Setting an empty text deletes it. */
+function storage(kind) {
   const own = new Map();
   const tried = (act) => {
     try {
@@ -19,5 +19,5 @@ function keeper(kind) {
   };
 }
 
-export const inBrowser = keeper("localStorage");
-export const inTab = keeper("sessionStorage");
+export const inBrowser = storage("localStorage");
+export const inTab = storage("sessionStorage");
