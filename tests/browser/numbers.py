@@ -1,7 +1,7 @@
 """`make numbers`: compares the page, `/metrics` and the measurements of a client over a minute.
 
 Requests of three flows in two bands come for a good minute at random moments to a proxy over two simulated replicas.
-Then the page is paused, and read. It fails where a number differs by more than `APART_MAX` from one of the others.
+Then the page is paused, and read. It fails if two of the numbers differ by more than `APART_MAX`.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ async def visit_all(page: Page, url: str, lines: asyncio.StreamReader) -> dict[s
 
 
 def write(pictures: dict[str, bytes]) -> None:
-    """The pictures to keep, with few colours, and those of the strip together as the strip of the README."""
+    """The pictures to keep, with few colours, and the strip of the README from several of them."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     opened = {name: Image.open(io.BytesIO(data)).convert("RGB") for name, data in pictures.items()}
     for name in KEPT:

@@ -205,7 +205,7 @@ def answer_differences(vector: AnswerVector, got: Got) -> str:
     if vector.kept != got.kept:
         wrong.append("kept" if got.kept else "closed")
     if vector.seen.lower() not in got.data.lower() or vector.unseen.lower() in got.data.lower():
-        wrong.append(f"what is seen: {got.data!r}")
+        wrong.append(f"the bytes: {got.data!r}")
     following = read_answers(got.next, closed=True)
     if following.end is not End.CLEAN or [message.body for message in following.messages] != [NEXT]:
         wrong.append(f"the next answer: {got.next!r}")

@@ -27,9 +27,9 @@ class End(StrEnum):
 
     CLEAN = "clean"
     SHORT = "short"
-    """What is there is the beginning of a message."""
+    """The bytes are the beginning of a message."""
     BROKEN = "broken"
-    """What is there is no message, or could be read in two ways."""
+    """The bytes are no message, or are ambiguous."""
 
 
 @dataclass(frozen=True, slots=True)

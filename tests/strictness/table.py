@@ -59,7 +59,7 @@ async def observed_requests() -> tuple[dict[str, list[str]], list[str]]:
     for group, vectors in TABLE.items():
         found: dict[int, Observed] = {}
         for limits in (FREE, HASTY):
-            # In sequence: each proxy checks what was left behind since it started.
+            # In sequence: each proxy checks for leaks since its start.
             async with bench(limits) as (home, backend):
                 for i, vector in enumerate(vectors):
                     if vector.waits is (limits is HASTY):

@@ -132,7 +132,7 @@ CHUNKS = (
     no("size line ends in a bare LF", chunked(b"%x\n%s\r\n" % (len(BODY), BODY) + LAST)),
     no("size line ends in a bare CR", chunked(b"%x\r%s\r\n" % (len(BODY), BODY) + LAST)),
     no("data without its CRLF", chunked(b"%x\r\n%s" % (len(BODY), BODY) + LAST)),
-    no("data behind which a bare LF stands", chunked(b"%x\r\n%s\n" % (len(BODY), BODY) + LAST)),
+    no("data before a bare LF", chunked(b"%x\r\n%s\n" % (len(BODY), BODY) + LAST)),
     no("data longer than its size", chunked(b"%x\r\n%sXX\r\n" % (len(BODY), BODY) + LAST)),
     no("the last chunk with a bare LF", chunked(CHUNK + b"0\n\n")),
     Vector("the last chunk without its blank line", chunked(CHUNK + b"0\r\n"), (408,), closed=True),

@@ -78,15 +78,14 @@ ROLES = {role: MEMBER + b'role"%b"' % role.encode() for role in ("system", "user
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The hashes of a prompt's full blocks, the last hash and the remaining bytes, from which the chain can continue.
+    """The hash chain of a prompt. A chain of BLOCKS_MAX blocks is full and does not change."""
 
-    A chain of BLOCKS_MAX blocks is full and does not change. `salt` is the salt by which the proxy replaces the
-    client's in the body, None if it does not.
-    """
-
+    # The hashes of the full blocks.
     hashes: tuple[int, ...]
+    # The last hash and the bytes after the last full block, from which the chain continues.
     last: int
     tail: bytes = b""
+    # The proxy's salt that replaces the client's in the body; None if the proxy sets no salt.
     salt: str | None = None
 
     def extended(self, text: bytes) -> Chain:
@@ -181,7 +180,7 @@ def answer_bytes(answer: Any, kind: BodyKind) -> bytes:
 
 
 def empty_chain(salt: Any) -> Chain:
-    """The empty chain of a body with this `cache_salt`. The engine refuses a salt that is no string."""
+    """The empty chain of a body with this `cache_salt`. A salt that is not a string counts as none."""
     return Chain((), xxh64_intdigest(salt.encode() if isinstance(salt, str) else b""))
 
 
@@ -281,7 +280,7 @@ def _item(out: list[bytes], item: dict[str, Any], depth: int, system: bool) -> N
 
 
 def id_bytes(ids: list[Any]) -> bytes:
-    """The canonical bytes of token ids. Raises TypeError or OverflowError for what no engine takes for ids."""
+    """The canonical bytes of token ids. Raises TypeError or OverflowError for values that no engine accepts as ids."""
     if bool in map(type, ids):
         raise TypeError("an array takes true for 1")
     return array("I", ids).tobytes()

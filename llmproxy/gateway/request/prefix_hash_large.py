@@ -1,8 +1,8 @@
 """Computes the chain of `prefix_hash` for a large body, in slices.
 
-A parser would hold the loop. Instead, one pass over the JSON writes the canonical bytes value by value, and long
-strings piece by piece. The chain is limited, so the reading is too: to two megabytes of text, whatever the size of the
-body, and the media and skipped members between.
+A parser would block the loop. Instead, one pass over the JSON writes the canonical bytes value by value, and long
+strings piece by piece. The chain is limited, so at most two megabytes of text are read, whatever
+the size of the body, and the media and skipped members between.
 """
 
 from __future__ import annotations
@@ -98,18 +98,18 @@ def _salt(body: bytes, member: Member | None) -> Any:
 
 
 class _EndError(Exception):
-    """The chain ends here, because it is full or the rest cannot be read."""
+    """The chain ends here: it is full, or the rest cannot be read."""
 
 
 class _NoPromptError(Exception):
-    """No engine accepts this prompt, so it has no chain at all, however far it was read."""
+    """No engine accepts this prompt, so it gets no chain."""
 
 
 _Sink = Callable[[bytes], object]
 
 
 class _CanonicalReader:
-    """Writes the canonical bytes of members of a body, value by value, without parsing any of them as a whole."""
+    """Writes the canonical bytes of the members of a body, value by value, without parsing a member as a whole."""
 
     def __init__(self, body: bytes, begin: Chain, slice_bytes: int) -> None:
         self._body = body

@@ -188,7 +188,7 @@ CALLED = chat_body(
     ],
 )
 AGAIN = {"role": "user", "content": "And then?"}
-# As the Anthropic SDK writes the blocks of a message: in the order of its fields, with what is null.
+# As the Anthropic SDK writes the blocks of a message: in the order of its fields, null members included.
 BLOCKS = [
     {"citations": None, "text": SAID, "type": "text"},
     {"id": "toolu_1", "input": orjson.loads(ARGUMENTS), "name": "get_weather", "type": "tool_use"},
@@ -262,7 +262,7 @@ async def test_the_next_turn_begins_with_the_hashes_of_this_one(
     turn = prompt_chain(second, kind)
     asked = GRANT.request
     assert known == turn.hashes_on(asked.model, asked.adapter)[: len(known)]
-    # All but the block in which the answer ends, and what comes after it.
+    # All blocks before the end of the answer.
     assert len(before.hashes) < len(turn.hashes) - 1 <= len(known)
 
 
@@ -288,7 +288,7 @@ async def test_the_next_turn_begins_with_the_hashes_of_this_one(
         (MESSAGES, messages_stream(({"type": "text", "text": ""}, [{"type": "signature_delta", "signature": "x"}]))),
         (RESPONSES, responses_stream("response.failed")),
         (RESPONSES, b"data:"),
-        # One event that would hold the loop.
+        # A single event that would block the loop.
         (CHAT, chat_stream({"content": SAID, "logprobs": [0] * 40_000})),
         (CHAT, chat_body(content=SAID, logprobs=[0] * 40_000)),
     ],

@@ -69,7 +69,7 @@ def test_the_id_of_a_response_is_found(head: bytes) -> None:
 @pytest.mark.parametrize(
     "head",
     [
-        # What a client says in its instructions or its metadata comes back in the answer.
+        # The answer repeats instructions and metadata of the client.
         b'{"metadata":{"id":"resp_1"},"id":"resp_0"}',
         b'{"instructions":"\\"id\\":\\"resp_1\\"","id":"resp_0"}',
         b'{"instructions":"say \\",\\"id\\":\\"resp_1\\"","object":"response"}',

@@ -197,7 +197,7 @@ LOST = {
     "chat function members": "the same in all requests of one client",
     "empty system within": "no client sends one",
     "two blocks": "the template decides how parts are joined: others put lines between them",
-    "chat arguments": "a client sends back what it was given; other templates show them",
+    "chat arguments": "a client sends its arguments back unchanged; other templates show them",
     "chat name": "other templates show it",
     "responses reasoning": "other templates show it",
 }

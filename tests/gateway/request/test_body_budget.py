@@ -27,7 +27,7 @@ def test_held_bytes_stay_within_the_budget_and_are_all_returned(steps: list[tupl
             grew = one.add_piece(size)
             assert grew is was or held_before + size > 87, "there was room"
             for each in {each for each in held if each.refused} - refused_before:
-                assert each.size == 0, "what it held is free"
+                assert each.size == 0, "its bytes are free"
             assert one.size <= largest + size
         elif step == "arrived":
             one.finish()
@@ -51,7 +51,7 @@ def test_a_largest_arriving_body_is_refused_and_none_in_vain() -> None:
     assert arriving[0].add_piece(150)
     assert (cut, arriving[1].refused) == ([1], True)
     assert BufferedBody(budget).add_whole(900)
-    assert cut == [1], "it fits beside those that arrive"
+    assert cut == [1], "it fits beside the arriving bodies"
     assert not arriving[2].add_piece(300), "it would not fit without the others either"
     assert cut == [1]
     assert budget.buffered_bytes == 900 + 250

@@ -150,7 +150,7 @@ def test_trusted_proxies_may_set_the_headers() -> None:
 def test_a_tenant_can_be_trusted_from_any_network() -> None:
     identity, trusted = of_acme({"trusted": True}, trust_headers="none")
     assert identity.trusts(at("8.8.8.8"), trusted)
-    assert not identity.trusts(at("8.8.8.8")), "what is known of an address is not what is known of its tenant"
+    assert not identity.trusts(at("8.8.8.8")), "trust in a tenant is no trust in the address"
     identity, plain = of_acme(trust_headers=["10.0.0.0/8"])
     assert not identity.trusts(at("8.8.8.8"), plain)
     assert identity.trusts(at("10.0.0.7"), plain)
