@@ -38,6 +38,9 @@ class BackendObserver:
     def answered(self, backend: str) -> None:
         """A poll ended in good health, whether or not it brought a reading."""
 
+    def timed_out(self, backend: str) -> None:
+        """A question had no answer within `poll.timeout_s`. `unread` or `troubled` follows."""
+
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
         """A poll ended early. `detail` is one line for people: what was asked, and what came."""
 
@@ -80,6 +83,11 @@ class BackendEvents(BackendObserver):
         self._dispatcher.answered(backend)
         for observer in self.observers:
             observer.answered(backend)
+
+    def timed_out(self, backend: str) -> None:
+        self._dispatcher.timed_out(backend)
+        for observer in self.observers:
+            observer.timed_out(backend)
 
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
         self._dispatcher.troubled(backend, trouble, detail)

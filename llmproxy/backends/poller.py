@@ -79,6 +79,10 @@ class _PollFailed(Exception):  # noqa: N818 - an answer of the backend, not an e
         self.detail = detail
 
 
+class _PollTimedOut(_PollFailed):
+    """No answer came in time."""
+
+
 class Poller:
     """Polls one backend for as long as `run` runs.
 
@@ -162,9 +166,13 @@ class Poller:
             await self._ask_what_is_due()
         except _PollFailed as failure:
             self._reset()
+            timed_out = isinstance(failure, _PollTimedOut)
+            if timed_out:
+                self._events.timed_out(self._backend)
             self._events.troubled(self._backend, failure.trouble, failure.detail)
-            # A refusal costs the machine nothing, and it is good to know soon that it is repeated or has ended.
-            soon = failure.trouble is Trouble.REFUSED
+            # A refusal costs the machine nothing, and it is good to know soon that it is repeated or has ended. A poll
+            # that ran out of time was itself a pause.
+            soon = timed_out or failure.trouble is Trouble.REFUSED
             return self._jittered(self._times.interval_s if soon else self._times.page_interval_s)
         return max(0.0, min(self._health_due_s, self._models_due_s, self._metrics_due_s) - self._clock())
 
@@ -214,6 +222,8 @@ class Poller:
             if failure.trouble is Trouble.REFUSED:
                 raise
             self._metrics_source = None
+            if isinstance(failure, _PollTimedOut):
+                self._events.timed_out(self._backend)
             self._events.unread(self._backend, failure.trouble, failure.detail)
             # Its last good answer is older than this failure, and a machine that is gone fails in the same way.
             await self._ask_health()
@@ -293,7 +303,7 @@ class Poller:
                 answers = True
                 body = _decompressed(await read_response_body(exchange, BODY_BYTES_MAX), exchange.headers)
         except TimeoutError:
-            raise _PollFailed(Trouble.TIMEOUT, f"{what}: no answer within {timeout_s:g} s") from None
+            raise _PollTimedOut(Trouble.TIMEOUT, f"{what}: no answer within {timeout_s:g} s") from None
         except (ConnectFailed, UpstreamBroken, ValueError, zlib.error) as error:
             # The client names the backend, and the question does so already.
             why = str(error).removeprefix(f"{self._url}: ")

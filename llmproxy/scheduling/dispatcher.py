@@ -278,6 +278,10 @@ class Dispatcher:
         self._wake_nameless()
         self._decide_soon()
 
+    def timed_out(self, backend: str) -> None:
+        self.pools.backends[backend].timed_out(_now())
+        self._decide_soon()
+
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
         del detail
         if self.pools.troubled(backend, trouble):

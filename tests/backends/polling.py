@@ -136,6 +136,9 @@ class Sink(BackendObserver):
         if self.seen.count("answered") >= 3:
             self.enough.set()
 
+    def timed_out(self, backend: str) -> None:
+        self._seen(backend, "timed out")
+
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
         self._seen(backend, trouble.value, detail)
 

@@ -208,8 +208,9 @@ async def test_the_first_failed_question_ends_the_poll(
     monkeypatch.setattr(poller_module, "BODY_BYTES_MAX", 100_000)
     bench.times.timeout_s = 0.05 if answer is hang else 5.0
     bench.vllm.answers[path] = answer
-    await bench.poller().poll_once()
-    assert bench.sink.take() == [trouble]
+    pause_s = await bench.poller().poll_once()
+    assert bench.sink.take() == (["timed out", trouble] if answer is hang else [trouble])
+    assert (pause_s <= bench.times.interval_s) == (answer is hang), "the time limit was a pause"
     assert words in bench.sink.details[0]
     assert bench.vllm.asked[-1] == path
 
@@ -224,7 +225,9 @@ async def test_an_unreadable_metrics_page_is_no_failure(
     bench.vllm.answers["/metrics/"] = answer
     for _ in range(2):
         bench.now += await poller.poll_once()
-        assert bench.sink.take()[-2:] == [f"unread: {trouble}", "answered"]
+        seen = bench.sink.take()
+        assert seen[-2:] == [f"unread: {trouble}", "answered"]
+        assert ("timed out" in seen) == (answer is hang)
         assert bench.vllm.asked[-1] == "/health", "whether it is well is asked anew"
     bench.vllm.answers["/metrics/"] = saying(polling.NEEDED)
     bench.now += bench.times.page_interval_s
@@ -246,7 +249,8 @@ async def test_health_that_fails_after_hanging_metrics_is_a_failure(bench: Bench
     bench.vllm.answers["/metrics/"] = falls_ill
     bench.now += bench.times.interval_s
     await poller.poll_once()
-    assert bench.sink.take() == ["unread: no_answer", trouble]
+    timed_out = ["timed out"] if answer is hang else []
+    assert bench.sink.take() == ["unread: no_answer", *timed_out, trouble], "nothing timed out where a connection broke"
 
 
 async def test_a_page_that_is_refused_is_reported_with_its_limit(bench: Bench) -> None:

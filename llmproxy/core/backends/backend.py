@@ -193,6 +193,11 @@ class Backend:
                 self.health.first_byte(lease, now)
         self._changed()
 
+    def timed_out(self, now: float) -> None:
+        """A question of a poll was not answered in time."""
+        self.health.poll_timed_out(now)
+        self._changed()
+
     def unread(self) -> None:
         """Its numbers could not be read, but it may publish some."""
         self._unread = True
@@ -381,7 +386,7 @@ class Backend:
     def hangs(self, hang: Hang, now: float) -> bool:
         """There is evidence that the backend hangs. Answers whether it was ejected."""
         self._changed()
-        return self.health.hangs(hang.why(now), now)
+        return self.health.hangs(hang, now)
 
     def slowed(self, why: str, now: float) -> bool:
         """The backend has become slow. Answers whether it was ejected."""

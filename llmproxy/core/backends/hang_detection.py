@@ -23,6 +23,8 @@ TOGETHER_LATE = 2.0
 """As `LATE`, where started streams stopped together: most engines go on with them while they compute prompts."""
 STUCK_LATE = 2.0
 """Multiple of `hung_s` for answers in one piece: an ejection loses all that was computed for them."""
+ASKED_AGAIN_S = 0.75
+"""The answer to the poll after one that ran out of time may take so long: the proxy may have stood still itself."""
 UNSEEN_S = 0.5
 """Assumed time until a reading shows a request of text, before any was seen. It contains the time between readings."""
 
@@ -38,6 +40,9 @@ class HangDetection:
     A backend whose readings show nothing although it was sent requests hangs as well, whether they stream or not. It
     has `hung_s`, or several times what requests of the pool took before a reading showed them. Those with media or a
     grammar have a time of their own.
+
+    A process that is stopped, or a machine that is gone, answers no poll either while others of its pool answer theirs.
+    It hangs after `STUCK_LATE` times `hung_s`, if a poll ran out of time and the next one has no answer.
 
     An answer in one piece is silent until its end. Its backend hangs if its readings show requests while its counter
     of generated tokens does not rise. Prompts explain such a pause. So do earlier pauses in the pool, for several times
@@ -130,8 +135,24 @@ class HangDetection:
         booked_s = next(iter(waiting.values())).booked_s if waiting else -inf
         return max(backend.last_byte_s, backend.generated_s, booked_s)
 
+    def _unanswered(self, name: str, now: float) -> Hang | None:
+        """The evidence that a backend answers neither polls nor requests."""
+        backend, health = self._backends[name], self._peers.members[name]
+        if health.unanswered_s == inf or not (owed := backend.whole | backend.unstarted):
+            return None
+        since_s = self._silent_since(backend, owed)
+        # The server may be busy with what comes before an engine sees a request, such as to tokenise it.
+        late_s = TOGETHER_LATE * self._prefill.at(max(stream.prompt_tokens for stream in owed.values()))
+        late_s = max(late_s, self._unseen[any(stream.prepared for stream in backend.unseen.values())].explained_s(1))
+        late_s = max(late_s, STUCK_LATE * self.settings.hung_s, health.unanswered_s + ASKED_AGAIN_S - since_s)
+        if self._silent(backend, since_s, late_s, now) and self._peers.others_up(health):
+            return Hang(since_s, len(owed), 0, unanswered=True)
+        return None
+
     def hang(self, name: str, now: float) -> Hang | None:
         """The evidence that a backend hangs; None where there is not enough."""
+        if (unanswered := self._unanswered(name, now)) is not None:
+            return unanswered
         backend, ejected = self._backends[name], self._peers.members[name].ejected
         if self.idle(backend, now):
             unseen = backend.unseen.values()

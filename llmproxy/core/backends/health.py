@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from llmproxy.core.backends.failure_rate import FailureRate
 from llmproxy.core.domain import Trouble, Verdict
@@ -60,17 +61,21 @@ class Hang:
     """Evidence that a backend hangs.
 
     It has been silent since `since_s`, and owes `owed` first bytes. `stopped` counts the streams that stopped at once,
-    if that is the evidence. `idle`: its engine shows none of the requests that were sent to it.
+    if that is the evidence. `idle`: its engine shows none of the requests that were sent to it. `unanswered`: polls
+    have no answer either.
     """
 
     since_s: float
     owed: int
     stopped: int
     idle: bool = False
+    unanswered: bool = False
 
     def why(self, now: float) -> str:
         if self.idle:
             return f"hung: its engine has shown none of {self.owed} requests for {now - self.since_s:.1f} s"
+        if self.unanswered:
+            return f"hung: silent for {now - self.since_s:.1f} s, no poll answered, answers owed: {self.owed}"
         stopped = f", streams that stopped together: {self.stopped}" if self.stopped else ""
         return f"hung: silent for {now - self.since_s:.1f} s, first bytes owed: {self.owed}{stopped}"
 
@@ -101,6 +106,10 @@ class Peers:
         others = [other for other in others if not (other.down or other.drained or other.ejected)]
         return bool(others) and all(any(model in other.models for other in others) for model in than.models)
 
+    def others_answered(self, than: Health, since_s: float) -> bool:
+        """Return whether another backend has answered a poll since `since_s`, so that the network works."""
+        return any(other.answered_s >= since_s for other in self.members.values() if other is not than)
+
 
 class Health:
     """Two separate bits: *down* comes from polls, *ejected* from requests.
@@ -122,6 +131,10 @@ class Health:
         """The base models that the backend lists."""
         self._failed_polls = 0
         self._refused_polls = 0
+        self.answered_s = -inf
+        """When a poll was last answered."""
+        self.unanswered_s = inf
+        """When the first poll since `answered_s` ran out of time while other backends answered theirs."""
         self._failures = 0
         self._ejections = 0
         self.rate = FailureRate()
@@ -143,7 +156,9 @@ class Health:
         return self._refused_polls >= self.settings.unreachable_after
 
     def available(self, now: float) -> bool:
-        return not self.down and now >= self._blocked_until_s and self._probe is None
+        # A poll finds out for nothing whether a process that answered none goes on. A probe costs a request its time.
+        half_open = self._probe is None and not (self.ejected and self.unanswered_s < inf)
+        return not self.down and now >= self._blocked_until_s and half_open
 
     def changes_at(self, now: float) -> float | None:
         """When availability changes by time alone; None when only an event can change it."""
@@ -185,6 +200,13 @@ class Health:
             self._blocked_until_s = 0.0
         self.down = False
         self._failed_polls = self._refused_polls = 0
+        self.answered_s, self.unanswered_s = now, inf
+
+    def poll_timed_out(self, now: float) -> None:
+        """A question of a poll was not answered in time."""
+        # If nobody answered meanwhile, the proxy itself or the network to all of them stood still.
+        if self.peers is not None and self.peers.others_answered(self, 0.5 * (self.answered_s + now)):
+            self.unanswered_s = min(self.unanswered_s, now)
 
     def poll_failed(self, trouble: Trouble) -> bool:
         """A poll failed. True when this proves that the process is gone, and with it its open streams.
@@ -192,6 +214,8 @@ class Health:
         Only refused connections prove that: a process that ended or was replaced refuses at once, while a late answer
         may come after a long step. Unreadable metrics and failures of this machine prove nothing.
         """
+        if trouble is not Trouble.TIMEOUT:
+            self.unanswered_s = inf
         if trouble in (Trouble.GARBAGE, Trouble.LOCAL_FAILURE):
             return False
         self._failed_polls += 1
@@ -310,11 +334,12 @@ class Health:
         if verdict in REFUSALS:
             self.try_eject(REFUSALS[verdict], now)
 
-    def hangs(self, why: str, now: float) -> bool:
+    def hangs(self, hang: Hang, now: float) -> bool:
         """The backend hangs. Answers whether it was ejected."""
-        if not self.try_eject(why, now):
+        if not self.try_eject(hang.why(now), now):
             return False
-        self.stream_probe = True
+        # Polls show whether a probe without a stream is silent too.
+        self.stream_probe = not hang.unanswered
         return True
 
     def slowed(self, why: str, now: float) -> bool:

@@ -331,7 +331,7 @@ class OutlierDetection:
         unstarted, streams.unstarted = streams.unstarted, {}
         if self._hangs.idle(streams, now):
             unstarted |= streams.unseen
-        if self._hangs.stuck(streams, now):
+        if self._hangs.stuck(streams, now) or self._peers.members[backend].unanswered_s < inf:
             unstarted |= streams.whole
         for lease in unstarted:
             streams.unseen.pop(lease, None)

@@ -136,8 +136,9 @@ class LabProxy:
 
     def _silent(self, name: str) -> None:
         if not self._stopped:
+            self.dispatcher.timed_out(name)
             self.dispatcher.troubled(name, Trouble.TIMEOUT, "")
-            self._loop.call_later(self._jittered(self._config.poll.page_interval_s), self._poll, name, None)
+            self._loop.call_later(self._jittered(self._config.poll.interval_s), self._poll, name, None)
 
     def _count_streams(self) -> None:
         """Report how far the answers are, as the gateway does while it relays them."""

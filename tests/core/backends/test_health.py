@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from llmproxy.core.backends.health import Ejected, EjectionEvent, EjectionSkipped, Health, Peers, Unejected
+from llmproxy.core.backends.health import Ejected, EjectionEvent, EjectionSkipped, Hang, Health, Peers, Unejected
 from llmproxy.core.domain import Trouble, Verdict
 from llmproxy.core.settings import HealthSettings
 
@@ -189,7 +189,7 @@ def test_failing_requests_eject_at_most_a_share_at_least_one_and_never_the_last(
 
 
 @pytest.mark.parametrize("eject", [
-    lambda one: fail(one, 3), lambda one: one.hangs("hung", 0.0), lambda one: one.slowed("slow", 0.0),
+    lambda one: fail(one, 3), lambda one: one.hangs(Hang(0.0, 1, 0), 0.0), lambda one: one.slowed("slow", 0.0),
     lambda one: one.to_blame(Verdict.UNAUTHORIZED, 0.0),
 ])  # fmt: skip
 def test_last_backend_that_serves_a_model_is_not_ejected_though_its_pool_has_others(

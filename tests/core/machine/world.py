@@ -115,6 +115,8 @@ class World:
         self.pools.backends[backend].observe(reading)
 
     def troubled(self, backend: str, trouble: Trouble) -> None:
+        if trouble is Trouble.TIMEOUT:
+            self.pools.backends[backend].timed_out(self.now)
         self.pools.troubled(backend, trouble)
         if trouble is Trouble.REFUSED:
             self.gone.add(backend)
