@@ -300,6 +300,10 @@ class Scheduler:
         while this.steps < PASS_MAX and not this.blocked and self._room.readmit(now):
             self._grant_all(this)
         self._more = this.steps >= PASS_MAX and bool(self._room)
+        if self._room.waiting and not self._more:
+            for view in this.views:
+                if not view.available:
+                    self._backends.by_name[view.backend].missed(now)
         self._place_changes_s = self._placement.changes_at(now)
 
     def _grant_answers(self, decisions: list[Decision], now: float) -> None:

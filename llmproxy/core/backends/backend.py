@@ -393,6 +393,11 @@ class Backend:
         self._changed()
         return self.health.slowed(why, now)
 
+    def missed(self, now: float) -> None:
+        """See `Health.missed`."""
+        if self.health.missed(now):
+            self._changed()
+
     def measured(self, lease: int | None, fast: bool, now: float) -> None:
         """See `Health.measured`."""
         self._changed()

@@ -12,8 +12,8 @@ from llmproxy.core.settings import HealthSettings
 
 BUSY_PAUSE_S = 0.25
 """Pause after a 503 "busy": about one poll, after which the engine's queue is known."""
-REFUSED_DOUBLINGS = 2
-"""The pause before the next probe of a backend that refuses as busy is doubled no more often."""
+CHEAP_DOUBLINGS = 2
+"""The pause before the next probe is doubled no more often where a failed probe costs little beside missing places."""
 REFUSED_PAUSE_S = 1.0
 """Pause after a refusal of the proxy's key or of a listed model, until another backend has served the same request."""
 WARM_STEP = 0.1
@@ -33,7 +33,7 @@ REFUSALS = {
 
 @dataclass(frozen=True, slots=True)
 class Ejected:
-    """Nothing is sent to the backend for `pause_s` seconds. Then one request probes it."""
+    """Nothing is sent to the backend for `pause_s` seconds at most. Then one request probes it."""
 
     why: str
     pause_s: float
@@ -293,7 +293,7 @@ class Health:
                 # If no other backend can take the work, an ejection is of no use.
                 if idle and (self.peers is None or self.peers.others_up(self)):
                     # A refused probe costs the engine nothing, and what it lacks may be there at once.
-                    self._ejections = min(self._ejections, REFUSED_DOUBLINGS)
+                    self._ejections = min(self._ejections, CHEAP_DOUBLINGS)
                     self._failed(was_probe, now)
                 self._blocked_until_s = max(self._blocked_until_s, now + BUSY_PAUSE_S)
             case (
@@ -347,6 +347,15 @@ class Health:
         if not self.try_eject(why, now):
             return False
         self.slow = self.stream_probe = True
+        return True
+
+    def missed(self, now: float) -> bool:
+        """Requests wait for places that the backend may have. Returns whether this shortens its pause."""
+        # A slow probe delays its request for long, and a backend that fails a share of them passes most probes.
+        until_s = now + self.settings.backoff_s * 2.0**CHEAP_DOUBLINGS
+        if not self.ejected or self.slow or self._by_rate or self._blocked_until_s <= until_s:
+            return False
+        self._blocked_until_s = until_s
         return True
 
     def try_eject(self, why: str, now: float) -> bool:

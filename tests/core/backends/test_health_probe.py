@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
+from math import inf
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from llmproxy.core.domain import (
     SHEDDABLE,
     Entry,
     Grant,
+    Listing,
+    ModelCard,
     NoCapacity,
     NoMatch,
     Placed,
@@ -27,7 +30,7 @@ from llmproxy.core.domain import (
 from llmproxy.core.placement.policy import FilteredPlacement, presets
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
-from tests.core.make import grants, listing, pools, reading, request, submit
+from tests.core.make import BASE, grants, listing, pools, reading, request, submit
 
 SETTINGS = Settings(placement="round_robin", ceilings={})
 NO_LOOK_AHEAD = replace(SETTINGS, capacity=replace(SETTINGS.capacity, look_ahead=0))
@@ -252,3 +255,78 @@ def test_engine_that_has_not_begun_its_probe_gets_more_time() -> None:
         of.backends["a"].observe(reading(now, running=0))
     assert [decision.lease for decision in decided if isinstance(decision, Revoke)] == [probe.lease]
     assert now - 4.0 == pytest.approx(LongestLoad().explained_s(1), abs=0.5)
+
+
+# --- while requests wait ----------------------------------------------------------------------------------------------
+
+
+def long_ejected(of: Pools, *, slow: bool = False, share: bool = False) -> Pools:
+    """A pool of which "a" was ejected again and again: its last pause is from 32.0 to 62.0.
+
+    The reason is that it failed, that it is `slow`, or that it failed a `share` of its requests.
+    """
+    if share:
+        for number in range(32):
+            of.backends["b"].health.finished(99, Verdict.SERVED, 0.0)
+            of.backends["a"].health.finished(99, Verdict.FAILED if number % 2 else Verdict.SERVED, 0.0)
+        assert of.backends["a"].health.ejected
+    for at_s in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0):
+        if slow:
+            of.backends["a"].slowed("slow", at_s)
+        else:
+            of.backends["a"].health.finished(99, Verdict.CONNECT_FAILED, at_s)
+    of.backends["a"].drained = False
+    return of
+
+
+def probed_s(of: Pools, now: float) -> float:
+    """When "a" gets a probe, if nothing but time passes; infinite if not while requests wait."""
+    while (due_s := of.next_wakeup(now)) is not None and due_s < 90.0:
+        now = due_s
+        for decision in of.decide(now):
+            if isinstance(decision, Grant):
+                assert decision.placed.backend == "a"
+                return now
+    return inf
+
+
+@pytest.mark.parametrize("names", ["ab", "abc"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_pause_is_short_while_requests_wait(names: str, stream: bool) -> None:
+    """Also where the wait begins late in it. While none waits, nobody is delayed by a probe that fails."""
+    of = long_ejected(pools(dict.fromkeys(names, 1), NO_LOOK_AHEAD, placements=LastByName))
+    assert sent(of, 33.0, *(ask(stream, deadline_s=200.0) for _ in names[1:])) == list(names[:0:-1])
+    assert sent(of, 40.0) == []
+    assert sent(of, 45.0, ask(stream, deadline_s=200.0)) == []
+    assert probed_s(of, 45.0) == pytest.approx(49.0)
+
+
+@pytest.mark.parametrize(
+    ("room", "given"),
+    [(2, {}), (1, {"slow": True}), (1, {"share": True})],
+    ids=["no request waits", "a probe delays its request for long", "most probes succeed"],
+)
+def test_a_pause_is_as_long_as_ever_where(room: int, given: dict[str, bool]) -> None:
+    of = long_ejected(pools({"a": 1, "b": room}, NO_LOOK_AHEAD, placements=LastByName), **given)
+    asked = [ask(deadline_s=200.0) for _ in "ab"]
+    assert sent(of, 34.0, *asked) == ["b"] * room
+    assert not of.backends["a"].view(61.9).available
+    assert of.backends["a"].view(62.0).available
+
+
+def test_a_pause_is_short_while_others_have_room_for_other_models_alone() -> None:
+    two = Listing(0.0, (ModelCard(BASE, None, 4096), ModelCard("x", None, 4096)))
+    of = pools(
+        dict.fromkeys("abc", 1), NO_LOOK_AHEAD, listings={"a": two, "b": listing(base="x")}, placements=LastByName
+    )
+    long_ejected(of)
+    asked = [ask(pool="x", model="x", deadline_s=200.0) for _ in "bx"]
+    assert sent(of, 40.0, *asked) == ["b"]
+    assert of.backends["c"].view(40.0).has_room(1.0)
+    assert probed_s(of, 40.0) == pytest.approx(44.0)
+
+
+def test_a_pause_is_short_for_a_request_that_one_backend_alone_may_serve() -> None:
+    of = long_ejected(last_by_name())
+    assert sent(of, 40.0, ask(backend="a", deadline_s=200.0)) == []
+    assert probed_s(of, 40.0) == pytest.approx(44.0)
