@@ -24,7 +24,7 @@ TOGETHER_LATE = 2.0
 STUCK_LATE = 2.0
 """Multiple of `hung_s` for answers in one piece: an ejection loses all that was computed for them."""
 ASKED_AGAIN_S = 0.75
-"""The answer to the poll after one that ran out of time may take so long: the proxy may have stood still itself."""
+"""Time for an answer to the second poll. The first may have run out of time because the proxy paused."""
 UNSEEN_S = 0.5
 """Assumed time until a reading shows a request of text, before any was seen. It contains the time between readings."""
 
@@ -141,7 +141,7 @@ class HangDetection:
         if health.unanswered_s == inf or not (owed := backend.whole | backend.unstarted):
             return None
         since_s = self._silent_since(backend, owed)
-        # The server may be busy with what comes before an engine sees a request, such as to tokenise it.
+        # Long prompts and media keep the server busy before its engine sees the request.
         late_s = TOGETHER_LATE * self._prefill.at(max(stream.prompt_tokens for stream in owed.values()))
         late_s = max(late_s, self._unseen[any(stream.prepared for stream in backend.unseen.values())].explained_s(1))
         late_s = max(late_s, STUCK_LATE * self.settings.hung_s, health.unanswered_s + ASKED_AGAIN_S - since_s)

@@ -204,7 +204,7 @@ class Health:
 
     def poll_timed_out(self, now: float) -> None:
         """A question of a poll was not answered in time."""
-        # If nobody answered meanwhile, the proxy itself or the network to all of them stood still.
+        # If no backend answered meanwhile, the proxy paused or the network failed.
         if self.peers is not None and self.peers.others_answered(self, 0.5 * (self.answered_s + now)):
             self.unanswered_s = min(self.unanswered_s, now)
 

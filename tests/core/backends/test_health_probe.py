@@ -261,7 +261,7 @@ def test_engine_that_has_not_begun_its_probe_gets_more_time() -> None:
 
 
 def long_ejected(of: Pools, *, slow: bool = False, share: bool = False) -> Pools:
-    """A pool of which "a" was ejected again and again: its last pause is from 32.0 to 62.0.
+    """A pool with "a" ejected six times in a row. Its last pause is from 32.0 to 62.0.
 
     The reason is that it failed, that it is `slow`, or that it failed a `share` of its requests.
     """

@@ -80,7 +80,7 @@ class Fleet:
             self.decide()
 
     def poll(self, name: str) -> None:
-        """Ask the next question when it is due. One that is not answered ends after `TIMEOUT_S`."""
+        """Ask the next question when it is due. Without an answer it ends after `TIMEOUT_S`."""
         backend = self.of.backends[name]
         self._sent_s[name] = min(self._sent_s[name], self.now) if self.now >= self._asks_s[name] else inf
         if self._sent_s[name] == inf:
@@ -143,7 +143,7 @@ def test_process_that_is_stopped_is_found_in_four_seconds(
         ({"holds": {"a": 3.8}, "numbers": False, "prepared": True}, "its server may fetch pictures"),
         ({"holds": {"a": 30.0}, "owed": {"a": 0}}, "it owes nothing"),
         ({"holds": {"a": 30.0}, "names": "a"}, "there is no other"),
-        ({"holds": {"a": 30.0}, "listings": {"a": BOTH}}, "no other serves one of its models"),
+        ({"holds": {"a": 30.0}, "listings": {"a": BOTH}}, "another model would be gone"),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
