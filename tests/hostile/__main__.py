@@ -26,7 +26,7 @@ from tests.strictness.observe import bench
 from tests.strictness.table import observed
 
 BATCH = 250
-"""Cases that one process plays over one proxy."""
+"""The number of cases that a process plays over one proxy."""
 SHOWN_MAX, SHOWN_CHARS = 20, 6000
 """The number of findings of a group that are printed, and the length of each."""
 
@@ -68,7 +68,7 @@ async def findings(cases: list[bytes], opened: Bench, judge: Judge) -> list[Find
 
 
 async def play_requests(cases: list[bytes], sound: bool, seed: int) -> list[Finding]:
-    """Each case as a client's, in one packet or in two."""
+    """Send each case as a client, in one packet or in two."""
     random = Random(seed)
 
     async def judge(home: ProxyUnderTest, backend: Scripted, sent: bytes) -> list[str]:
@@ -80,7 +80,7 @@ async def play_requests(cases: list[bytes], sound: bool, seed: int) -> list[Find
 
 
 async def play_bodies(cases: list[bytes], _sound: bool, _seed: int) -> list[Finding]:
-    """Each case as the body of a sound request."""
+    """Send each case as the body of a sound request."""
 
     async def judge(home: ProxyUnderTest, backend: Scripted, body: bytes) -> list[str]:
         return bodies.violations(body, await clients.play(home, backend, [bodies.request_of(body)]))
@@ -89,7 +89,7 @@ async def play_bodies(cases: list[bytes], _sound: bool, _seed: int) -> list[Find
 
 
 async def play_answers(cases: list[bytes], sound: bool, _seed: int) -> list[Finding]:
-    """Each case as a backend's answer."""
+    """Send each case as the answer of a backend."""
 
     async def judge(home: ProxyUnderTest, backend: Scripted, sent: bytes) -> list[str]:
         return backends.violations(sent, await backends.play(home, backend, sent), sound=sound)
@@ -99,7 +99,7 @@ async def play_answers(cases: list[bytes], sound: bool, _seed: int) -> list[Find
 
 Play = Callable[[list[bytes], bool, int], Coroutine[Any, Any, list[Finding]]]
 Result = tuple[int, list[str]]
-"""How many cases there were, and the findings of the findings."""
+"""The number of cases, and the findings."""
 PLAYS: tuple[tuple[dict[str, Callable[[Random], Iterator[bytes]]], Play], ...] = (
     (requests.GROUPS, play_requests),
     (answers.GROUPS, play_answers),

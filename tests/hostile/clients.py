@@ -97,7 +97,7 @@ def _wrong_answers(asked: Reading, seen: Seen, *, expected_100: bool) -> list[st
     wrong = []
     final = [message for message in answers.messages if message.status >= 200]
     if len(final) < len(answers.messages) and not expected_100:
-        wrong.append(f"an interim answer that nobody asked for: {seen.answered!r}")
+        wrong.append(f"an interim answer without a request for it: {seen.answered!r}")
     if len(final) > len(asked.messages) + (asked.end is not End.CLEAN):
         wrong.append(f"{len(final)} answers to {len(asked.messages)} requests: {seen.answered!r}")
     if len(seen.reached) > len(final) and not seen.reset:

@@ -1,4 +1,4 @@
-"""Ways to spoil a message, byte by byte and line by line."""
+"""Mutations of a message, by byte and by line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINE_ENDS = (
 
 
 def spelt(before: bytes, text: bytes, after: bytes, slots: Iterable[int], inserted: Iterable[bytes]) -> Iterator[bytes]:
-    """Each of `inserted` at each of the slots of `text`, once between its bytes and once in the place of one."""
+    """Insert each of `inserted` at each slot of `text`, and also replace the byte there."""
     inserted = list(inserted)
     for slot in slots:
         for one in inserted:
@@ -26,7 +26,7 @@ def spelt(before: bytes, text: bytes, after: bytes, slots: Iterable[int], insert
 
 
 def everywhere(message: bytes, inserted: Iterable[bytes], step: int = 1, start: int = 0) -> Iterator[bytes]:
-    """Every `step`th byte left out, or with each of `inserted` before it or in its place."""
+    """Delete every `step`th byte, replace it by each of `inserted`, or insert each of them before it."""
     inserted = list(inserted)
     for at in range(start, len(message), step):
         yield message[:at] + message[at + 1 :]
@@ -34,7 +34,7 @@ def everywhere(message: bytes, inserted: Iterable[bytes], step: int = 1, start: 
 
 
 def line_ends(message: bytes) -> Iterator[bytes]:
-    """Each end of a line in each other way, and all of them at once."""
+    """Replace each line end by each of LINE_ENDS, and all line ends at once."""
     lines = message.split(b"\r\n")
     for end in LINE_ENDS:
         for at in range(1, len(lines)):
@@ -43,7 +43,7 @@ def line_ends(message: bytes) -> Iterator[bytes]:
 
 
 def several(message: bytes, random: Random, count: int) -> Iterator[bytes]:
-    """Two to six random changes at once: bytes left out, put in, doubled, exchanged, taken from elsewhere."""
+    """Make two to six random changes: delete, insert, double, replace or copy bytes."""
     for _ in range(count):
         data = message
         for _ in range(random.randint(2, 6)):

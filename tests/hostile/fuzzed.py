@@ -31,7 +31,7 @@ def tests_of(module: str) -> list[str]:
 
 
 def prepare(examples: int) -> None:
-    """Say how many examples each test has; to be called before any of them is imported, here or in a child process."""
+    """Set the number of examples of each test. Call this before the tests are imported, in every process."""
     os.environ["LLMPROXY_FUZZ_EXAMPLES"] = str(examples)
 
 

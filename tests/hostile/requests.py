@@ -34,7 +34,7 @@ def in_chunks(user: str, *fields: bytes) -> bytes:
 
 
 SENTINEL = sized("sentinel", b"connection: close")
-"""Sound, and behind every case: it is answered, eaten by a body that is longer, or never looked at."""
+"""A sound request after every case. It is answered, read as part of a longer body, or not read at all."""
 INNER = sized("smuggled", b"x-smuggled: yes")
 """A request that is hidden in the body of another one."""
 OUTER = body_of("outer")

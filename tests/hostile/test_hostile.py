@@ -1,4 +1,4 @@
-"""The same few cases of each group of `make hostile` every time, and proof that wrong outcomes would be found."""
+"""A fixed sample of each group of `make hostile`, and tests that wrong outcomes are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of a backend that show how the proxy reads them, and their expected outcome."""
+"""Odd answers of a backend, and the expected result for the client."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ ok = AnswerVector
 
 
 def bad(name: str, sent: bytes) -> AnswerVector:
-    """A broken answer that is not passed on at all."""
+    """A broken answer. The client gets no part of it."""
     return AnswerVector(name, sent, 502, kept=False)
 
 
 def torn(name: str, sent: bytes, *, closes: bool = False) -> AnswerVector:
-    """An answer that breaks behind its head, which has gone out by then."""
+    """An answer that breaks after its head has been sent to the client."""
     return AnswerVector(name, sent, cut=True, kept=False, closes=closes)
 
 
@@ -174,7 +174,7 @@ async def answer_bench(**config: Any) -> AsyncIterator[tuple[ProxyUnderTest, Scr
 async def observe_answer(
     proxy: ProxyUnderTest, backend: Scripted, sent: bytes, closes: bool, *, stream: bool = False, limit_s: float = 10.0
 ) -> Got:
-    """Let the backend answer one request like this, closing its connection or not, and the next one soundly."""
+    """Answer a request by the vector and the next one soundly, and return the results."""
     request = raw_post(STREAM, extra="connection: close\r\n") if stream else post(b"connection: close")
 
     async def script(peer: Peer, _: bytes) -> None:

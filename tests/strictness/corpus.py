@@ -19,7 +19,7 @@ REFUSALS = {400, 408, 413, 414, 417, 431, 501, 505}
 
 
 def bytes_of(written: bytes) -> bytes:
-    """The request in a file of the corpus: line breaks mean nothing in it, escapes are spelt out."""
+    """The request in a file of the corpus: line breaks are ignored, and escapes are decoded."""
     text = written.replace(b"\n", b"")
     for spelt, byte in ((b"\\r\\n", b"\r\n"), (b"\\0", b"\0"), (b"\\n", b"\n"), (b"\\t", b"\t")):
         text = text.replace(spelt, byte)

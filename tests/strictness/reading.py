@@ -1,8 +1,7 @@
-"""How a strict reader understands bytes of HTTP/1.1: a second opinion, after RFC 9112, without code of the proxy.
+"""A strict reader of HTTP/1.1 after RFC 9112, without code of the proxy.
 
-Nothing is repaired. Where the standard says that one may be lenient, this one is not, but for line ends before a
-message (section 2.2), more than one space between the words of a request line (section 3), and the protocol and
-the reason phrase of an answer: no framing hangs on them.
+The reader repairs nothing. It is lenient only about details that do not affect the framing: line ends before a message
+(section 2.2), several spaces in a request line (section 3), and the protocol and the reason phrase of an answer.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def read_answers(data: bytes, closed: bool) -> Reading:
             return Reading(tuple(messages), stop.end)
         head = Message(line, fields, b"")
         if head.status == 101:
-            # Nobody asked for another protocol.
+            # No request asked for another protocol.
             return Reading(tuple(messages), End.BROKEN)
         try:
             body, data = (b"", rest) if head.status < 200 else _body(head, rest, line[0], closed)

@@ -1,4 +1,4 @@
-"""Requests that show how the proxy reads HTTP, and their expected outcome."""
+"""Odd requests, and their expected results."""
 
 from __future__ import annotations
 

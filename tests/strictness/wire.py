@@ -1,4 +1,4 @@
-"""A connection below HTTP that keeps received bytes even if it is reset at the same moment."""
+"""A raw connection that does not lose received bytes if it is reset at the same moment."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import cast
 
 
 class Wire(asyncio.Protocol):
-    """Made by `connected`. `ended` says that the peer closed or reset the connection, `reset` which of it."""
+    """A raw connection, made by `connected`. `ended`: the peer closed or reset it. `reset`: the peer reset it."""
 
     def __init__(self) -> None:
         self.ended = self.reset = False
         self._received = b""
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -23,11 +23,11 @@ class Wire(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        self._news.set()
+        self._changed.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.ended, self.reset = True, exc is not None
-        self._news.set()
+        self._changed.set()
 
     def write(self, data: bytes) -> None:
         assert self._transport is not None
@@ -39,14 +39,14 @@ class Wire(asyncio.Protocol):
         self._transport.abort()
 
     async def all(self) -> bytes:
-        """Whatever comes until the end of the connection."""
+        """Return all bytes until the end of the connection."""
         while not self.ended:
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
         return self._received
 
     async def answer(self) -> tuple[int, bytes] | None:
-        """Status and body of the next answer, which has a length unless it is interim. None at the end."""
+        """Return status and body of the next answer, which must have a length unless it is interim. None at the end."""
         while True:
             head, mark, rest = self._received.partition(b"\r\n\r\n")
             length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
@@ -56,17 +56,17 @@ class Wire(asyncio.Protocol):
                 return int(head.split(b" ", 2)[1]), rest[:size]
             if self.ended:
                 return None
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
-    async def all_of(self, behind: bytes) -> bytes:
-        """All that comes until the end; `behind` is sent behind the first of it."""
+    async def all_of(self, then: bytes) -> bytes:
+        """Return all bytes until the end of the connection. Sends `then` after the first bytes have come."""
         while not self.ended:
             if self._received:
-                self.write(behind)
-                behind = b""
-            self._news.clear()
-            await self._news.wait()
+                self.write(then)
+                then = b""
+            self._changed.clear()
+            await self._changed.wait()
         return self._received
 
 

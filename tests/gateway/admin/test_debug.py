@@ -61,7 +61,7 @@ def test_clients_that_a_trusted_proxy_names_are_admitted_by_their_own_address() 
     assert page.admits(look({"X-Forwarded-For": "127.0.0.5"}))
     assert not page.admits(look({"X-Forwarded-For": AFAR}))
     assert not page.admits(look({"X-Forwarded-For": f"127.0.0.5, {AFAR}"}))
-    assert not page.admits(look()), "it speaks for somebody unknown"
+    assert not page.admits(look()), "the client behind it is unknown"
 
 
 @pytest.mark.parametrize("peer", [AFAR, "::ffff:10.0.0.7", "fe80::1%eth0", "192.168.0.1", None])

@@ -222,7 +222,7 @@ class Reading:
             captured.add(raw[at : at + 1000])
         assert self.answers.captured_bytes == len(raw)
         self.answers.finish(captured, GRANT)
-        assert not self.notified, "nobody waits for the reading"
+        assert not self.notified, "the reading runs in later turns"
         await self.all_read()
         return self.notified.pop()[1] if self.notified else ()
 

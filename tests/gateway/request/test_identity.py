@@ -107,7 +107,7 @@ def test_the_time_to_wait_is_that_of_the_final_band() -> None:
 
 
 def at(address: str) -> Client:
-    """A client at this address, for whom nobody else speaks."""
+    """A client that connects directly from this address."""
     return Client(address, certain=True)
 
 
