@@ -83,7 +83,7 @@ def test_digest_covers_code_of_runs_and_not_presentation(tmp_path: Path, monkeyp
         "lab/run/replay.py",
         "scheduling/lease.py",
     )
-    rival, shown = "lab/baselines/epp.py", "lab/results/plots.py"
+    rival, shown = "lab/baselines/endpoint_picker.py", "lab/results/plots.py"
     for name in (*names, rival, shown):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text("before")

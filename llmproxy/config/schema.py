@@ -395,8 +395,7 @@ class SchedulingConfig(Section):
     ordering: Annotated[str, named_in(orderings.names)] = "least_slack"
     """Which request of a flow goes next: least_slack (by objectives; fcfs without), fcfs, edf or shortest."""
     placement: Annotated[str, named_in(presets.names, nearest_placement)] = "cost"
-    """Which backend gets a request: cost, blend, least_request, power_of_two, round_robin, random, session, epp_blend
-    or epp_sticky."""
+    """Which backend gets a request: cost, blend, least_request, power_of_two, round_robin, random or session."""
     flow: Annotated[str, AfterValidator(flow_of)] = Field(default="model", examples=["header:x-team"])
     """What forms a flow: model (the requested name), tenant, tenant+model or header:NAME (a trusted header)."""
     session: Sessions = Field(default=SESSIONS, examples=[["header:x-user-id", "cookie:SID"]])

@@ -227,7 +227,7 @@ def test_api_keys_are_divided_by_spaces_alone(serve: Serve) -> None:
         (["http://a", "--backend", ""], "--backend, URL: backends[0].url: '' should start with http://"),
         (
             ["http://a", "--policy", "cache_aware"],
-            "--policy: scheduling.placement: 'cache_aware' is none of cost, epp_blend, epp_sticky, blend, ",
+            "--policy: scheduling.placement: 'cache_aware' is none of cost, blend, ",
         ),
         (
             ["http://a", "--queue-size", "1", "--queue-requests-max", "1"],

@@ -1,7 +1,7 @@
 """The choice of a backend.
 
 `policy` has the base class. The placements: `simple` reads the views alone, `session` keeps sessions on one backend,
-`epp` decides like the endpoint picker of llm-d, and `cost` compares prices in seconds.
+and `cost` compares prices in seconds.
 """
 
-from llmproxy.core.placement import cost, epp, session, simple  # noqa: F401 - they register their presets
+from llmproxy.core.placement import cost, session, simple  # noqa: F401 - they register their presets

@@ -179,40 +179,6 @@ def any_room(views: Sequence[View], ceiling: float) -> bool:
     return False
 
 
-def highest(scores: Sequence[float], rng: Random) -> int:
-    """Returns the index of the highest of `scores`. Ties are drawn at random."""
-    best = max(scores)
-    equals = [i for i, score in enumerate(scores) if score == best]
-    return equals[0] if len(equals) == 1 else rng.choice(equals)
-
-
-class Ledger:
-    """The amount (requests or tokens) in flight on each backend. Both dictionaries contain live leases only."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, tuple[str, int]] = {}
-        self._sums: dict[str, int] = {}
-
-    def give(self, lease: int, backend: str, amount: int = 1) -> None:
-        self._held[lease] = backend, amount
-        self._sums[backend] = self._sums.get(backend, 0) + amount
-
-    def take_back(self, lease: int) -> None:
-        """Subtract the amount of `lease`; a second call changes nothing."""
-        backend, amount = self._held.pop(lease, ("", 0))
-        left = self._sums.get(backend, 0) - amount
-        if left:
-            self._sums[backend] = left
-        else:
-            self._sums.pop(backend, None)
-
-    def amount(self, backend: str) -> int:
-        return self._sums.get(backend, 0)
-
-    def each(self, views: Iterable[View]) -> list[int]:
-        return [self._sums.get(view.backend, 0) for view in views]
-
-
 def context_tokens(request: Request) -> int:
     """Returns the context length that `request` needs, from estimated prompt tokens."""
     return request.prompt_tokens + (request.max_tokens or 1)

@@ -1,15 +1,15 @@
 """The published policies, each with its documented defaults; importing this registers them all."""
 
-from llmproxy.lab.baselines import disaggregated, dynamo, epp, plain, session, sglang
+from llmproxy.lab.baselines import deployed_picker, disaggregated, dynamo, plain, session, sglang
 from llmproxy.lab.baselines.policy import baselines
 from llmproxy.lab.baselines.tuning import baseline_named, variants, variants_of
 
 __all__ = [
     "baseline_named",
     "baselines",
+    "deployed_picker",
     "disaggregated",
     "dynamo",
-    "epp",
     "plain",
     "session",
     "sglang",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
-from llmproxy.core.placement.policy import NO_CAPACITY, NO_MATCH_FOR_MODEL, Ledger, Placement, context_tokens, highest
+from llmproxy.core.placement.policy import NO_CAPACITY, NO_MATCH_FOR_MODEL, Placement, context_tokens
 from llmproxy.lab.baselines.index import Block
 from llmproxy.lab.baselines.policy import Surroundings
-
-__all__ = ["Counting", "ImmediatePlacement", "Ledger", "best", "candidates", "prompt_blocks"]
 
 
 def candidates(request: Request, views: Sequence[View], excluded: frozenset[str]) -> list[View] | NoCapacity | NoMatch:
@@ -44,6 +42,13 @@ def prompt_blocks(request: Request, around: Surroundings) -> dict[Block, int]:
     return sized
 
 
+def highest(scores: Sequence[float], rng: Random) -> int:
+    """Returns the index of the highest of `scores`. Ties are drawn at random."""
+    best = max(scores)
+    equals = [i for i, score in enumerate(scores) if score == best]
+    return equals[0] if len(equals) == 1 else rng.choice(equals)
+
+
 def best(views: Sequence[View], scores: Sequence[float], terms: Mapping[str, Sequence[float]], rng: Random) -> Placed:
     """The view of the highest score, equals drawn at random. `scores` and each of `terms` are parallel to `views`."""
     at = highest(scores, rng)
@@ -62,6 +67,33 @@ class ImmediatePlacement(Placement):
     def choose(self, request: Request, views: Sequence[View]) -> Placed:
         """One of `views`, of which there is at least one."""
         raise NotImplementedError
+
+
+class Ledger:
+    """The amount (requests or tokens) in flight on each backend. Both dictionaries contain live leases only."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[str, int]] = {}
+        self._sums: dict[str, int] = {}
+
+    def give(self, lease: int, backend: str, amount: int = 1) -> None:
+        self._held[lease] = backend, amount
+        self._sums[backend] = self._sums.get(backend, 0) + amount
+
+    def take_back(self, lease: int) -> None:
+        """Subtract the amount of `lease`; a second call changes nothing."""
+        backend, amount = self._held.pop(lease, ("", 0))
+        left = self._sums.get(backend, 0) - amount
+        if left:
+            self._sums[backend] = left
+        else:
+            self._sums.pop(backend, None)
+
+    def amount(self, backend: str) -> int:
+        return self._sums.get(backend, 0)
+
+    def each(self, views: Iterable[View]) -> list[int]:
+        return [self._sums.get(view.backend, 0) for view in views]
 
 
 class Counting(ImmediatePlacement):

@@ -14,13 +14,13 @@ from msgspec.structs import replace
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Role, Stage, Usage, Verdict
-from llmproxy.core.placement.epp import sticky
 from llmproxy.core.placement.policy import Placement
 from llmproxy.core.placement.staged import StagedPlacement, as_prefill
 from llmproxy.core.settings import Disaggregation
 from llmproxy.lab.baselines.common import prompt_blocks
+from llmproxy.lab.baselines.deployed_picker import SCRAPE_S, DeployedPicker
 from llmproxy.lab.baselines.dynamo import KvCost, KvEventCaches, PredictedCaches
-from llmproxy.lab.baselines.epp import SCRAPE_S, DeployedPicker
+from llmproxy.lab.baselines.endpoint_picker import sticky
 from llmproxy.lab.baselines.plain import PowerOfTwo
 from llmproxy.lab.baselines.policy import Baseline, Surroundings, baselines
 from llmproxy.lab.baselines.sglang import CacheAware

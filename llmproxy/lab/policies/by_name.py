@@ -16,6 +16,7 @@ from llmproxy.core.placement.policy import Placement, make, presets
 from llmproxy.core.placement.price import TERMS
 from llmproxy.core.settings import Settings
 from llmproxy.lab.baselines import baseline_named, baselines
+from llmproxy.lab.baselines.endpoint_picker import ENDPOINT_PICKERS
 from llmproxy.lab.baselines.policy import Surroundings
 from llmproxy.lab.baselines.tuning import taken_apart
 from llmproxy.lab.fleet.world import World
@@ -53,8 +54,9 @@ def own_name(config: Config) -> str:
 
 
 def _own() -> dict[str, str]:
-    """Our policies: name -> preset of the core."""
-    return {LATE + name if name in baselines.names() else name: name for name in presets.names()}
+    """The policies with the proxy's own waiting room: name -> placement."""
+    placements = (*presets.names(), *ENDPOINT_PICKERS)
+    return {LATE + name if name in baselines.names() else name: name for name in placements}
 
 
 def is_own(text: str) -> bool:
@@ -115,7 +117,9 @@ def _own_plan(text: str, preset: str, config: Config, without: frozenset[str]) -
 
     def placement(around: Surroundings, world: World) -> Placement:
         del world
-        return CostPlacement(around.rng, without=without) if without else make(preset, around.rng)
+        if without:
+            return CostPlacement(around.rng, without=without)
+        return ENDPOINT_PICKERS[preset](around.rng) if preset in ENDPOINT_PICKERS else make(preset, around.rng)
 
     return PolicyPlan(text, about, settings, config.poll.interval_s, placement)
 

@@ -114,7 +114,7 @@ async def test_what_comes_encoded_is_not_kept(monkeypatch: pytest.MonkeyPatch) -
     assert sizes == [0, 7]
 
 
-@pytest.mark.parametrize(("placement", "keeps"), [("cost", True), ("epp_sticky", False), ("blend", False)])
+@pytest.mark.parametrize(("placement", "keeps"), [("cost", True), ("blend", False)])
 async def test_answers_are_kept_for_placements_that_read_them(tmp_path: Path, placement: str, keeps: bool) -> None:
     async with serving_by_cost(tmp_path / "log", placement) as (proxy, _), proxy.stream(ENDLESS) as turn:
         await turn.content.readany()
@@ -153,17 +153,6 @@ async def test_token_ids_are_counted_as_they_are(tmp_path: Path) -> None:
     first, second = (log[name]["placement"]["prefill"] for name in ("first", "second"))
     # Eight blocks of 128 ids are expected to be cached, and the last id is not.
     assert second == pytest.approx(first / (128 * 8 + 1), abs=1e-4)
-
-
-@pytest.mark.parametrize("placement", ["epp_sticky", "epp_blend"])
-async def test_the_presets_of_the_endpoint_picker_know_prefixes_too(tmp_path: Path, placement: str) -> None:
-    async with serving_by_cost(tmp_path / "log", placement) as (proxy, log):
-        first = await ask(proxy, "first", said(LONG))
-        second = await ask(proxy, "second", said(LONG, "Yes.", "And then?"))
-        assert first.backend == second.backend
-    match = {name: log[name]["placement"]["prefix" if placement == "epp_blend" else "match"] for name in log}
-    assert match["first"] == 0.0
-    assert match["second"] > 0.9
 
 
 @pytest.mark.parametrize("placement", ["blend", "session"])

@@ -140,7 +140,7 @@ def test_parameters_of_baselines_are_their_own() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("blends", r"unknown policy 'blends' \(nearest: 'blend'\); known: cost, late_epp_blend, .*oracle$"),
+        ("blends", r"unknown policy 'blends' \(nearest: 'blend'\); known: cost, blend, .*oracle$"),
         ("late_blend", r"unknown policy 'late_blend'"),
         ("late_cache_aware", r"unknown policy 'late_cache_aware'"),
         ("", r"unknown policy ''"),

@@ -1,7 +1,8 @@
-"""The endpoint picker of llm-d and the Gateway API Inference Extension (EPP, v0.10): its two default configurations.
+"""The choices of the endpoint picker of llm-d and the Gateway API Inference Extension (EPP, v0.10).
 
-`epp_blend` is the weighted sum of scores of EPP's default code, `epp_sticky` the "sticky until saturated" of its newer
-guides. Filters, scorers, weights and thresholds are as documented there. Differences:
+It has two default configurations: `epp_blend` is the weighted sum of scores of EPP's default code, `epp_sticky` the
+"sticky until saturated" of its newer guides. Filters, scorers, weights and thresholds are as documented there.
+Differences:
 
 * Only backends with room are candidates, and a request waits if there are none. EPP's flow control, with one gate for
   the whole pool, is not used.
@@ -21,8 +22,9 @@ from typing import Protocol
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
-from llmproxy.core.placement.policy import Ledger, Placement, fitting, highest, presets
+from llmproxy.core.placement.policy import Placement, fitting
 from llmproxy.core.placement.prefix_index import PrefixIndex
+from llmproxy.lab.baselines.common import Ledger, highest
 
 PROMPT_TOKENS_MAX = 131_072
 """Only this many tokens at the beginning of a prompt are looked up and recorded."""
@@ -207,11 +209,8 @@ class EndpointPicker(Placement):
             self._index.resize(view.backend, max(1, int(kv_tokens / prompt.block_tokens)))
 
 
-@presets.register("epp_blend", prefixes=True)
-def epp_blend(rng: Random) -> EndpointPicker:
-    return EndpointPicker(rng, blend())
-
-
-@presets.register("epp_sticky", prefixes=True)
-def epp_sticky(rng: Random) -> EndpointPicker:
-    return EndpointPicker(rng, sticky())
+ENDPOINT_PICKERS: Mapping[str, Callable[[Random], EndpointPicker]] = {
+    "epp_blend": lambda rng: EndpointPicker(rng, blend()),
+    "epp_sticky": lambda rng: EndpointPicker(rng, sticky()),
+}
+"""The default configurations by name. Requests wait in the proxy's waiting room."""

@@ -16,9 +16,9 @@ from xxhash import xxh64_intdigest
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request
-from llmproxy.core.placement.epp import EndpointPicker, Profile, PromptBlocks, blend, sticky
 from llmproxy.core.placement.policy import NO_CAPACITY
 from llmproxy.lab.baselines.common import candidates
+from llmproxy.lab.baselines.endpoint_picker import EndpointPicker, Profile, PromptBlocks, blend, sticky
 from llmproxy.lab.baselines.index import Block, BlockIndex
 from llmproxy.lab.baselines.policy import Baseline, Surroundings, baselines
 

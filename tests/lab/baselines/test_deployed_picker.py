@@ -6,7 +6,7 @@ import pytest
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, Placed
-from llmproxy.lab.baselines import epp
+from llmproxy.lab.baselines.deployed_picker import saturation
 from tests.core.make import reading, view
 from tests.lab.baselines.baseline_world import BLOCK, World
 
@@ -23,22 +23,22 @@ def idle(*names: str, at_s: float = 100.0) -> list[View]:
 
 
 def test_saturation_is_the_mean_of_the_worse_of_queue_and_cache() -> None:
-    assert epp.saturation([seen("a", waiting=2, kv_used=0.2), seen("b", waiting=1, kv_used=0.6)], 100.0) == (
+    assert saturation([seen("a", waiting=2, kv_used=0.2), seen("b", waiting=1, kv_used=0.6)], 100.0) == (
         pytest.approx((2 / 5 + 0.6 / 0.8) / 2)
     )
-    assert epp.saturation([seen("a", waiting=10)], 100.0) == 2.0
+    assert saturation([seen("a", waiting=10)], 100.0) == 2.0
 
 
 def test_one_hot_backend_among_nine_idle_ones_is_invisible() -> None:
-    assert epp.saturation([*idle(*"abcdefghi"), seen("j", waiting=30)], 100.0) == pytest.approx(0.6)
+    assert saturation([*idle(*"abcdefghi"), seen("j", waiting=30)], 100.0) == pytest.approx(0.6)
 
 
 def test_what_is_not_known_or_older_than_200_ms_counts_as_full() -> None:
-    assert epp.saturation([view("a"), *idle("b")], 100.0) == 0.5
-    assert epp.saturation(idle("a"), 100.2 - 1e-9) == 0.0
-    assert epp.saturation(idle("a"), 100.21) == 1.0
-    assert epp.saturation([], 100.0) == 1.0
-    assert epp.saturation([*idle("a"), view("down", available=False)], 100.0) == 0.0
+    assert saturation([view("a"), *idle("b")], 100.0) == 0.5
+    assert saturation(idle("a"), 100.2 - 1e-9) == 0.0
+    assert saturation(idle("a"), 100.21) == 1.0
+    assert saturation([], 100.0) == 1.0
+    assert saturation([*idle("a"), view("down", available=False)], 100.0) == 0.0
 
 
 @pytest.mark.parametrize("name", ["epp_blend", "epp_sticky(gate=1)"])

@@ -1,4 +1,4 @@
-"""The presets after the endpoint picker: its scores over views made by hand, and what they remember of choices."""
+"""The scores of the endpoint picker, and its memory of earlier choices."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Placed, Request, Verdict
-from llmproxy.core.placement.epp import Candidate, blend, sticky
-from llmproxy.core.placement.policy import make
+from llmproxy.lab.baselines.endpoint_picker import ENDPOINT_PICKERS, Candidate, blend, sticky
 from tests.core.make import reading, request, view
 
 NONE: frozenset[str] = frozenset()
@@ -22,7 +21,7 @@ class EppBench:
     """A preset, and the leases that it was notified of."""
 
     def __init__(self, preset: str, seed: int = 7) -> None:
-        self.policy = make(preset, Random(seed))
+        self.policy = ENDPOINT_PICKERS[preset](Random(seed))
         self._leases = 0
 
     def placed(self, asked: Request, views: Sequence[View]) -> Placed:
