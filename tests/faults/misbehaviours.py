@@ -134,10 +134,10 @@ MISBEHAVIOURS: list[Misbehaviour] = [
         answering(whole(BODY.replace(b'"a"', b'"\xff\xfe"'))),
     ),
     passed(
-        "compresses what nobody asked to be compressed",
+        "compresses its answer without being asked",
         answering(whole(gzip.compress(BODY), extra=b"content-encoding: gzip\r\n")),
     ),
-    passed("answers a stream in one piece, and what is none with a stream", answering(whole(BODY)), answering(STREAM)),
+    passed("answers a stream in one piece, others with a stream", answering(whole(BODY)), answering(STREAM)),
     torn(
         "sends events without end",
         for_ever(STREAM_HEAD, chunk(EVENT), 0.005),
@@ -154,7 +154,7 @@ MISBEHAVIOURS: list[Misbehaviour] = [
     ),
     passed("ends a stream without `[DONE]`", answering(FIRST + STREAM_END), answering(whole(BODY))),
     Misbehaviour(
-        "sends an error as its first event, then `[DONE]`; 500 to what is no stream",
+        "sends an error as its first event, then `[DONE]`, or 500 without a stream",
         answering(STREAM_HEAD + chunk(ERROR) + chunk(DONE) + STREAM_END),
         status("500 Internal Server Error"),
         alone="own",
@@ -205,7 +205,7 @@ MISBEHAVIOURS: list[Misbehaviour] = [
         verdict="connect_failed",
     ),
     Misbehaviour(
-        "drains: 500 to what is new, while `/health` is 200",
+        "drains: 500 to new requests, while `/health` is 200",
         fault=FaultKind.DRAINING_500,
         alone="500",
         verdict="draining",

@@ -122,7 +122,7 @@ async def end_of(running: Any) -> str:
 @scene(
     name="a replica flaps: gone and back, four times",
     clients="28 times 200",
-    replicas="the one that flaps gets requests only while it is up",
+    replicas="the flapping one gets requests only while it is up",
     outcomes={"completed": 28},
     events={"backend_down": 4, "backend_up": 4},
 )
@@ -147,7 +147,7 @@ async def flapping(stage: Stage) -> str:
 @scene(
     name="a worker is frozen: `/health` is 200, the gauges stand still, nothing answers",
     clients="10 times 200; the stream that ran there: 200, then one error event",
-    replicas="the frozen one nothing more, once its silence was noticed; what it owed, the other one",
+    replicas="the frozen one nothing more after its silence was noticed; its requests without a byte, the other one",
     outcomes={"completed": 10, "broken_stream": 1, "cancelled": 1},
 )
 async def frozen(stage: Stage) -> str:
@@ -185,8 +185,8 @@ async def frozen(stage: Stage) -> str:
 
 @scene(
     name="the whole fleet goes down, and comes back",
-    clients="two streams that ran: 200, then one error event; those who came meanwhile are held: 8 times 200",
-    replicas="those who were held, once they are back",
+    clients="two streams that ran: 200, then one error event; later requests are held: 8 times 200",
+    replicas="the held requests, after they are back",
     outcomes={"completed": 8, "broken_stream": 2},
     events={"backend_down": 2, "backend_up": 2},
 )
@@ -209,13 +209,13 @@ async def whole_fleet(stage: Stage) -> str:
         answers = list(await asyncio.gather(*held))
         await until(lambda: all_up(proxy))
         await stage.closing(proxy)
-    return f"two streams that ran: {ended}; those who came meanwhile are held: {statuses(answers)}"
+    return f"two streams that ran: {ended}; later requests are held: {statuses(answers)}"
 
 
 @scene(
     name="a replica restarts with a cold cache",
     clients="4 times 200",
-    replicas="each prompt; what it had cached is forgotten with it",
+    replicas="each prompt; its cached prefixes are forgotten",
     outcomes={"completed": 4},
     events={"backend_down": 1, "backend_up": 1},
 )
@@ -280,7 +280,7 @@ async def sigterm(stage: Stage) -> str:
 @scene(
     name="a replica drains, answering 500 under a healthy `/health`, leaves and comes back",
     clients="the stream that ran: 200, to its end; others: 11 times 200",
-    replicas="the one that drains: one request at a time, to see whether it still does",
+    replicas="the draining one: one probe at a time",
     outcomes={"completed": 12},
     events={"backend_down": 1, "backend_up": 1},
 )
@@ -309,7 +309,7 @@ async def drain(stage: Stage) -> str:
 @scene(
     name="a replica with nothing to do answers 503 to everything under a healthy `/health`",
     clients="12 times 200",
-    replicas="the one that turns all away 3 requests, then nothing",
+    replicas="the refusing one 3 requests, then nothing",
     outcomes={"completed": 12},
 )
 async def turns_all_away(stage: Stage) -> str:
@@ -332,7 +332,7 @@ async def turns_all_away(stage: Stage) -> str:
 
 @scene(
     name="a name in DNS changes its address",
-    clients="7 times 200; a stream at the old address goes on for as long as its client wants",
+    clients="7 times 200; a stream at the old address goes on until its client leaves",
     replicas="the old one nothing more, the new one all",
     outcomes={"completed": 7, "cancelled": 1},
     events={"backend_added": 1, "backend_up": 1, "backend_leaves": 1, "backend_removed": 1},
@@ -375,4 +375,4 @@ async def dns_change(stage: Stage) -> str:
         running.close()
         await until(lambda: list(backends) == [names["127.0.0.3"]])
         await stage.closing(proxy)
-    return f"{statuses(answers)}; a stream at the old address goes on for as long as its client wants"
+    return f"{statuses(answers)}; a stream at the old address goes on until its client leaves"

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/reference/faults.md: every misbehaviour is played, and they have what was observed.
+"""Plays every misbehaviour and writes the observations to the tables of docs/reference/faults.md.
 
 Run `python -m tests.faults.table`; it takes about a minute. With `--print` the page goes to standard output.
 """
@@ -9,7 +9,7 @@ import argparse
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from llmproxy.core.domain import Stage
@@ -24,9 +24,9 @@ from tests.faults.scenes import SCENES, perform
 PAGE = ROOT / "docs" / "reference" / "faults.md"
 TEXT_MAX = 110
 STAGES = """\
-One stage of a [split request](../how-to/disaggregation.md), which asks for an answer in one piece where the prefill
-misbehaves, and for a stream where the decode does. Others are well: one for answers, and for a decode that misbehaves
-one for prompts. Of a prefill the client saw nothing: 200 from another one, each time."""
+The replica has one stage of a [split request](../how-to/disaggregation.md). The client asks for one piece where the
+prefill is faulty, and for a stream where the decode is. The other replicas are well: one decode, and one prefill beside
+a faulty decode. A client saw nothing of a faulty prefill: 200 from another replica each time."""
 
 
 def client_saw(received: Received, seen: Seen) -> str:
@@ -49,8 +49,13 @@ def backend_saw(seen: Seen) -> str:
     return f"{times}; its connection is cut" if seen.cut else times
 
 
-def log_said(seen: Seen) -> str:
-    return log_line(seen.exit)
+def joined(rows: Sequence[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
+    """One line for each outcome, with the names of all faults that have it."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, outcome in rows:
+        names.setdefault(outcome, []).append(name)
+    for outcome, faults in names.items():
+        yield "| " + " | ".join((*outcome, _cell("; ".join(faults)))) + " |"
 
 
 def log_line(line: Mapping[str, Any]) -> str:
@@ -78,28 +83,30 @@ def _cell(text: str) -> str:
 async def page() -> str:
     """The whole page: the words that it begins with, and the tables."""
     lines = [PAGE.read_text().partition("## Replicas")[0] + "## Replicas", ""]
-    columns = ("a replica that…", "asked for", "client saw, beside another", "client saw, alone",
-               "the replica saw", "held against it", "log said (alone)")  # fmt: skip
+    columns = ("client saw, beside another", "client saw, alone", "the replica saw", "held against it",
+               "log (alone)", "a replica that…")  # fmt: skip
     lines += ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
+    replicas: list[tuple[str, tuple[str, ...]]] = []
     for fault in MISBEHAVIOURS:
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for ask in ("stream", "whole"):
             beside, alone = await play(fault, ask), await play(fault, ask, alone=True)
+            saw = client_saw(beside.received, beside), client_saw(alone.received, alone)
             rows.append((
-                client_saw(beside.received, beside), client_saw(alone.received, alone), backend_saw(beside),
-                " ".join(beside.verdicts), log_said(alone),
+                saw[0], "the same" if saw[0] == saw[1] else saw[1], backend_saw(beside), " ".join(beside.verdicts),
+                f"{alone.exit['log_level']} `{alone.exit['outcome']}`",
             ))  # fmt: skip
-        kinds = ["either"] if rows[0] == rows[1] else ["stream", "one piece"]
-        for kind, row in zip(kinds, rows, strict=False):
-            lines.append("| " + " | ".join((_cell(fault.name), kind, *row)) + " |")
-    lines += ["", "## Stages", "", STAGES, ""]
-    lines += ["| a replica that… | as prefill | as decode, the client saw | as decode |", "| --- " * 4 + "|"]
+        kinds = [""] if rows[0] == rows[1] else [" (stream)", " (one piece)"]
+        replicas += [(fault.name + kind, row) for kind, row in zip(kinds, rows, strict=False)]
+    lines += [*joined(replicas), "", "## Stages", "", STAGES, ""]
+    lines += ["| as prefill | as decode, the client saw | as decode | a replica that… |", "| --- " * 4 + "|"]
+    stages: list[tuple[str, tuple[str, ...]]] = []
     for fault in MISBEHAVIOURS:
         first = await play(fault, "whole", stage=Stage.PREFILL)
         second = await play(fault, "stream", stage=Stage.DECODE)
-        saw = client_saw(second.received, second)
         hows = [f"`{seen.exit['disaggregation']}`" for seen in (first, second)]
-        lines.append("| " + " | ".join((_cell(fault.name), hows[0], saw, hows[1])) + " |")
+        stages.append((fault.name, (hows[0], client_saw(second.received, second), hows[1])))
+    lines += joined(stages)
     lines += [
         "",
         "## Clients",
@@ -109,14 +116,14 @@ async def page() -> str:
     ]
     for client in CLIENT_FAULTS:
         lines.append("| " + " | ".join((_cell(client.name), *client_row(await observe(client)))) + " |")
-    lines += ["", "## Polls", "", "The only replica; with one good poll it is back.", ""]
+    lines += ["", "## Polls", "", "There is one replica. One good poll brings it back.", ""]
     lines += ["| a replica that… | client saw | available | known of its load | log said |", "| --- " * 5 + "|"]
     lines += ["| " + " | ".join(row) + " |" async for row in poll_rows()]
     lines += [
         "",
         "## Fleets",
         "",
-        "Two replicas, or as said; each request has a line in the log, counted here by outcome.",
+        "There are two replicas unless the row says otherwise. Each request has a line in the log, counted by outcome.",
         "",
     ]
     lines += ["| when… | clients saw | replicas saw | log said |", "| --- " * 4 + "|"]

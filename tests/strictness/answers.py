@@ -212,11 +212,11 @@ def answer_differences(vector: AnswerVector, got: Got) -> str:
     return "; ".join(wrong)
 
 
-def answer_row(vector: AnswerVector, status: int, cut: bool, kept: bool) -> str:
-    """The row of one answer."""
+def answer_row(vector: AnswerVector, status: int, cut: bool, kept: bool) -> tuple[str, str]:
+    """The name of one answer, and its outcome in cells of the table."""
     client = f"{status}, cut before its end" if cut else str(status)
     client += f", with `{vector.seen.decode().strip()}`" if vector.seen else ""
-    return f"| {vector.name} | {client} | {'kept' if kept else 'closed'} |"
+    return vector.name, f"{client} | {'kept' if kept else 'closed'}"
 
 
 def client_saw(got: Got) -> tuple[int, bool, bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import uvloop
 
@@ -18,43 +18,54 @@ PAGE = ROOT / "docs" / "reference" / "strictness.md"
 ANSWERS_HEAD = """
 ### Answers of backends
 
-"after" says what happened to the backend's connection. The next request got its own answer each time, and nothing that
-was hidden in an answer (`evil`) reached a client.
+"after" is the state of the backend's connection. The next request got its own answer each time, and no answer hidden in
+another one (`evil`) reached a client.
 
-| answered | client saw | after |
+| client saw | after | the backend answers |
 | --- | --- | --- |
 """
 
 
-def page(rows: Mapping[str, Sequence[str]], answer_rows: Sequence[str]) -> str:
+def page(rows: Mapping[str, Sequence[tuple[str, str]]], answer_rows: Sequence[tuple[str, str]]) -> str:
     """The page with these rows under these headings, behind the words that it begins with."""
     parts = [PAGE.read_text().partition("\n### ")[0]]
     for group, lines in rows.items():
-        parts.append(f"\n### {group}\n\n| sent | client saw | after | backend |\n| --- | --- | --- | --- |\n")
-        parts += [line + "\n" for line in lines]
+        parts.append(
+            f"\n### {group}\n\n| client saw | after | backend | the client sends |\n| --- | --- | --- | --- |\n"
+        )
+        parts += _joined(lines)
     parts.append(ANSWERS_HEAD)
-    parts += [line + "\n" for line in answer_rows]
+    parts += _joined(answer_rows)
     return "".join(parts)
 
 
-def row(vector: Vector, statuses: Sequence[int], closed: bool, reached: int) -> str:
-    """The row of one vector."""
+def _joined(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """One line for each outcome, with the names of all cases that have it."""
+    names: dict[str, list[str]] = {}
+    for name, outcome in rows:
+        names.setdefault(outcome, []).append(name)
+    for outcome, cases in names.items():
+        yield f"| {outcome} | {'; '.join(cases)} |\n"
+
+
+def row(vector: Vector, statuses: Sequence[int], closed: bool, reached: int) -> tuple[str, str]:
+    """The name of one vector, and its outcome in cells of the table."""
     backend = {0: "nothing", 1: "one request"}.get(reached, f"{reached} requests")
     if vector.seen:
         backend += f", with `{_shown(vector.seen)}`"
     if vector.unseen:
         backend += f", without `{_shown(vector.unseen)}`"
     client = ", then ".join(map(str, statuses)) or "nothing"
-    return f"| {vector.name} | {client} | {'closed' if closed else 'open'} | {backend} |"
+    return vector.name, f"{client} | {'closed' if closed else 'open'} | {backend}"
 
 
 def _shown(data: bytes) -> str:
     return data.decode(errors="backslashreplace").strip()
 
 
-async def observed_requests() -> tuple[dict[str, list[str]], list[str]]:
+async def observed_requests() -> tuple[dict[str, list[tuple[str, str]]], list[str]]:
     """The observed rows of requests by group, and the differences from the table."""
-    rows: dict[str, list[str]] = {}
+    rows: dict[str, list[tuple[str, str]]] = {}
     wrong: list[str] = []
     for group, vectors in TABLE.items():
         found: dict[int, Observed] = {}
@@ -72,7 +83,7 @@ async def observed_requests() -> tuple[dict[str, list[str]], list[str]]:
     return rows, wrong
 
 
-async def observed_answers() -> tuple[list[str], list[str]]:
+async def observed_answers() -> tuple[list[tuple[str, str]], list[str]]:
     """The observed rows of answers, and the differences from the table."""
     rows, wrong = [], []
     async with answer_bench() as (home, backend):
@@ -85,8 +96,8 @@ async def observed_answers() -> tuple[list[str], list[str]]:
     return rows, wrong
 
 
-async def observed() -> tuple[dict[str, list[str]], list[str], list[str]]:
-    """All rows, those of requests by group, and the differences from the table."""
+async def observed() -> tuple[dict[str, list[tuple[str, str]]], list[tuple[str, str]], list[str]]:
+    """The rows of requests by group, the rows of answers, and the differences from the table."""
     rows, wrong = await observed_requests()
     answer_rows, wrong_answers = await observed_answers()
     return rows, answer_rows, wrong + wrong_answers
