@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
+from typer.main import get_command
 
 # How long an example takes depends on the machine. `make test-all` chooses `ci` with --hypothesis-profile.
 settings.register_profile("dev", deadline=None, max_examples=20)
@@ -47,6 +51,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
                 spent[report.nodeid] += report.duration  # type: ignore[assignment]
     long = {name: round(seconds, 1) for name, seconds in sorted(spent.items()) if seconds >= RECORDED_S}
     DURATIONS.write_text(json.dumps(long, indent=2) + "\n")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_built_once() -> Iterator[None]:
+    """Build the command of an app once for all its runs: building it takes ten times as long as a run."""
+    with patch("typer.testing._get_command", cache(get_command)):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -286,6 +286,7 @@ def test_help_is_whole_at_80_columns(command: str) -> None:
     assert "│ --help " in help_of(*command.split(), "--help")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_commands_and_flags(shell: str, tmp_path: Path) -> None:
     # A shell asks by a variable, which the command only looks at under its own name.
@@ -423,6 +424,7 @@ def test_replica_reports_a_port_in_use() -> None:
 # --- the command itself -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_module_is_the_command() -> None:
     message = subprocess.run(
         [sys.executable, "-m", "llmproxy", "--version"], capture_output=True, text=True, check=True

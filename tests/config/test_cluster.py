@@ -72,6 +72,7 @@ def test_what_is_right_is_read(write: Any, text: str) -> None:
     assert load(write(f"cluster: {{{text}}}")).cluster.lock_s == 4.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lock", ["valkey://:s3cret@h", "valky://:s3cret@h", "valkey://:s3cret@h:port", "s3cret"])
 def test_a_password_is_never_repeated(write: Any, lock: str) -> None:
     path = write(f"cluster: {{{LOCAL}, lock: '{lock}'}}")

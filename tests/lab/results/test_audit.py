@@ -152,6 +152,7 @@ def test_counters_of_flows_that_are_gone_are_forgotten(monkeypatch: pytest.Monke
     assert (0, "here") in audit._counters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fairness", ["fair_share", "fcfs"])
 def test_a_run_is_audited_with_nothing_left_and_no_inversion(fairness: str) -> None:
     bands = ("critical", "default", "sheddable")

@@ -45,6 +45,7 @@ def test_one_tenant_differs_from_nobody() -> None:
     assert service.largest is None
 
 
+@pytest.mark.slow
 def test_the_pairs_that_are_followed_are_bounded() -> None:
     service = ServiceDifference()
     for number in range(1_000):

@@ -39,6 +39,7 @@ def html() -> str:
     return page(result, trails, "Title <1>", own=("blend",))
 
 
+@pytest.mark.slow
 def test_every_plot_is_there_with_a_sentence(html: str) -> None:
     headings = [re.sub("&#x27;", "'", text) for text in re.findall(r"<h2>(.*?)</h2>", html)]
     assert headings == ["Results", "Bounds", *SECTIONS, "Configuration"]
@@ -151,6 +152,7 @@ def test_without_trails_there_is_still_goodput() -> None:
     assert len(svgs(html)) == 1
 
 
+@pytest.mark.slow
 def test_plots_show_the_load_at_which_policies_differ_most() -> None:
     result, trails = invented(("blend", "random"), (1.0, 2.0), count=30)
     goodputs = {("blend", 1.0): 0.9, ("random", 1.0): 0.2, ("blend", 2.0): 0.3, ("random", 2.0): 0.2}

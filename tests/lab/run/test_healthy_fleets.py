@@ -11,6 +11,8 @@ from llmproxy.lab.run.replay import replay
 from llmproxy.lab.traces.arrival import Arrival
 from tests.lab.small import fleet, setup
 
+pytestmark = pytest.mark.slow
+
 SEEDS = int(os.environ.get("LLMPROXY_TEST_SEEDS", "3"))
 REQUESTS = 300
 STEP_S, PROMPT_TOKEN_S = 0.01, 5e-5

@@ -39,6 +39,7 @@ def test_predictions_are_held_against_the_time_at_the_backend() -> None:
 # --- what the proxy knows ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_proxy_hears_nothing_of_an_answer_before_it_has_ended(calls: SchedulerCalls) -> None:
     short = [replace(one, output_tokens=90 + i % 60) for i, one in enumerate(traffic(rate=400.0))]
     long = [replace(one, output_tokens=3 * one.output_tokens) for one in short]

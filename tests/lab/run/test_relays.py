@@ -18,6 +18,8 @@ from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.traces.arrival import Arrival
 from tests.lab.small import fleet, setup
 
+pytestmark = pytest.mark.slow
+
 SMALL = fleet(1, max_num_seqs=4)
 """One replica with four places."""
 

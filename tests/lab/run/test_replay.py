@@ -17,6 +17,7 @@ from llmproxy.lab.traces.arrival import Arrival
 from tests.lab.small import fleet, printed_with_hash_seeds, setup, traffic
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", names())
 def test_every_policy_answers_every_request_of_a_calm_trace(policy: str) -> None:
     ends = records_of(setup(traffic(), policy))
