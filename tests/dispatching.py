@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pytest
 
-from llmproxy.core.domain import Entry, Refused, Request, Verdict
+from llmproxy.core.domain import AdmissionKind, Refused, Request, Verdict
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, Settings
@@ -124,7 +124,9 @@ def emptied(
 class Client:
     """A task that is admitted, holds its lease until it is released, and remembers what happened."""
 
-    def __init__(self, one: Leasing, asked: Request | None = None, entry: Entry = Entry.NEW, **facts: Any) -> None:
+    def __init__(
+        self, one: Leasing, asked: Request | None = None, entry: AdmissionKind = AdmissionKind.NEW, **facts: Any
+    ) -> None:
         self.request = asked or request(arrived_s=now(), deadline_s=now() + 60.0, **facts)
         self.entry = entry
         self.verdict = Verdict.SERVED

@@ -40,7 +40,7 @@ def left(proxy: Proxy) -> dict[str, Any]:
         "requests": {
             "open_requests": proxy.handler.open_requests,
             "leases": proxy.dispatcher.leases,
-            "sequences booked": sum(backend.sequences for backend in pools.backends.values()),
+            "sequences booked": sum(backend.own_in_flight for backend in pools.backends.values()),
             "queued": sum(requests for requests, _ in queued),
             "queued bytes": sum(size for _, size in queued),
             "waiting for a name": proxy.dispatcher.nameless,

@@ -165,14 +165,14 @@ class BackendLog(BackendObserver):
         self._unread.discard(backend)
         self._polled(backend)
 
-    def health_changed(self, backend: str, news: EjectionEvent) -> None:
+    def health_changed(self, backend: str, event: EjectionEvent) -> None:
         """Outlier detection ejected a backend, spared it, or took it back."""
-        if isinstance(news, Ejected):
-            _log.warning("backend_ejected", backend=backend, why=news.why, pause_s=news.pause_s)
-        elif isinstance(news, EjectionSkipped):
-            _log.warning("backend_not_ejected", backend=backend, why=news.why, hint="health.ejected_max")
+        if isinstance(event, Ejected):
+            _log.warning("backend_ejected", backend=backend, why=event.why, pause_s=event.pause_s)
+        elif isinstance(event, EjectionSkipped):
+            _log.warning("backend_not_ejected", backend=backend, why=event.why, hint="health.ejected_max")
         else:
-            _log.info("backend_back", backend=backend, after_s=round(news.after_s, 3))
+            _log.info("backend_back", backend=backend, after_s=round(event.after_s, 3))
 
     def _polled(self, backend: str) -> None:
         self._unpolled.discard(backend)

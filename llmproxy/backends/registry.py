@@ -42,7 +42,7 @@ class MemberState(StrEnum):
 
     UP = "up"
     STARTING = "starting"
-    RESTING = "resting"
+    EJECTED = "ejected"
     DOWN = "down"
     DRAINED = "drained"
     LEAVING = "leaving"
@@ -224,7 +224,7 @@ class BackendRegistry:
             return
         member.config = self._backends[backend.name] = backend
         held = self._pools.backends[backend.name]
-        held.meant_for(backend.max_in_flight, backend.prompt_tokens, Role(backend.role))
+        held.set_limits_and_role(backend.max_in_flight, backend.prompt_tokens, Role(backend.role))
         replaced = (before.url, _uid(before)) != (backend.url, _uid(backend))
         if replaced:
             self._pools.replace_process(backend.name)
@@ -296,7 +296,7 @@ class BackendRegistry:
         elif backend.health.down:
             state = MemberState.DOWN
         else:
-            state = MemberState.UP if backend.health.available(self._now()) else MemberState.RESTING
+            state = MemberState.UP if backend.health.available(self._now()) else MemberState.EJECTED
         config = member.config
         in_flight = self._dispatcher.in_flight(config.name)
         return BackendStatus(

@@ -1,7 +1,7 @@
-"""The adapters that operators load through the proxy: which backends should have them, and which have them. Pure.
+"""The LoRA adapters that operators load through the proxy, and the backends that should have them.
 
-The backends' own listings say what is loaded, so restarts need no special case: a backend that comes back without an
-adapter that it should have is sent the request again.
+The listings of the backends show the loaded adapters. So a restart needs no special case: a backend that returns
+without a wanted adapter gets the load request again.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from llmproxy.core.domain import Listing, ModelCard, Outcome, Refused
 from llmproxy.core.pools import Pools
 
 ADAPTERS_MAX = 1_024
-"""Adapters remembered at once."""
+"""Maximum number of adapters with a record."""
 SHOWN_MAX = 4_096
-"""Pairs of adapter and backend that are shown at most."""
+"""Maximum number of (adapter, backend) pairs that `states` returns."""
 BACKOFF_S = 1.0
 BACKOFF_MAX_S = 60.0
 RETRY_UNKNOWN_S = 1.0
@@ -24,16 +24,13 @@ RETRY_UNKNOWN_S = 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterChange:
-    """Load the adapter `name` from `path`, or unload it where `path` is None, on backends of `pool`.
-
-    `fields` is what they are sent, in vLLM's own words. `in_place` replaces an adapter of that name.
-    """
+    """A request to load or unload an adapter on backends of a pool."""
 
     name: str
     pool: str
-    path: str | None
-    fields: Mapping[str, Any]
-    in_place: bool = False
+    path: str | None  # None unloads the adapter.
+    fields: Mapping[str, Any]  # The request body for the backends, in vLLM's format.
+    in_place: bool = False  # Replaces a loaded adapter of the same name.
 
     @property
     def kind(self) -> str:
@@ -42,68 +39,62 @@ class AdapterChange:
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """A change that is under way, and the backends that get it now. `joining`: those that join later get it too."""
+    """A change in progress."""
 
     change: AdapterChange
-    backends: tuple[str, ...]
-    joining: bool
+    backends: tuple[str, ...]  # The backends that get the change now.
+    joining: bool  # Backends that join the pool later get the change too.
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer of one backend to a change. `status` is None without an answer, `message` is for people."""
+    """The response of one backend to a change."""
 
     backend: str
-    status: int | None
+    status: int | None  # None if the backend did not respond.
     taken: bool
-    message: str
+    message: str  # For people.
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of a change. `remembered`: it is sent again to backends that have not taken it."""
+    """The result of a change."""
 
     change: AdapterChange
     replies: tuple[Reply, ...]
-    remembered: bool
+    remembered: bool  # The change is sent again to backends that have not taken it.
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterOnBackend:
-    """One adapter on one backend: what is `wanted`, whether it is `done`, and the `failures` in a row of sending it.
-
-    Nothing is done on a backend that is down, because it may come back with other adapters.
-    """
+    """The state of an adapter on one backend."""
 
     backend: str
-    wanted: str
-    done: bool
-    failures: int
+    wanted: str  # "load" or "unload".
+    done: bool  # False while the backend is down, because it may return with other adapters.
+    failures: int  # Consecutive failures to send the change.
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterState:
-    """What is remembered of one adapter; `path` is None while it is only to be unloaded."""
+    """The record of an adapter, for operators."""
 
     name: str
     pool: str
-    path: str | None
-    joining: bool
+    path: str | None  # None if the adapter is only to be unloaded.
+    joining: bool  # Backends that join the pool later get the adapter too.
     standings: tuple[AdapterOnBackend, ...]
 
 
 @dataclass(slots=True)
 class _Record:
-    """`wanted` is the change that each backend should take, `joining` the one for backends that join the pool later.
-
-    `confirmed` is the last change that each backend took; `failures` counts in a row, with the time of the next try.
-    """
+    """The changes of one adapter, by backend."""
 
     pool: str
-    wanted: dict[str, AdapterChange] = field(default_factory=dict)
-    joining: AdapterChange | None = None
-    confirmed: dict[str, AdapterChange] = field(default_factory=dict)
-    failures: dict[str, tuple[int, float]] = field(default_factory=dict)
+    wanted: dict[str, AdapterChange] = field(default_factory=dict)  # The change that each backend should take.
+    joining: AdapterChange | None = None  # The change for backends that join the pool later.
+    confirmed: dict[str, AdapterChange] = field(default_factory=dict)  # The last change that each backend took.
+    failures: dict[str, tuple[int, float]] = field(default_factory=dict)  # Consecutive failures, time of the next try.
 
     @property
     def load(self) -> AdapterChange | None:
@@ -112,7 +103,7 @@ class _Record:
 
 
 class Adapters:
-    """Name -> what its backends should have. Only one change of a name is under way at a time; see `is_changing`."""
+    """The records of all adapters. At most one change per adapter is in progress; see `is_changing`."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -121,19 +112,19 @@ class Adapters:
         self._changing: dict[str, AdapterPlan] = {}
         self._cards: dict[str, tuple[Listing, dict[str, ModelCard]]] = {}
 
-    # --- changes that are asked for -----------------------------------------------------------------------------------
+    # --- requested changes --------------------------------------------------------------------------------------------
 
     def is_changing(self, name: str) -> bool:
-        """Whether a change of this adapter is under way; no other may begin before its end."""
+        """Returns whether a change of this adapter is in progress. Another one may begin only after its end."""
         return name in self._changing
 
     def load(
         self, name: str, path: str, fields: Mapping[str, Any], model: str | None, replicas: int | None, in_place: bool
     ) -> AdapterPlan:
-        """Begin to load an adapter on so many `replicas` of the pool of `model`, None for all of them.
+        """Begins to load an adapter on `replicas` backends of the pool of `model`; None means all backends.
 
-        Backends that have it come first and are sent the request as well, so that all have the same; then those with
-        the fewest adapters. Raises Refused.
+        Backends that have the adapter are chosen first, and get the request too, so that all have the same weights.
+        Then come the backends with the fewest adapters. Raises Refused.
         """
         pool = self._pool_for(name, model)
         self._check_name(name, pool)
@@ -149,11 +140,11 @@ class Adapters:
         if replicas is not None and replicas > len(members):
             message = f"`replicas` is {replicas}, and {len(members)} backends are known to serve `{pool}`."
             raise Refused(Outcome.BAD_REQUEST, message)
-        held = {backend for backend in members if self._holds(name, backend, path)}
+        loaded = {backend for backend in members if self._has_loaded(name, backend, path)}
         wanting = {b for b, change in record.wanted.items() if change.path is not None} if record is not None else set()
 
         def cost(backend: str) -> tuple[bool, bool, int, str]:
-            return backend not in wanting | held, self._is_down(backend), self._load_of(backend), backend
+            return backend not in wanting | loaded, self._is_down(backend), self._adapter_count(backend), backend
 
         chosen = set(sorted(members, key=cost)[:replicas])
         joining = replicas is None or (record is not None and record.joining is not None)
@@ -162,27 +153,28 @@ class Adapters:
         return self._begin(AdapterPlan(change, tuple(sorted(chosen | wanting)), joining))
 
     def unload(self, name: str, fields: Mapping[str, Any], model: str | None, replicas: int | None) -> AdapterPlan:
-        """Begin to unload an adapter from so many of the backends that have it, None for all; the fullest come first.
+        """Begins to unload an adapter from `replicas` of the backends that have it; None means all of them.
 
-        Raises Refused, with `unknown_model` when no backend is known to have it.
+        The backends with the most adapters come first. Raises Refused, with `unknown_model` if no backend has the
+        adapter.
         """
         pool = self._pool_for(name, model)
         record = self._record(name)
         wanted = record.wanted if record is not None and record.pool == pool else {}
         holders = [b for b in self._members(pool) if b in wanted or name in self._listed(b)]
-        # A record without holders is one whose backends serve another model by now: it need only be forgotten.
+        # A record without holders only has to be deleted: its backends now serve another model.
         if not holders and record is None:
             raise Refused(Outcome.UNKNOWN_MODEL, f"The lora adapter '{name}' cannot be found.")
-        chosen = sorted(holders, key=lambda b: (-self._load_of(b), b))[:replicas]
+        chosen = sorted(holders, key=lambda b: (-self._adapter_count(b), b))[:replicas]
         return self._begin(AdapterPlan(AdapterChange(name, pool, None, fields), tuple(sorted(chosen)), joining=False))
 
     def end(self, plan: AdapterPlan, replies: tuple[Reply, ...], now: float) -> Report:
-        """The backends have answered. A change that all of them refused is not remembered."""
+        """Ends a change with the replies of the backends. A change that all of them refused is not remembered."""
         change = plan.change
         del self._changing[change.name]
         answered = [reply for reply in replies if reply.status is not None]
         record = self._record(change.name) or _Record(change.pool)
-        # An adapter of that name that was loaded by hand in another pool can be unloaded, but is not remembered.
+        # An adapter that was loaded by hand in another pool can be unloaded, but its change is not remembered.
         remembered = record.pool == self._catalogue.pool_named(change.pool) and (
             not answered or any(reply.taken for reply in answered)
         )
@@ -199,17 +191,17 @@ class Adapters:
         return Report(change, replies, remembered)
 
     def abandon(self, plan: AdapterPlan) -> None:
-        """The change was given up before its end: nothing of it is remembered."""
+        """Ends a change without a record of it."""
         self._changing.pop(plan.change.name, None)
 
     def _begin(self, plan: AdapterPlan) -> AdapterPlan:
         self._changing[plan.change.name] = plan
         return plan
 
-    # --- backends that have not taken a change ------------------------------------------------------------------------
+    # --- pending changes ----------------------------------------------------------------------------------------------
 
     def due(self, backend: str, now: float) -> list[AdapterChange]:
-        """The changes that this backend has not taken, by its last listing, in the order of their requests."""
+        """Returns the changes that a backend has not taken by its last listing, in the order of their requests."""
         pool = self._catalogue.pool_of(backend)
         due: list[AdapterChange] = []
         for name in list(self._records):
@@ -222,36 +214,36 @@ class Adapters:
             if change is None:
                 continue
             if self.is_met(change, backend):
-                self._settle(record, backend, change)
+                self._complete(record, backend, change)
             elif now >= record.failures.get(backend, (0, now))[1]:
                 due.append(change)
         return due
 
     def is_met(self, change: AdapterChange, backend: str) -> bool:
-        """Whether the last listing of the backend shows the effect of `change`.
+        """Returns whether the last listing of the backend shows the effect of `change`.
 
-        A listing does not show whether weights are new, so a change in place must have been confirmed as well.
+        A listing does not show new weights, so the backend must also have confirmed a change in place.
         """
         if change.path is None:
             return change.name not in self._listed(backend)
         record = self._record(change.name)
         taken = record is not None and record.confirmed.get(backend) is change
-        return self._holds(change.name, backend, change.path) and (taken or not change.in_place)
+        return self._has_loaded(change.name, backend, change.path) and (taken or not change.in_place)
 
     def replied(self, change: AdapterChange, reply: Reply, now: float) -> None:
-        """Note the answer of a backend to a change. A backend that did not answer is sent it again."""
+        """Notes the reply of a backend to a change. After a failure the change becomes due again with a backoff."""
         record = self._record(change.name)
         if record is None or record.wanted.get(reply.backend) is not change:
             return
         if reply.taken:
             record.confirmed[reply.backend] = change
-            self._settle(record, reply.backend, change)
+            self._complete(record, reply.backend, change)
             return
         failures = record.failures.get(reply.backend, (0, 0.0))[0] + 1
         pause_s = min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** min(failures - 1, 16))
         record.failures[reply.backend] = failures, now + pause_s
 
-    def _settle(self, record: _Record, backend: str, change: AdapterChange) -> None:
+    def _complete(self, record: _Record, backend: str, change: AdapterChange) -> None:
         record.failures.pop(backend, None)
         if change.path is None:
             del record.wanted[backend]
@@ -259,14 +251,14 @@ class Adapters:
             self._tidy(change.name)
 
     def _tidy(self, name: str) -> None:
-        """Forget a record that wants nothing; the catalogue promises the adapters that will be loaded."""
+        """Deletes a record without pending changes, and updates the catalogue's promised adapters."""
         record = self._record(name)
         if record is not None and not record.wanted and record.joining is None:
             del self._records[name]
         self._catalogue.promised = frozenset(n for n, r in self._records.items() if r.load is not None)
 
     def forget(self, backend: str) -> None:
-        """A backend was removed."""
+        """Removes a backend from all records."""
         self._cards.pop(backend, None)
         for name, record in list(self._records.items()):
             record.wanted.pop(backend, None)
@@ -274,10 +266,10 @@ class Adapters:
             record.failures.pop(backend, None)
             self._tidy(name)
 
-    # --- looking in ---------------------------------------------------------------------------------------------------
+    # --- inspection ---------------------------------------------------------------------------------------------------
 
     def states(self) -> tuple[list[AdapterState], int]:
-        """What is remembered, by name, and how many more there are than are shown."""
+        """Returns the records sorted by name, and the number of records left out."""
         shown: list[AdapterState] = []
         left = SHOWN_MAX
         for name in sorted(self._records):
@@ -305,12 +297,12 @@ class Adapters:
     def _record(self, name: str) -> _Record | None:
         record = self._records.get(name)
         if record is not None:
-            # A pool gets another name when most of its backends list that.
+            # The name of a pool changes with the listings of its backends.
             record.pool = self._catalogue.pool_named(record.pool)
         return record
 
     def _pool_for(self, name: str, model: str | None) -> str:
-        """The pool of `model`, or without it that of the adapter, or the only one there is. Raises Refused."""
+        """Returns the pool of `model`; without a model, the pool of the adapter or the only pool. Raises Refused."""
         if model is not None:
             target = self._catalogue.served.get(model) or self._catalogue.targets.get(model)
             if target is None or target.adapter is not None:
@@ -332,7 +324,7 @@ class Adapters:
         raise Refused(Outcome.BAD_REQUEST, message + ", ".join(pools[:20]) + ".")
 
     def _check_name(self, name: str, pool: str) -> None:
-        """Raises Refused for a name that would not lead to the adapter, or not only to it."""
+        """Raises Refused if requests for `name` would not, or not always, reach the adapter."""
         target, record = self._catalogue.served.get(name), self._record(name)
         if self._catalogue.aliases.get(name, name) != name:
             raise Refused(Outcome.BAD_REQUEST, f"The name '{name}' is an alias in the proxy's configuration.")
@@ -340,12 +332,12 @@ class Adapters:
             raise Refused(Outcome.BAD_REQUEST, f"The lora adapter '{name}' conflicts with a served base model.")
         other = record.pool if record is not None else target.pool if target is not None else pool
         if other != pool:
-            raise Refused(Outcome.BAD_REQUEST, f"The name '{name}' is that of an adapter of `{other}` already.")
+            raise Refused(Outcome.BAD_REQUEST, f"The name '{name}' is the name of an adapter of `{other}` already.")
 
     def _make_room(self, name: str) -> None:
         if name in self._records or len(self._records) + len(self._changing) < ADAPTERS_MAX:
             return
-        # Records that are only to be unloaded wait for backends that may never come back.
+        # A record with only unloads may wait for a backend that never returns.
         leaving = next((n for n, r in self._records.items() if r.load is None), None)
         if leaving is None:
             message = f"{ADAPTERS_MAX} adapters are loaded through the proxy already: unload one first."
@@ -359,15 +351,15 @@ class Adapters:
         known = self._pools.backends.get(backend)
         return known is None or known.health.down
 
-    def _load_of(self, backend: str) -> int:
-        """How many adapters a backend has, or will have after the changes under way."""
+    def _adapter_count(self, backend: str) -> int:
+        """Returns the number of adapters on a backend after the changes in progress."""
         changes = [record.wanted[backend] for record in self._records.values() if backend in record.wanted]
         changes += [plan.change for plan in self._changing.values() if backend in plan.backends]
         names = {change.name for change in changes if change.path is not None}
         return len(names | self._listed(backend).keys())
 
     def _listed(self, backend: str) -> Mapping[str, ModelCard]:
-        """The adapters in a backend's last listing, looked through once for each listing."""
+        """Returns the adapters in a backend's last listing, by name. Cached per listing."""
         known_backend = self._pools.backends.get(backend)
         listing = known_backend.listing if known_backend is not None else None
         if listing is None:
@@ -378,7 +370,7 @@ class Adapters:
             self._cards[backend] = known
         return known[1]
 
-    def _holds(self, name: str, backend: str, path: str) -> bool:
+    def _has_loaded(self, name: str, backend: str, path: str) -> bool:
         card = self._listed(backend).get(name)
-        # vLLM lists an adapter's path as its root; where a server says nothing of it, the name has to do.
+        # vLLM lists the path of an adapter as its root. If a server lists no root, the name alone decides.
         return card is not None and card.fields.get("root", path) == path

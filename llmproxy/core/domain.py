@@ -1,7 +1,7 @@
-"""The facts that go into decisions, and the decisions that come out. All are frozen.
+"""The inputs and outputs of scheduling decisions, all immutable.
 
-Times are seconds on one monotonic clock chosen by the caller. They are `Struct`s and no dataclasses because every
-request makes a dozen of them, and a frozen `Struct` of twenty fields is made in 0.1 µs instead of 2.
+Times are seconds on one monotonic clock chosen by the caller. The types are `Struct`s because each request creates a
+dozen of them, and a frozen `Struct` of twenty fields is created in 0.1 µs, a frozen dataclass in 2 µs.
 """
 
 from __future__ import annotations
@@ -45,75 +45,57 @@ class Outcome(StrEnum):
 
 
 class Role(StrEnum):
-    """What a backend is meant to compute: whole answers, prompts for others, or answers to prompts of others."""
+    """The work that a backend is configured for."""
 
-    BOTH = "both"
-    PREFILL = "prefill"
-    DECODE = "decode"
+    BOTH = "both"  # Whole requests, prefill and decode stages.
+    PREFILL = "prefill"  # Prompts whose answers other backends generate.
+    DECODE = "decode"  # Answers to prompts that other backends computed.
 
 
 class Stage(StrEnum):
-    """The part of a request that one lease is for. A request that is split has one lease for each of two parts.
-
-    The `prefill` computes the prompt, and the `decode` fetches what was computed and brings the answer.
-    """
+    """The part of a request that one lease covers. A split request has one lease for each of its two stages."""
 
     WHOLE = "whole"
-    PREFILL = "prefill"
-    DECODE = "decode"
+    PREFILL = "prefill"  # Computes the prompt.
+    DECODE = "decode"  # Fetches the KV blocks of the prompt and generates the answer.
 
 
-# Each decision asks for the stage some thirty times, and CPython 3.11 takes 0.14 µs to find a member in its class.
+# Each decision reads the stage some thirty times, and CPython 3.11 needs 0.14 µs to look up an enum member.
 WHOLE: Final = Stage.WHOLE
 PREFILL: Final = Stage.PREFILL
 DECODE: Final = Stage.DECODE
 
 
 class RequestFacts(Struct, frozen=True):
-    """What scheduling needs of one request body.
+    """The properties of a request body that scheduling uses."""
 
-    `model` is None when the body names none (absent, null or empty). `prompt_bytes` counts the UTF-8 bytes of the text
-    that the engine will tokenise (images and audio are not text); `prompt_tokens` is set instead where the prompt came
-    as token ids and is therefore exact. `sequences` is how many sequences the engine will run at once (`n` times the
-    number of prompts). `prepared`: media, a grammar or a very large body, which take an engine time before it begins.
-    """
-
-    model: str | None
+    model: str | None  # None if the body has no model, or a null or empty one.
     stream: bool = False
-    prompt_bytes: int = 0
-    prompt_tokens: int | None = None
+    prompt_bytes: int = 0  # UTF-8 bytes of the text that the engine tokenises, without images and audio.
+    prompt_tokens: int | None = None  # Exact; None unless the prompt consists of token ids.
     max_tokens: int | None = None
-    sequences: int = 1
-    prepared: bool = False
+    sequences: int = 1  # Sequences that the engine runs at once: `n` times the number of prompts.
+    prepared: bool = False  # The engine works before prefill: media, a grammar or a very large body.
 
 
 class Slo(Struct, frozen=True):
-    """A latency objective: seconds from arrival to the first token, mean seconds per output token after it.
+    """A latency objective. At least one field is set."""
 
-    None where that part is not asked for; at least one part is.
-    """
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
+    ttft_s: float | None = None  # Seconds from arrival to the first token.
+    tpot_s: float | None = None  # Mean seconds per output token after the first one.
 
     def met(self, ttft_s: float | None, tpot_s: float | None) -> bool:
-        """Whether an answer kept the objective; `ttft_s` is None where no token came, `tpot_s` where only one did."""
+        """Returns whether an answer met the objective.
+
+        `ttft_s` is None if no token came, `tpot_s` if fewer than two came.
+        """
         if ttft_s is None or (self.ttft_s is not None and ttft_s > self.ttft_s):
             return False
         return self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
 
 
 class Request(Struct, frozen=True):
-    """One request as the scheduler sees it: identity, flow, band, cost, arrival and deadline.
-
-    `weight` is the share of its flow. `limits` names the usage limits that it counts against (of its tenant, its
-    model). `label` is what its client and the log call it. `prefix` are the chained hashes of its prompt's whole
-    blocks, of about `prefix_tokens` tokens each. `session` is a hash that the requests of one session share, None
-    without a session. `backend` is the only one that the request may go to, because it keeps what the request refers
-    to; None when any backend may serve it. `splittable`: one backend may compute the prompt and another the answer;
-    `stage` is the part that this is. `prepared` is as in `RequestFacts`. `avoid` names the backend that refused it as
-    busy, "" for none: it goes to another one where one is up.
-    """
+    """A request as the scheduler sees it."""
 
     id: str
     pool: str
@@ -130,94 +112,84 @@ class Request(Struct, frozen=True):
     sequences: int = 1
     stream: bool = False
     tenant: str = ""
-    weight: float = 1.0
+    weight: float = 1.0  # Share of the flow among the flows of its band.
     slo: Slo | None = None
-    limits: tuple[str, ...] = ()
-    label: str = ""
-    prefix: tuple[int, ...] = ()
-    prefix_tokens: float = 0.0
-    session: str | None = None
-    backend: str | None = None
-    splittable: bool = False
+    limits: tuple[str, ...] = ()  # Names of the usage limits (of the tenant and of the model) that count the request.
+    label: str = ""  # The id that the client and the log use.
+    prefix: tuple[int, ...] = ()  # Chained hashes of the full blocks of the prompt.
+    prefix_tokens: float = 0.0  # Approximate tokens per block of `prefix`.
+    session: str | None = None  # Hash shared by the requests of one session.
+    backend: str | None = None  # The only backend that may serve the request, because it stores a referenced response.
+    splittable: bool = False  # Prefill and decode may run on two backends.
     stage: Stage = Stage.WHOLE
-    prepared: bool = False
-    avoid: str = ""
+    prepared: bool = False  # See `RequestFacts`.
+    avoid: str = ""  # A backend that refused the request as busy; another backend is preferred.
 
 
-class Entry(StrEnum):
-    """How a request comes into the waiting room."""
+class AdmissionKind(StrEnum):
+    """The reason why a request is submitted to the waiting room."""
 
     NEW = "new"
     RETRY = "retry"
     PREEMPTED = "preempted"
-    PREFILLED = "prefilled"  # Its prompt was computed on one backend, and it looks for another one for the answer.
-    RESUMED = "resumed"  # It was admitted by another scheduler, which is gone.
-    SEEKING = "seeking"  # It looks for the backend that keeps what it refers to; the excluded ones do not.
+    PREFILLED = "prefilled"  # The prefill stage has ended, and the decode stage needs a backend.
+    RESUMED = "resumed"  # A scheduler that is gone had admitted the request.
+    OWNER_LOOKUP = "seeking"  # Looks for the backend that stores its response; the excluded backends do not.
 
 
 class ModelCard(Struct, frozen=True):
-    """One entry of a backend's `/v1/models`. `parent` is the base model of an adapter, None for a base model."""
+    """An entry of a backend's `/v1/models`."""
 
     name: str
-    parent: str | None
+    parent: str | None  # The base model of an adapter; None for a base model.
     max_model_len: int | None
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Listing(Struct, frozen=True):
-    """One answer of a backend's `/v1/models`, in its own order."""
+    """A response of a backend's `/v1/models`, with the entries in their order."""
 
     taken_at_s: float
     cards: tuple[ModelCard, ...]
 
 
 class KnownLimit(Struct, frozen=True):
-    """The batch limit of an engine as an earlier process learned it.
+    """A batch limit that an earlier process learned.
 
-    `settled`: the engine was seen to run no more; else it was never seen to be full. It is true of an engine that lists
-    the same base models (sorted), with the same context length.
+    The limit applies to engines with the same base models and the same context length.
     """
 
     limit: int
-    settled: bool
-    models: tuple[str, ...]
+    settled: bool  # The limit was reached; otherwise the engine was never seen full.
+    models: tuple[str, ...]  # Sorted.
     max_model_len: int | None = None
 
 
 class KnownCapacity(Struct, frozen=True):
-    """What an earlier process learned of the replicas of a pool and of its requests, for `core.scaling`.
+    """Replica capacity and request sizes of a pool, as an earlier process learned them for `core.scaling`."""
 
-    `sums` are those of `StepCurve`. `sizes` are (size class of the prompt, answers seen, their tokens on average, the
-    share of the prompt that was cached), and `squares` the means of the squares of those tokens, in the same order.
-    """
-
-    sums: tuple[float, ...]
+    sums: tuple[float, ...]  # The sums of `StepCurve`.
+    # Per size class of prompts: class, number of answers, their mean tokens, mean cached share of the prompt.
     sizes: tuple[tuple[int, int, float, float], ...]
-    squares: tuple[float, ...] = ()
+    squares: tuple[float, ...] = ()  # Mean squares of the tokens of the answers, in the order of `sizes`.
 
 
 class Reading(Struct, frozen=True):
-    """The numbers of one scrape of one backend; a value the backend does not publish is None.
+    """The gauges of one scrape of one backend. A value is None if the backend does not publish it."""
 
-    `taken_at_s` is when the scrape was *sent*: work booked after it cannot be in these numbers. `kv_used` is 0..1.
-    Of those `waiting`, the `deferred` ones wait for something else than a place, such as KV of another engine.
-    `generated` counts the tokens that the engine has generated since its process began.
-    `running_adapters` are those of the newest `lora_requests_info` series; they are surely resident, others may be.
-    """
-
-    taken_at_s: float
+    taken_at_s: float  # When the scrape was sent: the gauges cannot include requests booked later.
     running: int = 0
     waiting: int = 0
-    kv_used: float | None = None
+    kv_used: float | None = None  # 0..1
     kv_tokens: int | None = None
-    running_adapters: frozenset[str] = frozenset()
+    running_adapters: frozenset[str] = frozenset()  # From the newest `lora_requests_info`; more may be resident.
     max_adapters: int | None = None
-    deferred: int = 0
-    generated: int | None = None
+    deferred: int = 0  # The part of `waiting` that waits for KV blocks of another engine, not for a place.
+    generated: int | None = None  # Tokens generated since the engine's process began.
 
 
 class Trouble(StrEnum):
-    """Why a poll of a backend gave no reading. The kinds differ in how much they prove."""
+    """The reason why a poll of a backend gave no reading. The reasons differ in how much they prove."""
 
     REFUSED = "refused"
     TIMEOUT = "no_answer"
@@ -226,11 +198,11 @@ class Trouble(StrEnum):
     LOCAL_FAILURE = "local_failure"
 
 
-# --- what the core answers --------------------------------------------------------------------------------------------
+# --- outputs of the core ----------------------------------------------------------------------------------------------
 
 
 class Verdict(StrEnum):
-    """What one attempt proved about its backend; set when the lease ends."""
+    """The outcome of one attempt as evidence about its backend, set when the lease ends."""
 
     SERVED = "served"
     CLIENT_GONE = "client_gone"
@@ -238,84 +210,70 @@ class Verdict(StrEnum):
     FAILED = "failed"
     ENGINE_DEAD = "engine_dead"
     TIMED_OUT = "timed_out"
-    UNAUTHORIZED = "unauthorized"  # It refuses the key of the proxy.
-    NOT_SERVED = "not_served"  # It does not serve what it lists.
+    UNAUTHORIZED = "unauthorized"  # The backend refused the key of the proxy.
+    NOT_SERVED = "not_served"  # The backend does not serve a model that it lists.
     BUSY = "busy"
     DRAINING = "draining"
     LOST = "lost"
     PREEMPTED = "preempted"
     LOCAL_FAILURE = "local_failure"
-    TRANSFER_FAILED = "transfer_failed"  # What another backend computed did not arrive; which side failed is open.
+    TRANSFER_FAILED = "transfer_failed"  # The KV transfer failed, on either side.
 
 
 class Usage(Struct, frozen=True):
-    """Tokens as the engine counted them; `cached_tokens` is None where the engine does not say."""
+    """Token counts from the engine."""
 
     prompt_tokens: int
     output_tokens: int
-    cached_tokens: int | None = None
+    cached_tokens: int | None = None  # None if the engine does not report it.
 
 
 class Price(Struct, frozen=True):
-    """What a request costs on one backend, in seconds; `terms` add up to `total_s`.
-
-    Its client would see the first token `ttft_s` after dispatch and then one each `tpot_s`; `cached_tokens` of the
-    prompt would be found in the cache; a `cold_adapter` has to be loaded or waited for. `fits`: there is room for it
-    now.
-    """
+    """The estimated cost of a request on one backend."""
 
     backend: str
-    total_s: float
+    total_s: float  # The sum of `terms`.
     terms: tuple[tuple[str, float], ...]
-    ttft_s: float
-    tpot_s: float
-    cached_tokens: float
-    cold_adapter: bool
-    fits: bool
+    ttft_s: float  # Seconds from dispatch to the first token.
+    tpot_s: float  # Seconds per token after the first one.
+    cached_tokens: float  # Expected prefix cache hits.
+    cold_adapter: bool  # The adapter has to be loaded or waited for.
+    fits: bool  # The backend has room now.
 
 
 class Predicted(Struct, frozen=True):
-    """A time as it was predicted at dispatch: expected, and one that is exceeded in one case of ten."""
+    """The prediction of a duration at dispatch."""
 
     expected_s: float
     p90_s: float
 
     def error_ratio(self, observed_s: float) -> float:
-        """How far off it was, as a part of what was observed (> 0); the mean of many is known as MAPE."""
+        """Returns the absolute error divided by `observed_s` (> 0). The mean over many predictions is the MAPE."""
         return abs(self.expected_s - observed_s) / observed_s
 
     def covers(self, observed_s: float) -> bool:
-        """Whether it took no longer than nine cases of ten should."""
+        """Returns whether `observed_s` is within the predicted 90th percentile."""
         return observed_s <= self.p90_s
 
 
 class Placed(Struct, frozen=True):
-    """Where, and why: `terms` are the named parts of the chosen backend's score.
-
-    `cached_tokens` of the prompt are expected in its prefix cache, and `held_tokens` in the KV-cache in any case,
-    because requests in flight hold them. `ttft` (from dispatch) and `tpot` are as in `Price`, None without a
-    prediction. `answers_on`: only the prompt is computed here, and that backend keeps a place for the answer.
-    `unsplit`: the backends have roles, and this one is given the whole request.
-    """
+    """The backend chosen for a request, and the reasons."""
 
     backend: str
     score: float
-    terms: tuple[tuple[str, float], ...]
+    terms: tuple[tuple[str, float], ...]  # Named components of `score`.
     candidates: int
-    cached_tokens: int = 0
-    held_tokens: int = 0
+    cached_tokens: int = 0  # Expected prefix cache hits.
+    held_tokens: int = 0  # Prompt tokens that are surely in the KV cache, because requests in flight use them.
     cold_adapter: bool = False
-    ttft: Predicted | None = None
+    ttft: Predicted | None = None  # As in `Price`; None without a prediction.
     tpot: Predicted | None = None
-    answers_on: str | None = None
-    unsplit: bool = False
+    answers_on: str | None = None  # This lease is a prefill stage, and that backend reserves a slot for the decode.
+    unsplit: bool = False  # The backends have roles, but this one serves the whole request.
 
 
 class Explained(Struct, frozen=True):
-    """One placement made at `at_s`: the prices of all candidates, and the backend that was chosen.
-
-    `id`, `label` and `model` are those of the request.
-    """
+    """A placement decision, with the prices of all candidates."""
 
     id: str
     label: str
@@ -327,59 +285,48 @@ class Explained(Struct, frozen=True):
 
 
 class BackendPace(Struct, frozen=True):
-    """One backend beside its pool: it takes `prefill_factor` and `step_factor` times as long for prompts and steps.
-
-    `busy_share` of its time lately went into prompts, and `in_flight` sequences are there. `indexed_blocks` of prompts
-    are believed to be in its prefix cache, and no more than `indexed_blocks_max` ever are.
-    """
+    """The speed of one backend relative to its pool."""
 
     backend: str
-    prefill_factor: float
-    step_factor: float
-    busy_share: float
-    in_flight: int
-    indexed_blocks: int
+    prefill_factor: float  # Prefill time relative to the pool; above 1 is slower.
+    step_factor: float  # Time per decode step relative to the pool.
+    busy_share: float  # Recent share of time spent on prefill.
+    in_flight: int  # Sequences.
+    indexed_blocks: int  # Blocks of prompts believed to be in the prefix cache.
     indexed_blocks_max: int
 
 
 class Learned(Struct, frozen=True):
-    """What was learned of a pool's speed so far.
+    """The learned speed of a pool.
 
-    A prompt takes `prefill_base_s` and `prefill_token_s` for each token that is not cached, and the share
-    `prefill_attention` of that more for each token before it. A token of an answer takes `step_s` where its sequence is
-    alone, and `sequence_s` more for each other one. A cold adapter takes `adapter_s`.
-    One case of ten exceeds what is expected of a first token `ttft_p90_factor` times, and of each further one
-    `tpot_p90_factor` times.
+    The prefill of a prompt takes `prefill_base_s`, plus `prefill_token_s * (1 + prefill_attention * n)` for each
+    uncached token that has `n` tokens before it.
     """
 
     prefill_base_s: float
     prefill_token_s: float
     prefill_attention: float
-    step_s: float
-    sequence_s: float
-    adapter_s: float
-    ttft_p90_factor: float
-    tpot_p90_factor: float
+    step_s: float  # Time per output token of a sequence that runs alone.
+    sequence_s: float  # Extra time per output token for each other sequence in the batch.
+    adapter_s: float  # Load time of a cold adapter.
+    ttft_p90_factor: float  # 90th percentile of the first-token time, divided by the expected time.
+    tpot_p90_factor: float  # The same for the time per token.
     backends: tuple[BackendPace, ...]
 
 
 class NoCapacity(Struct, frozen=True):
-    """No backend has room under this band's ceiling. Lower bands are not served either, so that priority is strict."""
+    """No backend has room under the ceiling of this band. Lower bands are not served either: priority is strict."""
 
 
 class NoMatch(Struct, frozen=True):
-    """Some backend has room, but none for this request: the fairness policy may offer its next flow.
+    """Some backend has room, but not for this request. The fairness policy may offer its next flow."""
 
-    `whole_model`: no backend with room serves the model at all, so that its other requests need not be tried. `later`
-    names a full backend that this request should wait for, "" for none; other requests may still find a place.
-    """
-
-    whole_model: bool
-    later: str = ""
+    whole_model: bool  # No backend with room serves the model, so its other requests need not be tried.
+    later: str = ""  # A full backend that this request should wait for; other requests may still be placed.
 
 
-class Reason(StrEnum):
-    """Why the first request of a band waits."""
+class WaitReason(StrEnum):
+    """The reason why the first request of a band waits."""
 
     NO_BACKEND = "no backend is up"
     FULL = "no backend has room"
@@ -391,53 +338,40 @@ class Reason(StrEnum):
 
 
 class Waited(Struct, frozen=True):
-    """Why a request waited.
+    """The reason why a request waited."""
 
-    `rule` held it back last. `went_first` counts the grants since it began to wait, as `DrainRate.since` returns them.
-    """
-
-    rule: str
+    rule: str  # The rule that blocked the request last.
+    # Grants since the request began to wait, as `DrainRate.since` returns them.
     went_first: tuple[tuple[int, str, int], ...] = ()
 
 
-class Why(Struct, frozen=True):
-    """Why this request was granted and no other, noted at the decision.
+class GrantReason(Struct, frozen=True):
+    """The state at a grant that explains why this request was chosen."""
 
-    `waiting` counts requests by band, highest first, this one among them; `flows` the flows of its band that had some.
-    `standing` is what the fairness policy counted for its flow. `passed_over` requests of its band came before it
-    and fitted nowhere. `guaranteed`: it went by the minimum share of its band, although a higher band waited.
-    `inverted`: a waiting request of a higher band could have had the backend instead, which must never be.
-    `waited` is None for a request that did not wait. `probe`: its backend was ejected, and the request
-    tests whether it has recovered.
-    """
-
-    waiting: tuple[tuple[int, int], ...]
-    flows: int
-    standing: tuple[tuple[str, float], ...]
-    passed_over: int
-    guaranteed: bool = False
-    inverted: bool = False
-    waited: Waited | None = None
-    probe: bool = False
+    waiting: tuple[tuple[int, int], ...]  # (band, waiting requests) from the highest band, including this request.
+    flows: int  # Flows of the band with waiting requests.
+    standing: tuple[tuple[str, float], ...]  # Counters of the fairness policy for the flow.
+    passed_over: int  # Requests of the band that came first in order, but fitted on no backend.
+    guaranteed: bool = False  # Granted by the minimum share of the band, although a higher band waited.
+    inverted: bool = False  # A waiting request of a higher band could have used the backend. This must never happen.
+    waited: Waited | None = None  # None for a request that did not wait.
+    probe: bool = False  # The backend was ejected, and the request tests whether it has recovered.
 
 
 class Grant(Struct, frozen=True):
-    """`request` may use the backend of `placed` until the lease is finished; it is booked there already.
-
-    `left_s` is what is left of its own time to wait, in case it has to wait again.
-    """
+    """`request` may use the backend of `placed` until its lease is finished. The backend is already booked."""
 
     lease: int
     request: Request
     placed: Placed
     at_s: float
     queued_ahead: int
-    why: Why
-    left_s: float = inf
+    why: GrantReason
+    left_s: float = inf  # Remaining queue time, in case the request has to wait again.
 
 
 class Drop(Struct, frozen=True):
-    """A queued request leaves the waiting room without a backend."""
+    """A waiting request leaves the waiting room without a backend."""
 
     request: Request
     outcome: Outcome
@@ -446,7 +380,7 @@ class Drop(Struct, frozen=True):
 
 
 class Revoke(Struct, frozen=True):
-    """A lease whose backend is gone: nothing more will come from it."""
+    """A lease must end because its backend is gone or hangs."""
 
     lease: int
     request: Request
@@ -454,9 +388,9 @@ class Revoke(Struct, frozen=True):
 
 
 class Preempt(Struct, frozen=True):
-    """A lease to be given back before its first byte, for a waiting request of a higher band.
+    """A lease must be returned before its first byte, for a waiting request of a higher band.
 
-    Its request goes back to the head of its flow, with the time that it has waited.
+    The preempted request returns to the head of its flow, and the time that it has waited still counts.
     """
 
     lease: int
@@ -470,7 +404,7 @@ Decision = Grant | Drop | Revoke | Preempt
 class Refused(Exception):  # noqa: N818 - a refusal is an answer, not an error of this code
     """A request was not admitted to the waiting room, or had to leave it.
 
-    `retry_after_s` is how long the client should wait, by the measured drain rate; None when waiting cannot help.
+    `retry_after_s` is the pause that the client should make, from the measured drain rate; None if a retry cannot help.
     """
 
     def __init__(self, outcome: Outcome, message: str, retry_after_s: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The observers of leases: what flows are charged, what counts under limits, and who hears how a lease went."""
+"""The observers of leases: charging of flows, usage limits, reservations, blame, placement and outlier detection."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _DOUBTFUL = frozenset({Verdict.FAILED, Verdict.TIMED_OUT, Verdict.UNAUTHORIZED, 
 class ChargeObserver(LeaseObserver):
     """Charges flows, and credits the minimum shares of bands.
 
-    A flow is charged an estimate at the grant, more when the answer grows beyond it, and the real cost at the end. An
-    attempt that gave nothing costs nothing: its retry is charged anew, and a failure is not the client's debt.
+    A flow is charged an estimate at the grant, more when the answer grows beyond the estimate, and the actual cost at
+    the end. A failed attempt without output costs nothing, and its retry is charged again.
 
-    What was charged for a prompt that another backend computed goes over to the next lease of its request. So a prompt
-    is paid once where a backend then computes it again with the whole, and not at all where no answer comes.
+    The charge for a prefill stage is carried over to the next lease of the request. So a prompt is charged once even
+    if a second backend computes it again, and refunded if no answer follows.
     """
 
     def __init__(self, settings: Settings, room: WaitingRoom, min_shares: MinShares, faults: Faults) -> None:
@@ -47,15 +47,15 @@ class ChargeObserver(LeaseObserver):
         if request.stage is not DECODE:
             self._notify(fairness.dispatched, request.flow)
         if not request.stream:
-            # Its first token cannot be seen; all that can be known is that it was granted in time.
+            # The first token is not visible without a stream, so the grant counts as the start.
             self._notify(fairness.started, request, now)
         self._notify(self._charge_by, lease, self.charge.estimate)
         own = self._own(lease)
         if self._min_shares.shares and own > 0.0:
             self._credits[lease.number] = self._min_shares.granted(request.band, own, self._room.levels())
 
-    def taken_over(self, request: Request, number: int) -> None:
-        """What was just booked was charged by another process, whose balances were restored."""
+    def already_charged(self, request: Request, number: int) -> None:
+        """Reverts the charge of a lease that was just booked, because the restored balances already include it."""
         fairness = self._room.band(request.band).fairness
         self._notify(fairness.charge, request.flow, (self._carried[number] - self._charged[number]) / request.weight)
 
@@ -69,35 +69,35 @@ class ChargeObserver(LeaseObserver):
     def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
         tokens = None if usage is None else usage.prompt_tokens + usage.output_tokens
         carried = self._carried[lease.number]
-        # A second stage that was refused is served as well, and the whole comes after it.
+        # A refused decode stage counts as served, and the whole request follows.
         if (verdict is not Verdict.SERVED and not tokens) or (lease.request.stage is DECODE and tokens == 0):
             self._min_shares.undone(self._credits.get(lease.number, {}), self._own(lease))
             self._notify(self._charge_to, lease, carried)
         else:
             if usage is not None:
                 self._notify(self._charge_by, lease, self.charge.final, usage, now - lease.at_s)
-            carried = self._charged[lease.number] if goes_on(lease, verdict) else 0.0
+            carried = self._charged[lease.number] if decode_follows(lease, verdict) else 0.0
         if carried:
             self._between[lease.request.id] = carried
         del self._charged[lease.number], self._carried[lease.number]
         self._credits.pop(lease.number, None)
 
     def ended(self, request: Request) -> None:
-        """The request is over, perhaps without an answer to the prompt that was computed for it."""
+        """Refunds the carried charge of a prefill stage if no answer followed."""
         carried = self._between.pop(request.id, 0.0)
         if carried:
             fairness = self._room.band(request.band).fairness
             self._notify(fairness.charge, request.flow, -carried / request.weight)
 
     def _own(self, lease: LeaseRecord) -> float:
-        """What was charged beyond what the lease took over."""
+        """Returns the charge of the lease itself, without the carried charge."""
         return self._charged[lease.number] - self._carried[lease.number]
 
-    def _charge_by(self, lease: LeaseRecord, cost: Callable[..., float], *known: object) -> None:
-        self._charge_to(lease, self._prompt(lease) + cost(lease.request, *known))
+    def _charge_by(self, lease: LeaseRecord, cost: Callable[..., float], *arguments: object) -> None:
+        self._charge_to(lease, self._prompt(lease) + cost(lease.request, *arguments))
 
     def _prompt(self, lease: LeaseRecord) -> float:
-        """What was charged for a prompt that this lease does not compute."""
+        """Returns the charge for the prefill on another backend; 0 unless the lease is a decode stage."""
         return self._carried[lease.number] if lease.request.stage is DECODE else 0.0
 
     def _charge_so_far(self, lease: LeaseRecord, output_tokens: int, now: float) -> None:
@@ -112,54 +112,55 @@ class ChargeObserver(LeaseObserver):
         self._charged[lease.number] = cost
 
 
-def goes_on(lease: LeaseRecord, verdict: Verdict) -> bool:
-    """Whether the request of a lease that ends so goes on with its answer, on another backend.
+def decode_follows(lease: LeaseRecord, verdict: Verdict) -> bool:
+    """Returns whether a lease that ended with `verdict` is a prefill stage that a decode stage follows.
 
-    An engine that refused the prompt has served it as well, but computed nothing.
+    `started` is required, because a refused prompt also ends with SERVED.
     """
     return lease.request.stage is PREFILL and verdict is Verdict.SERVED and lease.started
 
 
-class PlaceObserver(LeaseObserver):
-    """Keeps the places for answers whose prompts are computed on other backends.
+class ReservationObserver(LeaseObserver):
+    """Reserves slots on decode backends while other backends compute the prompts.
 
-    A place is kept from the grant of the prompt until the answer is granted, or the request ends without one.
+    A reservation begins with the grant of the prefill stage and ends with the grant of the decode stage, or with the
+    request.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[Backend, int, str]] = {}
+        # By request id: the decode backend, the reserved sequences, the name of the prefill backend.
+        self._reservations: dict[str, tuple[Backend, int, str]] = {}
 
     def __len__(self) -> int:
-        """Requests for which a place is kept."""
-        return len(self._kept)
+        return len(self._reservations)
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         if lease.answers_on is not None:
-            self._kept[lease.request.id] = lease.answers_on, lease.request.sequences, lease.backend.name
-            lease.answers_on.keep_place(lease.request.sequences)
+            self._reservations[lease.request.id] = lease.answers_on, lease.request.sequences, lease.backend.name
+            lease.answers_on.reserve_slots(lease.request.sequences)
 
     def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        if lease.answers_on is not None and not goes_on(lease, verdict):
-            self.give_up(lease.request.id)
+        if lease.answers_on is not None and not decode_follows(lease, verdict):
+            self.release(lease.request.id)
 
-    def give_up(self, request_id: str) -> str | None:
-        """Keep no place for a request any more; returns the backend of its prompt where one was kept."""
-        if request_id not in self._kept:
+    def release(self, request_id: str) -> str | None:
+        """Releases the reservation of a request. Returns the name of its prefill backend; None without one."""
+        if request_id not in self._reservations:
             return None
-        backend, sequences, prefilled_on = self._kept.pop(request_id)
-        backend.keep_place(-sequences)
+        backend, sequences, prefilled_on = self._reservations.pop(request_id)
+        backend.reserve_slots(-sequences)
         return prefilled_on
 
     def check(self) -> None:
-        for backend in {id(one[0]): one[0] for one in self._kept.values()}.values():
-            mine = sum(sequences for keeper, sequences, _ in self._kept.values() if keeper is backend)
-            assert backend.kept >= mine, "a place that is kept for an answer is not counted"
+        for backend in {id(one[0]): one[0] for one in self._reservations.values()}.values():
+            mine = sum(sequences for owner, sequences, _ in self._reservations.values() if owner is backend)
+            assert backend.reserved >= mine, "a reservation is not counted on its backend"
 
 
 class TransferObserver(LeaseObserver):
-    """Notes on each backend for whom it keeps a computed prompt, and tells `placement` whether prompts arrive.
+    """Tracks which backends pin the KV blocks of prefilled prompts, and reports the KV transfers to the placement.
 
-    A prompt is kept from the end of the prefill until its answer begins or fails, and for a lease at most.
+    The blocks are pinned from the end of the prefill until the decode stage starts or fails, at most for the KV lease.
     """
 
     def __init__(self, placement: StagedPlacement) -> None:
@@ -167,16 +168,16 @@ class TransferObserver(LeaseObserver):
 
     def started(self, lease: LeaseRecord, now: float) -> None:
         if lease.prefilled_on is not None:
-            lease.prefilled_on.fetched(lease.request.id)
+            lease.prefilled_on.unpin_kv(lease.request.id)
 
     def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        if goes_on(lease, verdict):
-            lease.backend.keep_for(lease.request.id, now + self._placement.settings.lease_s, now)
+        if decode_follows(lease, verdict):
+            lease.backend.pin_kv(lease.request.id, now + self._placement.settings.lease_s, now)
             return
         first = lease.backend if lease.request.stage is PREFILL else lease.prefilled_on
         if first is None:
             return
-        first.fetched(lease.request.id)
+        first.unpin_kv(lease.request.id)
         arrived = verdict is Verdict.SERVED and lease.prefilled_on is not None and lease.started
         if arrived or verdict is Verdict.TRANSFER_FAILED:
             self._placement.transferred(first.name, now, arrived=arrived)
@@ -199,16 +200,16 @@ class LimitObserver(LeaseObserver):
         if usage is not None:
             used_tokens = usage.prompt_tokens + usage.output_tokens
         elif verdict is Verdict.SERVED:
-            # The engine did not count: the whole answer is taken to be as expected.
+            # Without usage from the engine, the expected tokens are counted.
             used_tokens = lease.request.prompt_tokens + lease.request.output_tokens
-        if goes_on(lease, verdict):
+        if decode_follows(lease, verdict):
             self._limits.begin_between_stages(lease.request)
         else:
             self._limits.released(lease.request, used_tokens, now)
 
 
 class PlacementObserver(LeaseObserver):
-    """Notifies a placement of what became of its choices. Faults that the placement raises are noted."""
+    """Passes the events of leases to the placement. Exceptions of the placement are noted and not raised."""
 
     def __init__(self, placement: Placement, faults: Faults) -> None:
         self._placement = placement
@@ -231,11 +232,11 @@ class PlacementObserver(LeaseObserver):
 
 
 class BlameObserver(LeaseObserver):
-    """Decides between a request and its backends which is to blame for a failed attempt.
+    """Decides whether a failed attempt is the fault of the request or of its backend.
 
-    The same failure on two backends blames the request. A backend that refuses is blamed as soon as another one serves
-    the same request. A backend whose gauges show it at work is not blamed for a prompt that takes too long, and such a
-    request is not computed again.
+    The same failure on two backends blames the request. A backend that refuses a request is blamed when another backend
+    serves the same request. A time limit does not blame a backend whose gauges show running sequences, and the request
+    is not retried.
     """
 
     def __init__(self) -> None:
@@ -261,7 +262,7 @@ class BlameObserver(LeaseObserver):
                 backend.to_blame(verdict, now)
 
     def too_long(self, request_id: str) -> bool:
-        """Whether the request met a time limit on a backend that was at work."""
+        """Returns whether the request reached a time limit on a backend that was at work."""
         return request_id in self._too_long
 
     def ended(self, request_id: str) -> None:
@@ -270,7 +271,7 @@ class BlameObserver(LeaseObserver):
 
 
 class OutlierObserver(LeaseObserver):
-    """Reports to the outlier detection how fast answers come, and to a slow backend that it became fast."""
+    """Reports the speed of answers to the outlier detection, and the recovery of a slow backend to the backend."""
 
     def __init__(self, detection: OutlierDetection) -> None:
         self._detection = detection
@@ -287,20 +288,20 @@ class OutlierObserver(LeaseObserver):
     def progress(self, lease: LeaseRecord, output_tokens: int, now: float) -> None:
         backend = lease.backend
         kv_used = backend.reading.kv_used if backend.reading is not None else None
-        fast = self._detection.progress(lease.number, output_tokens, backend.sequences, kv_used, now)
+        fast = self._detection.progress(lease.number, output_tokens, backend.own_in_flight, kv_used, now)
         if fast is not None and backend.health.slow:
             backend.measured(lease.number, fast, now)
 
     def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
         served = usage if verdict is Verdict.SERVED else None
-        self._detection.finished(lease.number, now, served, lease.backend.sequences)
+        self._detection.finished(lease.number, now, served, lease.backend.own_in_flight)
 
     def process_gone(self, backend: str) -> None:
         self._detection.forget(backend)
 
 
 class FirstTokenObserver(LeaseObserver):
-    """Learns how long the first token of a stream takes after its grant."""
+    """Learns the time from the grant of a stream to its first token."""
 
     def __init__(self, first_token: FirstToken) -> None:
         self._first_token = first_token

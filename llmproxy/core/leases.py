@@ -1,4 +1,4 @@
-"""The leases of one pool: which request has a place on which backend, from the grant to the end of the attempt."""
+"""The leases of one pool. A lease gives a request a slot on a backend from the grant to the end of the attempt."""
 
 from __future__ import annotations
 
@@ -12,62 +12,55 @@ from llmproxy.core.domain import Placed, Request, Revoke, Usage, Verdict
 
 
 class LeaseRecord(Struct, eq=False):
-    """`request` has a place on `backend` since `at_s`.
-
-    `guaranteed`: it was granted by the minimum share of its band. `cold`: its adapter was not believed to be resident.
-    `answers_on` keeps a place for the answer, where the lease is for the prompt alone. `prefilled_on` is the backend
-    that computed the prompt, where the lease is for the answer alone and fetches it.
-    `started`: the first token of its answer arrived.
-    `on_old_process`: it runs on a process that another one has replaced, so that it does not end with the new one.
-    """
+    """The slot of a request on a backend."""
 
     number: int
     request: Request
     placed: Placed
     backend: Backend
     at_s: float
-    guaranteed: bool
-    cold: bool
-    answers_on: Backend | None = None
-    prefilled_on: Backend | None = None
-    started: bool = False
-    on_old_process: bool = False
+    guaranteed: bool  # Granted by the minimum share of the band.
+    cold: bool  # The adapter was not believed to be resident.
+    answers_on: Backend | None = None  # Of a prefill stage: the backend with the reserved slot for the decode stage.
+    prefilled_on: Backend | None = None  # Of a decode stage: the backend from which it fetches the KV blocks.
+    started: bool = False  # The first token arrived.
+    on_old_process: bool = False  # Runs on a replaced process, so it does not end with the new process.
 
 
 class LeaseObserver:
-    """Is notified of what happens to the leases of one pool. Each method is an event that an observer may ignore."""
+    """Receives the events of the leases of one pool. A subclass overrides the events that it needs."""
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         """The lease was granted."""
 
     def recomputing(self, lease: LeaseRecord) -> None:
-        """What another backend computed for this answer is fetched by nobody."""
+        """The decode stage computes the prompt itself instead of fetching its KV blocks."""
 
     def started(self, lease: LeaseRecord, now: float) -> None:
         """The first token of the answer arrived."""
 
     def committed(self, lease: LeaseRecord, now: float) -> None:
-        """A first byte was sent to the client, so that the request cannot move to another backend any more."""
+        """The first byte was sent to the client, so the request cannot move to another backend."""
 
     def progress(self, lease: LeaseRecord, output_tokens: int, now: float) -> None:
-        """The answer has about `output_tokens` so far."""
+        """The answer has about `output_tokens` tokens so far."""
 
     def excuses(self, lease: LeaseRecord, verdict: Verdict, now: float) -> bool:  # noqa: ARG002
-        """Whether the backend is not to blame for the end of a lease, asked before it is `finished`."""
+        """Returns whether the backend is not to blame for the end of a lease. Called before `finished`."""
         return False
 
     def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        """The lease is over. `usage` is None where nothing is known of its tokens."""
+        """The lease ended. `usage` is None if its tokens are unknown."""
 
     def process_gone(self, backend: str) -> None:
-        """The process behind `backend` is gone or was replaced, or the backend left the pool; leases may run on."""
+        """The process behind `backend` is gone or replaced, or the backend left the pool. Leases may continue."""
 
 
 class Leases:
-    """Every lease of one pool by its number, and the one place that notifies its backend and the `observers`.
+    """The open leases of one pool. Passes each event of a lease to its backend and to the observers.
 
-    `serial` numbers the leases of all pools in the order in which they are granted. Observers are called in their
-    order, each only for the events that it overrides.
+    Observers are called in their order, each only for the events that it overrides. `serial` numbers the leases of all
+    pools in the order of their grants.
     """
 
     def __init__(self, serial: Iterator[int], observers: Sequence[LeaseObserver]) -> None:
@@ -80,59 +73,59 @@ class Leases:
         self._on_excuses = _overriding(observers, "excuses")
         self._on_finished = _overriding(observers, "finished")
         self._on_process_gone = _overriding(observers, "process_gone")
-        self._held: dict[int, LeaseRecord] = {}
+        self._open: dict[int, LeaseRecord] = {}
         self._revoked: list[int] = []
         self._newest = 0
         self._newest_of_old: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._open)
 
     # --- backends, and the processes behind them -----------------------------------------------------------------
 
     def attach(self, backend: str) -> None:
-        """A backend came into the pool; leases that it has in other pools are not of this one."""
+        """Adds a backend to the pool. Its leases in other pools stay there."""
         self._newest_of_old[backend] = self._newest
 
     def detach(self, backend: str) -> None:
-        """A backend left the pool; its leases run on."""
+        """Removes a backend from the pool. Its leases continue."""
         del self._newest_of_old[backend]
-        self._tell_process_gone(backend)
+        self._notify_process_gone(backend)
 
     def lost(self, backend: Backend) -> None:
-        """The process behind a backend is gone: its leases are revoked."""
+        """Revokes the leases of a backend whose process is gone."""
         self._end_process(backend)
-        self.revoke(x for x, lease in self._held.items() if lease.backend is backend and not lease.on_old_process)
+        self.revoke(x for x, lease in self._open.items() if lease.backend is backend and not lease.on_old_process)
 
     def replaced(self, backend: Backend) -> None:
-        """A new process has the name of a backend; leases on the old one run on, whatever the new one does."""
+        """Notes that a new process has the name of a backend. Leases on the old process continue independently."""
         self._end_process(backend)
-        for lease in self._held.values():
+        for lease in self._open.values():
             lease.on_old_process = lease.on_old_process or lease.backend is backend
 
     def revoke(self, leases: Iterable[int]) -> None:
-        """These leases are to end at once, because their backend brings nothing any more."""
+        """Marks leases for `take_revoked`, because their backend is gone or hangs."""
         self._revoked += leases
 
     def take_revoked(self) -> list[Revoke]:
-        """The leases revoked since the last call that have not ended meanwhile."""
+        """Returns the open leases among those revoked since the last call."""
         if not self._revoked:
             return []
         numbers, self._revoked = self._revoked, []
-        known = [self._held[number] for number in numbers if number in self._held]
-        return [Revoke(lease.number, lease.request, lease.backend.name) for lease in known]
+        revoked = [self._open[number] for number in numbers if number in self._open]
+        return [Revoke(lease.number, lease.request, lease.backend.name) for lease in revoked]
 
-    def is_of_process(self, lease: int, backend: str) -> bool:
-        """Whether a lease, perhaps ended, was granted on the process that is behind `backend` now, in this pool."""
+    def is_on_current_process(self, lease: int, backend: str) -> bool:
+        """Returns whether an open or ended lease was granted in this pool on the current process of `backend`."""
         return backend in self._newest_of_old and lease > self._newest_of_old[backend]
 
     def _end_process(self, backend: Backend) -> None:
-        # Lease numbers rise: all up to the newest one were granted on the process that is gone.
+        # Lease numbers increase, so all numbers up to the newest belong to the process that is gone.
         if backend.name in self._newest_of_old:
             self._newest_of_old[backend.name] = self._newest
-        self._tell_process_gone(backend.name)
+        self._notify_process_gone(backend.name)
 
-    def _tell_process_gone(self, backend: str) -> None:
+    def _notify_process_gone(self, backend: str) -> None:
         for process_gone in self._on_process_gone:
             process_gone(backend)
 
@@ -149,11 +142,11 @@ class Leases:
         answers_on: Backend | None = None,
         prefilled_on: Backend | None = None,
     ) -> int:
-        """Open a lease and return its number. `guaranteed`: its band has it by its minimum share."""
+        """Opens a lease and returns its number. For the keyword arguments see `LeaseRecord`."""
         number = self._newest = next(self._serial)
-        cold = backend.lacks(request.adapter)
+        cold = backend.needs_load(request.adapter)
         backend.book(number, request, now, placed.held_tokens)
-        lease = self._held[number] = LeaseRecord(
+        lease = self._open[number] = LeaseRecord(
             number, request, placed, backend, now, guaranteed, cold, answers_on, prefilled_on
         )
         for booked in self._on_booked:
@@ -161,50 +154,50 @@ class Leases:
         return number
 
     def recomputing(self, number: int) -> None:
-        """What another backend computed for this answer is fetched by nobody, which proves nothing of that backend."""
-        lease = self._held[number]
+        """Notes that a decode stage computes its prompt itself, which is no evidence about the prefill backend."""
+        lease = self._open[number]
         if lease.prefilled_on is not None:
-            lease.prefilled_on.fetched(lease.request.id)
+            lease.prefilled_on.unpin_kv(lease.request.id)
             lease.prefilled_on = None
         for recomputing in self._on_recomputing:
             recomputing(lease)
 
     def started(self, number: int, now: float) -> None:
-        """The first token of the answer arrived."""
-        lease = self._held[number]
+        """Notes the first token of the answer."""
+        lease = self._open[number]
         lease.started = True
         lease.backend.started(number, now)
         for started in self._on_started:
             started(lease, now)
 
     def committed(self, number: int, now: float) -> None:
-        """A byte went to the client, be it a token or not: the request stays where it is from now on."""
-        lease = self._held[number]
+        """Notes the first byte to the client, token or not. The request stays on this backend from now on."""
+        lease = self._open[number]
         for committed in self._on_committed:
             committed(lease, now)
 
     def progress(self, number: int, output_tokens: int, now: float) -> None:
-        """The answer has about so many tokens by now."""
-        lease = self._held[number]
+        """Notes that the answer has about `output_tokens` tokens so far."""
+        lease = self._open[number]
         for progress in self._on_progress:
             progress(lease, output_tokens, now)
 
     def finish(self, number: int, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
-        """Return a lease. `usage` is what the engine counted, or the tokens seen so far when it was cut short."""
-        lease = self._held.pop(number)
+        """Ends a lease. `usage` has the engine's counts, or the tokens seen so far if the answer was cut short."""
+        lease = self._open.pop(number)
         excused = verdict is not Verdict.SERVED and any(x(lease, verdict, now) for x in self._on_excuses)
         lease.backend.release(number, verdict, now, excused=excused)
         for finished in self._on_finished:
             finished(lease, verdict, usage, now)
 
     def check(self) -> None:
-        for backend in {id(lease.backend): lease.backend for lease in self._held.values()}.values():
+        for backend in {id(lease.backend): lease.backend for lease in self._open.values()}.values():
             backend.check()
-            mine = {number for number, lease in self._held.items() if lease.backend is backend}
+            mine = {number for number, lease in self._open.items() if lease.backend is backend}
             assert mine <= backend.bookings.keys(), "a lease is not booked on its backend"
 
 
 def _overriding(observers: Iterable[LeaseObserver], event: str) -> list[Callable[..., Any]]:
-    """The methods for `event` of those observers that do not ignore it."""
+    """Returns the methods for `event` of the observers that override it."""
     ignored = getattr(LeaseObserver, event)
     return [getattr(one, event) for one in observers if getattr(type(one), event) is not ignored]

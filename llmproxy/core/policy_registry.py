@@ -1,4 +1,4 @@
-"""Registries of policies by their configured names, and the exceptions that policies raise."""
+"""Registries of policies by their configured names, and a collector of the exceptions that policies raise."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Generic, TypeVar
 
 Factory = TypeVar("Factory", bound=Callable[..., object])
 FAULTS_MAX = 100
-"""Faults that are kept until they are taken."""
+"""Maximum number of exceptions that wait for `Faults.take`."""
 FAULT_REPORT_S = 1.0
-"""Between two reports of the same line of code: a policy may raise with every token."""
+"""Minimum time between two reports of the same line of code, because a policy may raise with every token."""
 
 
 class Faults:
-    """Exceptions of policies. A policy may be a plugin, so its fault must not break the accounts of the core."""
+    """Collects the exceptions of policies. A policy may be a plugin, so its fault must not corrupt the core's state."""
 
     def __init__(self) -> None:
         self._noted: list[Exception] = []
         self._reported: dict[tuple[str, int], tuple[float, int]] = {}
 
     def notify(self, hook: Callable[..., None], *event: object) -> None:
-        """Call a hook of a policy for an event that has happened; an exception is noted and not raised."""
+        """Calls a hook of a policy for an event; an exception is noted and not raised."""
         try:
             hook(*event)
-        except Exception as fault:  # noqa: BLE001 - see above
+        except Exception as fault:  # noqa: BLE001 - see the class
             self.note(fault)
 
     def note(self, fault: Exception) -> None:
-        """Keep a fault until it is taken; beyond FAULTS_MAX it is dropped."""
+        """Stores an exception for `take`; drops it if FAULTS_MAX are stored."""
         if len(self._noted) < FAULTS_MAX:
             self._noted.append(fault)
 
     def take(self, now: float) -> list[tuple[Exception, int]]:
-        """The faults since the last call, at most one each FAULT_REPORT_S per line of code that raised.
+        """Returns the exceptions since the last call, at most one per line of code and FAULT_REPORT_S.
 
-        Each comes with the number of faults of that line that were left out before it.
+        Each is paired with the number of exceptions of the same line that were omitted before it.
         """
         noted, self._noted = self._noted, []
         reported: list[tuple[Exception, int]] = []
@@ -54,7 +54,7 @@ class Faults:
 
 
 def _place(fault: Exception) -> tuple[str, int]:
-    """The file and the line that raised it."""
+    """Returns the file and the line that raised `fault`."""
     trace = fault.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -62,30 +62,30 @@ def _place(fault: Exception) -> tuple[str, int]:
 
 
 class Registry(Generic[Factory]):
-    """A closed set of named factories of one kind of policy."""
+    """The named factories of one kind of policy."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._factories: dict[str, Factory] = {}
 
     def register(self, name: str) -> Callable[[Factory], Factory]:
-        """Return a decorator that registers its subject under `name`. Raises ValueError when the name is taken."""
+        """Returns a decorator that registers a factory under `name`. Raises ValueError if the name is taken."""
 
-        def file(factory: Factory) -> Factory:
+        def add(factory: Factory) -> Factory:
             if name in self._factories:
                 raise ValueError(f"{self._kind} {name!r} is registered twice")
             self._factories[name] = factory
             return factory
 
-        return file
+        return add
 
     def get(self, name: str) -> Factory:
-        """The factory registered under `name`. Raises ValueError naming the known ones."""
+        """Returns the factory registered under `name`. Raises ValueError with the known names."""
         try:
             return self._factories[name]
         except KeyError:
             raise ValueError(f"unknown {self._kind} {name!r}; known: {', '.join(self.names())}") from None
 
     def names(self) -> tuple[str, ...]:
-        """In the order of their registration."""
+        """Returns the names in the order of registration."""
         return tuple(self._factories)

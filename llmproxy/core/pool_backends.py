@@ -1,4 +1,4 @@
-"""The backends of one pool: which belong to it, which are up, which are ejected because they hang or are slow."""
+"""The backends of one pool, and the outlier detection that compares them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmproxy.core.settings import HealthSettings
 
 
 class PoolBackends:
-    """The backends of one pool, in the order in which they joined it, and what they share as peers."""
+    """The backends of one pool in the order in which they joined it, and the state that they share."""
 
     def __init__(self, settings: HealthSettings) -> None:
         self.by_name: dict[str, Backend] = {}
@@ -45,8 +45,8 @@ class PoolBackends:
         self._index = {name: index for index, name in enumerate(self.by_name)}
 
     def any_up(self) -> bool:
-        """Whether some backend is up, also if it is full or ejected."""
-        for backend in self.by_name.values():  # noqa: SIM110 - the first is up as a rule: a generator costs more
+        """Returns whether any backend is up, even if full or ejected."""
+        for backend in self.by_name.values():  # noqa: SIM110 - usually the first is up, and a generator costs more
             if backend.up:
                 return True
         return False
@@ -55,13 +55,13 @@ class PoolBackends:
         return [backend.view(now) for backend in self.by_name.values()]
 
     def refresh(self, views: list[View], backend: Backend, now: float) -> None:
-        """Replace the view of `backend` among `views`, which `views()` returned."""
+        """Replaces the view of `backend` in a list that `views()` returned."""
         views[self._index[backend.name]] = backend.view(now)
 
     def eject_outliers(self, now: float) -> list[int]:
-        """Eject backends that hang or have become slow.
+        """Ejects backends that hang or have become slow.
 
-        Returns the leases of those that hang which got no byte: they may be tried elsewhere.
+        Returns the leases on hung backends that have no first byte yet; they can be retried on other backends.
         """
         hung, slow = self.outliers.outliers(now)
         leases: list[int] = []
@@ -73,7 +73,7 @@ class PoolBackends:
         return leases
 
     def changes_at(self, now: float) -> float | None:
-        """When time alone may change a view of these backends, or find an outlier; None when it changes nothing."""
+        """Returns when a view or an outlier may change without an event; None if it cannot."""
         times = [self.outliers.due_s, *(backend.changes_at(now) for backend in self.by_name.values())]
         return min([time for time in times if time is not None], default=None)
 

@@ -1,4 +1,4 @@
-"""All pools of the process. Events of requests and leases are passed to the scheduler of their pool."""
+"""All pools of the process. Passes the events of requests and leases to the scheduler of their pool."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from llmproxy.core.backends.catalogue import Aliases, Catalogue
 from llmproxy.core.backends.health import EjectionEvent
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import (
+    AdmissionKind,
     Decision,
     Drop,
-    Entry,
     Grant,
     KnownLimit,
     Learned,
@@ -52,16 +52,15 @@ from llmproxy.core.snapshot import (
     Snapshot,
 )
 
-NEWS_MAX = 1_000
-"""Ejections that are kept until they are taken; the oldest are dropped first."""
+HEALTH_EVENTS_MAX = 1_000
+"""Health events that wait for `take_health_events`; the oldest are dropped first."""
 
 
 class Pools:
-    """One scheduler per pool of `Catalogue`, so that a saturated model cannot hold up another.
+    """A scheduler for each pool of the `Catalogue`, so that a saturated model cannot delay another one.
 
-    `backends` maps a backend's name to its configured `max_in_flight`, None where it is to be learned. A backend
-    belongs to no pool until its first listing. Each pool gets a placement of its own from `make_placement`.
-    `schedulers` are by pool. A scheduler stays that of its pool while the names of the pool come and go one by one.
+    A backend belongs to no pool until its first listing. A pool keeps its scheduler while its model names change one by
+    one.
     """
 
     def __init__(
@@ -73,19 +72,26 @@ class Pools:
         rates: Rates | None = None,
         shards: Shards = ONE_SHARD,
     ) -> None:
-        """`rates` keeps requests and tokens per minute where this process does not do it alone."""
+        """Creates the pools.
+
+        Args:
+            backends: The configured `max_in_flight` per backend; None to learn the limit.
+            make_placement: Called once per pool.
+            rates: Counts requests and tokens per minute, if other processes count with this one.
+            shards: The pools that different processes may schedule.
+        """
         self.settings = settings
         self.shards = shards
         self._until_s = dict.fromkeys(shards.names, inf)
-        self._parts = dict.fromkeys(shards.names, 1)
+        self._limit_divisors = dict.fromkeys(shards.names, 1)
         self._make_placement = make_placement
         self._occupancy = Occupancy(settings.queue)
         self._limits = UsageLimits(settings.limits, rates)
         self._lease_serial = count(1)
-        self._news: deque[tuple[str, EjectionEvent]] = deque(maxlen=NEWS_MAX)
+        self._health_events: deque[tuple[str, EjectionEvent]] = deque(maxlen=HEALTH_EVENTS_MAX)
         self.schedulers: dict[str, Scheduler] = {}
         self._left: list[Scheduler] = []
-        """Schedulers whose pool became part of another one. They grant nothing more, and their leases run on."""
+        """Schedulers whose pool was merged into another one. They grant nothing; their leases continue."""
         self._all: tuple[Scheduler, ...] = ()
         self._of_backend: dict[str, Scheduler] = {}
         self._of_lease: dict[int, Scheduler] = {}
@@ -108,43 +114,43 @@ class Pools:
         prompt_range: tuple[int, int] | None = None,
         role: Role = Role.BOTH,
     ) -> None:
-        """Add a backend. It belongs to no pool, and is down, until it was read."""
+        """Adds a backend. Until its first poll it is down and belongs to no pool."""
         assert name not in self.backends
         settings = self.settings
         self.catalogue.add(name)
         backend = self.backends[name] = Backend(
             name, settings.capacity, settings.health, max_in_flight, settings.ceiling_range, prompt_range, role
         )
-        backend.parts = self._parts[DEFAULT]
-        backend.health.on_event = lambda news: self._news.append((name, news))
+        backend.limit_divisor = self._limit_divisors[DEFAULT]
+        backend.health.on_event = lambda event: self._health_events.append((name, event))
 
     def known_limits(self) -> dict[str, KnownLimit]:
-        """What was learned of backends' batch limits; see `Backend.known_limit`."""
-        found = ((name, backend.known_limit) for name, backend in self.backends.items())
-        return {name: known for name, known in found if known is not None}
+        """Returns the learned batch limits per backend; see `Backend.known_limit`."""
+        limits = ((name, backend.known_limit) for name, backend in self.backends.items())
+        return {name: limit for name, limit in limits if limit is not None}
 
     def remove_backend(self, name: str) -> None:
-        """Remove a backend on which nothing is in flight, and forget what was learned of it."""
+        """Removes a backend that has nothing in flight, with everything learned about it."""
         assert not self.backends[name].bookings
         self.catalogue.remove(name)
         self._arrange()
         del self.backends[name]
 
     def replace_process(self, name: str) -> None:
-        """A new process has the name of a backend; see `Backend.replaced`."""
+        """Notes that a new process has the name of a backend; see `Backend.replaced`."""
         self.backends[name].replaced()
         for scheduler in self._all:
             scheduler.leases.replaced(self.backends[name])
             scheduler.drop_bound(name)
 
     def reconfigure(self, settings: Settings, aliases: Aliases, now: float) -> None:
-        """Apply other settings and aliases from the next decision on.
+        """Applies new settings and aliases from the next decision on.
 
-        What waits, what is in flight and what was learned stays. Policies stay, with their settings.
+        Waiting requests, requests in flight and learned values are kept. Policy objects keep their settings.
         """
         self.settings = settings
         self._occupancy.reconfigure(settings.queue)
-        self._limits.reconfigure(self._parted(), now)
+        self._limits.reconfigure(self._split_usage_limits(), now)
         self.scaling.reconfigure(settings.scaling)
         self.catalogue.named = frozenset(settings.scaling.pools)
         self.catalogue.unlisted = settings.unlisted
@@ -155,48 +161,49 @@ class Pools:
             scheduler.reconfigure(settings, now)
         self._arrange()
 
-    def divide(self, parts: int, now: float, shard: str = DEFAULT) -> None:
-        """Use a part of every limit from the next decision on: so many processes decide, and none knows of the others.
+    def split_limits(self, divisor: int, now: float, shard: str = DEFAULT) -> None:
+        """Divides every limit by `divisor` from the next decision on, because so many processes decide independently.
 
-        A usage limit may span shards: it is divided by the most parts of any. Bounds of the waiting room stay whole.
+        A usage limit may span shards, so it is divided by the largest divisor of all shards. Bounds of the waiting room
+        are not divided.
         """
-        self._parts[shard] = parts
+        self._limit_divisors[shard] = divisor
         debts = self._limits.rates.debts(now)
-        # A rate that is used up as a whole is used up in each part, and is back after the same time.
+        # An exhausted rate is exhausted in each part too, and recovers after the same time.
         self._limits.reconfigure({}, now)
-        self._limits.reconfigure(self._parted(), now)
+        self._limits.reconfigure(self._split_usage_limits(), now)
         self._limits.rates.restore(debts, now)
         for name, backend in self.backends.items():
-            backend.parts = self._parts[self.shard_of(name)]
+            backend.limit_divisor = self._limit_divisors[self.shard_of(name)]
 
-    def _parted(self) -> dict[str, UsageLimit]:
-        """The limits of which this process may use all."""
-        parts = max(self._parts.values())
-        return {name: limit.part(parts) for name, limit in self.settings.limits.items()}
+    def _split_usage_limits(self) -> dict[str, UsageLimit]:
+        """The part of each usage limit that this process may use."""
+        divisor = max(self._limit_divisors.values())
+        return {name: limit.split(divisor) for name, limit in self.settings.limits.items()}
 
     def shard_of(self, backend: str) -> str:
-        """The shard of a backend."""
+        """Returns the shard of a backend."""
         return self.shards.of(self.pool_of(backend))
 
     def decide_until(self, until_s: float, shard: str = DEFAULT) -> None:
-        """Decide nothing about the pools of a shard from `until_s` on: another process may decide then."""
+        """Stops decisions about a shard at `until_s`, because another process may decide from then on."""
         self._until_s[shard] = until_s
 
     def decides(self, pool: str, now: float) -> bool:
-        """Whether this process decides about a pool."""
+        """Returns whether this process decides about a pool."""
         return now < self._until_s[self.shards.of(pool)]
 
     def decides_any(self, now: float) -> bool:
-        """Whether this process decides about any pool."""
+        """Returns whether this process decides about any pool."""
         return now < max(self._until_s.values())
 
     # --- polls ----------------------------------------------------------------------------------------
 
     def listed(self, backend: str, listing: Listing) -> None:
-        """A backend's `/v1/models` was read: names, adapters and pools may appear, move or go."""
+        """Notes a response of a backend's `/v1/models`, which may add, move or remove names, adapters and pools."""
         self.backends[backend].listed(listing)
         self.catalogue.listed(backend, listing)
-        # Also where nothing changed: a policy may have raised when a pool was to be made.
+        # Even if nothing changed, because a policy may have raised while a pool was created.
         self._arrange()
 
     def troubled(self, backend: str, trouble: Trouble) -> bool:
@@ -209,11 +216,11 @@ class Pools:
         return gone
 
     def _arrange(self) -> None:
-        """Give each pool of the catalogue a scheduler, and this one the backends of the pool.
+        """Gives each pool of the catalogue a scheduler, and the scheduler the backends of the pool.
 
-        A pool keeps the scheduler that had one of its names before. Where several had, it is the one with most of the
-        pool's backends, and what waits in the others moves there. Where a pool was split, the part with most of the
-        backends keeps the scheduler.
+        A pool keeps the scheduler that served any of its names before. If several did, the scheduler with most of the
+        pool's backends stays, and the waiting requests of the others move there. If a pool was split, the part with
+        most of the backends keeps the scheduler.
         """
         pools, members, before = self.catalogue.names, self.catalogue.members, self.schedulers
         same = all(pool in before and before[pool].names == names for pool, names in pools.items())
@@ -221,15 +228,15 @@ class Pools:
             return
         had = Counter((members.get(backend), scheduler.pool) for backend, scheduler in self._of_backend.items())
         shared = [(pool, was) for pool, names in pools.items() for was, one in before.items() if one.names & names]
-        kept: dict[str, str] = {}
+        renamed: dict[str, str] = {}
         for pool, was in sorted(shared, key=lambda one: (-had[one], one[0] != one[1], one)):
-            if pool not in kept.values() and was not in kept:
-                kept[was] = pool
-        merged = {was: pool for pool, was in shared if was not in kept}
-        placements = {pool: self._make_placement() for pool in pools if pool not in kept.values()}
-        self.scaling.rename(kept, merged)
+            if pool not in renamed.values() and was not in renamed:
+                renamed[was] = pool
+        merged = {was: pool for pool, was in shared if was not in renamed}
+        placements = {pool: self._make_placement() for pool in pools if pool not in renamed.values()}
+        self.scaling.rename(renamed, merged)
         made = {pool: self._make(pool, placement) for pool, placement in placements.items()}
-        after = {kept.get(was, was): one for was, one in before.items() if was not in merged} | made
+        after = {renamed.get(was, was): one for was, one in before.items() if was not in merged} | made
         for pool, was in shared:
             if after[pool] is not before[was]:
                 after[pool].inherit(before[was])
@@ -260,36 +267,36 @@ class Pools:
             self._of_backend[backend.name] = new
         if new is not old:
             if new is None:
-                # They may wait in a pool that the backend left a moment ago, too.
+                # Requests bound to the backend may wait in a pool that it left earlier.
                 for scheduler in self._all:
                     scheduler.drop_bound(backend.name)
             if old is not None:
                 old.detach(backend.name)
             if new is not None:
                 new.attach(backend)
-        parts = self._parts[self.shard_of(backend.name)]
-        if backend.parts != parts:
-            backend.parts = parts
+        divisor = self._limit_divisors[self.shard_of(backend.name)]
+        if backend.limit_divisor != divisor:
+            backend.limit_divisor = divisor
 
     def _scheduler_of(self, request: Request) -> Scheduler | None:
-        """The scheduler of the backends that list the model of a request by now, whatever their pool was called."""
+        """Returns the scheduler of the backends that now list the model of a request, whatever the pool's name."""
         if request.backend in self._of_backend:
             return self._of_backend[request.backend]
         target = self.catalogue.served.get(request.model)
         return self.schedulers.get(request.pool if target is None else target.pool)
 
     def _scheduler_named(self, pool: str) -> Scheduler | None:
-        """The scheduler of a pool by any of its names: other processes, and requests of before, may use another."""
+        """Returns the scheduler of a pool by any of its names, because other processes may use another name."""
         return self.schedulers.get(self.catalogue.pool_named(pool))
 
     def _regroup(self, now: float) -> list[Drop]:
-        """Let requests wait where their model is served by now; returns those that cannot."""
+        """Moves waiting requests to the pool that now serves their model. Returns the requests that cannot move."""
         dropped: list[Drop] = []
         self._to_regroup = False
         for scheduler in self._all:
-            for request, excluded in scheduler.leave(partial(self._moves, scheduler)):
+            for request, excluded in scheduler.remove_waiting(partial(self._moves, scheduler)):
                 try:
-                    self.submit(request, now, excluded, Entry.RESUMED)
+                    self.submit(request, now, excluded, AdmissionKind.RESUMED)
                 except Refused as refused:
                     lost = refused.outcome is Outcome.BAD_REQUEST
                     outcome = refused.outcome if lost else Outcome.EXPIRED_NO_BACKENDS
@@ -297,16 +304,20 @@ class Pools:
         return dropped
 
     def _moves(self, here: Scheduler, request: Request) -> bool:
-        # A request for a model that no backend serves now waits where it is, unless its own backend has left this pool.
+        # A request for a model without backends stays, unless its only backend has left this pool.
         served = request.backend is not None or request.model in self.catalogue.served
         return served and self._scheduler_of(request) not in (None, here)
 
     # --- requests and leases -------------------------------------------------------------------------------------
 
     def submit(
-        self, request: Request, now: float, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW
+        self,
+        request: Request,
+        now: float,
+        excluded: frozenset[str] = frozenset(),
+        entry: AdmissionKind = AdmissionKind.NEW,
     ) -> None:
-        """See `Scheduler.submit`. Raises Refused, also when the pool has gone since the name was resolved."""
+        """See `Scheduler.submit`. Also raises Refused if the pool has gone since the name was resolved."""
         scheduler = self._scheduler_of(request)
         if scheduler is None or (
             scheduler.pool != request.pool and self.shards.of(scheduler.pool) != self.shards.of(request.pool)
@@ -315,12 +326,13 @@ class Pools:
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
         scheduler.submit(request, now, excluded, entry)
         limited = bool(request.limits) and any(limit in request.limits for _, limit in scheduler.blocked())
-        self.scaling.pools[scheduler.pool].arrived(request, now, new=entry is Entry.NEW, counts=not limited)
+        self.scaling.pools[scheduler.pool].arrived(request, now, new=entry is AdmissionKind.NEW, counts=not limited)
 
     def resume(self, request: Request, placed: Placed, at_s: float) -> int | None:
-        """Book what another scheduler granted at `at_s` and what still runs; returns the lease.
+        """Books a request in flight that another scheduler granted at `at_s`. Returns its lease.
 
-        None where the backend is unknown here, or of another pool: then only its own readings tell of it.
+        Returns None if this process does not know the backend in that pool. The readings of the backend then show the
+        request as load of other clients.
         """
         scheduler = self._of_backend.get(placed.backend)
         if scheduler is None or scheduler is not self._scheduler_named(request.pool):
@@ -328,12 +340,12 @@ class Pools:
         answers_on = None if placed.answers_on is None else self.backends.get(placed.answers_on)
         backend = self.backends[placed.backend]
         lease = scheduler.leases.book(request, placed, backend, at_s, answers_on=answers_on)
-        scheduler.charges.taken_over(request, lease)
+        scheduler.charges.already_charged(request, lease)
         self._of_lease[lease] = scheduler
         return lease
 
     def balances(self, shard: str = DEFAULT) -> dict[tuple[str, int], Mapping[str, float]]:
-        """(Pool, band) of a shard -> what its fairness policy knows of flows; see `FairnessPolicy.balances`."""
+        """Returns the flow balances per (pool, band) of a shard; see `FairnessPolicy.balances`."""
         return {
             (name, level): balances
             for name, scheduler in self.schedulers.items()
@@ -342,7 +354,7 @@ class Pools:
         }
 
     def restore(self, pool: str, band: int, balances: Mapping[str, float]) -> None:
-        """Take over what another process knew of the flows of a band; see `FairnessPolicy.restore`."""
+        """Takes over the flow balances of a band from another process; see `FairnessPolicy.restore`."""
         scheduler = self._scheduler_named(pool)
         if scheduler is not None:
             scheduler.restore(band, balances)
@@ -356,9 +368,9 @@ class Pools:
         self._limits.rates.restore(debts, now)
 
     def cancel(self, request: Request) -> Waited | None:
-        """Remove the request of a client that left. Returns why it waited, None if nothing held it back."""
-        found = [scheduler.cancel(request.id) for scheduler in self._all]
-        return next((waited for waited in found if waited is not None), None)
+        """Removes the request of a client that left. Returns why it waited; None if nothing blocked it."""
+        reasons = [scheduler.cancel(request.id) for scheduler in self._all]
+        return next((waited for waited in reasons if waited is not None), None)
 
     def recomputing(self, grant: Grant) -> None:
         self._of_lease[grant.lease].leases.recomputing(grant.lease)
@@ -376,7 +388,7 @@ class Pools:
         self._of_lease.pop(grant.lease).leases.finish(grant.lease, verdict, now, usage)
 
     def cached(self, pool: str, lease: int, backend: str, hashes: Sequence[int]) -> None:
-        """The prompt and the answer of a lease that has ended are these blocks; see `Placement.cached`."""
+        """Notes the blocks of the prompt and the answer of an ended lease; see `Placement.cached`."""
         scheduler = self._scheduler_named(pool)
         if scheduler is not None:
             scheduler.cached(lease, backend, hashes)
@@ -388,9 +400,9 @@ class Pools:
             scheduler.restore_prefix(backend, hashes)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
-        """A request is over: served, refused or left by its client. Called once for each.
+        """Notes the end of a request: served, refused or abandoned by its client. Called once per request.
 
-        `met` says whether it kept its objective, None when it had none or its client left.
+        `met`: whether its objective was met; None without an objective or if the client left.
         """
         if request.limits:
             self._limits.ended(request, now)
@@ -401,15 +413,14 @@ class Pools:
             one.ended(request, met, now)
 
     def goes_on_elsewhere(self, request: Request, now: float) -> None:
-        """Another process schedules a request that is about to end here, and counts none of its tokens: what was taken
-        for it stays taken."""
+        """Keeps the tokens of a request charged to its usage limits, because another process continues it uncounted."""
         if request.limits:
             self._limits.rates.used(request, expected(request), now)
 
     # --- decisions -----------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Decision]:
-        """See `Scheduler.decide`, of every pool."""
+        """Returns the decisions of all pools; see `Scheduler.decide`."""
         decisions: list[Decision] = []
         if self._to_regroup:
             decisions += self._regroup(now)
@@ -418,7 +429,7 @@ class Pools:
             self._all = (*self.schedulers.values(), *self._left)
         schedulers = self._deciding(now)
         if self.settings.limits and len(schedulers) > 1:
-            # A usage limit may span pools: its free places go by band and arrival, not by the order of pools.
+            # A usage limit may span pools, so its free slots are granted by band and arrival, not by pool.
             schedulers.sort(key=Scheduler.first_blocked)
         to_decide = deque(schedulers)
         while to_decide:
@@ -430,7 +441,7 @@ class Pools:
                     self._of_lease[decision.lease] = scheduler
                     filled = filled or bool(decision.request.limits and self._limits.full(decision.request))
             if filled:
-                # A request of another pool may be blocked now, and holds up those behind it there no more.
+                # The limit may now block the first request of another pool, which makes way for the requests behind it.
                 others = (one for one in schedulers if one.waiting and one is not scheduler)
                 to_decide.extend([one for one in others if one not in to_decide])
         return decisions
@@ -442,7 +453,7 @@ class Pools:
         return [one for one in self._all if now < until_s[of(one.pool)]]
 
     def faults(self, now: float) -> list[tuple[Exception, int]]:
-        """See `Faults.take`, of every pool."""
+        """Returns the exceptions of the policies of all pools; see `Faults.take`."""
         return [fault for scheduler in self._all for fault in scheduler.faults.take(now)]
 
     def next_wakeup(self, now: float) -> float | None:
@@ -451,18 +462,18 @@ class Pools:
         times = [scheduler.next_wakeup(now) for scheduler in self._deciding(now)]
         return min([time for time in times if time is not None], default=None)
 
-    def news(self) -> list[tuple[str, EjectionEvent]]:
-        """Ejections and returns of backends since the last call, in order."""
-        if not self._news:
+    def take_health_events(self) -> list[tuple[str, EjectionEvent]]:
+        """Returns the ejections and returns of backends since the last call, in order."""
+        if not self._health_events:
             return []
-        news = list(self._news)
-        self._news.clear()
-        return news
+        events = list(self._health_events)
+        self._health_events.clear()
+        return events
 
     # --- inspection ----------------------------------------------------------------------------------------------
 
     def queued(self) -> dict[int, tuple[int, int]]:
-        """Band -> (requests, body bytes) waiting."""
+        """Returns (waiting requests, their body bytes) per band."""
         return self._occupancy.queued()
 
     def longest_s(self, now: float) -> dict[int, float]:
@@ -470,18 +481,18 @@ class Pools:
         return self._occupancy.longest_s(now)
 
     def work_s(self, now: float) -> dict[str, float]:
-        """Pool -> seconds of work that wait there, where that is known."""
-        found = ((name, scheduler.work_s(now)) for name, scheduler in self.schedulers.items())
-        return {name: work_s for name, work_s in found if work_s is not None}
+        """Returns the seconds of waiting work per pool; without the pools whose placement cannot estimate it."""
+        works = ((name, scheduler.work_s(now)) for name, scheduler in self.schedulers.items())
+        return {name: work_s for name, work_s in works if work_s is not None}
 
     def needs(self, now: float) -> dict[str, Need]:
-        """Pool -> how many replicas it needs."""
+        """Returns the number of replicas that each pool needs."""
         learned = self.learned(now)
         ceiling = self.settings.ceiling(self.settings.scaling.from_band)
-        found = {}
+        needs = {}
         for name, watched in self.scaling.pools.items():
             if self.catalogue.pool_named(name) != name:
-                # A named pool that has joined another one.
+                # A named pool that was merged into another one.
                 continue
             scheduler = self.schedulers.get(name)
             views = () if scheduler is None else scheduler.views(now)
@@ -491,18 +502,18 @@ class Pools:
                 for view in views
             ]
             need = watched.need(learned.get(name), replicas, self.settings.capacity.kv_full, now)
-            found[name] = apart(need, views)
-        return found
+            needs[name] = apart(need, views)
+        return needs
 
     def pool_of(self, backend: str) -> str | None:
-        """The pool that a backend belongs to, None before its first listing."""
+        """Returns the pool of a backend; None before its first listing."""
         scheduler = self._of_backend.get(backend)
         return None if scheduler is None else scheduler.pool
 
     def snapshot(self, now: float, flows_max: int | None = None) -> Snapshot:
-        """What waits, why, and which backends have room, with at most so many flows. It costs what it shows.
+        """Returns the waiting requests, the reasons, and the room of the backends, with at most `flows_max` flows.
 
-        Where other processes decide about some pools, those are left out.
+        The cost is proportional to the flows shown. Pools about which another process decides are left out.
         """
         pools: list[PoolSnapshot] = []
         flows_left = TOTAL_FLOWS_MAX if flows_max is None else flows_max
@@ -515,7 +526,7 @@ class Pools:
             LimitSnapshot(
                 name,
                 in_flight[name],
-                self.settings.limits[name].part(max(self._parts.values())).in_flight
+                self.settings.limits[name].split(max(self._limit_divisors.values())).in_flight
                 if name in self.settings.limits
                 else None,
                 *self._limits.rates.left_per_min(name, now),
@@ -525,21 +536,21 @@ class Pools:
         return Snapshot(tuple(pools), limits, len(in_flight) - len(names))
 
     def position(self, name: str, now: float) -> Position | None:
-        """The position of the waiting request with this label or id, None when there is none."""
-        found = (scheduler.position(name, now) for scheduler in self._all)
-        return next((position for position in found if position is not None), None)
+        """Returns the position of the waiting request with this label or id; None if there is none."""
+        positions = (scheduler.position(name, now) for scheduler in self._all)
+        return next((position for position in positions if position is not None), None)
 
     def choices(self, now: float) -> list[PoolChoices]:
-        """The last placements of each pool, and why no other backend was chosen."""
+        """Returns the last placements of each pool, with the prices of the backends that were not chosen."""
         return [scheduler.choices(now) for scheduler in self.schedulers.values()]
 
     def learned(self, now: float) -> dict[str, Learned]:
-        """What was learned of the speed of each pool, where its placement learns."""
-        found = ((name, scheduler.learned(now)) for name, scheduler in self.schedulers.items())
-        return {name: learned for name, learned in found if learned is not None}
+        """Returns the learned speed of each pool whose placement learns."""
+        speeds = ((name, scheduler.learned(now)) for name, scheduler in self.schedulers.items())
+        return {name: speed for name, speed in speeds if speed is not None}
 
     def blocked(self) -> dict[str, int]:
-        """Usage limit or backend -> requests that are blocked by it, over all pools."""
+        """Returns the number of blocked requests per usage limit or backend, over all pools."""
         blocked: Counter[str] = Counter()
         for scheduler in self._all:
             for (_, limit), waiting in scheduler.blocked().items():
@@ -550,8 +561,10 @@ class Pools:
         return {name: backend.view(now) for name, backend in self.backends.items()}
 
     def ready(self, now: float) -> bool:
-        """Requests can be taken: some backend that was read is available (up, and not resting after failures), or pools
-        are named, which hold theirs while they have no replica."""
+        """Returns whether the proxy can accept requests.
+
+        It can if a listed backend is up and not ejected, or if named pools hold requests while they have no replica.
+        """
         holds = self.settings.queue.hold_s > 0.0 and bool(self.settings.scaling.pools)
         return holds or any(b.listing is not None and b.view(now).available for b in self.backends.values())
 

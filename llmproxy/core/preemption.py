@@ -1,4 +1,4 @@
-"""Which leases may be preempted for a request of a higher band: those that have not answered a byte yet."""
+"""Preemption: returns leases that have no first byte yet, to make room for requests of higher bands."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from llmproxy.core.queueing.queue import Queued
 from llmproxy.core.settings import Settings
 
 PREEMPT_MAX = 4
-"""Leases being preempted at a time, so that one burst does not empty the engines."""
+"""Maximum number of leases that are being preempted at a time, so that a burst does not empty the engines."""
 LOOK_MAX = 64
-"""Most leases, and most requests, that one pass looks at."""
+"""Maximum number of leases, and of requests, that a pass examines."""
 
 
 class Preemption(LeaseObserver):
-    """Leases of bands up to `default` that have not answered a byte.
+    """The leases of bands up to `default` that have no first byte yet.
 
-    The lowest band is preempted first, and in it the newest lease, for which the engine has done least. The pass after
-    the release decides which request gets the room. A lease of `default` is preempted only while it waits inside the
-    engine, where a reading proves that nothing was done for it.
+    The lowest band is preempted first, and in it the newest lease, on which the engine has spent the least work. The
+    pass after the release decides which request gets the room. A lease of band `default` is preempted only while a
+    reading proves that the request waits in the engine's queue.
     """
 
     def __init__(self, settings: Settings, headroom: Headroom) -> None:
@@ -43,11 +43,11 @@ class Preemption(LeaseObserver):
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         if lease.guaranteed:
-            # The minimum share of a band must not be preempted for the bands above it.
+            # Higher bands must not preempt the minimum share of a band.
             return
         if lease.request.band <= DEFAULT:
             if lease.request.stage is DECODE:
-                # What was computed for it can be fetched only once.
+                # The KV blocks of its prompt can be fetched only once.
                 return
             self._open[lease.number] = lease
             self._by_band.setdefault(lease.request.band, {})[lease.number] = None
@@ -64,17 +64,17 @@ class Preemption(LeaseObserver):
         self._close(lease.number)
 
     def _close(self, lease: int) -> None:
-        """The lease has answered or ended: it can be preempted no more."""
+        """Removes a lease that has a first byte or has ended, so that it is not preempted."""
         if lease in self._open:
             del self._by_band[self._open.pop(lease).request.band][lease]
         self._pending.pop(lease, None)
         self._urgent.pop(lease, None)
 
     def clear(self, backends: Iterable[Backend], now: float) -> Iterable[Preempt]:
-        """Leases to preempt that wait inside engines, while a band above `default` is in use.
+        """Yields leases to preempt in the queues of engines, while a band above `default` is in use.
 
-        Such an engine had less room than was believed, and its queue is first come, first served: leases that wait
-        before one above `default` are preempted, and those beyond the limit that was learned since.
+        An engine with a queue had less room than expected, and serves its queue in order of arrival. So leases ahead of
+        a lease above `default` are preempted, and leases beyond the batch limit learned since.
         """
         if not self._open or not self._settings.preemption or not self._headroom.used_above(DEFAULT, now):
             return
@@ -92,7 +92,7 @@ class Preemption(LeaseObserver):
                     yield self._preempt(lease)
 
     def _beyond(self, backend: Backend, now: float) -> int:
-        """Sequences on a backend above its limit, less those that are being preempted."""
+        """Returns the number of sequences of a backend beyond its limit, less the number being preempted."""
         if backend.reading is None or not backend.reading.waiting:
             return 0
         view = backend.view(now)
@@ -100,9 +100,9 @@ class Preemption(LeaseObserver):
         return view.load - leaving - view.limit - view.look_ahead
 
     def choose(self, waiting: Iterable[Queued], now: float) -> Iterator[Preempt]:
-        """Yield leases to preempt so that the requests `waiting`, all of one band, find room.
+        """Yields leases to preempt so that the requests `waiting`, all in one band, find room.
 
-        Each request needs one lease on a backend that can serve it. Leases that are already being preempted count.
+        Each request needs a lease on a backend that can serve it. Leases that are already being preempted count.
         """
         if not self._settings.preemption:
             return
@@ -116,7 +116,7 @@ class Preemption(LeaseObserver):
                 continue
             if queued.request.backend is None and hopeless.covers(queued):
                 continue
-            # Each search starts anew, because a lease preempted before may have freed what an earlier search lacked.
+            # Each search starts from the newest lease, because an earlier preemption may have freed the missing room.
             lease = next((x for x in self._newest() if self._makes_room(x, queued, now)), None)
             if lease is not None:
                 yield self._preempt(lease)
@@ -134,7 +134,7 @@ class Preemption(LeaseObserver):
         return (lease for lease in islice(lowest_first, LOOK_MAX) if lease not in self._pending)
 
     def _gives_back(self, lease: int) -> Backend:
-        """Return the backend whose place a lease frees. A prefill keeps a place at the backend that will answer."""
+        """Returns the backend whose slot a lease frees. A prefill stage reserves its slot on the decode backend."""
         record = self._open[lease]
         return record.answers_on or record.backend
 
@@ -146,8 +146,8 @@ class Preemption(LeaseObserver):
             return False
         leaving = [self._open[x] for x in (*self._pending, lease)]
         view = backend.view_without([one.number for one in leaving if one.backend is backend], now)
-        kept = sum(one.request.sequences for one in leaving if one.answers_on is backend)
-        view = replace(view, load=view.load - kept)
+        reserved = sum(one.request.sequences for one in leaving if one.answers_on is backend)
+        view = replace(view, load=view.load - reserved)
         return view.has_room(self._headroom.ceiling(queued.request.band, now))
 
     @property

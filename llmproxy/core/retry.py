@@ -1,4 +1,4 @@
-"""What a failed attempt says of its request and of its backend, and whether and how often it may be repeated."""
+"""Classification of failed attempts: the verdict on the backend, and whether the request may be retried."""
 
 from __future__ import annotations
 
@@ -11,52 +11,51 @@ from llmproxy.core.domain import Verdict
 from llmproxy.core.rate_limit import TokenBucket
 
 RETRY_RESERVE = 1024.0
-"""Retries that may be made beyond the budget's share: a backend that dies takes all of its batch at once, and 1,024 is
-the largest that vLLM runs unless configured otherwise."""
+"""Burst of the retry budget: a backend that dies fails its whole batch at once, and 1,024 is vLLM's largest default."""
 RETRY_WAIT_MIN_S = 1.0
-"""What a retry may wait at least: its time was used up by a backend that failed, and another may have room at once."""
+"""Minimum queue time of a retry, because the failed attempt may have used up the time of the request."""
 COMPUTED_MAX = 2
-"""Engines that may compute one request without an answer. A second failure is in doubt the request's own."""
+"""Maximum number of engines that may start a request. After a second failure the request itself is the likely cause."""
 
 
 class Cause(Enum):
-    """Why an attempt failed, by how far it had come."""
+    """The cause of a failed attempt, grouped by its progress."""
 
     # Before the connection.
-    LACK = "lack"  # This machine lacks a descriptor, a port or a name.
+    LACK = "lack"  # This machine is out of file descriptors or ports, or cannot resolve the name.
     NO_CONNECTION = "no_connection"
-    # The head was seen, and the engine computed nothing.
-    BUSY = "busy"  # 408, 409, 425, 429, 503, 529, and events in their words.
+    # The response head arrived, and the engine computed nothing.
+    BUSY = "busy"  # 408, 409, 425, 429, 503, 529, and error events with the same meaning.
     DRAINING = "draining"  # The 500 of an engine that shuts down.
     UNAUTHORIZED = "unauthorized"  # 401 or 403 to the proxy's own key.
     NOT_SERVED = "not_served"  # 404 of a model that the backend lists, a redirect, another protocol.
-    REJECTED = "rejected"  # Any other 4xx, 501, and events in their words.
-    NOT_TRANSFERRED = "not_transferred"  # What another backend computed did not arrive.
-    # The engine took the body.
+    REJECTED = "rejected"  # Any other 4xx, 501, and error events with the same meaning.
+    NOT_TRANSFERRED = "not_transferred"  # The KV transfer from another backend failed.
+    # The engine accepted the body.
     BROKEN = "broken"  # The connection was reset or closed, or carried no HTTP.
-    GONE = "gone"  # Polls showed that the process is gone, or streams that it hangs.
-    ENGINE_DEAD = "engine_dead"  # The server says that its engine died.
-    ERROR = "error"  # 500, 502, other 5xx, and events in their words.
+    GONE = "gone"  # Polls showed that the process is gone, or streams showed that it hangs.
+    ENGINE_DEAD = "engine_dead"  # The server reports that its engine died.
+    ERROR = "error"  # 500, 502, other 5xx, and error events with the same meaning.
     STALLED = "stalled"  # Silent for `timeouts.stall_s` after the first byte.
     LATE = "late"  # No first byte within `timeouts.first_byte_s`.
     OVERRAN = "overran"  # Not complete within `timeouts.total_s`, or within the limit of a gateway (504).
 
 
 class Again(Enum):
-    """Whether a request may be tried again, as long as its client has seen nothing."""
+    """How often a request may be retried while its client has received no byte."""
 
     NO = "no"
-    ELSEWHERE = "elsewhere"  # Nothing was computed: as often as the limit and the budget of retries allow.
-    ANYWHERE_ELSE = "anywhere_else"  # Nothing was computed, and only the backend is to blame: on each other one.
-    ONCE = "once"  # The engine took the body: `COMPUTED_MAX`.
+    ELSEWHERE = "elsewhere"  # Nothing was computed: up to the retry limit and the retry budget.
+    ANYWHERE_ELSE = "anywhere_else"  # Only the backend is to blame: on every other backend.
+    ONCE = "once"  # The engine accepted the body: up to COMPUTED_MAX engines.
 
 
 class Meaning(Struct, frozen=True):
-    """What a failed attempt means. `deadly`: its request may have ended the engine."""
+    """The consequences of a failed attempt."""
 
     verdict: Verdict
     again: Again
-    deadly: bool = False
+    deadly: bool = False  # The request may have crashed the engine.
 
 
 MEANINGS: Mapping[Cause, Meaning] = {
@@ -76,15 +75,15 @@ MEANINGS: Mapping[Cause, Meaning] = {
     Cause.LATE: Meaning(Verdict.TIMED_OUT, Again.ONCE),
     Cause.OVERRAN: Meaning(Verdict.TIMED_OUT, Again.NO),
 }
-"""Once a client has seen a byte, nothing is tried again, and the verdict is the same."""
+"""After the client has received a byte, the verdict is the same, but nothing is retried."""
 
 _NOT_NOW = frozenset({408, 409, 425, 429, 503, 529})
 
 
 def cause_of(status: int, *, own_key: bool = True) -> Cause:
-    """The cause of an answer with this status (not 2xx), as far as the status alone says it.
+    """Returns the cause of a response with this status (not 2xx), judged by the status alone.
 
-    `own_key`: the request had the key of the proxy, not that of its client.
+    `own_key`: the request carried the key of the proxy, not the key of its client.
     """
     if status < 400:
         return Cause.NOT_SERVED
@@ -98,22 +97,22 @@ def cause_of(status: int, *, own_key: bool = True) -> Cause:
 
 
 class RetryBudget:
-    """Retries as a share of requests, so that retries do not overload a failing fleet.
+    """Limits retries to a share of requests, so that retries do not overload a failing fleet.
 
-    Attempts that cost no engine anything are not counted: connections that failed before a byte was sent, and work lost
+    Attempts that cost no engine any work are not counted: connections that failed before a byte was sent, and work lost
     with a process that is gone or hangs.
     """
 
     def __init__(self, ratio: float) -> None:
         self.ratio = ratio
-        # Requests fill it, not time.
+        # Requests refill the bucket, not time.
         self._bucket = TokenBucket(RETRY_RESERVE, 0.0)
 
     def request(self) -> None:
-        """A new request came: it earns its share of a retry."""
+        """Counts a new request, which adds `ratio` retries to the budget."""
         self._bucket.take(-self.ratio, 0.0)
 
     def take(self, verdict: Verdict) -> bool:
-        """Whether an attempt that ended with `verdict` may be retried; counts the retry if so."""
+        """Returns whether an attempt that ended with `verdict` may be retried; if so, counts the retry."""
         costs_nothing = verdict in (Verdict.CONNECT_FAILED, Verdict.LOST, Verdict.LOCAL_FAILURE)
         return costs_nothing or self._bucket.try_take(1.0, 0.0)

@@ -1,4 +1,4 @@
-"""Decides which request of a pool goes next and to which backend: the one object that changes scheduling state."""
+"""The scheduler of one pool: decides which request goes next and to which backend, and owns the scheduling state."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import (
     DEFAULT,
+    AdmissionKind,
     Decision,
     Drop,
-    Entry,
     Grant,
+    GrantReason,
     Learned,
     NoCapacity,
     NoMatch,
     Outcome,
     Placed,
-    Reason,
     Refused,
     Request,
     Waited,
-    Why,
+    WaitReason,
 )
 from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.lease_observers import (
@@ -37,7 +37,7 @@ from llmproxy.core.lease_observers import (
     LimitObserver,
     OutlierObserver,
     PlacementObserver,
-    PlaceObserver,
+    ReservationObserver,
     TransferObserver,
 )
 from llmproxy.core.leases import LeaseObserver, Leases
@@ -55,37 +55,32 @@ from llmproxy.core.queueing.occupancy import DrainRate, Occupancy
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
-from llmproxy.core.snapshot import Look, PoolChoices, PoolSnapshot, Position
+from llmproxy.core.snapshot import PoolChoices, PoolInspector, PoolSnapshot, Position
 
 PASS_MAX = 64
-"""Drops or grants of one pass; the rest follow in the next, so that a mass release never holds the event loop."""
+"""Maximum number of drops or grants per pass, so that a mass release never blocks the event loop."""
 FAULT_RETRY_S = 1.0
-"""Until the next pass of a pool after one of its policies raised an exception."""
+"""Pause of a pool after a policy raised an exception."""
 
 
 class _Pass(Struct):
-    """The state of one `decide`.
-
-    `steps` bounds how long it takes. `outdated` are the backends that were booked last; their views are refreshed only
-    before the next placement. `blocked`: no backend has room for anything. `guaranteed_none` are the bands of which no
-    request fits anywhere, even by their minimum share.
-    """
+    """The state of a `decide` call."""
 
     now: float
     views: list[View]
     decisions: list[Decision]
-    steps: int = 0
-    outdated: Sequence[Backend] = ()
-    blocked: bool = False
-    guaranteed_none: set[int] = set()
+    steps: int = 0  # Work done so far, bounded by PASS_MAX.
+    outdated: Sequence[Backend] = ()  # Backends booked last, whose views are refreshed before the next placement.
+    blocked: bool = False  # No backend has room for any request.
+    guaranteed_none: set[int] = set()  # Bands whose requests fit nowhere, even by their minimum share.
 
 
 class Scheduler:
     """The waiting room and the backends of one pool.
 
-    Every event is a method that takes `now`, of this object or, for leases, of `leases`; no event decides anything.
-    `decide(now)` then returns what is to be done, and `next_wakeup(now)` when to call it again although no event
-    happened. A granted request stays booked on its backend until its lease is finished. Not thread-safe.
+    Each event is a method of this object or, for leases, of `leases`. Events change state and decide nothing.
+    `decide(now)` then returns the decisions, and `next_wakeup(now)` the time to call it again without an event. A
+    granted request stays booked on its backend until its lease is finished. Not thread-safe.
     """
 
     def __init__(
@@ -100,9 +95,9 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.names = frozenset({pool})
-        """The base models that the pool serves, or did last."""
+        """The base models that the pool serves, or served last."""
         self._settings = settings
-        # Shared by all pools: a tenant may use several models, and a backend that moves still holds leases of the old.
+        # Shared by all pools, because a tenant may use several models.
         self._limits = limits
         self._placement = placement = staged(placement, settings.disaggregation)
         self._backends = PoolBackends(settings.health)
@@ -117,14 +112,14 @@ class Scheduler:
         self._min_shares = MinShares(settings.min_shares)
         self._preemption = Preemption(settings, self._headroom)
         self.charges = ChargeObserver(settings, self._room, self._min_shares, self.faults)
-        self._places = PlaceObserver()
+        self._reservations = ReservationObserver()
         self._transfers = TransferObserver(placement)
         self._blame = BlameObserver()
         self._prefilled: list[tuple[Request, frozenset[str]]] = []
         self.leases = Leases(
             lease_serial,
             [
-                self._places,
+                self._reservations,
                 self._transfers,
                 self._blame,
                 OutlierObserver(self._backends.outliers),
@@ -143,7 +138,7 @@ class Scheduler:
         self._place_changes_s: float | None = None
 
     def reconfigure(self, settings: Settings, now: float) -> None:
-        """Apply other settings. Policies stay, with the settings that they were made with."""
+        """Applies new settings. The policy objects are kept, with the settings of their creation."""
         self._settings = settings
         self._placement.settings = settings.disaggregation
         self._room.reconfigure(settings, now)
@@ -159,27 +154,27 @@ class Scheduler:
         self.leases.attach(backend.name)
 
     def detach(self, backend: str) -> None:
-        """Grant nothing more to a backend. Its leases run on."""
+        """Removes a backend from the pool. Its leases continue."""
         self._backends.remove(backend)
         self.leases.detach(backend)
 
     def inherit(self, other: Scheduler) -> None:
-        """Add what another pool counted for flows and bands: what waits there, or would, waits here from now on."""
+        """Adds the fairness balances and the band activity of a pool whose requests this pool takes over."""
         self._headroom.inherit(other._headroom)
         own = self.balances()
         for level, balances in other.balances().items():
             mine = own.get(level, {})
             self.restore(level, {flow: balance + mine.get(flow, 0.0) for flow, balance in balances.items()})
 
-    def leave(self, leaves: Callable[[Request], bool]) -> list[tuple[Request, frozenset[str]]]:
-        """Take out the waiting requests of which `leaves` says yes; returns each with what was excluded for it."""
-        found = [queued for queued in self._room.waiting.values() if leaves(queued.request)]
-        for queued in found:
+    def remove_waiting(self, leaves: Callable[[Request], bool]) -> list[tuple[Request, frozenset[str]]]:
+        """Removes the waiting requests for which `leaves` is true; returns each with its excluded backends."""
+        leaving = [queued for queued in self._room.waiting.values() if leaves(queued.request)]
+        for queued in leaving:
             self._room.leave(queued)
-        return [(queued.request, queued.excluded) for queued in found]
+        return [(queued.request, queued.excluded) for queued in leaving]
 
     def drop_bound(self, backend: str) -> None:
-        """Drop the requests that may go to `backend` alone: what they refer to is gone with its process."""
+        """Drops the requests that only `backend` may serve, because its process and their stored responses are gone."""
         for queued in self._room.bound_to(backend):
             self._shed.append(Drop(queued.request, Outcome.BAD_REQUEST, 0.0, self._room.leave(queued)))
 
@@ -189,33 +184,39 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        uses = self._backends.by_name, self._room, self.leases, self._shed, self._prefilled, self._places
+        uses = self._backends.by_name, self._room, self.leases, self._shed, self._prefilled, self._reservations
         return not any(uses)
 
     # --- requests ------------------------------------------------------------------------------------------------
 
     def submit(
-        self, request: Request, now: float, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW
+        self,
+        request: Request,
+        now: float,
+        excluded: frozenset[str] = frozenset(),
+        entry: AdmissionKind = AdmissionKind.NEW,
     ) -> None:
-        """Let a request into the waiting room; `excluded` names backends that already failed it.
+        """Adds a request to the waiting room. `excluded` names backends on which the request has failed.
 
-        Raises Refused: `rejected_no_backends` when no backend could ever serve it, `rejected_capacity` when a limit of
-        the waiting room is reached, `rate_limited` when one of its tenant or model is, `rejected_deadline` when it
-        would be late even if served next, `upstream_timeout` for the retry of one that met a time limit on a backend
-        at work.
+        Raises Refused:
+            `rejected_no_backends`: no backend could ever serve the request.
+            `rejected_capacity`: a bound of the waiting room is reached.
+            `rate_limited`: a usage limit of the tenant or of the model is reached.
+            `rejected_deadline`: the request would be late even if it were served next.
+            `upstream_timeout`: a retry of a request that reached a time limit on a backend that was at work.
         """
-        if entry is Entry.PREFILLED:
+        if entry is AdmissionKind.PREFILLED:
             self._prefilled.append((request, excluded))
             return
-        if entry is Entry.RETRY and self._blame.too_long(request.id):
+        if entry is AdmissionKind.RETRY and self._blame.too_long(request.id):
             raise Refused(Outcome.UPSTREAM_TIMEOUT, "It takes longer than a time limit allows, and not for a fault.")
         self._room.deadlines.set_pool_up(self._backends.any_up(), now)
         self._shed += self._admission.enter(request, excluded, entry, now)
 
     def cancel(self, request_id: str) -> Waited | None:
-        """Remove the waiting or just shed request of a client that left.
+        """Removes the request of a client that left, whether it waits or was just shed.
 
-        Returns why it waited, None if nothing held it back.
+        Returns why the request waited; None if nothing blocked it.
         """
         queued = self._room.waiting.get(request_id)
         if queued is not None:
@@ -228,44 +229,44 @@ class Scheduler:
         return None
 
     def cached(self, lease: int, backend: str, hashes: Sequence[int]) -> None:
-        """The prompt and the answer of a lease that has ended are these blocks, which `backend` holds."""
-        # A process that is gone holds nothing any more.
-        if self.leases.is_of_process(lease, backend):
+        """Notes the blocks of the prompt and the answer of an ended lease as cached on `backend`."""
+        # A process that is gone has no cache.
+        if self.leases.is_on_current_process(lease, backend):
             self.faults.notify(self._placement.cached, backend, hashes)
 
     def restore_prefix(self, backend: str, hashes: Sequence[int]) -> None:
-        """Another process knows that `backend` holds these blocks."""
+        """Notes blocks that another proxy process knows as cached on `backend`."""
         if backend in self._backends.by_name:
             self.faults.notify(self._placement.cached, backend, hashes)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
-        """The request is over. `met` says whether it kept its objective, None when it had none."""
-        self._places.give_up(request.id)
+        """Notes the end of a request. `met`: whether its objective was met; None without an objective."""
+        self._reservations.release(request.id)
         self._blame.ended(request.id)
         self.charges.ended(request)
         self._room.band(request.band).ended(request, met, now)
 
     def balances(self) -> dict[int, Mapping[str, float]]:
-        """Band -> what its fairness policy knows of flows; see `FairnessPolicy.balances`."""
+        """Returns per band the balances of its flows; see `FairnessPolicy.balances`."""
         return {level: self._room.band(level).fairness.balances() for level in self._room.order}
 
     def restore(self, band: int, balances: Mapping[str, float]) -> None:
-        """Take over what another process knew of the flows of a band."""
+        """Takes over the flow balances of a band from another process."""
         self.faults.notify(self._room.band(band).fairness.restore, balances)
 
     # --- decisions -----------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Decision]:
-        """What is to be done now. A second call at the same `now` returns nothing, unless the pass was capped.
+        """Returns the decisions that are due. A second call at the same `now` returns none, unless the pass was capped.
 
-        When a policy raises, what was decided before is returned, `faults` has the exception, and this pool decides
-        nothing for FAULT_RETRY_S, because a fault that repeats must not hold up other pools.
+        If a policy raises, the decisions before it are returned, `faults` gets the exception, and this pool decides
+        nothing for FAULT_RETRY_S, because a repeated fault must not delay other pools.
         """
         if now < self._rests_until_s:
             return []
         try:
             self._pass(now)
-        except Exception as fault:  # noqa: BLE001 - a policy may be anybody's
+        except Exception as fault:  # noqa: BLE001 - a policy may be a plugin
             self.faults.note(fault)
             self._rests_until_s = now + FAULT_RETRY_S
         decided, self._decided = self._decided, []
@@ -285,11 +286,11 @@ class Scheduler:
         self._room.deadlines.set_pool_up(alive, now)
         self._more = False
         if not self._room.waiting:
-            # Most passes follow a reading or an end while no request waits; they need no views of a large fleet.
+            # Most passes follow a reading or the end of a lease while no request waits, and need no views.
             return
         expired = self._expired(now)
         decisions += expired
-        # Nothing is granted while requests that are past their deadline may still wait.
+        # Requests beyond their deadline are dropped before any grant.
         self._more = len(expired) == PASS_MAX
         if self._more:
             return
@@ -307,80 +308,82 @@ class Scheduler:
         self._place_changes_s = self._placement.changes_at(now)
 
     def _grant_answers(self, decisions: list[Decision], now: float) -> None:
-        """Grant a backend to each request whose prompt was computed, before anything that waits.
+        """Grants a backend for the decode stage of each prefilled request, before any waiting request.
 
-        A place was kept for it. Where that backend is gone meanwhile and no other has room, the request goes back to
-        the waiting room, before all that had no turn yet, and is served from its beginning.
+        A slot was reserved for it. If the backend of that slot is gone and no other has room, the request returns to
+        the head of its flow and starts again with its prompt.
         """
         self._placement.begin(self._backends.views(now))
         prefilled, self._prefilled = self._prefilled, []
         for request, excluded in prefilled:
-            prefilled_on = self._places.give_up(request.id)
+            prefilled_on = self._reservations.release(request.id)
             others = excluded if prefilled_on is None else excluded | {prefilled_on}
             answer = as_decode(request)
             placed: Placed | NoCapacity | NoMatch = NO_CAPACITY
             try:
                 placed = self._placement.place(answer, self._backends.views(now), 1.0, others, now)
-            except Exception as fault:  # noqa: BLE001 - a policy may be anybody's, and those behind must not be lost
+            except Exception as fault:  # noqa: BLE001 - a policy may be a plugin, and later requests must not be lost
                 self.faults.note(fault)
             if isinstance(placed, Placed):
                 backend, first = self._backends.by_name[placed.backend], self._backends.by_name.get(prefilled_on or "")
                 lease = self.leases.book(answer, placed, backend, now, prefilled_on=first)
-                why = Why(self._room.sizes(), 1, (), 0)
+                why = GrantReason(self._room.sizes(), 1, (), 0)
                 decisions.append(Grant(lease, answer, placed, now, 0, why, request.deadline_s - now))
                 continue
             self._limits.end_between_stages(request.id)
             try:
-                self._shed += self._admission.enter(request, excluded, Entry.PREEMPTED, now)
+                self._shed += self._admission.enter(request, excluded, AdmissionKind.PREEMPTED, now)
             except Refused as refused:
                 decisions.append(Drop(request, refused.outcome, refused.retry_after_s or 0.0))
 
     def _grant_all(self, this: _Pass) -> None:
-        """Grant band by band, the highest first, until no backend has room or the pass is long enough."""
-        # Blocked requests may have come back that fit where the others of their band did not.
+        """Grants band by band, the highest first, until no backend has room or the pass is full."""
+        # A blocked request that was readmitted may fit where the others of its band did not.
         this.guaranteed_none.clear()
         for level in self._room.order:
             band = self._room.band(level)
             if not band.size and not self._room.blocked.size:
                 continue
             unmatched = Unmatched()
-            # A request that comes back may be of a lower band that is owed its minimum share.
+            # A readmitted request may belong to a lower band that is owed its minimum share.
             while (band.size or self._readmit(level, this)) and self._grant_guaranteed(this):
                 if not band.size:
-                    # Its last one went by its minimum share.
+                    # The last request of the band was granted by the minimum share.
                     continue
                 granted = self._grant_one(level, self._headroom.ceiling(level, this.now), this, unmatched)
                 if isinstance(granted, NoCapacity):
                     self._preempt(level, this)
-                    self._hold_back(level, this)
-                    # Lower bands see a lower ceiling: where this one finds no room, neither may they.
+                    self._set_wait_reason(level, this)
+                    # Lower bands have lower ceilings, so they find no room either.
                     return
                 if granted is None and not self._readmit(level, this):
-                    self._room.set_wait_reason(level, Reason.LATER if unmatched.later else Reason.NO_MATCH, this.now)
+                    self._room.set_wait_reason(
+                        level, WaitReason.LATER if unmatched.later else WaitReason.NO_MATCH, this.now
+                    )
                     break
             if this.steps >= PASS_MAX or this.blocked:
                 return
             if level > DEFAULT and (band.size or self._room.blocked.size):
                 self._preempt(level, this, some_room=True)
 
-    def _hold_back(self, level: int, this: _Pass) -> None:
-        """Note why the bands from `level` down wait."""
+    def _set_wait_reason(self, level: int, this: _Pass) -> None:
+        """Notes why the band `level` and the lower bands wait."""
         ceiling, views = self._headroom.ceiling(level, this.now), this.views
         if not any(view.available for view in views):
-            reason = Reason.NO_BACKEND
+            reason = WaitReason.NO_BACKEND
         elif not any(view.has_room(1.0) for view in views):
-            reason = Reason.FULL
+            reason = WaitReason.FULL
         elif any(view.has_room(ceiling) for view in views) and not self._headroom.keeps_slot(level, views, this.now):
-            reason = Reason.PROMPTS
+            reason = WaitReason.PROMPTS
         else:
-            reason = Reason.CEILING
+            reason = WaitReason.CEILING
         self._room.set_wait_reason(level, reason, this.now)
         for lower in self._room.levels():
             if lower < level:
-                self._room.set_wait_reason(lower, Reason.HIGHER_BAND, this.now)
+                self._room.set_wait_reason(lower, WaitReason.HIGHER_BAND, this.now)
 
     def _grant_guaranteed(self, this: _Pass) -> bool:
-        """Grant what bands have earned by their minimum shares; True when the others may go on."""
+        """Grants requests of bands that are owed their minimum share. Returns whether other grants may follow."""
         while self._min_shares.shares and this.steps < PASS_MAX:
             due = [x for x in self._min_shares.due(self._room.levels()[1:]) if x not in this.guaranteed_none]
             if not due:
@@ -390,24 +393,24 @@ class Scheduler:
                 this.blocked = True
                 return False
             if not isinstance(granted, Grant):
-                # Also where objectives of its own streams hold it back, which concern no band above it.
+                # The objectives of its own streams may also block a band, which is no reason to stop higher bands.
                 this.guaranteed_none.add(due[0])
         return this.steps < PASS_MAX
 
     def _readmit(self, level: int, this: _Pass) -> int:
-        """Let more blocked requests back into the band, because those that came back fit nowhere; returns how many."""
-        back = self._room.readmit(this.now, level)
-        this.steps += back
-        if back:
+        """Readmits more blocked requests of a band, because no readmitted request fitted; returns their number."""
+        readmitted = self._room.readmit(this.now, level)
+        this.steps += readmitted
+        if readmitted:
             this.guaranteed_none.clear()
-        return back
+        return readmitted
 
     def first_blocked(self) -> Key:
-        """(Negated band, arrival) of the blocked request that is next under a usage limit with room; else inf."""
+        """Returns (-band, arrival) of the first blocked request whose usage limit has room; infinite without one."""
         return self._room.blocked.first(self._limits)
 
     def next_wakeup(self, now: float) -> float | None:
-        """When `decide` may have something to do although no event happens; None when only an event can."""
+        """Returns when `decide` must be called even without an event; None if only an event can cause a decision."""
         if now < self._rests_until_s:
             return self._rests_until_s
         if self._more or self._shed or self._prefilled:
@@ -421,7 +424,7 @@ class Scheduler:
     def _grant_one(
         self, level: int, ceiling: float, this: _Pass, unmatched: Unmatched, *, guaranteed: bool = False
     ) -> Grant | NoCapacity | None:
-        """Book the band's next request; None when there is room, but for none of those looked at."""
+        """Grants the next request of a band. Returns None if there is room, but not for any examined request."""
         band = self._room.band(level)
         for backend in this.outdated:
             self._backends.refresh(this.views, backend, this.now)
@@ -433,14 +436,14 @@ class Scheduler:
             if kept:
                 found = limited(head(band, this.now), self._limits) or NO_CAPACITY
             else:
-                # Those that are blocked may come back in this pass, and take what a higher band did not want.
+                # Blocked requests may be readmitted in this pass, and use the room that a higher band declined.
                 patient = self._room.levels()[-1] == level and not self._room.blocked.any_below(level)
                 found = first_fit(
                     band, self._placement, views, ceiling, self._limits, unmatched, this.now, patient=patient
                 )
             if not isinstance(found, Limited):
                 break
-            # Its tenant or model has as many in flight as allowed: the flow goes on without it.
+            # A usage limit of the request is full, so it leaves the flow until the limit has room.
             self._room.block(found.queued, found.limit)
             this.steps += 1
             if not band.size or this.steps >= PASS_MAX:
@@ -460,7 +463,7 @@ class Scheduler:
         waited = self._room.leave(queued)
         backend, answers_on = self._backends.by_name[placed.backend], None
         probe = backend.health.ejected
-        why = Why(sizes, flows, standing, found.passed_over, guaranteed, inverted, waited, probe)
+        why = GrantReason(sizes, flows, standing, found.passed_over, guaranteed, inverted, waited, probe)
         if placed.answers_on is not None:
             request, answers_on = as_prefill(request), self._backends.by_name[placed.answers_on]
         lease = self.leases.book(request, placed, backend, now, guaranteed=guaranteed, answers_on=answers_on)
@@ -468,14 +471,14 @@ class Scheduler:
         grant = Grant(lease, request, placed, now, ahead, why, left_s)
         this.decisions.append(grant)
         if request.band > DEFAULT and backend.view(now).waiting:
-            # It came behind those that wait inside the engine.
+            # The engine queues the request behind its waiting requests.
             this.decisions += self._preemption.clear((backend,), now)
         self._drain.granted(request, now)
         this.steps += 1
         return grant
 
     def _inverts(self, placed: Placed, level: int, now: float) -> bool:
-        """Whether a grant to `level` passes over a request of a higher band that could have the place of its answer."""
+        """Returns whether a grant to band `level` takes a slot that a waiting request of a higher band could use."""
         backend = placed.answers_on or placed.backend
         above = [one for one in self._room.levels() if one > level and self._room_on(backend, one, now)]
         if not above:
@@ -484,9 +487,9 @@ class Scheduler:
         return passes_over(map(self._room.band, above), view, self._limits)
 
     def _preempt(self, level: int, this: _Pass, *, some_room: bool = False) -> None:
-        """Preempt leases for requests of a band that find no room.
+        """Preempts leases for requests of a band that find no room.
 
-        `some_room`: some backends have room, and requests that these can serve need none.
+        `some_room`: some backends have room; requests that these backends can serve need no preemption.
         """
         if level <= DEFAULT or not self._preemption.open:
             return
@@ -504,7 +507,7 @@ class Scheduler:
             this.decisions += self._preemption.choose(waiting, this.now)
 
     def _room_on(self, name: str, level: int, now: float) -> int:
-        """How many more requests of the band `level` a backend has room for."""
+        """Returns how many more requests of band `level` a backend has room for."""
         view = self._backends.by_name[name].view(now)
         seen = self._headroom.views_for(level, [view], now)
         if not self._placement.ready(seen, level, self._headroom.ceiling(level, now), now):
@@ -524,12 +527,12 @@ class Scheduler:
     # --- inspection ----------------------------------------------------------------------------------------------
 
     def work_s(self, now: float) -> float | None:
-        """See `Placement.work_s`, of all that waits here."""
+        """See `Placement.work_s`; applied to all waiting requests."""
         room = self._room
         return self._placement.work_s(len(room), room.prompt_tokens, room.output_tokens, self._backends.views(now))
 
     def snapshot(self, now: float, flows_max: int) -> PoolSnapshot:
-        """What waits and who has room, with at most so many flows."""
+        """Returns the waiting requests and the room of the backends, with at most `flows_max` flows."""
         shown = self._look(now).shown(
             self._backends.views(now),
             alive=self._backends.any_up(),
@@ -540,33 +543,34 @@ class Scheduler:
         return replace(shown, paces=self._backends.outliers.paces(now))
 
     def position(self, name: str, now: float) -> Position | None:
-        """The position of the waiting request with this label or id, None when there is none."""
+        """Returns the position of the waiting request with this label or id; None if there is none."""
         queued = self._room.find(name)
         return None if queued is None else self._look(now).position(queued)
 
     def choices(self, now: float) -> PoolChoices:
-        """The last placements, and why no other backend was chosen."""
+        """Returns the last placements, with the prices of the backends that were not chosen."""
         return PoolChoices(self.pool, tuple(self._placement.explained())[::-1], self.learned(now))
 
     def learned(self, now: float) -> Learned | None:
-        """What the placement has learned of the pool's speed, None where it learns nothing."""
+        """Returns the speed of the pool as the placement learned it; None if the placement does not learn."""
         return self._placement.learned(self._backends.by_name, now)
 
     def blocked(self) -> dict[tuple[int, str], int]:
-        """(Band, usage limit or backend) -> requests that are blocked by it."""
+        """Returns the number of blocked requests per (band, usage limit or backend)."""
         return self._room.blocked.counts()
 
     def views(self, now: float) -> Sequence[View]:
-        """The backends of the pool."""
         return self._backends.views(now)
 
-    def _look(self, now: float) -> Look:
-        return Look(self.pool, now, self._settings, self._room, self._headroom, self._placement, self._first_token)
+    def _look(self, now: float) -> PoolInspector:
+        return PoolInspector(
+            self.pool, now, self._settings, self._room, self._headroom, self._placement, self._first_token
+        )
 
     def check(self, now: float) -> None:
-        """Raise AssertionError when two accounts of the same thing differ; so does `check` of the parts."""
+        """Raises AssertionError if two counts of the same quantity differ, also inside the components."""
         assert not self.faults, "a policy raised an exception"
         self._room.check(now)
         self._backends.check()
         self.leases.check()
-        self._places.check()
+        self._reservations.check()

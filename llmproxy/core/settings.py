@@ -10,54 +10,43 @@ from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Role
 from llmproxy.core.scaling.groups import Group
 
 BELOW_HIGHEST = 0.99
-"""The most that a band below the highest one in use may fill of what that one may: a KV-cache is never quite full."""
+"""Maximum ceiling of a lower band, as a share of the highest band's ceiling, because a KV cache is never quite full."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapacitySettings:
-    """How much work a backend is given.
+    """Bounds of the work in flight on a backend."""
 
-    `start_limit` is the batch limit assumed of an engine before its own numbers teach better; `look_ahead` requests may
-    be in flight above the limit so that the engine never starves, None for as many as `core.backends` finds. The
-    prompts given to it may take `prompt_window_s`, None for any time, where the placement estimates times; above
-    `kv_full` (0..1) a KV-cache counts as full. Readings older than `stale_after_s` are not believed.
-    """
-
-    start_limit: int = 4
-    look_ahead: int | None = None
-    prompt_window_s: float | None = 0.3
-    kv_full: float = 1.0
-    stale_after_s: float = 5.0
+    start_limit: int = 4  # Batch limit of an engine before it is learned.
+    look_ahead: int | None = (
+        None  # Requests in flight above the limit, so that the engine never starves; None: learned.
+    )
+    prompt_window_s: float | None = 0.3  # Bound on the total estimated prefill time of a backend; None: no bound.
+    kv_full: float = 1.0  # KV cache usage (0..1] from which the cache counts as full.
+    stale_after_s: float = 5.0  # Older readings are ignored.
 
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
-    """When a backend is ejected and when it may try again.
+    """Conditions under which a backend is ejected or marked down."""
 
-    `failures` requests in a row eject for `backoff_s`, doubled each time up to `backoff_max_s`. At most `ejected_max`
-    (0..1) of the backends of a pool that are up are ejected. One may always be ejected, but never the last that serves
-    a model. `unreachable_after` polls in a row without an
-    answer mark the backend down. One that comes back is brought to its limit over `slow_start_s`. `hung_s` of silence
-    and `slow_factor` times as slow as it was are the limits of outlier detection, `inf` for never.
-    """
-
-    failures: int = 3
-    backoff_s: float = 1.0
+    failures: int = 3  # Consecutive failed requests that eject a backend.
+    backoff_s: float = 1.0  # Duration of the first ejection, doubled each time.
     backoff_max_s: float = 30.0
-    unreachable_after: int = 2
+    unreachable_after: int = 2  # Consecutive polls without a response that mark a backend down.
+    # Maximum share (0..1) of a pool's healthy backends that may be ejected. At least one may be ejected, but never the
+    # last backend that serves a model.
     ejected_max: float = 0.5
-    slow_start_s: float = 5.0
-    hung_s: float = 1.5
-    slow_factor: float = 5.0
+    slow_start_s: float = 5.0  # Time over which a recovered backend is brought to its limit.
+    hung_s: float = 1.5  # Silence that ejects a backend; inf for never.
+    slow_factor: float = 5.0  # Slowdown relative to its earlier speed that ejects a backend; inf for never.
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """Bounds of the waiting room, over all pools of the process; None is no bound of that kind.
+    """Bounds of the waiting room over all pools of the process; None means no bound.
 
-    Tokens are the estimate of a prompt and its answer. `hold_s` is how long a request may wait while its pool has no
-    backend that is up; its own time to wait stands still meanwhile. 0 refuses at once. `first_hold_s`
-    bounds that where no backend was ever read.
+    Tokens are the estimated tokens of prompt and answer.
     """
 
     requests_max: int = 20_000
@@ -69,34 +58,32 @@ class QueueSettings:
     flow_requests_max: int | None = None
     flow_bytes_max: int | None = None
     flow_tokens_max: int | None = None
+    # Maximum wait while no backend of the pool is up; 0 refuses at once. The queue timeout is paused meanwhile.
     hold_s: float = 30.0
-    first_hold_s: float = 10.0
+    first_hold_s: float = 10.0  # The same before any backend was read.
 
 
 @dataclass(frozen=True, slots=True)
 class UsageLimit:
-    """What one tenant or one model may use; None is no limit.
+    """The usage limit of a tenant or a model; None means no limit."""
 
-    Requests beyond `in_flight` wait; requests beyond a rate are refused. Tokens are those of prompts and answers.
-    """
+    in_flight: int | None = None  # Requests beyond this number wait.
+    requests_per_min: float | None = None  # Requests beyond a rate are refused.
+    tokens_per_min: float | None = None  # Tokens of prompts and answers.
 
-    in_flight: int | None = None
-    requests_per_min: float | None = None
-    tokens_per_min: float | None = None
-
-    def part(self, parts: int) -> UsageLimit:
-        """What one of so many processes may allow where none knows of the others; one in flight at least."""
-        if parts == 1:
+    def split(self, divisor: int) -> UsageLimit:
+        """Returns the part of the limit for each of `divisor` independent processes; at least 1 in flight."""
+        if divisor == 1:
             return self
         return UsageLimit(
-            None if self.in_flight is None else max(1, self.in_flight // parts),
-            None if self.requests_per_min is None else self.requests_per_min / parts,
-            None if self.tokens_per_min is None else self.tokens_per_min / parts,
+            None if self.in_flight is None else max(1, self.in_flight // divisor),
+            None if self.requests_per_min is None else self.requests_per_min / divisor,
+            None if self.tokens_per_min is None else self.tokens_per_min / divisor,
         )
 
 
 class Splitting(StrEnum):
-    """Which requests have their prompt computed on one backend and their answer on another one."""
+    """Which requests are split into a prefill and a decode stage on two backends."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -106,76 +93,56 @@ class Splitting(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Disaggregation:
-    """See `core.placement.staged`. `min_uncached_tokens` is for `Splitting.TOKENS`, and 0 for any other.
-
-    An engine keeps a prompt for another one for `lease_s`.
-    """
+    """Settings of disaggregated prefill; see `core.placement.staged`."""
 
     splitting: Splitting = Splitting.AUTO
-    min_uncached_tokens: int = 0
-    lease_s: float = 30.0
+    min_uncached_tokens: int = 0  # For `Splitting.TOKENS`; otherwise 0.
+    lease_s: float = 30.0  # Time for which a prefill engine pins the KV blocks of a prompt.
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingSettings:
-    """How the number of replicas that a pool needs is found, see `core.scaling.need`.
+    """Settings of the computation of the needed replicas; see `core.scaling.need`."""
 
-    `pools` are base models that may have no replica at the moment: their requests are held, and ask for one.
-    Requests of the band `from_band` and above ask for replicas. The number is within `min` and `max`, None for any.
-    What waits should be served within `drain_s`. A replica is used up to `utilisation` (0..1], and keeps
-    `target_tpot_s` per token; None takes the mean objective of the requests. A new replica is ready after `start_s`;
-    None takes what was seen.
-    After `idle_s` without a request none is needed. `groups` are kinds of replicas, with neither their speed nor their
-    number.
-    """
-
-    pools: tuple[str, ...] = ()
-    from_band: int = DEFAULT
+    pools: tuple[str, ...] = ()  # Base models that may have no replica: their requests are held, and demand a replica.
+    from_band: int = DEFAULT  # Requests of this band and above demand replicas.
     min: int = 1
     max: int | None = None
-    drain_s: float = 60.0
-    utilisation: float = 0.8
-    target_tpot_s: float | None = None
-    start_s: float | None = None
-    idle_s: float = 900.0
-    groups: tuple[Group, ...] = ()
+    drain_s: float = 60.0  # Time within which the waiting requests should be served.
+    utilisation: float = 0.8  # Target utilisation (0..1] of a replica.
+    target_tpot_s: float | None = None  # Target time per token; None: the mean objective of the requests.
+    start_s: float | None = None  # Time until a new replica is ready; None: as observed.
+    idle_s: float = 900.0  # Time without a request after which no replica is needed.
+    groups: tuple[Group, ...] = ()  # Kinds of replicas, without their speed and number.
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All of the above, and the choice of policies.
-
-    `ceilings` maps a band to the saturation at which it waits (0..1]; a band without one takes that of the next lower
-    band that has one. What a ceiling leaves free is kept for a higher band for `headroom_s` after its last request; it
-    is a slot at least, see `core.queueing.headroom`.
-    `min_shares` maps a band to the share of the work (0..1) that it gets while it waits, whatever waits above it.
-    `charged` is the resource that counting policies share out. `ageing_s` is after how long the `shortest` ordering
-    serves by age. `quantum_tokens` is how much a flow may have at a stretch under `locality_fair_share`,
-    `slo_window_s` the rolling window of `slo`. `refuse_late` refuses requests that cannot meet their objective even if
-    served next. `limits` maps the names in `Request.limits` to what they allow, `prompt_ranges` a backend to the least
-    and the most tokens of the prompts that it is meant for, `roles` a backend to its role if that is not `both`.
-    `unlisted` maps names of adapters, or what they begin with and `*`, to the base model whose engines load them when
-    they are first asked for.
-    """
+    """All settings of the core, and the choice of policies."""
 
     fairness: str = "fair_share"
     ordering: str = "least_slack"
     placement: str = "cost"
-    charged: str = "tokens"
+    charged: str = "tokens"  # The resource that fairness policies share out.
+    # Band -> backend saturation (0..1] at which it waits. A band without a ceiling has the ceiling of the next lower
+    # band.
     ceilings: Mapping[int, float] = field(default_factory=lambda: {CRITICAL: 1.0, DEFAULT: 0.95, SHEDDABLE: 0.85})
+    # Time after the last request of a higher band for which lower bands leave the room above their ceiling free. See
+    # `core.queueing.headroom`.
     headroom_s: float = 60.0
-    min_shares: Mapping[int, float] = field(default_factory=dict)
+    min_shares: Mapping[int, float] = field(default_factory=dict)  # Band -> guaranteed share (0..1) of the work.
     input_weight: float = 1.0
     output_weight: float = 2.0
-    quantum_tokens: float = 16_384.0
-    slo_window_s: float = 300.0
-    ageing_s: float = 30.0
+    quantum_tokens: float = 16_384.0  # Of `locality_fair_share`: tokens that a flow may have in a row.
+    slo_window_s: float = 300.0  # Rolling window of the fairness policy `slo`.
+    ageing_s: float = 30.0  # Wait after which the ordering `shortest` serves by age.
     preemption: bool = True
-    refuse_late: bool = False
-    limits: Mapping[str, UsageLimit] = field(default_factory=dict)
+    refuse_late: bool = False  # Refuse requests that cannot meet their objective even if served next.
+    limits: Mapping[str, UsageLimit] = field(default_factory=dict)  # By the names in `Request.limits`.
+    # Adapter name, or prefix with `*`, -> base model whose engines load such an adapter at its first request.
     unlisted: Mapping[str, str] = field(default_factory=dict)
-    prompt_ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    roles: Mapping[str, Role] = field(default_factory=dict)
+    prompt_ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # Backend -> preferred prompt tokens.
+    roles: Mapping[str, Role] = field(default_factory=dict)  # Backend -> role, unless `both`.
     capacity: CapacitySettings = field(default_factory=CapacitySettings)
     health: HealthSettings = field(default_factory=HealthSettings)
     queue: QueueSettings = field(default_factory=QueueSettings)
@@ -184,16 +151,14 @@ class Settings:
 
     @property
     def ceiling_range(self) -> tuple[float, float]:
-        """The saturation (0..1] beyond which traffic of the lowest band alone fills no backend, and the same of the
-        highest band.
-        """
+        """The saturations (0..1] to which traffic of the lowest and of the highest band alone can fill a backend."""
         if not self.ceilings:
             return 1.0, 1.0
         lowest, highest = min(self.ceilings.values()), max(self.ceilings.values())
         return min(lowest, BELOW_HIGHEST * highest), highest
 
     def ceiling(self, band: int) -> float:
-        """The saturation (0..1] at which `band` waits; non-increasing by priority whenever `ceilings` is."""
+        """Returns the saturation (0..1] at which `band` waits."""
         below = [b for b in self.ceilings if b <= band]
         chosen = max(below) if below else min(self.ceilings, default=None)
         return 1.0 if chosen is None else self.ceilings[chosen]

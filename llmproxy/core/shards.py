@@ -1,26 +1,27 @@
-"""Which pools are decided about together. Several processes may each decide for some shards, and never two for one."""
+"""Shards: groups of pools that one process schedules. Different processes may schedule different shards."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 DEFAULT = ""
-"""The shard of all pools that are no shard of their own, and of what belongs to no pool."""
+"""The shard of all pools without an own shard, and of backends without a pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """`own` are the pools that are a shard each, with the name of the pool."""
+    """The mapping of pools to shards."""
 
     own: frozenset[str] = frozenset()
+    """The pools that are a shard each; the shard has the name of the pool."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All shards, the default one first."""
+        """All shards, the default shard first."""
         return (DEFAULT, *sorted(self.own))
 
     def of(self, pool: str | None) -> str:
-        """The shard of a pool, or of what belongs to none."""
+        """Returns the shard of a pool; None is for backends without a pool."""
         return pool if pool is not None and pool in self.own else DEFAULT
 
 

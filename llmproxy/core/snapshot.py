@@ -1,8 +1,8 @@
-"""Snapshots for operators: what waits, why it waits, and which backends have room.
+"""Snapshots for operators: waiting requests, the reasons why they wait, and the room of the backends.
 
-A snapshot costs what it shows, not what waits: at most `FLOWS_MAX` flows of each band, and the first requests of each.
-A fairness policy is asked for its order as in a decision. One that updates itself when asked (`locality_fair_share`)
-may do so a little earlier; its bounds hold at any time.
+The cost of a snapshot is proportional to the flows shown (at most FLOWS_MAX per band), not to the waiting requests.
+A snapshot reads the order of flows from the fairness policy, as a decision does. A policy that updates itself on such a
+read (`locality_fair_share`) then updates a little earlier; its guarantees are not affected.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import Explained, Learned, Reason, Waited
+from llmproxy.core.domain import Explained, Learned, Waited, WaitReason
 from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.placement.policy import Placement
 from llmproxy.core.queueing.headroom import Headroom
@@ -22,161 +22,141 @@ from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
 
 FLOWS_MAX = 100
-"""Flows shown of one band, those first that its fairness policy prefers."""
+"""Maximum number of flows shown per band, in the order of the fairness policy."""
 TOTAL_FLOWS_MAX = 1_000
-"""Flows shown over all pools; a process with more shows a part, and says so."""
+"""Maximum number of flows shown over all pools."""
 
 LIMITS_MAX = 1_000
-"""Usage limits shown, those first that most is in flight under."""
+"""Maximum number of usage limits shown; limits with the most requests in flight come first."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendStatus:
-    """One backend as an operator sees it.
-
-    `role` is what it is meant to compute, `source` says where its address comes from, `state` is its administrative or
-    health state. `since_s` is the time, on the clock of the loop, when it joined or was last drained or undrained.
-    `group` is the group of replicas that an autoscaler scales as one.
-    """
+    """A backend as an operator sees it."""
 
     name: str
     url: str
     role: str
-    source: str
-    state: str
+    source: str  # The source that named its address: the configuration or a discovery source.
+    state: str  # Administrative or health state.
     in_flight: int
-    since_s: float
-    group: str | None = None
+    since_s: float  # When it joined or was last drained or undrained, on the clock of the event loop.
+    group: str | None = None  # The group of replicas that an autoscaler scales together.
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSnapshot:
-    """The first request of a flow. `left_s` is how long it may still wait, `weight` the share of the flow.
-
-    `slack_s` is what its objective for the first token leaves after the time waited and the expected service; below 0
-    it will be late. None without such an objective.
-    """
+    """The first request of a flow."""
 
     id: str
     label: str
     age_s: float
-    left_s: float
+    left_s: float  # Remaining queue time.
     prompt_tokens: int
+    # Objective for the first token, less the wait so far and the expected time to the first token. Negative: it will be
+    # late. None without such an objective.
     slack_s: float | None
-    weight: float
+    weight: float  # Share of the flow.
 
 
 @dataclass(frozen=True, slots=True)
 class FlowSnapshot:
-    """`oldest_age_s` is that of its first `FLOW_LOOK_MAX` requests; `standing` what the fairness policy holds of it."""
+    """The waiting requests of a flow."""
 
     flow: str
     waiting: int
-    oldest_age_s: float
+    oldest_age_s: float  # Among the first FLOW_LOOK_MAX requests.
     head: HeadSnapshot
-    standing: tuple[tuple[str, float], ...]
+    standing: tuple[tuple[str, float], ...]  # Counters of the fairness policy.
 
 
 @dataclass(frozen=True, slots=True)
 class BandSnapshot:
-    """`waiting` counts requests in flows, `blocked` those beside them, by the usage limit that they wait for.
-
-    `flows` is how many flows wait, `shown` the first of them in the order in which the policy would take them.
-    `reason` says why the first of them waits, None while nobody waits in a flow. `places` is how many sequences of the
-    band and those below it the available backends take, the rest is kept for higher bands.
-    """
+    """The waiting requests of a band."""
 
     level: int
     ceiling: float
     min_share: float
-    waiting: int
-    blocked: Mapping[str, int]
-    flows: int
-    shown: tuple[FlowSnapshot, ...]
-    places: int = 0
-    reason: Reason | None = None
+    waiting: int  # Requests in flows, without the blocked ones.
+    blocked: Mapping[str, int]  # Requests per usage limit (or backend) that blocks them.
+    flows: int  # Flows with waiting requests.
+    shown: tuple[FlowSnapshot, ...]  # The first flows in the order of the fairness policy.
+    places: int = 0  # Slots of the available backends for this band and lower bands; the rest is for higher bands.
+    reason: WaitReason | None = None  # Why the first request waits; None if no flow has waiting requests.
 
 
 @dataclass(frozen=True, slots=True)
 class BackendSnapshot:
-    """One backend, and the bands (`room_for`) of which it would take one more request now."""
+    """The room of a backend."""
 
     view: View
-    room_for: tuple[int, ...]
+    room_for: tuple[int, ...]  # Bands whose requests the backend would accept now.
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSnapshot:
-    """One pool. `held` says that it has no backend that is up, and that what waits is kept until one is.
-
-    `leases` are the requests in flight, `preempting` those of them that were asked to give their room back. `paces` are
-    as in `OutlierDetection.paces`.
-    """
+    """The waiting requests and the backends of a pool."""
 
     pool: str
-    alive: bool
-    held: bool
-    leases: int
-    preempting: int
+    alive: bool  # Some backend is up.
+    held: bool  # No backend is up, and requests wait for one to return.
+    leases: int  # Requests in flight.
+    preempting: int  # Leases that are being preempted.
     bands: tuple[BandSnapshot, ...]
     backends: tuple[BackendSnapshot, ...]
-    paces: Mapping[str, float | None] = field(default_factory=dict)
+    paces: Mapping[str, float | None] = field(default_factory=dict)  # See `OutlierDetection.paces`.
 
 
 @dataclass(frozen=True, slots=True)
 class LimitSnapshot:
-    """One usage limit: requests in flight under it, the most it allows, and what is left of its rates now."""
+    """The current use of a usage limit."""
 
     name: str
     in_flight: int
     in_flight_max: int | None
-    requests_left: float | None
-    tokens_left: float | None
+    requests_left: float | None  # Remaining requests of the rate.
+    tokens_left: float | None  # Remaining tokens of the rate.
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All of them; `limits_more` usage limits are left out."""
+    """All pools and usage limits."""
 
     pools: tuple[PoolSnapshot, ...]
     limits: tuple[LimitSnapshot, ...]
-    limits_more: int
+    limits_more: int  # Usage limits left out.
 
 
 @dataclass(frozen=True, slots=True)
 class PoolChoices:
-    """The last choices of a backend in one pool, the newest first, and what they rest on; `learned` is None where a
-    placement has no prices."""
+    """The last placement decisions of a pool."""
 
     pool: str
-    choices: tuple[Explained, ...]
-    learned: Learned | None
+    choices: tuple[Explained, ...]  # The newest first.
+    learned: Learned | None  # None if the placement learns nothing.
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where one waiting request stands.
-
-    `ahead_in_bands` requests wait in higher bands of its pool, `ahead_in_flow` before it in its flow, or in its line
-    where it is `blocked_by` a usage limit or its backend; None where they are too many to count. `waited` says why.
-    """
+    """The position of a waiting request in the queue."""
 
     pool: str
     id: str
     label: str
     band: int
     flow: str
-    ahead_in_bands: int
+    ahead_in_bands: int  # Waiting requests in higher bands of the pool.
+    # Requests ahead of it in its flow, or in the queue of `blocked_by`; None if there are too many to count.
     ahead_in_flow: int | None
     waited_s: float
     left_s: float
-    blocked_by: str | None
+    blocked_by: str | None  # The usage limit or the backend that blocks it.
     waited: Waited | None
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """A look at one pool at the time `now`: what a scheduler has, for the functions of this module."""
+class PoolInspector:
+    """Creates the snapshots of one pool from the state of its scheduler at `now`."""
 
     pool: str
     now: float
@@ -189,7 +169,7 @@ class Look:
     def shown(
         self, views: Sequence[View], *, alive: bool, leases: int, preempting: int, flows_max: int
     ) -> PoolSnapshot:
-        """The pool; at most `flows_max` flows are shown, the highest bands first."""
+        """Returns the snapshot of the pool with at most `flows_max` flows, from the highest band down."""
         levels = sorted({*self.room.order, *self.settings.ceilings}, reverse=True)
         blocked = self.room.blocked.counts()
         bands = []
@@ -223,19 +203,19 @@ class Look:
         views: Sequence[View],
         ready: Mapping[int, Sequence[View]],
         alive: bool,
-    ) -> Reason | None:
+    ) -> WaitReason | None:
         if not band.waiting:
             return None
         if not alive:
-            return Reason.NO_BACKEND
+            return WaitReason.NO_BACKEND
         if any(other.waiting and other.level > band.level for other in bands):
-            return Reason.HIGHER_BAND
+            return WaitReason.HIGHER_BAND
         if ready.get(band.level):
-            return Reason.NO_MATCH
+            return WaitReason.NO_MATCH
         if any(view.has_room(band.ceiling) for view in views):
-            # The last slots of a pool may be kept for higher bands too.
-            return Reason.PROMPTS if band.level in ready else Reason.CEILING
-        return Reason.CEILING if any(view.has_room(1.0) for view in views) else Reason.FULL
+            # The last slots of a pool may be reserved for higher bands too.
+            return WaitReason.PROMPTS if band.level in ready else WaitReason.CEILING
+        return WaitReason.CEILING if any(view.has_room(1.0) for view in views) else WaitReason.FULL
 
     def position(self, queued: Queued) -> Position:
         request = queued.request
@@ -258,7 +238,7 @@ class Look:
         if level not in self.room.order:
             return BandSnapshot(level, ceiling, min_share, 0, blocked, 0, ())
         band = self.room.band(level)
-        with closing(_offered(band, self.now)) as flows:
+        with closing(_candidates(band, self.now)) as flows:
             names = list(islice(flows, flows_max))
         shown = tuple(self._flow(band, name) for name in names)
         return BandSnapshot(level, ceiling, min_share, band.size, blocked, band.flows, shown)
@@ -280,6 +260,6 @@ class Look:
         return HeadSnapshot(request.id, request.label, age_s, left_s, request.prompt_tokens, slack_s, request.weight)
 
 
-def _offered(band: Band, now: float) -> Generator[str, None, None]:
-    # Policies may answer any iterator; only a generator can be closed, which is what ends the looking.
+def _candidates(band: Band, now: float) -> Generator[str, None, None]:
+    # Policies may return any iterator, but only a generator can be closed.
     yield from band.fairness.candidates(now)

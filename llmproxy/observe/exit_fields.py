@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from llmproxy.core.domain import Why
+from llmproxy.core.domain import GrantReason
 from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.series import Counts, Distributions
 from llmproxy.observe.text import ShownNames, shown, shown_seconds
@@ -49,7 +49,7 @@ class Field(NamedTuple):
     feeds: tuple[Feed, ...] = ()
 
 
-def why_fields(why: Why) -> dict[str, Any]:
+def why_fields(why: GrantReason) -> dict[str, Any]:
     """Why it was a request's turn, by the names that logs have for it; bands are integers here."""
     return {
         "waiting": {str(level): waiting for level, waiting in why.waiting},

@@ -25,7 +25,7 @@ import orjson
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
-from llmproxy.core.domain import Outcome, Why
+from llmproxy.core.domain import GrantReason, Outcome
 from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.exit_fields import exit_fields, exit_text, why_fields
 from llmproxy.observe.text import shown
@@ -182,7 +182,7 @@ class _Render(Protocol):
 
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict, /) -> str: ...
 
-    def exit(self, level: str, ended: RequestExit, why: Why | None) -> str:
+    def exit(self, level: str, ended: RequestExit, why: GrantReason | None) -> str:
         """The same line as the event of this exit would get."""
 
 
@@ -193,7 +193,7 @@ class _JsonRender:
     def __call__(self, _logger: WrappedLogger, _method: str, event: EventDict) -> str:
         return self._line(event.pop("level"), event.pop("event"), event)
 
-    def exit(self, level: str, ended: RequestExit, why: Why | None) -> str:
+    def exit(self, level: str, ended: RequestExit, why: GrantReason | None) -> str:
         fields = exit_fields(ended)
         if why is not None:
             fields["why"] = why_fields(why)
@@ -230,7 +230,7 @@ class _TextRender:
         # Indented, so that no line of a traceback looks like an event.
         return f"{line}\n{indent(_CONTROL.sub('?', traceback), '    ')}" if traceback else line
 
-    def exit(self, level: str, ended: RequestExit, why: Why | None) -> str:
+    def exit(self, level: str, ended: RequestExit, why: GrantReason | None) -> str:
         line = f"{self._begin(level)} {EXIT_EVENT}{exit_text(ended)}"
         return line if why is None else f"{line} why={shown(why_fields(why))}"
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from msgspec import Struct, structs
 
-from llmproxy.core.domain import Entry, Grant, Predicted, Request, Stage, Verdict, Why
+from llmproxy.core.domain import AdmissionKind, Grant, GrantReason, Predicted, Request, Stage, Verdict
 from llmproxy.core.retry import COMPUTED_MAX, RETRY_WAIT_MIN_S, Again, RetryBudget
 from llmproxy.scheduling.lease import Lease, Leasing
 
@@ -38,7 +38,7 @@ class AttemptRecord(Struct, kw_only=True, omit_defaults=True):
     queued_s: float | None = None
     granted_s: float | None = None
     queued_ahead: int | None = None
-    why: Why | None = None
+    why: GrantReason | None = None
     candidates: int | None = None
     terms: tuple[tuple[str, float], ...] = ()
     expected_cached_tokens: int | None = None
@@ -148,10 +148,10 @@ async def run_attempts(
     refused while it waits, also for a further attempt.
     """
     clock = asyncio.get_running_loop().time
-    entry, left_s = Entry.NEW, 0.0
+    entry, left_s = AdmissionKind.NEW, 0.0
     while True:
         now = clock()
-        if entry is not Entry.NEW:
+        if entry is not AdmissionKind.NEW:
             # The time to wait counts in the waiting room alone: not while a backend works, nor while the request is
             # held because no backend is up.
             deadline_s = now + max(left_s, RETRY_WAIT_MIN_S)
@@ -164,16 +164,16 @@ async def run_attempts(
             answers = lease.grant.request.stage is Stage.DECODE
             routing.attempts += not answers
             # The place for its answer was gone: it begins anew, and is not to pay for that either.
-            routing.failed_stages += entry is Entry.PREFILLED and not answers
+            routing.failed_stages += entry is AdmissionKind.PREFILLED and not answers
             routing.lease = lease
             routing.tried.append(AttemptRecord.begun(lease.grant, now))
             result = await attempt(lease)
         if result.verdict is Verdict.PREEMPTED:
             routing.preemptions += 1
-            entry = Entry.PREEMPTED
+            entry = AdmissionKind.PREEMPTED
             continue
         if result.prefilled:
-            entry = Entry.PREFILLED
+            entry = AdmissionKind.PREFILLED
             continue
         whole = lease.grant.request.stage is Stage.WHOLE
         routing.computed += result.deadly or (whole and result.again is Again.ONCE)
@@ -184,10 +184,10 @@ async def run_attempts(
             return result
         if result.again is Again.ANYWHERE_ELSE and routing.request.backend is None:
             # Bounded by the number of backends, because each is tried once.
-            entry = Entry.SEEKING
+            entry = AdmissionKind.OWNER_LOOKUP
             routing.sought += 1
         elif staged:
-            entry = Entry.RETRY
+            entry = AdmissionKind.RETRY
             routing.failed_stages += 1
             if result.unsplit or routing.failed_stages == FAILED_STAGES_MAX:
                 routing.request = structs.replace(routing.request, splittable=False)
@@ -195,7 +195,7 @@ async def run_attempts(
             routing.attempts - routing.preemptions - routing.failed_stages - routing.sought <= extra_attempts
             and budget.take(result.verdict)
         ):
-            entry = Entry.RETRY
+            entry = AdmissionKind.RETRY
         else:
             return result
         # A busy backend is full, not broken. It may be the only one, so it is avoided and not excluded. A backend that

@@ -12,10 +12,11 @@ from functools import partial
 from llmproxy.core.backends.catalogue import Aliases, Target
 from llmproxy.core.backends.health import EjectionEvent
 from llmproxy.core.domain import (
+    AdmissionKind,
     Decision,
     Drop,
-    Entry,
     Grant,
+    GrantReason,
     Listing,
     Outcome,
     Placed,
@@ -27,7 +28,6 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
     Waited,
-    Why,
 )
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.admission import refusal
@@ -57,8 +57,8 @@ class Dispatcher:
     """Passes events to the core and carries out its decisions, on one event loop.
 
     All events of one turn of the loop are decided together; a request that comes while no other waits, and nothing else
-    is due, is decided at once. `on_decision` gets the seconds that each decision took, `on_ejection` gets backends that
-    were ejected or are back. `reserve` is awaited with each new request that has limits, and may raise Refused.
+    is due, is decided at once. `on_decision` gets the seconds that each decision took, `on_ejection` each ejection
+    and each return of a backend. `reserve` is awaited with each new request that has limits, and may raise Refused.
     `on_left` gets each request that was held back and leaves without a backend, and why it waited.
     `on_change` is called when backends, their models or the drain may have changed, before any decision that follows
     from it. While `draining`, new requests are refused; where it is not `granting`, waiting requests and further
@@ -95,7 +95,9 @@ class Dispatcher:
 
     # --- for requests -------------------------------------------------------------------------------------------------
 
-    def admit(self, request: Request, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW) -> Admitted:
+    def admit(
+        self, request: Request, excluded: frozenset[str] = frozenset(), entry: AdmissionKind = AdmissionKind.NEW
+    ) -> Admitted:
         """Wait for a backend, hold it for the length of the block, and give it back however the block ends.
 
         `entry` says whether it is a new request or a further attempt. Entering the block raises Refused when the
@@ -109,11 +111,11 @@ class Dispatcher:
         self._finish(lease.grant, lease.verdict, _now(), lease.usage)
         self._decide_soon()
 
-    async def wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease:
+    async def wait(self, request: Request, excluded: frozenset[str], entry: AdmissionKind) -> Lease:
         """The lease of a request; see `admit`."""
-        if self.reserve is not None and request.limits and entry is Entry.NEW and not self.draining:
+        if self.reserve is not None and request.limits and entry is AdmissionKind.NEW and not self.draining:
             await self.reserve(request)
-        if not self.granting or (self.draining and entry is Entry.NEW):
+        if not self.granting or (self.draining and entry is AdmissionKind.NEW):
             raise shutting_down()
         self.pools.submit(request, _now(), excluded, entry)
         waiter = _Waiter(request, asyncio.get_running_loop().create_future())
@@ -136,7 +138,7 @@ class Dispatcher:
         number = self.pools.resume(request, placed, at_s)
         if number is None:
             return None
-        lease = Lease(Grant(number, request, placed, at_s, 0, Why((), 0, (), 0)), self)
+        lease = Lease(Grant(number, request, placed, at_s, 0, GrantReason((), 0, (), 0)), self)
         self._leases[request.pool, number] = lease
         return lease
 
@@ -218,7 +220,7 @@ class Dispatcher:
     ) -> Target:
         """What a requested name means; waits up to `hold_s` for a backend that serves it to come up.
 
-        `key` and `beside` choose where several share the name; see `Catalogue.meant`.
+        `key` and `beside` choose where several share the name; see `Catalogue.resolve_alias`.
 
         As long as no backend was ever read, it waits for the setting `first_hold_s` at most. Requests that wait here
         are in no waiting room; the limits of a waiting room hold for all of them together. Raises Refused for a name
@@ -226,7 +228,7 @@ class Dispatcher:
         """
         limits = self.pools.settings.queue
         catalogue = self.pools.catalogue
-        meant = catalogue.meant(name, key, beside)
+        meant = catalogue.resolve_alias(name, key, beside)
         expected = catalogue.ever_read or meant in catalogue.named
         ends_s = _now() + (hold_s if expected else min(hold_s, limits.first_hold_s))
         while True:
@@ -239,7 +241,7 @@ class Dispatcher:
                     raise shutting_down() from None
                 if self.nameless >= limits.requests_max or self._nameless_bytes + body_bytes > limits.bytes_max:
                     raise
-            meant = catalogue.meant(name, key, beside)
+            meant = catalogue.resolve_alias(name, key, beside)
             named = meant if meant in catalogue.named else None
             unresolved = self._unresolved.setdefault(meant, _Unresolved())
             unresolved.requests += 1
@@ -310,7 +312,7 @@ class Dispatcher:
             emptied = self._emptied.setdefault(backend, asyncio.Event())
             # That nobody fetched a prompt is no event.
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(self.pools.backends[backend].keeps_until_s(_now())):
+                async with asyncio.timeout_at(self.pools.backends[backend].kv_pinned_until_s(_now())):
                     await emptied.wait()
 
     # --- decisions ----------------------------------------------------------------------------------------------------
@@ -343,8 +345,8 @@ class Dispatcher:
             loop.call_exception_handler({"message": f"a scheduling policy failed{more}", "exception": fault})
         after = loop.time()
         self.on_decision(after - now)
-        for backend, news in self.pools.news():
-            self.on_ejection(backend, news)
+        for backend, event in self.pools.take_health_events():
+            self.on_ejection(backend, event)
         wakeup_s = self.pools.next_wakeup(after)
         if wakeup_s is None:
             return
@@ -420,7 +422,7 @@ class Dispatcher:
 
     def _is_empty(self, backend: str) -> bool:
         """Whether nothing is in flight on a backend, and it keeps no prompt for another one."""
-        return not self.in_flight(backend) and self.pools.backends[backend].keeps_until_s(_now()) is None
+        return not self.in_flight(backend) and self.pools.backends[backend].kv_pinned_until_s(_now()) is None
 
     def close(self) -> None:
         self._closed = True

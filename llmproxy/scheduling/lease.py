@@ -10,7 +10,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Entry, Grant, Request, Usage, Verdict
+from llmproxy.core.domain import AdmissionKind, Grant, Request, Usage, Verdict
 
 
 class AttemptProgress(Protocol):
@@ -25,7 +25,7 @@ class AttemptProgress(Protocol):
 class Lender(Protocol):
     """Lends leases and takes them back."""
 
-    async def wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease: ...
+    async def wait(self, request: Request, excluded: frozenset[str], entry: AdmissionKind) -> Lease: ...
 
     def returned(self, lease: Lease) -> None: ...
 
@@ -33,7 +33,9 @@ class Lender(Protocol):
 class Leasing(Protocol):
     """What a request needs of a dispatcher, which may be in another process; see `Dispatcher`."""
 
-    def admit(self, request: Request, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW) -> Admitted: ...
+    def admit(
+        self, request: Request, excluded: frozenset[str] = frozenset(), entry: AdmissionKind = AdmissionKind.NEW
+    ) -> Admitted: ...
 
     async def resolve(
         self, name: str | None, hold_s: float, body_bytes: int, key: str = "", beside: str | None = None
@@ -100,7 +102,7 @@ class Admitted:
 
     __slots__ = ("_dispatcher", "_entry", "_excluded", "_lease", "_request")
 
-    def __init__(self, dispatcher: Lender, request: Request, excluded: frozenset[str], entry: Entry) -> None:
+    def __init__(self, dispatcher: Lender, request: Request, excluded: frozenset[str], entry: AdmissionKind) -> None:
         self._dispatcher = dispatcher
         self._request = request
         self._excluded = excluded

@@ -190,7 +190,7 @@ class SharedLimits:
         """Apply other limits. What was taken stays taken as a part of a minute, however much that now is."""
         self._rates = {name: tuple(map(self._in_store, limit_rates(limits, (name,)))) for name in limits}
         if self._alone is not None and self._proxies is not None:
-            self._alone.reconfigure({name: limit.part(self._proxies) for name, limit in limits.items()}, now)
+            self._alone.reconfigure({name: limit.split(self._proxies) for name, limit in limits.items()}, now)
 
     def _in_store(self, rate: Rate) -> _Rate:
         limit, kind, per_min = rate

@@ -358,7 +358,7 @@ def test_names_stay_those_of_adapters_whatever_stands_for_all_others() -> None:
     assert world.asked(world.load("x", model=BASE)) == ["a"], "a name that stands for itself is no alias"
     assert world.asked(world.load("y", model=BASE)) == ["a"]
     world.lists("a", z="/z")
-    assert "that of an adapter of `base` already" in world.refusal("z", model="other").message
+    assert "the name of an adapter of `base` already" in world.refusal("z", model="other").message
 
 
 def test_nothing_can_be_loaded_before_a_backend_was_read() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core.backends.health import Ejected
-from llmproxy.core.domain import Entry, Outcome, Verdict
+from llmproxy.core.domain import AdmissionKind, Outcome, Verdict
 from llmproxy.core.pools import Pools
 from tests.core.make import only_grant, pools, reading, refusal, request
 
@@ -17,7 +17,7 @@ FAILURES = 3
 def attempt(of: Pools, backend: str, verdict: Verdict, name: str = "r", now: float = 1.0) -> None:
     """One attempt of a request on this backend, which ends so."""
     others = frozenset(of.backends) - {backend}
-    of.submit(request(id=name, stream=True), now, others, Entry.RETRY)
+    of.submit(request(id=name, stream=True), now, others, AdmissionKind.RETRY)
     grant = only_grant(of, now)
     assert grant.placed.backend == backend
     if verdict is Verdict.SERVED:
@@ -26,7 +26,7 @@ def attempt(of: Pools, backend: str, verdict: Verdict, name: str = "r", now: flo
 
 
 def ejections(of: Pools) -> list[Any]:
-    return [news for news in of.news() if isinstance(news[1], Ejected)]
+    return [event for event in of.take_health_events() if isinstance(event[1], Ejected)]
 
 
 def test_the_same_failure_on_two_backends_is_the_request() -> None:
@@ -64,7 +64,7 @@ def test_a_backend_at_work_is_not_to_blame_for_a_long_prompt_which_is_not_comput
     assert bool(ejections(of)) is not bool(running)
     again = request(id="r0", stream=True)
     if running:
-        refused = refusal(of.submit, again, 9.0, frozenset("a"), Entry.RETRY)
+        refused = refusal(of.submit, again, 9.0, frozenset("a"), AdmissionKind.RETRY)
         assert refused.outcome is Outcome.UPSTREAM_TIMEOUT
         of.ended(again, None, 9.0)
-    of.submit(again, 9.0, frozenset("a"), Entry.RETRY)
+    of.submit(again, 9.0, frozenset("a"), AdmissionKind.RETRY)

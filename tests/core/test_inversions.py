@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Request, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, AdmissionKind, Grant, Request, Verdict
 from llmproxy.core.placement import first_fit
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.waiting_room import WaitingRoom
@@ -87,7 +87,7 @@ def test_a_backend_that_failed_a_request_may_be_given_to_a_lower_band() -> None:
     submit(one, request(band=CRITICAL), request(band=CRITICAL))
     first, other = grants(one)
     one.finish(first, Verdict.FAILED, 0.0)
-    one.submit(first.request, 0.0, frozenset({first.placed.backend}), Entry.RETRY)
+    one.submit(first.request, 0.0, frozenset({first.placed.backend}), AdmissionKind.RETRY)
     submit(one, request(band=DEFAULT))
     assert by_band(grants(one)) == [(DEFAULT, False)]
     one.finish(other, Verdict.SERVED, 0.0)
@@ -139,6 +139,6 @@ def test_the_longest_wait_is_that_of_the_first_that_still_waits() -> None:
     one.cancel(asked[1])
     assert waits(one, 5.0) == {DEFAULT: 3.0, CRITICAL: 2.0}
     one.finish(running, Verdict.FAILED, 6.0)
-    one.submit(running.request, 6.0, entry=Entry.RETRY)
+    one.submit(running.request, 6.0, entry=AdmissionKind.RETRY)
     one.cancel(asked[2])
     assert waits(one, 7.0)[DEFAULT] == 1.0, "who came back waits since then"

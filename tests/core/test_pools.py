@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, Grant, Outcome, Placed, Predicted, Revoke, Usage, Verdict, Why
+from llmproxy.core.domain import (
+    CRITICAL,
+    DEFAULT,
+    Grant,
+    GrantReason,
+    Outcome,
+    Placed,
+    Predicted,
+    Revoke,
+    Usage,
+    Verdict,
+)
 from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.fairness import policies
@@ -338,7 +349,7 @@ def test_what_another_process_granted_is_booked_and_charged_by_it_alone() -> Non
     assert lease is not None
     assert one.views(0.0)["a"].load == 1
     assert one.balances()[known.pool, known.band]["f"] == 5.0
-    grant = Grant(lease, known, placed, -3.0, 0, Why((), 0, (), 0))
+    grant = Grant(lease, known, placed, -3.0, 0, GrantReason((), 0, (), 0))
     one.started(grant, -2.0)
     one.finish(grant, Verdict.SERVED, 1.0, Usage(30, 12))
     one.ended(known, None, 1.0)

@@ -202,7 +202,7 @@ def test_a_smaller_batch_limit_holds_for_the_next_request() -> None:
     submit(one, times=4)
     first = grants(one)
     assert len(first) == 4
-    one.backends["a"].meant_for(2, None)
+    one.backends["a"].set_limits_and_role(2, None)
     submit(one)
     for count, granted in enumerate(first[:3], 1):
         one.finish(granted, Verdict.SERVED, 1.0)
@@ -298,16 +298,16 @@ def test_a_part_of_a_backend_is_used_beside_the_parts_of_others(parts: int, othe
     found = pools({"a": 8})
     for at_s in (1.0, 2.0):
         found.backends["a"].observe(reading(at_s, running=others))
-    found.divide(parts, 2.0)
+    found.split_limits(parts, 2.0)
     view = found.backends["a"].view(2.0)
     assert (view.limit, view.load) == (limit, load)
-    found.divide(1, 2.0)
+    found.split_limits(1, 2.0)
     assert found.backends["a"].view(2.0).limit == 8
 
 
 def test_a_part_stays_a_part_through_other_settings_and_for_new_backends() -> None:
     found = pools({"a": 8})
-    found.divide(2, 0.0)
+    found.split_limits(2, 0.0)
     found.reconfigure(Settings(limits={"tenant:t": UsageLimit(in_flight=5)}), {}, 0.0)
     found.add_backend("b", 6)
     assert [found.backends[name].view(0.0).limit for name in "ab"] == [4, 3]
@@ -316,7 +316,7 @@ def test_a_part_stays_a_part_through_other_settings_and_for_new_backends() -> No
 
 def test_the_part_of_a_limit_is_shown() -> None:
     found = pools({"a": 8}, Settings(limits={"tenant:t": UsageLimit(in_flight=6)}))
-    found.divide(3, 0.0)
+    found.split_limits(3, 0.0)
     [shown] = found.snapshot(0.0).limits
     assert shown.in_flight_max == 2
 
@@ -325,12 +325,12 @@ def test_the_part_of_a_limit_is_shown() -> None:
 def test_what_was_taken_of_a_rate_is_back_after_the_same_time_in_parts(before: int, after: int, taken: int) -> None:
     """The others took their parts of it too."""
     found = pools({"a": 80}, Settings(limits={"tenant:t": UsageLimit(in_flight=80, requests_per_min=60)}))
-    found.divide(before, 0.0)
+    found.split_limits(before, 0.0)
     for number in range(taken):
         found.submit(request(id=f"r{number}", limits=("tenant:t",)), 0.0)
     found.decide(0.0)
     booked = found._limits.in_flight()
-    found.divide(after, 0.0)
+    found.split_limits(after, 0.0)
     assert found._limits.rates.left_per_min("tenant:t", 0.0)[0] == pytest.approx(0.0)
     assert found._limits.rates.left_per_min("tenant:t", 30.0)[0] == pytest.approx(30 / after)
     assert found._limits.in_flight() == booked
@@ -338,5 +338,5 @@ def test_what_was_taken_of_a_rate_is_back_after_the_same_time_in_parts(before: i
 
 def test_a_part_of_rates_and_of_what_is_in_flight() -> None:
     whole = UsageLimit(in_flight=2, requests_per_min=60.0, tokens_per_min=900.0)
-    assert whole.part(3) == UsageLimit(in_flight=1, requests_per_min=20.0, tokens_per_min=300.0)
-    assert UsageLimit().part(3) == UsageLimit()
+    assert whole.split(3) == UsageLimit(in_flight=1, requests_per_min=20.0, tokens_per_min=300.0)
+    assert UsageLimit().split(3) == UsageLimit()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Preempt, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, AdmissionKind, Grant, Preempt, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.preemption import LOOK_MAX, PREEMPT_MAX
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
@@ -80,7 +80,7 @@ def test_only_so_many_are_outstanding_at_a_time() -> None:
     urgent(of, PREEMPT_MAX + 4)
     assert len(taken_back(of)) == PREEMPT_MAX
     of.finish(held[-1], Verdict.PREEMPTED, 3.0)
-    of.submit(held[-1].request, 3.0, entry=Entry.PREEMPTED)
+    of.submit(held[-1].request, 3.0, entry=AdmissionKind.PREEMPTED)
     granted, *more = of.decide(3.0)
     assert isinstance(granted, Grant)
     assert granted.request.band == CRITICAL
@@ -131,7 +131,7 @@ def test_nothing_is_taken_back_from_a_backend_that_failed_the_head() -> None:
     of = pools({"a": 1, "b": 1}, TIGHT)
     submit(of, *(request(band=SHEDDABLE, stream=True) for _ in range(2)))
     of.decide(0.0)
-    of.submit(request(band=CRITICAL), 2.0, frozenset({"a"}), Entry.RETRY)
+    of.submit(request(band=CRITICAL), 2.0, frozenset({"a"}), AdmissionKind.RETRY)
     (back,) = of.decide(2.0)
     assert isinstance(back, Preempt)
     assert back.backend == "b"
@@ -182,7 +182,7 @@ def test_who_was_preempted_comes_back_before_all_others_of_its_flow() -> None:
     assert taken_back(of) == ["low1", "low0"]
     for one in reversed(held):
         of.finish(one, Verdict.PREEMPTED, 2.1)
-        of.submit(one.request, 2.1, entry=Entry.PREEMPTED)
+        of.submit(one.request, 2.1, entry=AdmissionKind.PREEMPTED)
     served = grants(of, 2.1)
     assert [grant.request.band for grant in served] == [CRITICAL] * 2
     back: list[str] = []
@@ -201,7 +201,7 @@ def test_a_preempted_attempt_costs_nothing_and_holds_no_limit() -> None:
     taken_back(of)
     of.finish(low, Verdict.PREEMPTED, 2.1)
     assert dict(fairness.standing("low"))["counter"] == 0.0
-    of.submit(low.request, 2.1, entry=Entry.PREEMPTED)
+    of.submit(low.request, 2.1, entry=AdmissionKind.PREEMPTED)
     of.check(2.1)
     assert of.schedulers["base"]._preemption.pending == 0
 
@@ -211,7 +211,7 @@ def test_a_preempted_request_keeps_its_deadline_and_passes_a_full_queue() -> Non
     urgent(of)
     assert taken_back(of) == ["low0"]
     of.finish(low, Verdict.PREEMPTED, 2.1)
-    of.submit(low.request, 2.1, entry=Entry.PREEMPTED)
+    of.submit(low.request, 2.1, entry=AdmissionKind.PREEMPTED)
     of.decide(2.1)
     assert of.next_wakeup(2.1) == low.request.deadline_s
 
@@ -244,7 +244,7 @@ def test_a_lease_in_an_engines_queue_is_preempted_despite_seeming_room(stream: b
     assert [(type(one), one.request.id) for one in preempted] == [(Preempt, "low7"), (Preempt, "low6")]
     assert of.decide(2.0) == []
     of.finish(held[7], Verdict.PREEMPTED, 2.2)
-    of.submit(held[7].request, 2.2, entry=Entry.PREEMPTED)
+    of.submit(held[7].request, 2.2, entry=AdmissionKind.PREEMPTED)
     # It does not go back there, behind whom it made way for.
     assert of.decide(2.2) == []
     of.backends["a"].observe(reading(2.5, running=7, waiting=0))

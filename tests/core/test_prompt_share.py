@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Outcome, Preempt, Request, Slo, Verdict
+from llmproxy.core.domain import (
+    CRITICAL,
+    DEFAULT,
+    SHEDDABLE,
+    AdmissionKind,
+    Grant,
+    Outcome,
+    Preempt,
+    Request,
+    Slo,
+    Verdict,
+)
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX
 from llmproxy.core.settings import CapacitySettings, Settings
@@ -280,7 +291,7 @@ def test_no_band_passes_a_higher_one_that_waits(seed: int, window_s: float | Non
                 (back,) = [one for one in held if one.lease == decision.lease]
                 held.remove(back)
                 of.finish(back, Verdict.PREEMPTED, now)
-                of.submit(decision.request, now, entry=Entry.PREEMPTED)
+                of.submit(decision.request, now, entry=AdmissionKind.PREEMPTED)
                 waiting[decision.request.id] = decision.request.band
             if not isinstance(decision, Grant):
                 continue

@@ -12,8 +12,8 @@ from llmproxy.core.domain import (
     CRITICAL,
     DEFAULT,
     SHEDDABLE,
+    AdmissionKind,
     Drop,
-    Entry,
     Grant,
     Outcome,
     Revoke,
@@ -112,7 +112,7 @@ def test_a_retry_avoids_what_failed_it_and_holds_nobody_up() -> None:
     by_backend = {grant.placed.backend: grant for grant in grants(one)}
     failed = by_backend["a"]
     one.finish(failed, Verdict.FAILED, 1.0)
-    one.submit(failed.request, 1.0, frozenset({"a"}), Entry.RETRY)
+    one.submit(failed.request, 1.0, frozenset({"a"}), AdmissionKind.RETRY)
     submit(one, request(id="third", arrived_s=0.5))
     (other,) = grants(one, 1.0)
     assert (other.request.id, other.placed.backend) == ("third", "a")
@@ -202,7 +202,7 @@ def test_a_request_waits_for_another_backend_than_the_one_that_refused_it_as_bus
     submit(of, request(), request())
     first = {grant.placed.backend: grant for grant in grants(of)}
     of.finish(first["a"], Verdict.BUSY, 0.0)
-    of.submit(replace(first["a"].request, avoid="a"), 0.0, entry=Entry.RETRY)
+    of.submit(replace(first["a"].request, avoid="a"), 0.0, entry=AdmissionKind.RETRY)
     assert grants(of, 1.0) == [], "a has room again, but only b may take it"
     of.finish(first["b"], Verdict.SERVED, 1.0)
     assert [grant.placed.backend for grant in grants(of, 1.0)] == ["b"]
@@ -211,7 +211,7 @@ def test_a_request_waits_for_another_backend_than_the_one_that_refused_it_as_bus
 def test_a_request_goes_back_to_a_busy_backend_where_no_other_is_up() -> None:
     of = pools({"a": 1, "b": 1}, NO_HOLD)
     of.troubled("b", Trouble.UNHEALTHY)
-    of.submit(request(avoid="a"), 0.0, entry=Entry.RETRY)
+    of.submit(request(avoid="a"), 0.0, entry=AdmissionKind.RETRY)
     assert [grant.placed.backend for grant in grants(of)] == ["a"]
 
 
@@ -272,7 +272,7 @@ def test_a_request_that_waits_again_after_a_failure_expires_once() -> None:
     submit(one, request(id="retried", deadline_s=5.0), request())
     (retried, _) = grants(one)
     one.finish(retried, Verdict.FAILED, 1.0)
-    one.submit(retried.request, 1.0, frozenset({retried.placed.backend}), Entry.RETRY)
+    one.submit(retried.request, 1.0, frozenset({retried.placed.backend}), AdmissionKind.RETRY)
     assert [decision.request.id for decision in one.decide(5.0)] == ["retried"]
     one.check(0.0)
 
@@ -391,12 +391,12 @@ def test_a_new_attempt_is_not_turned_away_by_a_full_queue() -> None:
     grant = next(d for d in of.decide(0.0) if isinstance(d, Grant))
     submit(of, request(id="three"), request(id="four"))
     of.finish(grant, Verdict.CONNECT_FAILED, 0.1)
-    of.submit(grant.request, 0.1, frozenset({grant.placed.backend}), Entry.RETRY)
+    of.submit(grant.request, 0.1, frozenset({grant.placed.backend}), AdmissionKind.RETRY)
     assert of.queued()[grant.request.band][0] == 3
 
 
-@pytest.mark.parametrize("entry", [Entry.NEW, Entry.RESUMED])
-def test_what_another_scheduler_admitted_is_an_arrival_here(entry: Entry) -> None:
+@pytest.mark.parametrize("entry", [AdmissionKind.NEW, AdmissionKind.RESUMED])
+def test_what_another_scheduler_admitted_is_an_arrival_here(entry: AdmissionKind) -> None:
     """Room is kept for its band, as for any other."""
     of = pools({"a": 8}, tight())
     of.submit(request(id="c", band=CRITICAL), 0.0, entry=entry)

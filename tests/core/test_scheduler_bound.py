@@ -10,8 +10,8 @@ from llmproxy.core.domain import (
     CRITICAL,
     DEFAULT,
     SHEDDABLE,
+    AdmissionKind,
     Drop,
-    Entry,
     Grant,
     Outcome,
     Preempt,
@@ -131,9 +131,9 @@ def test_whoever_waits_for_a_backend_leaves_with_it(loses: object) -> None:
     of.check(1.0)
 
 
-@pytest.mark.parametrize("entry", [Entry.NEW, Entry.RETRY])
+@pytest.mark.parametrize("entry", [AdmissionKind.NEW, AdmissionKind.RETRY])
 @pytest.mark.parametrize("loses", [gone, moved, removed])
-def test_nobody_is_let_in_for_a_backend_that_is_gone(loses: object, entry: Entry) -> None:
+def test_nobody_is_let_in_for_a_backend_that_is_gone(loses: object, entry: AdmissionKind) -> None:
     of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(hold_s=10.0)))
     assert callable(loses)
     loses(of)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core import snapshot
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Request, Slo, Trouble, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, AdmissionKind, Grant, Request, Slo, Trouble, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing import lazy_heap, queue
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
@@ -274,7 +274,7 @@ def test_a_place_is_that_of_the_ordering() -> None:
     long = enter(fleet, 0.1, prompt_tokens=500)
     short = enter(fleet, 0.2, prompt_tokens=5)
     back = request(id="back", prompt_tokens=900)
-    fleet.submit(back, 0.3, entry=Entry.PREEMPTED)
+    fleet.submit(back, 0.3, entry=AdmissionKind.PREEMPTED)
     places = {one.id: fleet.position(one.id, 1.0) for one in (long, short, back)}
     assert [place and place.ahead_in_flow for place in places.values()] == [2, 1, 0]
 

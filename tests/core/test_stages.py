@@ -13,8 +13,8 @@ from llmproxy.core.domain import (
     CRITICAL,
     DEFAULT,
     SHEDDABLE,
+    AdmissionKind,
     Drop,
-    Entry,
     Grant,
     Preempt,
     Request,
@@ -55,7 +55,7 @@ def prefilled(of: Pools, grant: Grant, now: float = 1.0, excluded: frozenset[str
     of.started(grant, now)
     of.finish(grant, Verdict.SERVED, now, Usage(20_000, 1, 0))
     original = structs.replace(grant.request, stage=Stage.WHOLE, output_tokens=100, deadline_s=now + 60.0)
-    of.submit(original, now, excluded, Entry.PREFILLED)
+    of.submit(original, now, excluded, AdmissionKind.PREFILLED)
     return of.decide(now)
 
 
@@ -167,7 +167,7 @@ def test_both_stages_are_charged_as_much_as_the_whole() -> None:
             one.started(grant, 1.0)
             one.finish(grant, Verdict.SERVED, 1.0, Usage(20_000, 1, 5_000))
             original = structs.replace(grant.request, stage=Stage.WHOLE, output_tokens=100)
-            one.submit(original, 1.0, frozenset(), Entry.PREFILLED)
+            one.submit(original, 1.0, frozenset(), AdmissionKind.PREFILLED)
             grant = only_grant(one, 1.0)
         one.finish(grant, Verdict.SERVED, 2.0, usage)
         standings.append(dict(one.schedulers["base"]._room.band(DEFAULT).fairness.standing("mine")))
@@ -228,7 +228,7 @@ def test_a_prompt_is_paid_once_where_its_answer_failed(
             if case in UNANSWERED:
                 verdict, usage = UNANSWERED[case]
                 one.finish(answer, verdict, 1.0, usage)
-                one.submit(structs.replace(asked, splittable=False), 1.0, frozenset(), Entry.RETRY)
+                one.submit(structs.replace(asked, splittable=False), 1.0, frozenset(), AdmissionKind.RETRY)
                 answer = only_grant(one, 1.0)
             grant = answer
         assert grant.request.stage is Stage.WHOLE
@@ -276,7 +276,7 @@ def test_minimum_shares_count_a_prompt_once(unit: str, way: str, monkeypatch: py
     (answer,) = prefilled(one, only_grant(one, 0.0))
     if way == "failed":
         one.finish(answer, Verdict.TRANSFER_FAILED, 1.0, Usage(0, 0))
-        one.submit(structs.replace(asked, splittable=False), 1.0, frozenset(), Entry.RETRY)
+        one.submit(structs.replace(asked, splittable=False), 1.0, frozenset(), AdmissionKind.RETRY)
         assert only_grant(one, 1.0).request.stage is Stage.WHOLE
     assert sum(granted) - sum(undone) == {"tokens": 20_200.0, "requests": 1.0}[unit]
     # The most credit is in grants of the latest cost: one that costs nothing would take it all away.
@@ -301,8 +301,8 @@ def test_a_refused_prompt_keeps_nothing() -> None:
     submit(one, asked := long(limits=("tenant:t",)))
     one.finish(only_grant(one, 0.0), Verdict.SERVED, 1.0, Usage(0, 0))
     assert loads(one, 1.0) == {"p": 0, "d": 0}
-    assert one.backends["p"].keeps_until_s(1.0) is None
-    one.submit(structs.replace(asked, splittable=False), 1.0, frozenset(), Entry.RETRY)
+    assert one.backends["p"].kv_pinned_until_s(1.0) is None
+    one.submit(structs.replace(asked, splittable=False), 1.0, frozenset(), AdmissionKind.RETRY)
     assert only_grant(one, 1.0).placed.backend == "d"
 
 
@@ -336,7 +336,7 @@ def test_a_prompt_that_is_not_fetched_proves_nothing() -> None:
             placement.inner.recomputing = told.append  # type: ignore[assignment, method-assign]
             one.recomputing(answer)
             assert told == [answer.lease]
-            assert one.backends["p"].keeps_until_s(float(turn)) is None
+            assert one.backends["p"].kv_pinned_until_s(float(turn)) is None
             one.started(answer, float(turn))
         one.finish(answer, Verdict.SERVED if late else Verdict.TRANSFER_FAILED, float(turn), Usage(0, 0))
         one.ended(asked, None, float(turn))
@@ -371,7 +371,7 @@ def test_a_waiting_answer_can_be_cancelled() -> None:
     grant = only_grant(one, 0.0)
     one.started(grant, 1.0)
     one.finish(grant, Verdict.SERVED, 1.0, Usage(20_000, 1))
-    one.submit(asked, 1.0, frozenset(), Entry.PREFILLED)
+    one.submit(asked, 1.0, frozenset(), AdmissionKind.PREFILLED)
     one.cancel(asked)
     one.ended(asked, None, 1.0)
     assert one.decide(1.0) == []

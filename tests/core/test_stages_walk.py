@@ -12,8 +12,8 @@ from llmproxy.core.domain import (
     CRITICAL,
     DEFAULT,
     SHEDDABLE,
+    AdmissionKind,
     Drop,
-    Entry,
     Grant,
     Preempt,
     Refused,
@@ -90,9 +90,9 @@ class Walk:
             limits=rng.choice(((), ("tenant:t",))), stream=rng.random() < 0.5,
         )  # fmt: skip
         self.originals[made.id] = made
-        self.enter(made, frozenset(), Entry.NEW)
+        self.enter(made, frozenset(), AdmissionKind.NEW)
 
-    def enter(self, request: Request, excluded: frozenset[str], entry: Entry) -> None:
+    def enter(self, request: Request, excluded: frozenset[str], entry: AdmissionKind) -> None:
         try:
             self.pools.submit(request, self.now, excluded, entry)
         except Refused:
@@ -112,19 +112,19 @@ class Walk:
         elif verdict in AGAIN:
             again = structs.replace(request, splittable=request.splittable and self.rng.random() < 0.5)
             self.originals[request.id] = again
-            self.enter(again, frozenset(), Entry.RETRY)
+            self.enter(again, frozenset(), AdmissionKind.RETRY)
         else:
             self.end(request)
 
     def go_on(self, name: str) -> None:
-        self.enter(self.computed.pop(name), frozenset(), Entry.PREFILLED)
+        self.enter(self.computed.pop(name), frozenset(), AdmissionKind.PREFILLED)
 
     def end(self, request: Request) -> None:
         self.ended += 1
         self.pools.ended(request, None, self.now)
 
     def decide(self) -> None:
-        again: list[tuple[Request, Entry]] = []
+        again: list[tuple[Request, AdmissionKind]] = []
         for decision in self.pools.decide(self.now):
             request = decision.request
             match decision:
@@ -137,7 +137,7 @@ class Walk:
                     grant = self.held.pop(decision.lease)
                     verdict = Verdict.PREEMPTED if isinstance(decision, Preempt) else Verdict.LOST
                     self.pools.finish(grant, verdict, self.now)
-                    entry = Entry.PREEMPTED if isinstance(decision, Preempt) else Entry.RETRY
+                    entry = AdmissionKind.PREEMPTED if isinstance(decision, Preempt) else AdmissionKind.RETRY
                     again.append((self.originals[request.id], entry))
         for one, entry in again:
             self.enter(one, frozenset(), entry)
@@ -175,7 +175,7 @@ class Walk:
         self.pools.check(self.now)
         assert self.pools._limits.in_flight()["tenant:t"] == self.in_flight() <= IN_FLIGHT
         for name, backend in self.pools.backends.items():
-            assert backend.sequences == sum(grant.placed.backend == name for grant in self.held.values())
+            assert backend.own_in_flight == sum(grant.placed.backend == name for grant in self.held.values())
 
     def wind_down(self) -> None:
         """Everything that was begun ends, and leaves nothing."""
@@ -193,10 +193,10 @@ class Walk:
         assert [len(self.held), len(self.computed), len(self.waiting)] == [0, 0, 0], "something was never served"
         assert self.ended == len(self.originals)
         for backend in self.pools.backends.values():
-            assert (backend.view(self.now).load, backend.kept, backend.sequences) == (0, 0, 0)
-            assert backend.keeps_until_s(self.now + 60.0) is None
+            assert (backend.view(self.now).load, backend.reserved, backend.own_in_flight) == (0, 0, 0)
+            assert backend.kv_pinned_until_s(self.now + 60.0) is None
         (scheduler,) = self.pools.schedulers.values()
-        assert not scheduler._places._kept
+        assert not scheduler._reservations._reservations
         assert not any((scheduler.charges._charged, scheduler.charges._carried, scheduler.charges._between))
 
 
@@ -228,7 +228,7 @@ def test_flows_share_by_weight_when_one_splits_and_the_other_does_not() -> None:
                 one.finish(grant, Verdict.SERVED, float(turn), usage)
                 if grant.request.stage is Stage.PREFILL:
                     original = structs.replace(grant.request, stage=Stage.WHOLE, output_tokens=100, deadline_s=1e9)
-                    one.submit(original, float(turn), frozenset(), Entry.PREFILLED)
+                    one.submit(original, float(turn), frozenset(), AdmissionKind.PREFILLED)
                     continue
                 served[grant.request.flow] += 20_200
                 one.ended(grant.request, None, float(turn))

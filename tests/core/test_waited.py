@@ -9,10 +9,10 @@ from llmproxy.core.domain import (
     Grant,
     NoMatch,
     Outcome,
-    Reason,
     Trouble,
     Verdict,
     Waited,
+    WaitReason,
 )
 from llmproxy.core.placement.policy import Placement
 from llmproxy.core.pools import Pools
@@ -42,7 +42,7 @@ def test_a_full_backend_held_it_back_and_others_went_first() -> None:
     for now in (2.0, 3.0, 4.0):
         held = served(of, held, now)
     last = served(of, held, 5.0)
-    assert last.why.waited == Waited(Reason.FULL, ((DEFAULT, "f", 2), (DEFAULT, "g", 1)))
+    assert last.why.waited == Waited(WaitReason.FULL, ((DEFAULT, "f", 2), (DEFAULT, "g", 1)))
 
 
 def test_a_higher_band_held_it_back() -> None:
@@ -52,16 +52,16 @@ def test_a_higher_band_held_it_back() -> None:
     submit(of, request(band=CRITICAL, flow="c", arrived_s=1.0), request(flow="d", arrived_s=1.0), now=1.0)
     assert grants(of, 1.0) == []
     critical = served(of, held, 2.0)
-    assert critical.why.waited == Waited(Reason.FULL)
+    assert critical.why.waited == Waited(WaitReason.FULL)
     late = served(of, critical, 3.0)
-    assert late.why.waited == Waited(Reason.FULL, ((CRITICAL, "c", 1),))
+    assert late.why.waited == Waited(WaitReason.FULL, ((CRITICAL, "c", 1),))
 
 
 def test_the_room_that_is_kept_for_higher_bands_held_it_back() -> None:
     of = pools({"a": 4}, tight(ceilings={SHEDDABLE: 0.5}))
     submit(of, *(request(band=SHEDDABLE) for _ in range(3)))
     first, _ = grants(of, 0.0)
-    assert served(of, first, 1.0).why.waited == Waited(Reason.CEILING)
+    assert served(of, first, 1.0).why.waited == Waited(WaitReason.CEILING)
 
 
 def test_a_usage_limit_held_it_back_by_its_name() -> None:
@@ -89,7 +89,7 @@ def test_no_backend_was_up() -> None:
     submit(of, request())
     assert grants(of, 0.0) == []
     of.backends["a"].answered(1.0)
-    assert only_grant(of, 1.0).why.waited == Waited(Reason.NO_BACKEND)
+    assert only_grant(of, 1.0).why.waited == Waited(WaitReason.NO_BACKEND)
 
 
 def test_the_backend_that_alone_can_serve_it_held_it_back() -> None:
@@ -109,7 +109,7 @@ def test_the_full_backend_is_named_that_was_worth_waiting_for() -> None:
     of = pools({"a": 1}, tight(), placements=Waits)
     submit(of, request(deadline_s=2.0))
     assert grants(of, 0.0) == []
-    assert only_drop(of, 2.0).waited == Waited(f"{Reason.LATER}: a")
+    assert only_drop(of, 2.0).waited == Waited(f"{WaitReason.LATER}: a")
 
 
 # --- requests without a backend -------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def full() -> Pools:
     return of
 
 
-BEHIND_F = Waited(Reason.FULL, ((DEFAULT, "f", 1),))
+BEHIND_F = Waited(WaitReason.FULL, ((DEFAULT, "f", 1),))
 
 
 def test_one_whose_time_is_over() -> None:

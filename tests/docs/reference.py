@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
-from llmproxy.core.domain import Outcome, Predicted, Slo, Trouble, Verdict, Why
+from llmproxy.core.domain import GrantReason, Outcome, Predicted, Slo, Trouble, Verdict
 from llmproxy.gateway.http.errors import STATUS, error_fields
 from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.exit_fields import FIELDS as EXIT_FIELDS
@@ -46,7 +46,7 @@ def full_exit() -> RequestExit:
         model="alias", target="adapter", adapter="adapter", tenant="t", band="default", level=0, flow="f", ttl_s=60.0,
         slo=Slo(ttft_s=1.0), met=True, unknown_objective="x", unknown_model="m", stream=True, backend="b", attempts=2,
         preemptions=1,
-        why=Why(waiting=((0, 1),), flows=1, standing=(("counter", 0.0),), passed_over=0, guaranteed=False),
+        why=GrantReason(waiting=((0, 1),), flows=1, standing=(("counter", 0.0),), passed_over=0, guaranteed=False),
         candidates=1, terms=(("queue", 0.0),), predicted_ttft=Predicted(0.1, 0.2), predicted_tpot=Predicted(0.01, 0.02),
         arrived_s=0.0, granted_s=0.1, queued_ahead=1, queue_wait_s=0.1, ttft_s=0.5, max_gap_s=0.1,
         expected_prompt_tokens=1, expected_cached_tokens=1, prompt_tokens=2, cached_tokens=1, output_tokens=3,

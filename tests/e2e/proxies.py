@@ -187,7 +187,9 @@ class ProxyUnderTest:
         assert self.app.dispatcher.leases == 0
         assert all(self.app.dispatcher.in_flight(name) == 0 for name in pools.backends)
         assert all(queue == (0, 0) for queue in pools.queued().values())
-        assert {name: backend.sequences for name, backend in pools.backends.items()} == dict.fromkeys(pools.backends, 0)
+        assert {name: backend.own_in_flight for name, backend in pools.backends.items()} == dict.fromkeys(
+            pools.backends, 0
+        )
         pools.check(asyncio.get_running_loop().time())
         for replica in self.replicas:
             assert not replica.engine.busy

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from llmproxy.core.domain import Outcome, Predicted, Slo, Why
+from llmproxy.core.domain import GrantReason, Outcome, Predicted, Slo
 from llmproxy.observe import decisions, writer
 from llmproxy.observe.decisions import DecisionLog, open_to_append
 from llmproxy.observe.exit import RequestExit
@@ -25,7 +25,8 @@ SERVED = exit_of(
     request_id="r1", method="POST", path="/v1/chat/completions", outcome=Outcome.COMPLETED, status=200, duration_s=3.0,
     model="chat", target="sql", adapter="sql", tenant="acme", band="critical", level=100, flow="acme+chat", ttl_s=60.0,
     slo=Slo(ttft_s=0.5), met=False, stream=True, backend="gpu-0", attempts=2, preemptions=1,
-    why=Why(waiting=((100, 3), (0, 7)), flows=2, standing=(("counter", 12.00001),), passed_over=1, guaranteed=True),
+    why=GrantReason(waiting=((100, 3), (0, 7)), flows=2, standing=(("counter", 12.00001),), passed_over=1,
+                    guaranteed=True),
     candidates=2, terms=(("queue", 0.5), ("kv", 0.25)), arrived_s=1010.0, granted_s=1010.25, queued_ahead=9,
     queue_wait_s=0.25, ttft_s=1.0, expected_prompt_tokens=12, prompt_tokens=10, cached_tokens=4, output_tokens=11,
     expected_cached_tokens=5, predicted_ttft=Predicted(0.6, 0.9), predicted_tpot=Predicted(0.1500001, 0.25),

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from llmproxy.core.domain import Outcome, Predicted, Slo, Stage, Verdict, Why
+from llmproxy.core.domain import GrantReason, Outcome, Predicted, Slo, Stage, Verdict
 from llmproxy.observe.exit import RequestExit, RequestInput, RequestResult, RequestRouting, Split
 from llmproxy.observe.exit_fields import exit_fields, why_fields
 from llmproxy.observe.logs import FORMATS, configure, log_exit
@@ -24,7 +24,9 @@ TEXTS = st.one_of(
 )
 NUMBERS = st.one_of(st.floats(min_value=-1e6, max_value=1e9), st.sampled_from([0.0, 1.0, 0.00005, 0.12345]))
 TIME = re.compile(r'^(\{"timestamp": ?"[0-9T:.-]+Z"|[0-9-]+ [0-9:.]+(?= ))')
-WHYS = st.builds(Why, st.just(((100, 1), (0, 2))), st.integers(), st.just((("counter", 3.00001),)), st.integers())
+WHYS = st.builds(
+    GrantReason, st.just(((100, 1), (0, 2))), st.integers(), st.just((("counter", 3.00001),)), st.integers()
+)
 STRATEGIES: dict[Any, st.SearchStrategy[Any]] = {
     str: TEXTS,
     float: NUMBERS,
@@ -35,7 +37,7 @@ STRATEGIES: dict[Any, st.SearchStrategy[Any]] = {
         tuple
     ),
     Slo: st.none(),
-    Why: WHYS,
+    GrantReason: WHYS,
     Predicted: st.none(),
     Verdict: st.sampled_from(Verdict),
     Stage: st.sampled_from(Stage),
@@ -92,7 +94,7 @@ def test_captured_events_of_the_library_have_it_too() -> None:
 
 
 def test_why_names_bands_by_integers() -> None:
-    why = Why(waiting=((100, 1),), flows=2, standing=(("counter", 3.00001),), passed_over=4, guaranteed=True)
+    why = GrantReason(waiting=((100, 1),), flows=2, standing=(("counter", 3.00001),), passed_over=4, guaranteed=True)
     assert why_fields(why) == {
         "waiting": {"100": 1}, "flows": 2, "standing": {"counter": 3.0}, "passed_over": 4, "guaranteed": True,
     }  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import structlog
 
-from llmproxy.core.domain import Outcome, Why
+from llmproxy.core.domain import GrantReason, Outcome
 from llmproxy.observe.exit_fields import why_fields
 from llmproxy.observe.logs import configure, log_exit, log_internal
 from tests.exits import changed, exit_of
@@ -75,7 +75,9 @@ def test_json_has_the_decision_in_one_line() -> None:
     }  # fmt: skip
 
 
-WHY = Why(waiting=((100, 1), (0, 2)), flows=2, standing=(("counter", 3.00001),), passed_over=4, guaranteed=False)
+WHY = GrantReason(
+    waiting=((100, 1), (0, 2)), flows=2, standing=(("counter", 3.00001),), passed_over=4, guaranteed=False
+)
 
 
 def test_the_reason_of_a_turn_is_logged_at_debug_only() -> None:

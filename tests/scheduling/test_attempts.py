@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from llmproxy.core.domain import Entry, Grant, Outcome, Placed, Refused, Request, Stage, Verdict, Why
+from llmproxy.core.domain import AdmissionKind, Grant, GrantReason, Outcome, Placed, Refused, Request, Stage, Verdict
 from llmproxy.core.placement.staged import as_stage
 from llmproxy.core.retry import MEANINGS, Again, Cause, RetryBudget
 from llmproxy.scheduling.attempts import AttemptResult, Routing, run_attempts
@@ -28,11 +28,11 @@ class Granting:
         self._stages = list(stages)
 
     @asynccontextmanager
-    async def admit(self, asked: Request, _: frozenset[str], __: Entry) -> AsyncIterator[Lease]:
+    async def admit(self, asked: Request, _: frozenset[str], __: AdmissionKind) -> AsyncIterator[Lease]:
         if not self._stages:
             raise Refused(Outcome.EXPIRED, "Too late.")
         granted = as_stage(asked, self._stages.pop(0))
-        yield Lease(Grant(1, granted, Placed("b", 1.0, (), 1), 0.0, 0, Why((), 1, (), 0)), Mock())
+        yield Lease(Grant(1, granted, Placed("b", 1.0, (), 1), 0.0, 0, GrantReason((), 1, (), 0)), Mock())
 
 
 @pytest.mark.parametrize(

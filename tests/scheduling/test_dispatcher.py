@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from llmproxy.core import scheduler
-from llmproxy.core.domain import CRITICAL, SHEDDABLE, Entry, Outcome, Reading, Refused, Trouble, Usage, Verdict
+from llmproxy.core.domain import CRITICAL, SHEDDABLE, AdmissionKind, Outcome, Reading, Refused, Trouble, Usage, Verdict
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import QueueSettings, Settings
@@ -281,7 +281,7 @@ async def test_a_preempted_lease_is_cut_and_its_request_comes_back_first(one: Di
     assert not batch.lease.revoked
     batch.verdict = Verdict.PREEMPTED
     await batch.done()
-    again = Client(one, batch.request, entry=Entry.PREEMPTED)
+    again = Client(one, batch.request, entry=AdmissionKind.PREEMPTED)
     await turns()
     assert [client.holds() for client in (urgent, again, other)] == ["a", None, None]
     await urgent.done()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from llmproxy.core.domain import Entry, Outcome, Refused, Request, Role, Trouble, Verdict
+from llmproxy.core.domain import AdmissionKind, Outcome, Refused, Request, Role, Trouble, Verdict
 from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.core.settings import Disaggregation, Settings, Splitting
 from llmproxy.scheduling.dispatcher import Dispatcher
@@ -125,7 +125,7 @@ async def test_a_prompt_is_waited_for_until_its_answer_begins_and_no_longer() ->
     one = of_two_roles()
     asked = await computed(one)
     emptied = asyncio.create_task(one.emptied("p"))
-    async with one.admit(asked, entry=Entry.PREFILLED) as lease:
+    async with one.admit(asked, entry=AdmissionKind.PREFILLED) as lease:
         await asyncio.sleep(5.0)
         assert not emptied.done()
         lease.started()

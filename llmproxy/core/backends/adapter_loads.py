@@ -1,6 +1,6 @@
-"""How long a silence of a backend may last because it loads LoRA adapters.
+"""The silence of a backend that loads of LoRA adapters explain.
 
-vLLM loads an adapter inside an engine step, and all its streams wait meanwhile.
+vLLM loads an adapter inside an engine step, so all streams of the engine pause meanwhile.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from math import inf
 from llmproxy.core.estimates.learning import follow_ratio, gain
 
 GUESS_S = 3.0
-"""Assumed load time before any was seen; the first few observations outweigh it."""
+"""Initial load time; a few observations outweigh it."""
 LATE = 3.0
-"""A load explains a silence of so many times the longest known load."""
+"""A load explains a silence of up to this multiple of the longest known load."""
 MOST_S = 30.0
-"""The longest silence that loads explain, however many are under way. After it a frozen backend must be found."""
+"""Maximum silence that loads explain, whatever their number, so that a frozen backend is detected."""
 FADE = 0.02
-"""Weight of a load that took less than the known longest. A longer load counts in full at once: adapters differ in size
-and origin, and the slowest of them must not look like a hang."""
+"""Weight of a load that is shorter than the longest. A longer load counts in full at once, because adapters differ in
+size and the slowest one must not look like a hang."""
 LEAST = 0.5
-"""An observation counts as at least so many times the known longest."""
+"""An observation counts as at least this multiple of the longest known load."""
 SAME_STEP_S = 0.05
-"""Requests this close together may begin in one step of an idle engine, and their first bytes come together."""
+"""Requests within this time may start in one engine step, with simultaneous first bytes."""
 
 
 class LongestLoad:
-    """The longest time that a load of an adapter takes in one pool, or another preparation, forgotten slowly.
+    """The longest load time of an adapter in one pool, or of another preparation; it decays slowly.
 
-    `LoadTimesByTier` is another quantity: the mean that a placement expects.
+    `LoadTimesByTier` has the mean load times that a placement expects.
     """
 
     def __init__(self, guess_s: float = GUESS_S) -> None:
@@ -35,11 +35,11 @@ class LongestLoad:
         self._seen = 0
 
     def explained_s(self, loads: int) -> float:
-        """The longest silence of a backend that has so many adapters to load."""
+        """Returns the longest silence that `loads` adapter loads explain."""
         return min(MOST_S, LATE * self.load_s * loads)
 
     def learn(self, took_s: float, sure: bool) -> None:
-        """A load took `took_s`. If not `sure`, it may have been none or part of one, so only a longer time counts."""
+        """Notes a load time. If not `sure`, there may have been no complete load, and only an increase counts."""
         if took_s > self.load_s:
             self.load_s = min(took_s, MOST_S / LATE)
         elif sure:
@@ -50,14 +50,14 @@ class LongestLoad:
 class PendingLoads:
     """The adapters that one backend may have to load for its requests.
 
-    The load of an unstarted stream is pending until its first byte. A load for a request without a stream, or for one
-    that was given up, shows no end and is assumed to last until some time. `done` counts loads of adapters that were
-    `cold`: not believed to be resident.
+    The load for a stream is pending until its first byte. The end of a load for a non-streamed or cancelled request is
+    not visible, so the load is assumed to take the longest explained time.
     """
 
     def __init__(self, longest: LongestLoad) -> None:
         self._longest = longest
         self.done = 0
+        """Completed loads of cold adapters (not believed to be resident)."""
         self._pending: dict[int, tuple[float, bool]] = {}
         self._unseen_until_s = self._first_byte_s = -inf
 
@@ -68,24 +68,24 @@ class PendingLoads:
         return lease in self._pending
 
     def add(self, lease: int, cold: bool, now: float) -> None:
-        """A stream was booked whose adapter may have to be loaded."""
+        """Notes a stream whose adapter may have to be loaded."""
         self._pending[lease] = now, cold
 
     def add_unseen(self, now: float) -> None:
-        """A load may begin whose end no first byte will show."""
+        """Notes a load whose end no first byte will show."""
         until_s = max(now, self._unseen_until_s) + self._longest.explained_s(1)
         self._unseen_until_s = min(until_s, now + MOST_S)
 
     def first_byte(self, lease: int, silent_since_s: float, prompts_s: float, now: float) -> None:
-        """The first byte of `lease` came, after a silence of which prompts explain `prompts_s`."""
+        """Notes the first byte of `lease` after a silence. Prefill explains `prompts_s` of the silence."""
         if lease not in self._pending:
             return
         booked_s, cold = self._pending[lease]
         since_s = max(silent_since_s, booked_s)
-        # Requests that came after the step had begun wait for the next step.
+        # Requests that arrived after the start of the step wait for the next step.
         loads = sum(other_s <= since_s + SAME_STEP_S for other_s, _ in self._pending.values())
-        # Others may have waited for a slot, and only the first byte of a step ends a silence. So only a load on its own
-        # can show that loads take less than known.
+        # Other requests may have waited for a slot, and only the first byte of a step ends a silence. So only a single
+        # load can show that loads take less time.
         alone = loads == 1 and now >= self._first_byte_s + SAME_STEP_S
         self._longest.learn(max(0.0, now - since_s - prompts_s) / loads, cold and alone)
         self._first_byte_s = now
@@ -93,16 +93,16 @@ class PendingLoads:
         self.done += cold
 
     def ended(self, lease: int, now: float) -> None:
-        """`lease` ended. If it had no byte yet, its load goes on: an engine does not stop in the middle of one."""
+        """Notes the end of `lease`. Without a first byte its load continues, because engines do not abort loads."""
         _, cold = self._pending.pop(lease, (now, False))
         if cold:
             self.add_unseen(now)
 
     def clear(self) -> None:
-        """No first byte of the pending loads is expected any more."""
+        """Discards the pending loads, because no first byte is expected."""
         self._pending.clear()
 
     def explained_s(self, since_s: float) -> float:
-        """How long a silence since `since_s` may last because of loads alone."""
+        """Returns how long a silence since `since_s` may last because of loads alone."""
         unseen_s = self._unseen_until_s - since_s if self._unseen_until_s > since_s else 0.0
         return max(self._longest.explained_s(len(self._pending)), unseen_s)

@@ -1,4 +1,4 @@
-"""What is known of one backend: readings, own work since then, and health, frozen into the view that policies see."""
+"""The state of one backend: readings, own requests since then and health, combined into the `View` of policies."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from llmproxy.core.domain import DECODE, KnownLimit, Listing, Reading, Request, 
 from llmproxy.core.settings import CapacitySettings, HealthSettings
 
 STARTED_AFTER_S = 1.0
-"""A request without a stream has no byte until its end. After this long it is assumed to be running."""
+"""A non-streamed request sends no byte until its end. After this time it is assumed to be running."""
 UNREAD_MAX = 10
-"""Successful polls without readable numbers after which a backend is assumed to publish none."""
+"""Successful polls without readable metrics after which a backend is assumed to publish none."""
 
 
 class Backend:
-    """Everything that the core knows of one vLLM server. Changed only by the scheduler that owns it.
+    """The core's state of one vLLM server. Only the scheduler that owns it changes it.
 
-    Own counters come first and readings correct them. Sequences that a reading shows beyond our own are other clients'
-    work and count as load. Prompts booked after a reading are added to its KV use.
+    The own requests in flight are counted here, and readings correct the counts. Sequences that a reading shows beyond
+    the own ones belong to other clients and count as load. Prompts booked after a reading are added to its KV usage.
     """
 
     def __init__(
@@ -45,11 +45,12 @@ class Backend:
         self.reading: Reading | None = None
         self._own = Bookings()
         self.bookings = self._own.by_lease
-        self._kept = 0
-        self._keeps_for: dict[str, float] = {}
-        self._parts = 1
+        self._reserved = 0
+        # By request id: when the engine drops the KV blocks of a prefilled prompt that was not fetched.
+        self._pinned_until_s: dict[str, float] = {}
+        self._limit_divisor = 1
         self.processes = 1
-        """How many processes have had this name, as far as is known."""
+        """Number of processes that were seen under this name."""
         self.exploration: Exploration | None = None
         self.outliers: OutlierDetection | None = None
         lowest_ceiling, self._highest_ceiling = ceiling_range
@@ -78,7 +79,7 @@ class Backend:
 
     @property
     def drained(self) -> bool:
-        """An operator wants no new requests there. It is no failure, and what was learned stays."""
+        """Whether an operator drained the backend. A drain is not a failure, and learned values are kept."""
         return self.health.drained
 
     @drained.setter
@@ -87,44 +88,44 @@ class Backend:
         self._changed()
 
     @property
-    def parts(self) -> int:
-        """Of how many processes that decide without each other this is one. Each may use a part of the limit."""
-        return self._parts
+    def limit_divisor(self) -> int:
+        """The number of processes that schedule independently; each may use that fraction of the batch limit."""
+        return self._limit_divisor
 
-    @parts.setter
-    def parts(self, parts: int) -> None:
-        self._parts = parts
+    @limit_divisor.setter
+    def limit_divisor(self, divisor: int) -> None:
+        self._limit_divisor = divisor
         self._changed()
 
     @property
     def up(self) -> bool:
-        """It may be given work now or shortly: polls find it healthy, and it is not drained."""
+        """Whether polls find the backend healthy and it is not drained. It may still be ejected or full."""
         return not self.health.down and not self.health.drained
 
     def reconfigure(
         self, capacity: CapacitySettings, health: HealthSettings, ceiling_range: tuple[float, float]
     ) -> None:
-        """Use other settings from now on; what was learned and what is booked stays."""
+        """Applies new settings. Learned values and bookings are kept."""
         self._capacity = capacity
         self.health.settings = health
         self.limit.lowest_ceiling, self._highest_ceiling = ceiling_range
         self._changed()
 
-    def meant_for(
+    def set_limits_and_role(
         self, max_in_flight: int | None, prompt_range: tuple[int, int] | None = None, role: Role = Role.BOTH
     ) -> None:
-        """Set the configured limit, prompt lengths and role."""
+        """Sets the configured limit, range of prompt lengths and role."""
         self.limit.cap(max_in_flight)
         self._prompt_range = prompt_range
         self._role = role
         self._changed()
 
     def replaced(self) -> None:
-        """Another process has this name from now on, and nothing read of the old one is true of it.
+        """Resets everything read from the old process, because a new process has this name.
 
-        What is in flight on the old process runs on, and counts as load until it ends.
+        Requests in flight on the old process continue, and count as load until they end.
         """
-        # Until a poll succeeds, which clears the record.
+        # Until a poll succeeds.
         self.health.down = True
         self._forget_process()
         self.limit.forget()
@@ -154,38 +155,38 @@ class Backend:
     def _begin(self) -> None:
         known = self._restored
         if known is not None and self._kind == (known.models, known.max_model_len):
-            self.limit.begin_at(known.limit, settled=known.settled)
+            self.limit.begin_at(known.limit, converged=known.settled)
 
     def restore(self, known: KnownLimit) -> None:
-        """Start from this batch limit if the first listing shows, or has shown, the engine for which it was learned."""
+        """Starts from a batch limit that an earlier process learned, if the first listing shows the same engine."""
         self._restored = known
         self._begin()
         self._changed()
 
     def published(self, limit: int) -> None:
-        """The engine's own configuration says that it runs so many sequences at once."""
+        """Notes the batch limit from the engine's own configuration."""
         if self._published not in (None, limit):
             self.limit.forget()
         self._published = limit
-        self.limit.begin_at(limit, settled=True)
+        self.limit.begin_at(limit, converged=True)
         self._changed()
 
     @property
     def known_limit(self) -> KnownLimit | None:
-        """What a later process should know of the batch limit; None where nothing was learned."""
+        """The learned batch limit for a later process; None if nothing was learned."""
         known = self.limit.known
         if known is None or self._kind is None or self.reading is None:
             return None
         return KnownLimit(*known, *self._kind)
 
     def answered(self, now: float) -> None:
-        """A poll found the backend healthy, whether or not it publishes numbers."""
+        """Notes a successful poll, with or without a reading."""
         self.health.poll_succeeded(now)
         if self.reading is None:
             self._numberless_polls += 1
             if not self._unread or self._numberless_polls > UNREAD_MAX:
-                self.limit.unpublished(self._seen)
-        # Without a stream there is no byte before the end, and not every server publishes counters.
+                self.limit.unpublished(self._in_flight_everywhere)
+        # A non-streamed answer sends no byte before its end, and not every server publishes counters.
         works = self.reading is None or (self.reading.running > 0 and self._generates)
         for lease, booking in self._own.unstarted_answers() if works else ():
             if now - booking.booked_s >= STARTED_AFTER_S:
@@ -199,7 +200,7 @@ class Backend:
         self._changed()
 
     def unread(self) -> None:
-        """Its numbers could not be read, but it may publish some."""
+        """Notes that the metrics could not be read, although the backend may publish some."""
         self._unread = True
 
     def observe(self, reading: Reading) -> None:
@@ -214,16 +215,16 @@ class Backend:
                 if booking.booked_s <= visible_s:
                     booking.started = True
                     self.health.first_byte(lease, reading.taken_at_s)
-        # Other clients' work must show in two readings running: one may count what ended a moment ago.
+        # Work of other clients must show in two consecutive readings, because a gauge may include ended requests.
         self._others, self._others_seen = min(others, self._others_seen), others
         if not self._waits_for_adapter(reading):
             proven = self._waits_for_batch(reading, visible_s)
-            # A stream that has begun was run, also where the reading is of a time before.
+            # A stream that has sent a byte was running, even if the reading is older.
             waiting = reading.waiting - self._fetching(reading)
             running = reading.running if waiting else max(reading.running, self._own.begun)
             self.limit.observe(running, waiting, self.in_flight, proven=proven, pool=self.exploration)
         load = self._own.sequences
-        if self.limit.settled and load >= self.limit.value and not self._others:
+        if self.limit.converged and load >= self.limit.value and not self._others:
             self._look_ahead.observe(load, load - reading.running - reading.waiting)
         if self.exploration is not None:
             self.exploration.learned(self.limit)
@@ -237,7 +238,7 @@ class Backend:
                 self.measured(None, fast, reading.taken_at_s)
 
     def troubled(self, trouble: Trouble) -> bool:
-        """A poll failed. True when the process is surely gone, and with it its open streams."""
+        """Notes a failed poll. Returns whether the process is surely gone, and its open streams with it."""
         gone = self.health.poll_failed(trouble)
         if gone:
             self._forget_process()
@@ -245,37 +246,40 @@ class Backend:
         return gone
 
     @property
-    def sequences(self) -> int:
-        """Our sequences in flight there."""
+    def own_in_flight(self) -> int:
+        """Sequences in flight that this proxy sent."""
         return self._own.sequences
 
     @property
     def _counted(self) -> bool:
-        """Whether the engine publishes how many tokens it has generated."""
+        """Whether the engine publishes the number of tokens that it has generated."""
         return self.reading is not None and self.reading.generated is not None
 
     @property
     def in_flight(self) -> int:
-        """Sequences in flight there, ours and other clients'."""
+        """Sequences in flight, including those of other clients."""
         return self._own.sequences + self._others
 
     @property
-    def _seen(self) -> int:
-        """The same as far as is known: without a reading, others that decide are taken to have as many each."""
-        return self.in_flight if self.reading is not None else self._own.sequences * self._parts
+    def _in_flight_everywhere(self) -> int:
+        """`in_flight`; without a reading, an estimate that assumes the same number for each independent process."""
+        return self.in_flight if self.reading is not None else self._own.sequences * self._limit_divisor
 
-    def _sure(self) -> int:
-        """How many sequences surely run there at once: what its pool has run, until it has met its own limit."""
-        own = self.limit.sure
-        if self.limit.settled or self.exploration is None:
+    def _proven_load(self) -> int:
+        """The number of sequences that surely run at once.
+
+        Until the backend has reached its own limit, the number that other engines of its pool have run counts too.
+        """
+        own = self.limit.proven_load
+        if self.limit.converged or self.exploration is None:
             return own
-        return min(self.limit.value, max(own, self.exploration.sure))
+        return min(self.limit.value, max(own, self.exploration.proven_load))
 
     def _forget_process(self) -> None:
         self.processes += 1
         self.reading = None
         self._look_ahead = LookAhead()
-        self._keeps_for.clear()
+        self._pinned_until_s.clear()
         self._resident.clear()
         self._others = self._others_seen = self._numberless_polls = 0
         self._unread = False
@@ -283,7 +287,7 @@ class Backend:
         self._changed()
 
     def _waits_for_adapter(self, reading: Reading) -> bool:
-        """Whether requests may wait for an adapter slot, which says nothing of the batch limit."""
+        """Returns whether requests may wait for an adapter slot, which proves nothing about the batch limit."""
         if reading.max_adapters is None or len(reading.running_adapters) < reading.max_adapters:
             return False
         return any(
@@ -291,7 +295,7 @@ class Backend:
         )
 
     def _fetching(self, reading: Reading) -> int:
-        """Sequences in the engine's queue that wait for no place, but for what another backend has computed."""
+        """Returns the sequences in the engine's queue that wait for KV blocks of another backend, not for a place."""
         if not reading.deferred:
             return 0
         unstarted = (one.request for one in self.bookings.values() if not one.started)
@@ -299,10 +303,10 @@ class Backend:
         return min(answers, reading.deferred, reading.waiting)
 
     def _waits_for_batch(self, reading: Reading, visible_s: float) -> bool:
-        """Whether the engine's queue can wait only for places in the batch.
+        """Returns whether the engine's queue can only wait for places in the batch.
 
-        No prompt is being computed then, and memory is free for each. A step full of prompts leaves others waiting
-        beside a small batch, and so does a full KV-cache.
+        For that, no prompt may be in prefill, and the KV cache must have room for each waiting prompt. Otherwise a step
+        full of prompts or a full KV cache may cause the queue, beside a small batch.
         """
         if self._others or reading.kv_used is None or not reading.kv_tokens:
             return False
@@ -313,12 +317,12 @@ class Backend:
 
     # --- events of leases ----------------------------------------------------------------------------------------
 
-    def lacks(self, adapter: str | None) -> bool:
-        """Whether `adapter` probably has to be loaded here."""
+    def needs_load(self, adapter: str | None) -> bool:
+        """Returns whether `adapter` probably has to be loaded."""
         return adapter is not None and adapter not in self._resident
 
     def book(self, lease: int, request: Request, now: float, held_tokens: int = 0) -> None:
-        """`request` is sent under `lease`; `held_tokens` of its prompt need no new room in the KV-cache."""
+        """Books a request. `held_tokens` of its prompt are already in the KV cache and need no new room."""
         self._own.add(lease, request, request.prompt_tokens - held_tokens, now)
         if request.adapter is not None:
             self._resident.touch(request.adapter, self.reading.max_adapters if self.reading is not None else None)
@@ -326,30 +330,30 @@ class Backend:
         self.health.booked(lease)
 
     @property
-    def kept(self) -> int:
-        """Places that are kept for sequences whose prompts other backends compute."""
-        return self._kept
+    def reserved(self) -> int:
+        """Slots reserved for decode stages whose prompts other backends compute."""
+        return self._reserved
 
-    def keep_place(self, sequences: int) -> None:
-        """Keep places for so many sequences whose prompts another backend computes; fewer where it is negative."""
-        self._kept += sequences
+    def reserve_slots(self, sequences: int) -> None:
+        """Reserves slots for a decode stage whose prompt another backend computes; a negative number releases them."""
+        self._reserved += sequences
         self._load_changed()
 
-    def keep_for(self, request_id: str, until_s: float, now: float) -> None:
-        """The prompt of a request was computed, and stays until another backend has fetched it, or until then."""
-        self.keeps_until_s(now)
-        self._keeps_for[request_id] = until_s
+    def pin_kv(self, request_id: str, until_s: float, now: float) -> None:
+        """Notes that the engine pins the KV blocks of a prefilled prompt until a fetch, or until `until_s`."""
+        self.kv_pinned_until_s(now)
+        self._pinned_until_s[request_id] = until_s
 
-    def fetched(self, request_id: str) -> None:
-        """The prompt of a request was fetched, or never will be."""
-        self._keeps_for.pop(request_id, None)
+    def unpin_kv(self, request_id: str) -> None:
+        """Notes that the KV blocks of a request were fetched, or will never be."""
+        self._pinned_until_s.pop(request_id, None)
 
-    def keeps_until_s(self, now: float) -> float | None:
-        """When the first of the kept prompts may go although nobody fetched it; None where none is kept."""
-        while (first := next(iter(self._keeps_for), None)) is not None:
-            if self._keeps_for[first] > now:
-                return self._keeps_for[first]
-            del self._keeps_for[first]
+    def kv_pinned_until_s(self, now: float) -> float | None:
+        """Returns when the first pinned KV blocks expire without a fetch; None if none are pinned."""
+        while (first := next(iter(self._pinned_until_s), None)) is not None:
+            if self._pinned_until_s[first] > now:
+                return self._pinned_until_s[first]
+            del self._pinned_until_s[first]
         return None
 
     def started(self, lease: int, now: float) -> None:
@@ -358,9 +362,9 @@ class Backend:
         self.health.first_byte(lease, now)
 
     def release(self, lease: int, verdict: Verdict, now: float, *, excused: bool = False) -> None:
-        """The lease ended; for `excused` see `Health.finished`."""
+        """Removes the booking of a lease that ended; for `excused` see `Health.finished`."""
         if verdict is Verdict.BUSY:
-            self.limit.refused(self._seen - self.bookings[lease].request.sequences)
+            self.limit.refused(self._in_flight_everywhere - self.bookings[lease].request.sequences)
         self._own.remove(lease, self.reading)
         idle = not self.bookings and (self.reading is None or not self.reading.running)
         self._load_changed(alone=verdict is Verdict.SERVED)
@@ -369,7 +373,7 @@ class Backend:
         )
 
     def at_work(self, now: float) -> bool:
-        """Whether a fresh reading shows sequences that run."""
+        """Returns whether a fresh reading shows running sequences."""
         reading = self.reading
         return reading is not None and reading.running > 0 and now < reading.taken_at_s + self._capacity.stale_after_s
 
@@ -384,12 +388,12 @@ class Backend:
         self.health.to_blame(verdict, now)
 
     def hangs(self, hang: Hang, now: float) -> bool:
-        """There is evidence that the backend hangs. Answers whether it was ejected."""
+        """Ejects the backend because it hangs, unless too many backends are ejected. Returns whether it did."""
         self._changed()
         return self.health.hangs(hang, now)
 
     def slowed(self, why: str, now: float) -> bool:
-        """The backend has become slow. Answers whether it was ejected."""
+        """Ejects the backend because it became slow, unless too many backends are ejected. Returns whether it did."""
         self._changed()
         return self.health.slowed(why, now)
 
@@ -404,10 +408,10 @@ class Backend:
         self.health.measured(lease, fast, now)
 
     def unstarted(self, lease: int) -> bool:
-        """Nothing visible was done for `lease`: its stream has no byte, or it is in the engine's own queue.
+        """Returns whether the engine has visibly done nothing for `lease`.
 
-        Without a stream only a reading can prove it: one younger than the booking that shows sequences waiting, all of
-        them ours, with this request among as many as came last.
+        A stream has no byte then. A non-streamed request must be in the engine's queue: a reading younger than the
+        booking shows `n` waiting sequences, all sent by this proxy, and the request is among the newest `n`.
         """
         booking = self.bookings[lease]
         if booking.started or booking.request.stream:
@@ -415,48 +419,48 @@ class Backend:
         return not self._others and lease in self._own.last_waiting(self.reading)
 
     def queued(self, now: float) -> Iterator[int]:
-        """The leases in the engine's own queue by the last reading, if it is fresh; the newest first."""
+        """Returns the leases in the engine's queue by the last reading, if it is fresh; the newest first."""
         return self._own.last_waiting(self.reading) if self.view(now).waiting else iter(())
 
     def view_without(self, leases: list[int], now: float) -> View:
-        """The view as it will be when `leases` have been given back."""
+        """Returns the view as it will be after `leases` have ended."""
         view = self.view(now)
         kv_used = view.kv_used
         if view.kv_tokens:
-            kv_used -= self._own.debits_of(leases) / view.kv_tokens
-        return replace(view, load=view.load - self._own.sequences_of(leases), kv_used=kv_used)
+            kv_used -= self._own.sum_debits(leases) / view.kv_tokens
+        return replace(view, load=view.load - self._own.count_sequences(leases), kv_used=kv_used)
 
     def serves(self, model: str) -> bool:
-        """Whether the last listing names `model`."""
+        """Returns whether the last listing has `model`."""
         return model in self._served
 
     # --- the view ------------------------------------------------------------------------------------------------
 
     def view(self, now: float) -> View:
-        """The frozen view at `now`, reused until an event or the clock makes it untrue."""
+        """Returns the view at `now`. It is cached until an event or the clock changes it."""
         if self._view is None or now >= self._view_until_s:
             self._view = self._make_view(now)
         return self._view
 
     def changes_at(self, now: float) -> float | None:
-        """When room may appear there by time alone; None when only an event can bring it."""
+        """Returns when room may appear without an event; None if only an event can free room."""
         if self._view is None or now >= self._view_until_s:
             self.view(now)
         return None if self._changes_s == inf else self._changes_s
 
     def _changed(self) -> None:
-        """The view is untrue."""
+        """Discards the cached view."""
         self._view = self._outline = None
 
     def _load_changed(self, *, alone: bool = True) -> None:
-        """Only the load of the view is untrue, if it changed `alone`."""
+        """Discards the cached view, but keeps its outline if only the load changed (`alone`)."""
         self._view = None
         if not (alone and self._steady):
             self._outline = None
 
     @property
     def _steady(self) -> bool:
-        """Leases that come and go in order change nothing of the view but its load."""
+        """Whether a lease that begins or ends normally changes nothing in the view but its load."""
         return not self.health.ejected and (self.reading is None or not self.reading.deferred)
 
     def _make_view(self, now: float) -> View:
@@ -469,14 +473,14 @@ class Backend:
         look_ahead = self._capacity.look_ahead
         return replace(
             outline,
-            load=outline.load + own.sequences + self._kept,
+            load=outline.load + own.sequences + self._reserved,
             kv_used=kv_used,
             look_ahead=self._look_ahead.requests(limit) if look_ahead is None else look_ahead,
-            sure=min(limit, self._sure()),
+            proven_load=min(limit, self._proven_load()),
         )
 
     def _make_outline(self, now: float) -> View:
-        """The view without our own load. It is true for longer, and takes most of the time."""
+        """Returns the view without the own load. It is expensive to make and valid for longer than the view."""
         health, capacity, reading = self.health, self._capacity, self.reading
         until_s = health.changes_at(now) or inf
         others, waiting, kv_used = 0, 0, 0.0
@@ -489,11 +493,11 @@ class Backend:
             waiting, max_adapters = reading.waiting - self._fetching(reading), reading.max_adapters
             kv_used, kv_tokens = reading.kv_used or 0.0, reading.kv_tokens
         self._changes_s = until_s
-        # No request waits for slow start: one that finds no room elsewhere is sent there at once.
+        # No request waits for slow start: if no other backend has room, it is sent here at once.
         self._view_until_s = min(until_s, health.warmer_at(now) or inf)
         available = health.available(now) and not self.health.drained
-        # What others have there takes of the part of this process where it is more than their parts.
-        limit = max(1, self.limit.value // self._parts)
+        # Load of other processes counts against this process only beyond their parts of the limit.
+        limit = max(1, self.limit.value // self._limit_divisor)
         return View(
             backend=self.name,
             available=available,
@@ -520,4 +524,4 @@ class Backend:
 
     def check(self) -> None:
         self._own.check()
-        assert self._kept >= 0
+        assert self._reserved >= 0

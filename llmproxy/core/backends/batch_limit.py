@@ -1,4 +1,4 @@
-"""The batch limit of an engine, which vLLM does not publish: configured, or learned from the engine's gauges."""
+"""The batch limit of an engine, configured or learned from its gauges, because vLLM does not publish it."""
 
 from __future__ import annotations
 
@@ -8,50 +8,55 @@ from math import ceil, floor
 from typing import Protocol
 
 PLATEAU_READINGS = 3
-"""Readings with waiting sequences that make a queue: a request that came between two steps waits for one reading."""
+"""Consecutive readings with waiting sequences that prove a queue. A single one may show a request between two steps."""
 PROVEN_READINGS = 2
-"""The same where sequences can wait for nothing but a place in the batch."""
+"""The same if sequences can only wait for a place in the batch."""
 UNPUBLISHED = 256
-"""Limit of a backend that publishes no numbers: vLLM's own default batch limit."""
+"""Limit of a backend without metrics: vLLM's default batch limit."""
 CALM_READINGS_MIN = 5
 CALM_READINGS_MAX = 160
-"""Readings without a queue before a known plateau is tried again. Doubled each time that the plateau is the same."""
+"""Readings without a queue before a larger limit is tried. Doubled each time that the trial finds the same plateau."""
 FALLEN = 0.8
-"""Refusals below this share of the last plateau are no echo of its trial."""
-KEPT_FROM = 4
+"""A refusal below this share of the last plateau is not a consequence of a trial."""
+RESERVE_FROM = 4
 """From this batch limit on, bands below the highest leave one slot free on each backend."""
 
 
 @lru_cache(maxsize=1_024)
 def slots_under(limit: int, ceiling: float, look_ahead: int, highest: float = 1.0) -> int:
-    """How many sequences a band of this ceiling may fill a backend to; `highest` is the ceiling of the highest band.
+    """Returns the number of sequences to which a band with `ceiling` may fill a backend.
 
-    Only bands that may fill a backend get the look-ahead. Rounding to the nearest keeps small batches usable, but could
-    give two bands the same slots. So with `KEPT_FROM` or more a band below the highest gets at least one less.
+    `highest` is the ceiling of the highest band. Only bands with ceiling 1.0 get the look-ahead. Rounding to the
+    nearest integer keeps small batches usable, but could give two bands the same slots. So from RESERVE_FROM on, a band
+    below the highest gets at least one slot less.
     """
     if ceiling >= 1.0:
         return limit + look_ahead
     slots = max(1, floor(limit * ceiling + 0.5))
-    if ceiling < highest and limit >= KEPT_FROM:
+    if ceiling < highest and limit >= RESERVE_FROM:
         return max(1, min(slots, slots_under(limit, highest, 0) - 1))
     return slots
 
 
 class BatchLimit:
-    """How many sequences an engine runs at once, as far as is known.
+    """The number of sequences that an engine runs at once, as far as it is known.
 
-    The limit starts at `start` and doubles while the engine runs all of them and none waits. It settles on a plateau
-    once sequences keep waiting while the number of running ones no longer rises, and grows by a quarter from then on.
-    The cause of a plateau (long prompts, a full KV-cache) may pass, so it is tried again after a calm, which doubles
-    each time that the plateau is the same. A trial lets in one more than the plateau. It ends with the first reading
-    that shows a queue at no more than the known number, because the extra sequence is in the engine's own queue, before
-    everything that comes later, critical requests included. `fixed` is a configured cap. It bounds what is tried, and
-    the engine's queue may still prove it too high.
+    Growth: the limit starts at `start` and doubles while the engine runs all sequences and none waits.
+
+    Convergence: the limit converges on a plateau when sequences keep waiting while the running sequences no longer
+    increase. From then on it grows by a quarter.
+
+    Trials: the cause of a plateau (long prompts, a full KV cache) may pass. So after some readings without a queue, one
+    sequence more than the plateau is tried; the number of readings doubles while trials find the same plateau. A trial
+    ends with the first reading that shows a queue without more running sequences, because the extra sequence waits in
+    the engine's queue ahead of all later requests, critical ones included.
+
+    Cap: `fixed` is a configured maximum. The engine's queue may prove a lower limit.
 
     A limit counts as used when it is filled to `lowest_ceiling`, because traffic of low bands alone fills a backend no
-    further and must be able to teach its limit. A plateau that only the batch explains is the engine's own limit
-    ("proven"): it is tried after the longest calm only, and only by bands that may fill it. The running sequences of a
-    reading must confirm the load, because the gauges of a frozen engine keep saying that none waits.
+    further. A plateau that only the batch explains is "proven" to be the engine's own limit. It is tried after the
+    longest calm only, by bands that may fill it. The running sequences of a reading must confirm the load, because the
+    gauges of a frozen engine show no queue.
     """
 
     def __init__(self, fixed: int | None, start: int, lowest_ceiling: float = 1.0) -> None:
@@ -62,10 +67,10 @@ class BatchLimit:
         self.forget()
 
     def forget(self) -> None:
-        """Another engine has the backend's name: start again."""
+        """Resets everything, because another engine has the backend's name."""
         self._plateau: int | None = None
         self._proven = False
-        self._settled = self._ran_most = self._ran_freely = self._calm = self._proofs = 0
+        self._converged_at = self._ran_most = self._ran_freely = self._calm = self._proofs = 0
         self._given = False
         self._beginning: tuple[int, bool] | None = None
         self._calm_needed = CALM_READINGS_MIN
@@ -73,62 +78,62 @@ class BatchLimit:
         self.value = self._cap if self._cap is not None else self._start
 
     def restarted(self) -> None:
-        """The engine is a new process, which may run less than the old one did, or more."""
+        """Discards the evidence of the old process, because a new process may run fewer or more sequences."""
         self._ran_most = self._calm = 0
         self._calm_needed = CALM_READINGS_MIN
         self._proven, self._proofs = False, 0
         self._waited.clear()
 
-    def begin_at(self, limit: int, *, settled: bool) -> None:
-        """Start from a limit known from elsewhere, unless one is configured or this engine's gauges have taught one.
+    def begin_at(self, limit: int, *, converged: bool) -> None:
+        """Starts from a limit of another source, unless one is configured or already learned from the gauges.
 
-        `settled`: the engine runs no more than that. The gauges may correct it later.
+        `converged`: the engine is known to run no more than `limit`. The gauges may correct it later.
         """
         if self._cap is not None:
-            self._beginning = limit, settled
-        if self._cap is not None or (self._settled and not self._given):
+            self._beginning = limit, converged
+        if self._cap is not None or (self._converged_at and not self._given):
             return
-        if settled:
-            self._settle(limit, proven=True)
+        if converged:
+            self._converge(limit, proven=True)
             self._given = True
         else:
             self._ran_freely = limit
             self._set(max(self.value, limit))
 
     @property
-    def sure(self) -> int:
-        """How many it was seen to run while none waited, or is configured to run; at most its limit."""
+    def proven_load(self) -> int:
+        """The number of sequences that ran while none waited, or the configured number; at most the limit."""
         if self._cap is not None:
             return self.value
         return min(self.value, self._plateau or max(self._start, self._ran_freely))
 
     @property
-    def settled(self) -> bool:
-        """It has met its limit, perhaps only for now."""
+    def converged(self) -> bool:
+        """Whether a plateau or a configured limit is known. A plateau may be temporary."""
         return self._cap is not None or self._plateau is not None
 
     @property
     def proven(self) -> bool:
-        """That limit is the engine's own, or configured."""
+        """Whether the limit is configured, or proven to be the engine's own."""
         return self._cap is not None or (self._plateau is not None and self._proven)
 
     @property
     def known(self) -> tuple[int, bool] | None:
-        """The arguments of a later `begin_at` for this engine; None where nothing was learned."""
-        if self._cap is not None or (not self._settled and self.value <= self._start):
+        """The arguments of a later `begin_at` for this engine; None if nothing was learned."""
+        if self._cap is not None or (not self._converged_at and self.value <= self._start):
             return None
         return (self._plateau, True) if self._plateau is not None and self._proven else (self.value, False)
 
     def cap(self, fixed: int | None) -> None:
-        """Set another configured limit. What was learned is kept where it does not contradict it."""
+        """Changes the configured limit. Learned values below it are kept."""
         if fixed == self._cap:
             return
         self._cap = fixed
         if fixed is None and self._plateau is None:
-            # A configured limit that was removed is not a learned one.
+            # A removed configured limit is not a learned limit.
             self.value = max(self._start, self._ran_most)
             if self._beginning is not None:
-                self.begin_at(self._beginning[0], settled=self._beginning[1])
+                self.begin_at(self._beginning[0], converged=self._beginning[1])
         elif fixed is not None:
             if self._plateau is not None and self._plateau > fixed:
                 self._plateau = None
@@ -137,9 +142,12 @@ class BatchLimit:
     def observe(
         self, running: int, waiting: int, load: int, *, proven: bool = False, pool: Exploration | None = None
     ) -> None:
-        """Learn from one reading, while about `load` sequences are at the engine.
+        """Learns from a reading.
 
-        `proven`: the waiting ones can wait for nothing but a place in the batch. `pool` bounds the growth.
+        Args:
+            load: Sequences in flight, approximately.
+            proven: Waiting sequences can only wait for a place in the batch.
+            pool: Bounds the growth.
         """
         self._ran_most = max(self._ran_most, running)
         if waiting > 0:
@@ -147,63 +155,63 @@ class BatchLimit:
             if self._plateau is not None and running <= self._plateau < self.value:
                 # The reading that ends a trial may show a request that came between two steps.
                 self._proofs = self._proofs + 1 if proven and running == self._plateau else 0
-                self._settle(self._plateau, self._proven or self._proofs >= PLATEAU_READINGS)
+                self._converge(self._plateau, self._proven or self._proofs >= PLATEAU_READINGS)
                 return
             self._waited.append(running)
             proven = proven and running >= self._ran_most
             last = list(self._waited)[-PROVEN_READINGS if proven else -PLATEAU_READINGS :]
             steady = max(last) - min(last) <= (0 if proven else max(1, running // 10))
             if len(last) == (PROVEN_READINGS if proven else PLATEAU_READINGS) and steady and running > 0:
-                self._settle(max(last), proven)
+                self._converge(max(last), proven)
             return
         self._waited.clear()
         self._ran_freely = max(self._ran_freely, running)
         if running > self.value:
             self._set(running)
         used_from = self._used_from()
-        # Half, because short requests spend much of their time outside the batch, on their way in and out.
+        # Half, because short requests spend much of their time in transit, outside the batch.
         if load >= used_from and 2 * running >= used_from:
             self._grow(running, load, pool)
 
     def unpublished(self, load: int) -> None:
-        """The backend is healthy with `load` sequences and publishes no numbers, so a low guess would stay for ever.
+        """Raises the limit of a healthy backend without metrics, whose initial limit would otherwise never grow.
 
-        After a refusal the limit grows as that of an engine with gauges. All that is in flight counts as running.
+        After a refusal the limit grows as it does with gauges. All `load` sequences in flight count as running.
         """
-        if not self._settled:
+        if not self._converged_at:
             if self._cap is None:
                 self._set(max(self.value, UNPUBLISHED))
                 self._ran_freely = self.value
         elif load >= self._used_from():
             self._grow(load, load, None, UNPUBLISHED)
 
-    def refused(self, held: int) -> None:
-        """The engine turned a request away as busy while it held `held` other sequences.
+    def refused(self, load: int) -> None:
+        """Lowers the limit after the engine refused a request as busy, with `load` other sequences in flight.
 
-        A burst may have several refusals, of which the last ones show the least. Where no trial was running, the engine
-        takes less than it did, perhaps for a moment: the next trial comes after the shortest calm. From there the limit
-        doubles up to the old plateau, as the congestion window of TCP does up to its threshold (slow start, RFC 5681).
+        Without a trial in progress the engine accepts less than before, perhaps for a moment, so the next trial comes
+        after the shortest calm. From there the limit doubles up to the old plateau, as TCP's congestion window does up
+        to its threshold (slow start, RFC 5681). Of several refusals in a burst, the last ones show the lowest load.
         """
         self._calm = 0
-        plateau = max(1, min(self.value, held))
+        plateau = max(1, min(self.value, load))
         self._proven = self._given = False
         if self._plateau != self.value:
-            self._settle(plateau, proven=False)
+            self._converge(plateau, proven=False)
         elif plateau < self.value:
             self._plateau = self.value = plateau
-            if plateau < FALLEN * self._settled:
+            if plateau < FALLEN * self._converged_at:
                 self._calm_needed = CALM_READINGS_MIN
 
     def _used_from(self) -> int:
-        """The load from which the limit is used: all of it where it is proven, else what the lowest band may fill."""
+        """Returns the load from which the limit counts as used: all of a proven limit, else the lowest band's slots."""
         if self._proven or self.lowest_ceiling >= 1.0:
             return self.value
         return max(1, min(slots_under(self.value, self.lowest_ceiling, 0), self.value - 1))
 
     def _grow(self, running: int, load: int, pool: Exploration | None, bound: int | None = None) -> None:
-        if pool is not None and not self.settled:
+        if pool is not None and not self.converged:
             if (end := pool.proven_elsewhere(self)) is not None:
-                self._settle(end, proven=False)
+                self._converge(end, proven=False)
                 return
             bound = pool.bound(self)
         if self._plateau is not None and running > self._plateau:
@@ -211,19 +219,19 @@ class BatchLimit:
         if self._plateau is None or self.value < self._plateau:
             quarter = self.value + max(1, self.value // 4)
             filled = min(self.value, ceil(running / self.lowest_ceiling))
-            grown = max(quarter, min(2 * filled, self._settled) if self._settled else 2 * filled)
+            grown = max(quarter, min(2 * filled, self._converged_at) if self._converged_at else 2 * filled)
             self._set(grown if bound is None else max(self.value, min(grown, bound)))
             return
         self._calm += 1
         if self._calm >= self._calm_needed:
             self._calm = 0
-            # Traffic that fills it to `load` now will fill it to one more than the plateau then.
+            # Traffic that fills the backend to `load` now fills the new limit to one more than the plateau.
             self._set(max(self._plateau + 1, ceil(self._plateau * (self._plateau + 1) / load)))
 
-    def _settle(self, plateau: int, proven: bool) -> None:
-        same = abs(plateau - self._settled) <= max(1, plateau // 10)
+    def _converge(self, plateau: int, proven: bool) -> None:
+        same = abs(plateau - self._converged_at) <= max(1, plateau // 10)
         if same and self._proven and not proven:
-            # A proven limit is not given up for what may be a moment between two steps.
+            # A single reading between two steps does not replace a proven limit.
             plateau, proven = self._plateau or plateau, True
         if plateau != self.value or self._plateau is None:
             self._calm_needed = min(CALM_READINGS_MAX, 2 * self._calm_needed) if same else CALM_READINGS_MIN
@@ -231,7 +239,7 @@ class BatchLimit:
             self._calm_needed = CALM_READINGS_MAX
         if plateau != self._plateau:
             self._proofs = 0
-        self._plateau = self._settled = plateau
+        self._plateau = self._converged_at = plateau
         self._given = False
         self._proven = proven
         self._set(plateau)
@@ -241,7 +249,7 @@ class BatchLimit:
 
 
 class PoolMember(Protocol):
-    """What `Exploration` needs of a backend."""
+    """The interface of a backend that `Exploration` needs."""
 
     @property
     def up(self) -> bool: ...
@@ -254,40 +262,43 @@ class PoolMember(Protocol):
 
 
 class Exploration:
-    """Decides which engine of a pool is tried beyond the batch that is known to run: one at a time.
+    """Lets the limit of at most one engine of a pool grow beyond the largest batch that ran.
 
-    The engines are assumed to be equal until they prove otherwise. A batch that one of them has run may be given to the
-    others as well, and where one has met its limit, theirs is believed to be. Beyond that only one engine is tried at a
-    time, because sequences above its limit wait inside it, before everything that comes later. Meanwhile requests that
-    must not wait find room at the others.
+    The engines are assumed to be equal until they prove otherwise. A batch size that ran on one engine may be used on
+    all, and a limit proven by one applies to all. Only one engine tries a larger batch at a time, because the excess
+    sequences wait in its queue ahead of all later requests. Meanwhile urgent requests find room on the other engines.
     """
 
     def __init__(self) -> None:
         self.members: dict[str, PoolMember] = {}
-        self.sure = 0
-        """The largest batch that any of them was seen to run."""
+        self.proven_load = 0
+        """The largest batch that ran on any member."""
         self._largest: BatchLimit | None = None
 
     def learned(self, limit: BatchLimit) -> None:
-        """One of the limits may have changed."""
-        if limit.sure >= self.sure:
-            self.sure, self._largest = limit.sure, limit
+        """Notes that `limit` may have changed."""
+        if limit.proven_load >= self.proven_load:
+            self.proven_load, self._largest = limit.proven_load, limit
         elif limit is self._largest:
             self.refresh()
 
     def refresh(self) -> None:
-        """Members came or left, or a limit was lowered."""
-        self._largest = max((member.limit for member in self.members.values()), key=lambda one: one.sure, default=None)
-        self.sure = 0 if self._largest is None else self._largest.sure
+        """Recomputes the state after a change of the members or a lowered limit."""
+        self._largest = max(
+            (member.limit for member in self.members.values()), key=lambda one: one.proven_load, default=None
+        )
+        self.proven_load = 0 if self._largest is None else self._largest.proven_load
 
-    def bound(self, of: BatchLimit) -> int | None:
-        """How far the limit of a member may grow; None while no other is being tried."""
-        others = (one for one in self.members.values() if one.limit is not of and one.up)
-        # What is sent ahead of a limit tries nothing: it is there for all of them once they are full.
-        tried = any(min(one.in_flight, one.limit.value) > max(self.sure, one.limit.sure) for one in others)
-        return self.sure if tried else None
+    def bound(self, limit: BatchLimit) -> int | None:
+        """Returns the maximum for the limit of a member; None while no other member tries a larger batch."""
+        others = (one for one in self.members.values() if one.limit is not limit and one.up)
+        # Requests in the look-ahead are no trial, because all full members have them.
+        tried = any(
+            min(one.in_flight, one.limit.value) > max(self.proven_load, one.limit.proven_load) for one in others
+        )
+        return self.proven_load if tried else None
 
-    def proven_elsewhere(self, of: BatchLimit) -> int | None:
-        """The lowest proven limit of another engine, at least as large as what `of` was seen to run; None for none."""
-        ends = (one.limit.sure for one in self.members.values() if one.limit is not of and one.limit.proven)
-        return min((end for end in ends if end >= of.sure), default=None)
+    def proven_elsewhere(self, limit: BatchLimit) -> int | None:
+        """Returns the lowest proven limit of another member that is at least `limit.proven_load`; None if none."""
+        ends = (one.limit.proven_load for one in self.members.values() if one.limit is not limit and one.limit.proven)
+        return min((end for end in ends if end >= limit.proven_load), default=None)

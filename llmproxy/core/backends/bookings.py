@@ -1,4 +1,4 @@
-"""The requests that this proxy has in flight on one backend, and the adapters that they made resident there."""
+"""The requests that this proxy has in flight on one backend, and the adapters resident there."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ from msgspec import Struct
 from llmproxy.core.domain import Reading, Request
 
 GAUGE_LAG_S = 0.03
-"""vLLM sets its gauges in engine steps, 10-26 ms late. A reading cannot contain younger work."""
+"""vLLM updates its gauges per engine step, 10-26 ms late. A reading cannot include younger requests."""
 RESIDENT_ADAPTERS_MAX = 1_024
-"""Bound of the residency list of an engine that does not publish how many adapters it holds."""
+"""Maximum number of resident adapters of an engine that does not publish its adapter slots."""
 
 
 class Booking(Struct, eq=False):
     request: Request
     booked_s: float
-    started: bool = False
-    begun: bool = False
+    started: bool = False  # The engine runs the request: a byte came, or readings show it.
+    begun: bool = False  # The request is a stream that has sent a byte.
 
 
 class Bookings:
-    """The leases on one backend in the order of their booking.
-
-    `sequences` is their sum, `high_water` the most since the last reading. `begun` are the
-    sequences of streams that have sent a byte. `debit_tokens` are prompt tokens booked
-    after the last reading, which its KV use does not contain yet.
-    """
+    """The leases on one backend in the order of their booking."""
 
     def __init__(self) -> None:
         self.by_lease: dict[int, Booking] = {}
         self.sequences = 0
+        """Sequences in flight."""
         self.high_water = 0
+        """Maximum of `sequences` since the last reading."""
         self.begun = 0
+        """Sequences of streams that have sent a byte."""
         self.debit_tokens = 0
+        """Prompt tokens booked after the last reading, which its KV usage does not include."""
         self._debits: dict[int, int] = {}
         self._left_queue = 0
 
@@ -47,7 +46,7 @@ class Bookings:
         self.debit_tokens += debit_tokens
 
     def begin(self, lease: int) -> None:
-        """The first byte came."""
+        """Notes the first byte of a lease."""
         booking = self.by_lease[lease]
         if booking.request.stream and not booking.begun:
             booking.begun = True
@@ -56,7 +55,7 @@ class Bookings:
 
     def remove(self, lease: int, reading: Reading | None) -> Booking:
         if lease in self.last_waiting(reading):
-            # The reading still counts it, and earlier leases do not wait in its place.
+            # The reading still counts the lease as waiting, and no earlier lease takes its place.
             self._left_queue += self.by_lease[lease].request.sequences
         booking = self.by_lease.pop(lease)
         self.sequences -= booking.request.sequences
@@ -65,9 +64,10 @@ class Bookings:
         return booking
 
     def observe(self, reading: Reading) -> int:
-        """Take in a new reading. Answers how many more sequences it shows than we had in flight lately.
+        """Applies a new reading. Returns the number of sequences that it shows beyond the own ones.
 
-        A gauge still counts what ended a moment ago, so it is compared with the most since the last reading.
+        A gauge may still count sequences that ended a moment ago, so it is compared with the maximum since the last
+        reading.
         """
         self._left_queue = 0
         for lease in [x for x in self._debits if self.by_lease[x].booked_s <= reading.taken_at_s - GAUGE_LAG_S]:
@@ -76,16 +76,17 @@ class Bookings:
         self.high_water = self.sequences
         return others
 
-    def debits_of(self, leases: list[int]) -> int:
+    def sum_debits(self, leases: list[int]) -> int:
         return sum(self._debits.get(lease, 0) for lease in leases)
 
-    def sequences_of(self, leases: list[int]) -> int:
+    def count_sequences(self, leases: list[int]) -> int:
         return sum(self.by_lease[lease].request.sequences for lease in leases)
 
     def last_waiting(self, reading: Reading | None) -> Iterator[int]:
-        """The newest leases that `reading` has seen, up to as many sequences as it shows waiting; the newest first.
+        """Yields the leases in the engine's queue by `reading`, the newest first.
 
-        An engine's queue holds what came last.
+        These are the newest leases before the reading, up to its number of waiting sequences, because an engine queues
+        the requests that arrived last.
         """
         if reading is None:
             return
@@ -99,7 +100,7 @@ class Bookings:
             yield lease
 
     def unstarted_answers(self) -> Iterator[tuple[int, Booking]]:
-        """Leases without a stream that are not known to have started."""
+        """Returns the non-streamed leases that are not known to have started."""
         return ((x, one) for x, one in self.by_lease.items() if not one.started and not one.request.stream)
 
     def check(self) -> None:
@@ -110,7 +111,7 @@ class Bookings:
 
 
 class ResidentAdapters:
-    """The adapters that a backend is believed to hold: the least recently used are evicted first."""
+    """The adapters that a backend probably has loaded. The least recently used adapter is evicted first."""
 
     def __init__(self) -> None:
         self._used: OrderedDict[str, None] = OrderedDict()
@@ -127,12 +128,12 @@ class ResidentAdapters:
         self.evict(slots)
 
     def evict(self, slots: int | None) -> None:
-        """Keep as many as the engine has slots; None where it does not publish that."""
+        """Evicts adapters beyond the engine's `slots`; None if the engine does not publish them."""
         while len(self._used) > (slots or RESIDENT_ADAPTERS_MAX):
             self._used.popitem(last=False)
 
     def keep(self, adapters: Set[str]) -> None:
-        """Drop those that are not listed any more."""
+        """Removes all adapters that are not in `adapters`."""
         for name in [name for name in self._used if name not in adapters]:
             del self._used[name]
 

@@ -1,4 +1,4 @@
-"""The model names that clients may use, and the pool and adapter that each one means, learned from the backends."""
+"""The catalogue of model names that clients may use, with their pools and adapters, built from backends' listings."""
 
 from __future__ import annotations
 
@@ -14,66 +14,61 @@ from xxhash import xxh64_intdigest
 from llmproxy.core.domain import Listing, ModelCard, Outcome, Refused
 
 Aliases = Mapping[str, str | Mapping[str, float]]
-"""The name that each alias stands for, or those that share its requests, with their weights."""
+"""The target name of each alias, or several target names with weights that share its requests."""
 ANY = "*"
-"""The alias that is every name which is no other alias."""
+"""The alias for all names without an alias."""
 NAME_CHARS_MAX = 1_024
-"""Of a model or an adapter. Longer names of clients are let through to no backend: they are kept and logged."""
+"""Maximum length of a name that `unlisted` passes through, because such names are stored and logged."""
 RETRY_UNREAD_S = 1.0
-"""Retry-After while a configured backend was never read: about the time until a poll finds it."""
+"""Retry-After while a backend was never read: about one poll interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a requested name means.
-
-    `model` is a name that the backends list; `adapter` is None for a base model. An adapter that they load when it is
-    first asked for may be in no list: `model` is its base model then. `context_tokens` is the longest
-    context of a backend that lists the name, None where no backend publishes it.
-    """
+    """The model, pool and adapter of a requested name."""
 
     requested: str
-    model: str
+    model: str  # A name that backends list. Of an adapter that backends load on demand: its base model.
     pool: str
-    adapter: str | None
-    context_tokens: int | None = None
+    adapter: str | None  # None for a base model.
+    context_tokens: int | None = None  # Longest context of the backends that list the name; None if unpublished.
 
 
 class Catalogue:
-    """Name -> (pool, adapter), rebuilt whenever a listing changes.
+    """The mapping of names to pools and adapters, rebuilt whenever a listing changes.
 
-    Backends that list a base model in common are in one pool, and so are backends that a third one joins in this way.
-    Adapters join nothing: they belong to the pool of the backend that lists them. A pool has the name that most of its
-    backends list, of several the one that most list first, then the first by the alphabet. So the name depends on the
-    listings alone, and a roll-out from one served name to another changes it once. A name in `apart` or `named` comes
-    before all others and pins it. Listings of backends that are down still count.
-
-    `aliases` are configured. `promised` are adapters that a backend is being asked to load: a request for one is
-    early, not wrong. `named` are pools that may have no backend at the moment, `apart` those that are a shard of their
-    own. `expecting` says that discovery will still name backends.
+    Backends with a common base model are in one pool, and pools with a common backend are one pool. An adapter belongs
+    to the pool of the backend that lists it. The name of a pool is the base model that most of its backends list; of
+    equals, the base model that most backends list first, then the first in alphabetical order. So the name depends on
+    the listings alone, and a roll-out from one served name to another changes it once. A name in `apart` or `named`
+    takes precedence. Listings of backends that are down still count.
     """
 
     def __init__(self, backends: Iterable[str], aliases: Aliases) -> None:
         self.aliases: Aliases = dict(aliases)
         self.served: Mapping[str, Target] = {}
-        """Every name that a backend lists, and what it means there."""
+        """The target of each name that a backend lists."""
         self.targets: Mapping[str, Target] = {}
-        """Every known name that always means the same, and what it means to clients."""
+        """The target of each name and alias with a single target."""
         self.names: Mapping[str, frozenset[str]] = {}
-        """Pool -> the base models that its backends list."""
+        """The base models of each pool."""
         self.members: Mapping[str, str] = {}
-        """Backend -> its pool; without those that were never read."""
+        """The pool of each backend that was read."""
         self._pool_named: Mapping[str, str] = {}
         self._listings: dict[str, Listing | None] = dict.fromkeys(backends)
         self._cards: dict[str, ModelCard] = {}
         self._unread = set(self._listings)
         self._names_text: str | None = None
         self.promised: frozenset[str] = frozenset()
+        """Adapters that are to be loaded. Requests for them get a Retry-After instead of `unknown_model`."""
         self.named: frozenset[str] = frozenset()
+        """Pools that may have no backend at the moment."""
         self.apart: frozenset[str] = frozenset()
+        """Pools with an own shard."""
         self.unlisted: Mapping[str, str] = {}
         """See `Settings.unlisted`."""
         self.expecting = False
+        """Whether discovery will still add backends."""
         self.ever_read = False
         """Whether any backend was read since the start of the process."""
         self.revision = 0
@@ -86,41 +81,41 @@ class Catalogue:
 
     @property
     def complete(self) -> bool:
-        """There is a backend, each was read at least once, and no more are expected."""
+        """Whether there are backends, all of them were read, and discovery adds no more."""
         return not self.expecting and bool(self._listings) and not self._unread
 
     def add(self, backend: str) -> None:
-        """Add a backend of which nothing is known yet."""
+        """Adds a backend without a listing."""
         if self._listings.setdefault(backend, None) is None:
             self._unread.add(backend)
 
     def remove(self, backend: str) -> None:
-        """Remove a backend, and the names that it alone listed."""
+        """Removes a backend, and the names that only this backend listed."""
         del self._listings[backend]
         self._unread.discard(backend)
         self._rebuild()
 
     def rename(self, aliases: Aliases) -> None:
-        """Replace the configured aliases."""
+        """Replaces the configured aliases."""
         self.aliases = dict(aliases)
         self._rebuild()
 
-    def meant(self, name: str | None, key: str = "", beside: str | None = None) -> str | None:
-        """The name that backends know for a requested one.
+    def resolve_alias(self, name: str | None, key: str = "", beside: str | None = None) -> str | None:
+        """Returns the target name of a requested name or alias; the name itself without an alias.
 
-        Where several share an alias, requests with the same `key` get the same one, of those that may be served now.
-        What the backend `beside` serves comes before all others.
+        An alias may have several targets with weights. Targets that the backend `beside` serves come first, then
+        targets that may be served now. Requests with the same `key` get the same target.
         """
-        stands_for = None if name is None else self._stands_for(name)
-        if stands_for is None or isinstance(stands_for, str):
-            return stands_for
+        targets = None if name is None else self._alias_targets(name)
+        if targets is None or isinstance(targets, str):
+            return targets
         listing = None if beside is None else self._listings.get(beside)
-        there = stands_for.keys() & {card.name for card in listing.cards} if listing is not None else set()
-        there = there or {one for one in stands_for if self._may_be_served(one)} or set(stands_for)
-        return _drawn({one: weight for one, weight in stands_for.items() if one in there}, f"{name}\0{key}")
+        eligible = targets.keys() & {card.name for card in listing.cards} if listing is not None else set()
+        eligible = eligible or {one for one in targets if self._may_be_served(one)} or set(targets)
+        return _choose({one: weight for one, weight in targets.items() if one in eligible}, f"{name}\0{key}")
 
-    def _let_through(self, name: str) -> str | None:
-        """The key of `unlisted` that covers a name, of several the longest; None for what is known otherwise."""
+    def _unlisted_entry(self, name: str) -> str | None:
+        """Returns the longest key of `unlisted` that covers a name; None if the name is known otherwise."""
         served = self.served.get(name)
         if (
             not self.unlisted
@@ -132,58 +127,60 @@ class Catalogue:
         covers = (key for key in self.unlisted if key == name or (key[-1:] == ANY and name.startswith(key[:-1])))
         return max(covers, key=len, default=None)
 
-    def _stands_for(self, name: str) -> str | Mapping[str, float]:
-        if self.unlisted and (entry := self._let_through(name)) is not None:
+    def _alias_targets(self, name: str) -> str | Mapping[str, float]:
+        if self.unlisted and (entry := self._unlisted_entry(name)) is not None:
             return self.unlisted[entry]
-        # An alias is followed once, so that its own name can be one of those that share it.
+        # Aliases are not followed recursively, so that an alias can be its own target.
         return self.aliases.get(name) or self.aliases.get(ANY, name)
 
     def _may_be_served(self, name: str) -> bool:
         return name in self.served or name in self.named or name in self.promised
 
     def pool_of(self, backend: str) -> str | None:
-        """The pool of a backend; None where it was never read or lists no base model."""
+        """Returns the pool of a backend; None if the backend was never read or lists no base model."""
         return self.members.get(backend)
 
     def pool_named(self, name: str) -> str:
-        """The pool whose backends list this base model; the name itself where no backend lists it."""
+        """Returns the pool of a base model; the name itself if no backend lists it."""
         return self._pool_named.get(name, name)
 
     def listed(self, backend: str, listing: Listing) -> bool:
-        """Store a backend's listing. True when names or pools changed."""
-        known = self._listings.get(backend)
+        """Stores a backend's listing. Returns whether names or pools changed."""
+        before = self._listings.get(backend)
         self._listings[backend] = listing
         self._unread.discard(backend)
         self.ever_read = True
-        if known is not None and known.cards == listing.cards:
+        if before is not None and before.cards == listing.cards:
             return False
         self._rebuild()
         return True
 
     def resolve(self, name: str | None, key: str = "", beside: str | None = None) -> Target:
-        """What `name` means; None means the base model of the only pool, as in vLLM. `key` and `beside`: see `meant`.
+        """Returns the target of a requested name. As in vLLM, None selects the base model of the only pool.
 
-        Raises Refused with `unknown_model`, or with `rejected_no_backends` while an unread backend might still know the
-        name or the adapter is promised.
+        For `key` and `beside` see `resolve_alias`.
+
+        Raises Refused with `unknown_model`, or with `rejected_no_backends` while an unread backend may still list the
+        name or while the adapter is to be loaded.
         """
         if name is None:
             return self._only_pool()
         target = self.targets.get(name)
         if target is not None:
             return target
-        if self.unlisted and (entry := self._let_through(name)) is not None:
-            # Clients make up such names, so that they count as the entry that lets them through.
+        if self.unlisted and (entry := self._unlisted_entry(name)) is not None:
+            # Clients choose such names, so metrics count them under the entry of `unlisted`.
             return replace(self.resolve(self.unlisted[entry]), requested=entry, adapter=name)
-        meant = self.meant(name, key, beside)
-        assert meant is not None
-        if meant in self.served:
-            # Clients make up names, and `*` takes them all: those that nobody configured count as what they mean.
+        model = self.resolve_alias(name, key, beside)
+        assert model is not None
+        if model in self.served:
+            # Clients choose names that `*` maps, so an unconfigured name counts under its target.
             known = name in self.aliases or name in self.served
-            return replace(self.served[meant], requested=name) if known else self.served[meant]
-        if meant in self.promised:
+            return replace(self.served[model], requested=name) if known else self.served[model]
+        if model in self.promised:
             message = f"No backend has the adapter `{name}` loaded at the moment. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNREAD_S)
-        if meant in self.named:
+        if model in self.named:
             message = f"No replica of `{name}` is up at the moment; one was asked for. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNREAD_S)
         if not self.ever_read:
@@ -197,18 +194,18 @@ class Catalogue:
                 RETRY_UNREAD_S,
             )
         what = f"The model `{name}` does not exist"
-        if meant != name:
-            what = f"The model `{name}` stands for `{meant}`, which no backend serves"
+        if model != name:
+            what = f"The model `{name}` stands for `{model}`, which no backend serves"
         raise Refused(Outcome.UNKNOWN_MODEL, f"{what}. Known models: {self._known_names()}.")
 
     def awaits(self, name: str | None) -> bool:
-        """Whether a name that `meant` returned may become known: `resolve` raises `rejected_no_backends`."""
+        """Returns whether a name from `resolve_alias` is unknown only until more backends or adapters are read."""
         if name is None:
             return not self.pools and not self.complete
         return name not in self.served and (name in self.promised or not self.complete)
 
     def models(self) -> list[dict[str, Any]]:
-        """The entries of `/v1/models`: the fields of every card, base models first, then the configured aliases."""
+        """Returns the entries of `/v1/models`: base models, then adapters, then configured aliases."""
         cards = sorted(self._cards.items(), key=lambda item: (item[1].parent is not None, item[0]))
         entries: list[dict[str, Any]] = [{**card.fields, "id": name} for name, card in cards]
         for alias in sorted(self.aliases.keys() - self._cards.keys() - {ANY}):
@@ -218,7 +215,7 @@ class Catalogue:
         return entries
 
     def _known_names(self) -> str:
-        # Kept, because thousands of requests may be refused at once where backends list hundreds of names.
+        # Cached, because thousands of requests may be refused at once while backends list hundreds of names.
         if self._names_text is None:
             shared = {name for name in self.aliases if any(one in self.served for one in _names(self.aliases[name]))}
             self._names_text = ", ".join(sorted({*self.served, *shared} - {ANY})[:20]) or "none"
@@ -257,30 +254,30 @@ class Catalogue:
                 for card in listing.cards:
                     if (card.parent is not None) is not adapters:
                         continue
-                    known = targets.get(card.name)
-                    if known is None:
+                    target = targets.get(card.name)
+                    if target is None:
                         adapter = card.name if adapters else None
                         targets[card.name] = Target(card.name, card.name, pool, adapter, longest)
                         cards[card.name] = card
-                    elif longest is not None and known.pool == pool and longest > (known.context_tokens or 0):
-                        targets[card.name] = replace(known, context_tokens=longest)
+                    elif longest is not None and target.pool == pool and longest > (target.context_tokens or 0):
+                        targets[card.name] = replace(target, context_tokens=longest)
         self.served, self._cards = targets, cards
-        meanings = ((name, self._stands_for(name)) for name in (targets.keys() | self.aliases) - {ANY})
+        resolved = ((name, self._alias_targets(name)) for name in (targets.keys() | self.aliases) - {ANY})
         self.targets = {
-            name: replace(targets[meant], requested=name)
-            for name, meant in meanings
-            if isinstance(meant, str) and meant in targets and self._let_through(name) is None
+            name: replace(targets[target], requested=name)
+            for name, target in resolved
+            if isinstance(target, str) and target in targets and self._unlisted_entry(name) is None
         }
         self._names_text = None
         self.revision += 1
 
 
-def _names(stands_for: str | Mapping[str, float]) -> Iterable[str]:
-    return (stands_for,) if isinstance(stands_for, str) else stands_for
+def _names(targets: str | Mapping[str, float]) -> Iterable[str]:
+    return (targets,) if isinstance(targets, str) else targets
 
 
-def _drawn(weights: Mapping[str, float], key: str) -> str:
-    """One of these names, each for its share of all keys. A changed weight moves few of them."""
+def _choose(weights: Mapping[str, float], key: str) -> str:
+    """Returns a name for `key`, so that each name gets its share of all keys. A changed weight moves few keys."""
     ends = list(accumulate(weights.values()))
     point = xxh64_intdigest(key.encode("utf-8", "surrogatepass")) / 2**64 * ends[-1]
     # The largest hash is rounded up to the very end.
@@ -292,7 +289,7 @@ def _base_models(listing: Listing) -> tuple[str, ...]:
 
 
 def _joined(lists: Iterable[Iterable[str]]) -> list[frozenset[str]]:
-    """The names of these lists, those of lists that overlap together."""
+    """Returns the names of the lists as disjoint sets, with overlapping lists merged."""
     joined: list[frozenset[str]] = []
     for names in map(frozenset, lists):
         overlapping = [one for one in joined if one & names]

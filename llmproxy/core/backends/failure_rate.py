@@ -1,4 +1,4 @@
-"""Whether a backend fails a larger share of its requests than the rest of its pool does."""
+"""Detection of backends that fail a larger share of their requests than the rest of their pool."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from math import comb
 
 ANSWERS = 32
-"""How many answers of a backend are remembered."""
+"""Number of recent answers considered per backend."""
 FAILURES_MIN = 5
-"""Fewer failures among them prove nothing."""
+"""Minimum number of failures among them for an ejection."""
 CHANCE = 1e-5
-"""Highest probability, at each failure, to eject a backend that fails no more often than the others."""
+"""Maximum probability, per failure, of ejecting a backend that fails no more often than the others."""
 
 
 class FailureRate:
-    """The last `ANSWERS` of one backend, true for each that failed."""
+    """The outcomes of the last ANSWERS answers of one backend."""
 
     __slots__ = ("_failed",)
 
@@ -28,14 +28,14 @@ class FailureRate:
 
     @property
     def settled(self) -> bool:
-        """Enough answers are known, and next to none failed."""
+        """Whether ANSWERS answers are known and fewer than FAILURES_MIN failed."""
         return len(self._failed) == ANSWERS and self.failures < FAILURES_MIN
 
     def add(self, failed: bool) -> None:
         self._failed.append(failed)
 
     def forgive(self) -> None:
-        """The last failure was its request's own."""
+        """Removes one failure, because the request caused it."""
         if True in self._failed:
             self._failed.remove(True)
 
@@ -43,11 +43,11 @@ class FailureRate:
         self._failed.clear()
 
     def outlier(self, others: Iterable[FailureRate]) -> str | None:
-        """Return why the backend is an outlier of its pool, None if it is not.
+        """Returns why the backend is an outlier of its pool; None if it is not.
 
-        It is an outlier if a backend with the failure rate of the others had so many failures with a probability below
-        `CHANCE` (binomial test). One failure and one success are added to those of the others (Laplace's rule of
-        succession), because a few good answers prove little.
+        A backend is an outlier if at least its number of failures, at the failure rate of the others, has a probability
+        below CHANCE (binomial test). A failure and a success are added to the counts of the others (Laplace's rule of
+        succession), because a few successful answers prove little.
         """
         answers, failures = len(self._failed), self.failures
         if failures < FAILURES_MIN:

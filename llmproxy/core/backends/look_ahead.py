@@ -1,4 +1,4 @@
-"""How many requests to send to a full engine, so that few places are empty while the next request is on its way."""
+"""The look-ahead: requests sent to a full engine beyond its batch limit, so that few batch places become empty."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from math import exp
 from llmproxy.core.estimates.learning import follow, gain
 
 EMPTY_MAX = 0.005
-"""The share of a batch that may be empty on average. A smaller one has requests wait in engines for little output."""
+"""Mean share of a batch that may be empty. A smaller share makes requests wait inside engines for little throughput."""
 SHARE_MAX = 4
-"""At most one request ahead for so many of the batch: a request inside an engine cannot be placed elsewhere."""
+"""Maximum look-ahead: one request per SHARE_MAX places, because a request inside an engine cannot be moved."""
 GAIN = 1 / 64
-"""Weight of a newer reading in the mean: some 13 s of work decide."""
+"""Weight of a new reading in the mean, which then covers about 13 s."""
 
 
 class LookAhead:
-    """The look-ahead of one backend, from how many of its sequences are on their way while it is full.
+    """The look-ahead of one backend, computed from the sequences in transit while the backend is full.
 
-    A sequence is on its way while the proxy counts it and the engine neither runs nor queues it: over the network, in
-    the tokeniser, until the next step begins, and back. Readings show how many there are on average, whatever the
-    requests are and whether they stream. So many places are empty while nothing is sent ahead. Their number varies like
-    a Poisson variable: with `n` requests ahead, the mean of `max(0, on the way - n)` places are empty. The look-ahead
-    is the least `n` that leaves at most `EMPTY_MAX` of the batch empty, like the base stock of an inventory with a lead
-    time (Zipkin, Foundations of Inventory Management, 2000).
+    A sequence is in transit while the proxy counts it and the engine neither runs nor queues it: on the network, in the
+    tokeniser, before the next engine step, and on the way back. Readings show the mean number in transit. Without a
+    look-ahead, that many places of the batch are empty. The number in transit varies like a Poisson variable, so with a
+    look-ahead of `n` the mean of `max(0, in transit - n)` places are empty. The look-ahead is the smallest `n` that
+    leaves at most EMPTY_MAX of the batch empty, like the base stock of an inventory with a lead time (Zipkin,
+    Foundations of Inventory Management, 2000).
     """
 
     def __init__(self) -> None:
@@ -30,18 +30,18 @@ class LookAhead:
         self._readings = 0
         self._requests: dict[int, int] = {}
 
-    def observe(self, load: int, on_the_way: int) -> None:
-        """A reading of the full backend: of `load` sequences that the proxy counts, so many are on their way."""
+    def observe(self, load: int, in_transit: int) -> None:
+        """Notes a reading of the full backend: `in_transit` of the `load` sequences that the proxy counts."""
         self._readings += 1
-        self._share = follow(self._share, on_the_way / load, gain(GAIN, self._readings))
+        self._share = follow(self._share, in_transit / load, gain(GAIN, self._readings))
         self._requests.clear()
 
     def requests(self, limit: int) -> int:
-        """How many requests may be in flight above `limit`; 0 before any reading of the full backend."""
-        known = self._requests.get(limit)
-        if known is None:
-            known = self._requests[limit] = self._ahead(limit)
-        return known
+        """Returns how many requests may be in flight above `limit`; 0 before the first reading of the full backend."""
+        ahead = self._requests.get(limit)
+        if ahead is None:
+            ahead = self._requests[limit] = self._ahead(limit)
+        return ahead
 
     def _ahead(self, limit: int) -> int:
         mean = empty = self._share * limit
@@ -49,7 +49,7 @@ class LookAhead:
         more = 1.0 - chance
         ahead = 0
         while empty > EMPTY_MAX * limit and ahead < limit // SHARE_MAX:
-            # The mean of what exceeds one more is smaller by the chance that anything exceeds the present number.
+            # With one more request ahead, the mean shrinks by the probability of exceeding the present number.
             empty -= more
             ahead += 1
             chance *= mean / ahead

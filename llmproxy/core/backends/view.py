@@ -1,4 +1,4 @@
-"""The frozen view of a backend that policies decide on."""
+"""The immutable snapshot of a backend that policies see."""
 
 from __future__ import annotations
 
@@ -9,44 +9,51 @@ from llmproxy.core.domain import Reading, Role
 
 
 class View(Struct, frozen=True):
-    """One backend at one instant, as policies see it.
-
-    `load` counts sequences in flight, ours and other clients'. `limit` is how many may run at once. `waiting` are the
-    sequences in the engine's own queue at the last reading. `kv_used` (0..1) includes prompts booked since that
-    reading; `kv_tokens` is the size of the KV-cache. `prompt_range` are the prompt lengths that the backend is meant
-    for, in tokens; None means any. `reading` is the last one, while it is fresh. `warmth` (0..1] is the share of its
-    limit that the backend should have during slow start. `highest_ceiling` is the ceiling of the highest band. `sure`
-    is the number of sequences that were seen to run at once, here or on another engine of the pool; 0 where unknown.
-    `prompt_window_s` is how long the prompts given to it may take; None for any time. `role` is what the backend is
-    meant to compute. `probed`: the backend is ejected, its pause is over, and one request is to test it; with
-    `stream_probe` that request must be a stream.
-    """
+    """Snapshot of one backend for policies."""
 
     backend: str
     available: bool
+    """Whether the backend may be given requests: up, not drained, and not ejected or due for a probe."""
     served: frozenset[str]
+    """The model names of the last listing."""
     resident: frozenset[str]
+    """Adapters that are believed to be loaded."""
     max_adapters: int | None
     max_model_len: int | None
     prompt_range: tuple[int, int] | None
+    """Configured range of prompt lengths in tokens; None means any length."""
     limit: int
+    """Sequences that may run at once."""
     load: int
+    """Sequences in flight, including those of other clients, and slots reserved for decode stages."""
     waiting: int
+    """Sequences in the engine's queue at the last reading, without those that fetch KV blocks."""
     kv_used: float
+    """KV cache usage (0..1), including prompts booked since the last reading."""
     kv_tokens: int | None
+    """Size of the KV cache in tokens."""
     look_ahead: int
+    """Sequences that may be in flight above `limit`."""
     kv_full: float
+    """KV cache usage (0..1) from which the cache counts as full."""
     reading: Reading | None
+    """The last reading, or None if it is stale."""
     warmth: float = 1.0
+    """Share (0..1] of its limit that the backend should get during slow start."""
     highest_ceiling: float = 1.0
-    sure: int = 0
+    """Ceiling of the highest band."""
+    proven_load: int = 0
+    """Sequences that were seen to run at once, here or on another engine of the pool; 0 if unknown."""
     prompt_window_s: float | None = None
+    """Bound on the total prefill time of the prompts that the backend has; None means no bound."""
     probed: bool = False
+    """The backend is ejected, its pause is over, and one request is to test it."""
     stream_probe: bool = False
+    """The probe request must be a stream."""
     role: Role = Role.BOTH
 
     def has_room(self, ceiling: float) -> bool:
-        """Whether one more request may be sent under `ceiling`; an idle backend takes anything."""
+        """Whether one more request fits under `ceiling`; an idle backend accepts any request."""
         if not self.available:
             return False
         load, limit, look_ahead = self.load, self.limit, self.look_ahead
@@ -60,14 +67,14 @@ class View(Struct, frozen=True):
 
     @property
     def doubtful(self) -> bool:
-        """One more sequence might wait inside the engine: no more than the current load was ever seen to run."""
-        return 0 < self.sure <= self.load
+        """Whether one more sequence might wait inside the engine, because a larger load was never seen to run."""
+        return 0 < self.proven_load <= self.load
 
     def slots(self, ceiling: float) -> int:
-        """How many sequences may be in flight under `ceiling`, the look-ahead included."""
+        """The number of sequences that may be in flight under `ceiling`, including the look-ahead."""
         return slots_under(self.limit, ceiling, self.look_ahead, self.highest_ceiling)
 
     @property
     def saturation(self) -> float:
-        """Load over capacity; 1 = full."""
+        """Load divided by the limit; 1.0 means full."""
         return self.load / self.limit

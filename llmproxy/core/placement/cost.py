@@ -129,7 +129,7 @@ class CostPlacement(Placement):
                 # A pass may place the same request several times. The request keeps its first position.
                 claims = self._claims.setdefault(prices[index].backend, {})
                 claims.setdefault(request.id, prices[index].seconds[NAMES.index("prefill")] or 0.0)
-            # `later` names the backend to wait for; the scheduler passes the request over (`Reason.LATER`).
+            # `later` names the backend to wait for; the scheduler passes the request over (`WaitReason.LATER`).
             return NoMatch(whole_model=False, later=prices[near[0]].backend)
         if len(fitting) > 1:
             lightest = min([able[index].load for index in fitting])

@@ -7,7 +7,7 @@ from contextlib import closing
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import Drop, Entry, Outcome, Refused, Request
+from llmproxy.core.domain import AdmissionKind, Drop, Outcome, Refused, Request
 from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.queueing.headroom import Headroom
 from llmproxy.core.queueing.occupancy import DrainRate
@@ -17,7 +17,7 @@ from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
 
-ARRIVALS = frozenset({Entry.NEW, Entry.RESUMED})
+ARRIVALS = frozenset({AdmissionKind.NEW, AdmissionKind.RESUMED})
 """The entries that count as arrivals: the waiting room has not had the request before."""
 
 Ready = Callable[[Sequence[View], int, float, float], Sequence[View]]
@@ -58,7 +58,7 @@ class Admission:
         """Apply other settings. The ordering stays, because waiting requests were ranked by it."""
         self._settings = settings
 
-    def enter(self, request: Request, excluded: frozenset[str], entry: Entry, now: float) -> list[Drop]:
+    def enter(self, request: Request, excluded: frozenset[str], entry: AdmissionKind, now: float) -> list[Drop]:
         """Admit a request and return the requests that were shed for it. A refusal changes nothing.
 
         Limits are not checked again for a request that comes back after a failed attempt or a preemption, or that
@@ -70,10 +70,10 @@ class Admission:
         excluded, held = self._servable(request, excluded, entry, now)
         service_s = self._first_token.at(request.prompt_tokens)
         # Custom policies may raise, also in `room.band`, so both calls come before any change.
-        rank = head_rank(request) if entry is Entry.PREEMPTED else self._ordering.rank(request, service_s)
+        rank = head_rank(request) if entry is AdmissionKind.PREEMPTED else self._ordering.rank(request, service_s)
         band = self._room.band(request.band)
         shed: list[Drop] = []
-        if entry is Entry.NEW:
+        if entry is AdmissionKind.NEW:
             self._refuse_late(request, service_s, now)
             victims = self._victims(request, now)
             self._limits.admit(request, now)
@@ -87,7 +87,7 @@ class Admission:
         return shed
 
     def _servable(
-        self, request: Request, excluded: frozenset[str], entry: Entry, now: float
+        self, request: Request, excluded: frozenset[str], entry: AdmissionKind, now: float
     ) -> tuple[frozenset[str], bool]:
         """Returns the backends that the request may not go to, and True if it is on hold until a backend is up.
 
@@ -101,12 +101,12 @@ class Admission:
                 if backend.up and backend.serves(request.model) and backend.name not in names:
                     return names, False
         able = [backend for backend in self._backends.values() if backend.serves(request.model)]
-        if entry is Entry.SEEKING:
+        if entry is AdmissionKind.OWNER_LOOKUP:
             # The request refers to state, such as a stored response, that was lost with a process that is gone.
             able = [backend for backend in able if not backend.health.gone and backend.name not in excluded]
-        resting = {backend.name for backend in able if backend.drained or not backend.health.available(now)}
-        if resting and self._settings.queue.hold_s:
-            return excluded - resting, True
+        unavailable = {backend.name for backend in able if backend.drained or not backend.health.available(now)}
+        if unavailable and self._settings.queue.hold_s:
+            return excluded - unavailable, True
         message = f"No backend of `{request.model}` is up. Try again shortly."
         if excluded:
             message = f"Every backend of `{request.model}` that is up has failed this request."

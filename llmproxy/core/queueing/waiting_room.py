@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator
 from math import inf
 
-from llmproxy.core.domain import Reason, Request, Waited
+from llmproxy.core.domain import Request, Waited, WaitReason
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.blocked import OF_BACKEND, BlockedRequests
 from llmproxy.core.queueing.deadlines import Deadlines
@@ -43,7 +43,7 @@ class WaitingRoom:
         self._limits = limits
         self._drain = drain
         # Band -> (time, reason) of the last decision that made the band wait.
-        self._held_back: dict[int, tuple[float, Reason]] = {}
+        self._held_back: dict[int, tuple[float, WaitReason]] = {}
         self._bands: dict[int, Band] = {}
         # Band -> its requests, the newest first, for shedding.
         self._newest: dict[int, LazyHeap[float, Queued]] = {}
@@ -117,7 +117,7 @@ class WaitingRoom:
         self.output_tokens -= request.output_tokens
         return waited
 
-    def set_wait_reason(self, level: int, reason: Reason, now: float) -> None:
+    def set_wait_reason(self, level: int, reason: WaitReason, now: float) -> None:
         """Record why the band `level` waits."""
         self._held_back[level] = now, reason
 
@@ -126,10 +126,10 @@ class WaitingRoom:
         since_s = self._occupancy.since_s(queued.request)
         line = queued.blocked_by or queued.back_from
         if line is None:
-            held_back_s, reason = self._held_back.get(queued.request.band, (-inf, Reason.FULL))
+            held_back_s, reason = self._held_back.get(queued.request.band, (-inf, WaitReason.FULL))
             if held_back_s < since_s:
                 return None
-            rule = f"{reason}: {queued.later}" if reason is Reason.LATER and queued.later else reason.value
+            rule = f"{reason}: {queued.later}" if reason is WaitReason.LATER and queued.later else reason.value
         elif line.startswith(OF_BACKEND):
             rule = f"{line.removeprefix(OF_BACKEND)}, which alone can serve it, has no room"
         else:

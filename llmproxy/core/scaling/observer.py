@@ -287,7 +287,7 @@ class Scaling:
 def replica_facts(view: View, limit: BatchLimit, pace: BackendPace | None, ceiling: float) -> ReplicaFacts:
     """A backend as scaling sees it. `ceiling` is that of the lowest band that counts."""
     # A limit that nothing was learned of is where learning begins.
-    learned = limit.value if limit.settled or limit.known is not None else None
+    learned = limit.value if limit.converged or limit.known is not None else None
     return ReplicaFacts(
         view.available,
         learned,

@@ -22,7 +22,7 @@ from llmproxy.gateway.admin.debug import page_response, refusal
 SCALE = "/scale"
 CACHE_S = 1.0
 """The numbers are computed at most once in this time, however many clients ask."""
-STATES = ("up", "starting", "resting", "down", "drained", "leaving")
+STATES = ("up", "starting", "ejected", "down", "drained", "leaving")
 
 
 class ScalePages:
@@ -136,7 +136,7 @@ def shown(pool: str, need: Need, states: Mapping[str, int], *, named: bool) -> d
         "reason": need.reason,
         "sure": need.sure,
         "named": named,
-        "replicas": {"ejected" if state == "resting" else state: states.get(state, 0) for state in STATES},
+        "replicas": {state: states.get(state, 0) for state in STATES},
         "terms": {name: round(value, 3) for name, value in need.terms.items()},
         "prefill": round(need.prefill, 3),
         "decode": round(need.decode, 3),

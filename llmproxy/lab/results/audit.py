@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import Decision, Drop, Entry, Grant, Placed, Request, Stage, Usage, Verdict
+from llmproxy.core.domain import AdmissionKind, Decision, Drop, Grant, Placed, Request, Stage, Usage, Verdict
 from llmproxy.core.placement.policy import could_serve
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.charge import charges
@@ -38,8 +38,9 @@ class _AuditedLease:
 class Audit:
     """The counts of one waiting room.
 
-    `inversions` counts grants to a backend that a waiting request of a higher band could have had: what `Why.inverted`
-    says, from an account of its own of who waits. Requests under a usage limit, full or not, are not counted.
+    `inversions` counts grants to a backend that a waiting request of a higher band could have had, as
+    `GrantReason.inverted` does, from an account of its own of who waits. Requests under a usage limit, full or not, are
+    not counted.
 
     `counter_difference` is the most by which the virtual token counters (Sheng et al., "Fairness in Serving Large
     Language Models", OSDI 2024) of two backlogged flows of one band differed: all charges of a flow per unit of its
@@ -158,7 +159,11 @@ class AuditedPools(Pools):
         self.audit = Audit(settings)
 
     def submit(
-        self, request: Request, now: float, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW
+        self,
+        request: Request,
+        now: float,
+        excluded: frozenset[str] = frozenset(),
+        entry: AdmissionKind = AdmissionKind.NEW,
     ) -> None:
         super().submit(request, now, excluded, entry)
         self.audit.entered(request, excluded)

@@ -24,7 +24,7 @@ BACKENDS_MAX = 64
 """Backends that have columns of their own in the history; a page shows the present state of all."""
 FLOWS_MAX = 20
 """Flows that have columns of their own: those with most tokens of the last minute, and those that waited longest."""
-STATES = {"up": 0.0, "starting": 1.0, "drained": 2.0, "leaving": 3.0, "resting": 4.0, "down": 5.0}
+STATES = {"up": 0.0, "starting": 1.0, "drained": 2.0, "leaving": 3.0, "ejected": 4.0, "down": 5.0}
 """The states of a backend as numbers, the worst last."""
 
 SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from llmproxy.core.domain import BackendPace, Outcome, Reason
+from llmproxy.core.domain import BackendPace, Outcome, WaitReason
 from llmproxy.core.snapshot import BackendStatus, PoolSnapshot
 from llmproxy.observe.live.minute import REFUSED, Sums
 
@@ -45,7 +45,7 @@ def summary_of(
         return BAD, "No backend is known."
     if not up:
         parts.append((BAD, "No backend is up."))
-    parts += [_backends(statuses, state, reasons) for state in ("down", "resting") if _in(statuses, state)]
+    parts += [_backends(statuses, state, reasons) for state in ("down", "ejected") if _in(statuses, state)]
     if minute is not None:
         parts += _failing(up, minute)
     waiting = [_waiting(pool, bands) for pool in pools if any(band.waiting for band in pool.bands)]
@@ -86,7 +86,7 @@ def _waiting(pool: PoolSnapshot, bands: dict[int, str]) -> str:
     oldest_s = max((flow.oldest_age_s for band in asked for flow in band.shown), default=0.0)
     total = sum(band.waiting for band in asked)
     why = f": {first.reason}" if first.reason is not None else ""
-    if first.reason is Reason.FULL:
+    if first.reason is WaitReason.FULL:
         why = f": {_full(sum(one.view.available for one in pool.backends), len(pool.backends))}"
     return f"{pool.pool}: {counts} {'requests wait' if total != 1 else 'request waits'}, up to {oldest_s:.1f} s{why}."
 
@@ -120,9 +120,8 @@ def _ended(minute: Sums) -> list[tuple[str, str]]:
 
 def _backends(statuses: Sequence[BackendStatus], state: str, reasons: dict[str, str]) -> tuple[str, str]:
     found = _in(statuses, state)
-    word = "ejected" if state == "resting" else state
     why = reasons.get(found[0].name, "") if len(found) == 1 else ""
-    return WARNING, f"{_listed([one.name for one in found])} {_is(found)} {word}{f': {why}' if why else ''}."
+    return WARNING, f"{_listed([one.name for one in found])} {_is(found)} {state}{f': {why}' if why else ''}."
 
 
 def _slow(paces: Mapping[str, float | None], learned: Sequence[BackendPace]) -> list[str]:

@@ -38,7 +38,7 @@ class Alone:
         """Decide from now on."""
         self.parts = parts
         self._log.warning("cluster_decides_alone", parts=parts, without_leader_s=round(without_leader_s, 3))
-        self._dispatcher.pools.divide(parts, _now(), self._shard)
+        self._dispatcher.pools.split_limits(parts, _now(), self._shard)
         session = self._session = MemberSession(context, me, lambda: None)
         session.attach(LocalChannel(self._relay.take))
         self._relay.follow(LocalChannel(partial(self._take, session)))
@@ -61,7 +61,7 @@ class Alone:
             self._relay.response_stored(one.response_id, one.backend, one.tenant)
         self._session.end(goes_on=True)
         self._session, self.parts = None, 0
-        self._dispatcher.pools.divide(1, _now(), self._shard)
+        self._dispatcher.pools.split_limits(1, _now(), self._shard)
 
 
 def _now() -> float:

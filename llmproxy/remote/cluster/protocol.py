@@ -22,7 +22,7 @@ import structlog
 from msgspec import inspect
 from msgspec.structs import replace
 
-from llmproxy.core.domain import Entry, KnownCapacity, KnownLimit, Outcome, Placed, Request, Stage, Verdict
+from llmproxy.core.domain import AdmissionKind, KnownCapacity, KnownLimit, Outcome, Placed, Request, Stage, Verdict
 from llmproxy.core.shards import DEFAULT
 from llmproxy.observe.exit import Split
 from llmproxy.remote.workers import protocol as workers
@@ -155,7 +155,7 @@ ToMember = (
 
 OTHERWISE: Mapping[type[Enum], Enum] = {
     # What a member asks for in a new way was most likely let in before, and would be charged twice.
-    Entry: Entry.RETRY,
+    AdmissionKind: AdmissionKind.RETRY,
     # 503: the request was refused, and may be tried again.
     Outcome: Outcome.REJECTED_NO_BACKENDS,
     Split: Split.WHOLE,

@@ -15,7 +15,7 @@ from itertools import count
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Drop, Entry, Grant, Outcome, Refused, Request
+from llmproxy.core.domain import AdmissionKind, Drop, Grant, Outcome, Refused, Request
 from llmproxy.core.placement.staged import as_stage
 from llmproxy.core.queueing.admission import refusal
 from llmproxy.observe.exit import RequestExit
@@ -77,7 +77,7 @@ class _Asked:
     call: int
     request: Request
     excluded: frozenset[str]
-    entry: Entry
+    entry: AdmissionKind
     at_s: float
     told: bool = False
     granted: asyncio.Future[Lease] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -126,13 +126,15 @@ class RelayDispatcher:
 
     # --- for requests -------------------------------------------------------------------------------------------------
 
-    def admit(self, request: Request, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW) -> Admitted:
+    def admit(
+        self, request: Request, excluded: frozenset[str] = frozenset(), entry: AdmissionKind = AdmissionKind.NEW
+    ) -> Admitted:
         """See `Dispatcher.admit`."""
         return Admitted(self, request, excluded, entry)
 
-    async def wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease:
+    async def wait(self, request: Request, excluded: frozenset[str], entry: AdmissionKind) -> Lease:
         """The lease of a request; see `admit`."""
-        if not self.granting or (self.draining and entry is Entry.NEW):
+        if not self.granting or (self.draining and entry is AdmissionKind.NEW):
             raise shutting_down()
         call = next(self._serial)
         asked = self._waiting[call] = _Asked(call, request, excluded, entry, _now())
@@ -278,9 +280,9 @@ class RelayDispatcher:
         for call, run in self._runs.items():
             leader.send(_running(call, run, now))
         for asked in waiting.values():
-            if asked.told and asked.entry is Entry.NEW:
+            if asked.told and asked.entry is AdmissionKind.NEW:
                 # It was counted, and no other request may take its place now.
-                asked.entry = Entry.RESUMED
+                asked.entry = AdmissionKind.RESUMED
             self._ask(asked)
         leader.send(Resumed())
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Entry, Grant, Request
+from llmproxy.core.domain import AdmissionKind, Grant, Request
 from llmproxy.core.shards import DEFAULT
 from llmproxy.observe.exit import RequestExit
 from llmproxy.remote.cluster.relay import RelayDispatcher
@@ -26,7 +26,9 @@ class Relays:
 
     # --- for requests -------------------------------------------------------------------------------------------------
 
-    def admit(self, request: Request, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW) -> Admitted:
+    def admit(
+        self, request: Request, excluded: frozenset[str] = frozenset(), entry: AdmissionKind = AdmissionKind.NEW
+    ) -> Admitted:
         """See `Dispatcher.admit`."""
         return self._of(request).admit(request, excluded, entry)
 
@@ -34,7 +36,7 @@ class Relays:
         self, name: str | None, hold_s: float, body_bytes: int, key: str = "", beside: str | None = None
     ) -> Target:
         """See `RelayDispatcher.resolve`."""
-        shard = self._shards.of(self._pools.catalogue.meant(name, key, beside)) if self._shards.own else DEFAULT
+        shard = self._shards.of(self._pools.catalogue.resolve_alias(name, key, beside)) if self._shards.own else DEFAULT
         return await self.by_shard[shard].resolve(name, hold_s, body_bytes, key, beside)
 
     def direct(self, backend: str, cut: Callable[[], None]) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import msgspec
 
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Entry, Outcome, Placed, Request, Stage, Usage, Verdict, Why
+from llmproxy.core.domain import AdmissionKind, GrantReason, Outcome, Placed, Request, Stage, Usage, Verdict
 from llmproxy.core.estimates.tokens import Estimate
 from llmproxy.observe.exit import RequestExit
 
@@ -34,7 +34,7 @@ class Admit(Message, frozen=True, tag=2):
     call: int
     request: Request
     excluded: frozenset[str]
-    entry: Entry
+    entry: AdmissionKind
 
 
 class Resolve(Message, frozen=True, tag=3):
@@ -221,7 +221,7 @@ class LeaseGranted(Message, frozen=True, tag=22):
     placed: Placed
     at_s: float
     queued_ahead: int
-    why: Why
+    why: GrantReason
     left_s: float
 
 

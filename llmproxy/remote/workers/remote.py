@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Entry, Grant, Refused, Request, Usage, Verdict
+from llmproxy.core.domain import AdmissionKind, Grant, Refused, Request, Usage, Verdict
 from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.core.placement.staged import as_stage
 from llmproxy.gateway.admin.adapters import BODY_BYTES_MAX
@@ -115,11 +115,13 @@ class RemoteDispatcher:
     def granting(self) -> bool:
         return self.shutdown.granting
 
-    def admit(self, request: Request, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW) -> Admitted:
+    def admit(
+        self, request: Request, excluded: frozenset[str] = frozenset(), entry: AdmissionKind = AdmissionKind.NEW
+    ) -> Admitted:
         """See `Dispatcher.admit`."""
         return Admitted(self, request, excluded, entry)
 
-    async def wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease:
+    async def wait(self, request: Request, excluded: frozenset[str], entry: AdmissionKind) -> Lease:
         """The lease of a request; see `admit`."""
         asked_s = _now()
         granted = await self._calls.answer(lambda call: protocol.Admit(call, request, excluded, entry))

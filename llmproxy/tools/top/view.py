@@ -8,7 +8,7 @@ from typing import Any
 
 from llmproxy.tools.top.document import Backend
 
-STATES = ("down", "resting", "leaving", "drained", "starting", "up")
+STATES = ("down", "ejected", "leaving", "drained", "starting", "up")
 FILTER_MAX = 64
 KEYS = {
     "q": ("quit", "leave"),

@@ -317,7 +317,7 @@ def test_views_of_backends_have_their_prompt_range() -> None:
 def test_views_of_backends_have_their_role() -> None:
     of = pools({"a": 1, "b": 1}, Settings(roles={"b": Role.PREFILL}))
     assert {name: one.role for name, one in of.views(0.0).items()} == {"a": Role.BOTH, "b": Role.PREFILL}
-    of.backends["b"].meant_for(1, role=Role.DECODE)
+    of.backends["b"].set_limits_and_role(1, role=Role.DECODE)
     assert of.views(0.0)["b"].role is Role.DECODE
 
 

@@ -76,7 +76,7 @@ def test_a_cold_engine_is_filled_within_some_readings(batch: int, readings: int)
     assert limit.value == batch
 
 
-def settled(batch: int, proven: bool) -> BatchLimit:
+def converged(batch: int, proven: bool) -> BatchLimit:
     limit = BatchLimit(None, 4, lowest_ceiling=0.85)
     for _ in range(PLATEAU_READINGS):
         limit.observe(running=batch, waiting=5, load=batch + 5, proven=proven)
@@ -85,7 +85,7 @@ def settled(batch: int, proven: bool) -> BatchLimit:
 
 @pytest.mark.parametrize("proven", [True, False])
 def test_low_bands_retry_only_a_plateau_that_is_not_proven(proven: bool) -> None:
-    limit = settled(64, proven)
+    limit = converged(64, proven)
     for _ in range(2 * CALM_READINGS_MAX):
         limit.observe(running=60, waiting=0, load=61)
         if limit.value > 64:
@@ -95,7 +95,7 @@ def test_low_bands_retry_only_a_plateau_that_is_not_proven(proven: bool) -> None
 
 @pytest.mark.parametrize(("proven", "calm"), [(True, CALM_READINGS_MAX), (False, CALM_READINGS_MIN)])
 def test_a_proven_plateau_is_tried_after_the_longest_calm_only(proven: bool, calm: int) -> None:
-    limit = settled(64, proven)
+    limit = converged(64, proven)
     readings = 0
     while limit.value == 64:
         limit.observe(running=64, waiting=0, load=64)
@@ -105,7 +105,7 @@ def test_a_proven_plateau_is_tried_after_the_longest_calm_only(proven: bool, cal
 
 @pytest.mark.parametrize(("proven", "trials"), [(True, PLATEAU_READINGS), (False, None)])
 def test_trials_prove_a_plateau_that_was_first_seen_without_proof(proven: bool, trials: int | None) -> None:
-    limit = settled(8, proven=False)
+    limit = converged(8, proven=False)
     done = 0
     while not limit.proven and done < 20:
         while limit.value == 8:
@@ -117,7 +117,7 @@ def test_trials_prove_a_plateau_that_was_first_seen_without_proof(proven: bool, 
 
 
 def test_a_trial_lets_in_one_more_than_the_plateau() -> None:
-    limit = settled(64, proven=False)
+    limit = converged(64, proven=False)
     while limit.value == 64:
         limit.observe(running=60, waiting=0, load=61)
     assert slots_under(limit.value, 0.95, 0) <= 64 + 2
@@ -125,14 +125,14 @@ def test_a_trial_lets_in_one_more_than_the_plateau() -> None:
 
 
 def test_proven_plateau_is_outgrown_by_traffic_that_may_fill_it() -> None:
-    limit = settled(64, proven=True)
+    limit = converged(64, proven=True)
     limit.observe(running=66, waiting=0, load=66)
     limit.observe(running=70, waiting=0, load=70)
     assert limit.value >= 80
 
 
 def test_proven_plateau_falls_only_where_much_less_runs() -> None:
-    limit = settled(64, proven=True)
+    limit = converged(64, proven=True)
     for _ in range(PLATEAU_READINGS):
         limit.observe(running=62, waiting=3, load=65)
     assert limit.value == 64
@@ -214,7 +214,7 @@ def refuse_all(limit: BatchLimit, times: int) -> None:
 
 
 def test_a_refusal_lowers_a_limit_that_was_proven() -> None:
-    limit = settled(64, proven=True)
+    limit = converged(64, proven=True)
     limit.refused(61)
     assert limit.value == 61
 
@@ -344,7 +344,7 @@ def test_a_new_process_may_prove_that_it_runs_less_than_the_old_one() -> None:
 
 
 def test_a_new_process_may_run_more_than_the_old_one_proved() -> None:
-    limit = settled(8, proven=True)
+    limit = converged(8, proven=True)
     limit.restarted()
     for _ in range(CALM_READINGS_MIN):
         limit.observe(running=7, waiting=0, load=7)
@@ -360,7 +360,7 @@ def test_removed_configured_limit_leaves_the_learned_one() -> None:
     limit.cap(None)
     assert limit.value == 40
     limit = BatchLimit(512, 4)
-    limit.begin_at(8, settled=True)
+    limit.begin_at(8, converged=True)
     assert limit.value == 512
     limit.cap(None)
     assert (limit.value, limit.known) == (8, (8, True))

@@ -152,7 +152,7 @@ def test_what_is_sent_ahead_of_a_limit_is_no_trial() -> None:
     pool = Exploration()
     pool.members = {"a": Engine(in_flight=8), "b": Engine(in_flight=9), "c": Engine(in_flight=9)}
     pool.refresh()
-    assert pool.sure == 8
+    assert pool.proven_load == 8
     assert pool.bound(pool.members["a"].limit) is None
     pool.members["b"].limit.value = 16
     assert pool.bound(pool.members["a"].limit) == 8

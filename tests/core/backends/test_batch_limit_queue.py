@@ -64,13 +64,13 @@ def receiving(stage: Stage, deferred: int) -> Backend:
 
 def test_answers_that_fetch_their_prompts_are_no_queue_of_the_engine() -> None:
     one = receiving(Stage.DECODE, 4)
-    assert (one.view(1.7).waiting, one.limit.settled) == (0, False)
+    assert (one.view(1.7).waiting, one.limit.converged) == (0, False)
 
 
 @pytest.mark.parametrize(("stage", "deferred"), [(Stage.DECODE, 0), (Stage.WHOLE, 4)])
 def test_all_others_are(stage: Stage, deferred: int) -> None:
     one = receiving(stage, deferred)
-    assert (one.view(1.7).waiting, one.limit.settled) == (4, True)
+    assert (one.view(1.7).waiting, one.limit.converged) == (4, True)
 
 
 # --- where a batch limit begins -------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def test_gauges_overrule_a_restored_limit_in_both_directions() -> None:
     assert one.limit.value == 20
 
 
-def test_unsettled_restored_limit_goes_on_growing() -> None:
+def test_unconverged_restored_limit_goes_on_growing() -> None:
     one = backend(KnownLimit(40, False, (BASE,), 4096))
     assert one.limit.value == 40
     one.limit.observe(running=40, waiting=0, load=40)

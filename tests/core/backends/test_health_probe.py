@@ -16,7 +16,7 @@ from llmproxy.core.domain import (
     CRITICAL,
     DEFAULT,
     SHEDDABLE,
-    Entry,
+    AdmissionKind,
     Grant,
     Listing,
     ModelCard,
@@ -230,7 +230,7 @@ def test_silent_probe_is_revoked_without_any_other_event() -> None:
     assert isinstance(revoke, Revoke)
     assert revoke.lease == probe.lease
     of.finish(probe, Verdict.LOST, due_s)
-    of.submit(revoke.request, due_s, frozenset({"a"}), Entry.RETRY)
+    of.submit(revoke.request, due_s, frozenset({"a"}), AdmissionKind.RETRY)
     assert [grant.placed.backend for grant in grants(of, due_s)] == ["c"], "its client has lost nothing"
     assert sent(of, due_s + 1.9, ask()) == ["c"], "a pause twice as long"
     assert sent(of, due_s + 2.0, ask()) == ["a"]

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from llmproxy.core.backends.health import Ejected, Health, Peers
 from llmproxy.core.backends.outlier_detection import BASE_TOKENS, OutlierDetection
-from llmproxy.core.domain import Entry, Grant, Placed, Request, Revoke, Stage, Usage, Verdict
+from llmproxy.core.domain import AdmissionKind, Grant, Placed, Request, Revoke, Stage, Usage, Verdict
 from llmproxy.core.settings import HealthSettings, Settings
 from tests.core.make import kill, pools, reading, request
 
@@ -85,7 +85,7 @@ class SimulatedPool:
             elif isinstance(decision, Revoke):
                 self.revoked.append(decision.request)
                 self.of.finish(self.answers.pop(decision.lease).grant, Verdict.LOST, self.now)
-                self.of.submit(decision.request, self.now, frozenset({decision.backend}), Entry.RETRY)
+                self.of.submit(decision.request, self.now, frozenset({decision.backend}), AdmissionKind.RETRY)
         self.of.check(self.now)
 
     def _bring(self, answer: Answer) -> None:
@@ -126,7 +126,7 @@ def warm(**given: object) -> SimulatedPool:
 
 def only_ejection(pool: SimulatedPool) -> Ejected:
     """That of `a`, where nothing else is given."""
-    [(backend, ejected)] = pool.of.news()
+    [(backend, ejected)] = pool.of.take_health_events()
     assert backend == "a"
     assert isinstance(ejected, Ejected)
     return ejected
@@ -146,7 +146,7 @@ def test_silent_backend_is_ejected_in_two_seconds_and_its_leases_revoked() -> No
     assert match is not None
     assert float(match[1]) >= 1.5
     assert int(match[2]) == len(pool.revoked) > owed
-    assert not pool.of.news(), "it is reported once"
+    assert not pool.of.take_health_events(), "it is reported once"
     assert pool.revoked
     pool.run(0.5)
     assert not [a for a in pool.answers.values() if a.grant.placed.backend == "a" and not a.tokens]
@@ -174,7 +174,7 @@ def test_there_is_no_outlier_where(deaf: bool, factors: dict[str, float]) -> Non
     pool = warm()
     pool.deaf, pool.factors = deaf, factors
     pool.run(20.0)
-    assert not pool.of.news(), "not for a moment"
+    assert not pool.of.take_health_events(), "not for a moment"
 
 
 def test_single_backend_is_never_judged() -> None:
@@ -191,7 +191,7 @@ def test_a_long_prompt_explains_a_long_silence(per_s: float) -> None:
     pool = warm(per_s=per_s)
     pool.send(prompt_tokens=60_000)
     pool.run(7.0)
-    assert not pool.of.news(), "not for a moment"
+    assert not pool.of.take_health_events(), "not for a moment"
     assert not pool.revoked
 
 
@@ -204,7 +204,7 @@ def test_a_long_prompt_has_its_time_where_short_ones_take_equally_long() -> None
     pool.per_s = 12.0
     pool.send(prompt_tokens=60_000)
     pool.run(7.0)
-    assert not pool.of.news(), "not for a moment"
+    assert not pool.of.take_health_events(), "not for a moment"
     assert not pool.revoked
 
 

@@ -66,7 +66,7 @@ def test_what_will_be_served_again_keeps_its_share() -> None:
     names = catalogue(CANARY, "old")
     mine = next(key for key in KEYS if catalogue(CANARY, "old", "new").resolve("chat", key).model == "new")
     for names.named, names.promised in ((frozenset({"new"}), frozenset[str]()), (frozenset(), frozenset({"new"}))):
-        assert names.meant("chat", mine) == "new"
+        assert names.resolve_alias("chat", mine) == "new"
         with pytest.raises(Refused) as caught:
             names.resolve("chat", mine)
         assert caught.value.outcome is Outcome.REJECTED_NO_BACKENDS

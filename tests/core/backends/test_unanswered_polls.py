@@ -152,7 +152,7 @@ def test_backend_does_not_hang_where(given: dict[str, Any], why: str) -> None:
     owed = fleet.owed_by("a")
     assert fleet.ejected_after_s(20.0) == inf, why
     assert fleet.owed_by("a") == owed
-    assert not fleet.of.news()
+    assert not fleet.of.take_health_events()
 
 
 def test_proxy_that_stood_still_asks_again() -> None:

@@ -71,9 +71,9 @@ OTHER_EVENTS = st.one_of(
     st.just(lambda one, _: one.troubled(Trouble.UNHEALTHY)),
     st.just(lambda one, now: one.hangs(Hang(now - 3.0, 1, 0), now)),
     st.just(lambda one, now: one.slowed("slow", now)),
-    st.just(lambda one, _: one.keep_place(1)),
+    st.just(lambda one, _: one.reserve_slots(1)),
     st.just(lambda one, _: setattr(one, "drained", not one.drained)),
-    st.just(lambda one, _: setattr(one, "parts", 3 - one.parts)),
+    st.just(lambda one, _: setattr(one, "limit_divisor", 3 - one.limit_divisor)),
 )
 EVENTS = st.sampled_from([LEASE_EVENTS, LEASE_EVENTS, LEASE_EVENTS, OTHER_EVENTS]).flatmap(lambda events: events)
 
@@ -115,8 +115,8 @@ def test_what_another_engine_was_seen_to_run_shows_with_the_next_event_of_a_leas
         one.observe(reading(0.0))
     a.limit.value = 64
     a.book(1, request(), 0.0)
-    before = a.view(0.0).sure
-    b.limit.begin_at(32, settled=False)
+    before = a.view(0.0).proven_load
+    b.limit.begin_at(32, converged=False)
     b.observe(reading(0.1))
     if event == "booked":
         a.book(2, request(), 0.2)
@@ -124,7 +124,7 @@ def test_what_another_engine_was_seen_to_run_shows_with_the_next_event_of_a_leas
         a.started(1, 0.2)
     else:
         a.release(1, Verdict.SERVED, 0.2)
-    assert (before, a.view(0.2).sure) == (4, 32)
+    assert (before, a.view(0.2).proven_load) == (4, 32)
 
 
 def test_an_answer_that_fetches_its_prompt_waits_for_no_place_until_it_has_begun() -> None:
@@ -152,7 +152,7 @@ def test_a_limit_that_is_restored_after_the_first_listing_counts_at_once() -> No
 def test_a_part_of_the_limit_counts_at_once() -> None:
     one = Backend("a", CapacitySettings(), HealthSettings(), 8)
     assert one.view(0.0).limit == 8
-    one.parts = 2
+    one.limit_divisor = 2
     assert one.view(0.0).limit == 4
 
 
@@ -161,10 +161,10 @@ def test_a_refusal_is_of_all_that_decide_where_the_engine_has_no_numbers() -> No
     one = Backend("a", CapacitySettings(), HealthSettings())
     one.listed(listing())
     one.answered(0.0)
-    one.parts = 4
+    one.limit_divisor = 4
     for lease in (1, 2):
         one.book(lease, request(), 0.0)
     one.release(2, Verdict.BUSY, 0.0)
     assert (one.limit.value, one.view(0.0).limit) == (7, 1)
-    one.parts = 1
+    one.limit_divisor = 1
     assert one.view(0.0).limit == 7

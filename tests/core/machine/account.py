@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import DEFAULT, Entry, Grant, Preempt, Request
+from llmproxy.core.domain import DEFAULT, AdmissionKind, Grant, Preempt, Request
 from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.pools import Pools
 from llmproxy.core.preemption import PREEMPT_MAX
@@ -61,7 +61,7 @@ class Waiter:
 
     request: Request
     excluded: frozenset[str]
-    entry: Entry
+    entry: AdmissionKind
     service_s: float
     own_s: float
     held_s: float
@@ -70,7 +70,7 @@ class Waiter:
     def rank(self, ordering: str, ageing_s: float, now: float) -> Rank:
         """Its place in its flow by the words of the ordering policies, least first."""
         asked = self.request
-        if self.entry is Entry.PREEMPTED:
+        if self.entry is AdmissionKind.PREEMPTED:
             return (-inf, asked.arrived_s)
         ttft_s = asked.slo.ttft_s if asked.slo is not None else None
         match ordering:
@@ -162,7 +162,7 @@ class Books:
         if band > DEFAULT:
             return {
                 n: replace(r, available=False)
-                if r.view.waiting and 0 < r.view.sure <= r.load and not r.half_open
+                if r.view.waiting and 0 < r.view.proven_load <= r.load and not r.half_open
                 else r
                 for n, r in rows.items()
             }
@@ -381,4 +381,4 @@ def assert_nothing_left(pools: Pools, now: float) -> None:
     for backend in pools.backends.values():
         assert not backend.bookings
         assert not backend._own._debits
-        assert backend.sequences == backend._own.debit_tokens == 0
+        assert backend.own_in_flight == backend._own.debit_tokens == 0

@@ -12,9 +12,9 @@ from random import Random
 from typing import Any
 
 from llmproxy.core.domain import (
+    AdmissionKind,
     Decision,
     Drop,
-    Entry,
     Grant,
     Listing,
     Outcome,
@@ -79,7 +79,7 @@ class World:
             arrived_s=self.now, deadline_s=self.now + ttl_s, stream=self._serial % 2 == 0,
             weight=3.0 if flow == "g" else 1.0, **facts,
         )  # fmt: skip
-        self._enter(request, frozenset(), Entry.NEW)
+        self._enter(request, frozenset(), AdmissionKind.NEW)
 
     def cancel(self, request_id: str) -> None:
         request = self.waiting.pop(request_id).request
@@ -103,11 +103,11 @@ class World:
         )
         self.pools.finish(held.grant, verdict, self.now, usage)
         if verdict is Verdict.PREEMPTED:
-            self._enter(request, held.excluded, Entry.PREEMPTED)
+            self._enter(request, held.excluded, AdmissionKind.PREEMPTED)
         elif retry and verdict not in (Verdict.SERVED, Verdict.CLIENT_GONE):
             # Who may go to one backend alone is tried there again.
             failed = {held.grant.placed.backend} if request.backend is None else set()
-            self._enter(request, held.excluded | failed, Entry.RETRY)
+            self._enter(request, held.excluded | failed, AdmissionKind.RETRY)
         else:
             self._end(request, verdict)
 
@@ -175,30 +175,30 @@ class World:
 
     # --- into the waiting room -------------------------------------------------------------------------------------
 
-    def _enter(self, request: Request, excluded: frozenset[str], entry: Entry) -> None:
+    def _enter(self, request: Request, excluded: frozenset[str], entry: AdmissionKind) -> None:
         rows = self._rows(request.pool).values()
         able = [row.view.backend for row in rows if request.model in row.view.served]
         able = [name for name in able if request.backend in (None, name)]
         up = [name for name in able if not self._down(name) and name not in excluded]
-        resting = {name for name in able if not self.pools.backends[name].view(self.now).available}
+        unavailable = {name for name in able if not self.pools.backends[name].view(self.now).available}
         if request.backend is not None:
-            resting = set(able) - set(up)
-        held = not up and resting and self.settings.queue.hold_s
+            unavailable = set(able) - set(up)
+        held = not up and unavailable and self.settings.queue.hold_s
         # A request that is held may go to the new process of a backend whose old one failed it.
         times = self._service_s(request), *self._time_left(request, bool(held))
-        waiter = Waiter(request, excluded - resting if held else excluded, entry, *times, held=bool(held))
+        waiter = Waiter(request, excluded - unavailable if held else excluded, entry, *times, held=bool(held))
         expected = self._expected(request, entry) if up or held else Outcome.REJECTED_NO_BACKENDS
         if request.backend is not None and not (self._kept(request) and able):
             expected = Outcome.BAD_REQUEST
         below = [w.request for w in self.books.waiting_in(request.pool) if w.request.band < request.band]
-        in_the_way = self._too_many() if entry is Entry.NEW else 0
+        in_the_way = self._too_many() if entry is AdmissionKind.NEW else 0
         refused: Outcome | None = None
         try:
             self.pools.submit(request, self.now, excluded, entry)
         except Refused as refusal:
             refused = refusal.outcome
         if refused is Outcome.UPSTREAM_TIMEOUT:
-            assert entry is Entry.RETRY, "only after a time limit"
+            assert entry is AdmissionKind.RETRY, "only after a time limit"
             expected = refused
         assert refused == expected, f"{request.id}: {refused}"
         if refused is not Outcome.UPSTREAM_TIMEOUT:
@@ -206,7 +206,7 @@ class World:
         if refused is not None:
             self._end(request, refused)
             return
-        if entry is Entry.NEW:
+        if entry is AdmissionKind.NEW:
             self.books.use(request.pool, request.band)
         for victim in self._shed_by(request.pool, in_the_way):
             self._see_shed(victim, below)
@@ -222,8 +222,8 @@ class World:
         held_s = min(own_s, self.settings.queue.hold_s)
         return held_s if held else own_s, held_s
 
-    def _expected(self, request: Request, entry: Entry) -> Outcome | None:
-        if entry is not Entry.NEW:
+    def _expected(self, request: Request, entry: AdmissionKind) -> Outcome | None:
+        if entry is not AdmissionKind.NEW:
             return None
         in_band = [w.request for w in self.waiting.values() if w.request.band == request.band]
         in_flow = sum(one.flow == request.flow for one in in_band)

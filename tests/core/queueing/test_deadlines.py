@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, SHEDDABLE, Entry, Outcome, Verdict
+from llmproxy.core.domain import CRITICAL, SHEDDABLE, AdmissionKind, Outcome, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import QueueSettings, Settings
 from tests.core.make import (
@@ -92,7 +92,7 @@ def test_a_retry_of_the_only_backend_is_held_and_may_return_to_it() -> None:
     of.submit(request(id="retried"), 0.0)
     grant = only_grant(of, 0.0)
     of.finish(grant, Verdict.CONNECT_FAILED, 0.1)
-    of.submit(grant.request, 0.1, frozenset({"a"}), Entry.RETRY)
+    of.submit(grant.request, 0.1, frozenset({"a"}), AdmissionKind.RETRY)
     assert granted(of, 0.2) == []
     down(of, "a")
     assert granted(of, 0.5) == []
@@ -102,10 +102,13 @@ def test_a_retry_of_the_only_backend_is_held_and_may_return_to_it() -> None:
 
 def test_a_retry_goes_to_another_backend_or_is_refused_without_one() -> None:
     of = fleet(a=1, b=1)
-    of.submit(request(), 0.0, frozenset({"a"}), Entry.RETRY)
+    of.submit(request(), 0.0, frozenset({"a"}), AdmissionKind.RETRY)
     grant = only_grant(of, 0.0)
     assert grant.placed.backend == "b"
-    assert "has failed this request" in refusal(of.submit, request(), 0.0, frozenset({"a", "b"}), Entry.RETRY).message
+    assert (
+        "has failed this request"
+        in refusal(of.submit, request(), 0.0, frozenset({"a", "b"}), AdmissionKind.RETRY).message
+    )
 
 
 def test_a_name_whose_backends_are_down_is_held_beside_others_up() -> None:

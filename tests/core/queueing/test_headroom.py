@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmproxy.core.backends.batch_limit import KEPT_FROM, slots_under
+from llmproxy.core.backends.batch_limit import RESERVE_FROM, slots_under
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Verdict
 from llmproxy.core.queueing.headroom import Headroom
 from llmproxy.core.settings import Settings
@@ -115,7 +115,7 @@ def test_below_the_highest_band_in_use_a_slot_is_always_free(
     assert [type(decision) for decision in one.decide(3.0)] == [Grant]
 
 
-@pytest.mark.parametrize("limit", range(KEPT_FROM, 65))
+@pytest.mark.parametrize("limit", range(RESERVE_FROM, 65))
 def test_backends_of_four_or_more_keep_a_slot_for_the_highest_band(limit: int) -> None:
     for highest in (1.0, 0.95, 0.9, 0.5, 0.3):
         slots = slots_under(limit, highest, 0, highest)

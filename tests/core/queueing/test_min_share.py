@@ -11,8 +11,8 @@ from llmproxy.core.domain import (
     CRITICAL,
     DEFAULT,
     SHEDDABLE,
+    AdmissionKind,
     Drop,
-    Entry,
     Grant,
     Outcome,
     Preempt,
@@ -134,7 +134,7 @@ def test_a_guaranteed_grant_says_so_and_is_not_taken_back() -> None:
 def test_what_came_to_nothing_does_not_use_a_share_up(verdict: Verdict, usage: Usage | None, charged: str) -> None:
     of, low = owed(charged)
     of.finish(low, verdict, 1.0, usage)
-    of.submit(low.request, 1.0, entry=Entry.RETRY)
+    of.submit(low.request, 1.0, entry=AdmissionKind.RETRY)
     (again,) = granted(of, 2.0)
     assert (again.request.id, again.why.guaranteed) == ("low", True)
 
@@ -219,7 +219,7 @@ def test_nobody_earns_a_share_of_what_came_to_nothing() -> None:
     submit(of, request(id="high", band=CRITICAL), request(band=SHEDDABLE))
     (high,) = granted(of)
     of.finish(high, Verdict.FAILED, 1.0)
-    of.submit(high.request, 1.0, entry=Entry.RETRY)
+    of.submit(high.request, 1.0, entry=AdmissionKind.RETRY)
     (again,) = granted(of, 1.0)
     assert again.request.id == "high"
 
@@ -326,7 +326,7 @@ def decide_and_obey(of: Pools, running: Counter[int], leases: dict[int, Grant]) 
                 preempted += 1
                 running[band] -= 1
                 of.finish(leases.pop(decision.lease), Verdict.PREEMPTED, 1.0)
-                of.submit(decision.request, 1.0, entry=Entry.PREEMPTED)
+                of.submit(decision.request, 1.0, entry=AdmissionKind.PREEMPTED)
     return preempted
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Request, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, AdmissionKind, Request, Verdict
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.deadlines import Deadlines
 from llmproxy.core.queueing.fairness.fcfs import FcfsFairness
@@ -241,8 +241,10 @@ def test_what_came_back_has_not_left_the_queue() -> None:
     assert drain.interval_s(10.0) == 2.0
 
 
-@pytest.mark.parametrize(("verdict", "entry"), [(Verdict.FAILED, Entry.RETRY), (Verdict.PREEMPTED, Entry.PREEMPTED)])
-def test_retry_after_does_not_count_on_grants_that_came_to_nothing(verdict: Verdict, entry: Entry) -> None:
+@pytest.mark.parametrize(
+    ("verdict", "entry"), [(Verdict.FAILED, AdmissionKind.RETRY), (Verdict.PREEMPTED, AdmissionKind.PREEMPTED)]
+)
+def test_retry_after_does_not_count_on_grants_that_came_to_nothing(verdict: Verdict, entry: AdmissionKind) -> None:
     of = pools({"a": 1}, tight(queue=QueueSettings(band_requests_max=1)))
     of.submit(request(band=CRITICAL), 0.0)
     served = only_grant(of, 0.0)

@@ -91,7 +91,7 @@ async def test_objectives_are_bands_while_they_exist() -> None:
 async def test_an_objective_decides_who_goes_first() -> None:
     async with cluster(objective("low", -10), objective("high", 10)) as (_, _, proxy):
         assert (await proxy.chat()).status == 200
-        proxy.app.pools.backends["vllm-0"].meant_for(1, None)
+        proxy.app.pools.backends["vllm-0"].set_limits_and_role(1, None)
         async with proxy.stream() as seat:
             await seat.content.readany()
             waiting = [

@@ -16,7 +16,7 @@ async def test_the_next_process_begins_at_what_was_learned(tmp_path: Path) -> No
         url = proxy.replicas[0].url
         backend = proxy.app.pools.backends["b0"]
         await until(lambda: backend.reading is not None)
-        backend.limit.begin_at(7, settled=True)
+        backend.limit.begin_at(7, converged=True)
     (known,) = StateFile(path).read().limits.items()
     assert known[0] == url
     assert (known[1].limit, known[1].settled) == (7, True)

@@ -98,9 +98,9 @@ async def test_failed_stages_leave_the_whole_its_further_attempts() -> None:
         for replica in proxy.replicas[:3]:
             replica.faults.set("draining_500")
         # The other one is asked first.
-        proxy.app.pools.backends["b3"].keep_place(1)
+        proxy.app.pools.backends["b3"].reserve_slots(1)
         await right_answer(proxy)
-        proxy.app.pools.backends["b3"].keep_place(-1)
+        proxy.app.pools.backends["b3"].reserve_slots(-1)
         assert [one.path for one in proxy.replicas[2].requests_seen].count(CHAT) == 1
 
 
@@ -210,7 +210,7 @@ async def test_a_refused_prompt_does_not_wait_for_its_own_place(config: dict[str
         assert answer.status == 200, answer.body
         assert hows(proxy) == {how: 1}
         # Nothing was computed that another one could fetch.
-        assert proxy.app.pools.backends["b1"].keeps_until_s(0.0) is None
+        assert proxy.app.pools.backends["b1"].kv_pinned_until_s(0.0) is None
 
 
 async def test_what_was_not_handed_over_is_not_charged() -> None:

@@ -77,7 +77,7 @@ async def test_a_backend_is_ejected_since_the_first_of_its_probes(
     proxy: ProxyUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder, now = proxy.app.recorder, asyncio.get_running_loop().time()
-    ejected = [replace(one, state="resting", since_s=now - 100.0) for one in recorder.statuses()]
+    ejected = [replace(one, state="ejected", since_s=now - 100.0) for one in recorder.statuses()]
     monkeypatch.setattr(recorder, "statuses", lambda: ejected)
     for before_s, name, why in (
         (90.0, "backend_ejected", "no connection"),

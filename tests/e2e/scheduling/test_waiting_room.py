@@ -122,7 +122,7 @@ async def test_a_request_is_bound_only_when_there_is_room() -> None:
         assert {one.headers["x-llmproxy-backend"], two.headers["x-llmproxy-backend"]} == {"b0", "b1"}
         waiting = proxy.waiting()
         await until(lambda: proxy.queued == 1)
-        assert sum(backend.sequences for backend in proxy.app.pools.backends.values()) == 2
+        assert sum(backend.own_in_flight for backend in proxy.app.pools.backends.values()) == 2
         two.close()
         answer = await waiting
         assert answer.backend == two.headers["x-llmproxy-backend"], "whoever has room first"

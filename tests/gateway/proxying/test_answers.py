@@ -14,7 +14,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
-from llmproxy.core.domain import Grant, Placed, Why
+from llmproxy.core.domain import Grant, GrantReason, Placed
 from llmproxy.gateway.http.routes import BodyKind
 from llmproxy.gateway.proxying import answers as answers_module
 from llmproxy.gateway.proxying.answers import ANSWER_BYTES_MAX, Answers, CapturedAnswer, parse_answer
@@ -32,7 +32,7 @@ SPOKEN = [SAID[at : at + 7] for at in range(0, len(SAID), 7)]
 ARGUMENTS = orjson.dumps({"city": "Köln", "days": list(range(300))}).decode()
 OTHERS = '{"city": "Bonn"}'
 TOOL = {"name": "get_weather", "description": "Weather.", "parameters": {"type": "object"}}
-GRANT = Grant(7, request(), Placed("a", 0.0, (), 1), 0.0, 0, Why((), 0, (), 0, False))
+GRANT = Grant(7, request(), Placed("a", 0.0, (), 1), 0.0, 0, GrantReason((), 0, (), 0, False))
 
 
 # --- answers as vLLM 0.32 sends them ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmproxy.config import Config
-from llmproxy.core.domain import Grant, Placed, Request, Usage, Verdict, Why
+from llmproxy.core.domain import Grant, GrantReason, Placed, Request, Usage, Verdict
 from llmproxy.core.settings import Settings
 from llmproxy.lab.results import audit as module
 from llmproxy.lab.results.audit import Audit
@@ -27,7 +27,7 @@ def asked(name: str, band: int = 0, flow: str = "a", **given: Any) -> Request:
 
 
 def granted(request: Request, lease: int = 1, backend: str = "x", guaranteed: bool = False) -> Grant:
-    why = Why((), 1, (), 0, guaranteed)
+    why = GrantReason((), 1, (), 0, guaranteed)
     return Grant(lease, request, Placed(backend, 0.0, (), 1), 0.0, 0, why)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmproxy.config import Config
-from llmproxy.core.domain import Entry, Grant, Reading, Request, Usage, Verdict
+from llmproxy.core.domain import AdmissionKind, Grant, Reading, Request, Usage, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
@@ -27,7 +27,7 @@ class SchedulerCalls:
     """
 
     requests: list[Request] = field(default_factory=list)
-    attempts: list[tuple[int, Entry]] = field(default_factory=list)
+    attempts: list[tuple[int, AdmissionKind]] = field(default_factory=list)
     readings: list[tuple[str, Reading]] = field(default_factory=list)
     published: list[tuple[float, SimulatedServer, Gauges]] = field(default_factory=list)
     progress: list[int] = field(default_factory=list)

@@ -11,7 +11,7 @@ import pytest
 
 from llmproxy.config import Config, hash_of
 from llmproxy.core import retry
-from llmproxy.core.domain import Entry, Outcome, Request, Verdict
+from llmproxy.core.domain import AdmissionKind, Outcome, Request, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind
 from llmproxy.lab.run.replay import Run, records_of, replay
@@ -38,7 +38,9 @@ def test_retry_goes_to_a_backend_that_has_not_failed_it(calls: SchedulerCalls, e
         assert verdict is Verdict.TIMED_OUT
     assert [len(set(backends)) for backends in tried.values()] == [attempts] * 12
     # A retry is marked as one: it was let in before, and is not held to the limits of the waiting room anew.
-    assert Counter(calls.attempts) == {(failed, Entry.RETRY if failed else Entry.NEW): 12 for failed in range(attempts)}
+    assert Counter(calls.attempts) == {
+        (failed, AdmissionKind.RETRY if failed else AdmissionKind.NEW): 12 for failed in range(attempts)
+    }
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
@@ -88,7 +90,7 @@ def test_sheddable_request_is_preempted_for_a_critical_one(calls: SchedulerCalls
     assert replay(what).result("blend", 1, 1.0, 1.0).preemptions == sum(one.preemptions for one in ends)
     if on:
         # It comes back as one that was preempted, nothing is held against its backend, and its wait goes on.
-        assert calls.attempts.count((0, Entry.PREEMPTED)) >= len(preempted)
+        assert calls.attempts.count((0, AdmissionKind.PREEMPTED)) >= len(preempted)
         assert all(one.queue_wait_s is not None and one.queue_wait_s > 0.0 for one in preempted)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import Outcome, Slo, Why
+from llmproxy.core.domain import GrantReason, Outcome, Slo
 from llmproxy.lab.traces import arrival as arrival_module
 from llmproxy.lab.traces import open_trace, survey
 from llmproxy.lab.traces.arrival import Arrival, TraceError
@@ -49,7 +49,7 @@ def test_what_the_proxy_writes_can_be_read(saved: Saved) -> None:
         flow="acme+chat",
         ttl_s=9.0,
         slo=Slo(0.5, 0.01),
-        why=Why(((50, 1),), 1, (("counter", 0.0),), 0),
+        why=GrantReason(((50, 1),), 1, (("counter", 0.0),), 0),
         terms=(("queue", 1.0),),
         arrived_s=100.0,
         expected_prompt_tokens=12,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import BackendPace, Outcome, Reason, Verdict
+from llmproxy.core.domain import BackendPace, Outcome, Verdict, WaitReason
 from llmproxy.core.snapshot import BackendStatus, BandSnapshot, FlowSnapshot, HeadSnapshot, PoolSnapshot
 from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.live.minute import Minute, Sums
@@ -26,7 +26,7 @@ def status(name: str, state: str = "up") -> BackendStatus:
 def band(level: int, waiting: int = 0, oldest_s: float = 0.0, **fields: Any) -> BandSnapshot:
     head = HeadSnapshot("1", "r", oldest_s, 10.0, 5, None, 1.0)
     shown = (FlowSnapshot("f", waiting, oldest_s, head, ()),) if waiting else ()
-    fields.setdefault("reason", Reason.FULL if waiting else None)
+    fields.setdefault("reason", WaitReason.FULL if waiting else None)
     return BandSnapshot(
         level, 1.0, 0.0, waiting, fields.pop("blocked", MappingProxyType({})), len(shown), shown, **fields
     )
@@ -79,12 +79,12 @@ UP = [status("gpu-0"), status("gpu-1"), status("gpu-2")]
             ),
         ),
         (
-            [pool(band(-100, 2, reason=Reason.CEILING))],
+            [pool(band(-100, 2, reason=WaitReason.CEILING))],
             UP,
             {},
             ("warning", "llama: 2 sheddable requests wait, up to 0.0 s: the room left is kept for higher bands."),
         ),
-        ([pool()], [*UP, status("gpu-3", "resting")], {"gpu-3": "hung"}, ("warning", "gpu-3 is ejected: hung.")),
+        ([pool()], [*UP, status("gpu-3", "ejected")], {"gpu-3": "hung"}, ("warning", "gpu-3 is ejected: hung.")),
         (
             [pool()],
             [*UP, *(status(f"x-{i}", "down") for i in range(5))],
@@ -155,7 +155,7 @@ def test_a_pace_that_lags_behind_what_is_measured_now_is_not_said() -> None:
 
 def test_the_pace_of_an_ejected_replica_is_said_once() -> None:
     learned = [BackendPace("gpu-2", 2.4, 1.0, 0.5, 1, 0, 0)]
-    seen, statuses = replace(pool(), paces={"gpu-2": 2.4}), [*UP[:2], status("gpu-2", "resting")]
+    seen, statuses = replace(pool(), paces={"gpu-2": 2.4}), [*UP[:2], status("gpu-2", "ejected")]
     why = {"gpu-2": "slow: 8.0 times as slow as usual"}
     said = "gpu-2 is ejected: slow: 8.0 times as slow as usual."
     assert summary_of([seen], statuses, why, NAMES, 0, learned) == ("warning", said)
@@ -173,7 +173,7 @@ def test_replicas_at_work_whose_pace_is_not_known_yet_are_not_called_healthy(
 
 
 def test_requests_wait_for_a_name_of_which_no_replica_has_room_while_another_replica_is_slow() -> None:
-    waiting = pool(band(0, 2, 1.5, reason=Reason.NO_MATCH))
+    waiting = pool(band(0, 2, 1.5, reason=WaitReason.NO_MATCH))
     seen = replace(waiting, paces={"gpu-0": 1.0, "gpu-1": 1.0, "gpu-2": 4.0})
     assert summary_of([seen], UP, {}, NAMES, 0) == (
         "warning",

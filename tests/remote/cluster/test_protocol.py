@@ -15,7 +15,17 @@ from msgspec import inspect
 from structlog.testing import capture_logs
 
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Entry, Grant, KnownCapacity, KnownLimit, Outcome, Placed, Stage, Verdict, Why
+from llmproxy.core.domain import (
+    AdmissionKind,
+    Grant,
+    GrantReason,
+    KnownCapacity,
+    KnownLimit,
+    Outcome,
+    Placed,
+    Stage,
+    Verdict,
+)
 from llmproxy.observe.exit import RequestExit, RequestInput, RequestResult, RequestRouting
 from llmproxy.remote.cluster.channel import FRAME_BYTES_MAX, FRAME_MESSAGES_MAX
 from llmproxy.remote.cluster.protocol import (
@@ -58,7 +68,7 @@ SIZE = st.tuples(NUMBERS, NUMBERS, TIMES, TIMES)
 CAPACITY = st.builds(KnownCapacity, st.lists(TIMES, max_size=3).map(tuple), st.lists(SIZE, max_size=3).map(tuple))
 LIMITS, CAPACITIES = (st.dictionaries(TEXTS, one, max_size=3) for one in (LIMIT, CAPACITY))
 FROM: dict[type[Any], st.SearchStrategy[Any]] = {
-    protocol.Admit: st.builds(protocol.Admit, CALLS, REQUESTS, st.frozensets(TEXTS), st.sampled_from(Entry)),
+    protocol.Admit: st.builds(protocol.Admit, CALLS, REQUESTS, st.frozensets(TEXTS), st.sampled_from(AdmissionKind)),
     protocol.CancelCall: st.builds(protocol.CancelCall, CALLS),
     protocol.LeaseStarted: st.builds(protocol.LeaseStarted, CALLS),
     protocol.LeaseCommitted: st.builds(protocol.LeaseCommitted, CALLS),
@@ -193,9 +203,9 @@ TRAVEL = [
     for kind in kinds
     for way, enum in values(inspect.type_info(kind))
 ]
-GRANT = Grant(1, request(), Placed("a", 0.0, (), 1), 0.0, 0, Why((), 0, (), 0))
+GRANT = Grant(1, request(), Placed("a", 0.0, (), 1), 0.0, 0, GrantReason((), 0, (), 0))
 FULL: dict[type[Any], Any] = {
-    protocol.Admit: protocol.Admit(1, request(), frozenset(), Entry.NEW),
+    protocol.Admit: protocol.Admit(1, request(), frozenset(), AdmissionKind.NEW),
     protocol.LeaseReturned: protocol.LeaseReturned(1, Verdict.SERVED, None),
     protocol.ExitReport: protocol.ExitReport(
         RequestExit(
@@ -290,7 +300,7 @@ REQUIRED = {
     "Usage": "prompt_tokens output_tokens",
     "Waited": "rule",
     "Welcome": "epoch name version config",
-    "Why": "waiting flows standing passed_over",
+    "GrantReason": "waiting flows standing passed_over",
 }
 """The fields without a default of everything that travels, by name and in their order."""
 
@@ -356,7 +366,7 @@ def test_a_frame_beyond_the_limit_is_broken_before_it_is_there() -> None:
 
 def test_the_longest_requests_fit_into_a_frame() -> None:
     longest = request(prefix=tuple(range(2**63, 2**63 + 4096)))
-    admits = [protocol.Admit(number, longest, frozenset(), Entry.NEW) for number in range(FRAME_MESSAGES_MAX)]
+    admits = [protocol.Admit(number, longest, frozenset(), AdmissionKind.NEW) for number in range(FRAME_MESSAGES_MAX)]
     assert len(frame(admits)) < FRAME_BYTES_MAX
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from llmproxy.core.domain import Entry, KnownCapacity, KnownLimit, Outcome, Refused
+from llmproxy.core.domain import AdmissionKind, KnownCapacity, KnownLimit, Outcome, Refused
 from llmproxy.remote.cluster import cluster, leader_link
 from llmproxy.remote.cluster.channel import FRAME_BYTES_MAX, HELLO_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, MemberChannel
 from llmproxy.remote.cluster.cluster import CLAIMED_EPOCH_MAX
@@ -305,7 +305,7 @@ async def test_a_message_that_makes_no_sense_is_skipped() -> None:
             protocol.RequestEnded("unknown", None), Resume(frozenset({1}), frozenset({2})),
         ):  # fmt: skip
             one.channel.send(message)
-        one.channel.send(protocol.Admit(5, request(pool="no such pool", model="none"), frozenset(), Entry.NEW))
+        one.channel.send(protocol.Admit(5, request(pool="no such pool", model="none"), frozenset(), AdmissionKind.NEW))
         await asyncio.sleep(0.1)
         [refused] = one.of(protocol.CallRefused)
         assert refused.call == 5
@@ -365,7 +365,7 @@ async def test_what_comes_by_an_older_connection_is_of_the_past() -> None:
         new.hello()
         await asyncio.sleep(0.1)
         assert new.of(Welcome)
-        old.channel.send(protocol.Admit(5, request(), frozenset(), Entry.NEW))
+        old.channel.send(protocol.Admit(5, request(), frozenset(), AdmissionKind.NEW))
         await asyncio.sleep(0.1)
         assert found.leader.dispatcher.leases == 0
         assert old.lost

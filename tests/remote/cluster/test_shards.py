@@ -237,7 +237,7 @@ async def test_alone_a_member_divides_only_what_has_no_leader() -> None:
         await asyncio.sleep(HELD_S + 2.0)
         assert [one.cluster.shards["big"].parts for one in found.members] == [2, 2]
         assert [one.shard.parts for one in found.members] == [0, 0]
-        parts = {name: backend.parts for name, backend in rest.dispatcher.pools.backends.items()}
+        parts = {name: backend.limit_divisor for name, backend in rest.dispatcher.pools.backends.items()}
         assert parts == {"a": 1, "b": 2}
         clients = [asked(rest, pool) for pool in ["big"] * 5 + [BASE] * 6]
         await asyncio.sleep(SOON_S)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Entry, Outcome, Placed, Predicted, Slo, Stage, Usage, Verdict, Why
+from llmproxy.core.domain import AdmissionKind, GrantReason, Outcome, Placed, Predicted, Slo, Stage, Usage, Verdict
 from llmproxy.observe.packed import INTEGER_MAX
 from llmproxy.remote.workers import protocol
 from llmproxy.remote.workers.channel import FROM_WORKER, TO_WORKER, BrokenFrameError, Channel, Frames, frame
@@ -38,14 +38,14 @@ REQUESTS = st.builds(
 PREDICTED = st.none() | st.builds(Predicted, TIMES, TIMES)
 PLACED = st.builds(Placed, TEXTS, TIMES, TERMS, NUMBERS, ttft=PREDICTED, tpot=PREDICTED)
 WHYS = st.builds(
-    Why, st.lists(st.tuples(st.integers(-100, 100), NUMBERS), max_size=3).map(tuple), NUMBERS, TERMS, NUMBERS
+    GrantReason, st.lists(st.tuples(st.integers(-100, 100), NUMBERS), max_size=3).map(tuple), NUMBERS, TERMS, NUMBERS
 )
 EXITS = st.builds(
     exit_of, request_id=TEXTS, method=st.just("POST"), path=TEXTS, outcome=st.sampled_from(Outcome), status=NUMBERS,
     duration_s=TIMES, why=st.none() | WHYS, terms=TERMS, predicted_ttft=PREDICTED, met=st.none() | st.booleans(),
 )  # fmt: skip
 UP: st.SearchStrategy[list[protocol.Message]] = st.lists(
-    st.builds(protocol.Admit, NUMBERS, REQUESTS, st.frozensets(TEXTS, max_size=3), st.sampled_from(Entry))
+    st.builds(protocol.Admit, NUMBERS, REQUESTS, st.frozensets(TEXTS, max_size=3), st.sampled_from(AdmissionKind))
     | st.builds(protocol.Resolve, NUMBERS, st.none() | TEXTS, TIMES, NUMBERS)
     | st.builds(protocol.PageRequest, NUMBERS, st.binary(max_size=50), TEXTS)
     | st.builds(protocol.LeaseReturned, NUMBERS, st.sampled_from(Verdict), USAGES)
@@ -134,7 +134,12 @@ def test_any_number_and_text_of_a_client_fits_a_frame() -> None:
     other = request(flow="a\udcfeb")
     heard = list(
         Frames(FROM_WORKER).feed(
-            frame([protocol.Admit(1, vast, frozenset(), Entry.NEW), protocol.Admit(2, other, frozenset(), Entry.NEW)])
+            frame(
+                [
+                    protocol.Admit(1, vast, frozenset(), AdmissionKind.NEW),
+                    protocol.Admit(2, other, frozenset(), AdmissionKind.NEW),
+                ]
+            )
         )
     )
     first, second = heard

@@ -17,8 +17,9 @@ from llmproxy.core.domain import (
     CRITICAL,
     DEFAULT,
     SHEDDABLE,
-    Entry,
+    AdmissionKind,
     Grant,
+    GrantReason,
     Outcome,
     Placed,
     Refused,
@@ -28,7 +29,6 @@ from llmproxy.core.domain import (
     Trouble,
     Usage,
     Verdict,
-    Why,
 )
 from llmproxy.core.settings import Disaggregation, QueueSettings, Settings, Splitting, UsageLimit
 from llmproxy.observe import logs
@@ -117,7 +117,7 @@ async def test_nobody_is_granted_anything_before_he_asked() -> None:
     await asyncio.sleep(5.0)
 
     async def answer(_: object) -> LeaseGranted:
-        return LeaseGranted(1, 1, Stage.WHOLE, Placed("a", 0.0, (), 1), 4.999, 0, Why((), 1, (), 0), 60.0)
+        return LeaseGranted(1, 1, Stage.WHOLE, Placed("a", 0.0, (), 1), 4.999, 0, GrantReason((), 1, (), 0), 60.0)
 
     line.calls.answer = answer  # type: ignore[assignment, method-assign]
     async with line.remote.admit(request()) as lease:
@@ -133,7 +133,7 @@ async def test_a_worker_is_told_which_stage_it_has_a_lease_for() -> None:
     line, granted = WorkerLink(one), list[list[tuple[str, Request]]]()
     for face in (one, line.remote):
         asked, stages = request(splittable=True, output_tokens=7), list[tuple[str, Request]]()
-        for entry in (Entry.NEW, Entry.PREFILLED):
+        for entry in (AdmissionKind.NEW, AdmissionKind.PREFILLED):
             async with face.admit(asked, entry=entry) as lease:
                 stages.append((lease.backend, structs.replace(lease.grant.request, id="", deadline_s=0.0)))
                 lease.verdict = Verdict.SERVED
@@ -166,7 +166,7 @@ async def test_a_worker_that_dies_between_the_stages_leaves_no_place_kept(turns_
         lease.verdict, lease.usage = Verdict.SERVED, Usage(10, 1)
     if turns_more:
         await turns(turns_more)
-        answer = asyncio.create_task(line.remote.wait(asked, frozenset(), Entry.PREFILLED))
+        answer = asyncio.create_task(line.remote.wait(asked, frozenset(), AdmissionKind.PREFILLED))
         await turns(turns_more)
         answer.cancel()
     line.die()
@@ -202,7 +202,7 @@ async def test_the_backend_that_failed_is_excluded_across_the_line() -> None:
     line, asked = WorkerLink(one), request()
     async with line.remote.admit(asked) as first:
         first.verdict = Verdict.FAILED
-    async with line.remote.admit(asked, frozenset({first.backend}), Entry.RETRY) as second:
+    async with line.remote.admit(asked, frozenset({first.backend}), AdmissionKind.RETRY) as second:
         assert {first.backend, second.backend} == {"a", "b"}
     line.remote.ended(asked, None)
     await nothing_left(one, line)

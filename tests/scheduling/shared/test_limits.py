@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import Entry, Outcome
+from llmproxy.core.domain import AdmissionKind, Outcome
 from llmproxy.core.settings import UsageLimit
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.scheduling.dispatcher import Dispatcher
@@ -200,7 +200,7 @@ async def test_a_further_attempt_is_not_asked_for(store: MemoryStore, one: Dispa
     again = theirs()
     async with one.admit(again):
         pass
-    async with one.admit(again, frozenset(), Entry.RETRY):
+    async with one.admit(again, frozenset(), AdmissionKind.RETRY):
         pass
     one.ended(again, None)
     assert sum(len(call["asks"]) for call in store.calls) == 1

@@ -230,7 +230,7 @@ def test_an_event_has_its_time_of_day_and_an_older_one_its_date() -> None:
 
 def test_a_replica_that_is_not_up_has_no_pace() -> None:
     lines = drawn(
-        picture(live(backends=(replace(live().backends[0], state="resting", tokens_slower=2.5),)), View(), 80)
+        picture(live(backends=(replace(live().backends[0], state="ejected", tokens_slower=2.5),)), View(), 80)
     )
     assert "2.50x" not in "\n".join(lines)
 

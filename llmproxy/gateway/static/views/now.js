@@ -6,7 +6,7 @@ import { json } from "../lib/client.js";
 import { card, h, Keyed, put } from "../lib/dom.js";
 import { count, duration, number, percent, plural } from "../lib/format.js";
 import { EventList } from "./events.js";
-import { replicaTable, WORDS } from "./replicas.js";
+import { replicaTable } from "./replicas.js";
 import { needed } from "./scale.js";
 
 const DOT_PX = 9;
@@ -25,7 +25,7 @@ const TILES = [
   ["Output tokens/s", (live) => number(live.row["fleet/output_tokens_per_s"]), (live) => `${number(live.row["fleet/input_tokens_per_s"])} input tokens/s`],
   ["Cache hits", (live) => percent(live.row["fleet/hit_share"]), () => "of the prompt tokens, last minute"],
   ["Refused, failed", (live) => `${count(live.minute.refused)}, ${count(live.minute.failed)}`, (live) => `in ${duration(live.minute.span_s)}; ${[...reasons(live), plural(live.minute.retries, "retry").replace("retrys", "retries")].join(", ")}`, (live) => (live.minute.failed ? "bad" : live.minute.refused > (live.minute.outcomes[USED_UP] ?? 0) ? "warning" : "")],
-  ["Replicas up", (live) => count(inState(live, "up")), (live) => `of ${count(live.backends.length + live.more_backends)}${["down", "resting", "leaving", "drained", "starting"].filter((state) => inState(live, state)).map((state) => `, ${count(inState(live, state))} ${WORDS[state] ?? state}`).join("")}`, (live) => (inState(live, "down") || !inState(live, "up") ? "bad" : inState(live, "resting") ? "warning" : "")],
+  ["Replicas up", (live) => count(inState(live, "up")), (live) => `of ${count(live.backends.length + live.more_backends)}${["down", "ejected", "leaving", "drained", "starting"].filter((state) => inState(live, state)).map((state) => `, ${count(inState(live, state))} ${state}`).join("")}`, (live) => (inState(live, "down") || !inState(live, "up") ? "bad" : inState(live, "ejected") ? "warning" : "")],
 ];
 
 /** Refused and failed requests of the last minute, by outcome, most frequent first. */

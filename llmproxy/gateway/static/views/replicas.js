@@ -11,7 +11,6 @@ import { scaleTable } from "./scale.js";
 
 export const replicas = { title: "Replicas", columns: ["backend/"], open };
 
-export const WORDS = { resting: "ejected" };
 const RECENT_S = 300;
 /** A replica is marked as slow from this factor on: equal replicas differ by less. */
 const SLOW = 1.5;
@@ -112,7 +111,7 @@ function fillState(cell, one, failed, offset) {
   if (!cell.firstChild) cell.append(h("div", { className: "why" }, h("span", { className: "state" }), " ", h("span", { className: "quiet" }), h("a"), h("span", { className: "quiet" })));
   const [state, since, when, why] = cell.firstChild.children;
   state.dataset.state = one.state;
-  put(state, WORDS[one.state] ?? one.state);
+  put(state, one.state);
   const last = one.state === "up" ? failed : undefined;
   const reason = last ? last.why : one.state === "up" ? "" : one.why;
   put(since, `for ${duration(one.since_s)}${last ? `: not up ${plural(last.times, "time")} in ${duration(RECENT_S)}, last at ` : ""}`);
