@@ -48,7 +48,7 @@ def view(name: str = "a", **given: Any) -> View:
 
 
 def tight(**given: Any) -> Settings:
-    """Settings under which a backend gets no more than it runs at once, and as many prompts as that."""
+    """Returns settings without look-ahead and without a bound on prefills."""
     return Settings(capacity=CapacitySettings(look_ahead=0, prompt_window_s=None), **given)
 
 
@@ -59,7 +59,7 @@ def pools(
     listings: Mapping[str, Listing] | None = None,
     placements: Callable[[], Placement] | None = None,
 ) -> Pools:
-    """Pools whose backends are all up and serve BASE, unless `listings` says otherwise."""
+    """Returns pools whose backends are up and serve BASE, unless `listings` has another listing."""
     settings = settings or Settings()
     made = Pools(settings, backends, aliases or {}, placements or partial(make, settings.placement, Random(0)))
     for name in backends:
@@ -74,27 +74,27 @@ def submit(of: Pools, *requests: Request, now: float = 0.0) -> None:
 
 
 def refusal(call: Callable[..., object], *given: Any, **named: Any) -> Refused:
-    """The refusal that a call raises."""
+    """Returns the refusal that a call raises."""
     with pytest.raises(Refused) as caught:
         call(*given, **named)
     return caught.value
 
 
 def kill(of: Pools, backend: str) -> None:
-    """Two polls are refused, which proves that the process of `backend` is gone."""
+    """Refuses two polls, which proves that the process of `backend` is gone."""
     for _ in range(2):
         of.troubled(backend, Trouble.REFUSED)
 
 
 def grants(of: Pools, now: float = 0.0) -> list[Grant]:
-    """The grants among what the next pass decides."""
+    """Returns the grants of the next pass."""
     decisions = of.decide(now)
     of.check(now)
     return [decision for decision in decisions if isinstance(decision, Grant)]
 
 
 def granted(of: Pools, now: float = 0.0) -> list[Grant]:
-    """What the next pass decides, which is grants and nothing else, and leaves nothing to the one after it."""
+    """Returns the decisions of the next pass, which must all be grants and must leave none to the pass after it."""
     decisions = of.decide(now)
     of.check(now)
     assert of.decide(now) == []
@@ -104,12 +104,12 @@ def granted(of: Pools, now: float = 0.0) -> list[Grant]:
 
 
 def names(grants: Sequence[Grant]) -> list[str]:
-    """The requests of these grants."""
+    """Returns the request ids of grants."""
     return [grant.request.id for grant in grants]
 
 
 def one_by_one(of: Pools, held: Grant, now: float) -> list[str]:
-    """The requests that get the only place, which `held` has, each when the one before is served."""
+    """Returns the requests that are granted the only slot one after the other, after `held` is served."""
     served: list[Grant] = []
     of.finish(held, Verdict.SERVED, now)
     while found := grants(of, now):
@@ -119,19 +119,19 @@ def one_by_one(of: Pools, held: Grant, now: float) -> list[str]:
 
 
 def only_drop(of: Pools, now: float) -> Drop:
-    """What the next pass decides, which is one drop and nothing else."""
+    """Returns the only decision of the next pass, which must be a drop."""
     (drop,) = of.decide(now)
     assert isinstance(drop, Drop)
     return drop
 
 
 def only_grant(of: Pools, now: float) -> Grant:
-    """What the next pass decides, which is one grant and nothing else."""
+    """Returns the only decision of the next pass, which must be a grant."""
     (grant,) = of.decide(now)
     assert isinstance(grant, Grant)
     return grant
 
 
 def cached(of: Pools, grant: Grant, hashes: Sequence[int]) -> None:
-    """The answer to `grant` was read: with its prompt it makes these blocks."""
+    """Notes the blocks of the prompt and the answer of `grant`."""
     of.cached(grant.request.pool, grant.lease, grant.placed.backend, hashes)

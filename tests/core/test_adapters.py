@@ -1,4 +1,4 @@
-"""What is remembered of adapters, and who is asked what, by listings alone."""
+"""Records of adapters, and the requests that backends get, from listings alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLEET: dict[str, int | None] = {"a": None, "b": None, "c": None}
 
 
 class World:
-    """Three backends of one pool, unless given otherwise, that take every change but where they are in `refusing`."""
+    """Backends of one pool (three by default) that accept every change, except those in `refusing`."""
 
     def __init__(self, fleet: Mapping[str, int | None] = FLEET, **given: Any) -> None:
         self.pools: Pools = pools(fleet, **given)
@@ -66,7 +66,7 @@ class World:
 
     @property
     def standings(self) -> list[tuple[str, bool, int]]:
-        """Backend, whether it is done there, and failures, of the only adapter."""
+        """Returns (backend, done, failures) of the only adapter."""
         (state,) = self.adapters.states()[0]
         return [(one.backend, one.done, one.failures) for one in state.standings]
 
@@ -80,7 +80,7 @@ def world() -> World:
     return World()
 
 
-# --- who is asked -----------------------------------------------------------------------------------------------------
+# --- chosen backends --------------------------------------------------------------------------------------------------
 
 
 def test_all_of_the_pool_are_asked_and_so_is_who_joins_it_later() -> None:
@@ -100,7 +100,7 @@ def test_some_are_those_that_are_up_with_the_fewest_adapters(world: World) -> No
     assert world.asked(world.load("y", 2)) == ["b", "c"]
     kill(world.pools, "c")
     assert world.asked(world.load("z", 2)) == ["a", "b"]
-    assert world.asked(world.load("v", 3)) == ["a", "b", "c"], "one that is down rather than too few"
+    assert world.asked(world.load("v", 3)) == ["a", "b", "c"], "a backend that is down rather than too few backends"
     assert world.due("c") == []
     assert "`replicas` is 4, and 3 backends" in world.refusal("w", replicas=4).message
 
@@ -118,7 +118,7 @@ def test_who_has_it_already_is_chosen_first_and_more_may_be_asked_for(world: Wor
     world.lists("b", one="/1", x="/x")
     assert world.asked(world.load(replicas=1)) == ["b"]
     assert world.asked(world.load(replicas=2)) == ["a", "b"]
-    assert world.asked(world.load(replicas=1)) == ["a", "b"], "all that were asked have the same"
+    assert world.asked(world.load(replicas=1)) == ["a", "b"], "all backends with the adapter get the request"
     assert world.asked(world.load()) == ["a", "b", "c"]
 
 
@@ -147,7 +147,7 @@ def test_what_was_loaded_by_hand_can_be_unloaded(world: World) -> None:
     assert caught.outcome is Outcome.UNKNOWN_MODEL
 
 
-# --- who is asked again -----------------------------------------------------------------------------------------------
+# --- repeated requests ------------------------------------------------------------------------------------------------
 
 
 def test_who_comes_back_without_it_is_asked_again(world: World) -> None:
@@ -158,7 +158,7 @@ def test_who_comes_back_without_it_is_asked_again(world: World) -> None:
     assert world.due("a") == [("load", "x"), ("load", "y")]
     assert world.due("b") == [("load", "x")]
     world.lists("b", x="/elsewhere")
-    assert world.due("b") == [("load", "x")], "its name alone is not what was asked for"
+    assert world.due("b") == [("load", "x")], "the path differs"
     world.lists("b", x="/x")
     assert world.due("b") == []
 
@@ -200,7 +200,7 @@ def test_who_missed_an_unloading_is_asked_when_it_is_back(world: World) -> None:
     world.answers("c", 200)
     assert world.remembered == {}
     world.lists("c", x="/x")
-    assert world.due("c") == [], "what is loaded by hand afterwards is somebody's wish"
+    assert world.due("c") == [], "an operator loaded it by hand later"
 
 
 def test_retries_come_ever_more_slowly_and_start_anew_with_a_change(world: World) -> None:
@@ -252,7 +252,7 @@ def test_a_backend_that_went_to_another_model_is_left_alone(world: World) -> Non
     assert world.remembered == {}
 
 
-# --- what is remembered -----------------------------------------------------------------------------------------------
+# --- records ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_everybody_refuses_is_not_remembered(world: World) -> None:
@@ -262,7 +262,7 @@ def test_what_everybody_refuses_is_not_remembered(world: World) -> None:
     world.refusing = {"a": 404, "b": None, "c": 404}
     assert not world.load().remembered
     world.refusing = dict.fromkeys("abc", None)
-    assert world.load().remembered, "nobody has said no"
+    assert world.load().remembered, "no backend has refused"
     world.refusing = {"a": 404}
     assert world.load().remembered
 
@@ -355,7 +355,7 @@ def test_an_adapter_has_no_name_that_means_something_else() -> None:
 
 def test_names_stay_those_of_adapters_whatever_stands_for_all_others() -> None:
     world = two_pools(aliases={"*": "other", "x": "x"})
-    assert world.asked(world.load("x", model=BASE)) == ["a"], "a name that stands for itself is no alias"
+    assert world.asked(world.load("x", model=BASE)) == ["a"], "a name mapped to itself is no alias"
     assert world.asked(world.load("y", model=BASE)) == ["a"]
     world.lists("a", z="/z")
     assert "the name of an adapter of `base` already" in world.refusal("z", model="other").message

@@ -1,4 +1,4 @@
-"""Grants that a waiting request of a higher band could have had: none, unless the scheduler is broken."""
+"""Priority inversions: grants that a waiting request of a higher band could have used. A correct scheduler has none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.dispatching import Client, dispatcher, turns
 
 @pytest.fixture
 def upside_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler that takes the lowest band first."""
+    """A scheduler that serves the lowest band first."""
 
     class Broken(WaitingRoom):
         @property

@@ -1,4 +1,4 @@
-"""The ledger of one pool, alone: what a flow is charged, what is revoked, what is learned of prompts that ended."""
+"""The leases of one pool: charges of flows, revocations, and events of observers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS = Settings(input_weight=1.0, output_weight=2.0)
 
 
 class Ledger:
-    """`Leases` over two backends, beside the room whose flows are charged."""
+    """`Leases` of two backends, with a waiting room whose flows are charged."""
 
     def __init__(self) -> None:
         limits = UsageLimits({})
@@ -36,7 +36,7 @@ class Ledger:
             self.leases.attach(name)
 
     def grant(self, backend: str = "a") -> int:
-        """A lease for a prompt of 10 tokens, of which 10 more are expected."""
+        """Books a request with 10 prompt tokens and 10 expected output tokens."""
         placed = Placed(backend, 0.0, (), 1)
         return self.leases.book(request(), placed, self.backends[backend], 0.0)
 

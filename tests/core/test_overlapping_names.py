@@ -1,4 +1,4 @@
-"""Backends list several names, some of them in common: each serves what it lists, whatever comes first in its list."""
+"""Backends with several names, some in common: each name is served by every backend that lists it, in any order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fleet(settings: Settings = TIGHT, places: int = 1, **listings: Listing) -> P
 
 
 def ask(of: Pools, model: str, now: float = 0.0, **given: Any) -> None:
-    """Submit a request for a model, as the catalogue means it now."""
+    """Submits a request for a model, resolved by the catalogue."""
     target = of.catalogue.resolve(model)
     facts = {"arrived_s": now, "deadline_s": now + 60.0, **given}
     of.submit(request(pool=target.pool, model=target.model, adapter=target.adapter, **facts), now)
@@ -70,7 +70,7 @@ def test_a_name_goes_to_no_backend_that_does_not_list_it() -> None:
         ask(of, "x")
     assert places(grants(of)) == ["a", "a"]
     kill(of, "a")
-    # "b" is up, but is none for these.
+    # "b" is up, but does not list the model.
     ask(of, "x", 1.0)
     assert {type(one) for one in of.decide(1.0)} != {Grant}
     assert only_outcomes(of, 32.0) == {Outcome.EXPIRED_NO_BACKENDS: 1}
@@ -109,7 +109,9 @@ def test_a_higher_band_goes_first_across_names() -> None:
     assert names(grants(of, 4.0)) == ["high"]
     of.finish(held["a"], Verdict.SERVED, 5.0)
     granted = grants(of, 5.0)
-    assert names(granted) == ["middle"], "the only one of its names, before a lower band that another serves too"
+    assert names(granted) == ["middle"], (
+        "the only backend of its name, before a lower band that another backend serves too"
+    )
     assert not any(one.why.inverted for one in granted)
 
 
@@ -311,7 +313,7 @@ def test_a_bound_request_is_refused_when_its_backend_leaves_the_pool_and_then_th
     assert only_drop(of, 1.0).outcome is Outcome.BAD_REQUEST
 
 
-# --- what is counted by pool ------------------------------------------------------------------------------------------
+# --- counts per pool --------------------------------------------------------------------------------------------------
 
 
 def test_a_named_pool_that_has_joined_another_one_is_shown_once() -> None:
@@ -328,7 +330,7 @@ def test_a_name_with_a_lock_of_its_own_keeps_its_shard() -> None:
         of.backends[name].answered(0.0)
         of.listed(name, lists(*served))
     assert {of.shard_of(name) for name in "ab"} == {"old"}
-    # A member that has not read the list of "a" takes "new" for a pool of the default shard.
+    # A member that has not read the listing of "a" assigns "new" to the default shard.
     early = request(pool="new", model="new")
     assert refusal(of.submit, early, 0.0).outcome is Outcome.REJECTED_NO_BACKENDS
 

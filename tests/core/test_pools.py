@@ -143,7 +143,7 @@ def test_a_limit_over_two_pools_lets_go_whoever_has_waited_longest(turned: bool)
         (grant,) = found
         served.append(grant.request.id)
         one.finish(grant, Verdict.SERVED, 8.0)
-    # In the first pass nobody was blocked yet, and the pool that is asked first had it.
+    # In the first pass no request was blocked yet, and the first pool got the slot.
     assert served[0] in ("0.0", "1.0")
     assert served[1:] == sorted({f"{at}.0" for at in range(8)} - {served[0]})
 
@@ -178,7 +178,7 @@ def test_a_limit_that_another_pool_fills_makes_way_at_once_for_those_behind_it()
     one = pools({"a": 4, "b": 1}, settings, listings={"a": listing(), "b": listing(base="other")})
     submit(one, request(band=CRITICAL))
     grants(one)
-    # It has no room, and those below it wait, until its limit is why it waits.
+    # It has no room, and lower bands wait, until its limit is the reason why it waits.
     limited(one, "base", 1.0, CRITICAL)
     submit(one, request(id="behind", arrived_s=1.0), now=1.0)
     limited(one, "other", 2.0)
@@ -200,7 +200,7 @@ def test_a_request_blocked_by_one_limit_does_not_block_another() -> None:
 
 
 def limited(of: Pools, pool: str, at_s: float, band: int = DEFAULT, limit: str = "tenant:t") -> None:
-    """Submit a request that is named by its arrival, and counts against a limit of one in flight over all pools."""
+    """Submits a request named by its arrival, under a usage limit of 1 in flight over all pools."""
     one = request(id=str(at_s), pool=pool, model=pool, band=band, arrived_s=at_s, limits=(limit,))
     of.submit(one, at_s)
 
@@ -209,7 +209,7 @@ def test_a_backend_joins_a_pool_with_its_first_listing() -> None:
     one = Pools(TIGHT, {"a": 1, "late": 1}, {}, partial(make, TIGHT.placement, Random(0)))
     for name in ("a", "late"):
         one.backends[name].answered(0.0)
-    assert not one.ready(0.0), "up, but nothing is known of what it serves"
+    assert not one.ready(0.0), "up, but without a listing"
     one.listed("a", listing())
     assert one.ready(0.0)
     submit(one, request(), request())
@@ -221,7 +221,7 @@ def test_a_backend_joins_a_pool_with_its_first_listing() -> None:
 def test_a_backend_that_changes_its_model_moves_and_its_leases_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     one = pools({"a": 4}, TIGHT)
     lost: list[str] = []
-    # What the old pool's placement knew of it is of use to nobody.
+    # The old pool's placement forgets the backend.
     monkeypatch.setattr(one.schedulers["base"]._placement, "lost", lost.append)
     one.submit(request(), 0.0)
     grant = only_grant(one, 0.0)
@@ -353,7 +353,7 @@ def test_what_another_process_granted_is_booked_and_charged_by_it_alone() -> Non
     one.started(grant, -2.0)
     one.finish(grant, Verdict.SERVED, 1.0, Usage(30, 12))
     one.ended(known, None, 1.0)
-    # Only what its answer had beyond the estimate is new.
+    # Only the tokens beyond the estimate are charged here.
     assert one.balances()[known.pool, known.band]["f"] == 5.0 + 2.0 * Settings().output_weight
     assert one.views(1.0)["a"].load == 0
     one.check(1.0)

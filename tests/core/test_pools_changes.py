@@ -1,4 +1,4 @@
-"""The fleet and its settings change while requests wait and run: nothing is lost, and nothing outlives its backend."""
+"""Changes of the fleet and its settings while requests wait and run: no request is lost."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_removed_backend_is_forgotten_and_the_others_are_not() -> None:
         one.finish(granted, Verdict.SERVED, 1.0, Usage(48, 10))
         cached(one, granted, (*prefix, 40))
     one.remove_backend("a")
-    # An answer that is read a little late teaches nothing of a backend that is gone.
+    # The blocks of a late answer are not noted for a backend that is gone.
     cached(one, given["a"], (1, 2, 3))
     placement = one.schedulers["base"]._placement.inner
     assert isinstance(placement, CostPlacement)
@@ -150,7 +150,7 @@ def test_a_new_process_behind_a_name_is_down_until_read_and_starts_empty() -> No
     one.replace_process("a")
     assert not one.ready(1.0)
     assert one.backends["a"].reading is None
-    # What is in flight at the old process runs on, also where nobody answers for the new one.
+    # Requests on the old process continue, even if the new process does not respond.
     for _ in range(3):
         one.troubled("a", Trouble.REFUSED)
     assert one.decide(1.0) == []
@@ -288,7 +288,7 @@ def test_a_limit_that_comes_back_counts_what_was_begun_without_it() -> None:
     assert len(grants(one, 1.0)) == 1
 
 
-# --- parts of limits --------------------------------------------------------------------------------------------------
+# --- split limits -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_the_part_of_a_limit_is_shown() -> None:
 
 @pytest.mark.parametrize(("before", "after", "taken"), [(1, 10, 60), (10, 1, 6)])
 def test_what_was_taken_of_a_rate_is_back_after_the_same_time_in_parts(before: int, after: int, taken: int) -> None:
-    """The others took their parts of it too."""
+    """The other processes used their parts of the rate too."""
     found = pools({"a": 80}, Settings(limits={"tenant:t": UsageLimit(in_flight=80, requests_per_min=60)}))
     found.split_limits(before, 0.0)
     for number in range(taken):

@@ -16,7 +16,7 @@ TIGHT = tight(ceilings={DEFAULT: 1.0})
 def full(
     slots: int = 1, band: int = SHEDDABLE, settings: Settings = TIGHT, stream: bool = True, limit: int | None = None
 ) -> tuple[Pools, list[Grant]]:
-    """One backend, filled with requests of `band`; `limit` is what it is believed to run."""
+    """A backend filled with requests of `band`, with the batch limit `limit`."""
     of = pools({"a": limit or slots}, settings)
     for number in range(slots):
         of.submit(request(id=f"low{number}", band=band, stream=stream, flow="low", arrived_s=number / 100), 1.0)
@@ -24,7 +24,7 @@ def full(
 
 
 def taken_back(of: Pools, now: float = 2.0) -> list[str]:
-    """The requests whose leases the next pass takes back; it does nothing else."""
+    """Returns the requests that the next pass preempts; it may decide nothing else."""
     decisions = of.decide(now)
     of.check(now)
     assert of.decide(now) == []
@@ -104,7 +104,7 @@ def test_nothing_is_taken_back_where_that_makes_no_room() -> None:
     of = pools({"a": 1}, TIGHT)
     of.submit(request(band=SHEDDABLE, stream=True), 0.0)
     of.decide(0.0)
-    # Another client's sequences fill the engine besides.
+    # Sequences of another client fill the engine too.
     of.backends["a"].observe(reading(1.0, running=8))
     of.backends["a"].observe(reading(1.5, running=8))
     urgent(of)
@@ -145,7 +145,7 @@ def test_nothing_is_taken_back_from_a_backend_that_failed_the_head() -> None:
     [
         pytest.param(1, [], [], id="no proof that it waits"),
         pytest.param(3, [(1.5, 2, 1)], ["low2"], id="one waits, and it can only be the last"),
-        pytest.param(2, [(1.5, 2, 0), (1.8, 1, 1)], [], id="what was shown running stays"),
+        pytest.param(2, [(1.5, 2, 0), (1.8, 1, 1)], [], id="running requests of the reading stay"),
         pytest.param(1, [(0.9, 0, 1)], [], id="a reading older than the booking"),
         pytest.param(1, [(1.5, 0, 4), (1.6, 0, 4)], [], id="those of other clients wait"),
     ],
@@ -221,7 +221,7 @@ def test_leases_that_only_help_together_are_preempted_in_one_pass() -> None:
     for name, sequences in (("wide", 4), ("newest", 1)):
         of.submit(request(id=name, band=SHEDDABLE, sequences=sequences, stream=True), 0.0)
     of.decide(0.0)
-    # Three sequences of other clients: 8 in all, of which 5 may stay.
+    # With three sequences of other clients there are 8, and 5 may stay.
     for at in (1.0, 1.5):
         of.backends["a"].observe(reading(at, running=8))
     urgent(of, 2)
@@ -229,7 +229,7 @@ def test_leases_that_only_help_together_are_preempted_in_one_pass() -> None:
 
 
 def overfilled(of_them: int = 2, stream: bool = True) -> tuple[Pools, list[Grant]]:
-    """One backend that is believed to run twice what it has, and at the last reading left `of_them` waiting."""
+    """A backend with twice the assumed batch limit of its load, and `of_them` waiting at the last reading."""
     of, held = full(8, stream=stream, limit=16)
     of.backends["a"].observe(reading(1.5, running=8 - of_them, waiting=of_them))
     return of, held
@@ -245,7 +245,7 @@ def test_a_lease_in_an_engines_queue_is_preempted_despite_seeming_room(stream: b
     assert of.decide(2.0) == []
     of.finish(held[7], Verdict.PREEMPTED, 2.2)
     of.submit(held[7].request, 2.2, entry=AdmissionKind.PREEMPTED)
-    # It does not go back there, behind whom it made way for.
+    # It does not return to the backend, behind the request that preempted it.
     assert of.decide(2.2) == []
     of.backends["a"].observe(reading(2.5, running=7, waiting=0))
     assert only_grant(of, 2.6).request.id == "low7"

@@ -1,4 +1,4 @@
-"""Prompts wait here while backends have enough of them, or streams would miss their objective: who goes, and when."""
+"""Bounds on prefills: prompts wait while backends have enough of them, or while streams would miss their objective."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.core.make import grants, listing, pools, reading, refusal, request
 
 PACE = Slo(tpot_s=0.03)
 PROMPT = 30_000
-"""About 2 s of an engine."""
+"""About 2 s of prefill."""
 ANY_TIME = Settings(capacity=CapacitySettings(prompt_window_s=None))
 
 
@@ -39,7 +39,7 @@ def asked(name: str, now: float = 0.0, **given: Any) -> Request:
 def streaming(
     *backends: str, settings: Settings = ANY_TIME, adapters: tuple[str, ...] = ()
 ) -> tuple[Pools, list[Grant]]:
-    """Backends of 64 slots, each with one stream that has begun."""
+    """Backends with 64 slots and one started stream each."""
     listings = {name: listing(*adapters, max_model_len=None) for name in backends}
     of = pools(dict.fromkeys(backends, 64), settings, listings=listings)
     held = []
@@ -59,7 +59,7 @@ def flood(of: Pools, names: Iterable[str], now: float, **given: Any) -> list[Gra
 
 
 def windowed(*adapters: str, **given: Any) -> Pools:
-    """One backend with a stream, whose first bytes have shown that it computes 15,000 tokens/s."""
+    """A backend with a stream, with a learned prefill speed of 15,000 tokens/s."""
     of, _ = streaming("a", settings=Settings(**given), adapters=adapters)
     for at in (0.1, 0.3, 0.5):
         (one,) = flood(of, "-", at, slo=None, prompt_tokens=1_500)

@@ -39,7 +39,7 @@ from tests.core.make import (
     tight,
 )
 
-# --- who and where in one step ----------------------------------------------------------------------------------------
+# --- grants -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_grant_books_at_once_so_a_burst_cannot_overshoot() -> None:
@@ -162,7 +162,7 @@ def test_a_mass_expiry_is_capped_too_and_grants_wait_for_its_end(monkeypatch: py
     assert one.next_wakeup(5.0) is None
 
 
-# --- refused before it waits ------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 NO_HOLD = Settings(queue=QueueSettings(hold_s=0.0))
@@ -239,7 +239,7 @@ def test_a_full_queue_refuses_with_the_name_and_a_measured_wait() -> None:
     submit(one, request(band=CRITICAL), now=10.0)
 
 
-# --- leaving without a backend ----------------------------------------------------------------------------------------
+# --- drops ------------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_granted_after_it_was_cancelled() -> None:
@@ -277,7 +277,7 @@ def test_a_request_that_waits_again_after_a_failure_expires_once() -> None:
     one.check(0.0)
 
 
-# --- waking up --------------------------------------------------------------------------------------------------------
+# --- wakeups ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_empty_room_needs_no_waking() -> None:
@@ -397,7 +397,7 @@ def test_a_new_attempt_is_not_turned_away_by_a_full_queue() -> None:
 
 @pytest.mark.parametrize("entry", [AdmissionKind.NEW, AdmissionKind.RESUMED])
 def test_what_another_scheduler_admitted_is_an_arrival_here(entry: AdmissionKind) -> None:
-    """Room is kept for its band, as for any other."""
+    """Lower bands leave headroom for its band, as for any other."""
     of = pools({"a": 8}, tight())
     of.submit(request(id="c", band=CRITICAL), 0.0, entry=entry)
     assert names(granted(of)) == ["c"]

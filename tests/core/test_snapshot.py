@@ -1,4 +1,4 @@
-"""What a person is shown of the waiting room: everything that counts, bounded, and nothing changed by looking."""
+"""Snapshots of the waiting room: complete counts, bounded size, and no effect on the state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACME = "tenant:acme"
 
 
 def full(backends: int = 1, **settings: Any) -> Pools:
-    """A pool whose every backend has its one seat taken."""
+    """A pool whose backends have one slot each, all taken."""
     given: dict[str, Any] = {"capacity": NO_LOOK_AHEAD, "fairness": "round_robin"} | settings
     fleet = pools({f"b{i}": 1 for i in range(backends)}, Settings(**given))
     submit(fleet, *(request(id=f"seat-{i}") for i in range(backends)))
@@ -83,12 +83,12 @@ def test_slack_counts_how_long_service_takes() -> None:
     enter(fleet, 3.0, slo=Slo(ttft_s=5.0), flow="blue")
     enter(fleet, 3.0, flow="green", slo=Slo(tpot_s=0.1))
     slack_s = {flow.flow: flow.head.slack_s for flow in band(fleet, DEFAULT, 4.0).shown}
-    # It was seen to take 2 s once, which outweighs the guess of nothing, but not at once.
+    # A single observation of 2 s outweighs the initial 0 s only in part.
     assert slack_s == {"blue": pytest.approx(2.0, abs=0.4), "green": None}
 
 
 def _granted(fleet: Pools, one: Request, now: float) -> list[Grant]:
-    """Serve `one` in the seat that is taken."""
+    """Serves `one` in the taken slot."""
     seat = Grant(1, request(), None, 0.0, 0, None)  # type: ignore[arg-type]
     fleet.finish(seat, Verdict.SERVED, now)
     fleet.submit(one, now)
@@ -242,7 +242,7 @@ def test_blocked_requests_are_counted_by_band_and_limit() -> None:
 
 
 def _block(fleet: Pools) -> None:
-    """Two more seats, one being kept, so that those who wait have their turn and are found to be limited."""
+    """Adds two slots, one of them reserved, so that waiting requests are tried and reach their usage limit."""
     fleet.backends["a"].limit.value = 3
     fleet.backends["a"]._view = None
     assert not fleet.decide(0.0)

@@ -1,4 +1,4 @@
-"""What a pool shows of its last choices, what was predicted with them, and of what it has learned."""
+"""The last placements of a pool, their predictions, and the learned speed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def granted(of: Pools, asked: Request, now: float, excluded: frozenset[str] = fr
 
 
 def serve(of: Pools, asked: Request, now: float, took_s: float, output_tokens: int = 11) -> Grant:
-    """From its submission to its end: the first byte after half of the time, and the tokens in the other half."""
+    """Serves a request: the first byte comes after half of the time, the tokens in the other half."""
     grant = granted(of, asked, now)
     of.started(grant, now + took_s / 2)
     of.finish(grant, Verdict.SERVED, now + took_s, Usage(asked.prompt_tokens, output_tokens))
@@ -72,7 +72,7 @@ def test_so_many_choices_are_remembered_and_no_more() -> None:
 
 def test_a_choice_predicts_a_time_and_one_that_is_rarely_exceeded() -> None:
     of = pools("a")
-    # A first byte that comes late says nothing of the tokens after it.
+    # A late first byte proves nothing about the tokens after it.
     serve(of, request(stream=True), 0.0, 5.0, output_tokens=1)
     placed = granted(of, request(prompt_tokens=1_500, stream=True), 60.0).placed
     (price,) = choices(of, 60.0).choices[0].prices
@@ -86,7 +86,7 @@ def test_what_is_exceeded_more_often_is_predicted_to_be() -> None:
     of = pools("a")
     before = learned_by(of, 0.0)
     for number in range(40):
-        # Now and then ten times as long, so that no mean follows.
+        # Occasionally ten times as long, so that the mean does not follow.
         serve(of, request(stream=True), 100.0 * number, 0.1 if number % 3 else 10.0)
     after = learned_by(of, 1e4)
     assert after.ttft_p90_factor > before.ttft_p90_factor
@@ -103,7 +103,7 @@ def test_what_was_learned_is_shown_of_each_backend_of_the_pool() -> None:
     of = pools("a", "b", "c")
     now = 0.0
     for number in range(150):
-        # Each has its turn, whatever it is thought to cost.
+        # All backends take turns, whatever their prices.
         others = frozenset("abc") - {"abc"[number % 3]}
         grant = granted(of, request(prompt_tokens=1_000 + 100 * (number % 10), stream=True), now, others)
         slower = {"a": 1.0, "b": 3.0, "c": 1.0}[grant.placed.backend]

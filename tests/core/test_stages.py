@@ -1,4 +1,4 @@
-"""Requests that are split: the prompt on one backend, the answer on another one, and a place that is kept for it."""
+"""Split requests: prefill on one backend, and decode on another backend with a reserved slot."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def long(**given: Any) -> Request:
 
 
 def prefilled(of: Pools, grant: Grant, now: float = 1.0, excluded: frozenset[str] = frozenset()) -> list[Any]:
-    """The prompt was computed: what the next pass decides."""
+    """Ends a prefill stage; returns the decisions of the next pass."""
     of.started(grant, now)
     of.finish(grant, Verdict.SERVED, now, Usage(20_000, 1, 0))
     original = structs.replace(grant.request, stage=Stage.WHOLE, output_tokens=100, deadline_s=now + 60.0)
@@ -124,7 +124,7 @@ def test_no_prompt_is_begun_without_a_place_for_its_answer() -> None:
     assert isinstance(first, Grant)
     assert isinstance(second, Grant)
     assert loads(one) == {"p": 2, "d": 2}
-    # A place that is given up is for who waits.
+    # A released slot goes to a waiting request.
     one.finish(first, Verdict.CLIENT_GONE, 1.0)
     assert [type(decision) for decision in one.decide(1.0)] == [Grant]
     assert loads(one, 1.0) == {"p": 2, "d": 2}
@@ -159,7 +159,7 @@ def test_both_stages_are_charged_as_much_as_the_whole() -> None:
     standings = []
     for how in (ALWAYS, Disaggregation(Splitting.NEVER)):
         one = one_each(how, fairness="fair_share")
-        # Another flow waits throughout, so that counters are kept.
+        # Another flow waits throughout, so that the counters are not reset.
         submit(one, long(flow="mine"))
         grant = only_grant(one, 0.0)
         usage = Usage(20_000, 100, 5_000)
@@ -182,7 +182,7 @@ def charged(of: Pools) -> float:
 
 
 class Ledger(FairnessPolicy):
-    """Adds up what flows are charged."""
+    """Adds up the charges of flows."""
 
     def __init__(self, settings: Settings) -> None:
         self._flows: dict[str, None] = {}
@@ -279,7 +279,7 @@ def test_minimum_shares_count_a_prompt_once(unit: str, way: str, monkeypatch: py
         one.submit(structs.replace(asked, splittable=False), 1.0, frozenset(), AdmissionKind.RETRY)
         assert only_grant(one, 1.0).request.stage is Stage.WHOLE
     assert sum(granted) - sum(undone) == {"tokens": 20_200.0, "requests": 1.0}[unit]
-    # The most credit is in grants of the latest cost: one that costs nothing would take it all away.
+    # The maximum credit is a multiple of the latest cost, so a grant without a cost would remove it.
     assert min(granted) > 0.0
 
 
@@ -296,7 +296,7 @@ def test_a_client_that_leaves_between_the_stages_leaves_nothing() -> None:
 
 
 def test_a_refused_prompt_keeps_nothing() -> None:
-    """The engine has served the request by its refusal, and there is no answer to come for it."""
+    """A refusal by the engine counts as served, and no answer follows."""
     one = one_each(limits={"tenant:t": UsageLimit(in_flight=1)}, limit=1)
     submit(one, asked := long(limits=("tenant:t",)))
     one.finish(only_grant(one, 0.0), Verdict.SERVED, 1.0, Usage(0, 0))
@@ -308,7 +308,7 @@ def test_a_refused_prompt_keeps_nothing() -> None:
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_only_an_answer_that_began_proves_that_prompts_arrive(refused: bool) -> None:
-    """Two fail, the third is refused or begins, and one more fails: three in a row, or not."""
+    """Two requests fail, the third is refused or starts, and another fails: three consecutive failures or not."""
     one = one_each()
     for turn, verdict in enumerate((*[Verdict.TRANSFER_FAILED] * 2, Verdict.SERVED, Verdict.TRANSFER_FAILED)):
         submit(one, asked := long(), now=float(turn))
@@ -322,12 +322,12 @@ def test_only_an_answer_that_began_proves_that_prompts_arrive(refused: bool) -> 
 
 
 def test_a_prompt_that_is_not_fetched_proves_nothing() -> None:
-    """Between failures it neither ends their row nor makes it longer."""
+    """Between failures it neither resets nor increases their count."""
     one = one_each()
     for turn, late in enumerate((*[False] * (FAILURES_MAX - 1), True, False)):
         submit(one, asked := long(), now=float(turn))
         grant = only_grant(one, float(turn))
-        # The first of those below would find it at rest, and be served as a whole.
+        # Otherwise the first request below would find the backend idle and be served whole.
         assert grant.request.stage is Stage.PREFILL
         (answer,) = prefilled(one, grant, float(turn))
         if late:
@@ -396,7 +396,7 @@ def test_where_no_place_is_left_the_request_is_served_from_its_beginning() -> No
     grant = only_grant(one, 0.0)
     kill(one, "d")
     found = prefilled(one, grant)
-    # Engines enforce no role: the only one that is left serves the whole.
+    # Engines enforce no role, so the only remaining backend serves the whole request.
     (again,) = found or one.decide(1.0)
     assert isinstance(again, Grant)
     assert (again.placed.backend, again.request.stage, again.request.id) == ("p", Stage.WHOLE, asked.id)
@@ -482,7 +482,7 @@ def test_a_prompt_is_preempted_for_the_place_of_its_answer_and_an_answer_never()
     one.finish(second, Verdict.PREEMPTED, 1.0)
     urgent = only_grant(one, 1.0)
     assert (urgent.request.band, urgent.placed.backend) == (CRITICAL, "d")
-    # The answer holds the other place, and keeps it.
+    # The decode stage has the other slot and keeps it.
     submit(one, long(band=CRITICAL, splittable=False), now=1.0)
     assert one.decide(1.0) == []
 

@@ -1,4 +1,4 @@
-"""Random orders of events over requests in two stages: priority, shares, limits and accounts hold across both."""
+"""Random sequences of events over split requests: priority, shares, limits and counts hold across both stages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ AGAIN = (Verdict.TRANSFER_FAILED, Verdict.FAILED, Verdict.CONNECT_FAILED)
 
 @dataclass
 class Walk:
-    """A pool with roles, and who waits and holds what there by the events alone."""
+    """A pool with roles, and a model of its waiting requests and leases that follows the events."""
 
     seed: int
     placement: str
@@ -154,7 +154,7 @@ class Walk:
             assert request.splittable
             assert grant.placed.answers_on not in (None, backend)
         if request.stage is not Stage.DECODE and self.how is ALWAYS and self.placement != "cost":
-            # What the lower band got, a higher one could have had; with prices it may be worth to wait.
+            # A higher band could have used the slot of a lower band. With prices, waiting may be better.
             above = [one for one, _ in self.waiting.values() if one.band > request.band and not self.limited(one)]
             assert not above, f"{request.id} went before {above[0].id}"
 
@@ -162,7 +162,7 @@ class Walk:
         return bool(request.limits) and self.in_flight() >= IN_FLIGHT
 
     def in_flight(self) -> int:
-        """Requests of the tenant that run, those between their stages among them."""
+        """Requests of the tenant in flight, including requests between their stages."""
         running = [self.originals[grant.request.id] for grant in self.held.values()]
         between = [*self.computed.values()]
         between += [one for name, (one, _) in self.waiting.items() if name in self.pools_prefilled()]
@@ -178,7 +178,7 @@ class Walk:
             assert backend.own_in_flight == sum(grant.placed.backend == name for grant in self.held.values())
 
     def wind_down(self) -> None:
-        """Everything that was begun ends, and leaves nothing."""
+        """Ends all requests, and checks that no state remains."""
         for _ in range(400):
             self.now += 5.0
             for name in self.fleet:

@@ -1,4 +1,4 @@
-"""Each request that waited has the rule that held it back and the flows that were granted first."""
+"""The reason why a request waited: the last blocking rule and the flows that were granted first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.core.make import grants, only_drop, only_grant, pools, request, submi
 
 
 def served(of: Pools, held: Grant, now: float) -> Grant:
-    """The next grant, once `held` is served."""
+    """Returns the next grant after `held` is served."""
     of.finish(held, Verdict.SERVED, now)
     return only_grant(of, now)
 
@@ -78,7 +78,7 @@ def test_one_that_came_back_late_is_not_said_to_have_waited_before_it_came() -> 
     submit(of, request(arrived_s=1.0), now=1.0)
     assert grants(of, 1.0) == []
     of.finish(served(of, held, 2.0), Verdict.SERVED, 3.0)
-    # Its head came at 1 s, and its body took two seconds.
+    # Its head arrived at 1 s, and its body took two seconds.
     submit(of, request(arrived_s=1.0), now=3.0)
     assert only_grant(of, 3.0).why.waited is None
 
@@ -116,7 +116,7 @@ def test_the_full_backend_is_named_that_was_worth_waiting_for() -> None:
 
 
 def full() -> Pools:
-    """A pool in which one request waits behind another, of a flow that went first."""
+    """A pool in which a request waits behind a request of another flow."""
     of = pools({"a": 1}, tight(queue=QueueSettings(requests_max=2), ordering="fcfs", ceilings={}))
     submit(of, request(flow="f"))
     held = only_grant(of, 0.0)

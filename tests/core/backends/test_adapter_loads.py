@@ -1,4 +1,4 @@
-"""Silences that adapter loads explain, and silences that they do not."""
+"""Silences that adapter loads explain or do not explain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LORA = request(stream=True, adapter="lora")
 
 
 class TwoBackends:
-    """Two backends: `b` speaks all the time, `a` only when it is asked to."""
+    """Two backends: `b` sends bytes all the time, `a` only on demand."""
 
     def __init__(self) -> None:
         peers = Peers(0.5)
@@ -43,14 +43,14 @@ class TwoBackends:
         return lease
 
     def load(self, took_s: float) -> None:
-        """One request whose adapter takes so long to load, from its booking to its end."""
+        """Serves a request whose adapter takes `load_s` to load."""
         lease = self.book(LORA, cold=True)
         assert self.silent_until_hung(took_s) is None
         self.detection.started(lease, self.now)
         self.detection.finished(lease, self.now)
 
     def silent_until_hung(self, limit_s: float, name: str = "a") -> float | None:
-        """Seconds until `name` counts as hung; None where it does not within `limit_s`."""
+        """Returns the seconds until `name` counts as hung; None if it does not within `limit_s`."""
         began_s = self.now
         while self.now < began_s + limit_s:
             self.now += TICK_S
@@ -68,7 +68,7 @@ def test_unstarted_stream_may_wait_for_an_adapter_load() -> None:
     pool.book(LORA, cold=True)
     found_s = pool.silent_until_hung(60.0)
     assert found_s is not None
-    # Nothing is known of loads yet, and a frozen backend must be found all the same.
+    # No load is known yet, and a frozen backend must be detected nevertheless.
     assert 5.0 < found_s <= MOST_S + HUNG_S
     plain = TwoBackends()
     plain.book(PROMPT)
@@ -121,7 +121,7 @@ def test_first_bytes_of_one_step_do_not_make_loads_seem_short() -> None:
     for _ in range(30):
         pool.load(2.0)
     for _ in range(50):
-        # One of them is loaded, and the others have come too late for that step, or need no load.
+        # A single adapter is loaded. The other requests came too late for that step, or need no load.
         leases = [pool.book(LORA, cold=True) for _ in range(4)]
         pool.silent_until_hung(2.0)
         for lease in leases:
@@ -145,7 +145,7 @@ def test_streams_that_stop_together_beside_a_load_prove_nothing() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_load_without_a_first_byte_goes_on(stream: bool) -> None:
-    """Its client left, or it is no stream."""
+    """The client left, or the request is not streamed."""
     pool = TwoBackends()
     for _ in range(5):
         pool.start(PROMPT)
@@ -161,7 +161,7 @@ def test_streams_beside_loads_are_not_slow(loading: bool, expected: bool) -> Non
     pool = TwoBackends()
     lease, tokens = pool.start(PROMPT), 1
     for number in range(60):
-        # Once it is known how fast both are, it stands still for four seconds in five.
+        # After both speeds are known, it pauses for four seconds in five.
         if number >= 40:
             other = pool.book(LORA, cold=True) if loading else pool.start(LORA)
             pool.silent_until_hung(4.0)
@@ -181,7 +181,7 @@ def test_a_load_time_follows_the_longest_and_forgets_it() -> None:
     assert time.load_s < 0.5
     time.learn(2.0, False)
     assert time.load_s == 2.0
-    # What may have been no load at all is no news.
+    # An observation that may not be a load changes nothing.
     time.learn(0.0, False)
     assert time.load_s == 2.0
     for _ in range(300):

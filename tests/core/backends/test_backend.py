@@ -38,7 +38,7 @@ def test_idle_backend_takes_anything_and_unavailable_one_nothing() -> None:
     assert not view(load=0, available=False).has_room(1.0)
 
 
-# --- own counters first -----------------------------------------------------------------------------------------------
+# --- own counters -----------------------------------------------------------------------------------------------------
 
 
 def test_bookings_count_at_once_and_come_back_whole() -> None:
@@ -75,7 +75,7 @@ def test_held_tokens_of_a_prompt_take_no_new_room() -> None:
     assert one.view(2.0).kv_used == 0.5
 
 
-# --- readings correct them --------------------------------------------------------------------------------------------
+# --- readings ---------------------------------------------------------------------------------------------------------
 
 
 def test_other_clients_load_is_the_smaller_of_two_readings() -> None:
@@ -200,13 +200,13 @@ def test_streams_that_began_raise_the_limit_where_readings_are_old(begun: int, l
 
 def test_backend_without_numbers_gets_the_default_limit() -> None:
     assert backend(max_in_flight=None, start_limit=32).limit.value == UNPUBLISHED
-    assert backend(max_in_flight=8).limit.value == 8, "an operator's word stands"
+    assert backend(max_in_flight=8).limit.value == 8, "an operator's setting has precedence"
     busy = backend(max_in_flight=None)
     for lease in range(10):
         busy.book(lease, request(), 0.0)
     busy.release(9, Verdict.BUSY, 0.1)
     busy.answered(1.0)
-    assert busy.limit.value == 9, "what a refusal taught is not forgotten"
+    assert busy.limit.value == 9, "the limit learned from a refusal is kept"
 
 
 def test_unread_backend_begins_small_and_only_for_some_polls() -> None:
@@ -235,7 +235,7 @@ def test_a_refusal_counts_others_that_the_engine_serves() -> None:
     assert one.limit.value == 40
 
 
-# --- what a death takes along -----------------------------------------------------------------------------------------
+# --- a process that is gone -------------------------------------------------------------------------------------------
 
 
 def test_a_process_that_is_gone_takes_its_numbers_along() -> None:
@@ -258,7 +258,7 @@ def test_a_poll_that_timed_out_keeps_them() -> None:
     assert one.view(2.0).waiting == 3
 
 
-# --- what counts as started -------------------------------------------------------------------------------------------
+# --- started requests -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

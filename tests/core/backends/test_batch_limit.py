@@ -16,7 +16,7 @@ from llmproxy.core.backends.batch_limit import (
 
 
 class Engine:
-    """A server that runs `batch` sequences at once, fed to the brim of what a band of `ceiling` may bring."""
+    """A server that runs `batch` sequences at once, under full load of a band with `ceiling`."""
 
     def __init__(self, batch: int, limit: BatchLimit, ceiling: float = 1.0, look_ahead: int = 2) -> None:
         self.batch, self.limit, self.ceiling, self.look_ahead = batch, limit, ceiling, look_ahead
@@ -47,7 +47,7 @@ FILLS = [(running, 32 - running, 32, 32) for running in (4, 8, 12, 16, 20)]
 @pytest.mark.parametrize(
     ("readings", "proven"),
     [
-        # It goes no further ahead of what runs than that.
+        # The limit grows no further beyond the running sequences.
         pytest.param([(32, 0, 34, 64), (35, 0, 66, 80)], False, id="it doubles while the engine follows"),
         pytest.param(
             [(20, 5, 25, 32)] * 2 + [(20, 5, 25, 20), (24, 0, 24, 30)], False, id="then it grows by a quarter"
@@ -151,7 +151,7 @@ def test_every_band_teaches_the_limit_of_a_saturated_engine(batch: int, ceiling:
     for _ in range(300):
         engine.saturate(1)
         values.append(limit.value)
-    # A plateau is tried again by an eighth now and then, until the trial makes somebody wait or falls back.
+    # A larger limit is tried from time to time, until a request waits or the trial ends.
     assert min(values) == batch
     assert max(values) <= (batch / ceiling) * 9 / 8 + 3
     queue = engine.waiting_seen[60:]
@@ -208,7 +208,7 @@ def test_a_busy_answer_takes_the_limit_below_the_load_that_met_it() -> None:
 
 
 def refuse_all(limit: BatchLimit, times: int) -> None:
-    """The engine refuses all that comes, whatever it runs, while what it had ends."""
+    """The engine refuses all new requests while its running requests end."""
     for held in range(limit.value, limit.value - times, -1):
         limit.refused(max(0, held))
 

@@ -1,4 +1,4 @@
-"""One engine of a pool is tried beyond the known limit at a time, and critical requests avoid it."""
+"""At most one engine of a pool tries a larger batch, and critical requests avoid it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETTINGS = Settings(capacity=CapacitySettings(start_limit=4, look_ahead=0), head
 
 
 def unknown_pool(*names: str, placement: str = "cost") -> Pools:
-    """Engines whose limits nobody gave; a critical request has come and gone."""
+    """Engines without configured limits, after a critical request has ended."""
     of = pools(dict.fromkeys(names), replace(SETTINGS, placement=placement))
     for name in names:
         of.backends[name].limit.forget()
@@ -28,7 +28,7 @@ def unknown_pool(*names: str, placement: str = "cost") -> Pools:
 
 
 def flood(of: Pools, count: int, band: int, now: float) -> dict[str, list[Grant]]:
-    """So many requests of a band, and where they went."""
+    """Submits `count` requests of a band; returns the grants by backend."""
     submit(of, *(request(id=f"{band}-{now}-{index}", band=band, arrived_s=now) for index in range(count)), now=now)
     return granted(of, now)
 
@@ -42,7 +42,7 @@ def granted(of: Pools, now: float) -> dict[str, list[Grant]]:
 
 
 def runs(of: Pools, name: str, now: float, batch: int) -> None:
-    """A reading of an engine that runs what it has, up to its batch, and has answered each of those."""
+    """Reads an engine that runs its requests up to its batch, after their first bytes."""
     backend = of.backends[name]
     for lease in list(backend.bookings)[:batch]:
         if not backend.bookings[lease].started:
@@ -65,7 +65,7 @@ def test_one_engine_is_tried_and_the_other_follows_what_it_has_run(tried: str, o
     assert limit(of, tried) == 8
     granted(of, 1.2)
     runs(of, other, 1.25, 8)
-    # The first holds more than anybody was seen to run: the other stays where that was.
+    # The first has more than any engine was seen to run, so the limit of the other does not grow.
     assert of.backends[tried].in_flight > 4
     assert limit(of, other) == 4
     runs(of, tried, 1.4, 8)
@@ -86,7 +86,7 @@ def test_limit_that_one_engine_met_is_believed_of_the_others() -> None:
     assert limit(of, "a") == 8
     runs(of, "b", now, 64)
     assert limit(of, "b") == 8
-    # It is no twin, and says so itself.
+    # It differs from the other engine, as its own readings show.
     for _ in range(40):
         now += 0.2
         granted(of, now)
@@ -110,7 +110,7 @@ def test_critical_request_avoids_the_engine_that_is_being_tried() -> None:
     went = granted(of, 1.2)["a"]
     for one in went[-2:]:
         of.finish(one, Verdict.SERVED, 1.2)
-    # It has less for its size than the other, and more than was ever seen to run.
+    # It has a smaller load relative to its limit than the other, and more than was ever seen to run.
     tried, other = of.backends["a"].view(1.2), of.backends["b"].view(1.2)
     assert tried.saturation < other.saturation
     assert tried.doubtful
@@ -133,7 +133,7 @@ def test_requests_beyond_an_engines_limit_are_preempted_in_any_band() -> None:
 
 @dataclass
 class Engine:
-    """What `Exploration` sees of an engine that was seen to run eight."""
+    """A pool member that was seen to run eight sequences."""
 
     in_flight: int
     limit: BatchLimit = field(default_factory=lambda: ran(8))
@@ -148,7 +148,7 @@ def ran(batch: int) -> BatchLimit:
 
 
 def test_what_is_sent_ahead_of_a_limit_is_no_trial() -> None:
-    """Else engines that are all full would all wait for each other, and each grow by what is sent ahead."""
+    """Otherwise full engines would all wait for each other, because each has requests in its look-ahead."""
     pool = Exploration()
     pool.members = {"a": Engine(in_flight=8), "b": Engine(in_flight=9), "c": Engine(in_flight=9)}
     pool.refresh()

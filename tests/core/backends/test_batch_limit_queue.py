@@ -1,4 +1,4 @@
-"""Engines with a queue of their own, and the start of a batch limit."""
+"""Engine queues with other causes than the batch, and the initial batch limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.core.make import BASE, listing, pools, reading, request, submit
 
 
 def queued_inside(*, used: int | None) -> Pools:
-    """Two backends with room, of which "a" has somebody waiting; a band was in use a moment ago."""
+    """Two backends with room; "a" has a waiting sequence, and the band `used` was in use recently."""
     of = pools({"a": 20, "b": 20}, Settings(ceilings={SHEDDABLE: 1.0}))
     if used is not None:
         of.submit(request(id="before", band=used), 1.0)
@@ -49,11 +49,11 @@ def test_low_band_waits_while_every_engine_has_a_queue() -> None:
     assert {one.placed.backend for one in of.decide(1.3) if isinstance(one, Grant)} == {"a"}
 
 
-# --- what waits for something else than a place -----------------------------------------------------------------------
+# --- sequences that wait for other reasons ----------------------------------------------------------------------------
 
 
 def receiving(stage: Stage, deferred: int) -> Backend:
-    """Four requests are in the engine's queue, `deferred` of them for something else than a place."""
+    """Puts four requests into the engine's queue; `deferred` of them wait for KV blocks."""
     one = backend()
     for lease in range(4):
         one.book(lease, request(stage=stage, stream=True), 0.0)
@@ -73,7 +73,7 @@ def test_all_others_are(stage: Stage, deferred: int) -> None:
     assert (one.view(1.7).waiting, one.limit.converged) == (4, True)
 
 
-# --- where a batch limit begins -------------------------------------------------------------------------------------
+# --- initial batch limits -------------------------------------------------------------------------------------------
 
 KNOWN = KnownLimit(12, True, (BASE,), 4096)
 
@@ -139,7 +139,7 @@ def test_published_limit_goes_before_a_restored_one_not_before_gauges() -> None:
         one.observe(reading(at_s, running=5, waiting=3))
     one.published(16)
     assert one.limit.value == 5
-    # It was started anew with other options.
+    # The engine was restarted with other options.
     one.published(24)
     assert one.limit.value == 24
 

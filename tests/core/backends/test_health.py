@@ -163,7 +163,7 @@ def test_coming_back_up_wipes_the_record() -> None:
     assert health.available(0.0)
 
 
-# --- a pool together --------------------------------------------------------------------------------------------------
+# --- pools ------------------------------------------------------------------------------------------------------------
 
 
 def pool(count: int, ejected_max: float) -> list[Health]:
@@ -218,7 +218,7 @@ def test_unejected_backend_lets_another_be_ejected() -> None:
     first.booked(100)
     first.first_byte(100, 1.2)
     fail(second, 1, now=1.3)
-    assert not second.available(1.3), "what it was spared was not forgotten"
+    assert not second.available(1.3), "the skipped ejection is remembered"
     assert third.available(1.3)
 
 
@@ -339,11 +339,11 @@ def test_skipped_ejections_in_a_row_are_one_event() -> None:
     assert events[1:] == [EjectionSkipped("hung")]
 
 
-# --- failures by rate, refusals, and whose fault they are ----------------------------------------------------------
+# --- failure rates, refusals and blame -----------------------------------------------------------------------------
 
 
 def share(health: Health, lease: int, now: float) -> None:
-    """Every third of its answers fails."""
+    """A third of its answers fail."""
     health.booked(lease)
     health.finished(lease, Verdict.FAILED if lease % 3 == 0 else Verdict.SERVED, now)
 

@@ -1,4 +1,4 @@
-"""A half-open backend gets one probe at a time, whatever its price."""
+"""An ejected backend gets one probe at a time, whatever its price."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ SERIAL = count()
 
 
 class LastByName(FilteredPlacement):
-    """Takes the last by name, so that `a` is never chosen where another one has room."""
+    """Chooses the last backend by name, so `a` is never chosen while another one has room."""
 
     def __init__(self) -> None:
         super().__init__(lambda _, views: Placed(max(view.backend for view in views), 0.0, (), len(views)))
 
 
 def ejected(of: Pools, name: str = "a") -> Pools:
-    """A pool of which one met a connection that failed, at 1.0; its pause is over at 2.0."""
+    """A pool whose backend "a" had a failed connection at 1.0; its ejection ends at 2.0."""
     return with_verdict(of, name, Verdict.CONNECT_FAILED)
 
 
@@ -59,7 +59,7 @@ def with_verdict(of: Pools, name: str, verdict: Verdict) -> Pools:
 
 
 def hung(of: Pools, name: str = "a") -> Pools:
-    """A pool of which one hangs since 1.0 and is ejected for it; its pause is over by 4.0."""
+    """A pool whose backend "a" hangs since 1.0 and is ejected; its ejection ends before 4.0."""
     for excluded in (frozenset(of.backends) - {name}, frozenset({name})):
         of.submit(ask(), 1.0, excluded)
     first, second = grants(of, 1.0)
@@ -82,7 +82,7 @@ def ask(stream: bool = True, **given: Any) -> Request:
 
 
 def sent(of: Pools, now: float, *asked: Request, excluded: frozenset[str] = frozenset()) -> list[str]:
-    """Where these go that come at once."""
+    """Returns the backends of simultaneous requests."""
     for one in asked:
         of.submit(one, now, excluded)
     return [grant.placed.backend for grant in grants(of, now)]
@@ -106,7 +106,7 @@ def test_half_open_backend_gets_one_probe_at_a_time() -> None:
 @pytest.mark.parametrize("placement", sorted(presets.names()))
 def test_half_open_backend_gets_one_probe_under_every_placement(placement: str) -> None:
     of = ejected(pools(dict.fromkeys("abc", 20), replace(SETTINGS, placement=placement)))
-    # What it owes others makes it the dearest for whoever looks at load, at prompts or at what is cached.
+    # Its requests in flight make it the most expensive backend for placements by load, prompts or cache.
     assert sent(of, 2.0, *(ask(prompt_tokens=500) for _ in range(6))).count("a") == 1
 
 
@@ -173,7 +173,7 @@ def test_probe_is_no_request_that_the_backend_cannot_serve() -> None:
     of.listed("a", listing(max_model_len=100))
     of.listed("b", listing("x"))
     ejected(of)
-    assert sent(of, 2.0, ask(prompt_tokens=500)) == ["c"], "the longest context is that of the others too"
+    assert sent(of, 2.0, ask(prompt_tokens=500)) == ["c"], "the other backends have the same context length"
     assert sent(of, 2.0, ask(model="x", adapter="x")) == ["b"]
     assert sent(of, 2.0, ask()) == ["a"]
 
@@ -184,7 +184,7 @@ def test_two_half_open_backends_get_one_probe_each() -> None:
 
 
 class Waiting(LastByName):
-    """Would have everybody wait for what is full."""
+    """Lets all requests wait for a full backend."""
 
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
@@ -209,7 +209,7 @@ def test_probe_is_sent_although_the_placement_would_wait() -> None:
     assert sent(of, 2.0, ask(), ask()) == ["a"], "the first finds out; the second may wait"
 
 
-# --- a probe that brings nothing --------------------------------------------------------------------------------------
+# --- probes without a result ------------------------------------------------------------------------------------------
 
 
 def probing(of: Pools) -> Grant:

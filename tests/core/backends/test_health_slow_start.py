@@ -1,4 +1,4 @@
-"""A backend that comes back gets its share step by step, and delays no request."""
+"""Slow start: a recovered backend gets its share step by step, and delays no request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many requests are sent to a full engine."""
+"""The look-ahead of a full engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_look_ahead_follows_the_engine() -> None:
     assert ahead.requests(64) == learned(64, 6).requests(64) > 6
 
 
-# --- what a backend learns from -------------------------------------------------------------------------------------
+# --- readings -------------------------------------------------------------------------------------------------------
 
 
 def backend(look_ahead: int | None = None, limit: int = 8) -> Backend:
@@ -63,10 +63,10 @@ def backend(look_ahead: int | None = None, limit: int = 8) -> Backend:
 @pytest.mark.parametrize(
     ("load", "running", "waiting", "ahead"),
     [
-        pytest.param(8, 7, 0, 2, id="one of a full batch is on its way"),
-        pytest.param(10, 8, 1, 2, id="so it is beside some that were sent ahead"),
+        pytest.param(8, 7, 0, 2, id="a sequence of a full batch is in transit"),
+        pytest.param(10, 8, 1, 2, id="the same with requests in the look-ahead"),
         pytest.param(8, 8, 0, 0, id="all run"),
-        pytest.param(8, 6, 2, 0, id="all have come"),
+        pytest.param(8, 6, 2, 0, id="all have arrived"),
         pytest.param(7, 3, 0, 0, id="it is not full"),
         pytest.param(8, 7, 4, 0, id="others use the engine"),
     ],

@@ -1,4 +1,4 @@
-"""Backends that hang or have become slow, and backends that must not be taken for either."""
+"""Backends that hang or have become slow, and backends that only seem so."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS = Settings(placement="round_robin", ceilings={}, health=HealthSettings(
 
 @dataclass
 class Answer:
-    """A lease as its engine sees it: `done` of its prompt's tokens, and the answer's, in fractions."""
+    """A lease in its engine, with the fractional progress of its prompt and its answer."""
 
     grant: Grant
     prompt_done: float = 0.0
@@ -32,7 +32,7 @@ class Answer:
 
 @dataclass
 class SimulatedPool:
-    """Backends of equal speed but for `factors`, which are how many times as long each takes; 0 stands still.
+    """Backends of equal speed, except for `factors`: multiples of the usual time; 0 means a frozen backend.
 
     A prompt is computed at 10,000 tokens a second, before everything else, and each stream gets 50 tokens a second.
     """
@@ -66,7 +66,7 @@ class SimulatedPool:
             self.decide()
 
     def until(self, name: str, limit_s: float) -> float:
-        """Seconds until `name` is ejected; `limit_s` where it never is."""
+        """Returns the seconds until `name` is ejected; `limit_s` if it is not."""
         began_s = self.now
         while not self.ejected(name) and self.now - began_s < limit_s:
             self.run(TICK_S)
@@ -125,7 +125,7 @@ def warm(**given: object) -> SimulatedPool:
 
 
 def only_ejection(pool: SimulatedPool) -> Ejected:
-    """That of `a`, where nothing else is given."""
+    """Returns the ejection of `a` by default."""
     [(backend, ejected)] = pool.of.take_health_events()
     assert backend == "a"
     assert isinstance(ejected, Ejected)
@@ -187,7 +187,7 @@ def test_single_backend_is_never_judged() -> None:
 
 @pytest.mark.parametrize("per_s", [4.0, 12.0])
 def test_a_long_prompt_explains_a_long_silence(per_s: float) -> None:
-    """Also of several streams that stop together, which more requests per second bring."""
+    """The same for several streams that stop together."""
     pool = warm(per_s=per_s)
     pool.send(prompt_tokens=60_000)
     pool.run(7.0)
@@ -196,7 +196,7 @@ def test_a_long_prompt_explains_a_long_silence(per_s: float) -> None:
 
 
 def test_a_long_prompt_has_its_time_where_short_ones_take_equally_long() -> None:
-    """A line through times that do not grow with lengths would expect of any prompt what the short ones take."""
+    """If times do not grow with lengths, a fitted line would predict the time of short prompts for all."""
     pool = warm(per_s=0.0)
     for number in range(400):
         pool.send(prompt_tokens=50 + 37 * number % 350)
@@ -221,7 +221,7 @@ def test_readers_that_stop_reading_prove_nothing() -> None:
 
 
 def test_an_engine_that_has_not_begun_anything_does_not_hang() -> None:
-    """Pictures are fetched and grammars compiled before an engine begins, and nobody sees that."""
+    """An engine fetches images and compiles grammars before prefill, without any visible sign."""
     pool = warm(per_s=0.0)
     pool.run(5.0)
     pool.factors["a"] = 0.0
@@ -341,7 +341,7 @@ def test_long_uncached_prompts_make_no_backend_slow(monkeypatch: pytest.MonkeyPa
     pool = warm()
     monkeypatch.setattr(OutlierDetection, "booked", believing)
     for _ in range(40):
-        # It takes its backend 0.8 s, in which the streams beside it get nothing.
+        # Its prefill takes 0.8 s, in which the other streams pause.
         pool.send(prompt_tokens=8_000)
         pool.run(0.25)
         assert not any(pool.ejected(name) for name in pool.names)
@@ -360,11 +360,11 @@ def test_prompt_that_waited_for_room_explains_time_when_computed(owed: bool, exp
     for half in range(1, 60):
         now = 0.1 + 0.5 * half
         if half == 10 and owed:
-            # Next to all of it is believed to be cached, and nothing is.
+            # Nearly all of it is believed to be cached, but nothing is.
             asked = request(stream=True, prompt_tokens=80_000)
             detection.booked(2, asked, Placed("a", 0.0, (), 2, cached_tokens=79_000), False, now)
         for lease in tokens:
-            # It waits for twenty seconds, and then it takes nearly all of its backend for five.
+            # It waits for twenty seconds, and its prefill then occupies the backend for five.
             tokens[lease] += 1 if lease == 0 and half > 50 else 50
             detection.progress(lease, tokens[lease], 2, 0.5, now)
         slow |= detection.outliers(now)[1].keys()
@@ -401,7 +401,7 @@ def test_usual_speed_is_forgotten_with_its_process() -> None:
 
 
 def test_a_prompt_may_be_estimated_shorter_than_its_cached_part() -> None:
-    """By as many tokens as a first token costs without any prompt: what is left to compute is nothing, and not less."""
+    """The remaining prefill is 0 and not negative if the cached tokens exceed the prompt by the base cost."""
     detection = OutlierDetection(HealthSettings(), Peers(0.5))
     asked = request(prompt_tokens=10, stream=True)
     detection.booked(1, asked, Placed("a", 1.0, (), 1, cached_tokens=10 + round(BASE_TOKENS)), cold=False, now=0.0)
@@ -422,7 +422,7 @@ def test_a_prompt_takes_what_is_ahead_of_it_too() -> None:
 
 
 def test_a_prompt_that_another_backend_computed_takes_no_time_here() -> None:
-    """Nothing is learned of its first token, and prompts behind it do not wait for it."""
+    """Its first token teaches nothing, and later prompts do not wait for it."""
     fetching, alone = (OutlierDetection(HealthSettings(), Peers(0.5)) for _ in range(2))
     fetched = structs.replace(request(prompt_tokens=20_000, stream=True), stage=Stage.DECODE)
     for number in range(50):
@@ -441,7 +441,7 @@ def test_a_prompt_that_another_backend_computed_takes_no_time_here() -> None:
         fetching.check()
     for tokens in (0.0, 1_000.0, 20_000.0):
         assert fetching._prefill.at(tokens) == alone._prefill.at(tokens)
-    # Prompts excuse a slow stream, and make it teach nothing: these do neither.
+    # Prefills excuse a slow stream and prevent learning; these prompts do neither.
     assert fetching._backends["a"].computed_tokens == alone._backends["a"].computed_tokens
 
 

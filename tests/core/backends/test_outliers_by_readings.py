@@ -1,4 +1,4 @@
-"""Backends that hang or have become slow, seen by their readings alone: no answer streams."""
+"""Backends that hang or have become slow, detected by readings alone, without streams."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_engine_that_shows_none_of_its_requests_hangs(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_last_backend_that_is_not_drained_does_not_hang(stream: bool) -> None:
-    """The streams of the other one still run to their ends."""
+    """The streams of the other backend run to their ends."""
     hung = set()
     for drained in (None, "b"):
         detection = detection_of("a", "b", drained=drained)
@@ -188,7 +188,7 @@ def test_engine_that_may_yet_answer_does_not_hang(given: dict[str, Any], why: st
 
 
 def test_a_counter_that_paused_before_is_given_more_time() -> None:
-    """Pauses that ended by themselves, such as those for prompts of other clients, explain later ones."""
+    """Pauses that ended by themselves, for example during prefills of other clients, explain later pauses."""
     detection = detection_of("a", "b")
     hung, counts = [], {"a": 0, "b": 0}
     for poll in range(1, 300):
@@ -208,7 +208,7 @@ def test_a_counter_that_paused_before_is_given_more_time() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("together", [1, 6])
 def test_long_prompts_do_not_make_an_engine_slow(together: int, stream: bool) -> None:
-    """The engine computes prompts of 8,000 tokens one after the other, long after the requests came."""
+    """The engine computes prompts of 8,000 tokens one after the other, long after their arrival."""
     detection = detection_of("a", "b")
     tokens, leases = {"a": 0.0, "b": 0.0}, count(10)
     computing: list[tuple[float, int]] = []

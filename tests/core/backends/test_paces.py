@@ -1,4 +1,4 @@
-"""The paces of backends that the headline, the page and `top` show."""
+"""The paces of backends that the page and `top` show."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEQUENCES = 8
 
 
 class Pool:
-    """Backends whose engines run `SEQUENCES` each, at 50 tokens a second where their factor is 1."""
+    """Backends that run SEQUENCES sequences each, at 50 tokens/s with factor 1."""
 
     def __init__(self, *names: str) -> None:
         self.now = 0.0

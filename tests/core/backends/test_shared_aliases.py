@@ -1,4 +1,4 @@
-"""Aliases that stand for several names by weight, and the one that stands for every other name."""
+"""Aliases with several weighted targets, and the alias `*` for all other names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEYS = [f"request-{number}" for number in range(4_000)]
 
 
 def catalogue(aliases: Aliases, *served: str) -> Catalogue:
-    """Each of these names is the base model of one backend, which has the name `on-<model>`."""
+    """Adds a backend `on-<model>` for each model."""
     made = Catalogue([f"on-{name}" for name in served], aliases)
     for name in served:
         made.listed(f"on-{name}", listing(base=name))

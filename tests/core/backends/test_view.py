@@ -1,4 +1,4 @@
-"""The view of a backend: kept while it is true, and the same whether or not somebody looked before."""
+"""The view of a backend: cached while valid, and independent of earlier calls."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _of_lease(act: Callable[[Backend, int, float], object], at: int) -> Event:
     return event
 
 
-# No sum of them is the end of a step of slow start, where rounding decides.
+# No sum of these times is the end of a slow-start step, where rounding would decide.
 PASSED_S = st.sampled_from([0.0, 0.1 * 2**0.5, 0.5 * 3**0.5, 3.0 * 5**0.5])
 LEASES = st.integers(0, 5)
 LEASE_EVENTS = st.one_of(
@@ -140,7 +140,7 @@ def test_an_answer_that_fetches_its_prompt_waits_for_no_place_until_it_has_begun
 
 
 def test_a_limit_that_is_restored_after_the_first_listing_counts_at_once() -> None:
-    """A next leader has listed and read the engine before it restores what the last one learned."""
+    """A new leader has listed and read the engine before it restores the learned limits of its predecessor."""
     one = Backend("a", CapacitySettings(start_limit=4), HealthSettings())
     one.listed(listing())
     one.observe(reading(0.0))
@@ -157,7 +157,7 @@ def test_a_part_of_the_limit_counts_at_once() -> None:
 
 
 def test_a_refusal_is_of_all_that_decide_where_the_engine_has_no_numbers() -> None:
-    """Two requests of one of four are about eight of all."""
+    """With four independent processes, two own requests mean about eight in total."""
     one = Backend("a", CapacitySettings(), HealthSettings())
     one.listed(listing())
     one.answered(0.0)
