@@ -259,7 +259,7 @@ class BlameObserver(LeaseObserver):
     def started(self, lease: LeaseRecord, now: float) -> None:
         if self._failed:
             for backend, verdict in self._failed.pop(lease.request.id, ()):
-                backend.to_blame(verdict, now)
+                backend.blame(verdict, now)
 
     def too_long(self, request_id: str) -> bool:
         """Returns whether the request reached a time limit on a backend that was at work."""

@@ -382,10 +382,10 @@ class Backend:
         self._changed()
         self.health.forgive(verdict, now)
 
-    def to_blame(self, verdict: Verdict, now: float) -> None:
-        """See `Health.to_blame`."""
+    def blame(self, verdict: Verdict, now: float) -> None:
+        """See `Health.blame`."""
         self._changed()
-        self.health.to_blame(verdict, now)
+        self.health.blame(verdict, now)
 
     def hangs(self, hang: Hang, now: float) -> bool:
         """Ejects the backend because it hangs, unless too many backends are ejected. Returns whether it did."""

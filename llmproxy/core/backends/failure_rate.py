@@ -27,7 +27,7 @@ class FailureRate:
         return sum(self._failed)
 
     @property
-    def settled(self) -> bool:
+    def low(self) -> bool:
         """Whether ANSWERS answers are known and fewer than FAILURES_MIN failed."""
         return len(self._failed) == ANSWERS and self.failures < FAILURES_MIN
 

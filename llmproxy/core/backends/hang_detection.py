@@ -1,4 +1,4 @@
-"""Which backends of a pool hang: they were sent requests and bring nothing, while others work."""
+"""Detection of backends that hang: they have requests and send nothing, while others of the pool work."""
 
 from __future__ import annotations
 
@@ -14,41 +14,38 @@ from llmproxy.core.estimates.line import OUTLIER, LearnedLine
 from llmproxy.core.settings import HealthSettings
 
 LATE = 5.0
-"""A silent backend hangs after this many times the predicted time to all its first bytes."""
+"""A silent backend hangs after this multiple of the predicted time to all its first bytes."""
 TOGETHER = 3
-"""So many streams that stop at once are not explained by their readers."""
+"""Number of streams whose common stop slow clients cannot explain."""
 TOGETHER_S = 0.6
-"""Streams stop at once if their last bytes lie no further apart: longer than between two bytes of a flowing stream."""
+"""Streams stop together if their last bytes are within this time, which is longer than a normal gap of a stream."""
 TOGETHER_LATE = 2.0
-"""As `LATE`, where started streams stopped together: most engines go on with them while they compute prompts."""
+"""As LATE, for started streams that stopped together: most engines continue them during prefills."""
 STUCK_LATE = 2.0
-"""Multiple of `hung_s` for answers in one piece: an ejection loses all that was computed for them."""
+"""Multiple of `hung_s` for non-streamed answers, because an ejection loses all their tokens."""
 ASKED_AGAIN_S = 0.75
-"""Time for an answer to the second poll. The first may have run out of time because the proxy paused."""
+"""Time for an answer to the second poll. The first poll may have timed out because the proxy paused."""
 UNSEEN_S = 0.5
-"""Assumed time until a reading shows a request of text, before any was seen. It contains the time between readings."""
+"""Initial estimate of the time until a reading shows a text request, including the time between readings."""
 
 
 class HangDetection:
-    """Judges the silence of backends. It reports, and changes no backend itself.
+    """Judges the silence of backends. It reports hangs, and changes no backend itself.
 
-    A backend hangs if it has unstarted streams and has been silent for `hung_s`, or for `LATE` times their predicted
-    time, while others of its pool worked. A backend of which `TOGETHER` started streams stop at once hangs too; fewer
+    Streams: a backend hangs if it has unstarted streams and is silent for `hung_s` or LATE times their predicted time,
+    whichever is longer, while others of its pool work. It also hangs if TOGETHER started streams stop together; fewer
     prove nothing, because a client may have stopped reading. Long prompts and adapter loads explain a long silence. For
     an ejected backend the unstarted stream is its probe, and the others need not work.
 
-    A backend whose readings show nothing although it was sent requests hangs as well, whether they stream or not. It
-    has `hung_s`, or several times what requests of the pool took before a reading showed them. Those with media or a
-    grammar have a time of their own.
+    Idle engines: a backend hangs if its readings show none of the requests that were sent to it, streamed or not, for
+    `hung_s` or several times the usual delay until a reading shows a request. Requests with media or a grammar have a
+    separate usual delay.
 
-    A process that is stopped, or a machine that is gone, answers no poll either while others of its pool answer theirs.
-    It hangs after `STUCK_LATE` times `hung_s`, if a poll ran out of time and the next one has no answer.
+    Unanswered polls: a stopped process or a lost machine answers neither polls nor requests, while others of its pool
+    answer theirs. Its backend hangs after STUCK_LATE times `hung_s`, if a poll timed out and the next has no answer.
 
-    An answer in one piece is silent until its end. Its backend hangs if its readings show requests while its counter
-    of generated tokens does not rise. Prompts explain such a pause. So do earlier pauses in the pool, for several times
-    the longest of them.
-
-    `due_s` is when a silence may have lasted too long. `prefill` is the time to a first byte over tokens of prompts.
+    Non-streamed answers: a backend hangs if its readings show requests while its counter of generated tokens does not
+    increase. Prefills explain such a pause, and so do earlier pauses in the pool, up to several times the longest.
     """
 
     def __init__(
@@ -56,6 +53,7 @@ class HangDetection:
     ) -> None:
         self.settings = settings
         self.due_s = inf
+        """When a silence may have lasted too long."""
         self._peers = peers
         self._backends = backends
         self._prefill = prefill
@@ -64,12 +62,12 @@ class HangDetection:
         self._shows_work = self._counts_steps = False
 
     def see(self, backend: BackendStreams, before: Reading | None, reading: Reading, sequences: int) -> None:
-        """Learn from `reading`, the next one after `before`. `sequences` of this proxy are in flight."""
+        """Learns from `reading`, which follows `before`, with `sequences` of this proxy in flight."""
         self._see_generated(backend, before, reading)
         self._see_requests(backend, reading, sequences)
 
     def _see_generated(self, backend: BackendStreams, before: Reading | None, reading: Reading) -> None:
-        """Note whether the counter of tokens rose, and how long it paused while the engine had requests."""
+        """Notes whether the counter of tokens increased, and how long it paused while the engine had requests."""
         if reading.generated is None:
             return
         had_requests = before is not None and before.running > 0 and reading.running > 0
@@ -78,16 +76,16 @@ class HangDetection:
             return
         backend.generated_s = reading.taken_at_s
         if before is not None and before.generated is not None and had_requests:
-            # Some engines count the tokens of a request only at its end.
+            # Some engines count the tokens of a request at its end only.
             ended = backend.ended_s >= before.taken_at_s - GAUGE_LAG_S or reading.running < before.running
             self._counts_steps = self._counts_steps or not ended
             if backend.paused_s:
-                # The pause of a backend that hung and recovered must not explain a long pause of the next one.
+                # The pause of a backend that hung and recovered must not explain a long pause of another backend.
                 self._pauses.learn(min(backend.paused_s, OUTLIER * self._pauses.load_s), sure=True)
         backend.paused_s = 0.0
 
     def _see_requests(self, backend: BackendStreams, reading: Reading, sequences: int) -> None:
-        """Note which requests a reading shows for the first time: all where it shows as many as were sent before it."""
+        """Notes that a reading shows all requests sent before it, if it shows as many requests as were sent."""
         shown, sent_s = reading.running + reading.waiting, reading.taken_at_s - GAUGE_LAG_S
         self._shows_work = self._shows_work or shown > 0
         for stream in reversed(backend.unseen.values()):
@@ -103,7 +101,7 @@ class HangDetection:
             self._unseen[stream.prepared].learn(reading.taken_at_s - stream.booked_s, sure=True)
 
     def idle(self, backend: BackendStreams, now: float) -> bool:
-        """Whether a backend shows nothing of the requests that were sent to it, although its readings show such."""
+        """Returns whether the readings of a backend show none of its requests, although readings of the pool do."""
         reading, first = backend.reading, next(iter(backend.unseen.values()), None)
         return (
             self._shows_work
@@ -111,14 +109,14 @@ class HangDetection:
             and reading is not None
             and not reading.running
             and not reading.waiting
-            # A frozen server gives no reading of the second half of the silence.
+            # A frozen server gives no reading in the second half of the silence.
             and reading.taken_at_s >= 0.5 * (now + max(first.booked_s, backend.generated_s))
         )
 
     def stuck(self, backend: BackendStreams, now: float) -> bool:
-        """Return whether a backend has answers in one piece and generates nothing.
+        """Returns whether a backend has non-streamed answers in flight and generates nothing.
 
-        False until the counter of an engine of the pool rose while no request ended.
+        False until the counter of an engine of the pool has increased without the end of a request.
         """
         reading = backend.reading
         return (
@@ -131,12 +129,12 @@ class HangDetection:
         )
 
     def _silent_since(self, backend: BackendStreams, waiting: Mapping[int, StreamSpan]) -> float:
-        """Return when the backend last sent or generated anything, at the earliest when `waiting` began."""
+        """Returns when the backend last sent or generated anything, but not before the first request of `waiting`."""
         booked_s = next(iter(waiting.values())).booked_s if waiting else -inf
         return max(backend.last_byte_s, backend.generated_s, booked_s)
 
     def _unanswered(self, name: str, now: float) -> Hang | None:
-        """The evidence that a backend answers neither polls nor requests."""
+        """Returns the evidence that a backend answers neither polls nor requests; None if it is not enough."""
         backend, health = self._backends[name], self._peers.members[name]
         if health.unanswered_s == inf or not (owed := backend.whole | backend.unstarted):
             return None
@@ -150,29 +148,29 @@ class HangDetection:
         return None
 
     def hang(self, name: str, now: float) -> Hang | None:
-        """The evidence that a backend hangs; None where there is not enough."""
+        """Returns the evidence that a backend hangs; None if it is not enough."""
         if (unanswered := self._unanswered(name, now)) is not None:
             return unanswered
         backend, ejected = self._backends[name], self._peers.members[name].ejected
         if self.idle(backend, now):
             unseen = backend.unseen.values()
             since_s = self._silent_since(backend, backend.unseen)
-            # What an engine does before it shows a request, such as to tokenise it, is a part of the time to a token.
+            # Work before a reading shows the request, such as tokenisation, is part of the time to the first token.
             late_s = LATE * self._prefill.at(sum(stream.prompt_tokens for stream in unseen))
             late_s = max(late_s, self._unseen[any(stream.prepared for stream in unseen)].explained_s(1))
             if self._silent(backend, since_s, late_s, now) and self._peers.others_up(self._peers.members[name]):
                 return Hang(since_s, len(unseen), 0, idle=True)
             return None
-        # The prefix may not be cached after all, and an uncached long prompt takes many times as long.
+        # The prefix may not be cached after all, and a long uncached prompt takes many times as long.
         prompts_s = self._prefill.at(backend.unstarted_tokens_max)
         if backend.unstarted:
-            # A started stream may wait for its client, a first byte does not.
+            # A started stream may wait for its client; a first byte never does.
             since_s = self._silent_since(backend, backend.unstarted)
             late_s = max(LATE * prompts_s, self._prepares_s(backend, since_s, now))
             if self._only_silent(backend, since_s, late_s, now, ejected, name):
                 return Hang(since_s, len(backend.unstarted), 0)
         if not ejected and len(backend.started) >= TOGETHER:
-            # An engine may hold back what it generates, such as a long tool call until it is whole.
+            # An engine may delay generated tokens, such as a tool call until it is complete.
             since_s = max(backend.last_byte_s, backend.generated_s)
             if self._only_silent(backend, since_s, TOGETHER_LATE * prompts_s, now, ejected, name):
                 together_s = backend.last_byte_s - TOGETHER_S
@@ -181,7 +179,7 @@ class HangDetection:
                     return Hang(since_s, len(backend.unstarted), stopped)
         if self.stuck(backend, now):
             since_s = self._silent_since(backend, backend.whole)
-            # The counter rises as soon as one prompt is computed, so only the longest one explains a pause.
+            # The counter increases as soon as a prompt is computed, so only the longest prompt explains a pause.
             longest = max(stream.prompt_tokens for stream in (*backend.whole.values(), *backend.unstarted.values()))
             late_s = max(STUCK_LATE * self.settings.hung_s, LATE * self._prefill.at(longest))
             late_s = max(late_s, self._pauses.explained_s(1), self._prepares_s(backend, since_s, now))
@@ -190,14 +188,14 @@ class HangDetection:
         return None
 
     def _prepares_s(self, backend: BackendStreams, since_s: float, now: float) -> float:
-        """Return the seconds that an engine may wait for a grammar or KV; 0 unless a young reading shows it idle."""
+        """Returns the seconds that an engine may wait for a grammar or KV; 0 unless a recent reading shows it idle."""
         reading = backend.reading
         if reading is None or reading.running or reading.taken_at_s < 0.5 * (now + since_s):
             return 0.0
         return self._unseen[True].explained_s(1)
 
     def _silent(self, backend: BackendStreams, since_s: float, late_s: float, now: float) -> bool:
-        """Whether a silence since `since_s` is too long; else it may be at `due_s`."""
+        """Returns whether a silence since `since_s` is too long. If not, updates `due_s`."""
         until_s = since_s + max(self.settings.hung_s, late_s) + backend.pending_loads.explained_s(since_s)
         if now < until_s:
             self.due_s = min(self.due_s, until_s)
@@ -206,14 +204,14 @@ class HangDetection:
     def _only_silent(
         self, backend: BackendStreams, since_s: float, late_s: float, now: float, ejected: bool, name: str
     ) -> bool:
-        """Whether a backend, and no other, has been silent for too long since `since_s`."""
+        """Returns whether a backend has been silent for too long since `since_s`, while others worked."""
         if not self._silent(backend, since_s, late_s, now):
             return False
         if not self._peers.others_up(self._peers.members[name]):
             return False
         if ejected:
             return True
-        # If all are silent, the proxy stood still or the network to all of them failed.
+        # If all backends are silent, the proxy paused or the network failed.
         others = [other for other in self._backends.values() if other is not backend]
         others_s = max((max(other.last_byte_s, other.generated_s) for other in others), default=-inf)
         return others_s >= 0.5 * (since_s + now)

@@ -1,4 +1,4 @@
-"""Whether a backend may be given work, from polls (active checks) and from the ends of requests (passive checks)."""
+"""The health of a backend, from polls (active health checks) and from the outcomes of requests (passive ones)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from llmproxy.core.domain import Trouble, Verdict
 from llmproxy.core.settings import HealthSettings
 
 BUSY_PAUSE_S = 0.25
-"""Pause after a 503 "busy": about one poll, after which the engine's queue is known."""
+"""Pause after a 503 "busy": about one poll interval, after which the engine's queue is known."""
 CHEAP_DOUBLINGS = 2
-"""The pause before the next probe is doubled no more often where a failed probe costs little beside missing places."""
+"""Maximum doublings of the pause before the next probe if a failed probe costs less than missing places."""
 REFUSED_PAUSE_S = 1.0
 """Pause after a refusal of the proxy's key or of a listed model, until another backend has served the same request."""
 WARM_STEP = 0.1
-"""Share of its limit that a backend gets at once during slow start, and is given more at each step."""
+"""First share of its limit that a backend gets during slow start, and the increment of each step."""
 
 
 FACTS = {
@@ -33,7 +33,7 @@ REFUSALS = {
 
 @dataclass(frozen=True, slots=True)
 class Ejected:
-    """Nothing is sent to the backend for `pause_s` seconds at most. Then one request probes it."""
+    """The backend gets no requests for at most `pause_s` seconds. Then a single request probes it."""
 
     why: str
     pause_s: float
@@ -41,7 +41,7 @@ class Ejected:
 
 @dataclass(frozen=True, slots=True)
 class Unejected:
-    """The ejection is over, `after_s` seconds after it began."""
+    """The ejection ended `after_s` seconds after its start."""
 
     after_s: float
 
@@ -58,18 +58,13 @@ EjectionEvent = Ejected | Unejected | EjectionSkipped
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """Evidence that a backend hangs.
+    """Evidence that a backend hangs."""
 
-    It has been silent since `since_s`, and owes `owed` first bytes. `stopped` counts the streams that stopped at once,
-    if that is the evidence. `idle`: its engine shows none of the requests that were sent to it. `unanswered`: polls
-    have no answer either.
-    """
-
-    since_s: float
-    owed: int
-    stopped: int
-    idle: bool = False
-    unanswered: bool = False
+    since_s: float  # Start of the silence.
+    owed: int  # Requests that wait for a first byte.
+    stopped: int  # Streams that stopped together, if that is the evidence.
+    idle: bool = False  # The engine shows none of the requests that were sent to it.
+    unanswered: bool = False  # Polls have no answer either.
 
     def why(self, now: float) -> str:
         if self.idle:
@@ -81,9 +76,9 @@ class Hang:
 
 
 class Peers:
-    """The backends of one pool, of which requests may eject only a share (Envoy's `max_ejection_percent`).
+    """The backends of one pool, with the maximum share of ejected ones (Envoy's `max_ejection_percent`).
 
-    When most of a pool fails, the fault is more likely in the requests or in the network, and a doubtful backend is
+    If most of a pool fails, the cause is more likely in the requests or in the network, and a doubtful backend is
     better than none.
     """
 
@@ -92,41 +87,42 @@ class Peers:
         self.members: dict[str, Health] = {}
 
     def may_eject(self, one: Health) -> bool:
-        """Return whether `ejected_max` allows to eject `one` too, and others can take its work.
+        """Returns whether `ejected_max` allows the ejection of `one`, and other backends can take its requests.
 
-        Backends that are down or drained do not count. The count is made here, because ejections are rare.
+        Backends that are down or drained do not count.
         """
         up = [health for health in self.members.values() if not (health.down or health.drained)]
         spared = sum(health.ejected for health in up) < max(1, int(self.ejected_max * len(up)))
         return spared and self.others_up(one)
 
     def others_up(self, than: Health) -> bool:
-        """Return whether other backends take requests and serve each model of this one."""
+        """Returns whether other backends accept requests for each model of `than`."""
         others = [other for other in self.members.values() if other is not than]
         others = [other for other in others if not (other.down or other.drained or other.ejected)]
         return bool(others) and all(any(model in other.models for other in others) for model in than.models)
 
     def others_answered(self, than: Health, since_s: float) -> bool:
-        """Return whether another backend has answered a poll since `since_s`, so that the network works."""
+        """Returns whether another backend has answered a poll since `since_s`, so that the network works."""
         return any(other.answered_s >= since_s for other in self.members.values() if other is not than)
 
 
 class Health:
-    """Two separate bits: *down* comes from polls, *ejected* from requests.
+    """The health of one backend: polls mark it *down*, requests eject it.
 
-    After an ejection's pause the backend is half open: one request, the probe, is let through. Its first byte, or a
-    fresh start that a poll sees, ends the ejection. A 4xx is no failure. A 503 "busy" is only a pause, unless the
-    engine has nothing to do while others are up. A backend that comes up or is unejected starts slowly: see `warmth`.
+    After the pause of an ejection the backend is half open: it gets a single request, the probe. The first byte of the
+    probe ends the ejection, and so does a poll that sees a restarted process. A 4xx is not a failure. A 503 "busy" only
+    pauses the backend, unless its engine is idle while other backends are up. A backend that comes up or is unejected
+    has a slow start: see `warmth`.
     """
 
     def __init__(self, settings: HealthSettings) -> None:
         self.settings = settings
         self.peers: Peers | None = None
         self.on_event: Callable[[EjectionEvent], None] = lambda _: None
-        """Called for each ejection, its end, and the first of several skipped ejections in a row."""
+        """Called for each ejection, its end, and the first of consecutive skipped ejections."""
         self.down = True
         self.drained = False
-        """An operator wants no new requests there. It is no failure, and no other backend can count on it."""
+        """Whether an operator drained the backend. It then does not count as a replacement for ejected backends."""
         self.models: frozenset[str] = frozenset()
         """The base models that the backend lists."""
         self._failed_polls = 0
@@ -152,20 +148,20 @@ class Health:
 
     @property
     def gone(self) -> bool:
-        """The process is gone: connections were refused several times in a row."""
+        """Whether the process is gone, because consecutive polls were refused."""
         return self._refused_polls >= self.settings.unreachable_after
 
     def available(self, now: float) -> bool:
-        # A poll finds out for nothing whether a process that answered none goes on. A probe costs a request its time.
+        # A poll tests for free whether a process that answered no poll continues. A probe delays a request.
         half_open = self._probe is None and not (self.ejected and self.unanswered_s < inf)
         return not self.down and now >= self._blocked_until_s and half_open
 
     def changes_at(self, now: float) -> float | None:
-        """When availability changes by time alone; None when only an event can change it."""
+        """Returns when the availability changes without an event; None if only an event can change it."""
         return self._blocked_until_s if not self.down and now < self._blocked_until_s else None
 
     def warmth(self, now: float) -> float:
-        """The share of its limit (0..1] that the backend should have during slow start, in steps of `WARM_STEP`.
+        """Returns the share (0..1] of its limit that the backend gets during slow start, in steps of WARM_STEP.
 
         Its caches are cold, and without slow start a least-load placement would send it all new requests.
         """
@@ -179,7 +175,7 @@ class Health:
         return max(1, int(share / WARM_STEP)) * WARM_STEP
 
     def warmer_at(self, now: float) -> float | None:
-        """When `warmth` grows next; None when slow start is over."""
+        """Returns when `warmth` grows next; None after the slow start."""
         if self._slow_start_s is None:
             return None
         warmth = self.warmth(now)
@@ -190,7 +186,7 @@ class Health:
     # --- polls ---------------------------------------------------------------------------------------------------
 
     def poll_succeeded(self, now: float) -> None:
-        """A poll found the backend healthy. One that was down gets a clean record and starts slowly."""
+        """Notes a successful poll. A backend that was down gets a clean record and a slow start."""
         if self.down:
             self._slow_start_s = now
             self._by_rate = False
@@ -203,16 +199,16 @@ class Health:
         self.answered_s, self.unanswered_s = now, inf
 
     def poll_timed_out(self, now: float) -> None:
-        """A question of a poll was not answered in time."""
+        """Notes a request of a poll that was not answered in time."""
         # If no backend answered meanwhile, the proxy paused or the network failed.
         if self.peers is not None and self.peers.others_answered(self, 0.5 * (self.answered_s + now)):
             self.unanswered_s = min(self.unanswered_s, now)
 
     def poll_failed(self, trouble: Trouble) -> bool:
-        """A poll failed. True when this proves that the process is gone, and with it its open streams.
+        """Notes a failed poll. Returns whether the process is surely gone, and its open streams with it.
 
-        Only refused connections prove that: a process that ended or was replaced refuses at once, while a late answer
-        may come after a long step. Unreadable metrics and failures of this machine prove nothing.
+        Only refused connections prove that: a process that ended or was replaced refuses at once, while an answer may
+        be late because of a long engine step. Unreadable metrics and failures of this machine prove nothing.
         """
         if trouble is not Trouble.TIMEOUT:
             self.unanswered_s = inf
@@ -231,16 +227,16 @@ class Health:
             self._probe = lease
 
     def first_byte(self, lease: int, now: float) -> None:
-        """The backend sent a first byte for `lease`, so it serves. For a slow backend that proves little."""
+        """Notes the first byte of `lease`, which ends the ejection if it is the probe and the backend was not slow."""
         self._failures = 0
         if lease == self._probe and not self.slow:
             self._uneject(now)
 
     def measured(self, lease: int | None, fast: bool, now: float) -> None:
-        """A stream of a slow backend shows whether the backend is fast again, or its engine where `lease` is None.
+        """Notes the measured speed of a slow backend, from the stream of `lease`, or from its engine (None).
 
-        Only the probe ends the ejection. A fast stream from before the ejection ends just the pause: the backend needs
-        the probe, because a placement that has learned how slow it was would send it no other request.
+        Only a fast probe ends the ejection. A fast stream from before the ejection ends the pause, so that the probe
+        follows: a placement that has learned the slow speed would send the backend no other request.
         """
         if not fast:
             self._eject("slow: its probe was as slow", now)
@@ -259,10 +255,12 @@ class Health:
         counted: bool = False,
         excused: bool = False,
     ) -> None:
-        """The lease ended; the backend is `idle` if nothing else is known to be running there.
+        """Notes the end of a lease.
 
-        Where its tokens are `counted`, only `measured` ends an ejection of a slow backend: a probe may end too early.
-        `excused`: the request failed in the same way on another backend, or the backend is at work.
+        Args:
+            idle: Nothing else is known to run on the backend.
+            counted: The engine counts its tokens, so only `measured` ends the ejection of a slow backend.
+            excused: The request failed in the same way on another backend, or the backend is at work.
         """
         was_probe = lease == self._probe
         if was_probe:
@@ -271,12 +269,12 @@ class Health:
             case Verdict.SERVED:
                 self._failures = 0
                 self.rate.add(False)
-                if self._by_rate and not self.ejected and self.rate.settled:
+                if self._by_rate and not self.ejected and self.rate.low:
                     self._by_rate, self._ejections = False, 0
                 if was_probe and not (self.slow and counted):
                     self._uneject(now)
             case Verdict.CONNECT_FAILED | Verdict.DRAINING | Verdict.ENGINE_DEAD:
-                # A fact and not a suspicion: further requests would fail too, so `ejected_max` does not apply.
+                # Further requests would surely fail too, so `ejected_max` does not apply.
                 self._eject(FACTS[verdict], now)
             case Verdict.FAILED | Verdict.TIMED_OUT:
                 if not excused:
@@ -285,14 +283,14 @@ class Health:
                 if was_probe:
                     self.try_eject(REFUSALS[verdict], now)
                 elif excused or (self.peers is not None and not self.peers.others_up(self)):
-                    # All refuse, and where nobody could take the work, an ejection is of no use.
+                    # If no other backend can take the requests, an ejection does not help.
                     self._skip(REFUSALS[verdict], now)
                 else:
                     self._blocked_until_s = max(self._blocked_until_s, now + REFUSED_PAUSE_S)
             case Verdict.BUSY:
-                # If no other backend can take the work, an ejection is of no use.
+                # If no other backend can take the requests, an ejection does not help.
                 if idle and (self.peers is None or self.peers.others_up(self)):
-                    # A refused probe costs the engine nothing, and what it lacks may be there at once.
+                    # A refused probe costs the engine nothing, and the engine may have room at any time.
                     self._ejections = min(self._ejections, CHEAP_DOUBLINGS)
                     self._failed(was_probe, now)
                 self._blocked_until_s = max(self._blocked_until_s, now + BUSY_PAUSE_S)
@@ -319,7 +317,7 @@ class Health:
         return self._suspected
 
     def forgive(self, verdict: Verdict, now: float) -> None:
-        """A request failed here with `verdict`, and in the same way on another backend: it is to blame itself."""
+        """Reverts a failure with `verdict`, because the request failed in the same way on another backend."""
         if verdict in REFUSALS:
             self._blocked_until_s = self._blocked_until_s if self.ejected else now
             return
@@ -329,29 +327,29 @@ class Health:
             self._clear(now)
             self._blocked_until_s = now
 
-    def to_blame(self, verdict: Verdict, now: float) -> None:
-        """Another backend served a request that this one failed with `verdict`."""
+    def blame(self, verdict: Verdict, now: float) -> None:
+        """Notes that another backend served a request that this one failed with `verdict`."""
         if verdict in REFUSALS:
             self.try_eject(REFUSALS[verdict], now)
 
     def hangs(self, hang: Hang, now: float) -> bool:
-        """The backend hangs. Answers whether it was ejected."""
+        """Ejects a backend that hangs, if its pool allows it. Returns whether it was ejected."""
         if not self.try_eject(hang.why(now), now):
             return False
-        # Polls show whether a probe without a stream is silent too.
+        # Polls show whether a non-streamed probe is silent too.
         self.stream_probe = not hang.unanswered
         return True
 
     def slowed(self, why: str, now: float) -> bool:
-        """The backend has become slow. Answers whether it was ejected."""
+        """Ejects a backend that became slow, if its pool allows it. Returns whether it was ejected."""
         if not self.try_eject(why, now):
             return False
         self.slow = self.stream_probe = True
         return True
 
     def missed(self, now: float) -> bool:
-        """Requests wait for places that the backend may have. Returns whether this shortens its pause."""
-        # A slow probe delays its request for long, and a backend that fails a share of them passes most probes.
+        """Shortens the pause of an ejection, because requests wait for places. Returns whether it did."""
+        # A slow probe delays its request for long, and a backend with a high failure rate passes most probes.
         until_s = now + self.settings.backoff_s * 2.0**CHEAP_DOUBLINGS
         if not self.ejected or self.slow or self._by_rate or self._blocked_until_s <= until_s:
             return False
@@ -359,7 +357,7 @@ class Health:
         return True
 
     def try_eject(self, why: str, now: float) -> bool:
-        """Eject the backend if its pool can spare it (`Peers.may_eject`). Returns whether it was ejected."""
+        """Ejects the backend if `Peers.may_eject` allows it. Returns whether it was ejected."""
         if not self.ejected and self.peers is not None and not self.peers.may_eject(self):
             self._skip(why, now)
             return False
@@ -367,7 +365,7 @@ class Health:
         return True
 
     def _skip(self, why: str, now: float) -> None:
-        # Only the first of several in a row is an event, until an ejection would have ended.
+        # Only the first of consecutive skips is an event, until an ejection would have ended.
         if now >= self._skipped_until_s:
             self.on_event(EjectionSkipped(why))
         self._skipped_until_s = now + self.settings.backoff_max_s
@@ -380,13 +378,13 @@ class Health:
         if self.ejected:
             self.on_event(Unejected(now - self._first_ejected_s))
         self.ejected, self._probe = False, None
-        # One that failed a share of its requests passes most probes: its pauses grow until it is well for a while.
+        # A backend that fails a share of its requests passes most probes, so its pauses grow until its rate is low.
         self._ejections = self._ejections if self._by_rate else 0
         self._suspected = False
         self.slow = self.stream_probe = False
 
     def _eject(self, why: str, now: float) -> None:
-        # Many requests may fail at once for one reason. They are one ejection.
+        # Many requests may fail at once for the same reason, which is a single ejection.
         if self.ejected and now < self._blocked_until_s:
             return
         pause_s = min(self.settings.backoff_max_s, self.settings.backoff_s * 2.0 ** min(self._ejections, 16))

@@ -1,8 +1,8 @@
-"""Which backends of a pool hang, and which have become slow, judged by their work beside that of the others.
+"""Outlier detection: backends of a pool that hang or have become slow, compared with the other backends.
 
-A frozen worker or a throttled GPU answers polls as ever, but its streams stop, its counter of generated tokens rises
-slowly, and its answers come late. They are compared with what was predicted, with the backend's own past and with the
-rest of its pool, under every placement.
+A frozen worker or a throttled GPU still answers polls, but its streams stop, its counter of generated tokens increases
+slowly, and its answers come late. These are compared with predictions, with the backend's own past and with the rest of
+its pool, under every placement.
 """
 
 from __future__ import annotations
@@ -20,55 +20,56 @@ from llmproxy.core.estimates.line import JITTER_S, USUAL_TOKENS, LearnedLine
 from llmproxy.core.settings import HealthSettings
 
 CHECK_S = 0.25
-"""Shortest time between two checks of the pool."""
+"""Minimum time between two checks of the pool."""
 SPAN_S = 0.5
-"""How long a stream is followed for one observation of its speed, and a backend for one judgement."""
+"""Time of a stream per observation of its speed, and of a backend per judgement."""
 JUDGEMENTS_MIN = 10
 """Judgements after which the usual speed of a backend is known."""
 CROWD = 100.0
-"""Sequences with which a step takes about twice as long as with one. It is not learned: the slow backend, on which
-sequences pile up, would teach a line that excuses it."""
+"""Number of sequences that doubles the time of a step. It is not learned, because a slow backend collects sequences
+and would teach a value that excuses it."""
 BASE_TOKENS = 300.0
-"""Everything else before a first byte takes at most as long as so many tokens of a prompt. Short prompts alone cannot
-tell the two apart, and a long one must not look like a hang."""
+"""Maximum fixed time before a first byte, in prompt tokens. Short prompts alone cannot separate fixed time from time
+per token, and a long prompt must not look like a hang."""
 GAIN = 0.02
-"""Weight of a newer observation of the pool's step."""
+"""Weight of a new observation of the pool's step."""
 DOUBTFUL = 2.0
-"""An observation beyond so many times the usual of its backend teaches nothing about the pool."""
+"""An observation beyond this multiple of its backend's usual one teaches nothing about the pool."""
 SLOW_S = 2.0
-"""Slow seconds before an ejection: less may be a garbage collection, a compilation or a burst of long prompts."""
+"""Slow time before an ejection, in seconds. A shorter time may be a garbage collection or a burst of long prompts."""
 PROMPT_LATE = 2.0
-"""An uncached prompt explains up to so many times its predicted time."""
+"""An uncached prompt explains up to this multiple of its predicted time."""
 PROMPTS_MOST = 0.3
-"""A span teaches nothing of a step if prompts may explain a larger share of it, because their time is an estimate."""
+"""If prefills may explain a larger share of a span, the span teaches nothing about the step, because their time is an
+estimate."""
 PROMPTS_NEARLY_ALL = 0.7
-"""Nor anything of its backend beyond this share."""
+"""Beyond this share, the span teaches nothing about its backend either."""
 KV_CROWDED = 0.9
-"""Use of a KV-cache from which an engine may preempt sequences and compute them again."""
+"""KV cache usage from which an engine may preempt sequences and recompute them."""
 FRESH_S = 5.0
-"""How long a judgement of another backend is used for comparison."""
+"""Maximum age of a judgement of another backend in a comparison."""
 LEARNING_S = 30.0
-"""Time after its first request in which a busy backend without a pace counts as learning: short answers show none."""
+"""Time after its first request in which a busy backend without a pace counts as learning."""
 GAP_S = 2.5
-"""Readings further apart are not compared: the machine of the backend or the network stood still between them."""
+"""Readings further apart are not compared, because the backend's machine or the network paused between them."""
 
 
 class OutlierDetection:
-    """Follows the requests of one pool and the readings of its backends. It reports, and changes no backend itself.
+    """Follows the requests and readings of one pool. It reports outliers, and changes no backend itself.
 
     **Hung**: see `HangDetection`.
 
-    **Slow**: the fastest stream, the engine by its counter of tokens, or an answer in one piece where no tokens are
-    counted takes `slow_factor` times its backend's usual time, relative to the others' median of the same measure, for
-    `SLOW_S` in all. A pool that slows down as a whole has no outlier, and a backend that was slow from the beginning is
-    another kind of machine, which the placement handles. Time that prompts may explain, if they were not cached, does
-    not count. A span that is slow only with that time says nothing. (Huang et al., "Gray Failure: The Achilles' Heel of
-    Cloud-Scale Systems", HotOS 2017.)
+    **Slow**: a backend takes `slow_factor` times its usual time, relative to the median slowdown of the others, for
+    SLOW_S seconds in total. Its time is the time of its fastest stream, of its engine by the counter of tokens, or of a
+    non-streamed answer if the engine counts no tokens. A pool that slows down as a whole has no outlier. A backend that
+    was always slow is a different machine, and the placement handles it. Time that uncached prefills may explain does
+    not count, and a span that is slow only with that time proves nothing. (Huang et al., "Gray Failure: The Achilles'
+    Heel of Cloud-Scale Systems", HotOS 2017.)
 
-    The predictions are two times of the pool: seconds from booking to first byte over the prompt tokens ahead, and
-    seconds per token of a stream. They learn from observations that look normal, because a backend that becomes slow
-    must not teach what is normal. So they are not those of `PoolRates`, which learns from all and exists under one
-    placement only, nor `FirstToken`, which contains waits and cached prefixes.
+    Two times of the pool are predicted: from booking to first byte over the prompt tokens ahead, and per token of a
+    stream. They are learned from normal observations only, because a backend that becomes slow must not define the
+    normal speed. `PoolRates` learns from all observations and exists for one placement only, and `FirstToken` includes
+    waits and cached prefixes, so neither is used here.
     """
 
     def __init__(self, settings: HealthSettings, peers: Peers) -> None:
@@ -89,7 +90,7 @@ class OutlierDetection:
     # --- events of leases ----------------------------------------------------------------------------------------
 
     def booked(self, lease: int, request: Request, placed: Placed, cold: bool, now: float) -> None:
-        """`cold`: the request has an adapter that is not believed to be resident there."""
+        """Notes a granted lease. `cold`: the adapter is not believed to be resident on the backend."""
         backend = self._backends.get(placed.backend)
         if backend is None:
             backend = self._backends[placed.backend] = BackendStreams(PendingLoads(self._longest_load), now)
@@ -97,7 +98,7 @@ class OutlierDetection:
         own_tokens = max(0.0, float(request.prompt_tokens - placed.cached_tokens))
         fetched = request.stage is DECODE
         if fetched:
-            # Where it does not arrive and is computed here, `prompt_tokens` explains the time.
+            # If the KV transfer fails and the prompt is computed here, `prompt_tokens` explains the time.
             own_tokens = 0.0
         adapter = request.adapter
         stream = StreamSpan(
@@ -108,7 +109,7 @@ class OutlierDetection:
         self._streams[lease] = backend.unseen[lease] = stream
         if not request.stream:
             backend.whole[lease] = stream
-            # Its first token is invisible. It shows only that its prompt takes time.
+            # Its first token is invisible, but its prefill takes time.
             stream.prompts_s = self._prompts_s(backend, now)
             backend.computed_tokens += own_tokens
             backend.whole_tokens += request.prompt_tokens
@@ -130,13 +131,13 @@ class OutlierDetection:
         stream.loads_ahead = len(backend.pending_loads)
 
     def committed(self, lease: int, now: float) -> None:
-        """A byte went to the client: the request cannot be retried elsewhere any more."""
+        """Notes the first byte to the client."""
         stream = self._streams.get(lease)
         if stream is not None and not stream.whole:
             self._first_byte(lease, stream, now)
 
     def started(self, lease: int, now: float) -> None:
-        """The first token came, or the whole of an answer in one piece."""
+        """Notes the first token, or the arrival of a non-streamed answer."""
         stream = self._streams.get(lease)
         if stream is None:
             return
@@ -161,7 +162,7 @@ class OutlierDetection:
             backend.pending_loads.first_byte(lease, since_s, prompts_s, now)
 
     def _remove_unstarted(self, lease: int, stream: StreamSpan, now: float) -> bool:
-        """Remove a stream from the unstarted ones; whether it was one of them."""
+        """Removes a stream from the unstarted ones. Returns whether it was unstarted."""
         backend = stream.backend
         if lease not in backend.unstarted:
             return False
@@ -172,11 +173,11 @@ class OutlierDetection:
         return True
 
     def _prompts_s(self, backend: BackendStreams, now: float) -> float:
-        """Seconds that prompts may have taken of a backend so far."""
+        """Returns the seconds that prefills may have taken on a backend so far."""
         backend.pass_whole(now)
         if not backend.unstarted:
             return backend.prompts_s
-        # The prefix may not be cached, and any of the prompts may be the one that is computed now.
+        # The prefix may not be cached, and any of the prompts may be in prefill now.
         longest = max(stream.prompt_tokens for stream in backend.unstarted.values())
         at_most_s = PROMPT_LATE * longest * self._prefill.slope
         at_most_s += backend.pending_loads.explained_s(backend.prompts_until_s)
@@ -185,13 +186,13 @@ class OutlierDetection:
     def progress(
         self, lease: int, output_tokens: int, sequences: int, kv_used: float | None, now: float
     ) -> bool | None:
-        """A stream has about so many tokens by now, while its backend has `sequences` in all.
+        """Notes that a stream has about `output_tokens` tokens, with `sequences` in flight on its backend.
 
-        Answers whether its backend is as fast as it should be, None where it is too early to say.
+        Returns whether the backend has normal speed; None if it is too early to say.
         """
         stream = self._streams.get(lease)
         if stream is None or stream.whole:
-            # The span of an answer in one piece is all of it.
+            # The span of a non-streamed answer is the whole answer.
             return None
         backend = stream.backend
         backend.last_byte_s = stream.last_byte_s = now
@@ -200,7 +201,7 @@ class OutlierDetection:
         return self._observed(stream, output_tokens, sequences, kv_used, now)
 
     def read(self, name: str, reading: Reading, sequences: int) -> bool | None:
-        """A reading came of a backend on which `sequences` of ours are in flight. Answers as `progress` does."""
+        """Notes a reading of a backend with `sequences` of this proxy in flight. Returns the same as `progress`."""
         backend, now = self._backends.get(name), reading.taken_at_s
         if backend is None:
             return None
@@ -227,7 +228,7 @@ class OutlierDetection:
         if took_s < SPAN_S or tokens <= 0:
             return None
         running = backend.running_s / took_s
-        # Of one sequence, as `tokens` of a stream are.
+        # Per sequence, like the tokens of a stream.
         engine.tokens = 0
         fast = self._observed(engine, tokens / running, running, reading.kv_used, now, sure=backend.ran)
         engine.tokens, backend.running_s, backend.ran = reading.generated, 0.0, reading.running > 0
@@ -237,9 +238,9 @@ class OutlierDetection:
         self, stream: StreamSpan, output_tokens: float, sequences: float, kv_used: float | None, now: float,
         *, sure: bool = True,
     ) -> bool | None:  # fmt: skip
-        """Close a span of a stream or of an engine. It teaches at most where not `sure`."""
+        """Ends a span of a stream or an engine. If not `sure`, the engine may have been idle and not slow."""
         backend, took_s, tokens = stream.backend, now - stream.since_s, output_tokens - stream.tokens
-        # Of the unstarted prompts, only the first can have taken time already.
+        # Only the first unstarted prompt can have taken time already.
         first = next(iter(backend.unstarted.values()), None)
         first_tokens, loading = (first.own_tokens, first.cold) if first is not None else (0.0, False)
         prompts_s = (backend.computed_tokens - stream.computed_tokens + first_tokens) * self._prefill.slope
@@ -248,7 +249,7 @@ class OutlierDetection:
         unexplained_s = max(0.0, took_s - (so_far_s - stream.prompts_s))
         stream.begin(round(output_tokens), so_far_s, now)
         if (kv_used or 0.0) > KV_CROWDED:
-            # The engine may be computing preempted sequences again.
+            # The engine may be recomputing preempted sequences.
             backend.slow_s = 0.0
             return None
         steps = tokens * (1.0 + sequences / CROWD)
@@ -261,7 +262,7 @@ class OutlierDetection:
         bound = self._settings.slow_factor * backend.usual * backend.others_slowness
         fast = None if least < bound <= most else most < bound
         if fast:
-            # No prompt was computed: the unstarted ones wait for room, and their time is still to come.
+            # No prefill took place: the unstarted prompts wait for room, and their prefill is still to come.
             backend.prompts_s, backend.prompts_until_s = so_far_s, now
             backend.whole_s = PROMPT_LATE * backend.whole_tokens * self._prefill.slope
         if prompts_s > PROMPTS_NEARLY_ALL * took_s:
@@ -274,7 +275,7 @@ class OutlierDetection:
         return fast
 
     def finished(self, lease: int, now: float, usage: Usage | None = None, sequences: int = 1) -> None:
-        """The lease ended. `usage` is None where it was not served; `sequences` of ours are left on its backend."""
+        """Notes the end of a lease. `usage` is None if it was not served; `sequences` remain on its backend."""
         stream = self._streams.pop(lease, None)
         if stream is None:
             return
@@ -298,21 +299,21 @@ class OutlierDetection:
                     loads.add(other, one.cold, now)
 
     def forget(self, backend: str) -> None:
-        """The process is gone or replaced. The ends of its streams change nothing any more."""
+        """Removes a backend whose process is gone or replaced. The ends of its streams are then ignored."""
         self._backends.pop(backend, None)
 
     # --- the judgement -------------------------------------------------------------------------------------------
 
     @property
     def due_s(self) -> float | None:
-        """When a silence may have lasted too long without any event; None where only an event can show it."""
+        """When a silence may have lasted too long; None if only an event can show it."""
         known = self._hangs.due_s < inf and len(self._peers.members) > 1
         return max(self._hangs.due_s, self._check_s) if known else None
 
     def outliers(self, now: float) -> tuple[dict[str, Hang], dict[str, str]]:
-        """The backends that hang with the evidence, and those that became slow with the reason.
+        """Returns the hung backends with the evidence, and the slow backends with the reason.
 
-        To be called after every event, and at `due_s`.
+        Must be called after every event, and at `due_s`.
         """
         if now < self._check_s:
             return {}, {}
@@ -326,7 +327,7 @@ class OutlierDetection:
         return hung, self._judge(now) if now >= self._judge_s else {}
 
     def give_up(self, backend: str, now: float) -> Iterator[int]:
-        """The leases of a hung backend for which nothing visible was done, which are to be revoked."""
+        """Returns the leases of a hung backend without visible progress, which are to be revoked."""
         streams = self._backends[backend]
         unstarted, streams.unstarted = streams.unstarted, {}
         if self._hangs.idle(streams, now):
@@ -341,7 +342,7 @@ class OutlierDetection:
         return iter(unstarted)
 
     def _judge(self, now: float) -> dict[str, str]:
-        """Close one span of all backends. Answers those that were too slow for long enough, with the reason."""
+        """Ends the current span of all backends. Returns the backends that were slow for SLOW_S, with the reason."""
         self._judge_s = now + SPAN_S
         for backend in self._backends.values():
             if backend.ratio < inf:
@@ -373,11 +374,11 @@ class OutlierDetection:
         return slow
 
     def paces(self, now: float) -> dict[str, float | None]:
-        """Return backend -> how many times as long as its pool it takes for the same work, None while that is learned.
+        """Returns the pace of each backend: its time for the same work relative to the pool; None while it is learned.
 
-        It is the median of the last `RECENT` ratios of a backend, over the lower median of these in the pool. Time that
-        prompts may explain does not make it more than 1. Backends that were not judged within `FRESH_S` are left out.
-        So is a backend without others to compare with.
+        A pace is the median of the last RECENT ratios of a backend, divided by the lower median of these values in the
+        pool. Time that prefills may explain does not raise it above 1. Backends without a judgement within FRESH_S are
+        left out, and so is the only backend of a pool.
         """
         if len(self._peers.members) < 2:
             return {}

@@ -48,9 +48,9 @@ def test_a_pool_that_fails_the_same_share_of_its_answers_everywhere_has_no_outli
 
 def test_only_the_last_answers_count_and_forgiven_failures_do_not() -> None:
     one = rate(FAILURES_MIN, ANSWERS)
-    assert not one.settled
+    assert not one.low
     one.forgive()
-    assert (one.failures, one.settled) == (FAILURES_MIN - 1, False)
+    assert (one.failures, one.low) == (FAILURES_MIN - 1, False)
     for _ in range(ANSWERS):
         one.add(False)
-    assert (one.failures, one.settled) == (0, True)
+    assert (one.failures, one.low) == (0, True)

@@ -190,7 +190,7 @@ def test_failing_requests_eject_at_most_a_share_at_least_one_and_never_the_last(
 
 @pytest.mark.parametrize("eject", [
     lambda one: fail(one, 3), lambda one: one.hangs(Hang(0.0, 1, 0), 0.0), lambda one: one.slowed("slow", 0.0),
-    lambda one: one.to_blame(Verdict.UNAUTHORIZED, 0.0),
+    lambda one: one.blame(Verdict.UNAUTHORIZED, 0.0),
 ])  # fmt: skip
 def test_last_backend_that_serves_a_model_is_not_ejected_though_its_pool_has_others(
     eject: Callable[[Health], object],
@@ -403,7 +403,7 @@ def test_a_refusal_is_a_rest_until_another_backend_has_served_the_request(verdic
     bad.on_event = events.append
     fail(bad, 1, 0.0, verdict)
     assert (events, ejected_for_s(bad, 0.0)) == ([], 1.0)
-    bad.to_blame(verdict, 0.2)
+    bad.blame(verdict, 0.2)
     assert events == [Ejected(why, 1.0)]
     bad.booked(100)
     bad.finished(100, verdict, 1.5)
