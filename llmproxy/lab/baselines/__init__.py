@@ -1,4 +1,4 @@
-"""The published policies, each with its documented defaults; importing this registers them all."""
+"""The published policies with their documented defaults. Importing this package registers them."""
 
 from llmproxy.lab.baselines import deployed_picker, disaggregated, dynamo, plain, session, sglang
 from llmproxy.lab.baselines.policy import baselines

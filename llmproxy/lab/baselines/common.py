@@ -1,4 +1,4 @@
-"""What the baselines share: candidate backends, requests in flight, and the blocks of a prompt."""
+"""Helpers of the baselines: candidate backends, requests in flight, and the blocks of a prompt."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from llmproxy.lab.baselines.policy import Surroundings
 
 
 def candidates(request: Request, views: Sequence[View], excluded: frozenset[str]) -> list[View] | NoCapacity | NoMatch:
-    """The healthy backends that serve the model and can hold its context, however full they are.
+    """Returns the healthy backends that serve the model with a context that is long enough, however full they are.
 
-    Where no context is long enough all of them stay, because a router without a queue leaves the refusal to the engine.
+    If no context is long enough, all are returned: a router without a queue leaves the refusal to the engine.
     """
     up = [view for view in views if view.available]
     if not up and views:
@@ -28,9 +28,9 @@ def candidates(request: Request, views: Sequence[View], excluded: frozenset[str]
 
 
 def prompt_blocks(request: Request, around: Surroundings) -> dict[Block, int]:
-    """The prompt's blocks in their order, each with its tokens; the last may be partial.
+    """Returns the tokens of each block of the prompt, in order. The last block may be partial.
 
-    Where the trace knows no ids the blocks are the request's own: they match nothing, yet fill an index as they would.
+    Blocks without an id in the trace get ids of their own. They match nothing, but take room in an index.
     """
     prompt, size = around.prompts[request.id], around.block_tokens
     count = -(-prompt.tokens // size)
@@ -50,13 +50,15 @@ def highest(scores: Sequence[float], rng: Random) -> int:
 
 
 def best(views: Sequence[View], scores: Sequence[float], terms: Mapping[str, Sequence[float]], rng: Random) -> Placed:
-    """The view of the highest score, equals drawn at random. `scores` and each of `terms` are parallel to `views`."""
+    """Returns the view with the highest score; ties are drawn at random. `scores` and each of `terms` have the order of
+    `views`.
+    """
     at = highest(scores, rng)
     return Placed(views[at].backend, scores[at], tuple((name, part[at]) for name, part in terms.items()), len(views))
 
 
 class ImmediatePlacement(Placement):
-    """A router without a waiting room: requests are bound as they come, so that limits and bands mean nothing."""
+    """A router without a queue: it binds each request at once, so limits and bands have no effect."""
 
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
@@ -65,7 +67,7 @@ class ImmediatePlacement(Placement):
         return self.choose(request, found) if isinstance(found, list) else found
 
     def choose(self, request: Request, views: Sequence[View]) -> Placed:
-        """One of `views`, of which there is at least one."""
+        """Returns the choice. `views` must not be empty."""
         raise NotImplementedError
 
 
@@ -97,7 +99,7 @@ class Ledger:
 
 
 class Counting(ImmediatePlacement):
-    """Counts its own requests in flight, each as one whatever its size."""
+    """Counts its own requests in flight, whatever their sizes."""
 
     def __init__(self) -> None:
         self.in_flight = Ledger()

@@ -1,11 +1,12 @@
 """The endpoint picker of llm-d and the Gateway API Inference Extension (EPP, v0.10), as it is deployed.
 
-What it chooses is `core.placement.epp`; here is what stands around it there. Of its two default configurations the
-blend runs with its flow control on, and "sticky until saturated" binds at once, as the flow control is off by default;
-`gate` changes either. Simplified: the waiting room is the production one (strict bands, first come first served),
-without their one-second expiry sweep; blocks of prompts are those of the trace, because only these have names. Adapters
-are seen through the blocks alone, which are distinct for each, as the hash chain begins with the model's name; the
-scorer for adapters is not part of either default.
+`endpoint_picker` has its choices; this module adds the gate, the index and the late view of departed backends. By
+default `epp_blend` runs with flow control and `epp_sticky` without it; `gate` changes either. Differences:
+
+* Requests wait in this project's queue (strict bands, first come, first served), without EPP's one-second expiry sweep.
+* Prompts are divided into the blocks of the trace, because a trace has no text.
+* Neither default has the scorer for adapters. Each adapter has blocks of its own, as EPP's hash chain begins with the
+  name of the model.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ DEPARTED_AFTER_S = 120.0
 
 
 def saturation(views: Sequence[View], now: float) -> float:
-    """The default detector: mean over the healthy backends of max(waiting / 5, KV use / 0.8), 1 and above is full.
+    """Returns the mean over the healthy backends of max(waiting / 5, KV cache usage / 0.8). At 1 the pool is full.
 
-    A backend without a reading of the last 200 ms counts 1.0, and so does a pool of none. One hot backend among idle
-    ones is invisible, and what was dispatched since the readings does not count; both are how it works.
+    A backend without a reading of the last 200 ms counts 1.0, and so does an empty pool. As in EPP's default detector,
+    one hot backend among idle ones is invisible, and requests since the last readings do not count.
     """
     up = [view.reading for view in views if view.available]
     parts = [
@@ -47,10 +48,10 @@ def saturation(views: Sequence[View], now: float) -> float:
 
 
 class Ticks:
-    """Their loop takes one request out of the queue per millisecond, and one more for every arrival.
+    """The rate of EPP's dispatch loop: one queued request per millisecond. A request that did not wait is free.
 
-    A replay wakes at events, not at every tick: the ticks until the next scrape are allowed in advance, since nothing
-    that the gate or the scorers read from outside changes before it.
+    A replay wakes at events, not at every tick. So the ticks until the next scrape may be used in advance: before that
+    scrape, the readings do not change.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -70,14 +71,17 @@ class Ticks:
 
 
 class LruIndex(BlockIndex):
-    """Least recently used blocks go first, exactly and by count, as in theirs; that of the core is nearly exact."""
+    """Evicts exactly the least recently used blocks, like EPP. The index of the core does so approximately."""
 
     def __init__(self) -> None:
         super().__init__()
         self._capacity: dict[str, int] = {}
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
-        """How many blocks each backend holds, gaps included, up to the first block that no backend holds."""
+        """Returns the number of blocks that each backend has, up to the first block that no backend has.
+
+        A backend may miss some of the blocks in between.
+        """
         return self.matches(hashes, unbroken=False)
 
     def record(self, backend: str, hashes: Sequence[int]) -> None:
@@ -91,7 +95,7 @@ class LruIndex(BlockIndex):
 
 
 class DeployedPicker(EndpointPicker):
-    """Binds at once, behind the gate where there is one, and learns within two minutes that a backend is gone."""
+    """Binds at once, or behind the gate. It forgets a departed backend within two minutes."""
 
     def __init__(self, around: Surroundings, gate: bool, profile: Profile) -> None:
         self._lru = LruIndex()
@@ -104,7 +108,7 @@ class DeployedPicker(EndpointPicker):
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        del ceiling  # Their default allows every band the whole pool.
+        del ceiling  # EPP's default allows every band the whole pool.
         if self._gate and (saturation(views, now) >= 1.0 or not self._ticks.left()):
             return NO_CAPACITY
         found = candidates(request, views, excluded)
@@ -115,7 +119,7 @@ class DeployedPicker(EndpointPicker):
         return self.choose(request, found)
 
     def prompt(self, request: Request) -> PromptBlocks:
-        """Its length and blocks as the trace has them, the last one partial; those without a name match nothing."""
+        """Returns the prompt as the trace has it. The last block may be partial; blocks without an id match nothing."""
         known, size = self._around.prompts[request.id], self._around.block_tokens
         count = -(-known.tokens // size)
         named = known.blocks[:count]

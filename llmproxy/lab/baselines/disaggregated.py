@@ -1,8 +1,8 @@
-"""Routers that split requests between replicas for prompts and for answers, as they decide and choose.
+"""Routers for disaggregated prefill and decode.
 
-Each chooses both replicas when a request comes. Simplified: where a decode replica is gone when the prompt is computed,
-another one is chosen, and a prompt without a replica for it is computed where its answer is. Theirs answer with an
-error, or serve as they are configured. In a fleet without roles they are the routers that their parts are.
+Each router chooses both replicas when a request comes. Two simplifications: if the decode replica is gone when the
+prompt is computed, another one is chosen; and without a prefill replica, the decode replica computes the prompt. The
+real routers answer with an error, or as configured. In a fleet without roles, only the decode policy chooses.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from llmproxy.lab.baselines.policy import Baseline, Surroundings, baselines
 from llmproxy.lab.baselines.sglang import CacheAware
 
 Splits = Callable[[int, int], bool]
-"""Whether a prompt is computed elsewhere: its tokens, and those of them that the chosen decode replica has cached."""
+"""(Prompt tokens, tokens cached at the chosen decode replica) -> whether another replica computes the prompt."""
 
 
 @dataclass(slots=True)
 class KnownCaches:
-    """How many tokens of a prompt a replica is believed to have."""
+    """The router's belief about the caches of the replicas."""
 
     around: Surroundings
     caches: KvEventCaches | PredictedCaches
 
     def tokens(self, request: Request, backend: str) -> tuple[int, int]:
-        """(Tokens of the prompt, those of them that the replica has)."""
+        """Returns (tokens of the prompt, tokens cached at `backend`)."""
         blocks = prompt_blocks(request, self.around)
         return sum(blocks.values()), self.caches.tokens(request, blocks, [backend])[0]
 
@@ -46,7 +46,7 @@ class KnownCaches:
 
 
 class SplitRouter(StagedPlacement):
-    """Chooses a decode replica first, then perhaps another one for the prompt, each by a policy of its own."""
+    """Chooses a decode replica first, and then perhaps a prefill replica. Each choice has its own policy."""
 
     def __init__(self, prefill: Placement, decode: Placement, known: KnownCaches, splits: Splits) -> None:
         super().__init__(decode, Disaggregation())
@@ -111,11 +111,11 @@ def vllm_router_pd() -> Baseline:
 
 @baselines.register("llmd_pd")
 def llmd_pd(*, uncached: float = 512.0) -> Baseline:
-    """`uncached` tokens of a prompt have to be missing at the decode replica."""
+    """A request is split if at least `uncached` tokens of its prompt are not cached at the decode replica."""
 
     def make(around: Surroundings) -> Placement:
         known = KnownCaches(around, PredictedCaches(around))
-        # That of `epp_sticky`.
+        # The defaults of `epp_sticky`.
         profile = sticky(0.8, 18.0, 15_928.0)
         prefill, decode = (DeployedPicker(around, gate=False, profile=profile) for _ in range(2))
         return SplitRouter(prefill, decode, known, lambda prompt, cached: prompt - cached >= uncached)
@@ -126,7 +126,9 @@ def llmd_pd(*, uncached: float = 512.0) -> Baseline:
 
 @baselines.register("dynamo_pd")
 def dynamo_pd(*, uncached: float = 2_048.0, share: float = 0.7) -> Baseline:
-    """A prompt stays whole where fewer than `uncached` tokens, and less than `share` of it, are not cached."""
+    """A request is split if at least `uncached` tokens, or the part `share` of its prompt, are not cached at the decode
+    replica.
+    """
 
     def make(around: Surroundings) -> Placement:
         known = KnownCaches(around, KvEventCaches(around))

@@ -22,7 +22,7 @@ def _blocks_of(tokens: int) -> int:
 
 
 class Active:
-    """The blocks of prompts in flight, per backend; one that several requests there share is counted once."""
+    """The blocks of prompts in flight on each backend. A block that several requests share counts once."""
 
     def __init__(self, block_tokens: int) -> None:
         self._per_block = _blocks_of(block_tokens)
@@ -32,7 +32,7 @@ class Active:
         self._sums: dict[str, int] = {}
 
     def with_prompt(self, blocks: dict[Block, int], views: Sequence[View]) -> list[int]:
-        """How many engine blocks would be in use at each of `views` if the prompt of `blocks` went there."""
+        """Returns the engine blocks in use at each of `views` if it got the prompt of `blocks`."""
         own = sum(map(_blocks_of, blocks.values()))
         shared = self._index.matches(blocks, unbroken=True)
         found = []
@@ -66,13 +66,13 @@ class Active:
 
 
 class KvEventCaches:
-    """What the engines' KV events say: the blocks that each had 10 ms ago, unless some events were lost."""
+    """The caches by the KV events of the engines, 10 ms late. Lost events make them wrong."""
 
     def __init__(self, around: Surroundings) -> None:
         self._cached_tokens = around.kv_events()
 
     def tokens(self, request: Request, blocks: dict[Block, int], backends: Sequence[str]) -> list[int]:
-        """Cached tokens of the prompt at each of `backends`."""
+        """Returns the cached tokens of the prompt at each of `backends`."""
         known = self._cached_tokens(request.id)
         return [known.get(backend, 0) for backend in backends]
 
@@ -84,7 +84,7 @@ class KvEventCaches:
 
 
 class PredictedCaches:
-    """What was routed to a backend within 120 s, for engines without events; known by the trace's blocks."""
+    """The caches predicted without KV events: each backend has the blocks that were routed to it in the last 120 s."""
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around
@@ -115,7 +115,7 @@ class PredictedCaches:
                 self._blocks -= 1
 
     def _prune(self) -> None:
-        """Forget those that would expire first, whichever backend they are on, until a fifth of the room is free."""
+        """Drop the blocks that expire first, on any backend, until a fifth of the room is free."""
         index = self._index
         oldest = [(until_s, name) for name in index.backends() if (until_s := index.oldest(name)) is not None]
         heapify(oldest)
@@ -131,11 +131,10 @@ class PredictedCaches:
 
 
 class KvCost(ImmediatePlacement):
-    """prefill_scale * max(prefill blocks - overlap * cached blocks, 0) + decode blocks; the lowest cost wins.
+    """The lowest prefill_scale * max(prefill blocks - overlap * cached blocks, 0) + decode blocks wins.
 
-    Prefill blocks are those of the prompts that have no byte yet, less what was believed cached, and of this prompt.
-    Decode blocks are those of the prompts in flight and of this one, without their answers, in engine blocks of 16
-    tokens. Equals are drawn at random.
+    Prefill blocks: this prompt, and the uncached part of prompts without a first byte. Decode blocks: this prompt and
+    all prompts in flight, without their answers. Blocks have 16 tokens. Ties are drawn at random.
     """
 
     def __init__(
@@ -179,7 +178,7 @@ class KvCost(ImmediatePlacement):
 
 @baselines.register("dynamo_cost")
 def dynamo_cost(*, overlap: float = 1.0, prefill_scale: float = 1.0, events: float = 1.0) -> Baseline:
-    """`events` 0 is its mode for engines that publish none."""
+    """`events=0` is the mode for engines that publish no KV events."""
     how = "KV events, 10 ms late" if events else "caches predicted for 120 s, without KV events"
     return Baseline(
         "dynamo_cost",

@@ -1,4 +1,4 @@
-"""Policies that look at nothing but their own requests in flight, if at that."""
+"""Policies that use no metrics: random, round robin, and the router's own requests in flight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AtRandom(ImmediatePlacement):
 
 
 class RoundRobinRouter(ImmediatePlacement):
-    """A counter modulo the healthy backends in the order of their names, as production-stack's router does it."""
+    """The healthy backends in turn, in the order of their names, like the router of production-stack."""
 
     def __init__(self) -> None:
         self._asked = 0
@@ -35,7 +35,7 @@ class RoundRobinRouter(ImmediatePlacement):
 
 
 class LeastRequest(Counting):
-    """The backend with the fewest own requests in flight, equals drawn at random."""
+    """The backend with the fewest of the router's own requests in flight. Ties are drawn at random."""
 
     def __init__(self, rng: Random) -> None:
         super().__init__()

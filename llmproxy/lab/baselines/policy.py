@@ -1,4 +1,4 @@
-"""What a replay can be run under: a named placement, its waiting room, and how old its readings are."""
+"""The definition of a baseline: its placement, the order of its queue, and its metrics interval."""
 
 from __future__ import annotations
 
@@ -12,43 +12,39 @@ from llmproxy.core.policy_registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class KnownPrompt:
-    """What a proxy can know of a prompt because it holds the text: its length, its blocks, and whose session it is.
-
-    `blocks` are ids as in `Arrival.blocks`, of the prompt alone, made distinct for each adapter.
-    """
+    """The facts that a proxy can read from the text of a prompt."""
 
     tokens: int
+    # Ids as in `Arrival.blocks`, without the answer. Each adapter has ids of its own.
     blocks: tuple[int, ...]
     session: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a baseline may use beside the views: `prompts` of the live requests by request id, and a clock.
-
-    `kv_events()` subscribes to the engines' KV events. It answers with a function from a request id to the tokens of
-    that prompt that each backend is known to have cached, as far as events have come; those without any are left out.
-    """
+    """Inputs of a baseline besides the views."""
 
     rng: Random
     clock: Callable[[], float]
+    # Live requests by request id.
     prompts: Mapping[str, KnownPrompt]
     block_tokens: int
+    # Subscribes to the KV events of the engines. Returns a function: request id -> cached prompt tokens by backend,
+    # without the backends that have none.
     kv_events: Callable[[], Callable[[str], Mapping[str, int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A published policy with its documented defaults.
-
-    `scrape_s` is how often it reads the replicas' metrics, None where it never does. `fairness` orders its waiting
-    room, which stays empty where it binds at once. `about` says in one line whose algorithm it is.
-    """
+    """A published policy with its documented defaults."""
 
     name: str
+    # The source of the algorithm, in one line.
     about: str
     make: Callable[[Surroundings], Placement]
+    # Interval of its metrics readings; None if it reads no metrics.
     scrape_s: float | None = None
+    # Order of its queue, which stays empty if it binds at once.
     fairness: str = "fcfs"
 
 

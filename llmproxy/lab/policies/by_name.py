@@ -1,4 +1,4 @@
-"""Policies by name: what a run needs to know of each."""
+"""Policies by name, with everything that a run needs of a policy."""
 
 from __future__ import annotations
 
@@ -23,58 +23,59 @@ from llmproxy.lab.fleet.world import World
 from llmproxy.lab.policies.oracle import Oracle
 
 LATE = "late_"
-"""Prefix of our own waiting room around a preset whose plain name belongs to a baseline that binds at once."""
+"""Prefix of a placement behind the proxy's own queue, if the plain name is a baseline that binds at once."""
 ORACLE = "oracle"
 NOT_HERE = ("placement", "weights", "min_shares", "seed")
-"""Keys of `scheduling` that cannot follow a policy's name, which is the placement, or are too complex for one value."""
+"""Keys of `scheduling` that a policy name cannot have as a parameter."""
 CEILED = ("critical", "default", "sheddable")
-"""The bands of `ceilings=1/0.95/0.85`, in its order."""
+"""The bands of `ceilings=1/0.95/0.85`, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyPlan:
-    """A policy, ready to be run. `scrape_s` is how often it reads metrics, None where it never does; a `late` one lets
-    requests wait in the proxy until a backend can begin them; a `central` one is alone in front of a fleet that others
-    would share between several proxies.
-    """
+    """A policy that is ready to run."""
 
     name: str
     about: str
     settings: Settings
+    # Interval of its metrics readings; None if it reads no metrics.
     scrape_s: float | None
     make_placement: Callable[[Surroundings, World], Placement]
+    # Late binding: requests wait in the proxy until a backend can begin them.
     late: bool = True
+    # Always a single proxy, also for a fleet with several proxies.
     central: bool = False
 
 
 def own_name(config: Config) -> str:
-    """What the configuration's own placement is called among the policies."""
+    """Returns the policy name of the configured placement."""
     placement = config.scheduling.placement
     return LATE + placement if placement in baselines.names() else placement
 
 
 def _own() -> dict[str, str]:
-    """The policies with the proxy's own waiting room: name -> placement."""
+    """Returns the policies with the proxy's own queue: name -> placement."""
     placements = (*presets.names(), *ENDPOINT_PICKERS)
     return {LATE + name if name in baselines.names() else name: name for name in placements}
 
 
 def is_own(text: str) -> bool:
-    """Whether a policy is one of ours, with or without parameters."""
+    """Whether a policy, with or without parameters, uses the proxy's own queue."""
     return text.partition("(")[0] in _own()
 
 
 def names() -> tuple[str, ...]:
-    """Every plain name: ours, our waiting room around presets that baselines have too, baselines, the oracle."""
+    """Returns all policy names without parameters: own policies, baselines and the oracle."""
     return (*_own(), *baselines.names(), ORACLE)
 
 
 def plan_named(text: str, config: Config) -> PolicyPlan:
-    """The plan of a policy named like `blend`, or with parameters like `blend(look_ahead=0,fairness=fcfs)`: for our own
-    policies those are keys of the configuration's `scheduling` section, for baselines their own. Ceilings are written
-    as `ceilings=1/0.95/0.85`, for critical, default and sheddable.
+    """Returns the plan of a policy like `blend` or `blend(look_ahead=0,fairness=fcfs)`.
 
-    Raises ValueError naming the known ones.
+    Parameters of own policies are keys of the `scheduling` section; each baseline has parameters of its own. Ceilings
+    are written like `ceilings=1/0.95/0.85`, for critical, default and sheddable.
+
+    Raises ValueError, which lists the known policies.
     """
     name, pairs = taken_apart(text)
     given = dict(pairs)
@@ -94,7 +95,7 @@ def plan_named(text: str, config: Config) -> PolicyPlan:
         raise ValueError(f"unknown policy {name!r} (nearest: {nearest(name, names())!r}); known: {', '.join(names())}")
     baseline = baseline_named(text)
     settings = settings_of(config)
-    # They believe what they read last for as long as they have nothing newer.
+    # Baselines use their last reading until the next one, however old it is.
     capacity = replace(settings.capacity, stale_after_s=inf)
     settings = replace(
         settings,
@@ -125,7 +126,7 @@ def _own_plan(text: str, preset: str, config: Config, without: frozenset[str]) -
 
 
 def _without(text: str, given: str) -> frozenset[str]:
-    """The terms that `cost(without=stream+harm)` leaves out, to see what each is good for."""
+    """Returns the terms that `cost(without=stream+harm)` leaves out, for ablations."""
     names = frozenset(given.split("+")) if given else frozenset()
     known = TERMS | {"objectives"}
     if names - known or (names and not text.startswith("cost(")):

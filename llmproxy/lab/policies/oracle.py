@@ -1,4 +1,4 @@
-"""The best that placing requests one by one could do if nothing were hidden: a yardstick, not a policy to run."""
+"""A reference for placements: the best greedy choice with full knowledge. No real proxy can run it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from llmproxy.lab.simulator.engine.sequence import EngineRequest
 from llmproxy.lab.traces.arrival import Arrival
 
 BEGIN_WITHIN_S = 0.5
-"""A request may be bound to a replica that will begin it this much later; any longer it waits in the central queue."""
+"""A request is bound to a replica that can begin it within this time. Otherwise it waits in the central queue."""
 SOON_S = 0.01
 SAVING_TOKENS = 2_048
-"""How many more prompt tokens a replica must have cached to be worth waiting for; a resident adapter counts as many."""
+"""Additional cached prompt tokens that make a replica worth waiting for. A resident adapter counts as many."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """What one replica has been given and has not finished, by lease; and how many prompt tokens it is to compute."""
+    """The unfinished requests of one replica by lease, and the prompt tokens that it has still to compute."""
 
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     ends_s: dict[int, float] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class _Held:
         return {one.adapter for one in self.arrivals.values() if one.adapter is not None}
 
     def growing_tokens(self, now: float) -> float:
-        """What the answers under way will still take."""
+        """Returns the KV cache tokens that the running answers will still need."""
         return sum(
             arrival.output_tokens * min(1.0, max(0.0, (self.ends_s[lease] - now) / self.lasts_s[lease]))
             for lease, arrival in self.arrivals.items()
@@ -45,7 +45,7 @@ class _Held:
 
 
 class _Offer(NamedTuple):
-    """What one replica would do for a request: least `delay_s` goes first."""
+    """The offer of one replica for a request. The least `delay_s` wins."""
 
     delay_s: float
     name: str
@@ -54,17 +54,21 @@ class _Offer(NamedTuple):
 
 
 class Oracle(Placement):
-    """Central queue, greedy least total delay, from the true state of the engines.
+    """A central queue that sends each request to the replica with the least total delay, from the true engine states.
 
-    For each replica: when it can begin the request (a free sequence, a slot for the adapter, room for prompt and answer
-    in the KV-cache, the prompts ahead of it), the prefill of what its cache really lacks, the answer at its true length
-    and step times, and what prefill and decode take from every request in the batch. The prefill counts once more,
-    because what is computed twice displaces something else. The least sum gets the request, of the replicas that can
-    begin at once and of those with so much more of it cached that waiting for them may pay. Where the best could not
-    begin soon, the request waits, so that a request of higher priority may pass it.
+    The delay at a replica is the sum of:
 
-    It uses the caches as they are. Crediting every replica with the hits of a pooled cache looks more like an oracle,
-    but lets it scatter prompts that share a prefix, and the copies then cost the memory that sharing would have saved.
+    * the time until it can begin (a free sequence, an adapter slot, KV cache for prompt and answer, earlier prompts),
+    * the prefill of the tokens that are not in its cache,
+    * the answer with its true length and step times,
+    * the delay that this prefill and decode cause to every request in the batch,
+    * the prefill once more, because a prompt that is computed twice evicts other blocks.
+
+    Candidates are the replicas that can begin at once, and those with so many more cached tokens that waiting may pay.
+    If the best one cannot begin soon, the request waits, and a request of higher priority may overtake it.
+
+    The oracle uses the caches as they are. With the hits of a pooled cache at every replica, it would scatter prompts
+    that share a prefix, and the copies would waste KV cache.
     """
 
     def __init__(self, world: World, clock: Callable[[], float]) -> None:
@@ -106,12 +110,14 @@ class Oracle(Placement):
         return _Offer(begin_s + slow * (own_s + harm_s), replica.spec.name, begin_s, warm_tokens)
 
     def _begin_s(self, replica: SimulatedServer, sequence: EngineRequest, cached_tokens: int) -> float:
-        """How long until the replica can begin the request: prompts ahead of it, and requests that must end first."""
+        """Returns the seconds until the replica can begin the request, after earlier prompts and requests that must end
+        first.
+        """
         held, spec, engine = self._held[replica.spec.name], replica.spec, replica.engine
         ahead_s = 0.0
         if held.ahead_tokens > spec.step_tokens:
             ahead_s = replica.faults.slow * engine.profile.step_s(0, 0, [(0, held.ahead_tokens - spec.step_tokens)])
-        # Prompts on their way hold no block yet, and every answer still grows.
+        # Prompts that are not scheduled yet have no blocks, and every answer still grows.
         taken_tokens = engine.gauges().kv_used * engine.kv_room_tokens + held.ahead_tokens
         taken_tokens += held.growing_tokens(self._clock())
         new_tokens = sequence.prompt_tokens - cached_tokens + sequence.output_tokens
@@ -131,7 +137,7 @@ class Oracle(Placement):
             lacking_tokens -= ended.prompt_tokens + ended.output_tokens
             lacking_sequences -= 1
             if lacking_tokens <= 0 and lacking_sequences <= 0 and self._adapter_fits(left, sequence, slots):
-                # An end that is overdue is near, but it has not come.
+                # A request whose predicted end has passed has not ended yet, but will soon.
                 return max(SOON_S, held.ends_s[lease] - now)
         return inf
 

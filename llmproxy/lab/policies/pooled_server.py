@@ -1,4 +1,4 @@
-"""The whole fleet as one server that is never held up: how much work a request is, and the queue in front of it."""
+"""A model of the whole fleet as one ideal server: the work of a request, and the queue in front of the server."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from llmproxy.lab.traces.arrival import Arrival
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A request and the prompt tokens that it finds: `hit_tokens` in a pooled cache, `known_tokens` in one without end.
+    """A request and its cached prompt tokens: `hit_tokens` in a pooled cache, `known_tokens` in an unlimited cache.
 
-    It comes at `at_s`; `counted` is False during the warm-up.
+    It arrives at `at_s`. `counted` is False during the warm-up.
     """
 
     arrival: Arrival
@@ -30,16 +30,16 @@ class Served:
 
     @property
     def first(self) -> int:
-        """The first prompt position to compute. The last one is never spared: it brings the first output token."""
+        """The first prompt position to compute. The last position is always computed, for the first output token."""
         return min(self.hit_tokens, self.arrival.prompt_tokens - 1)
 
 
 class EngineWork(NamedTuple):
-    """What requests want from an engine, as the sums in which the step-time formula is linear; or their prices.
+    """The work of requests, as the sums in which the formula of step times is linear; or the price of each sum.
 
-    `prefill_squares` is end² - first² of the prompt positions to compute. `context_tokens` adds up, over all decoded
-    tokens, the context that each attends to, and `private_tokens` that part of it which no earlier request has brought
-    along, so that no other request in the batch can hold it.
+    `prefill_squares` is end² - first² of the prompt positions to compute. `context_tokens` is the sum of the contexts
+    of all decoded tokens. `private_tokens` is the part of it that no earlier request shares, so each request of a batch
+    needs its own KV cache for it.
     """
 
     requests: float = 0.0
@@ -68,7 +68,9 @@ class EngineWork(NamedTuple):
 
 
 def work_of(served: Served) -> EngineWork:
-    """Prompt and answer. The step that ends the prompt brings the first output token, so one less is decoded."""
+    """Returns the work of prompt and answer. The last prompt step yields the first output token, so the answer has one
+    decode step less than tokens.
+    """
     first, end, decodes = served.first, served.arrival.prompt_tokens, served.arrival.output_tokens - 1
     grown = decodes * (decodes + 1) / 2
     private = decodes * (end - served.known_tokens) + grown
@@ -76,16 +78,16 @@ def work_of(served: Served) -> EngineWork:
 
 
 def price_lists(spec: ReplicaSpec, prefill_scale: float) -> list[EngineWork]:
-    """Lists of prices, in seconds on one replica: by each of them, no schedule does any work in less than its cost.
+    """Returns price lists, in seconds on one replica. The cost by each list is a lower bound of the time for any work.
 
-    The cost of a step is a constant, something per token, and attention. However work is cut into steps, there are at
-    least as many as its tokens need under `step_tokens`, and at least as many that decode as `max_num_seqs` and the
-    KV-cache enforce, where the contexts of a batch must fit together. And the sum over all steps of the larger of two
-    lines (bound by weight reads, bound by compute) is at least the larger of their two sums. There is one list for
-    each choice among these limits, in the same order for all replicas; the dearest is closest to the truth.
+    A step costs a constant, an amount per token, and attention. However the work is divided into steps, `step_tokens`
+    gives a least number of steps; `max_num_seqs` and the KV cache, which holds the contexts of a batch, give a least
+    number of decode steps. A step takes the larger of two times (weight reads, compute), so all steps take at least the
+    larger of both sums. There is one list for each choice among these limits, in the same order for all replicas. The
+    most expensive list is the tightest bound.
 
-    Noise, faults, preemption, adapters, and the KV of prompts that are not decoded yet are left out: all of them make
-    a real replica slower.
+    Noise, faults, preemption, adapters and the KV cache of prompts before their decode are left out. All of them make a
+    real replica slower.
     """
     profile = scaled_profile(spec, prefill_scale)
     budget = EngineWork(prefill_tokens=1 / spec.step_tokens, decode_tokens=1 / spec.step_tokens)
@@ -103,16 +105,16 @@ def price_lists(spec: ReplicaSpec, prefill_scale: float) -> list[EngineWork]:
 
 
 def least_s(spec: ReplicaSpec, prefill_scale: float, work: EngineWork) -> float:
-    """Seconds that one replica takes for `work` at least."""
+    """Returns the least seconds that one replica needs for `work`."""
     return max(work.cost(prices) for prices in price_lists(spec, prefill_scale))
 
 
 def balance_rps(fleet: SimulatedFleet, prefill_scale: float, mix: EngineWork) -> float:
-    """Requests of `mix` per second when every replica has as much time as its prompts, in full steps, and its answers,
-    in the largest batch that fits, take one after the other: 1 / (c_p + c_d(B)) for each replica.
+    """Returns the requests of `mix` per second in the steady state: the sum of 1 / (c_p + c_d(B)) over the replicas.
 
-    It is the steady-state balance against which published knees were checked, and no bound: steps that prefill and
-    decode at once spare their constant, and memory that is held by prompts or shared prefixes makes batches smaller.
+    c_p is the time of the prompts in full steps, c_d(B) the time of the answers in the largest batch that fits. It
+    agrees with published knees but is no bound: mixed steps save the constant of a step, and KV cache of prompts or
+    shared prefixes makes batches smaller.
     """
     return sum(
         mix.requests / (least_s(spec, prefill_scale, mix.prompt) + least_s(spec, prefill_scale, mix.answer))
@@ -121,7 +123,7 @@ def balance_rps(fleet: SimulatedFleet, prefill_scale: float, mix: EngineWork) ->
 
 
 class PooledServer:
-    """All replicas of a fleet together, each always busy, and with the work that suits it best."""
+    """All replicas of a fleet together. Each is always busy, with the work that suits it best."""
 
     def __init__(self, fleet: SimulatedFleet, prefill_scale: float, mix: EngineWork) -> None:
         self.replicas = len(fleet.replicas)
@@ -138,39 +140,39 @@ class PooledServer:
             costs = [mix.cost(one) for one in prices]
             return 1 / sum(count / cost for count, cost in zip(kinds.values(), costs, strict=True)) if all(costs) else 0
 
-        # Sharing out work among unequal replicas is a linear program. One list for each kind, with weights of the
-        # replicas that add up to 1, is a solution of its dual, hence a bound. These weights are the best ones where
-        # every replica gets the same mix, and unequal kinds are priced by the same limits, so that none is cheap in
-        # prompts and another in answers merely for the choice of lists.
+        # The division of work among unequal replicas is a linear program. One list for each kind of replica, with
+        # weights that add up to 1, solves its dual, so it is a bound. These weights are optimal if every replica gets
+        # the same mix. All kinds use the list of the same limits; otherwise one kind would seem cheap for prompts and
+        # another for answers only because their lists differ.
         best = max(zip(*lists, strict=True), key=whole_s)
         self._whole_prices = [prices.times(whole_s(best) / mix.cost(prices)) for prices in best]
 
     def service_s(self, served: Served) -> float:
-        """Seconds of the whole fleet that the request takes at least."""
+        """Returns the least seconds of the whole fleet for the request."""
         work = work_of(served)
         return min(work.cost(prices) for prices in self._whole_prices)
 
     def prompt_s(self, served: Served) -> float:
-        """Seconds of one replica, the fastest for it, that the prompt takes at least, computed along with others."""
+        """Returns the least seconds for the prompt on the fastest replica, computed together with other prompts."""
         work = work_of(served).prompt
         return min(work.cost(prices) for prices in self._prompt_prices)
 
     def unloaded_s(self, served: Served) -> tuple[float, float]:
-        """(front end, prefill) seconds on an idle replica, the fastest for it."""
+        """Returns the (front end, prefill) seconds on the fastest replica if it is idle."""
         first, end = served.first, served.arrival.prompt_tokens
         return min(((p.frontend_s, prefill_s(p, step_tokens, first, end)) for p, step_tokens in self._engines), key=sum)
 
 
 class CentralQueue:
-    """First come, first served, by the first of `servers` that is free: the recursion of Kiefer and Wolfowitz (1955),
-    and with one server that of Lindley (1952).
+    """First come, first served, by the first free one of `servers`: the recursion of Kiefer and Wolfowitz (1955), or of
+    Lindley (1952) for one server.
     """
 
     def __init__(self, servers: int) -> None:
         self._free_s = [-inf] * servers
 
     def wait_s(self, at_s: float, service_s: float) -> float:
-        """How long a request waits that comes at `at_s`, not before the previous one, and takes `service_s`."""
+        """Returns the wait of a request that arrives at `at_s` and takes `service_s`. Call it in order of arrival."""
         wait_s = max(0.0, self._free_s[0] - at_s)
         heapreplace(self._free_s, at_s + wait_s + service_s)
         return wait_s
@@ -178,10 +180,10 @@ class CentralQueue:
 
 @dataclass(frozen=True, slots=True)
 class QueueBounds:
-    """What the pooled server could do at best; None without requests, and for times and load without arrival times.
+    """The best that the pooled server can do. None without requests; times and load are None without arrival times.
 
-    `requests_per_s` is the highest rate of such requests, and `service_s` its inverse. `utilisation` is the work that
-    the trace brings over what the fleet can do in that time. Times to first token are within 0.5 %.
+    `requests_per_s` is the highest rate of such requests, and `service_s` its inverse. `utilisation` is the work of the
+    trace over the capacity of the fleet in that time. Times to first token are accurate within 0.5 %.
     """
 
     requests_per_s: float | None = None
@@ -194,21 +196,20 @@ class QueueBounds:
 
 
 def queue_bounds(requests: Iterable[Served], server: PooledServer, timed: bool, since_s: float = 0.0) -> QueueBounds:
-    """Let `requests`, in order of their times, queue for the fleet, and count from `since_s` on.
+    """Returns the bounds for `requests`, which are in order of arrival. Requests before `since_s` are not counted.
 
-    `timed` says whether the times are those at which requests arrive, which a closed loop decides only when it runs.
+    `timed` is False for a closed loop, whose arrival times depend on the answers.
 
-    *Rate*: no policy sustains more of these requests per second, as long as it finds no more tokens cached than
-    `hit_tokens`. It errs upwards.
+    *Rate*: no policy that finds at most `hit_tokens` cached sustains more of these requests per second. An upper bound.
 
-    *Pooled*: one server, as fast as all replicas together, serves whole requests first come, first served. To its wait
-    comes the prefill on an idle replica, since no request is computed by two. It is the queue that perfect pooling
-    would leave, no strict bound: it errs upwards where few requests are in the fleet (a free replica begins at once,
-    whatever the others do) and where answers are long (replicas begin a prompt before earlier answers are complete),
-    and downwards elsewhere. A policy that does not serve in order may trade one quantile for another.
+    *Pooled*: one server, as fast as all replicas together, serves whole requests first come, first served. The prefill
+    on an idle replica is added to the wait, since two replicas never compute one request. It is no strict bound. It is
+    too high with few requests in the fleet (a free replica begins at once) and with long answers (replicas begin a
+    prompt before earlier answers are complete), and too low otherwise. A policy that does not serve in order may trade
+    one quantile for another.
 
-    *Floor*: as many servers as replicas, a central queue, and nothing but prompts, each as cheap as in a full step on
-    the fastest replica. It errs downwards, and no policy that serves in order and finds no more tokens cached is below.
+    *Floor*: a central queue, one server for each replica, and prompts only, each as cheap as in a full step on the
+    fastest replica. A lower bound for each policy that serves in order and finds at most `hit_tokens` cached.
     """
     pooled, floor = Sketch(), Sketch()
     fleet_queue, prompt_queue = CentralQueue(1), CentralQueue(server.replicas)
@@ -221,7 +222,7 @@ def queue_bounds(requests: Iterable[Served], server: PooledServer, timed: bool, 
             continue
         frontend_s, prefill_alone_s = server.unloaded_s(served)
         pooled.add(frontend_s + pooled_wait_s + prefill_alone_s)
-        # In one step with the prompts before it, a prompt pays less than alone, but it is never sooner than alone.
+        # In a step with earlier prompts, a prompt costs less than alone, but it never ends earlier than alone.
         floor.add(frontend_s + max(prefill_alone_s, prompt_wait_s + prompt_s))
         count, total_s, last_s = count + 1, total_s + service_s, served.at_s
     if not count:
