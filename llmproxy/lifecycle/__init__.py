@@ -1,4 +1,4 @@
-"""The life of a process: signals, listening sockets, a successor, open files. It never sees a request."""
+"""The life of a process: signals, listening sockets, the successor, open files. Requests are handled elsewhere."""
 
 GC_THRESHOLDS = (20_000, 20, 50)
-"""Of the garbage collector, for a process with many requests: they are in no reference cycle."""
+"""Garbage collector thresholds. They are high because requests are in no reference cycles."""

@@ -1,7 +1,7 @@
-"""Accepts connections: all that wait on a socket in one turn of the loop.
+"""Accepts all waiting connections of a listening socket in one turn of the event loop.
 
-uvloop accepts one connection in a turn. Behind a burst of new clients, the next one would wait for as many turns as
-there are clients in front of it, and each turn does the work of all clients that are there already.
+uvloop accepts one connection per turn. In a burst of new clients, the last one would wait for as many turns as there
+are clients before it, and each turn also does the work of all connected clients.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from llmproxy.lifecycle.descriptors import errno_reason
 
 BACKLOG = 4096
 ACCEPTS_MAX = BACKLOG
-"""A turn accepts no more than this, so that a flood cannot hold it for ever."""
+"""The most connections accepted in one turn, so that a flood cannot block the loop."""
 RETRY_S = 0.1
-"""How long nothing is accepted after this process or its machine lacked something for a connection."""
+"""Pause of accepting after this process or machine ran out of a resource, such as descriptors."""
 LOG_S = 60.0
-"""How often that is logged."""
+"""Minimum interval of the log line about a pause."""
 
 _log = structlog.get_logger()
 
 
 class Acceptor:
-    """Makes a protocol of every connection to these listening sockets, until `close`.
+    """Accepts connections on listening sockets until `close`, with a new protocol of `factory` for each.
 
     `accepted` is called with each transport, after `connection_made` of its protocol.
     """
@@ -74,7 +74,7 @@ class Acceptor:
                 if (lack := errno_reason(error)) is not None:
                     self._pause(listening, lack)
                     return
-                # The client has left already.
+                # The client disconnected before the accept.
                 continue
             task = self._loop.create_task(self._begin(connection))
             self._beginning.add(task)
@@ -85,14 +85,14 @@ class Acceptor:
         try:
             transport, _ = await self._loop.connect_accepted_socket(self._factory, connection)
         except OSError:
-            # It was reset meanwhile.
+            # The connection was reset meanwhile.
             connection.close()
             return
         if self._accepted is not None:
             self._accepted(transport)
 
     def _pause(self, listening: socket.socket, lack: str) -> None:
-        """Accept nothing for a moment: the socket stays readable, so that the loop would ask without a pause."""
+        """Stop accepting for `RETRY_S`. The socket stays readable, so the loop would otherwise retry at once."""
         self._loop.remove_reader(listening)
         self._paused[listening] = self._loop.call_later(RETRY_S, partial(self._watch, listening))
         if self._loop.time() >= self._logged_s + LOG_S:

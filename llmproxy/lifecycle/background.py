@@ -1,4 +1,4 @@
-"""Work that goes on for as long as the process does, whatever happens to it."""
+"""Background tasks: supervised work that is restarted after failures, and single tasks whose failures are logged."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 import structlog
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.2, 30.0
-"""Work that failed starts again after a pause. The pause doubles, until the work has lasted for the longest pause."""
+"""Failed work restarts after a pause. The pause doubles with each failure, and is reset after the work has run for the
+longest pause."""
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 _log = structlog.get_logger()
 
 
 def supervised(work: Work, name: str) -> asyncio.Task[None]:
-    """A task that does `work`, and starts it again when it ends by an unexpected exception, which is logged."""
+    """Returns a task that runs `work`. If `work` raises, the exception is logged and `work` is restarted."""
     return asyncio.create_task(_supervise(work, name), name=name)
 
 
@@ -27,7 +28,7 @@ async def _supervise(work: Work, name: str) -> None:
         began_s = now()
         try:
             return await work()
-        except Exception as bug:  # noqa: BLE001 - without this, the work would end without a word
+        except Exception as bug:  # noqa: BLE001 - otherwise the work would end silently
             if now() - began_s >= PAUSE_MAX_S:
                 pause_s = PAUSE_MIN_S
             _log.error("task_failed", task=name, why=repr(bug)[:200], again_in_s=pause_s, exc_info=bug)
@@ -36,7 +37,7 @@ async def _supervise(work: Work, name: str) -> None:
 
 
 def spawned(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """A task that does `work` once. An exception of it is logged, although nobody waits for the task."""
+    """Returns a task that runs `work` once. Its exception is logged, because no caller awaits the task."""
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_log_failure)
     return task
@@ -49,7 +50,7 @@ def _log_failure(ended: asyncio.Task[None]) -> None:
 
 @asynccontextmanager
 async def background_task(work: Work, name: str) -> AsyncIterator[None]:
-    """Do supervised `work` for the length of the block."""
+    """Run supervised `work` for the duration of the block."""
     task = supervised(work, name)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Signals that arrive while the program is still being loaded and its configuration checked.
+"""Handlers for signals that arrive while the program is loading and checking its configuration.
 
 Without a handler, SIGHUP and SIGUSR2 end a process, and SIGTERM ends it with an exit code that looks like a failure.
 Service managers may send all three at any time.
@@ -19,7 +19,7 @@ _came: set[int] = set()
 def remember() -> None:
     """From now on SIGTERM and SIGINT end this process at once with exit code 0, as there is nothing to drain yet.
 
-    SIGHUP and SIGUSR2 are kept for `send_again`.
+    SIGHUP and SIGUSR2 are recorded for `send_again`.
     """
     end_at_once()
     for number in _LATER:
@@ -33,13 +33,13 @@ def end_at_once() -> None:
 
 
 def send_again() -> None:
-    """Send this process the kept signals again, each once, now that they have other handlers."""
+    """Send the recorded signals to this process again, each once. Call it after the final handlers are set."""
     while _came:
         os.kill(os.getpid(), _came.pop())
 
 
 def _end(_number: int, _frame: FrameType | None) -> NoReturn:
-    # No exception: one that is raised in a callback or an extension module is lost, or crashes the module.
+    # An exception raised in a callback or an extension module would be lost, or would crash the module.
     os._exit(0)
 
 

@@ -1,8 +1,8 @@
 """Signals of the process, and its replacement by a successor without a gap.
 
 On SIGUSR2 this process starts the same command again with its listening sockets, and goes on serving. The successor
-loads its configuration, polls its backends, accepts on the same sockets, and then writes one byte to a pipe. Only then
-this process stops accepting, and serves its open connections to the end. nginx and Envoy replace themselves like this.
+loads its configuration, polls its backends, accepts on the same sockets, and then writes a byte to a pipe. Only then
+this process stops accepting and serves its open connections to the end, as nginx and Envoy do.
 """
 
 from __future__ import annotations
@@ -21,27 +21,26 @@ import structlog
 from llmproxy.lifecycle.sockets import Sockets
 
 READY_MAX_S = 60.0
-"""How long a successor may take until it serves. After that it is killed, and this process goes on serving."""
+"""Timeout until a successor serves. After it, the successor is killed, and this process goes on serving."""
 EXIT_MAX_S = 5.0
 DRAINED = "LLMPROXY_DRAINED"
-"""The environment variable with the backends that were drained by hand, for the successor."""
+"""Environment variable with the manually drained backends, for the successor."""
 
 _log = structlog.get_logger()
 
 
 class SuccessorFailedError(Exception):
-    """A successor that never served, and has ended. The message says why."""
+    """A successor ended before it served. The message tells why."""
 
 
 class ProcessSignals:
-    """The signals of this process. `over` is set when it has to end: by the first SIGTERM or SIGINT, or by a successor.
-
-    `stop` is set by a signal, `cut` by a second one: all requests are then cut at once, and `cut_code` is the exit code
-    that a shell gives to a program that this signal ended.
-    """
+    """Handles the signals of this process, and exposes them as events."""
 
     def __init__(self, sockets: Sockets) -> None:
+        # `over`: the process must end, because of the first SIGTERM or SIGINT, or because a successor serves.
+        # `stop`: because of a signal. `cut`: after a second signal, all requests must be cut at once.
         self.over, self.stop, self.cut = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        # The exit code that a shell reports for a program ended by the second signal.
         self.cut_code = 0
         self._sockets = sockets
         self._drained: Callable[[], Collection[str]] = tuple
@@ -53,16 +52,16 @@ class ProcessSignals:
             loop.add_signal_handler(number, self._on_stop, number)
 
     def take_restarts(self, drained: Callable[[], Collection[str]], *, member: bool = False) -> None:
-        """From now on SIGUSR2 starts a successor. It inherits the sockets and the result of `drained`.
+        """From now on SIGUSR2 starts a successor, which inherits the sockets and the result of `drained`.
 
-        A `member` of a cluster has none: its successor could have neither its name nor its port while it is there.
+        A `member` of a cluster ignores SIGUSR2, because a successor could use neither its name nor its cluster port.
         """
         self._drained, self._member = drained, member
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._on_restart)
 
     @property
     def successor_pid(self) -> int | None:
-        """The process that serves instead of this one; None while there is none."""
+        """The process id of the successor, None without a successor."""
         return None if self._successor is None else self._successor.pid
 
     def _on_stop(self, number: signal.Signals) -> None:
@@ -84,7 +83,7 @@ class ProcessSignals:
         self._restart = asyncio.create_task(self._replace(), name="restart")
 
     async def _replace(self) -> None:
-        # Arguments are not logged, because there may be keys among them.
+        # Arguments are not logged, because they may contain API keys.
         _log.info("restarting", program=sys.executable)
         try:
             self._successor = await successor(self._sockets, self._drained())
@@ -98,12 +97,15 @@ class ProcessSignals:
 
 
 def inherited_drains(environment: MutableMapping[str, str]) -> frozenset[str]:
-    """The backends that were drained in the predecessor. Its variable is removed, so that no child inherits it."""
+    """Returns the drained backends of the predecessor. Removes the variable, so that no child inherits it."""
     return frozenset(json.loads(environment.pop(DRAINED, "[]")))
 
 
 async def successor(sockets: Sockets, drained: Collection[str] = ()) -> subprocess.Popen[bytes]:
-    """Start this program anew on our sockets, and wait until it serves. Raises SuccessorFailedError."""
+    """Start this program again on the same sockets, and wait until it serves.
+
+    Cancellation kills the successor. Raises SuccessorFailedError.
+    """
     try:
         reads, writes = os.pipe()
     except OSError as error:
@@ -124,7 +126,7 @@ async def successor(sockets: Sockets, drained: Collection[str] = ()) -> subproce
         code = await asyncio.to_thread(child.wait, EXIT_MAX_S)
         raise SuccessorFailedError(f"it ended with exit code {code} before it served; its own lines say why")
     except BaseException as error:
-        # Also when this is cancelled: no half-started process may be left.
+        # On cancellation too, no half-started process may remain.
         child.kill()
         child.wait()
         if isinstance(error, TimeoutError | subprocess.TimeoutExpired):
@@ -135,7 +137,8 @@ async def successor(sockets: Sockets, drained: Collection[str] = ()) -> subproce
 
 
 def _same_again(variables: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start the same command. The interpreter is found by its path, so that a new environment in its place is used."""
+    """Start the same command. The interpreter is started by path, so a virtual environment replaced in place is
+    used."""
     return subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env={**os.environ, **variables}, pass_fds=fds)
 
 
@@ -150,7 +153,7 @@ async def _readable(fd: int) -> None:
 
 
 def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Notify a service manager, as sd_notify(3) does: one datagram to `NOTIFY_SOCKET`, if there is one."""
+    """Notify a service manager, as sd_notify(3) does: send a datagram to `NOTIFY_SOCKET`, if that is set."""
     path = environment.get("NOTIFY_SOCKET")
     if not path:
         return
@@ -163,7 +166,7 @@ def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
 
 
 async def ended_before(event: asyncio.Event, awaited: Awaitable[object], limit_s: float | None = None) -> bool:
-    """Await something until `event` is set or the time is over. True when it ended by itself."""
+    """Await `awaited` until `event` is set or `limit_s` has passed, then cancel it. Returns whether it finished."""
     first, other = asyncio.ensure_future(awaited), asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait((first, other), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)

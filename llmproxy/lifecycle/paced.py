@@ -1,4 +1,4 @@
-"""Work that many clients or backends cause together, done in many turns of the event loop."""
+"""Spreads many calls that are due at once over several turns of the event loop."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 CALLS = 16
 CALLS_SHARE = 32
-"""One turn makes `CALLS` calls, or 1/`CALLS_SHARE` of those that wait if that is more, which bounds the queue."""
+"""A turn makes `CALLS` calls, or 1/`CALLS_SHARE` of the waiting calls if that is more, which bounds the queue."""
 
 
 class PacedCalls:
-    """Makes calls in the order in which they were added, a few in each turn of the loop.
+    """Makes calls in the order of `add`, a few in each turn of the loop.
 
-    Each call begins or ends a request, which takes up to half a millisecond. Thousands may be added at once, and other
+    Each call starts or ends a request, which takes up to half a millisecond. Thousands may be added at once, and other
     work of the loop must run in between.
     """
 
@@ -23,7 +23,7 @@ class PacedCalls:
         self._taken = 0
 
     def take(self) -> bool:
-        """Return whether the caller may go on at once, as one call of this turn. If not, it adds its call."""
+        """Returns whether the caller may go on at once, counted as a call of this turn. If not, `add` the call."""
         if self._calls or self._taken >= CALLS:
             return False
         if not self._taken:
@@ -35,7 +35,7 @@ class PacedCalls:
         self._taken = 0
 
     def add(self, call: Callable[[], object]) -> None:
-        """Make this call soon. It must not raise."""
+        """Make `call` in a later turn. It must not raise."""
         if not self._calls:
             asyncio.get_running_loop().call_soon(self._make_some)
         self._calls.append(call)

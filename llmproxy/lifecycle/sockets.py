@@ -1,10 +1,10 @@
-"""Listening sockets: opened here, or inherited open from the process that started this one.
+"""Listening sockets, opened here or inherited from the process that started this one.
 
-Two kinds of processes pass sockets on. Neither closes them meanwhile, so that the kernel keeps the connections of
+Two kinds of processes pass on listening sockets. Neither closes them meanwhile, so the kernel queues the connections of
 clients that connect in between:
 
-* systemd, by socket activation: sd_listen_fds(3) says that `LISTEN_FDS` descriptors from 3 on are for `LISTEN_PID`.
-* A process of this program that is about to be replaced: see `handover`.
+* systemd, by socket activation: `LISTEN_FDS` descriptors from 3 on belong to process `LISTEN_PID` (sd_listen_fds(3)).
+* The predecessor, a process of this program that is being replaced: see `handover`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 from llmproxy.config import ConfigError
 
 PREDECESSOR = "LLMPROXY_PREDECESSOR"
-"""The environment variable with the descriptors that a successor inherits."""
+"""Environment variable with the descriptors that a successor inherits."""
 LISTEN_FDS_START = 3
 SYSTEMD = "systemd"
-"""The key of sockets that the service manager opened: it chose their address, not the configuration."""
+"""Key of the sockets of the service manager, which chose their address instead of the configuration."""
 
 
 class ListenError(OSError):
-    """An address on which no socket could be opened, with the system's message."""
+    """No socket could be opened on an address. The text is the system's message."""
 
     def __init__(self, host: str, port: int, cause: OSError) -> None:
         super().__init__(cause.errno, str(cause))
@@ -41,7 +41,7 @@ class ListenError(OSError):
 
     @property
     def hint(self) -> str:
-        """What may help, in one line for people."""
+        """Advice in one line, for people."""
         match self.errno:
             case errno.EADDRINUSE:
                 return "a program or a connection has that port: end it, or choose another port (--port, --admin-port)"
@@ -53,20 +53,20 @@ class ListenError(OSError):
 
 @dataclass(slots=True)
 class Sockets:
-    """The listening sockets of this process by `host:port`, inherited ones among them.
+    """The listening sockets of this process by `host:port`."""
 
-    `ready_fd` is where a predecessor waits for one byte, None where there is no predecessor.
-    """
-
+    # The pipe on which a predecessor waits for a byte, None without a predecessor.
     ready_fd: int | None = None
+    # Inherited sockets that are not used yet.
     _inherited: dict[str, list[socket.socket]] = field(default_factory=dict)
+    # Sockets in use.
     _open: dict[str, list[socket.socket]] = field(default_factory=dict)
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str], pid: int) -> Sockets:
-        """The sockets that process `pid` inherited, by its environment. The variables are removed.
+        """Returns the sockets that process `pid` inherited, and removes the variables from `environment`.
 
-        Raises ConfigError for descriptors that are no listening TCP sockets.
+        Raises ConfigError for descriptors that are not listening TCP sockets.
         """
         inherits = environment.pop(PREDECESSOR, None)
         meant_for, count = environment.pop("LISTEN_PID", None), environment.pop("LISTEN_FDS", None)
@@ -82,10 +82,10 @@ class Sockets:
         return cls()
 
     def listening(self, host: str, port: int, acceptors: int = 1) -> tuple[list[socket.socket], bool]:
-        """The sockets for an address, and whether the service manager keeps them open too. Raises ListenError.
+        """Returns the sockets for an address, and whether the service manager keeps them open too.
 
-        `acceptors` sockets are opened, which share the port: the kernel spreads connections over them. Inherited
-        sockets may be any number.
+        Opens `acceptors` sockets that share the port, so that the kernel spreads connections over them. Inherited
+        sockets may be of any number. Raises ListenError.
         """
         address = f"{host}:{port}"
         key = SYSTEMD if SYSTEMD in self._inherited else address
@@ -97,12 +97,12 @@ class Sockets:
         return sockets, key == SYSTEMD
 
     def addresses(self, host: str, port: int) -> list[str]:
-        """The addresses at which the sockets for this address accept connections, each once."""
+        """Returns the distinct addresses of the sockets for `host` and `port`."""
         sockets = self._open.get(SYSTEMD) or self._open[f"{host}:{port}"]
         return list(dict.fromkeys(address for one in sockets for address in _served(one)))
 
     def serving(self) -> None:
-        """All sockets listen: close inherited ones that are not used, and ask the predecessor to shut down."""
+        """All sockets are listening: close unused inherited sockets, and tell the predecessor to shut down."""
         for sockets in self._inherited.values():
             for one in sockets:
                 one.close()
@@ -114,7 +114,7 @@ class Sockets:
             self.ready_fd = None
 
     def for_successor(self, ready_fd: int) -> tuple[Mapping[str, str], list[int]]:
-        """The environment variable for a successor, with our sockets and the pipe to write to; and all descriptors."""
+        """Returns the environment variable for a successor, and the descriptors that it inherits: sockets and pipe."""
         fds = {address: [one.fileno() for one in sockets] for address, sockets in self._open.items()}
         handed = json.dumps({"ready_fd": ready_fd, "sockets": fds})
         return {PREDECESSOR: handed}, [ready_fd, *(fd for some in fds.values() for fd in some)]
@@ -142,9 +142,9 @@ def _served(one: socket.socket) -> list[str]:
 
 
 def open_sockets(host: str, port: int, acceptors: int = 1) -> list[socket.socket]:
-    """Sockets for each address of a host; `::` is all addresses of both families, where the system has both.
+    """Opens sockets for each address of a host. `::` covers both families if the system has both.
 
-    Raises OSError, and then no socket is open.
+    Raises OSError, after closing all sockets.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
@@ -160,12 +160,13 @@ def open_sockets(host: str, port: int, acceptors: int = 1) -> list[socket.socket
 
 
 def _created(family: int, address: tuple[Any, ...], acceptors: int) -> Iterator[socket.socket]:
-    """Sockets of one port, which several share (SO_REUSEPORT). Raises OSError."""
+    """Yields sockets that share a port (SO_REUSEPORT). Raises OSError."""
     create = partial(
         socket.create_server, family=family, dualstack_ipv6=address[0] == "::" and socket.has_dualstack_ipv6()
     )
     if acceptors > 1:
-        # With SO_REUSEPORT, another program of this user could share the port. It must get the error that it is taken.
+        # With SO_REUSEPORT, this port could be shared with another program of the same user, so first check that the
+        # port is free.
         create(address).close()
     for _ in range(acceptors):
         yield (one := create(address, reuse_port=acceptors > 1))

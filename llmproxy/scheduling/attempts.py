@@ -1,6 +1,6 @@
-"""The attempt loop: wait for a backend, try it, and try another one as long as the client has seen nothing.
+"""The attempt loop: wait for a backend, try it, and retry on another backend until the client has received a byte.
 
-It knows no transport. The gateway and the laboratory each say how one attempt is carried out.
+The loop is independent of the transport: the gateway and the laboratory pass a function that carries out an attempt.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from llmproxy.core.retry import COMPUTED_MAX, RETRY_WAIT_MIN_S, Again, RetryBudg
 from llmproxy.scheduling.lease import Lease, Leasing
 
 FAILED_STAGES_MAX = 2
-"""After so many failed stages a request is not split any more. They count against neither limit nor budget: one replica
-would have served the request, and it is not to pay for being split."""
+"""Failed stages after which a request is no longer split. Failed stages do not count against the limit of attempts or
+the retry budget, because the proxy chose to split the request."""
 
 
 class AttemptRecord(Struct, kw_only=True, omit_defaults=True):
-    """One attempt, from its wait to its end. Instants are of the scheduler's clock, so that orders can be audited.
-
-    It waited from `queued_s` to `granted_s`, when `queued_ahead` requests of its pool waited. `why` says why it was its
-    turn, `terms` are the named parts of the placement's score among `candidates` backends. `expected_cached_tokens`,
-    `predicted_ttft` (from the grant) and `predicted_tpot` are what the placement expected; None where it predicts
-    nothing. `first_byte_s` is the first body byte of an answer that the client got, `status` that of the backend, None
-    where it sent none, and `error` what was wrong, in words. A preempted attempt was withdrawn at `ended_s`. `span_id`
-    is what the backend got as its parent in the trace of the request, None without tracing. `stage` is the part of the
-    request that the backend was given.
-    """
+    """An attempt, from its wait to its end. Times are on the scheduler's clock, so that their order can be audited."""
 
     backend: str | None = None
     stage: Stage = Stage.WHOLE
+    # The attempt waited from `queued_s` to `granted_s`. At its grant, `queued_ahead` requests of its pool still waited.
     queued_s: float | None = None
     granted_s: float | None = None
     queued_ahead: int | None = None
+    # The reason of the grant.
     why: GrantReason | None = None
+    # The number of backends compared, and the named parts of the chosen backend's score.
     candidates: int | None = None
     terms: tuple[tuple[str, float], ...] = ()
+    # Predictions of the placement, None if it predicts nothing. The time to first token starts at the grant.
     expected_cached_tokens: int | None = None
     predicted_ttft: Predicted | None = None
     predicted_tpot: Predicted | None = None
+    # First body byte of an answer that was passed to the client.
     first_byte_s: float | None = None
+    # The end, or the preemption.
     ended_s: float | None = None
     verdict: Verdict | None = None
+    # HTTP status of the backend, None if it sent none.
     status: int | None = None
+    # The failure, in words.
     error: str | None = None
+    # The span that was sent to the backend as the parent, None without tracing.
     span_id: str | None = None
 
     @classmethod
     def begun(cls, grant: Grant, queued_s: float) -> AttemptRecord:
-        """The attempt of a request that waited since `queued_s` for this grant."""
+        """Returns the record of a request that was granted a backend after waiting since `queued_s`."""
         placed, request = grant.placed, grant.request
         return cls(
             backend=placed.backend,
@@ -66,13 +66,13 @@ class AttemptRecord(Struct, kw_only=True, omit_defaults=True):
             terms=placed.terms,
             expected_cached_tokens=placed.cached_tokens if request.prefix or placed.ttft is not None else None,
             predicted_ttft=placed.ttft,
-            # The tokens of several sequences come mixed, so that the pace of one is not seen.
+            # Several sequences stream interleaved, so the time per token of a single sequence cannot be observed.
             predicted_tpot=placed.tpot if request.sequences <= 1 else None,
         )
 
     @property
     def predicted(self) -> dict[str, float]:
-        """What the placement expected, by name, without what it does not predict."""
+        """The predictions of the placement by name, without missing ones."""
         ttft, tpot = self.predicted_ttft, self.predicted_tpot
         predicted: dict[str, float] = (
             {} if self.expected_cached_tokens is None else {"cached_tokens": self.expected_cached_tokens}
@@ -86,18 +86,16 @@ class AttemptRecord(Struct, kw_only=True, omit_defaults=True):
 
 @dataclass(slots=True)
 class AttemptResult:
-    """What the loop needs to know of an attempt that has ended.
-
-    `again` says whether another backend may be tried; NO where the client has seen something. `deadly`: the request
-    may have ended the engine.
-    `prefilled`: the prompt is computed, and the answer comes next, from another backend. `unsplit`: the request would
-    do better as a whole.
-    """
+    """The result of an attempt, as the loop needs it."""
 
     verdict: Verdict = Verdict.CLIENT_GONE
+    # Whether another backend may be tried; NO once the client has received a byte.
     again: Again = Again.NO
+    # The request may have crashed the engine.
     deadly: bool = False
+    # A prefill stage succeeded, and the decode stage follows on another backend.
     prefilled: bool = False
+    # The request should be retried without a split.
     unsplit: bool = False
 
 
@@ -108,28 +106,30 @@ _STAYS = frozenset({Verdict.BUSY, Verdict.TRANSFER_FAILED})
 
 @dataclass(slots=True)
 class Routing:
-    """Where one request waited and which backends it tried.
-
-    `attempts` counts leases, `preemptions` those given back for a request of a higher band. Both stages of a request
-    that is split are one attempt, and `failed_stages` counts attempts of which one failed. `computed` counts engines
-    that took the request and gave no answer, `sought` the attempts for which only the backend was to blame. `lease` is
-    the latest one, and `tried` has a record for each. Backends in `excluded` are not tried again.
-    """
+    """The state of a request over all of its attempts."""
 
     request: Request
+    # Attempts with a lease. Both stages of a split request are one attempt.
     attempts: int = 0
+    # Attempts that ended in favour of a request of a higher band.
     preemptions: int = 0
+    # Attempts of a split request in which a stage failed.
     failed_stages: int = 0
+    # Engines that may have computed the request and gave no answer.
     computed: int = 0
+    # Attempts that failed only because of the choice of backend, such as a stored response on another backend.
     sought: int = 0
+    # The latest lease.
     lease: Lease | None = None
+    # Seconds in the waiting room in earlier waits, and the begin of the current wait.
     waited_s: float = 0.0
     waits_since_s: float | None = None
+    # Backends that are not tried again.
     excluded: set[str] = field(default_factory=set)
     tried: list[AttemptRecord] = field(default_factory=list)
 
     def queue_wait_s(self, now: float) -> float:
-        """Seconds in the waiting room until `now`, over all attempts; since its arrival where it had no lease."""
+        """Returns the seconds in the waiting room until `now`, over all attempts; since the arrival before a lease."""
         if self.lease is None:
             return now - self.request.arrived_s
         return self.waited_s + (0.0 if self.waits_since_s is None else now - self.waits_since_s)
@@ -142,18 +142,23 @@ async def run_attempts(
     budget: RetryBudget,
     extra_attempts: int,
 ) -> Result:
-    """Try backends until an attempt succeeds, or fails for good; the result of the last attempt.
+    """Try backends until an attempt succeeds or must not be retried. Returns the result of the last attempt.
 
-    `attempt` carries out one attempt on a lease, whose verdict and usage it sets. Raises Refused where a request is
-    refused while it waits, also for a further attempt.
+    Cancellation gives the lease back.
+
+    Args:
+        attempt: Carries out an attempt on a lease, and sets the lease's verdict and usage.
+
+    Raises:
+        Refused: The request was refused, or dropped while it waited, at the first or a further attempt.
     """
     clock = asyncio.get_running_loop().time
     entry, left_s = AdmissionKind.NEW, 0.0
     while True:
         now = clock()
         if entry is not AdmissionKind.NEW:
-            # The time to wait counts in the waiting room alone: not while a backend works, nor while the request is
-            # held because no backend is up.
+            # Only time in the waiting room counts as waiting: not time on a backend, nor on hold while no backend is
+            # up.
             deadline_s = now + max(left_s, RETRY_WAIT_MIN_S)
             routing.request = structs.replace(routing.request, deadline_s=deadline_s)
         routing.waits_since_s = now
@@ -163,7 +168,7 @@ async def run_attempts(
             routing.waits_since_s = None
             answers = lease.grant.request.stage is Stage.DECODE
             routing.attempts += not answers
-            # The place for its answer was gone: it begins anew, and is not to pay for that either.
+            # The decode stage got no place, so the request starts again. This counts as a failed stage too.
             routing.failed_stages += entry is AdmissionKind.PREFILLED and not answers
             routing.lease = lease
             routing.tried.append(AttemptRecord.begun(lease.grant, now))
@@ -183,7 +188,7 @@ async def run_attempts(
         if routing.computed >= COMPUTED_MAX:
             return result
         if result.again is Again.ANYWHERE_ELSE and routing.request.backend is None:
-            # Bounded by the number of backends, because each is tried once.
+            # Each backend is tried once, which bounds these attempts.
             entry = AdmissionKind.OWNER_LOOKUP
             routing.sought += 1
         elif staged:
@@ -198,8 +203,8 @@ async def run_attempts(
             entry = AdmissionKind.RETRY
         else:
             return result
-        # A busy backend is full, not broken. It may be the only one, so it is avoided and not excluded. A backend that
-        # could not fetch a prompt from another may compute it.
+        # A busy backend is full, not broken. It may be the only backend, so it is avoided and not excluded. A backend that
+        # failed to fetch a prompt may compute the prompt itself.
         if result.verdict is Verdict.BUSY:
             routing.request = structs.replace(routing.request, avoid=lease.backend)
         if result.verdict not in _STAYS and not result.unsplit and routing.request.backend is None:

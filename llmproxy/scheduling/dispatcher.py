@@ -1,4 +1,4 @@
-"""The asyncio shell of the core: lends leases, decides about all events of one turn at once, cancels and drains."""
+"""The asyncio shell of the core: runs scheduling passes, hands out leases, cancels and drains."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ class _Waiter:
 
 @dataclass(slots=True)
 class _Unresolved:
-    """A model name that no backend lists yet, and the number of requests that wait for it."""
+    """A model name that no backend lists yet."""
 
+    # Requests that wait for the name.
     requests: int = 0
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -56,38 +57,45 @@ class _Unresolved:
 class Dispatcher:
     """Passes events to the core and carries out its decisions, on one event loop.
 
-    All events of one turn of the loop are decided together; a request that comes while no other waits, and nothing else
-    is due, is decided at once. `on_decision` gets the seconds that each decision took, `on_ejection` each ejection
-    and each return of a backend. `reserve` is awaited with each new request that has limits, and may raise Refused.
-    `on_left` gets each request that was held back and leaves without a backend, and why it waited.
-    `on_change` is called when backends, their models or the drain may have changed, before any decision that follows
-    from it. While `draining`, new requests are refused; where it is not `granting`, waiting requests and further
-    attempts get no lease either.
+    All events of a turn of the loop are decided in one pass. A request that arrives while no other request waits and no
+    pass is due is decided at once.
     """
 
     pools: Pools
+    # Gets the seconds of each scheduling pass.
     on_decision: Callable[[float], None] = lambda _: None
+    # Gets backends that were ejected or came back.
     on_ejection: Callable[[str, EjectionEvent], None] = lambda *_: None
+    # Gets each request that had to wait and leaves without a backend, and why it waited.
     on_left: Callable[[Request, Waited], None] = lambda *_: None
+    # Called after backends, their models or the drain may have changed, before the next pass.
     on_change: Callable[[], None] = lambda: None
+    # Awaited for each new request with limits. May raise Refused.
     reserve: Callable[[Request], Awaitable[None]] | None = None
+    # New requests are refused.
     draining: bool = False
+    # False: waiting requests and further attempts are refused too.
     granting: bool = True
+    # Grants by band.
     granted: Counter[int] = field(default_factory=Counter)
-    """Requests that were granted a backend, by band."""
+    # Grants that a waiting request of a higher band could have used.
     inversions: int = 0
-    """Those of them that a waiting request of a higher band could have had."""
     _waiting: dict[str, _Waiter] = field(default_factory=dict)
     _leases: dict[tuple[str, int], Lease] = field(default_factory=dict)
+    # A pass is due in the next turn of the loop.
     _scheduled: bool = False
     _cuts: PacedCalls = field(default_factory=PacedCalls)
     _closed: bool = False
     _timer: asyncio.TimerHandle | None = None
+    # Requests in `resolve` that wait for a model name, and their body bytes.
     nameless: int = 0
     _nameless_bytes: int = 0
     _unresolved: dict[str | None, _Unresolved] = field(default_factory=dict)
+    # The aliases at the last wake-up of `nameless` requests.
     _aliases: Aliases = field(init=False)
+    # Backend -> event for `emptied`.
     _emptied: dict[str, asyncio.Event] = field(default_factory=dict)
+    # Backend -> cut callbacks of its direct requests.
     _direct: dict[str, set[Callable[[], None]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,10 +106,10 @@ class Dispatcher:
     def admit(
         self, request: Request, excluded: frozenset[str] = frozenset(), entry: AdmissionKind = AdmissionKind.NEW
     ) -> Admitted:
-        """Wait for a backend, hold it for the length of the block, and give it back however the block ends.
+        """Returns an async context manager that waits for a lease, and gives it back however the block ends.
 
-        `entry` says whether it is a new request or a further attempt. Entering the block raises Refused when the
-        request is not admitted, or is dropped from the waiting room.
+        `entry` tells a new request from a further attempt. Entering raises Refused if the request is not admitted, or
+        is dropped from the waiting room. Cancellation while waiting removes the request.
         """
         return Admitted(self, request, excluded, entry)
 
@@ -112,7 +120,7 @@ class Dispatcher:
         self._decide_soon()
 
     async def wait(self, request: Request, excluded: frozenset[str], entry: AdmissionKind) -> Lease:
-        """The lease of a request; see `admit`."""
+        """Wait for the lease of a request; see `admit`."""
         if self.reserve is not None and request.limits and entry is AdmissionKind.NEW and not self.draining:
             await self.reserve(request)
         if not self.granting or (self.draining and entry is AdmissionKind.NEW):
@@ -121,8 +129,8 @@ class Dispatcher:
         waiter = _Waiter(request, asyncio.get_running_loop().create_future())
         self._waiting[request.id] = waiter
         if len(self._waiting) == 1 and not self._scheduled:
-            # Nothing else is to be decided. To wait for a turn of the loop would cost a busy proxy a millisecond before
-            # each first token.
+            # No other request waits. Waiting for the next turn of the loop would add a millisecond to each first token
+            # of a busy proxy.
             self._decide()
         else:
             self._decide_soon()
@@ -134,7 +142,7 @@ class Dispatcher:
         return self._leases[request.pool, grant.lease]
 
     def resume(self, request: Request, placed: Placed, at_s: float) -> Lease | None:
-        """The lease of what another scheduler granted and what still runs; see `Pools.resume`."""
+        """Returns the lease of a running attempt that another scheduler granted, or None; see `Pools.resume`."""
         number = self.pools.resume(request, placed, at_s)
         if number is None:
             return None
@@ -143,7 +151,7 @@ class Dispatcher:
         return lease
 
     def _abandon(self, waiter: _Waiter) -> None:
-        """Cancel a request whose client left while it waited, or in the same turn in which it was granted."""
+        """Cancel a request whose client left while it waited, or in the turn of its grant."""
         request, granted = waiter.request, waiter.granted
         if request.id in self._waiting:
             del self._waiting[request.id]
@@ -169,10 +177,10 @@ class Dispatcher:
 
     @contextmanager
     def direct(self, backend: str, cut: Callable[[], None]) -> Iterator[None]:
-        """Count a request to this one backend as in flight there for the length of the block.
+        """Count a request to `backend` as in flight there for the duration of the block.
 
-        It does not wait and is no load, because its answer has been computed before. `cut` is called when nothing more
-        will come from the backend. Raises Refused while the proxy drains, or when the backend was removed.
+        The request does not wait and adds no load, because its answer is already computed. `cut` is called if the
+        backend can answer no more. Raises Refused while the proxy drains, or if the backend was removed.
         """
         if self.draining:
             raise shutting_down()
@@ -195,7 +203,7 @@ class Dispatcher:
         self._note_emptied()
 
     def started(self, grant: Grant, now: float) -> None:
-        """The first token arrived: the backend may be given a further prompt, or has passed its probe."""
+        """The first token arrived: the backend may be open to another prompt, or may have passed its probe."""
         self.pools.started(grant, now)
         self._note_emptied()
         if self._waiting:
@@ -218,13 +226,16 @@ class Dispatcher:
     async def resolve(
         self, name: str | None, hold_s: float, body_bytes: int, key: str = "", beside: str | None = None
     ) -> Target:
-        """What a requested name means; waits up to `hold_s` for a backend that serves it to come up.
+        """Returns the target of a model name. Waits up to `hold_s` until a backend that serves the name is up.
 
-        `key` and `beside` choose where several share the name; see `Catalogue.resolve_alias`.
+        Until the first reading of any backend, the wait is at most the setting `first_hold_s`. Waiting requests are in
+        no pool's waiting room, but the limits of a waiting room hold for all of them together. Safe to cancel.
 
-        As long as no backend was ever read, it waits for the setting `first_hold_s` at most. Requests that wait here
-        are in no waiting room; the limits of a waiting room hold for all of them together. Raises Refused for a name
-        that no backend serves, or when none came up in time.
+        Args:
+            key, beside: Choose among the targets of a shared alias; see the catalogue.
+
+        Raises:
+            Refused: No backend serves the name, none came up in time, or the limits are reached.
         """
         limits = self.pools.settings.queue
         catalogue = self.pools.catalogue
@@ -294,23 +305,23 @@ class Dispatcher:
     # --- for operators ------------------------------------------------------------------------------------------------
 
     def reconsider(self) -> None:
-        """Backends or settings changed: decide again, and wake requests that wait for a name to be known."""
+        """Backends or settings changed: schedule a pass, and wake requests that wait for a model name."""
         self._wake_nameless()
         self._decide_soon()
 
     def expects_backends(self, expected: bool) -> None:
-        """Set whether a source may still bring backends, so that an unknown name may become known."""
+        """Set whether discovery may still add backends, so that an unknown model name may appear."""
         self.pools.catalogue.expecting = expected
         self.reconsider()
 
     async def emptied(self, backend: str) -> None:
-        """Wait until nothing is in flight on a backend, and no prompt there is still to be fetched by another one.
+        """Wait until nothing is in flight on a backend, and no other backend may still fetch a prompt from it.
 
-        It must be drained, or it may get more meanwhile.
+        Drain the backend first, or it may get new requests meanwhile. Safe to cancel.
         """
         while not self._is_empty(backend):
             emptied = self._emptied.setdefault(backend, asyncio.Event())
-            # That nobody fetched a prompt is no event.
+            # The expiry of an unfetched prompt is no event, hence the timeout.
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(self.pools.backends[backend].kv_pinned_until_s(_now())):
                     await emptied.wait()
@@ -361,7 +372,7 @@ class Dispatcher:
             self.inversions += decision.why.inverted
             self._leases[decision.request.pool, decision.lease] = Lease(decision, self)
             waiter = self._waiting.pop(decision.request.id)
-            # The client left in this turn, and the future holds no grant that `_abandon` could return.
+            # The client left in this turn: the future is cancelled, so `_abandon` cannot give the grant back.
             if waiter.granted.done():
                 del self._leases[decision.request.pool, decision.lease]
                 self._finish(decision, Verdict.CLIENT_GONE, decision.at_s)
@@ -375,16 +386,16 @@ class Dispatcher:
         else:
             lease = self._leases.get((decision.request.pool, decision.lease))
             if lease is not None:
-                # A backend that ends may revoke thousands of leases at once.
+                # The end of a backend may revoke thousands of leases at once.
                 self._cuts.add(partial(lease.cut, revoked=not isinstance(decision, Preempt)))
 
     # --- drain --------------------------------------------------------------------------------------------------------
 
     def drain(self, *, finish_waiting: bool = False) -> None:
-        """Refuse new and waiting requests with the outcome `draining`; leases go on.
+        """Refuse new and waiting requests with the outcome `draining`. Leases go on.
 
-        With `finish_waiting`, waiting requests are still granted, and so are their further attempts; a second call
-        without it ends that.
+        With `finish_waiting`, waiting requests and their further attempts are still granted, until a second call
+        without it.
         """
         self.draining = True
         self._wake_nameless()
@@ -398,12 +409,12 @@ class Dispatcher:
                 waiter.granted.set_exception(shutting_down())
 
     def _wake_nameless(self) -> None:
-        """Wake the requests that wait for a name about which something is known now."""
+        """Wake the requests that wait for a model name whose state may have changed."""
         catalogue = self.pools.catalogue
         if self.draining or catalogue.aliases is not self._aliases:
             settled = list(self._unresolved)
         else:
-            # While names may still become known, only those that did are settled.
+            # While discovery may still add names, only served names are settled.
             asked = self._unresolved.keys()
             among = asked if catalogue.complete else (asked & catalogue.served.keys()) | (asked & {None})
             settled = [name for name in among if not catalogue.awaits(name)]
@@ -417,11 +428,11 @@ class Dispatcher:
         return len(self._leases)
 
     def in_flight(self, backend: str) -> int:
-        """Requests that were sent to a backend and have not ended."""
+        """Returns the number of requests in flight on a backend."""
         return len(self.pools.backends[backend].bookings) + len(self._direct.get(backend, ()))
 
     def _is_empty(self, backend: str) -> bool:
-        """Whether nothing is in flight on a backend, and it keeps no prompt for another one."""
+        """Whether nothing is in flight on a backend, and it keeps no prompt for another backend."""
         return not self.in_flight(backend) and self.pools.backends[backend].kv_pinned_until_s(_now()) is None
 
     def close(self) -> None:
@@ -435,5 +446,5 @@ def _now() -> float:
 
 
 def shutting_down() -> Refused:
-    """The refusal of requests while the proxy shuts down."""
+    """Returns the refusal of requests while the proxy shuts down."""
     return Refused(Outcome.DRAINING, "The proxy is shutting down. Try again.", DRAIN_RETRY_S)

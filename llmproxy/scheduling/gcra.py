@@ -1,8 +1,8 @@
-"""Rates in a store, by the generic cell rate algorithm: one number a rate, which says when all that was taken is back.
+"""Shared rates by the generic cell rate algorithm: the store keeps one number per rate, the time at which it is full.
 
-A rate of N a minute gives one back every 60/N s, so everything is counted in seconds of the store's own clock: what is
-taken moves that moment, and a rate is full when it has passed. That is a token bucket of one minute, in one number that
-ends by itself.
+A rate of N per minute refills by 1 every 60/N s. Amounts are therefore counted in seconds on the store's clock: taking
+moves the time of being full, and the rate is full once that time has passed. The number is equivalent to a token bucket
+of one minute, and its key expires by itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llmproxy.core.queueing.rates import MINUTE_S
 from llmproxy.scheduling.valkey import StoreError
 
 KEPT_S = 86_400
-"""The longest debt, so that nobody is refused for ever, whoever died before it corrected what it took."""
+"""The longest debt. It bounds the refusals after a proxy crashed before it refunded its charges."""
 
 SCRIPT = """
 local asked = cjson.decode(ARGV[1])
@@ -38,7 +38,7 @@ local answers = {}
 for _, ask in ipairs(asked.asks) do
   local wait, longest = 0, 0
   for j, one in ipairs(ask) do
-    -- A full rate lets more pass than it holds.
+    -- An ask above the burst is taken from a full rate.
     local lacking = math.min(one[2], minute) - minute + back[one[1]] - now
     if lacking > 0.000001 and lacking > wait then wait, longest = lacking, j end
   end
@@ -60,15 +60,15 @@ for i in pairs(changed) do
 end
 return answers
 """
-"""Takes what is asked for, each ask as a whole or not at all. Two numbers for each: milliseconds to wait, and which of
-its rates says so, from 1 on; or 0 and 0."""
+"""Applies the corrections, then each ask as a whole or not at all. Returns two numbers for each ask: the milliseconds
+to wait and the place (from 1) of the rate with this wait; 0 and 0 if the ask was taken."""
 
 Taken = Iterable[tuple[bytes, float]]
-"""Seconds to take of rates, by their keys."""
+"""(Key, seconds to take) of the rates of an ask."""
 
 
 def question(asks: Sequence[Taken], corrections: Mapping[bytes, float]) -> tuple[list[bytes], tuple[bytes, float, int]]:
-    """The keys and the arguments of the script. Corrections are made first, whatever they do."""
+    """Returns the keys and the arguments of the script. `corrections` (key -> seconds) are applied first."""
     places: dict[bytes, int] = {}
 
     def place(key: bytes) -> int:
@@ -84,7 +84,10 @@ def question(asks: Sequence[Taken], corrections: Mapping[bytes, float]) -> tuple
 
 
 def answers(said: object, asks: int) -> list[tuple[float, int]]:
-    """(Seconds to wait, place of the rate that says so) for each ask. Raises StoreError for anything else."""
+    """Parses the result of the script: (seconds to wait, place of the rate in the ask) for each ask.
+
+    Raises StoreError for any other result.
+    """
     if not isinstance(said, list) or len(said) != 2 * asks or not all(isinstance(one, int) for one in said):
         raise StoreError(f"the store answers {str(said)[:100]!r}")
     return [(wait_ms / 1000.0, longest - 1) for wait_ms, longest in zip(said[::2], said[1::2], strict=True)]

@@ -1,4 +1,4 @@
-"""A lease: the right to use one backend for one attempt, and how it is lent and given back."""
+"""Leases: the right to use a backend for an attempt, and the protocols of their lender."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmproxy.core.domain import AdmissionKind, Grant, Request, Usage, Verdict
 
 
 class AttemptProgress(Protocol):
-    """Takes note of how the attempt of a lease goes on, at `now` on the clock of the loop."""
+    """Receives the events of the attempt of a lease. `now` is on the clock of the loop."""
 
     def recomputing(self, grant: Grant) -> None: ...
     def started(self, grant: Grant, now: float) -> None: ...
@@ -31,7 +31,7 @@ class Lender(Protocol):
 
 
 class Leasing(Protocol):
-    """What a request needs of a dispatcher, which may be in another process; see `Dispatcher`."""
+    """The part of `Dispatcher` that requests use. The dispatcher may be in another process."""
 
     def admit(
         self, request: Request, excluded: frozenset[str] = frozenset(), entry: AdmissionKind = AdmissionKind.NEW
@@ -55,19 +55,18 @@ class Leasing(Protocol):
 
 
 class Lease(Struct, eq=False):
-    """The right to use one backend for one attempt. It is given back exactly once, at the end of its block.
-
-    The holder sets `verdict` and `usage`; without a verdict, the client is taken to be gone. `on_cut` is called when
-    the attempt is to end at once: `revoked`, because nothing more will come from the backend, or `preempted`, because a
-    request of a higher band needs the place. A preempted lease may be kept if its answer has begun.
-    """
+    """The right to use one backend for one attempt. It is given back exactly once, at the end of its block."""
 
     grant: Grant
     _progress: AttemptProgress
+    # Set by the holder, as is `usage`.
     verdict: Verdict = Verdict.CLIENT_GONE
     usage: Usage | None = None
+    # Called when the attempt must end at once, after a flag below was set.
     on_cut: Callable[[], None] | None = None
+    # The backend can answer no more.
     revoked: bool = False
+    # A request of a higher band needs the place. The holder may ignore this if its answer has begun.
     preempted: bool = False
 
     @property
@@ -75,7 +74,7 @@ class Lease(Struct, eq=False):
         return self.grant.placed.backend
 
     def recomputing(self) -> None:
-        """What another backend computed for this answer is not fetched: this one computes it."""
+        """The transfer of the prompt failed, so this backend computes the prompt itself."""
         self._progress.recomputing(self.grant)
 
     def started(self) -> None:
@@ -98,7 +97,7 @@ class Lease(Struct, eq=False):
 
 
 class Admitted:
-    """The block in which a backend is lent. A class, because a generator would cost every request more."""
+    """The async context manager of a lease. It is a class because a generator would be slower."""
 
     __slots__ = ("_dispatcher", "_entry", "_excluded", "_lease", "_request")
 

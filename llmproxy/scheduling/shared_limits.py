@@ -1,7 +1,8 @@
-"""Usage limits that hold for several proxies together: their rates are kept in a store that all of them ask.
+"""Usage limits of several proxies together: the rates are in a store that all of the proxies use.
 
-A request is asked for before it comes to the waiting room. What waits to be asked goes in one call, and one call is on
-its way at a time, so that a busy proxy asks for many requests at once. Corrections go along, or follow shortly.
+A request is charged in the store before it enters the waiting room. A single call to the store is in flight at a time
+and charges all requests that wait for it, so a busy proxy charges many requests per call. Corrections go with the next
+call, or follow shortly.
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ from llmproxy.scheduling import gcra
 from llmproxy.scheduling.valkey import StoreError, ValkeyServer
 
 ANSWER_S = 0.5
-"""The store is away when it has not answered after this."""
+"""Timeout of a call, after which the store counts as away (unreachable)."""
 CONNECT_S = 3.0
-"""So long it may take to connect to one that is away, or was not asked yet. No request waits for that."""
+"""Timeout of a call to a store that is away or was never called. No request waits for such a call."""
 RETRY_S = 1.0
-"""How often a store that is away is asked again."""
+"""Interval of calls to a store that is away."""
 LOOK_S = 5.0
-"""How often a store that nobody needs is asked."""
+"""Interval of calls to an idle store, to notice that it is away."""
 CORRECT_S = 0.1
-"""Corrections wait so long for a request with which they can go."""
+"""The longest time that corrections wait for a request whose call they can join."""
 ASKS_MAX = 256
 CORRECTIONS_MAX = 1024
-"""More in one call would keep the store from others for milliseconds."""
+"""Larger calls would block the store for milliseconds."""
 NOT_ASKED = "it was not asked yet"
 
 _log = structlog.get_logger()
 
 
 class Store(Protocol):
-    """Runs a script as a whole; see `ValkeyServer`."""
+    """Runs scripts atomically; see `ValkeyServer`."""
 
     async def run(self, script: str, keys: Sequence[str | bytes], *given: str | bytes | float) -> object:
         """Raises StoreError."""
@@ -61,48 +62,50 @@ class Store(Protocol):
 
 
 class _Rate(NamedTuple):
-    """One rate in the store. `unit_s` is how long it takes to get one request or token back."""
+    """A rate in the store."""
 
     key: bytes
+    # Seconds in which the rate refills by one request or token.
     unit_s: float
     rate: Rate
 
 
 @dataclass(slots=True)
 class _Charge:
-    """What was taken in the store for a request that has not ended, by the rates of that time.
+    """The charge of a request that has not ended."""
 
-    `entered`: the waiting room took the request. `settled`: its tokens were counted.
-    """
-
+    # The rates at the time of the charge.
     rates: tuple[_Rate, ...]
+    # Expected tokens.
     tokens: float
+    # The waiting room has admitted the request.
     entered: bool = False
+    # The real tokens of an attempt have been charged.
     settled: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Ask:
-    """A request about which the store is to be asked. `answered` is whether it could be, or the refusal of the request.
-
-    That is no exception, which nobody would look at where the client has left.
-    """
+    """A request that waits for its charge in the store."""
 
     request_id: str
     charge: _Charge
+    # True: charged. False: the store is away. Refused is a result rather than an exception, because asyncio would log
+    # the exception as never retrieved if the client has left.
     answered: asyncio.Future[Refused | bool]
 
 
 class SharedLimits:
-    """`Rates` in a store. After `connect`, `run` asks it for as long as this is used.
+    """`Rates` in a store. Call `connect` once, then `run` in a task.
 
-    While the store is away, requests with a rate are refused. Where `proxies` is given, this proxy lets them pass
-    instead, up to that part of each limit which falls to one of so many.
+    While the store is away, requests with a rate are refused. With `proxies`, this proxy instead enforces its own share
+    of each limit: the limit divided by `proxies`.
     """
 
     @classmethod
     def from_config(cls, config: Config) -> SharedLimits | None:
-        """What the configuration says, None where limits are not shared. Raises ConfigError; see `ValkeyServer`."""
+        """Returns the limits of a configuration, None if limits are not shared. Raises ConfigError; see
+        `ValkeyServer`."""
         chosen = config.shared_limits
         if chosen.store is None:
             return None
@@ -120,16 +123,19 @@ class SharedLimits:
         self._owed: dict[bytes, float] = {}
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
+        # Why the store is away, None if it is reachable.
         self.away: str | None = NOT_ASKED
-        """Why the store cannot be asked."""
         self.reconfigure(limits, 0.0)
 
     # --- for requests -------------------------------------------------------------------------------------------------
 
     async def reserve(self, request: Request) -> None:
-        """Take a new request from its rates in the store, before `admit`.
+        """Charge a new request in the store, before `admit`.
 
-        Raises Refused: `rate_limited` where a rate is used up, `rejected_limits_away` where nobody can tell.
+        If the caller is cancelled, the charge is refunded.
+
+        Raises:
+            Refused: `rate_limited` if a rate is used up, `rejected_limits_away` if the store is away.
         """
         rates = tuple(rate for name in request.limits for rate in self._rates.get(name, ()))
         if not rates:
@@ -149,7 +155,7 @@ class SharedLimits:
             raise Refused(Outcome.REJECTED_LIMITS_AWAY, message, RETRY_S)
 
     def admit(self, request: Request, now: float) -> None:
-        """See `Rates.admit`, of a request that was reserved, or could not be."""
+        """See `Rates.admit`. `reserve` charged the request before, unless the store was away."""
         charge = self._charges.get(request.id)
         if charge is not None:
             charge.entered = True
@@ -166,7 +172,7 @@ class SharedLimits:
             self._alone.used(request, tokens, now)
 
     def ended(self, request: Request, now: float) -> None:
-        """See `Rates.ended`. A request that never came to the waiting room has taken nothing."""
+        """See `Rates.ended`. A request that never entered the waiting room is refunded as a whole."""
         charge = self._charges.pop(request.id, None)
         if charge is not None:
             self._correct(charge, 0.0 if charge.entered else -1.0, 0.0 if charge.settled else -charge.tokens)
@@ -174,27 +180,27 @@ class SharedLimits:
             self._alone.ended(request, now)
 
     def left_per_min(self, name: str, now: float) -> tuple[float | None, float | None]:
-        """The store is not asked for what is left."""
+        """Unknown: the store is not called for it."""
         del name, now
         return None, None
 
     def debts(self, now: float) -> dict[RateName, float]:
-        """None: the store has them."""
+        """Empty: the store keeps the debts."""
         del now
         return {}
 
     def restore(self, debts: Mapping[RateName, float], now: float) -> None:
-        """The store has them."""
+        """Does nothing: the store keeps the debts."""
 
     def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
-        """Apply other limits. What was taken stays taken as a part of a minute, however much that now is."""
+        """Apply other limits. Earlier charges keep their share of a minute, whatever amount this is now."""
         self._rates = {name: tuple(map(self._in_store, limit_rates(limits, (name,)))) for name in limits}
         if self._alone is not None and self._proxies is not None:
             self._alone.reconfigure({name: limit.split(self._proxies) for name, limit in limits.items()}, now)
 
     def _in_store(self, rate: Rate) -> _Rate:
         limit, kind, per_min = rate
-        # The braces put all keys into one slot of a cluster of servers. A name is the last part, whatever it holds.
+        # The braces put all keys into one slot of a Valkey cluster. The limit is last, because it may contain colons.
         key = f"llmproxy:{{{self._name}}}:{kind}:{limit}".encode(errors="surrogatepass")
         return _Rate(key, MINUTE_S / per_min, rate)
 
@@ -209,12 +215,12 @@ class SharedLimits:
     # --- the store ----------------------------------------------------------------------------------------------------
 
     async def connect(self) -> None:
-        """Find out whether the store is there."""
+        """Call the store until nothing waits, to learn whether it is reachable."""
         while await self._exchange():
             pass
 
     async def run(self) -> None:
-        """Ask the store what requests want to know, and whether it is there, until cancelled."""
+        """Charge waiting requests, and check whether the store is reachable, until cancelled."""
         try:
             while True:
                 there = self.away is None
@@ -226,13 +232,13 @@ class SharedLimits:
                     await asyncio.sleep(RETRY_S)
                 await self.connect()
                 if there and self.away is not None:
-                    # It may have been the connection alone.
+                    # Only the connection may have been broken.
                     await self.connect()
         finally:
             self._unanswered([])
 
     async def close(self) -> None:
-        """Give back what ended requests did not use, if the store is there, and leave it."""
+        """Send the last corrections if the store is reachable, and disconnect."""
         if self.away is None:
             await self.connect()
         if self._timer is not None:
@@ -240,7 +246,7 @@ class SharedLimits:
         await self._store.close()
 
     async def _exchange(self) -> bool:
-        """Ask once. Whether more waits to be asked."""
+        """Make one call. Returns whether more waits to be sent."""
         self._wake.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -265,7 +271,7 @@ class SharedLimits:
             return False
         if self.away is not None:
             if clock() - asked_s > ANSWER_S:
-                # Connecting took time, or the store is slow: the next answer tells.
+                # Connecting took time, or the store is slow: the next call shows which.
                 return True
             if self.away is not NOT_ASKED:
                 _log.info("limits_store_back")
@@ -279,14 +285,15 @@ class SharedLimits:
             if not ask.answered.done():
                 ask.answered.set_result(used_up(ask.charge.rates[longest].rate, wait_s))
         elif ask.answered.done():
-            # The client has left meanwhile.
+            # The client left meanwhile, so the charge is refunded.
             self._correct(ask.charge, -1.0, -ask.charge.tokens)
         else:
             self._charges[ask.request_id] = ask.charge
             ask.answered.set_result(True)
 
     def _failed(self, why: str, asks: list[_Ask], owed: Mapping[bytes, float]) -> None:
-        """The store is away. What it may have taken or given back already counts as taken."""
+        """The store is away. The lost call counts in favour of the limits: refunds are dropped, charges are
+        repeated."""
         if self.away in (None, NOT_ASKED):
             _log.warning("limits_store_away", why=why, on_failure="closed" if self._alone is None else "share")
         self.away = why
@@ -296,7 +303,7 @@ class SharedLimits:
         self._unanswered(asks)
 
     def _unanswered(self, asks: list[_Ask]) -> None:
-        """Say to these, and to all that wait, that nobody can tell."""
+        """Report to `asks` and all waiting requests that the store is away."""
         waiting = [*asks, *self._asks]
         self._asks.clear()
         for ask in waiting:

@@ -1,4 +1,4 @@
-"""A Valkey, or a Redis from version 6 on, in which scripts run."""
+"""A client of Valkey, or of Redis 6 and later, that runs scripts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from llmproxy.config import ConfigError
 
 
 class StoreError(Exception):
-    """The store cannot be asked, or refuses. The text is for people."""
+    """The store is unreachable, or returned an error. The text is for people."""
 
 
 class ValkeyServer:
-    """The server at `url`, which the configuration key `key` names. A call takes up to `answer_s`.
+    """The server at `url`.
 
-    Raises ConfigError where the library is missing, or cannot use the URL.
+    Args:
+        key: The configuration key of `url`, for messages.
+        answer_s: Timeout of a call.
+
+    Raises:
+        ConfigError: The library is missing, or does not accept the URL.
     """
 
     def __init__(self, url: str, key: str, answer_s: float) -> None:
@@ -26,7 +31,7 @@ class ValkeyServer:
             need = f"{key}: valkey:// needs the library valkey: pip install 'llmproxy-lb[valkey]'"
             raise ConfigError([need]) from None
         self._failed: type[Exception] = ValkeyError
-        # A call that is tried again by the library would hide how old it is.
+        # A retry inside the library would hide the age of a call.
         try:
             self.client: Any = Valkey.from_url(
                 url, socket_timeout=answer_s, socket_connect_timeout=answer_s, retry_on_timeout=False
@@ -36,7 +41,7 @@ class ValkeyServer:
         self._shown = url.partition("?")[0].rpartition("@")[2]
 
     async def run(self, script: str, keys: Sequence[str | bytes], *given: str | bytes | float) -> Any:
-        """What a script returns. Raises StoreError."""
+        """Returns the result of a script. Raises StoreError."""
         try:
             return await self.client.eval(script, len(keys), *keys, *given)
         except (self._failed, OSError) as error:

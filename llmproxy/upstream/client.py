@@ -1,4 +1,4 @@
-"""The client behind the upstream port: connections of our own to the backends, the idle ones kept for a while."""
+"""The HTTP/1.1 client of the upstream port, with a pool of idle connections to the backends."""
 
 from __future__ import annotations
 
@@ -27,28 +27,31 @@ IDLE_MAX_S = 4.0
 """Idle connections are dropped after this; vLLM itself closes them after exactly 5 s."""
 
 IDLE_DROP_S = 0.1
-"""How soon a kept connection must break to be one that the backend had already dropped: about a round trip."""
+"""If an idle connection breaks this soon after a request was sent, the backend had closed it before: about a round
+trip.
+"""
 
 OTHER_ADDRESS_AFTER_S = 0.25
-"""How long the first address of a name is tried alone (RFC 8305, section 5)."""
+"""Head start of the first address of a name over the next one (RFC 8305, section 5)."""
 
 
 _Destination = tuple[str, PeerTls | None]
-"""Where a connection leads: a base URL, and how its server was trusted."""
+"""The key of a connection: its base URL and its TLS settings."""
 
 
 class HttpUpstream:
-    """The upstream port over HTTP/1.1. Closed by `close` or by leaving its block.
+    """The upstream port over HTTP/1.1. Close it by `close`, or use it as an async context manager.
 
-    `endpoints` says how to reach and trust backends. Beyond `connections_max`, idle connections make room for new ones.
+    `endpoints` has the addresses and TLS settings of the backends. At `connections_max` connections, the connection
+    that has been idle for longest is closed for a new one. In use, there may be more.
     """
 
     def __init__(self, endpoints: Endpoints | None = None, connections_max: int = sys.maxsize) -> None:
         self._endpoints = endpoints or Endpoints()
         self._connections_max = connections_max
         self._connections: set[BackendConnection] = set()
-        # The last one is the freshest and is used first, so that the others time out when they are not needed. The key
-        # has the trust: a connection that was opened with another trust is not used.
+        # The last connection of a list is the most recently used and is used first, so the others time out when they
+        # are not needed. The TLS settings are in the key, so a connection with outdated settings is not reused.
         self._idle: dict[_Destination, list[BackendConnection]] = {}
         self._failures = PacedCalls()
         self._sweep: asyncio.TimerHandle | None = None
@@ -61,13 +64,13 @@ class HttpUpstream:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections, those in use too."""
+        """Close all connections, also those in use."""
         if self._sweep is not None:
             self._sweep.cancel()
         for connection in list(self._connections):
             connection.abort()
         if self._connections:
-            # A transport reports its end in a later turn of the loop.
+            # Transports report their end in a later turn of the loop.
             self._closed = asyncio.get_running_loop().create_future()
             await self._closed
 
@@ -90,8 +93,8 @@ class HttpUpstream:
             try:
                 return await _send(kept, head, body, size_bytes)
             except ConnectionDropped as dropped:
-                # A backend whose connection breaks later has seen the request, and may have worked on it. A GET may be
-                # repeated in any case (RFC 9110, section 9.2.2); a new connection shows whether the backend is gone.
+                # If the connection broke later, the backend may have worked on the request. Only a GET may be repeated
+                # then (RFC 9110, section 9.2.2); a new connection shows whether the backend is gone.
                 if method != "GET" and dropped.at_s - sent_s > IDLE_DROP_S:
                     raise
         return await _send(await self._connect(to, url, connect_timeout_s), head, body, size_bytes)
@@ -123,14 +126,14 @@ class HttpUpstream:
                     server_hostname=name if context is not None else None,
                 )
         except OSError as error:
-            # TimeoutError is an OSError too, and has no text.
+            # TimeoutError is an OSError without a text.
             detail = f"{base_url}: {_in_words(error) or f'no connection within {timeout_s:g} s'}"
             lack = errno_reason(error) if found else "the name of the backend does not resolve"
             raise LocalFailure(lack, detail) if lack is not None else ConnectFailed(detail) from error
         self._connections.add(connection)
         return connection
 
-    # --- connections that wait for their next request -----------------------------------------------------------------
+    # --- idle connections ---------------------------------------------------------------------------------------------
 
     def _kept(self, to: _Destination) -> BackendConnection | None:
         idle = self._idle.get(to)
@@ -174,14 +177,14 @@ class HttpUpstream:
 
 
 def _in_words(error: OSError) -> str:
-    """The error without its number, which says nothing to most people; names and TLS have texts of their own."""
+    """Returns the text of an error without its number."""
     if error.errno is None or isinstance(error, ssl.SSLError | socket.gaierror):
         return str(error)
     return os.strerror(error.errno)
 
 
 async def _send(connection: BackendConnection, head: bytes, body: Body, size_bytes: int) -> HttpExchange:
-    """The answer to one request, as soon as its head is there."""
+    """Send a request. Returns the exchange once the head of the response has arrived."""
     exchange = connection.begin()
     try:
         await connection.send(head, body, size_bytes)
@@ -193,7 +196,7 @@ async def _send(connection: BackendConnection, head: bytes, body: Body, size_byt
 
 
 def _head(url: URL, method: str, path_qs: str, headers: Headers, size_bytes: int) -> bytes:
-    """The head of a request. Raises ValueError for text that would be read as more than one field."""
+    """Returns the head of a request. Raises ValueError for text that would be parsed as more than one field."""
     fields = [
         field
         for field in (headers.items() if isinstance(headers, Mapping) else headers)

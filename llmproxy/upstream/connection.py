@@ -1,7 +1,7 @@
-"""One connection to a backend: a request goes out, and its answer comes in as it arrives.
+"""A connection to a backend, which carries one exchange at a time.
 
-llhttp, the parser of Node.js, parses HTTP/1.1 in its strict mode: bytes that one program reads as one response and
-another as two are refused. Bytes of a body are passed on in the callback in which they arrive.
+llhttp, the parser of Node.js, parses HTTP/1.1 in its strict mode, and refuses responses that programs could parse
+differently (response splitting). Bytes of a body are passed on in the callback in which they arrive.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from llmproxy.lifecycle.paced import PacedCalls
 from llmproxy.upstream.port import Body, InvalidResponse, UpstreamBroken
 
 READ_BUFFER_BYTES = 128 << 10
-"""Of a body that is not read yet: beyond this, reading from the backend pauses."""
+"""Unread bytes of a body from which on reading from the backend pauses."""
 HEAD_BYTES_MAX = 256 << 10
-"""The longest head of a response, interim responses (1xx) before it included."""
+"""The longest head of a response, including interim responses (1xx)."""
 WHOLE_BODY_BYTES_MAX = 1 << 20
 """Request bodies up to this are written in one piece, larger ones in slices as the transport drains."""
 SLICE_BYTES = 256 << 10
@@ -29,10 +29,10 @@ _SWITCHING_PROTOCOLS = 101
 
 
 class ConnectionDropped(UpstreamBroken):
-    """A kept connection broke before any byte of the response.
+    """A reused connection broke before any byte of the response.
 
-    Most likely the backend closed it at the same moment, which says nothing about its health. `at_s` is the time
-    of the break, on the clock of the loop.
+    Most likely the backend closed its idle connection at the same moment, which says nothing about its health. `at_s`
+    is the time of the break, on the clock of the loop.
     """
 
     def __init__(self, why: str, at_s: float) -> None:
@@ -41,8 +41,13 @@ class ConnectionDropped(UpstreamBroken):
 
 
 class BackendConnection(asyncio.Protocol):
-    """A connection that carries one exchange at a time. `on_free` is called when it may carry another one, `on_lost`
-    when it has ended. `failures` reports lost connections to their exchanges, a few in each turn of the loop.
+    """A connection to a backend.
+
+    Args:
+        name: The base URL, for messages.
+        on_free: Called when the connection may carry another exchange.
+        on_lost: Called when the connection has ended.
+        failures: Reports lost connections to their exchanges, a few in each turn of the loop.
     """
 
     __slots__ = (
@@ -65,25 +70,31 @@ class BackendConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: HttpExchange | None = None
+        # Body bytes of the current `data_received` call.
         self._pieces: list[bytes] = []
+        # Set while the transport's write buffer is full.
         self._drained: asyncio.Future[None] | None = None
         self._paused = False
+        # State of the exchange: the whole request was sent; bytes of the response arrived; the response is complete;
+        # bytes followed the response; the connection may be reused.
         self._sent = self._heard = self._complete = self._surplus = self._persistent = False
         self._head_bytes = 0
+        # Polls the socket for bytes that the loop has not read yet.
         self._unread = poll()
+        # The connection has carried an exchange.
         self.used = False
         self.free_since_s = 0.0
 
     @property
     def usable(self) -> bool:
-        """Whether another request may go out on it."""
+        """Whether another request may be sent."""
         if self._exchange is not None or self._transport is None or self._transport.is_closing():
             return False
-        # Bytes or an end that arrived and were not read came before this request, and are no response to it.
+        # Unread bytes, or an unread end of the connection, precede the next request and are no response to it.
         return not self._unread.poll(0)
 
     def begin(self) -> HttpExchange:
-        """Begin the exchange that it carries from now on."""
+        """Begin a new exchange."""
         exchange = self._exchange = HttpExchange(self, self.used)
         self.used = True
         self._sent = self._heard = self._complete = self._surplus = self._persistent = False
@@ -91,7 +102,10 @@ class BackendConnection(asyncio.Protocol):
         return exchange
 
     async def send(self, head: bytes, body: Body, size_bytes: int) -> None:
-        """Write one request; a large body in slices, until the backend has answered. Raises UpstreamBroken."""
+        """Write a request. A large body is written in slices, and no further once the backend has answered.
+
+        Raises UpstreamBroken.
+        """
         if size_bytes <= WHOLE_BODY_BYTES_MAX:
             self._write(b"".join((head, *body)))
             self._sent = True
@@ -105,7 +119,7 @@ class BackendConnection(asyncio.Protocol):
                 if exchange is None or exchange.status:
                     return
                 self._write(piece[start : start + SLICE_BYTES])
-                # With a fast backend, writing never waits; other tasks must have a turn.
+                # With a fast backend, writing never waits, so other tasks need this turn.
                 await asyncio.sleep(0)
         self._sent = True
 
@@ -126,7 +140,8 @@ class BackendConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Cut the connection. `close` would wait until the peer has read the buffer, for ever where it hangs."""
+        """Cut the connection at once. `close` of a transport would wait for ever for a hanging peer to read the
+        buffer."""
         self._exchange = None
         if self._transport is not None:
             self._transport.abort()
@@ -139,7 +154,7 @@ class BackendConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        # It refers to this connection: the cycle would be left to the garbage collector.
+        # The parser refers to this connection, so this avoids a reference cycle.
         del self._parser
         self.resume_writing()
         exchange, self._exchange = self._exchange, None
@@ -151,7 +166,7 @@ class BackendConnection(asyncio.Protocol):
         else:
             dropped = exchange.reused and not self._heard
             kind, why = _broken(dropped), str(exc or "the connection was closed")
-            # A backend that ends breaks many exchanges at once.
+            # The end of a backend breaks many exchanges at once.
             self._failures.add(partial(exchange.failed, kind, why))
 
     def pause_writing(self) -> None:
@@ -165,7 +180,7 @@ class BackendConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         exchange = self._exchange
         if exchange is None:
-            # These bytes are no response to any request. They would be taken for the response to the next one.
+            # Without an exchange, these bytes would be parsed as the response to the next request.
             self.abort()
             return
         self._heard = True
@@ -193,7 +208,7 @@ class BackendConnection(asyncio.Protocol):
 
     def _end(self, exchange: HttpExchange, *, keep: bool) -> None:
         if self._exchange is not exchange:
-            # The reader of the last bytes has cut the connection.
+            # The sink has cut the connection at the last bytes.
             return
         self._exchange = None
         exchange.end()
@@ -213,7 +228,7 @@ class BackendConnection(asyncio.Protocol):
             self._exchange.reason += _text(reason)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Fields behind the body (trailers) are not passed on.
+        # Trailers (fields after the body) are dropped.
         if self._exchange is not None and not self._exchange.status:
             self._exchange.headers.append((_text(name), _text(value)))
 
@@ -229,7 +244,7 @@ class BackendConnection(asyncio.Protocol):
         else:
             codings = [value for name, value in exchange.headers if name.lower() == "transfer-encoding"]
             if codings and (len(codings) > 1 or codings[0].strip(" ").lower() != "chunked"):
-                # The parser decodes chunks alone: bytes in another coding would be taken for the body.
+                # The parser only decodes chunks, so another coding would be passed on as the body.
                 raise ValueError("its transfer-encoding is another one than chunked")
             exchange.answered(status)
 
@@ -238,15 +253,15 @@ class BackendConnection(asyncio.Protocol):
             self._pieces.append(data)
 
     def on_message_complete(self) -> None:
-        # An interim response is complete too; the final one is still to come.
+        # Interim responses end here too, without a status.
         if self._exchange is not None and self._exchange.status:
             self._complete = True
-            # Asked here, because the parser forgets it at the end of the message.
+            # The parser forgets this after the end of the message.
             self._persistent = self._parser.should_keep_alive()
 
 
 class HttpExchange:
-    """One response; see `port.Exchange`."""
+    """A response; see `port.Exchange`."""
 
     __slots__ = (
         "_broken", "_connection", "_held", "_held_bytes", "_sink", "_sink_error", "_woken", "ended", "headers",
@@ -254,11 +269,16 @@ class HttpExchange:
     )  # fmt: skip
 
     def __init__(self, connection: BackendConnection, reused: bool) -> None:
+        # None after the end of the body or a failure.
         self._connection: BackendConnection | None = connection
+        # Body bytes that were not read yet.
         self._held: list[bytes] = []
         self._held_bytes = 0
+        # Gets each piece of the body while `flow` runs.
         self._sink: Callable[[bytes], None] | None = None
+        # Wakes the reader.
         self._woken: asyncio.Future[None] | None = None
+        # The exception class and message for the reader.
         self._broken: tuple[Callable[[str], UpstreamBroken], str] | None = None
         self._sink_error: Exception | None = None
         self.ended = False
@@ -268,7 +288,7 @@ class HttpExchange:
         self.reused = reused
 
     async def head(self) -> None:
-        """Wait for the head of the answer. Raises UpstreamBroken."""
+        """Wait for the head of the response. Raises UpstreamBroken."""
         while not self.status:
             await self._more()
 
@@ -310,8 +330,8 @@ class HttpExchange:
             self.failed(UpstreamBroken, "the connection was closed from here")
 
     async def _more(self) -> None:
-        """Wait until something has changed. Raises what went wrong."""
-        # An exception refers to frames, and they to this exchange: it is not kept here, so that there is no cycle.
+        """Wait for the next event. Raises the failure of the exchange or of the sink."""
+        # An exception refers to frames that refer to this exchange, so it is not stored here, to avoid a cycle.
         if self._sink_error is not None:
             error, self._sink_error = self._sink_error, None
             raise error
@@ -332,7 +352,7 @@ class HttpExchange:
 
     @property
     def ends_with_connection(self) -> bool:
-        """Whether the body ends with the connection, and in no other way."""
+        """Whether only the end of the connection ends the body."""
         if not self.status:
             return False
         fields = {name.lower(): value.lower() for name, value in self.headers}
@@ -362,7 +382,7 @@ class HttpExchange:
         self._wake()
 
     def failed(self, kind: Callable[[str], UpstreamBroken], why: str) -> None:
-        """No more of the answer comes; a reader gets an exception of this kind."""
+        """The response was cut short: readers get an exception of this kind."""
         if self._broken is not None:
             return
         name = self._connection.name if self._connection is not None else ""

@@ -1,4 +1,4 @@
-"""How to reach the backends: the addresses behind their host names, and whose certificates to trust."""
+"""The addresses and TLS settings of the backends."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from llmproxy.upstream.resolver import Resolver
 from llmproxy.upstream.tls import PeerTls, ca_error, peers_tls
 
 LOOK_S = 2.0
-"""How often files of authorities are looked at. A change is taken in by the second look that finds it."""
+"""Interval of checking CA files. A change is applied when the second check in a row finds it."""
 
 _log = structlog.get_logger()
 
 
 class Endpoints:
-    """The endpoints of all backends: `resolver` knows their hosts, `tls` says by base URL how to trust those that are
-    reached by https. Any other URL is trusted by the authorities of this machine. Ended by `close`.
-    """
+    """The endpoints of all backends. Call `close` at the end."""
 
     def __init__(self, resolver: Resolver | None = None) -> None:
         self.resolver = resolver or Resolver()
+        # Base URL of an https backend -> TLS settings. The machine's CAs are trusted for all other URLs.
         self.tls: dict[str, PeerTls] = {}
         self._backends: Collection[BackendConfig] = ()
 
     def replace(self, backends: Collection[BackendConfig]) -> None:
-        """Be able to reach these backends and no others. Of two at one URL, the last one says how to trust it.
+        """Replace the set of backends. Of two backends with the same URL, the TLS settings of the last one count.
 
-        Raises ConfigError for a file of authorities that cannot be read, and has changed nothing then.
+        Raises ConfigError, without any change, for a CA file that cannot be read.
         """
         wanted = {backend.url: backend for backend in backends if backend.by_https}
         made = peers_tls(
@@ -43,10 +42,10 @@ class Endpoints:
         self.resolver.follow(backend.url for backend in backends)
 
     async def follow_authorities(self, *, quiet: bool = False) -> None:
-        """Trust those who stand in the backends' files of authorities now, until cancelled.
+        """Apply changes of the backends' CA files, until cancelled.
 
-        A file that cannot be used is logged once, unless `quiet`, and changes nothing. Connections that are open stay,
-        and are not used again once they are idle.
+        A file that cannot be used is logged once, unless `quiet`, and changes nothing. After a change, open connections
+        finish their request and are not reused.
         """
         while True:
             await asyncio.sleep(LOOK_S)
@@ -56,12 +55,12 @@ class Endpoints:
     def _renew(self, backend: BackendConfig, quiet: bool) -> None:
         peer = self.tls.get(backend.url)
         if peer is None or peer.settings != backend.tls:
-            # Another backend at its URL says how to trust it, while this one leaves.
+            # Another backend at this URL set the TLS settings, while this backend leaves.
             return
         if peer.authorities is None or not peer.authorities.has_changed():
             return
         try:
-            # Another context: an authority can be added to one, and not be taken out again.
+            # A new context, because CAs can be added to a context but not removed.
             self.tls[backend.url] = PeerTls.from_config(backend)
         except OSError as error:
             if not quiet:
@@ -71,5 +70,5 @@ class Endpoints:
             _log.info("authorities_renewed", backend=backend.name, ca=str(backend.tls.ca))
 
     async def close(self) -> None:
-        """Look nothing up any more."""
+        """Stop all DNS look-ups."""
         await self.resolver.close()

@@ -1,4 +1,4 @@
-"""The head of an HTTP/1.1 message, for requests to backends and responses to clients (RFC 9112, sections 2 to 5)."""
+"""Builds the heads of HTTP/1.1 messages: requests to backends and responses to clients (RFC 9112, sections 2 to 5)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 
 def head(first_line: str, fields: Iterable[tuple[str, str]]) -> bytes:
-    """A request or status line and its fields, up to and with the empty line.
+    """Returns a request or status line and its fields, including the empty line.
 
-    Raises ValueError for a line break within one of them, which would make it more than one field.
+    Raises ValueError for a line break in any of them, which would add another field.
     """
     lines = [first_line]
     lines += [f"{name}: {value}" for name, value in fields]

@@ -1,4 +1,4 @@
-"""Requests of the proxy itself to one backend, which no client sent."""
+"""Requests that the proxy itself sends to a backend."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from llmproxy.upstream.port import Upstream, read_response_body
 async def post(
     upstream: Upstream, backend: BackendConfig, key: str | None, path: str, body: Any, connect_s: float, bytes_max: int
 ) -> tuple[int, bytes]:
-    """Send `body` as JSON; the status, and up to `bytes_max` bytes of the answer, or more if it is longer.
+    """Send `body` as JSON. Returns the status and the response body.
 
-    `key` is used for backends without one of their own. Raises ConnectFailed or UpstreamBroken.
+    A body longer than `bytes_max` is cut off at some length above `bytes_max`. `key` is used for backends without an
+    own API key. Cancellation cuts the connection. Raises ConnectFailed or UpstreamBroken.
     """
     key = backend.api_key or key
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})

@@ -1,8 +1,8 @@
-"""The upstream port: one request to one backend, and its answer piece by piece as it arrives.
+"""The upstream port: the interface to send a request to a backend and read the response as it arrives.
 
-`Upstream` and `Exchange` are the interface that the relay uses; `client` implements it. All time limits but the one
-for connecting are the caller's: it cancels, or calls `Exchange.close`. Both cut the connection at once, because nothing
-else makes an engine stop generating.
+The relay uses `Upstream` and `Exchange`; `client` implements them. Callers enforce all timeouts but the connect
+timeout: they cancel, or call `Exchange.close`. Both cut the connection at once, because nothing else stops an engine
+from generating.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Protocol
 
 Headers = Iterable[tuple[str, str]] | Mapping[str, str]
 Body = Sequence[bytes | memoryview]
-"""A request body in pieces, in order: a change in a body of 50 MB must not copy all of it."""
+"""A request body in pieces, so that a change in a body of 50 MB does not copy all of it."""
 
 
 class ConnectFailed(Exception):  # noqa: N818 - a fact about one attempt, not an error of this code
-    """There was no connection, so that no byte was sent: the request may go to another backend without any risk."""
+    """There was no connection, so no byte was sent. The request can safely be retried on another backend."""
 
 
 class LocalFailure(ConnectFailed):
-    """The cause is not the backend: a descriptor, a local port or the address of its name is lacking.
+    """The backend is not the cause: there is no free descriptor or local port, or its host name does not resolve.
 
     `message` is for the client, and names no backend.
     """
@@ -35,11 +35,11 @@ class UpstreamBroken(Exception):  # noqa: N818 - a fact about one attempt, not a
 
 
 class InvalidResponse(UpstreamBroken):
-    """What the backend sent is not an HTTP/1.1 response."""
+    """The backend's bytes are not a valid HTTP/1.1 response."""
 
 
 class Exchange(Protocol):
-    """One response. Its head has arrived; its body is read by `chunk` or `flow`."""
+    """A response whose head has arrived. Read its body by `chunk` or `flow`."""
 
     @property
     def status(self) -> int:
@@ -51,36 +51,35 @@ class Exchange(Protocol):
 
     @property
     def headers(self) -> list[tuple[str, str]]:
-        """Names and values as they came: order, case and repetitions kept; bytes beyond ASCII are surrogate-escaped
-        UTF-8."""
+        """Names and values in their original order and case, with repetitions. Decoded as surrogate-escaped UTF-8."""
 
     async def chunk(self) -> bytes:
-        """The bytes of the body that have arrived, waiting for the first of them; b"" at its end, then and ever after.
+        """Returns the bytes of the body that have arrived, after waiting for at least one; always b"" after the end.
 
-        Raises UpstreamBroken when the body is cut short. Never called by two tasks at once.
+        Must not be called by two tasks at once. Safe to cancel. Raises UpstreamBroken if the body is cut short.
         """
 
     async def flow(self, sink: Callable[[bytes], None]) -> None:
-        """Hand each further piece of the body to `sink` in the very callback in which it arrives, until its end.
+        """Pass each further piece of the body to `sink`, in the callback in which it arrives, until the end.
 
-        Raises UpstreamBroken when the body is cut short, and whatever `sink` raises, which cuts the connection.
+        Raises UpstreamBroken if the body is cut short. An exception of `sink` cuts the connection and is raised here.
         """
 
     def halt(self) -> None:
-        """Called by the sink: `flow` ends, and the rest is left to `chunk`."""
+        """End `flow` from within its sink. The rest of the body is read by `chunk`."""
 
     @property
     def ended(self) -> bool:
         """Whether all of the body has arrived."""
 
     def pause(self) -> None:
-        """Read no more of the body for now, so that the backend has to wait."""
+        """Stop reading from the backend, which then has to wait (backpressure)."""
 
     def resume(self) -> None:
-        """Read on."""
+        """Read from the backend again."""
 
     def close(self) -> None:
-        """Cut the connection, unless the body has arrived to its end and the connection is already free again.
+        """Cut the connection, unless the whole body has arrived and the connection is free again.
 
         May be called at any time and any number of times.
         """
@@ -101,7 +100,7 @@ async def read_response_body(exchange: Exchange, bytes_max: int) -> bytes:
 
 
 class Upstream(Protocol):
-    """The way to the backends."""
+    """Sends requests to backends."""
 
     async def open(
         self,
@@ -112,11 +111,17 @@ class Upstream(Protocol):
         body: Body,
         connect_timeout_s: float,
     ) -> Exchange:
-        """Send one request and wait for the head of its answer; redirects are answers like any other.
+        """Send a request and wait for the head of the response. Redirects are not followed.
 
-        The path and query go out as they are. Headers are sent as given, in their order; only `host` is added when
-        absent, and `content-length` is always that of `body`. They hold no hop-by-hop header and no `expect`. A
-        request on a kept connection that the backend dropped at the same moment, without seeing the request, is sent
-        again on a new one. So is a GET whenever a kept connection ends before a byte of the answer. Raises
-        ConnectFailed (LocalFailure is one of them) or UpstreamBroken; cancelling it cuts the connection.
+        A request on an idle connection that the backend was just closing is sent again on a new connection. A GET is
+        sent again whenever a reused connection breaks before a byte of the response. Cancellation cuts the connection.
+
+        Args:
+            path_qs: Path and query, sent unchanged.
+            headers: Sent as given, in their order. `host` is added if absent, and `content-length` is set from `body`.
+                Must not contain hop-by-hop headers or `expect`.
+
+        Raises:
+            ConnectFailed: No connection; as LocalFailure if the backend is not the cause.
+            UpstreamBroken: The connection failed after the request was sent, or may have been.
         """

@@ -1,7 +1,7 @@
-"""The addresses of backends' host names: looked up in the background, so that no request waits for a name server.
+"""Resolves the host names of backends in the background, so that no request waits for a name server.
 
-The system's resolver (`/etc/hosts`, `resolv.conf`) is asked. It may take half a minute where a name server does not
-answer, and cannot be cancelled. Each look-up has a thread of its own, and each name one look-up at a time.
+Look-ups use the system's resolver (`/etc/hosts`, `resolv.conf`). A look-up may take half a minute if a name server does
+not answer, and cannot be cancelled. Each look-up has its own thread, and each name at most one look-up at a time.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from yarl import URL
 from llmproxy.lifecycle.background import supervised
 
 REFRESH_S = 10.0
-"""How old an address may be for new connections. Envoy looks every 5 s, gRPC at most every 30 s."""
+"""Interval of look-ups of a resolved name. Envoy looks every 5 s, gRPC at most every 30 s."""
 RETRY_S = 1.0
-"""How soon a name without a known address is looked up again."""
+"""Interval of look-ups of a name without a known address."""
 ANSWER_MAX_S = 5.0
-"""After so long without an answer, a name counts as one that does not resolve. The answer is still waited for."""
+"""A name counts as unresolved after this time without an answer. The look-up goes on."""
 LOOK_UPS_MAX = 64
-"""The most look-ups at once of names that failed the last time, and as many of all others, which so never wait for the
-failed ones. A look-up that takes longer than `ANSWER_MAX_S` does not count any more."""
+"""The most concurrent look-ups of names whose last look-up failed, and of all other names, so that names that fail
+never delay the others. A look-up longer than `ANSWER_MAX_S` no longer counts."""
 
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]
-"""A family, and a socket address whose port has no meaning."""
+"""A family and a socket address, whose port is ignored."""
 LookUp = Callable[[str], Awaitable[Sequence[Address]]]
 """Returns all addresses of a name. Raises OSError."""
 
@@ -41,22 +41,26 @@ _log = structlog.get_logger()
 
 
 class NameFailed(OSError):  # noqa: N818 - a fact about a name, not an error of this code
-    """A name has no known address. That says nothing about the backend."""
+    """A name has no known address. The backend may still be healthy."""
 
 
 @dataclass(slots=True)
 class _Name:
     host: str
+    # The last resolved addresses, kept while look-ups fail.
     known: Sequence[Address] = ()
+    # The failure of the last look-up, "" after a success.
     why: str = ""
+    # Set at the first answer, or after `ANSWER_MAX_S`.
     asked: asyncio.Event = field(default_factory=asyncio.Event)
-    """It was answered once, or `ANSWER_MAX_S` has passed."""
     following: asyncio.Task[None] | None = None
 
 
 class Resolver:
-    """Resolves host names. Those of `follow` are looked up every `REFRESH_S`; the last known addresses are kept while
-    that fails. Any other name is looked up whenever it is needed. Ended by `close`.
+    """Resolves host names. Call `close` at the end.
+
+    Names passed to `follow` are looked up every `REFRESH_S`, and keep their last addresses while look-ups fail. All
+    other names are looked up on demand.
     """
 
     def __init__(self, look_up: LookUp | None = None) -> None:
@@ -66,7 +70,7 @@ class Resolver:
         self._turns = {failed: asyncio.Semaphore(LOOK_UPS_MAX) for failed in (False, True)}
 
     def follow(self, urls: Iterable[str]) -> None:
-        """Look up the hosts of these base URLs from now on, and no others."""
+        """Set the base URLs whose hosts are looked up in the background."""
         hosts = {host for url in urls if (host := URL(url).raw_host) and (host in self._names or _own(host) is None)}
         for host in self._names.keys() - hosts:
             task = self._names.pop(host).following
@@ -77,19 +81,22 @@ class Resolver:
             name.following = supervised(partial(self._follow, name), f"follow {host}")
 
     async def connectable(self, host: str, port: int) -> list[AddrInfoType]:
-        """The addresses to connect to. Only for the first answer about a name does this wait. Raises NameFailed."""
+        """Returns the addresses to connect to. For a followed name, waits only for the first answer.
+
+        Raises NameFailed.
+        """
         return [
             (family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (place[0], port, *place[2:]))
             for family, place in await self._addresses(host)
         ]
 
     async def look_up(self, host: str) -> Sequence[Address]:
-        """Look a name up now. Callers at the same time share one look-up. Raises OSError."""
+        """Look a name up now. Concurrent callers share a look-up. Raises OSError."""
         # The look-up goes on for the other callers when one is cancelled.
         return await asyncio.shield(self._ask(host))
 
     async def close(self) -> None:
-        """Look nothing up any more."""
+        """Stop all look-ups."""
         tasks = [*self._looking.values(), *(name.following for name in self._names.values() if name.following)]
         self.follow(())
         for task in tasks:
@@ -120,7 +127,7 @@ class Resolver:
                 self._found(name, await self.look_up(name.host))
             except OSError as error:
                 self._not_found(name, _reason(error))
-            # Look-ups of many names and many proxies must not happen all at once.
+            # Jitter, so that many names and proxies are not looked up at once.
             await asyncio.sleep((REFRESH_S if name.known else RETRY_S) * random.uniform(0.8, 1.0))
 
     def _found(self, name: _Name, found: Sequence[Address]) -> None:
@@ -172,12 +179,12 @@ class Resolver:
     def _looked(self, host: str, ended: asyncio.Task[Sequence[Address]]) -> None:
         del self._looking[host]
         if not ended.cancelled():
-            # There may be no caller left to take its exception.
+            # All callers may be gone; reading the exception avoids a log line about it.
             ended.exception()
 
 
 async def ask_system(host: str) -> Sequence[Address]:
-    """Look a name up by the system's resolver. Raises OSError."""
+    """Look a name up with the system's resolver. Raises OSError."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Sequence[Address]] = loop.create_future()
 
@@ -202,7 +209,8 @@ async def ask_system(host: str) -> Sequence[Address]:
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(resolve, found, failed)
 
-    # No thread of a pool: the process would wait for it at its end, and the few threads of the loop would all be busy.
+    # Not a thread of the loop's pool: the process would wait for it at its end, and slow look-ups would use up the
+    # pool.
     try:
         threading.Thread(target=ask, name=f"look up {host}", daemon=True).start()
     except RuntimeError as error:
@@ -211,7 +219,8 @@ async def ask_system(host: str) -> Sequence[Address]:
 
 
 def _own(host: str) -> Sequence[Address] | None:
-    """The addresses of an address, or of a name of this machine (RFC 6761, section 6.3), which need no look-up."""
+    """Returns the addresses of an IP address or a localhost name (RFC 6761, section 6.3); None if a look-up is
+    needed."""
     if f".{host.rstrip('.').lower()}".endswith(".localhost"):
         return _loopback()
     try:
@@ -227,7 +236,7 @@ def _loopback() -> Sequence[Address]:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::1", 0))
     except OSError:
-        # A refusal by one address is only reported where the other address does not fail in another way.
+        # Without IPv6, the failure of ::1 would hide a refused connection to 127.0.0.1.
         return both[:1]
     return both
 

@@ -1,4 +1,4 @@
-"""TLS to backends: which certificates to trust, and under which name."""
+"""TLS to backends: trusted CAs and expected server names."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from llmproxy.config import BackendConfig, BackendTlsConfig, ConfigError, Watche
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PeerTls:
-    """How to trust one backend, by its `settings`; their `server_name` is None where it is the host of its URL.
+    """The TLS settings of a backend.
 
-    `authorities` is the file of certificate authorities that are trusted, None for those of this machine. Two objects
-    are never equal: a connection that was opened with one is not used where another one holds.
+    Two objects are never equal, so a connection that was opened with older settings is not reused.
     """
 
     context: ssl.SSLContext
     settings: BackendTlsConfig
+    # The CA file, None for the CAs of this machine.
     authorities: WatchedFile | None
 
     @property
     def server_name(self) -> str | None:
-        """The name that is sent (SNI) and must be in the certificate."""
+        """The name that is sent (SNI) and must be in the certificate; None for the host of the URL."""
         return self.settings.server_name
 
     @classmethod
     def from_config(cls, backend: BackendConfig) -> PeerTls:
-        """By the configuration and the file of authorities as they are now. Raises OSError for a useless file."""
+        """Reads the configuration and the CA file. Raises OSError if the file cannot be used."""
         authorities = None
         if backend.tls.ca is not None:
             authorities = WatchedFile(backend.tls.ca)
@@ -37,9 +37,9 @@ class PeerTls:
 
 
 def peers_tls(backends: Iterable[BackendConfig]) -> dict[str, PeerTls]:
-    """By base URL, for every backend that is reached by https, templates of DNS names included.
+    """Returns base URL -> TLS settings of every https backend, including templates of DNS names.
 
-    Raises ConfigError for a file of authorities that cannot be read.
+    Raises ConfigError for a CA file that cannot be read.
     """
     peers = {}
     for i, backend in enumerate(backends):
@@ -52,14 +52,14 @@ def peers_tls(backends: Iterable[BackendConfig]) -> dict[str, PeerTls]:
 
 
 def ca_error(backend: BackendConfig, error: OSError) -> str:
-    """What is wrong with its file of authorities, for people."""
+    """Returns the message about a CA file that cannot be used, for people."""
     return f"{backend.tls.ca} holds no certificate: {error.strerror or error}"
 
 
 def _context(backend: BackendConfig) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=backend.tls.ca)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # This proxy speaks HTTP/1.1 alone, so that a proxy in front of an engine must not choose HTTP/2.
+    # This proxy only speaks HTTP/1.1, so a proxy in front of an engine must not choose HTTP/2.
     context.set_alpn_protocols(["http/1.1"])
     if backend.tls.insecure_skip_verify:
         context.check_hostname = False

@@ -1,4 +1,5 @@
-"""How many replicas the work of a pool needs: learned from what arrives and how it is served.
+"""The number of replicas that a pool needs, learned from its arrivals and its served requests.
 
-`curve` learns the time of a step, `mix` what arrives, `observer` watches one pool, `need` puts a number on it.
+`mix` learns the arrivals, `curve` the time of an engine step. `observer` collects both for a pool, and `need` computes
+the number.
 """

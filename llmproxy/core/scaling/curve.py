@@ -1,10 +1,10 @@
-"""What a step of an engine takes: with how many sequences, and beside how many tokens of prompts.
+"""The time of an engine step over its sequences and prompt tokens.
 
-    step_s = base_s + sequence_s * sequences + token_s * prompt tokens in it
+    step_s = base_s + sequence_s * sequences + token_s * prompt tokens in the step
 
-A least squares fit over finished answers with a half-life of a quarter of an hour. The lines that price choices forget
-within fifty observations, because they follow a backend that changes; the number of replicas must not follow what the
-last fifty answers happened to see.
+A least squares fit over finished answers with a half-life of a quarter of an hour. The lines for placement forget
+within fifty observations, to follow a changing backend. The number of replicas must not follow the chance of fifty
+answers.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ from msgspec import Struct
 
 HALF_LIFE_S = 900.0
 FORGET_EVERY_S = 5.0
-"""Forgetting is done at most so often: it costs more than an answer."""
+"""Minimum interval between two applications of the decay, because each costs more than an observation."""
 STEPS_MAX = 200.0
-"""The most that one answer weighs, in steps."""
+"""Largest weight of a single answer, in steps."""
 PRIOR = 20.0
-"""Weight of the guesses, in steps: without any spread they decide what is shared by the two slopes."""
+"""Weight of the guessed slopes, in steps. Without any spread of the loads, the guesses divide the time."""
 GUESS_SEQUENCE = 0.005
 GUESS_TOKEN = 0.003
-"""Guesses of both slopes, as shares of the time of a step alone."""
+"""Guesses of both slopes, as shares of `base_s`."""
 SLOPE_MAX = 0.25
-"""A sequence or a token of a prompt adds at most this share of a step alone, which reads all weights."""
+"""A sequence or a prompt token adds at most this share of `base_s`, because every step reads all weights of the
+model."""
 ROUNDS = 3
 RESTORED_STEPS = 100 * STEPS_MAX
-"""The most that what an earlier process learned weighs: replicas may be others by now."""
+"""Largest weight of the sums of an earlier process, because replicas may have changed since."""
 
 
 class StepLine(Struct, frozen=True):
-    """Seconds of a step alone, more for each sequence, and more for each token of a prompt that is computed in it."""
+    """Seconds of an empty step, plus seconds for each sequence and for each prompt token that the step computes."""
 
     base_s: float
     sequence_s: float
     token_s: float
 
     def at(self, sequences: float) -> float:
-        """Seconds of a step of so many sequences and no prompt."""
+        """Returns the seconds of a step with `sequences` and without a prompt."""
         return self.base_s + self.sequence_s * sequences
 
 
 class StepCurve:
-    """Learns a `StepLine` from answers: how long they took, beside how many sequences and prompt tokens."""
+    """Learns a `StepLine` from the times of answers and the sequences and prompt tokens computed meanwhile."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * 9
@@ -54,14 +55,11 @@ class StepCurve:
 
     @property
     def sums(self) -> tuple[float, ...]:
-        """What was learned, for another process."""
+        """The learned sums, for `restore` in another process."""
         return tuple(self._sums)
 
     def restore(self, sums: Sequence[float], at_s: float) -> bool:
-        """Begin with the `sums` of another process, as they were at `at_s`.
-
-        False, and nothing happens, for numbers that cannot be some.
-        """
+        """Begin with the `sums` of another process, as of `at_s`. Returns False, and changes nothing, if invalid."""
         if (
             len(sums) != len(self._sums)
             or not all(isfinite(one) and one >= 0.0 for one in sums)
@@ -75,7 +73,8 @@ class StepCurve:
         return True
 
     def learn(self, steps: float, took_s: float, sequences: float, prompt_tokens: float, now: float) -> None:
-        """`steps` (above 0) took `took_s`, with `sequences` on average, while so many prompt tokens were computed."""
+        """`steps` (above 0) took `took_s`, with a mean of `sequences`; the engine computed `prompt_tokens`
+        meanwhile."""
         sums, passed_s = self._sums, now - self._at_s
         if passed_s >= FORGET_EVERY_S:
             keep = 0.5 ** (passed_s / HALF_LIFE_S)
@@ -98,7 +97,7 @@ class StepCurve:
 
     @property
     def line(self) -> StepLine | None:
-        """What was learned so far, None before the first answer."""
+        """The learned line, None before the first answer."""
         if self._line is None and self.seen:
             self._line = self._fitted()
         return self._line
@@ -106,10 +105,10 @@ class StepCurve:
     def _fitted(self) -> StepLine:
         w, n, p, nn, np, pp, y, ny, py = self._sums
         mean_n, mean_p, mean_y = n / w, p / w, y / w
-        # Around the means, so that the base drops out.
+        # Sums about the means eliminate the base.
         a, b, c = nn - n * mean_n, np - n * mean_p, pp - p * mean_p
         d, e = ny - n * mean_y, py - p * mean_y
-        # A ridge towards the guesses, in units of the slopes themselves.
+        # Ridge regression towards the guesses.
         alone_s = mean_y / (1.0 + GUESS_SEQUENCE * mean_n + GUESS_TOKEN * mean_p)
         ridge_n, ridge_p = PRIOR * (0.1 * mean_n) ** 2 + 1e-12, PRIOR * (0.1 * mean_p) ** 2 + 1e-12
         guess_n, guess_p = GUESS_SEQUENCE * alone_s, GUESS_TOKEN * alone_s
@@ -122,7 +121,7 @@ class StepCurve:
             slope_p = max(0.0, (e - b * slope_n) / c)
         base_s = mean_y - slope_n * mean_n - slope_p * mean_p
         if max(slope_n, slope_p) > SLOPE_MAX * base_s:
-            # Answers that all saw the same load cannot tell the terms apart, and a step is never free.
+            # If all answers had the same load, the terms are indistinguishable, so the slopes are bounded.
             slope_max = SLOPE_MAX * mean_y / (1.0 + SLOPE_MAX * (mean_n + mean_p))
             slope_n, slope_p = min(slope_n, slope_max), min(slope_p, slope_max)
             base_s = mean_y - slope_n * mean_n - slope_p * mean_p

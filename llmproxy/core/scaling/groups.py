@@ -1,4 +1,4 @@
-"""Which replicas, where a pool has several kinds of them: the cheapest work first."""
+"""Spreads the needed replicas over groups of different cost and speed, the cheapest work first."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from msgspec import Struct
 
 
 class Group(Struct, frozen=True):
-    """One kind of replicas. `cost` is the price of one, in any unit, `speed` that of its work (1: the usual replica of
-    the pool). There are `up` of them, and should be from `min` to `max` (None: any number)."""
+    """A kind of replica."""
 
     name: str
+    # Price of a replica, in any unit.
     cost: float = 1.0
+    # Relative to the usual replica of the pool.
     speed: float = 1.0
+    # Replicas that are up, and the allowed range (`max` None: no upper bound).
     up: int = 0
     min: int = 0
     max: int | None = None
 
 
 class GroupNeed(Struct, frozen=True):
-    """How many replicas of a group are needed (`desired` is rounded up), and how many are up."""
+    """The needed replicas of a group (`desired` is `need` rounded up), and the replicas that are up."""
 
     desired: int
     need: float
@@ -30,11 +32,10 @@ class GroupNeed(Struct, frozen=True):
 
 
 def spread(need: float, groups: Sequence[Group]) -> dict[str, GroupNeed]:
-    """`need`, in usual replicas, spread over groups: each has its `min`, and the rest is taken from the group whose
-    work is cheapest, up to its `max`, then from the next.
+    """Spreads `need`, in usual replicas, over groups.
 
-    It depends on no number of replicas that there are, so replicas that start change nothing. What exceeds every `max`
-    is left out.
+    Each group gets its `min`. The rest goes to the group with the cheapest work up to its `max`, then to the next. Work
+    above every `max` is dropped. Replicas that are up are not considered, so starting replicas change nothing.
     """
     left = need - sum(one.min * one.speed for one in groups)
     needs = {}
@@ -48,5 +49,5 @@ def spread(need: float, groups: Sequence[Group]) -> dict[str, GroupNeed]:
 
 
 def unchanged(groups: Sequence[Group]) -> dict[str, GroupNeed]:
-    """As many as there are: where the need is not known."""
+    """Returns the current number of replicas (at least `min`) of each group, while the need is unknown."""
     return {one.name: GroupNeed(max(one.up, one.min), float(max(one.up, one.min)), one.up, one.cost) for one in groups}

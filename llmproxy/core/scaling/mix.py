@@ -1,4 +1,4 @@
-"""What arrives at a pool: how often, and what requests of each size cost in tokens."""
+"""The arrivals of a pool by size class, and the tokens of requests of each class."""
 
 from __future__ import annotations
 
@@ -14,36 +14,38 @@ LONG_S = 120
 SHORT_S = 30
 TREND_S = 60
 KEPT_S = 180
-"""Arrivals are remembered so long: two windows of `TREND_S`, `LONG_S` apart, tell a trend."""
+"""Arrivals are kept for this time: two windows of `TREND_S`, `LONG_S` apart, give the trend."""
 GAIN = 1 / 50
 SEEN_MIN = 3
-"""Answers of a size that are seen before its outputs are believed; until then such requests count by their prompts."""
+"""Answers of a size class before its output tokens are used."""
 BLOCK = 10
-"""So many answers of a size that clearly differ from those before replace them: its mix is another one now."""
+"""Answers in a block. A block that clearly differs from the mean replaces the mean, because the traffic has changed."""
 BLOCK_SIGMAS = 3.0
 RESTORED_MAX = 50
-"""Answers of a size that an earlier process saw weigh at most as so many."""
+"""Largest weight, in answers, of a size class that an earlier process learned."""
 SIZES_MAX = 64
 SLOT_S = 5
-"""Arrivals are counted in slots of so many seconds, of which all windows are multiples."""
+"""Arrivals are counted in slots of this length. All windows are multiples of it."""
 KEPT_SLOTS = KEPT_S // SLOT_S
 
 
 @dataclass(slots=True)
 class SizeClass:
-    """Requests whose prompts have as many binary digits of tokens. Shares are of prompt tokens, 0..1. `output_squares`
-    is the mean of the squares of the answers' tokens, and the `block` has the last few answers."""
+    """Requests whose prompt tokens have the same number of binary digits."""
 
     seen: int = 0
+    # Mean output tokens of an answer, and the mean of their squares.
     output_tokens: float = 0.0
     output_squares: float = 0.0
+    # Cached share of the prompt tokens, 0..1.
     cached_share: float = 0.0
+    # The number and sums of the answers in the current block (`BLOCK`).
     block: int = 0
     block_tokens: float = 0.0
     block_squares: float = 0.0
 
     def learn(self, output_tokens: float, weight: float) -> None:
-        """An answer had so many tokens."""
+        """Learn from an answer of `output_tokens`."""
         self.output_tokens = follow(self.output_tokens, output_tokens, weight)
         self.output_squares = follow(self.output_squares, output_tokens * output_tokens, weight)
         self.block += 1
@@ -52,7 +54,7 @@ class SizeClass:
         if self.block == BLOCK:
             mean, squares = self.block_tokens / BLOCK, self.block_squares / BLOCK
             variances = max(0.0, self.output_squares - self.output_tokens**2) + max(0.0, squares - mean**2)
-            # Welch's test: one long answer makes the variance of its block large, and proves nothing.
+            # Welch's test: a single long answer proves nothing, because it makes the variance of its block large.
             if abs(mean - self.output_tokens) > BLOCK_SIGMAS * sqrt(variances / BLOCK):
                 self.seen, self.output_tokens, self.output_squares = BLOCK, mean, squares
             self.block, self.block_tokens, self.block_squares = 0, 0.0, 0.0
@@ -60,7 +62,7 @@ class SizeClass:
 
 @dataclass(slots=True)
 class Count:
-    """Requests of one size and the tokens of their prompts."""
+    """Requests of a size class and their prompt tokens."""
 
     requests: float = 0.0
     prompt_tokens: float = 0.0
@@ -70,19 +72,21 @@ Sizes = Mapping[int, Count]
 
 
 def size_class(prompt_tokens: int) -> int:
-    """The size class of a prompt."""
+    """Returns the size class of a prompt."""
     return max(1, prompt_tokens).bit_length()
 
 
 class Tokens(NamedTuple):
-    """Requests, the tokens of their prompts, those of them that are to `compute`, how many stand `before` such a one on
-    average, the tokens of their answers, and those that a replica holds for an answer on average over its time."""
+    """The work of some requests, in tokens."""
 
     requests: float
+    # All prompt tokens.
     prompt: float
+    # Uncached prompt tokens, and the mean number of earlier tokens that each of them attends to.
     compute: float
     before: float
     output: float
+    # Tokens that an answer occupies in the KV cache, averaged over its time.
     held: float
 
 
@@ -90,7 +94,7 @@ NO_TOKENS = Tokens(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class _Window:
-    """Sums over slots that are over, from `begin` to `end` slots ago. Numbers in them are whole, so sums are exact."""
+    """Running sums over the complete slots from `begin` to `end` slots ago. Counts are whole, so the sums are exact."""
 
     __slots__ = ("_at", "_begin", "_end", "_totals")
 
@@ -100,7 +104,7 @@ class _Window:
         self._totals: dict[int, list[float]] = {}
 
     def totals(self, slots: Mapping[int, Mapping[int, Count]], current: int) -> Mapping[int, Sequence[float]]:
-        """[Requests, prompt tokens] by size, as it is in the slot `current`."""
+        """Returns size class -> [requests, prompt tokens], relative to the slot `current`."""
         if self._at is None or not 0 <= current - self._at < KEPT_SLOTS:
             self._totals = {}
             self._add(slots, range(current - self._begin, current - self._end), 1.0)
@@ -119,23 +123,28 @@ class _Window:
 
 
 class Mix:
-    """Arrivals of the last minutes by size, and what was learned of each size."""
+    """The arrivals of the last minutes by size class, and the learned tokens of each class."""
 
     def __init__(self) -> None:
         self.sizes: dict[int, SizeClass] = {}
+        # Slot number -> size class -> arrivals. `_counts` is the current slot, `_slot` its number.
         self._slots: dict[int, dict[int, Count]] = {}
+        # (Begin, end) seconds ago -> running sums.
         self._windows: dict[tuple[int, int], _Window] = {}
         self._counts: dict[int, Count] = {}
         self._slot = -1
+        # First arrival.
         self.first_s: float | None = None
+        # Answers learned from.
         self.ended = 0
         self.restored = False
 
     def restore(self, sizes: Sequence[tuple[int, int, float, float]], squares: Sequence[float]) -> bool:
-        """Begin with what an earlier process learned of sizes: (class, answers seen, output tokens, cached share), and
-        the mean `squares` of those tokens, none where they were not kept.
+        """Begin with the size classes of an earlier process. Returns False, and changes nothing, if they are invalid.
 
-        False, and nothing happens, for numbers that cannot be some.
+        Args:
+            sizes: (Class, answers seen, mean output tokens, cached share).
+            squares: Mean squares of the output tokens of each class; empty if they were not saved.
         """
         if len(squares) != len(sizes):
             squares = [tokens * tokens for _, _, tokens, _ in sizes]
@@ -156,13 +165,13 @@ class Mix:
         return True
 
     def arrived(self, prompt_tokens: int, now: float) -> None:
-        """Count a request."""
+        """Count a new request."""
         slot = int(now) // SLOT_S
         if slot != self._slot:
             self._slot = slot
             self._counts = {}
             self._slots[slot] = self._counts
-            # Windows that were not asked for a while still take out what has left them.
+            # A window that was not read for a while still has to subtract its old slots.
             while (oldest := next(iter(self._slots))) < slot - 2 * KEPT_SLOTS:
                 del self._slots[oldest]
             if self.first_s is None:
@@ -175,7 +184,7 @@ class Mix:
         count.prompt_tokens += prompt_tokens
 
     def learn(self, usage: Usage, sequences: int) -> None:
-        """An answer ended; `usage` is what its engine counted."""
+        """Learn from the usage of an answer."""
         key = size_class(usage.prompt_tokens)
         size = self.sizes.get(key)
         if size is None:
@@ -183,7 +192,7 @@ class Mix:
         size.seen += 1
         self.ended += 1
         weight = gain(GAIN, size.seen)
-        # A prompt alone, as for an embedding, takes a step as well.
+        # A request without output, such as an embedding, takes a step too.
         size.learn(max(1.0, usage.output_tokens), weight)
         if usage.cached_tokens is not None and usage.prompt_tokens > 0:
             size.cached_share = follow(
@@ -191,7 +200,7 @@ class Mix:
             )
 
     def within(self, now: float, begin_s: int, end_s: int = 0) -> dict[int, Count]:
-        """Arrivals between `begin_s` and `end_s` seconds ago by size, both rounded to slots; see `span_s`."""
+        """Returns size class -> arrivals between `begin_s` and `end_s` seconds ago, in whole slots; see `span_s`."""
         current = int(now) // SLOT_S
         totals = self._window(begin_s, end_s).totals(self._slots, current)
         found = {size: Count(*total) for size, total in totals.items() if total[0]}
@@ -202,7 +211,7 @@ class Mix:
         return found
 
     def requests_within(self, now: float, begin_s: int, end_s: int = 0) -> float:
-        """How many came between these, as in `within`."""
+        """Returns the number of arrivals in such a window; see `within`."""
         current = int(now) // SLOT_S
         totals = self._window(begin_s, end_s).totals(self._slots, current)
         found = sum(total[0] for total in totals.values())
@@ -215,12 +224,12 @@ class Mix:
         return found
 
     def span_s(self, now: float, window_s: int) -> float:
-        """How long a window up to now was, in seconds: a proxy that has just started saw less."""
+        """Returns the length of a window up to now in seconds; less than `window_s` soon after the first arrival."""
         first_s = now if self.first_s is None else self.first_s
         return max(1.0, min(window_s + now % SLOT_S, now - first_s))
 
     def tokens(self, sizes: Sizes) -> Tokens:
-        """What these counts are in tokens."""
+        """Returns the expected tokens of these requests."""
         if not sizes:
             return NO_TOKENS
         requests = prompt = compute = before = output = held = 0.0
@@ -233,7 +242,7 @@ class Mix:
             compute += uncached
             before += uncached * (cached + uncached / 2.0) / max(1.0, count.requests)
             output += count.requests * learned.output_tokens
-            # An answer that grows to n tokens holds its prompt and n / 2 of them, for n steps.
+            # An answer that grows to n tokens occupies its prompt and n / 2 tokens on average, for n steps.
             held += count.prompt_tokens * learned.output_tokens + count.requests * learned.output_squares / 2.0
         held = held / output if output else prompt / max(1.0, requests)
         return Tokens(requests, prompt, compute, before / compute if compute else 0.0, output, held)
@@ -242,7 +251,7 @@ class Mix:
         found = self.sizes.get(size)
         if found is not None and found.seen >= SEEN_MIN:
             return found
-        # Prompts are estimated when they come and counted when they end, so that both may lie in neighbouring sizes.
+        # Arrivals have estimated prompt tokens and ends counted ones, so both may be in neighbouring size classes.
         seen = [known for known, one in self.sizes.items() if one.seen >= SEEN_MIN] or self.sizes
         nearest = min(seen, key=lambda known: abs(known - size), default=None)
         if nearest is None:
@@ -255,5 +264,5 @@ class Mix:
 
 
 def total_requests(sizes: Iterable[Count]) -> float:
-    """How many requests these are."""
+    """Returns the number of requests of all size classes."""
     return sum(count.requests for count in sizes)

@@ -1,16 +1,18 @@
-"""How many replicas a pool needs, from its work in seconds of a replica: pure functions, and the terms of the number.
+"""Computes how many replicas a pool needs from its work in replica-seconds, with the terms of the number.
 
 The unit of every term is one replica that is fully, but not overly, used:
 
-    p     = seconds of a replica for a prompt: its tokens that are not cached, times the seconds of one (`curve`)
+    p     = replica-seconds of a prompt: uncached tokens times seconds per token (`curve`)
     s(n)  = seconds of a step with n sequences (`curve`)
     u     = p / (p + output * s(n) / n), the share of its time that a replica spends on prompts
-    seats = the most sequences with which it keeps its objective: least of batch limit, KV-cache / tokens that an answer
-            holds on average over its time, and the largest n with s(n) / (1 - u) below 0.8 of the objective per token
-    w     = p + output * s(seats) / seats, what one request costs
+    seats = the most sequences with which a replica meets its objective: the least of its batch limit, its KV cache /
+            mean tokens that an answer occupies, and the largest n with s(n) / (1 - u) below 0.8 of the objective per
+            output token
+    w     = p + output * s(seats) / seats, replica-seconds of a request
 
-Each replica has its own seats, so its own w. That of the usual one is found from the mean of 1 / w over those that are
-up. Replicas that are full while requests wait do all they can, so `work` is at least as many as are up.
+Each replica has its own seats and its own w. The usual replica has the mean of 1 / w over the replicas that are up.
+If all replicas are full while requests wait, they already do all they can, so `work` is at least the replicas that are
+up.
 """
 
 from __future__ import annotations
@@ -28,61 +30,70 @@ from llmproxy.core.scaling.mix import LONG_S, NO_TOKENS, SHORT_S, TREND_S, Mix, 
 from llmproxy.core.settings import ScalingSettings
 
 MARGIN = 0.8
-"""The share of an objective per token that a replica may use: batches vary."""
+"""The share of an objective per output token that may be planned with, because batches vary."""
 KV_MARGIN = 0.9
-"""The share of a KV-cache that may be planned with: where it is full, engines drop answers and compute them again."""
+"""The share of a KV cache that may be planned with: an engine with a full cache preempts answers and recomputes
+them."""
 AHEAD_MAX = 0.6
-"""The most that a trend adds to the work."""
+"""The largest share that a trend adds to the work."""
 ASK_S = 15.0
-"""An autoscaler asks every so often, so that new replicas come so much later."""
+"""The interval at which an autoscaler reads the number, which delays new replicas."""
 SIGMAS = 2.0
-"""A change counts as one if chance alone would rarely make it: so many standard deviations of a Poisson process."""
+"""Standard deviations of a Poisson process from which on a change is not chance."""
 ENDED_MIN = 30
-"""Answers that are seen before the number is trusted."""
+"""Answers before the number is trusted."""
 FULL_S = 10.0
-"""Requests that wait for so long without a pause, while every replica is full, are no burst."""
+"""If requests wait for this time without a pause while every replica is full, the load is not a burst."""
 TURNS = 8
 DIGITS = 2
-"""KEDA cuts a number off after thousandths: with two digits it comes to the same whole number of replicas."""
+"""KEDA truncates numbers after three digits. With two digits it computes the same whole number of replicas."""
 
 
 class ReplicaFacts(Struct, frozen=True):
-    """One replica as scaling sees it. `limit` is its batch limit where one was learned, `pace` its speed (1: usual).
-
-    `for_prompts`: it computes prompts for others. `full`: it has no room for one more request of a band that counts.
-    """
+    """The facts of a replica that scaling needs."""
 
     up: bool
+    # Learned batch limit, None if none was learned.
     limit: int | None
+    # Size of the KV cache, and its usage (0..1).
     kv_tokens: int | None
     kv_used: float | None
     max_adapters: int | None = None
+    # Speed relative to the usual replica.
     pace: float = 1.0
+    # A prefill replica.
     for_prompts: bool = False
+    # No room for another request of `from_band` or above.
     full: bool = False
     backend: str = ""
 
 
 class Demand(Struct, frozen=True):
-    """What asks for replicas, beside arrivals: sequences in flight (`running`, and `others` of lower bands), requests
-    that wait, held requests for a pool without replicas, and adapters that were asked for lately. Some have waited for
-    `waited_s` without a pause."""
+    """The demand of a pool, besides its arrivals."""
 
+    # Sequences in flight of the bands from `from_band` on, and of lower bands.
     running: int
     others: int
     waiting: Sizes
+    # Requests on hold for a pool without replicas.
     held: int
+    # Recently requested adapters.
     adapters: int
+    # Seconds since the last request; 0 while any is in flight or waits.
     idle_s: float
+    # Seconds for which at least one request has been waiting.
     waited_s: float = 0.0
 
 
 class Capacity(Struct, frozen=True):
-    """What one usual replica can do with this mix of requests. `speeds` are those of all, by backend (1: usual)."""
+    """The capacity of a usual replica for this mix of requests."""
 
+    # The most sequences at once.
     seats: float
+    # Replica-seconds of a request's prompt and of its answer.
     prompt_s: float
     output_s: float
+    # Backend -> speed relative to the usual replica.
     speeds: Mapping[str, float] = {}
 
     @property
@@ -95,7 +106,7 @@ class Capacity(Struct, frozen=True):
 
 
 class RoleNeed(Struct, frozen=True):
-    """How many replicas of one role are needed (`desired` is rounded up), and how many are up."""
+    """The needed replicas of a role (`desired` is `need` rounded up), and the replicas that are up."""
 
     desired: int
     need: float
@@ -103,23 +114,28 @@ class RoleNeed(Struct, frozen=True):
 
 
 class Need(Struct, frozen=True):
-    """How many replicas a pool needs, and why. `terms` are in replicas; `sure` is False where it only holds on.
+    """The number of replicas that a pool needs, and why."""
 
-    `own` is what the requests of this proxy alone need, 0 while that is not known: of several proxies it adds up.
-    """
-
+    # Whole replicas within the configured bounds, and the exact need before both.
     desired: int
     need: float
+    # The largest term, or the bound or rule that decided.
     reason: str
+    # False: too little is known, so the current number is kept.
     sure: bool
     up: int
+    # In replicas.
     terms: dict[str, float]
+    # The work of prompts and of answers, in replicas.
     prefill: float
     decode: float
     capacity: Capacity | None
+    # Waiting requests, and their replica-seconds.
     waiting: int
     waiting_s: float
+    # Seconds until a new replica serves.
     start_s: float
+    # The need of this proxy's own requests, 0 if unknown. The sum over several proxies is the need of all.
     own: float = 0.0
     groups: dict[str, GroupNeed] = {}
     roles: dict[str, RoleNeed] = {}
@@ -129,9 +145,10 @@ def replica_capacity(
     came: Tokens, learned: Learned | None, curve: StepCurve, replicas: Sequence[ReplicaFacts], tpot_s: float | None,
     kv_full: float, usual_limit: float = UNPUBLISHED,
 ) -> Capacity | None:  # fmt: skip
-    """What one replica can do with such requests; None while that is not known.
+    """Returns the capacity of a replica for requests like `came`; None while it is unknown.
 
-    `tpot_s` is the objective per token, None without one, `usual_limit` the batch limit where none was learned.
+    `tpot_s` is the objective per output token, None without an objective. `usual_limit` is the batch limit of replicas
+    without a learned limit.
     """
     line = curve.line
     if came.requests == 0.0 or line is None:
@@ -139,7 +156,7 @@ def replica_capacity(
     attention = 0.0 if learned is None else learned.prefill_attention
     token_s = line.token_s
     if learned is not None and any(one.for_prompts for one in replicas):
-        # Beside answers few prompts are computed, or none: their times say little of what a token of one takes.
+        # Decode replicas compute few prompts, so their answers say little about the time of a prompt token.
         token_s = learned.prefill_token_s
     prompt_s = token_s * came.compute * (1.0 + attention * came.before) / came.requests
     tokens = max(1.0, came.output / came.requests)
@@ -168,7 +185,7 @@ def replica_capacity(
 
 
 def _keeping(tpot_s: float, line: StepLine, prompt_s: float, tokens: float, most: float) -> float:
-    """The largest batch up to `most` beside which a token keeps its objective."""
+    """Returns the largest batch up to `most` in which output tokens meet the objective."""
     seats = min(most, 1e6)
     for _ in range(TURNS):
         output_s = tokens * line.at(seats) / seats
@@ -184,13 +201,16 @@ def pool_need(
     settings: ScalingSettings, tpot_s: float | None, start_s: float, kv_full: float, now: float,
     usual_limit: float = UNPUBLISHED,
 ) -> Need:  # fmt: skip
-    """The number for one pool. `tpot_s` is the objective per token, `start_s` how long a new replica takes."""
+    """Returns the need of a pool.
+
+    `tpot_s` is the objective per output token, `start_s` the time until a new replica serves.
+    """
     up = sum(one.up for one in replicas)
     full = up if demand.waited_s >= FULL_S and all(one.full for one in replicas if one.up) else 0
     came = mix.tokens(mix.within(now, LONG_S))
     capacity = replica_capacity(came, learned, curve, replicas, tpot_s, kv_full, usual_limit)
     waiting = round(total_requests(demand.waiting.values())) + demand.held
-    # What an earlier process learned says what a request costs, and not yet how many there are.
+    # The restored data of an earlier process gives the cost of requests, but not the current rate of arrivals.
     known = mix.ended >= ENDED_MIN or (mix.restored and mix.span_s(now, SHORT_S) >= SHORT_S)
     if capacity is None or not known:
         return _held_on(up, full, demand, settings, waiting, start_s)
@@ -208,7 +228,7 @@ def pool_need(
         "ahead": ahead / settings.utilisation,
         "queue": waiting_s / settings.drain_s,
         "seats": demand.running / capacity.seats,
-        # A full one counts as one, so that replicas whose cache is always full ask for themselves alone.
+        # A full cache counts as one replica, so replicas whose cache is always full do not ask for more replicas.
         "kv": counted * sum(min(1.0, (one.kv_used or 0.0) / kv_full) for one in replicas if one.up),
         "adapters": demand.adapters / min(adapters_max) if adapters_max else 0.0,
     }
@@ -230,10 +250,11 @@ def pool_need(
 
 
 def _held_on(up: int, full: int, demand: Demand, settings: ScalingSettings, waiting: int, start_s: float) -> Need:
-    """What is not known is not idle: as many as there are, more where all are full, and one where somebody waits."""
+    """Returns the need while the capacity is unknown: the current number, more if all are full, at least 1 if requests
+    wait."""
     need = 0.0
     if demand.idle_s >= settings.idle_s and not waiting:
-        # Nobody has asked for so long: nothing needs to be known of what nobody wants.
+        # Without requests for `idle_s`, the pool is idle whatever its capacity.
         desired, reason = _bounded(0, "idle", settings)
     elif full:
         need = round(full / settings.utilisation, DIGITS)
@@ -244,16 +265,16 @@ def _held_on(up: int, full: int, demand: Demand, settings: ScalingSettings, wait
 
 
 def _seconds(some: Tokens, came: Tokens, capacity: Capacity) -> tuple[float, float]:
-    """Seconds of a replica for the prompts and for the answers of `some`, whose mix may be another one than `came`."""
+    """Returns the replica-seconds of the prompts and of the answers of `some`, whose mix may differ from `came`."""
     prompts_s = capacity.prompt_s * came.requests * _ratio(some.compute, came.compute)
     return prompts_s, capacity.output_s * came.requests * _ratio(some.output, came.output)
 
 
 def _work(mix: Mix, came: Tokens, capacity: Capacity, now: float) -> tuple[float, float]:
-    """(Seconds of a replica that arrive in a second, the part of them for prompts)."""
+    """Returns (replica-seconds that arrive per second, their part for prompts)."""
     per_s = came.requests / mix.span_s(now, LONG_S)
     work, prefill = per_s * capacity.request_s, per_s * capacity.prompt_s
-    # The mix of the last seconds may be another one than that of the last minutes.
+    # The mix of the last seconds may differ from the mix of the last minutes.
     short = mix.tokens(mix.within(now, SHORT_S))
     span_s = mix.span_s(now, SHORT_S)
     prompts, outputs = (seconds / span_s for seconds in _seconds(short, came, capacity))
@@ -264,14 +285,14 @@ def _work(mix: Mix, came: Tokens, capacity: Capacity, now: float) -> tuple[float
 
 
 def _trend(mix: Mix, start_s: float, now: float) -> float:
-    """By which share the work will have grown when a replica that is asked for now is there, at most `AHEAD_MAX`."""
+    """Returns the share by which work grows until a replica requested now serves, at most `AHEAD_MAX`."""
     if mix.span_s(now, LONG_S + TREND_S) < LONG_S + TREND_S:
         return 0.0
     new = mix.requests_within(now, TREND_S) * TREND_S / mix.span_s(now, TREND_S)
     old = mix.requests_within(now, LONG_S + TREND_S, LONG_S)
     if new <= 0.0 or new - old <= SIGMAS * sqrt(new + old):
         return 0.0
-    # After a step the rate has risen as much, and rises no more.
+    # After a step change the latest two windows show no further rise, so the smaller slope counts.
     middle = mix.requests_within(now, 2 * TREND_S, TREND_S)
     slope = max(0.0, min((new - old) / LONG_S, (new - middle) / TREND_S)) / TREND_S
     return min(AHEAD_MAX, slope * (start_s + ASK_S) / (new / TREND_S))
@@ -286,7 +307,7 @@ def _bounded(desired: int, reason: str, settings: ScalingSettings) -> tuple[int,
 
 
 def mean_known(values: Iterable[int | None], otherwise: float) -> float:
-    """The mean of what is known."""
+    """Returns the mean of the values that are not None, or `otherwise` without any."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else otherwise
 

@@ -1,4 +1,4 @@
-"""Watches the requests of one pool for scaling."""
+"""Collects the facts for scaling from the requests of each pool."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ ADAPTERS_S = 300.0
 ADAPTERS_MAX = 10_000
 TPOT_GAIN = 0.02
 START_S = 120.0
-"""What a new replica takes before `STARTS_MIN` were seen."""
+"""Assumed time until a new replica serves, before `STARTS_MIN` were observed."""
 STARTS_MIN, STARTS_KEPT = 3, 20
 
 
 class _Engine:
-    """Integrals over time of one backend: sequences that decode, and seconds of prompts."""
+    """Running totals of one backend process."""
 
     __slots__ = ("area", "at_s", "prompt_tokens", "sequences")
 
     def __init__(self, now: float) -> None:
+        # Sequences in flight.
         self.sequences = 0
+        # The integral of `sequences` over time up to `at_s`, and the sum of prompt tokens weighted by attention.
         self.area = self.prompt_tokens = 0.0
         self.at_s = now
 
     def at(self, now: float) -> float:
-        """The integral of sequences until now."""
+        """Returns the integral of `sequences` over time until now."""
         if now > self.at_s:
             self.area += self.sequences * (now - self.at_s)
             self.at_s = now
@@ -43,44 +45,55 @@ class _Engine:
 
 
 _Begun = tuple[_Engine, float, float, float]
-"""The engine of an answer, both of its integrals when the request was sent there, and when that was."""
+"""(Engine, its `area`, its `prompt_tokens`, time) when a request was sent."""
 
 
 class PoolScaling(LeaseObserver):
-    """What scaling knows of one pool. Only requests of `settings.from_band` and above ask for replicas."""
+    """The scaling facts of one pool. Only requests of `settings.from_band` and above demand replicas."""
 
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
         self.mix = Mix()
         self.curve = StepCurve()
         self._engines: dict[str, _Engine] = {}
+        # Lease -> totals of its engine at its begin.
         self._begun: dict[int, _Begun] = {}
+        # Waiting request -> prompt tokens; the time since which at least one waits; and their counts by size class.
         self._waiting: dict[str, int] = {}
         self._waiting_since_s = 0.0
+        # Mean learned batch limit, kept for a pool whose last replica is gone.
         self._usual_limit: float = UNPUBLISHED
         self._sizes: dict[int, Count] = {}
+        # Sequences in flight from `from_band` on, and of lower bands.
         self._running = self._others = 0
+        # Requests on hold while the pool has no replica.
         self._held = 0
+        # Pools that became part of this one and still have requests in flight.
         self._joined: list[PoolScaling] = []
+        # Adapter -> its last request, the oldest first.
         self._adapters: OrderedDict[str, float] = OrderedDict()
+        # Mean objective per output token of the requests, and their number.
         self._tpot_s: float | None = None
         self._tpots = 0
+        # Last request.
         self._asked_s: float | None = None
         self._attention = 0.0
+        # Last observation.
         self._learned_s = -inf
+        # Observed start times of replicas.
         self._starts: deque[float] = deque(maxlen=STARTS_KEPT)
 
     def reconfigure(self, settings: ScalingSettings) -> None:
         self._settings = settings
 
     def join(self, other: PoolScaling) -> None:
-        """Another pool is part of this one from now on. What it has in flight counts here until it ends."""
+        """Merge another pool into this one. Its requests in flight count here until they end."""
         self._joined.append(other)
         self._held, other._held = self._held + other._held, 0
 
     @property
     def known_capacity(self) -> KnownCapacity | None:
-        """What a later process may begin with; None while too little was seen."""
+        """The learned capacity, for `restore` in a later process; None before `ENDED_MIN` answers."""
         if self.mix.ended < ENDED_MIN:
             return None
         sizes = sorted(self.mix.sizes.items())
@@ -91,12 +104,12 @@ class PoolScaling(LeaseObserver):
         )
 
     def replica_started(self, took_s: float) -> None:
-        """A new replica took so long to serve."""
+        """A new replica served `took_s` after its start."""
         self._starts.append(took_s)
 
     @property
     def start_s(self) -> float:
-        """How long a new replica takes: as configured, else longer than nine in ten of those that were seen."""
+        """Seconds until a new replica serves: as configured, else the p90 of the observed times."""
         if self._settings.start_s is not None:
             return self._settings.start_s
         if len(self._starts) < STARTS_MIN:
@@ -104,7 +117,8 @@ class PoolScaling(LeaseObserver):
         return sorted(self._starts)[int(0.9 * len(self._starts))]
 
     def restore(self, known: KnownCapacity, at_s: float) -> None:
-        """Begin anew with what another process had learned by `at_s`, unless something was learned here since then."""
+        """Begin with the capacity that another process had learned by `at_s`, unless this one has learned since
+        then."""
         curve, mix = StepCurve(), Mix()
         younger = at_s >= self._learned_s and known != self.known_capacity
         if younger and curve.restore(known.sums, at_s) and mix.restore(known.sizes, known.squares):
@@ -113,7 +127,11 @@ class PoolScaling(LeaseObserver):
     # --- requests ------------------------------------------------------------------------------------------------
 
     def arrived(self, request: Request, now: float, *, new: bool, counts: bool) -> None:
-        """A request came into the queue. It is no arrival where it is not `new`, or waits for a limit (`counts`)."""
+        """A request entered the queue.
+
+        Without `new`, it is a further attempt and no arrival. Without `counts`, it waits for a usage limit, which more
+        replicas would not change.
+        """
         self._asked_s = now
         if request.band < self._settings.from_band or not counts:
             return
@@ -142,12 +160,12 @@ class PoolScaling(LeaseObserver):
             self._tpot_s = follow(mean, request.slo.tpot_s, gain(TPOT_GAIN, self._tpots))
 
     def count_on_hold(self, change: int, now: float) -> None:
-        """So many more (or fewer) requests are held although the pool has no replica."""
+        """Add `change` to the number of requests on hold for this pool without replicas."""
         self._asked_s = now
         self._held += change
 
     def left(self, request: Request) -> None:
-        """A request is over, or waits no more."""
+        """A request ended or no longer waits."""
         prompt_tokens = self._waiting.pop(request.id, None)
         if prompt_tokens is not None:
             count = self._sizes[size_class(prompt_tokens)]
@@ -166,7 +184,7 @@ class PoolScaling(LeaseObserver):
             uncached = max(0, request.prompt_tokens - cached)
             engine.prompt_tokens += uncached * (1.0 + self._attention * (cached + uncached / 2.0))
         if request.stage is PREFILL:
-            # No sequence stays there. Its tokens are known with the answer.
+            # A prefill stage has no sequence in the batch. The decode stage reports its usage.
             return
         engine.sequences += request.sequences
         self._begun[lease.number] = begun
@@ -192,18 +210,18 @@ class PoolScaling(LeaseObserver):
         self._learned_s = now
         took_s = now - begun_s
         if took_s > 0.0 and self._engines.get(lease.backend.name) is engine:
-            # A prompt alone, as for an embedding, takes a step as well.
+            # A request without output, such as an embedding, takes a step too.
             steps = max(1.0, usage.output_tokens / request.sequences)
             self.curve.learn(steps, took_s, area / took_s, engine.prompt_tokens - prompt_tokens, now)
 
     def process_gone(self, backend: str) -> None:
-        # Leases may run on, and end later; what they saw of an engine that is gone is of no use.
+        # Leases of the old process may end later, and are not learned from.
         self._engines.pop(backend, None)
 
     # --- the number ----------------------------------------------------------------------------------------------
 
     def need(self, learned: Learned | None, replicas: Sequence[ReplicaFacts], kv_full: float, now: float) -> Need:
-        """How many replicas the pool needs now. `learned` is None where the placement learns no times."""
+        """Returns the need of the pool now. `learned` is None if the placement learns no times."""
         if learned is not None:
             self._attention = learned.prefill_attention
         while self._adapters and next(iter(self._adapters.values())) < now - ADAPTERS_S:
@@ -215,7 +233,7 @@ class PoolScaling(LeaseObserver):
         idle_s = 0.0 if busy or self._asked_s is None else now - self._asked_s
         waited_s = now - self._waiting_since_s if self._waiting else 0.0
         demand = Demand(running, others, self._sizes, self._held, len(self._adapters), idle_s, waited_s)
-        # Also for a pool whose last replica is gone, and for new ones.
+        # The last mean also serves new replicas and a pool without replicas.
         self._usual_limit = mean_known((one.limit for one in replicas), self._usual_limit)
         tpot_s = self._settings.target_tpot_s if self._settings.target_tpot_s is not None else self._tpot_s
         return pool_need(
@@ -225,7 +243,7 @@ class PoolScaling(LeaseObserver):
 
 
 class Scaling:
-    """What scaling knows of every pool. Pools that are named in the settings are there before they have a replica."""
+    """The scaling facts of all pools. The pools named in the settings exist even without a replica."""
 
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
@@ -242,23 +260,24 @@ class Scaling:
         return found
 
     def restore(self, known: Mapping[str, KnownCapacity], at_s: float) -> None:
-        """Let pools begin with what another process had learned by `at_s`."""
+        """Begin with the capacities that another process had learned by `at_s`, also in pools that come later."""
         self._restored, self._restored_s = known, at_s
         for name in known.keys() & self.pools.keys():
             self.pools[name].restore(known[name], at_s)
 
     def known_capacities(self, among: Callable[[str], bool] = lambda _: True) -> dict[str, KnownCapacity]:
-        """What a later process may begin with, by pool, of the pools of which `among` says yes."""
+        """Returns pool -> learned capacity of the pools for which `among` is true, for `restore` in a later process."""
         found = ((name, pool.known_capacity) for name, pool in self.pools.items() if among(name))
         return {name: known for name, known in found if known is not None}
 
     def count_on_hold(self, name: str | None, change: int, now: float) -> None:
-        """So many more (or fewer) requests are held for a named pool that has no replica."""
+        """Add `change` to the number of requests on hold for a pool of the settings without replicas."""
         if name in self._settings.pools:
             self.pool(name).count_on_hold(change, now)
 
     def rename(self, kept: Mapping[str, str], merged: Mapping[str, str]) -> None:
-        """Pools have other names: both map the name of before to that of now, `merged` where another pool keeps it."""
+        """Rename and merge pools. Both arguments map old to new names: `kept` of pools that go on under the new name,
+        `merged` of pools that become part of the pool with that name."""
         before = dict(self.pools)
         moved = {now: self.pools.pop(was) for was, now in kept.items() if was in before}
         for now, pool in moved.items():
@@ -270,7 +289,7 @@ class Scaling:
                 self.pools[now].join(before[was])
 
     def retain(self, names: Container[str]) -> None:
-        """Forget all pools but these and those that are named."""
+        """Drop all pools except `names` and the pools named in the settings."""
         named = self._settings.pools
         self.pools = {name: pool for name, pool in self.pools.items() if name in names or name in named}
         for name in named:
@@ -285,8 +304,8 @@ class Scaling:
 
 
 def replica_facts(view: View, limit: BatchLimit, pace: BackendPace | None, ceiling: float) -> ReplicaFacts:
-    """A backend as scaling sees it. `ceiling` is that of the lowest band that counts."""
-    # A limit that nothing was learned of is where learning begins.
+    """Returns the scaling facts of a backend. `ceiling` is the ceiling of `from_band`."""
+    # An unlearned limit is only the starting point of learning.
     learned = limit.value if limit.converged or limit.known is not None else None
     return ReplicaFacts(
         view.available,
@@ -302,5 +321,5 @@ def replica_facts(view: View, limit: BatchLimit, pace: BackendPace | None, ceili
 
 
 def _relative_speed(pace: BackendPace) -> float:
-    """The work of a backend in a second, over that of the usual replica of its pool."""
+    """Returns the speed of a backend relative to the usual replica of its pool."""
     return 2.0 / max(0.1, pace.prefill_factor + pace.step_factor)

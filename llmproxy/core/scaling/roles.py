@@ -1,4 +1,4 @@
-"""How many replicas for prompts and how many for answers, where a pool has roles."""
+"""Divides the needed replicas into prefill and decode replicas in a pool with roles."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from llmproxy.core.scaling.need import Need, RoleNeed
 
 
 class Ratio(Struct, frozen=True):
-    """The work of a pool for prompts and for answers, both in replicas; one of them is above 0."""
+    """The work of a pool for prompts and for answers, both in replicas. At least one of them is above 0."""
 
     prefill: float
     decode: float
 
     @property
     def share(self) -> float:
-        """The part of the replicas that prompts need, 0..1."""
+        """The share of prompts in the work, 0..1."""
         return self.prefill / (self.prefill + self.decode)
 
     def prefill_replicas(self, replicas: int) -> int:
-        """How many of so many replicas, which are at least two, should be for prompts."""
+        """Returns how many of `replicas` (at least 2) should be prefill replicas."""
         return min(replicas - 1, max(1, floor(replicas * self.share + 0.5)))
 
 
 def apart(need: Need, views: Iterable[View]) -> Need:
-    """The same need, with that of each role where a pool has roles. Backends that may do both count as for answers."""
+    """Returns `need` with the need of each role, unless all roles are `both`. In other pools `both` counts as
+    decode."""
     up: Counter[Role] = Counter()
     for view in views:
         up[view.role] += view.available
@@ -42,7 +43,7 @@ def apart(need: Need, views: Iterable[View]) -> Need:
         prompts = need.need * Ratio(need.prefill, need.decode).share
         prefill, decode = _role(prompts, up[Role.PREFILL]), _role(need.need - prompts, answering)
     else:
-        # What is not known is not idle.
+        # The need is unknown, so the current replicas are kept.
         prefill, decode = _role(up[Role.PREFILL], up[Role.PREFILL]), _role(answering, answering)
     return replace(need, roles={Role.PREFILL: prefill, Role.DECODE: decode})
 
