@@ -16,7 +16,8 @@ NONE: frozenset[str] = frozenset()
 BLOCK_TOKENS = 100.0
 BOTH = frozenset({"base", "lora", "other"})
 TOKEN_S = 1 / 15_000
-"""Prefill time per token. All three times are the initial assumptions of the placement."""
+"""Assumed seconds per prompt token, base seconds of a stretch of work, and seconds per output token, before the first
+observation."""
 BASE_S = 0.03
 """Fixed time per prefill."""
 STEP_S = 0.01
@@ -58,7 +59,7 @@ class CostBench:
         self.cost.finished(lease, Verdict.SERVED, usage, self.now)
 
     def start(self, asked: Request, on: str | View, slower: float = 1.0, more_s: float = 0.0) -> int:
-        """Books a request on a backend without other prefills. Its first byte comes `more_s` later than expected."""
+        """Book a request on an idle backend, and start it `more_s` later than its prompt predicts."""
         lease = self.book(asked, on)
         self.now += slower * (BASE_S + self.cost._flights[lease].work_tokens * TOKEN_S) + more_s
         self.cost.started(lease, self.now)
@@ -71,7 +72,7 @@ class CostBench:
         self.finish(lease)
 
     def teach(self, backend: str, times: int, slower: float = 1.0) -> None:
-        """Serves `times` streams on a backend that is `slower` times as slow as assumed."""
+        """Report this many first bytes and streams of a backend slower than the assumed speed by this factor."""
         for i in range(times):
             self.serve(streamed(prompt_tokens=200 * (1 + i % 10)), backend, slower)
 

@@ -94,7 +94,8 @@ def grants(of: Pools, now: float = 0.0) -> list[Grant]:
 
 
 def granted(of: Pools, now: float = 0.0) -> list[Grant]:
-    """Returns the decisions of the next pass, which must all be grants and must leave none to the pass after it."""
+    """Returns the decisions of the next pass, which must all be grants, and checks that a second pass decides
+    nothing."""
     decisions = of.decide(now)
     of.check(now)
     assert of.decide(now) == []
@@ -119,14 +120,14 @@ def one_by_one(of: Pools, held: Grant, now: float) -> list[str]:
 
 
 def only_drop(of: Pools, now: float) -> Drop:
-    """Returns the only decision of the next pass, which must be a drop."""
+    """Returns the decision of the next pass, which must be a single drop."""
     (drop,) = of.decide(now)
     assert isinstance(drop, Drop)
     return drop
 
 
 def only_grant(of: Pools, now: float) -> Grant:
-    """Returns the only decision of the next pass, which must be a grant."""
+    """Returns the decision of the next pass, which must be a single grant."""
     (grant,) = of.decide(now)
     assert isinstance(grant, Grant)
     return grant

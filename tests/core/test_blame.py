@@ -15,7 +15,7 @@ FAILURES = 3
 
 
 def attempt(of: Pools, backend: str, verdict: Verdict, name: str = "r", now: float = 1.0) -> None:
-    """Runs an attempt of a request on `backend` that ends with `verdict`."""
+    """Run an attempt of a request on this backend to this end."""
     others = frozenset(of.backends) - {backend}
     of.submit(request(id=name, stream=True), now, others, AdmissionKind.RETRY)
     grant = only_grant(of, now)
@@ -51,7 +51,7 @@ def test_a_backend_that_refuses_is_to_blame_once_another_serves_the_request() ->
     attempt(of, "b", Verdict.UNAUTHORIZED)
     assert not ejections(of)
     attempt(of, "c", Verdict.SERVED)
-    # With three backends, one may be ejected.
+    # A third of the backends may be ejected.
     assert [name for name, _ in ejections(of)] == ["a"]
 
 

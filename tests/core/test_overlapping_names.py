@@ -313,7 +313,7 @@ def test_a_bound_request_is_refused_when_its_backend_leaves_the_pool_and_then_th
     assert only_drop(of, 1.0).outcome is Outcome.BAD_REQUEST
 
 
-# --- counts per pool --------------------------------------------------------------------------------------------------
+# --- counts by pool ---------------------------------------------------------------------------------------------------
 
 
 def test_a_named_pool_that_has_joined_another_one_is_shown_once() -> None:

@@ -1,4 +1,4 @@
-"""Snapshots of the waiting room: complete counts, bounded size, and no effect on the state."""
+"""The snapshot of the waiting room for people: complete, bounded, and without side effects."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_blocked_requests_are_counted_by_band_and_limit() -> None:
 
 
 def _block(fleet: Pools) -> None:
-    """Adds two slots, one of them reserved, so that waiting requests are tried and reach their usage limit."""
+    """Two more slots, one of them kept, so that the waiting requests have their turn and reach their limit."""
     fleet.backends["a"].limit.value = 3
     fleet.backends["a"]._view = None
     assert not fleet.decide(0.0)

@@ -1,4 +1,4 @@
-"""The last placements of a pool, their predictions, and the learned speed."""
+"""The snapshot of a pool's last choices with their predictions, and of its learned speeds."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class Walk:
             assert request.splittable
             assert grant.placed.answers_on not in (None, backend)
         if request.stage is not Stage.DECODE and self.how is ALWAYS and self.placement != "cost":
-            # A higher band could have used the slot of a lower band. With prices, waiting may be better.
+            # A higher band could have used the grant of the lower band; with prices, waiting may be cheaper.
             above = [one for one, _ in self.waiting.values() if one.band > request.band and not self.limited(one)]
             assert not above, f"{request.id} went before {above[0].id}"
 

@@ -62,7 +62,7 @@ async def test_work_that_ends_or_is_cancelled_is_over() -> None:
 
     with capture_logs() as lines:
         await supervised(end, "ends")
-        task = supervised(asyncio.Event().wait, "waits")  # type: ignore[arg-type] # what it returns is not used
+        task = supervised(asyncio.Event().wait, "waits")  # type: ignore[arg-type] # the result is not used
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Starting a successor: whom it may trust to serve, and what is left of one that does not."""
+"""Starting a successor: when it counts as serving, and the cleanup after a failed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listening sockets that were inherited: who they are for, which of them are used, and what is no such socket."""
+"""Inherited listening sockets: their process, their use, and wrong descriptors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_predecessors_sockets_are_used_for_their_address(listening: socket.soc
         assert (used.getsockname(), held, environment) == (listening.getsockname(), False, {})
         assert not used.get_inheritable()
         assert not os.get_inheritable(writes)
-        # What it hands on is what it was handed, and to whom it may concern.
+        # It passes on the sockets that it inherited.
         handed_on, fds = sockets.for_successor(99)
         assert json.loads(handed_on[PREDECESSOR]) == {"ready_fd": 99, "sockets": {"127.0.0.1:0": [used.fileno()]}}
         assert fds == [99, used.fileno()]

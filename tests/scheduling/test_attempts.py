@@ -20,7 +20,7 @@ PREFILL, DECODE, WHOLE = Stage.PREFILL, Stage.DECODE, Stage.WHOLE
 
 
 class Granting:
-    """Grants these stages in their order, and refuses what comes behind them."""
+    """Grants these stages in order, and refuses further requests."""
 
     granting = True
 
@@ -58,7 +58,7 @@ async def test_both_stages_are_one_attempt_and_each_beginning_is_one(stages: tup
     except Refused:
         assert stages[-1] is PREFILL
     assert (routing.attempts, len(routing.tried)) == (attempts, len(stages))
-    # What was computed in vain leaves the request its further attempts.
+    # A failed stage does not use up the request's attempts.
     assert routing.attempts - routing.failed_stages == 1
 
 
@@ -69,7 +69,7 @@ async def test_both_stages_are_one_attempt_and_each_beginning_is_one(stages: tup
         ([Cause.ENGINE_DEAD, Cause.GONE, Cause.BROKEN], 2),
         ([Cause.ERROR, Cause.ERROR, Cause.ERROR], 2),
         ([Cause.LATE, Cause.BROKEN, Cause.ERROR], 2),
-        # What computed nothing is no repetition, and a refusal does not count against the limit.
+        # An attempt without computation is not a repetition, and a refusal does not count against the limit.
         ([Cause.NO_CONNECTION, Cause.BROKEN, Cause.ERROR], 3),
         ([Cause.UNAUTHORIZED] * 6 + [Cause.BUSY] * 9, 9),
         ([Cause.BUSY] * 9, 3),

@@ -51,7 +51,7 @@ async def test_a_refusal_at_the_door_leaves_nothing_behind(one: Dispatcher) -> N
     one.troubled("a", Trouble.UNHEALTHY, "503")
     with pytest.raises(Refused) as caught:
         async with one.admit(request()):
-            pytest.fail("it was let in")
+            pytest.fail("it was admitted")
     assert caught.value.outcome is Outcome.REJECTED_NO_BACKENDS
 
 
@@ -64,7 +64,7 @@ async def test_a_deadline_ends_the_wait_at_its_instant(one: Dispatcher) -> None:
     await turns()
     with pytest.raises(Refused) as caught:
         async with one.admit(request(deadline_s=7.25)):
-            pytest.fail("it was let in")
+            pytest.fail("it was admitted")
     assert now() == 7.25
     assert caught.value.outcome is Outcome.EXPIRED
     assert caught.value.retry_after_s is not None

@@ -150,7 +150,7 @@ async def test_what_goes_past_the_waiting_room_is_in_flight_and_no_load(one: Dis
         await turns()
         assert not emptied.done()
         one.troubled("a", Trouble.TIMEOUT, "silence")
-        assert cuts == [], "one that does not answer may still speak"
+        assert cuts == [], "a backend that does not answer polls may still send bytes"
         for _ in range(2):
             one.troubled("a", Trouble.REFUSED, "nobody there")
         assert sorted(cuts) == ["first", "second"]
@@ -164,7 +164,7 @@ async def test_direct_requests_need_a_backend_and_no_drain() -> None:
     with one.direct("a", lambda: None):
         one.drain(finish_waiting=True)
         with pytest.raises(Refused) as refused, one.direct("a", lambda: None):
-            raise AssertionError("it was let in")
+            raise AssertionError("it was admitted")
         assert (refused.value.outcome, one.in_flight("a")) == (Outcome.DRAINING, 1)
     with pytest.raises(Refused, match="removed"), dispatcher(a=1).direct("b", lambda: None):
-        raise AssertionError("it was let in")
+        raise AssertionError("it was admitted")

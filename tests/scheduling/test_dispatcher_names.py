@@ -55,7 +55,7 @@ async def test_a_name_is_waited_for_less_before_any_backend_answered() -> None:
     assert caught.retry_after_s
     await refusal_of(one.resolve("other", 1.0, 1))
     assert now() == 3.0
-    # The other one may still load what is asked for.
+    # The other backend may still load the requested model.
     one.answered("a")
     one.listed("a", listing())
     assert "1 of 2 backends never answered so far" in (await refusal_of(one.resolve("other", 5.0, 1))).message
@@ -189,7 +189,7 @@ async def test_only_so_many_bytes_are_held_for_names() -> None:
 
 
 async def names_waited_for(bounds: QueueSettings) -> None:
-    """One that may wait, and one that is too many."""
+    """A request within the limit, and a request above the limit."""
     settings = Settings(queue=bounds)
     one = Dispatcher(Pools(settings, {"a": 1}, {}, partial(make, "blend", Random(0))))
     first = asyncio.create_task(one.resolve("base", 5.0, 1))

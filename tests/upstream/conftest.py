@@ -1,4 +1,4 @@
-"""What tests of the backends' side need."""
+"""Fixtures of the upstream tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .raw_server import WAIT_MAX_S, RawServer, post, streaming
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """What works below HTTP runs on the loop of the proxy too: what a closed transport does differs between them."""
+    """Runs the tests on uvloop too, because closed transports behave differently there."""
     both = item.path.name in ("test_client.py", "test_connection.py")
     return {"asyncio": asyncio.new_event_loop} | ({"uvloop": uvloop.new_event_loop} if both else {})
 

@@ -1,4 +1,4 @@
-"""A server below HTTP: a test scripts, byte by byte, what each accepted connection does."""
+"""A server below HTTP: a test scripts the bytes of each accepted connection."""
 
 from __future__ import annotations
 

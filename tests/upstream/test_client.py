@@ -38,7 +38,7 @@ async def test_sends_exactly_the_path_the_headers_and_the_body(
     ]
 
 
-# --- what comes back --------------------------------------------------------------------------------------------------
+# --- responses --------------------------------------------------------------------------------------------------------
 
 
 async def test_gives_a_redirect_as_it_came(upstream: HttpUpstream, server: RawServer) -> None:

@@ -1,4 +1,4 @@
-"""One exchange with a raw server: how it breaks, who cuts its connection, and how its bytes are handed on."""
+"""An exchange with a raw server: failures, cut connections, and the passing on of its bytes."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ async def test_cancelling_drops_what_a_stuck_server_has_not_read(
             await task
         cancelled.set()
         await peer.gone.wait()
-    # What the kernels had taken arrives; what still waited on our side must not.
+    # Bytes already in the kernel's buffers arrive. Bytes that still waited in this process must not.
     assert received < len(body)
 
 
@@ -354,5 +354,5 @@ async def test_an_answer_to_a_large_body_may_come_early(upstream: HttpUpstream, 
     exchange = await post(upstream, server.url, bytes(32 << 20))
     assert (exchange.status, await read_all(exchange)) == (413, b"no")
     async with asyncio.timeout(WAIT_MAX_S):
-        # What is left of the request must not be taken for the next one.
+        # The rest of the request must not be taken for the next request.
         await server.peers[0].gone.wait()

@@ -1,4 +1,4 @@
-"""Host names are looked up in the background: who waits for an answer, and what is kept without one."""
+"""Background look-ups of host names: waiting for the first answer, and keeping addresses during failures."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ async def test_names_that_hang_hold_up_nobody_else(resolver: Resolver, server: S
     server.answers["gpu.test"] = at("10.0.0.1")
     resolver.follow([f"http://{host}" for host in ["gpu.test", *gone]])
     await asyncio.sleep(600.0)
-    # By now each of them has failed once, and waits for those of its kind alone.
+    # By now each name has failed once, and waits for other failed names only.
     server.asked.clear()
     server.most = 0
     server.answers |= {"gpu.test": at("10.0.0.2"), "new.test": at("10.0.0.3")}
@@ -221,7 +221,7 @@ async def test_names_of_nobody_are_forgotten(resolver: Resolver, server: Server)
     asked = len(server.asked)
     await asyncio.sleep(10 * REFRESH_S)
     assert len(server.asked) == asked
-    assert await places(resolver, "gpu-7.test") == ["10.0.0.1"], "one that is not followed is asked for each time"
+    assert await places(resolver, "gpu-7.test") == ["10.0.0.1"], "a name that is not followed is looked up each time"
     assert len(server.asked) == asked + 1
 
 

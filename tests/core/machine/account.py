@@ -1,7 +1,7 @@
-"""A second account of the scheduler: what it may grant, drop or preempt, and what it must not leave undone.
+"""An independent model of the scheduler: which grants, drops and preemptions are allowed, and which are due.
 
-It shares no logic with the scheduler: it uses only the views from before a pass and its own records of events. What
-the scheduler itself may hold when all is over is in `assert_nothing_left`.
+It shares no logic with the scheduler: it uses only the views from before a pass and its own records of events.
+`assert_nothing_left` checks the scheduler's own state after all requests have ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Rank = tuple[float, float]
 
 @dataclass
 class Row:
-    """One backend in this account."""
+    """A backend in this model."""
 
     view: View
     available: bool
@@ -109,7 +109,7 @@ class Books:
     held: dict[int, Held] = field(default_factory=dict)
     used_s: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    # --- what is so ------------------------------------------------------------------------------------------------
+    # --- facts -----------------------------------------------------------------------------------------------------
 
     def waiting_in(self, pool: str) -> Iterator[Waiter]:
         return (waiter for waiter in self.waiting.values() if waiter.request.pool == pool)
@@ -123,7 +123,7 @@ class Books:
         return Counter(name for held in self.held.values() for name in held.grant.request.limits)
 
     def use(self, pool: str, band: int) -> None:
-        """A request of `band` was let in."""
+        """A request of `band` was admitted."""
         self.used_s[pool, band] = self.now
 
     def above(self, pool: str, band: int) -> list[int]:
@@ -141,7 +141,7 @@ class Books:
         return min(own, 0.99 * max(ceilings.values()))
 
     def kept(self, pool: str, band: int, rows: Mapping[str, Row]) -> bool:
-        """One slot is all that the pool has left, for a band above; not where it never had another, and nobody is."""
+        """Whether the pool has a single free slot, kept for a higher band; False in an idle pool of a single slot."""
         if not self.above(pool, band):
             return False
         up, highest = [row for row in rows.values() if row.available], max(self.settings.ceilings.values())
@@ -156,8 +156,8 @@ class Books:
         return not self.kept(pool, band, rows) and any(row.has_room(ceiling) for row in seen.values())
 
     def rows_for(self, pool: str, band: int, rows: Mapping[str, Row]) -> Mapping[str, Row]:
-        """As a band sees them: none below default is to stand in an engine's queue before a higher one in use, and none
-        above default behind others, where it could be first in the room.
+        """Returns the rows as a band sees them. A band below default must not wait in an engine's queue before a higher
+        band in use, and a band above default must not wait there behind others while it would be first here.
         """
         if band > DEFAULT:
             return {
@@ -174,10 +174,10 @@ class Books:
         return waiter.rank(self.settings.ordering, self.settings.ageing_s, self.now)
 
     def looked_at(self, pool: str, band: int, rows: Mapping[str, Row]) -> Iterator[Waiter]:
-        """Those that are surely among the first of their flows: the scheduler promises to look no further.
+        """Returns the requests that are surely among the first of their flows: the scheduler looks no further.
 
-        Who may go to one backend alone, which has no room, stands in nobody's way. Those that wait for one backend go
-        by band. So a lower one may wait behind a higher one that has no room, although its own ceiling is higher:
+        A request whose only backend has no room blocks no other request. Requests that wait for the same backend go
+        by band. So a lower band may wait behind a higher band without room, although its own ceiling is higher:
         nobody has such ceilings but this test.
         """
         flows: dict[str, list[Waiter]] = {}
@@ -191,7 +191,7 @@ class Books:
                 flows.setdefault(waiter.request.flow, []).append(waiter)
         for flow in flows.values():
             ranks = sorted(self.rank(waiter) for waiter in flow)
-            # Of equals any may stand before the others.
+            # Equal requests may be in any order.
             beyond = ranks[FLOW_LOOK_MAX] if len(ranks) > FLOW_LOOK_MAX else None
             yield from (waiter for waiter in flow if beyond is None or self.rank(waiter) < beyond)
 
@@ -282,7 +282,7 @@ class Books:
                 assert not free, f"band {request.band} went although {higher.request.id} of band {band} could"
 
     def _in_order(self, waiter: Waiter, rows: Mapping[str, Row], ceiling: float) -> None:
-        """Nobody of its own flow who stands before it could have gone.
+        """Asserts that no earlier request of the same flow could have been granted.
 
         Those with usage limits or a backend of their own may have been blocked, and come back by band and arrival.
         """
@@ -302,12 +302,12 @@ class Books:
         assert preempt.request.band < DEFAULT or row.view.waiting > 0
         assert not held.started, "a lease was taken back that had spoken"
         assert not held.taken_back, "a lease was taken back twice"
-        assert not held.grant.why.guaranteed, "a band lost what its minimum share had given it"
+        assert not held.grant.why.guaranteed, "a band lost a grant of its minimum share"
         held.taken_back = True
         held.in_the_way = self._in_the_way(preempt, row)
         taken = [h for h in self.held.values() if h.taken_back and h.grant.request.pool == preempt.request.pool]
         assert len(taken) <= PREEMPT_MAX
-        # One that has spoken meanwhile makes no room yet, and another is taken back in its place.
+        # A victim that got its first byte meanwhile makes no room yet, and another lease is preempted instead.
         for_room = [h.grant.placed.backend for h in taken if not (h.in_the_way or h.started)]
         waiting = [w for w in self.waiting_in(preempt.request.pool) if w.request.band > DEFAULT and not self.limited(w)]
         wanting = [w for w in waiting if any(serves(rows[name], w) for name in for_room if name in rows)]

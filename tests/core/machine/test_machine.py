@@ -173,7 +173,7 @@ class Machine(RuleBasedStateMachine):
         backend = data.draw(st.sampled_from(list(self.world.pools.backends)))
         self.world.listed(backend, data.draw(st.sampled_from(LISTINGS)) if changed else self.world.fleet[backend][1])
 
-    # --- those who run it ----------------------------------------------------------------------------------------
+    # --- operators -----------------------------------------------------------------------------------------------
 
     @rule(data=st.data(), drained=st.booleans())
     def drain(self, data: st.DataObject, drained: bool) -> None:

@@ -35,7 +35,7 @@ from tests.core.machine.account import Books, Row, Waiter, assert_nothing_left, 
 
 
 class World:
-    """`Pools` and the books beside it; `begins_s` is what the clock says at first."""
+    """`Pools` and the independent books. `begins_s` is the start of the clock."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class World:
                 self.bereft.add(name)
 
     def _kept(self, request: Request) -> bool:
-        """What `request` refers to is still there, in the only backend that has it."""
+        """Whether the stored response that `request` refers to still exists in its only backend."""
         name = request.backend or ""
         own = self.pools.backends.get(name)
         return own is not None and not own.health.gone and self.pools.catalogue.pool_of(name) == request.pool
@@ -217,7 +217,10 @@ class World:
         return scheduler._first_token.at(request.prompt_tokens) if scheduler is not None else 0.0
 
     def _time_left(self, request: Request, held: bool) -> tuple[float, float]:
-        """How long it may wait while its pool is up, and while it is not; `held`: nobody that serves its name is up."""
+        """Returns how long a request may wait while its pool is up, and while it is down.
+
+        `held`: no backend that serves its name is up.
+        """
         own_s = request.deadline_s - self.now
         held_s = min(own_s, self.settings.queue.hold_s)
         return held_s if held else own_s, held_s
@@ -256,13 +259,13 @@ class World:
     # --- one pass --------------------------------------------------------------------------------------------------
 
     def decide(self) -> list[Decision]:
-        """One pass, held to every promise. Answers its decisions."""
+        """Run a pass, check all promises, and return its decisions."""
         self._see_bereft(moved=True)
         rows = {pool: self._rows(pool) for pool in {*self.pools.catalogue.pools, *self.pools.schedulers}}
         held = {pool: self._pass_time(pool) for pool in rows}
         left_s = {n: w.held_s if held[w.request.pool] else w.own_s for n, w in self.waiting.items()}
         due = {name for name, left in left_s.items() if left <= 5e-7}
-        # Also one that was ejected may be ejected again: its pause was over, and it hangs still.
+        # An ejected backend may be ejected again: its pause is over, and it still hangs.
         ejected = {name: backend.health.ejected_times for name, backend in self.pools.backends.items()}
         decisions = self.pools.decide(self.now)
         for its_rows in rows.values():
@@ -341,7 +344,7 @@ class World:
         )
         assert not held.started, "its client has seen a byte"
 
-    # --- what is known of the fleet ----------------------------------------------------------------------------------
+    # --- the state of the fleet --------------------------------------------------------------------------------------
 
     def _pass_time(self, pool: str) -> bool:
         """Let the time since this pool was last heard of pass on the clock that ran; True when it is held from now."""
@@ -401,8 +404,8 @@ class World:
             self.listed(name, listed)
             for _ in range(2):
                 self.observe(name, Reading(taken_at_s=self.now, kv_used=0.0))
-        # The readings show nothing of what was granted meanwhile, so that its backend may be ejected once more. What is
-        # granted while that pause passes is served within a second, so that nobody is ejected then.
+        # The readings do not contain later grants, so the backend may be ejected once more. Grants during that pause
+        # are served within a second, so that no backend is ejected then.
         for _ in range(len(self.waiting) + len(self.held) + int(self.settings.health.backoff_max_s) + 1):
             self.decide()
             self.check()

@@ -1,4 +1,4 @@
-"""The load of one backend: what it still computes, and what its first bytes teach."""
+"""The load of one backend: its uncomputed prompts, and learning from its first bytes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from llmproxy.core.placement.rates import PoolRates
 from tests.core.make import request
 
 TOKEN_S = 1 / 15_000
-"""What a token of a prompt takes, and BASE_S what each stretch of work begins with, as assumed before any was seen.
-Attention takes nothing here."""
+"""The assumed seconds per prompt token, and BASE_S of each stretch of work. Attention takes no time here."""
 BASE_S = 0.03
 
 

@@ -34,7 +34,7 @@ def test_warm_backend_is_left_when_its_queue_exceeds_the_saved_prefill(queued_to
 
 
 def test_two_copies_of_a_prefix_are_not_made_while_its_home_has_room() -> None:
-    """A long prefix that all share, and a little of each's own: a third of what its home can do."""
+    """A long prefix shared by all requests, and a short own part: a third of the capacity of its home backend."""
     bench, shared = CostBench(), tuple(range(40))
     bench.serve(chain(0, 40), "home")
     running: list[int] = []
@@ -104,7 +104,7 @@ def test_eviction_counts_by_the_hit_ratio_of_the_pool() -> None:
     bench.index.resize("a", 1_000)
     asked = chain(900, 30)
     assert bench.terms(asked, view("a"))["eviction"] == 0.0
-    # Every other prompt is found whole: half is hit, so that what is displaced is missed once for each time.
+    # Every other prompt is cached as a whole: a hit ratio of a half, at which a displaced block is missed once.
     for number in range(300):
         bench.serve(chain(0, 10) if number % 2 else chain(10_000 * (number + 1), 10), "a")
     terms = bench.terms(asked, view("a"))
@@ -337,7 +337,7 @@ def test_full_home_with_many_waiting_is_not_waited_for() -> None:
     # About two seconds of prefill, and nine answers in one of them.
     assert 10 <= count <= 40
     assert waiting == [True] * count + [False] * (60 - count)
-    # Those that wait may be asked about again in the same pass, and keep their places.
+    # Waiting requests may be placed again in the same pass, and keep their positions.
     assert all(bench.waits(one, FULL_AND_OTHER) for one in asked[:count] * 3)
     assert not bench.waits(asked[-1], FULL_AND_OTHER)
     bench.now += 0.01

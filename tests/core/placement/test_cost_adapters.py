@@ -61,7 +61,7 @@ def test_adapter_in_use_is_not_evicted_first() -> None:
     bench = taught(2.0)
     bench.start(asked(0), slotted("a", 0, 1))
     bench.serve(asked(1), slotted("a", 0, 1))
-    # The other backend has the one that is idle: to load it again costs nothing.
+    # The other backend has the idle adapter too, so its eviction costs nothing.
     bench.place(asked(2), [slotted("a", 0, 1), slotted("b", 1)])
     price = {one.backend: dict(one.terms)["eviction"] for one in bench.cost.explained()[-1].prices}
     assert price["a"] == 0.0

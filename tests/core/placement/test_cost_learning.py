@@ -1,4 +1,4 @@
-"""What the cost placement learns from its choices, and what it forgets."""
+"""Learning and forgetting of the cost placement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_slower_backend_is_known_after_ten_prompts(slower: float) -> None:
     for _ in range(10):
         bench.teach("fast", 1)
         bench.teach("slow", 1, slower)
-    # What both are busy with is no part of it.
+    # The prompts that both backends compute do not count.
     bench.now += 20 * WORK_S
     assert bench.place(asked, views).backend == "fast"
     seconds = [bench.terms(asked, view(name))["prefill"] for name in ("fast", "slow")]
@@ -110,7 +110,7 @@ def test_an_answer_that_was_cut_short_teaches_nothing_of_streams(verdict: Verdic
     assert bench.terms(streamed(), view("a"))["stream"] == before_s
 
 
-# --- what is left -----------------------------------------------------------------------------------------------------
+# --- leftovers --------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_left_when_all_leases_have_ended() -> None:
@@ -200,7 +200,7 @@ def test_work_is_known_once_a_prompt_was_seen_and_a_backend_is_there() -> None:
     assert bench.cost.work_s(10, 10_000, 0, [view("a", available=False)]) is None
 
 
-# --- what is fetched --------------------------------------------------------------------------------------------------
+# --- transfers --------------------------------------------------------------------------------------------------------
 
 
 def fetch_s(bench: CostBench) -> float:

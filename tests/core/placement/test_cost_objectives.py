@@ -1,4 +1,4 @@
-"""Placement by cost of requests with a latency objective: fast backends are kept for those who need them."""
+"""Placement by cost of requests with a latency objective: fast backends are kept for requests that need them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VIEWS = [view("fast"), view("slow")]
 
 
 def unequal() -> CostBench:
-    """One backend as assumed, and one that takes three times as long: 0.1 s and 0.3 s for 1,000 tokens."""
+    """A backend of the assumed speed, and a backend three times as slow: 0.1 s and 0.3 s for 1,000 tokens."""
     bench = CostBench()
     for _ in range(40):
         bench.teach("fast", 1)

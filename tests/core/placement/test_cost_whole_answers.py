@@ -1,4 +1,4 @@
-"""What the cost placement learns from answers that come in one piece."""
+"""Learning of the cost placement from non-streamed answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.core.make import request, view
 
 FAST, SLOW = ("a", "b", "c"), "slow"
 PROMPTS_SLOWER, STEPS_SLOWER = 2.0, 3.0
-"""How this pool differs from what is assumed of all."""
+"""The factors by which this pool differs from the assumed speeds."""
 
 
 def taught(*, stream: bool, output_tokens: tuple[int, int], answers: int = 240, slower: float = 4.0) -> CostBench:

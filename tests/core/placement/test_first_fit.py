@@ -1,4 +1,4 @@
-"""Which requests of a band are tried after one that could not be placed."""
+"""The requests of a band that are tried after a request without a place."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def granted(of: Picky, *asked: Request) -> list[str]:
 def test_request_that_waits_by_choice_hides_no_others_of_its_model(
     why: NoMatch, went: list[str], flows: tuple[str, str, str]
 ) -> None:
-    # What finds no match for its length hides those that are as long, and what finds none for its model all others.
+    # A request without a match for its length hides requests at least as long, and without any backend of its model,
+    # all requests of the model.
     first, second = (request(id=name, flow=flow) for name, flow in zip(("first", "second"), flows, strict=False))
     third = request(id="third", flow=flows[2], prompt_tokens=5)
     assert sorted(granted(Picky({"first": why}), first, second, third)) == went

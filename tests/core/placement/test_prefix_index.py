@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llmproxy.core.placement.prefix_index import CAPACITY_BLOCKS_MAX, PrefixIndex
 
-# Chains of a small tree: a block's hash stands for the path to it, so chains share heads and part for good.
+# Chains of a small tree: a block's hash is its path in the tree, so chains share heads and never meet again.
 PATHS = st.lists(st.integers(0, 2), max_size=14)
 NAMES = st.sampled_from(["a", "b", "c"])
 
@@ -21,7 +21,7 @@ def chain(path: Sequence[int]) -> tuple[int, ...]:
 
 
 class Lru:
-    """What exact recency would hold of a backend's blocks, the least lately used first."""
+    """The blocks of a backend in exact LRU order, the least recently used first."""
 
     def __init__(self) -> None:
         self.order: list[int] = []

@@ -79,7 +79,7 @@ def test_attention_before_any_prompt_is_as_assumed() -> None:
 
 
 def takes(rng: Random, slower: float = 1.0, noise: float = 0.3) -> Iterator[tuple[float, float]]:
-    """What prompts of many lengths should take, and what they take on a backend this much slower."""
+    """Returns the expected times of prompts of many lengths, and their times on a backend slower by this factor."""
     while True:
         expected_s = rng.choice((0.1, 0.2, 0.5, 1.0))
         yield expected_s, slower * expected_s * max(0.1, rng.gauss(1.0, noise))
@@ -90,7 +90,7 @@ UNIT = LearnedLine(0.0, 1.0, 1.0, 1e-3)
 
 
 def paces(times: int, slower: float = 1.0, noise: float = 0.3, before: int = 0) -> list[list[float]]:
-    """The factors of a hundred backends after each of so many observations, `before` of which were as expected."""
+    """Returns the factors of a hundred backends after each observation. The first `before` are as expected."""
     found = []
     for seed in range(100):
         pace, rng = SpeedFactor(), Random(seed)
@@ -243,7 +243,7 @@ def test_first_backend_of_a_learning_pool_has_factor_one() -> None:
     rates, first = PoolRates(), SpeedFactor()
     for number in range(30):
         rates.prefilled(first, 50.0 + number, 0.0, 0.002 + number * 1e-5)
-    assert first.factor == pytest.approx(1.0, abs=0.15), "what it takes is what the pool takes"
+    assert first.factor == pytest.approx(1.0, abs=0.15), "the first backend defines the speed of the pool"
 
 
 def test_backend_that_seemed_slow_is_tried_again_after_much_work() -> None:

@@ -77,7 +77,7 @@ def test_failed_or_full_home_gives_way_to_the_next() -> None:
     assert place("s", full).backend == second != home
 
 
-# What a process that hashes strings in another way would choose must be the same.
+# The choices must not depend on the string hashing of the process.
 SCRIPT = """
 from random import Random
 from llmproxy.core.placement.policy import make
@@ -114,7 +114,7 @@ def test_without_a_session_the_least_load_for_its_size_wins() -> None:
 
 
 def sent(fleet: Mapping[str, int], sessions: Sequence[str]) -> Counter[str]:
-    """So many requests of these sessions, none of which ends; `fleet` is the size of each backend."""
+    """Place requests of these sessions that never end. `fleet` has the size of each backend."""
     loads: Counter[str] = Counter()
     for session in sessions:
         loads[place(session, [view(name, limit=limit, load=loads[name]) for name, limit in fleet.items()]).backend] += 1

@@ -54,7 +54,7 @@ def test_kv_seconds_are_estimated_from_earlier_holding_times() -> None:
         charge.final(one, Usage(100, 50), held_s=2.0)
     assert charge.estimate(one) == pytest.approx(2.0 * 125, rel=0.01), "and an old pace after a while"
     charge.final(one, Usage(100, 50), held_s=60.0)
-    assert charge.estimate(one) < 6.0 * 125, "one that took long does not change much"
+    assert charge.estimate(one) < 6.0 * 125, "a single long request does not change much"
 
 
 # --- what flows are charged -------------------------------------------------------------------------------------------

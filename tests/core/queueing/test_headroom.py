@@ -1,4 +1,4 @@
-"""What ceilings keep free for higher bands, and when nobody needs it."""
+"""The room that ceilings keep free for higher bands, and its use while no higher band is in use."""
 
 from math import inf
 

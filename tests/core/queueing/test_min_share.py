@@ -28,7 +28,10 @@ from tests.core.make import granted, kill, listing, pools, refusal, request, sub
 
 
 def overload(shares: dict[int, float], at_a_time: int, waiting: tuple[int, ...], rounds: int = 600) -> Counter[int]:
-    """Tokens granted by band while all of `waiting` always have requests, `at_a_time` of which end together."""
+    """Returns the tokens granted by band while all bands of `waiting` always have requests.
+
+    `at_a_time` requests end together.
+    """
     settings = tight(min_shares=shares, queue=QueueSettings(hold_s=0.0))
     of = pools({"a": 20}, settings)
     held: list[Grant] = []
@@ -120,7 +123,7 @@ def test_a_guaranteed_grant_says_so_and_is_not_taken_back() -> None:
     grants: list[Grant] = []
     for step in range(4):
         (grant,) = granted(of, float(step))
-        assert of.decide(float(step)) == [], "what was guaranteed was taken back"
+        assert of.decide(float(step)) == [], "a guaranteed grant was preempted"
         grants.append(grant)
         of.finish(grant, Verdict.SERVED, float(step), Usage(10, 10))
     by_band = {grant.request.band: grant.why.guaranteed for grant in grants}
@@ -148,7 +151,7 @@ def test_what_was_cut_short_uses_its_share_up() -> None:
 
 
 def owed(charged: str) -> tuple[Pools, Grant]:
-    """One slot, held by the sheddable request "low" for the share that a critical grant has earned its band."""
+    """A pool whose single slot serves the sheddable request "low", by the share that a critical grant earned."""
     settings = tight(min_shares={SHEDDABLE: 0.4}, charged=charged, preemption=False)
     of = pools({"a": 1}, settings)
     submit(of, request(id="low", band=SHEDDABLE, flow="low"), *(request(band=CRITICAL) for _ in range(6)))
@@ -171,7 +174,7 @@ def test_a_higher_band_back_from_a_limit_does_not_delay_a_minimum_share() -> Non
         assert len(grants) == count
         return grants
 
-    # Two places for all, a third for critical requests and for what is owed.
+    # Two slots for all bands, and a third for critical requests and minimum shares.
     enter(id="uses the share up")
     (first,) = enter(band=CRITICAL, limits=("model:m",))
     enter(0, band=SHEDDABLE, limits=("model:m",))
@@ -202,7 +205,7 @@ def test_a_share_goes_to_one_that_comes_back_late_from_a_limit_in_the_same_pass(
     for _ in range(2):
         enter(1, band=CRITICAL, adapter="y")
     (first,) = enter(1, band=CRITICAL, limits=("tenant:t",))
-    # The band has one that fits nowhere, and two behind the limit, of which the first may go to a full backend alone.
+    # The band has a request that fits nowhere, and two at the limit. The first of these is bound to a full backend.
     enter(0, adapter="y")
     enter(0, backend="b", limits=("tenant:t",))
     enter(0, id="owed", limits=("tenant:t",))
@@ -281,13 +284,13 @@ def test_early_refusal_is_off_by_default() -> None:
     of.submit(request(prompt_tokens=100, slo=Slo(ttft_s=0.1)), 0.0)
 
 
-# --- what a person should be able to say of it ------------------------------------------------------------------------
+# --- examples for people ----------------------------------------------------------------------------------------------
 
 
 def test_the_30_acu_example() -> None:
     """Two classes of 40 units each ask of a capacity of 100, which drops by 30: all 10 surplus units are the lower's.
 
-    10 of them find neither a slot nor a place to wait, or wait; not one of the critical class does either.
+    10 of them wait, or get neither a slot nor a place to wait. No request of the critical class waits.
     """
     waits = QueueSettings(band_requests_max=4)
     settings = tight(ceilings={SHEDDABLE: 1.0}, queue=waits)

@@ -10,7 +10,7 @@ from tests.core.make import one_by_one, only_grant, pools, request, tight
 
 
 def one_slot(ordering: str, **given: float) -> tuple[Pools, Grant]:
-    """A pool whose one slot is taken, so that what comes next waits."""
+    """A pool whose single slot is taken, so that further requests wait."""
     settings = tight(ordering=ordering, **given)
     of = pools({"a": 1}, settings)
     of.submit(request(id="first"), 0.0)
@@ -52,7 +52,7 @@ def test_least_slack_orders_by_latest_start_and_the_late_by_age() -> None:
         request(id="long prompt", arrived_s=1.0, prompt_tokens=800, slo=Slo(ttft_s=18.0)),
         request(id="short prompt", arrived_s=1.0, prompt_tokens=100, slo=Slo(ttft_s=14.0)),
     ]
-    # Those with an objective must start by 9.5 (too late), 11, 14 and 1e12 s.
+    # The requests with an objective must start by 9.5 (too late), 11, 14 and 1e12 s.
     order = ["long prompt", "late for long", "short prompt", "none", "late", "any time"]
     assert served(of, held, *waiting) == order
 

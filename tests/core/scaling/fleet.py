@@ -1,4 +1,4 @@
-"""Engines in virtual time behind the real scheduler: what scaling says of them beside what they really complete."""
+"""Engines in virtual time behind the real scheduler, to compare the estimates of scaling with their real throughput."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Job:
 
 @dataclass
 class Engine:
-    """Runs up to `seats` sequences in steps. What finds no seat waits inside."""
+    """Runs up to `seats` sequences in steps. Further requests wait inside the engine."""
 
     name: str
     seats: int
@@ -69,7 +69,7 @@ class Fleet:
             self.pools.listed(name, listing())
 
     def clients(self, wanted: int) -> None:
-        """So many clients from now on. Those beyond it leave when they are answered."""
+        """Set the number of clients. Surplus clients leave after their answer."""
         self._wanted = wanted
         for _ in range(wanted - self._clients):
             self._clients += 1

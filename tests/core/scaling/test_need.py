@@ -1,4 +1,4 @@
-"""The number of replicas: what moves it, what does not, and what it says where too little is known."""
+"""The number of replicas: the facts that change it, and its value while too little is known."""
 
 from __future__ import annotations
 

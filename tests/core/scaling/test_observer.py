@@ -1,4 +1,4 @@
-"""What counts of a pool's requests, and what does not."""
+"""The requests of a pool that count for scaling."""
 
 from __future__ import annotations
 

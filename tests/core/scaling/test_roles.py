@@ -61,7 +61,7 @@ def test_a_number_of_replicas_is_split_by_the_same_share(prefill: float, decode:
 
 
 def test_the_time_of_a_prompt_is_that_of_where_prompts_are_computed() -> None:
-    """Where answers are beside no prompts, their steps teach nothing of what a token of a prompt takes."""
+    """Decode replicas compute no prompts, so their answers teach nothing about the time of a prompt token."""
     curve, learned = StepCurve(), Learned(0.03, 1e-4, 0.0, 0.01, 1e-4, 0.0, 1.0, 1.0, ())
     for sequences in (8.0, 32.0):
         curve.learn(100.0, 1.0 + sequences / 100.0, sequences, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""What scaling says of fleets that do all they can, beside what they really complete."""
+"""The estimates of scaling for saturated fleets, compared with their real throughput."""
 
 from __future__ import annotations
 

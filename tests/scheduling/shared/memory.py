@@ -21,7 +21,7 @@ REQUESTS, TOKENS = f"llmproxy:{{llmproxy}}:requests:{ACME}", f"llmproxy:{{llmpro
 
 
 class MemoryStore:
-    """The script, in memory. `answer_s` is how long it takes, `broken` what it says of itself."""
+    """The script, in memory. `answer_s` is the time of a call, `broken` its error."""
 
     def __init__(self) -> None:
         self.back: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What a proxy makes of a store that is slow, is away or comes back; on a virtual clock."""
+"""A proxy with a store that is slow, away or back again, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_a_store_that_comes_and_goes_fills_no_share_again() -> None:
 
 @virtual
 async def test_requests_are_settled_where_they_were_counted() -> None:
-    """One was taken from the store and ends while that is away; one from the share, and ends when the store is back."""
+    """A request charged in the store ends while the store is away; a request charged to the share ends after that."""
     store = MemoryStore()
     async with sharing(store, 2) as shared:
         early, late = theirs(200), theirs(200)
@@ -121,7 +121,7 @@ async def test_nobody_waits_long_for_a_store_that_is_slow() -> None:
 
 @virtual
 async def test_a_store_that_stays_slow_is_not_back(capsys: pytest.CaptureFixture[str]) -> None:
-    """It answers within the time for a connection, but never within that for a request."""
+    """The store answers within the connect timeout, but never within the timeout of a request."""
     store = MemoryStore()
     async with sharing(store) as shared:
         store.answer_s = 2.0

@@ -160,7 +160,7 @@ async def test_thousands_of_tenants_have_a_key_each_and_no_more(store: ValkeySer
     assert wait_s > 0
 
 
-# --- what is wrong in the store ---------------------------------------------------------------------------------------
+# --- wrong values in the store ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a proxy asks of a store that answers, and what becomes of a request there; on a virtual clock."""
+"""The calls of a proxy to a reachable store, and the charges of requests there, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_a_client_that_leaves_while_the_store_is_asked_costs_nothing() -> 
         waiting.cancel()
         shared.ended(one, now())
         await asyncio.sleep(2 * CORRECT_S)
-        assert len(store.calls) == 3, "the first look, the question, and what is given back"
+        assert len(store.calls) == 3, "the first check, the charge, and the refund"
         assert (store.taken_s(TOKENS), store.taken_s(REQUESTS)) == (0.0, 0.0)
 
 

@@ -1,6 +1,6 @@
-"""A tiny engine for fairness policies: it dispatches the first candidate, charges estimates, and trues them up.
+"""A tiny engine for fairness policies: it dispatches the first candidate, charges estimates, and corrects them.
 
-It keeps a second account of what each flow was given, from which the bounds that policies promise are checked.
+It counts the service of each flow independently, to check the bounds that policies promise.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def standing(policy: FairnessPolicy, flow: str) -> dict[str, float]:
 
 @dataclass(slots=True)
 class Job:
-    """One request and the truth about it, which the policy learns late; `cached` are the prompt tokens not computed."""
+    """A request and its real tokens, which the policy learns late. `cached` are the cached prompt tokens."""
 
     request: Request
     output: int
@@ -59,7 +59,7 @@ class Job:
 
 
 class Engine:
-    """`slots` requests run at once. Service is what was computed for a flow, per unit of weight."""
+    """Runs `slots` requests at once. Service is the computed work of a flow, per unit of weight."""
 
     def __init__(self, policy: FairnessPolicy, weights: Mapping[str, float], slots: int) -> None:
         self.policy = policy

@@ -88,7 +88,7 @@ def test_fcfs_offers_the_flow_whose_head_came_first() -> None:
     arrive(fcfs, "early", at_s=1.0)
     assert offered(fcfs) == ["early", "late"]
     fcfs.charge("early", 1e9)
-    assert offered(fcfs) == ["early", "late"], "what it costs is nothing to first come, first served"
+    assert offered(fcfs) == ["early", "late"], "first come, first served ignores costs"
     arrive(fcfs, "early", at_s=5.0)
     assert offered(fcfs) == ["late", "early"]
 
@@ -116,7 +116,7 @@ def test_round_robin_puts_a_flow_that_comes_back_behind_the_others() -> None:
     assert offered(turns) == ["b", "a"]
 
 
-# --- what they are made of --------------------------------------------------------------------------------------------
+# --- accounts ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_oldest_idle_flow_is_forgotten_and_waiting_ones_never(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def test_a_request_late_on_its_backend_does_not_list_its_flow() -> None:
     assert standing(policy, "a")["missed"] == 1.0, "granted, but without a first byte so far"
 
 
-# --- what is counted --------------------------------------------------------------------------------------------------
+# --- counting ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_waiting_request_past_its_ttft_is_counted_as_missed_once() -> None:
@@ -255,7 +255,7 @@ def test_time_never_goes_backwards() -> None:
     assert offered(policy, 406.0) == ["b", "a"]
     policy.candidates(100.0)
     policy.backlogged("a", two)
-    assert offered(policy, 406.0) == ["b", "a"], "what was late stays late"
+    assert offered(policy, 406.0) == ["b", "a"], "a missed request stays missed"
 
 
 def test_a_long_run_leaves_nothing_behind() -> None:
