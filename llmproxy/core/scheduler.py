@@ -294,7 +294,7 @@ class Scheduler:
         self._more = len(expired) == PASS_MAX
         if self._more:
             return
-        self._room.settle(now)
+        self._room.refresh(now)
         this = _Pass(now, self._backends.views(now), decisions)
         self._placement.begin(this.views)
         self._grant_all(this)
@@ -520,7 +520,7 @@ class Scheduler:
         for queued, waited in due:
             model = queued.request.model
             alive = any(backend.up and backend.serves(model) for backend in self._backends.by_name.values())
-            outcome = Outcome.EXPIRED if alive and not queued.held else Outcome.EXPIRED_NO_BACKENDS
+            outcome = Outcome.EXPIRED if alive and not queued.on_hold else Outcome.EXPIRED_NO_BACKENDS
             drops.append(Drop(queued.request, outcome, self._drain.retry_after_s(len(self._room), now), waited))
         return drops
 

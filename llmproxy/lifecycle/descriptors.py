@@ -45,7 +45,7 @@ def open_files_max() -> int:
 
 def connections_max() -> int:
     """Returns how many client connections this process can have, with as many connections to backends."""
-    return max(1, (open_files_max() - _own()) // 2)
+    return max(1, (open_files_max() - _reserved()) // 2)
 
 
 def clients_of_process(config: Config) -> ClientsConfig:
@@ -60,15 +60,15 @@ def clients_of_process(config: Config) -> ClientsConfig:
 
 def clients_of_admin_port(config: Config) -> ClientsConfig:
     """Returns the client limits of the admin port. Its connections use descriptors reserved for the process itself."""
-    return config.clients.model_copy(update={"connections_max": min(config.clients.connections_max, _own() // 2)})
+    return config.clients.model_copy(update={"connections_max": min(config.clients.connections_max, _reserved() // 2)})
 
 
 def member_connections_max() -> int:
     """Returns the most connections from other cluster members. They use reserved descriptors too."""
-    return _own() // 4
+    return _reserved() // 4
 
 
-def _own() -> int:
+def _reserved() -> int:
     return min(OWN_MAX, max(OWN_MIN, open_files_max() // OWN_SHARE))
 
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 _LATER = (signal.SIGHUP, signal.SIGUSR2)
 
-_came: set[int] = set()
+_recorded: set[int] = set()
 
 
 def remember() -> None:
@@ -23,7 +23,7 @@ def remember() -> None:
     """
     end_at_once()
     for number in _LATER:
-        signal.signal(number, _keep)
+        signal.signal(number, _record)
 
 
 def end_at_once() -> None:
@@ -34,8 +34,8 @@ def end_at_once() -> None:
 
 def send_again() -> None:
     """Send the recorded signals to this process again, each once. Call it after the final handlers are set."""
-    while _came:
-        os.kill(os.getpid(), _came.pop())
+    while _recorded:
+        os.kill(os.getpid(), _recorded.pop())
 
 
 def _end(_number: int, _frame: FrameType | None) -> NoReturn:
@@ -43,5 +43,5 @@ def _end(_number: int, _frame: FrameType | None) -> NoReturn:
     os._exit(0)
 
 
-def _keep(number: int, _frame: FrameType | None) -> None:
-    _came.add(number)
+def _record(number: int, _frame: FrameType | None) -> None:
+    _recorded.add(number)

@@ -112,7 +112,7 @@ async def successor(sockets: Sockets, drained: Collection[str] = ()) -> subproce
         raise SuccessorFailedError(f"there is no pipe to it: {error.strerror}") from None
     variables, fds = sockets.for_successor(writes)
     try:
-        child = _same_again({**variables, DRAINED: json.dumps(sorted(drained))}, fds)
+        child = _start_again({**variables, DRAINED: json.dumps(sorted(drained))}, fds)
     except OSError as error:
         os.close(reads)
         raise SuccessorFailedError(f"{sys.executable} cannot be started: {error.strerror}") from None
@@ -136,7 +136,7 @@ async def successor(sockets: Sockets, drained: Collection[str] = ()) -> subproce
         os.close(reads)
 
 
-def _same_again(variables: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
+def _start_again(variables: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
     """Start the same command. The interpreter is started by path, so a virtual environment replaced in place is
     used."""
     return subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env={**os.environ, **variables}, pass_fds=fds)

@@ -118,7 +118,7 @@ class Routing:
     # Engines that may have computed the request and gave no answer.
     computed: int = 0
     # Attempts that failed only because of the choice of backend, such as a stored response on another backend.
-    sought: int = 0
+    misdirected: int = 0
     # The latest lease.
     lease: Lease | None = None
     # Seconds in the waiting room in earlier waits, and the begin of the current wait.
@@ -190,14 +190,14 @@ async def run_attempts(
         if result.again is Again.ANYWHERE_ELSE and routing.request.backend is None:
             # Each backend is tried once, which bounds these attempts.
             entry = AdmissionKind.OWNER_LOOKUP
-            routing.sought += 1
+            routing.misdirected += 1
         elif staged:
             entry = AdmissionKind.RETRY
             routing.failed_stages += 1
             if result.unsplit or routing.failed_stages == FAILED_STAGES_MAX:
                 routing.request = structs.replace(routing.request, splittable=False)
         elif (
-            routing.attempts - routing.preemptions - routing.failed_stages - routing.sought <= extra_attempts
+            routing.attempts - routing.preemptions - routing.failed_stages - routing.misdirected <= extra_attempts
             and budget.take(result.verdict)
         ):
             entry = AdmissionKind.RETRY

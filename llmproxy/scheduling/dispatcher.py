@@ -50,7 +50,7 @@ class _Unresolved:
 
     # Requests that wait for the name.
     requests: int = 0
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    resolved: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True)
@@ -261,7 +261,7 @@ class Dispatcher:
             self.pools.scaling.count_on_hold(named, 1, _now())
             try:
                 async with asyncio.timeout_at(ends_s):
-                    await unresolved.settled.wait()
+                    await unresolved.resolved.wait()
             except TimeoutError:
                 pass
             finally:
@@ -269,7 +269,7 @@ class Dispatcher:
                 self._nameless_bytes -= body_bytes
                 self.pools.scaling.count_on_hold(named, -1, _now())
                 unresolved.requests -= 1
-                if not unresolved.requests and not unresolved.settled.is_set():
+                if not unresolved.requests and not unresolved.resolved.is_set():
                     del self._unresolved[meant]
 
     # --- for pollers --------------------------------------------------------------------------------------------------
@@ -412,15 +412,15 @@ class Dispatcher:
         """Wake the requests that wait for a model name whose state may have changed."""
         catalogue = self.pools.catalogue
         if self.draining or catalogue.aliases is not self._aliases:
-            settled = list(self._unresolved)
+            resolved = list(self._unresolved)
         else:
-            # While discovery may still add names, only served names are settled.
+            # While discovery may still add names, only served names are resolved.
             asked = self._unresolved.keys()
             among = asked if catalogue.complete else (asked & catalogue.served.keys()) | (asked & {None})
-            settled = [name for name in among if not catalogue.awaits(name)]
+            resolved = [name for name in among if not catalogue.awaits(name)]
         self._aliases = catalogue.aliases
-        for name in settled:
-            self._unresolved.pop(name).settled.set()
+        for name in resolved:
+            self._unresolved.pop(name).resolved.set()
         self.on_change()
 
     @property

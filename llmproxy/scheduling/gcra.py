@@ -14,7 +14,7 @@ import orjson
 from llmproxy.core.queueing.rates import MINUTE_S
 from llmproxy.scheduling.valkey import StoreError
 
-KEPT_S = 86_400
+DEBT_MAX_S = 86_400
 """The longest debt. It bounds the refusals after a proxy crashed before it refunded its charges."""
 
 SCRIPT = """
@@ -67,7 +67,9 @@ Taken = Iterable[tuple[bytes, float]]
 """(Key, seconds to take) of the rates of an ask."""
 
 
-def question(asks: Sequence[Taken], corrections: Mapping[bytes, float]) -> tuple[list[bytes], tuple[bytes, float, int]]:
+def script_arguments(
+    asks: Sequence[Taken], corrections: Mapping[bytes, float]
+) -> tuple[list[bytes], tuple[bytes, float, int]]:
     """Returns the keys and the arguments of the script. `corrections` (key -> seconds) are applied first."""
     places: dict[bytes, int] = {}
 
@@ -80,10 +82,10 @@ def question(asks: Sequence[Taken], corrections: Mapping[bytes, float]) -> tuple
             "corrections": [(place(key), seconds) for key, seconds in corrections.items()],
         }
     )
-    return list(places), (text, MINUTE_S, KEPT_S)
+    return list(places), (text, MINUTE_S, DEBT_MAX_S)
 
 
-def answers(said: object, asks: int) -> list[tuple[float, int]]:
+def parse_result(said: object, asks: int) -> list[tuple[float, int]]:
     """Parses the result of the script: (seconds to wait, place of the rate in the ask) for each ask.
 
     Raises StoreError for any other result.

@@ -81,7 +81,7 @@ class _Charge:
     # The waiting room has admitted the request.
     entered: bool = False
     # The real tokens of an attempt have been charged.
-    settled: bool = False
+    corrected: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -166,8 +166,8 @@ class SharedLimits:
         """See `Rates.used`."""
         charge = self._charges.get(request.id)
         if charge is not None:
-            self._correct(charge, 0.0, tokens - (0.0 if charge.settled else charge.tokens))
-            charge.settled = True
+            self._correct(charge, 0.0, tokens - (0.0 if charge.corrected else charge.tokens))
+            charge.corrected = True
         elif self._alone is not None:
             self._alone.used(request, tokens, now)
 
@@ -175,7 +175,7 @@ class SharedLimits:
         """See `Rates.ended`. A request that never entered the waiting room is refunded as a whole."""
         charge = self._charges.pop(request.id, None)
         if charge is not None:
-            self._correct(charge, 0.0 if charge.entered else -1.0, 0.0 if charge.settled else -charge.tokens)
+            self._correct(charge, 0.0 if charge.entered else -1.0, 0.0 if charge.corrected else -charge.tokens)
         elif self._alone is not None:
             self._alone.ended(request, now)
 
@@ -254,12 +254,12 @@ class SharedLimits:
         asks = [self._asks.popleft() for _ in range(min(len(self._asks), ASKS_MAX))]
         owed = {key: self._owed.pop(key) for key in list(islice(self._owed, CORRECTIONS_MAX))}
         more = bool(self._asks or self._owed)
-        keys, given = gcra.question([_taken(ask.charge) for ask in asks], owed)
+        keys, given = gcra.script_arguments([_taken(ask.charge) for ask in asks], owed)
         clock = asyncio.get_running_loop().time
         asked_s, limit_s = clock(), ANSWER_S if self.away is None else CONNECT_S
         try:
             async with asyncio.timeout(limit_s):
-                said = gcra.answers(await self._store.run(gcra.SCRIPT, keys, *given), len(asks))
+                said = gcra.parse_result(await self._store.run(gcra.SCRIPT, keys, *given), len(asks))
         except (StoreError, TimeoutError) as error:
             self._failed(str(error) or f"it does not answer within {limit_s:g} s", asks, owed)
             return False

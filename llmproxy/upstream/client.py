@@ -87,11 +87,11 @@ class HttpUpstream:
         size_bytes = sum(map(len, body))
         head = _head(url, method, path_qs, headers, size_bytes)
         to = base_url, self._endpoints.tls.get(base_url)
-        kept = self._kept(to)
-        if kept is not None:
+        reused = self._take_idle(to)
+        if reused is not None:
             sent_s = asyncio.get_running_loop().time()
             try:
-                return await _send(kept, head, body, size_bytes)
+                return await _send(reused, head, body, size_bytes)
             except ConnectionDropped as dropped:
                 # If the connection broke later, the backend may have worked on the request. Only a GET may be repeated
                 # then (RFC 9110, section 9.2.2); a new connection shows whether the backend is gone.
@@ -135,7 +135,7 @@ class HttpUpstream:
 
     # --- idle connections ---------------------------------------------------------------------------------------------
 
-    def _kept(self, to: _Destination) -> BackendConnection | None:
+    def _take_idle(self, to: _Destination) -> BackendConnection | None:
         idle = self._idle.get(to)
         now = asyncio.get_running_loop().time()
         while idle:
@@ -165,11 +165,11 @@ class HttpUpstream:
         loop = asyncio.get_running_loop()
         oldest_s = loop.time() - IDLE_MAX_S
         for to, idle in list(self._idle.items()):
-            kept = [connection for connection in idle if connection.free_since_s > oldest_s]
-            for connection in idle[: len(idle) - len(kept)]:
+            recent = [connection for connection in idle if connection.free_since_s > oldest_s]
+            for connection in idle[: len(idle) - len(recent)]:
                 connection.abort()
-            if kept:
-                self._idle[to] = kept
+            if recent:
+                self._idle[to] = recent
             else:
                 del self._idle[to]
         if self._idle:

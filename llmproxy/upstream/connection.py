@@ -264,7 +264,7 @@ class HttpExchange:
     """A response; see `port.Exchange`."""
 
     __slots__ = (
-        "_broken", "_connection", "_held", "_held_bytes", "_sink", "_sink_error", "_woken", "ended", "headers",
+        "_broken", "_buffered", "_buffered_bytes", "_connection", "_sink", "_sink_error", "_woken", "ended", "headers",
         "reason", "reused", "status",
     )  # fmt: skip
 
@@ -272,8 +272,8 @@ class HttpExchange:
         # None after the end of the body or a failure.
         self._connection: BackendConnection | None = connection
         # Body bytes that were not read yet.
-        self._held: list[bytes] = []
-        self._held_bytes = 0
+        self._buffered: list[bytes] = []
+        self._buffered_bytes = 0
         # Gets each piece of the body while `flow` runs.
         self._sink: Callable[[bytes], None] | None = None
         # Wakes the reader.
@@ -293,20 +293,20 @@ class HttpExchange:
             await self._more()
 
     async def chunk(self) -> bytes:
-        while not self._held:
+        while not self._buffered:
             if self.ended:
                 return b""
             await self._more()
-        held, self._held, self._held_bytes = self._held, [], 0
+        buffered, self._buffered, self._buffered_bytes = self._buffered, [], 0
         self.resume()
-        return held[0] if len(held) == 1 else b"".join(held)
+        return buffered[0] if len(buffered) == 1 else b"".join(buffered)
 
     async def flow(self, sink: Callable[[bytes], None]) -> None:
-        held = await self.chunk() if self._held else b""
+        buffered = await self.chunk() if self._buffered else b""
         self._sink = sink
         try:
-            if held:
-                sink(held)
+            if buffered:
+                sink(buffered)
             while self._sink is not None and not self.ended:
                 await self._more()
         finally:
@@ -364,9 +364,9 @@ class HttpExchange:
 
     def arrived(self, data: bytes) -> None:
         if self._sink is None:
-            self._held.append(data)
-            self._held_bytes += len(data)
-            if self._held_bytes > READ_BUFFER_BYTES:
+            self._buffered.append(data)
+            self._buffered_bytes += len(data)
+            if self._buffered_bytes > READ_BUFFER_BYTES:
                 self.pause()
             self._wake()
             return

@@ -48,7 +48,7 @@ class NameFailed(OSError):  # noqa: N818 - a fact about a name, not an error of 
 class _Name:
     host: str
     # The last resolved addresses, kept while look-ups fail.
-    known: Sequence[Address] = ()
+    addresses: Sequence[Address] = ()
     # The failure of the last look-up, "" after a success.
     why: str = ""
     # Set at the first answer, or after `ANSWER_MAX_S`.
@@ -71,7 +71,11 @@ class Resolver:
 
     def follow(self, urls: Iterable[str]) -> None:
         """Set the base URLs whose hosts are looked up in the background."""
-        hosts = {host for url in urls if (host := URL(url).raw_host) and (host in self._names or _own(host) is None)}
+        hosts = {
+            host
+            for url in urls
+            if (host := URL(url).raw_host) and (host in self._names or _local_addresses(host) is None)
+        }
         for host in self._names.keys() - hosts:
             task = self._names.pop(host).following
             assert task is not None
@@ -106,39 +110,39 @@ class Resolver:
     async def _addresses(self, host: str) -> Sequence[Address]:
         name = self._names.get(host)
         if name is None:
-            own = _own(host)
+            own = _local_addresses(host)
             if own is not None:
                 return own
             try:
                 return await self.look_up(host)
             except OSError as error:
                 raise _failed(host, _reason(error)) from None
-        if not name.known:
+        if not name.addresses:
             await name.asked.wait()
-        if not name.known:
+        if not name.addresses:
             raise _failed(host, name.why)
-        return name.known
+        return name.addresses
 
     # --- one name -----------------------------------------------------------------------------------------------------
 
     async def _follow(self, name: _Name) -> None:
         while True:
             try:
-                self._found(name, await self.look_up(name.host))
+                self._resolved(name, await self.look_up(name.host))
             except OSError as error:
-                self._not_found(name, _reason(error))
+                self._unresolved(name, _reason(error))
             # Jitter, so that many names and proxies are not looked up at once.
-            await asyncio.sleep((REFRESH_S if name.known else RETRY_S) * random.uniform(0.8, 1.0))
+            await asyncio.sleep((REFRESH_S if name.addresses else RETRY_S) * random.uniform(0.8, 1.0))
 
-    def _found(self, name: _Name, found: Sequence[Address]) -> None:
-        if name.why or (name.known and set(name.known) != set(found)):
-            _log.info("name_resolved", name=name.host, addresses=_hosts(found), before=_hosts(name.known))
-        name.known, name.why = found, ""
+    def _resolved(self, name: _Name, found: Sequence[Address]) -> None:
+        if name.why or (name.addresses and set(name.addresses) != set(found)):
+            _log.info("name_resolved", name=name.host, addresses=_hosts(found), before=_hosts(name.addresses))
+        name.addresses, name.why = found, ""
         name.asked.set()
 
-    def _not_found(self, name: _Name, why: str) -> None:
+    def _unresolved(self, name: _Name, why: str) -> None:
         if not name.why:
-            _log.warning("name_not_resolved", name=name.host, why=why, goes_on_with=_hosts(name.known))
+            _log.warning("name_not_resolved", name=name.host, why=why, goes_on_with=_hosts(name.addresses))
         name.why = why
         name.asked.set()
 
@@ -156,18 +160,18 @@ class Resolver:
         name = self._names.get(host)
         turns = self._turns[name is not None and bool(name.why)]
         await turns.acquire()
-        held = True
+        acquired = True
 
         def give_back() -> None:
-            nonlocal held
-            if held:
-                held = False
+            nonlocal acquired
+            if acquired:
+                acquired = False
                 turns.release()
 
         def unanswered() -> None:
             give_back()
             if (name := self._names.get(host)) is not None:
-                self._not_found(name, f"no answer within {ANSWER_MAX_S:g} s")
+                self._unresolved(name, f"no answer within {ANSWER_MAX_S:g} s")
 
         late = asyncio.get_running_loop().call_later(ANSWER_MAX_S, unanswered)
         try:
@@ -218,7 +222,7 @@ async def ask_system(host: str) -> Sequence[Address]:
     return await answer
 
 
-def _own(host: str) -> Sequence[Address] | None:
+def _local_addresses(host: str) -> Sequence[Address] | None:
     """Returns the addresses of an IP address or a localhost name (RFC 6761, section 6.3); None if a look-up is
     needed."""
     if f".{host.rstrip('.').lower()}".endswith(".localhost"):

@@ -351,9 +351,9 @@ def test_each_further_failure_doubles_the_rest() -> None:
     for failures in range(1, FAILURES_MAX + 6):
         scheduler._placement.transferred("p", now, arrived=False)
         if failures < FAILURES_MAX:
-            assert not scheduler._placement._rests_until_s
+            assert not scheduler._placement._paused_until_s
             continue
-        rest_s = scheduler._placement._rests_until_s["p"] - now
+        rest_s = scheduler._placement._paused_until_s["p"] - now
         rests.append(rest_s)
         for passed_s, stage in ((rest_s - 0.1, Stage.WHOLE), (0.1, Stage.PREFILL)):
             now += passed_s

@@ -63,13 +63,13 @@ async def test_nothing_is_left_of_a_successor_that_does_not_serve(
     monkeypatch.setattr(handover, "READY_MAX_S", 0.2 if HANGS in program else 30.0)
     monkeypatch.setattr(handover, "EXIT_MAX_S", 0.2 if HANGS in program else 30.0)
     spawned: list[subprocess.Popen[bytes]] = []
-    spawn = handover._same_again
+    spawn = handover._start_again
 
     def spawning(environment: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
         spawned.append(spawn(environment, fds))
         return spawned[0]
 
-    monkeypatch.setattr(handover, "_same_again", spawning)
+    monkeypatch.setattr(handover, "_start_again", spawning)
     open_before = descriptors()
     with pytest.raises(SuccessorFailedError, match=reason):
         await started(monkeypatch, program)

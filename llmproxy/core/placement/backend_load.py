@@ -284,16 +284,16 @@ class BackendLoad:
             return
         if not flight.request.stream:
             # The first byte of a non-streamed answer comes at its end, long after the prompt.
-            self._settle(lease, flight)
+            self._prompt_done(lease, flight)
             return
         for older, one in list(self._unstarted.items()):
             if older == lease:
                 break
             if not one.request.stream:
                 # Prompts are computed in order, so the older prompt has been computed too.
-                self._settle(older, one)
+                self._prompt_done(older, one)
         unclear, tier = self._mixed or flight.deferred or flight.crowded, self._loading.get(lease)
-        self._settle(lease, flight)
+        self._prompt_done(lease, flight)
         self._mixed = False
         apart = unclear or not self._known or tier is not None or self._loads
         if (apart or self._begun >= STRETCH_PROMPTS) and now - self._spoke_s >= SAME_STEP_S:
@@ -318,7 +318,7 @@ class BackendLoad:
             first = next(iter(self._unstarted)) == lease
             done_s = min(flight.work_s, now - max(flight.booked_s, self._spoke_s)) if first else 0.0
             self._prompts.add((done_s - flight.work_s) * exp((flight.booked_s - now) / RATION_S), now)
-        self._settle(lease, flight)
+        self._prompt_done(lease, flight)
         if self._queued and self._queued.pop(lease, None) is None:
             longest = self._queued.pop(next(iter(self._queued)))
             self._begin(longest, longest.work_tokens, now)
@@ -353,7 +353,7 @@ class BackendLoad:
             if oldest.request.stream or now < oldest.due_s:
                 return oldest
             # A non-streamed answer has no byte before its end. When overdue, its prompt counts as computed.
-            self._settle(lease, oldest)
+            self._prompt_done(lease, oldest)
         return None
 
     def _end_stretch(self, rates: PoolRates) -> None:
@@ -373,7 +373,7 @@ class BackendLoad:
         self._known = True
         self._loads.clear()
 
-    def _settle(self, lease: int, flight: InFlight) -> None:
+    def _prompt_done(self, lease: int, flight: InFlight) -> None:
         if self._unstarted.pop(lease, None) is not None:
             self._plain -= not flight.request.stream
             if not flight.deferred:

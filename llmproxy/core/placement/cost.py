@@ -138,14 +138,14 @@ class CostPlacement(Placement):
         facts = request.id, request.label, request.model, now, request.prompt_tokens, chosen.backend
         self._explained.append((facts, prices))
         rates = self._rates
-        held_blocks = self._backend_load(chosen.backend).in_use.matched(request.prefix)
+        shared_blocks = self._backend_load(chosen.backend).in_use.matched(request.prefix)
         return Placed(
             chosen.backend,
             chosen.total_s,
             chosen.terms(),
             len(able),
             round(chosen.cached_tokens),
-            min(request.prompt_tokens, round(held_blocks * request.prefix_tokens)),
+            min(request.prompt_tokens, round(shared_blocks * request.prefix_tokens)),
             chosen.cold_adapter,
             Predicted(chosen.ttft_s, chosen.ttft_s * rates.late_ttft.factor),
             Predicted(chosen.tpot_s, chosen.tpot_s * rates.late_tpot.factor),
@@ -230,11 +230,11 @@ class CostPlacement(Placement):
             backend_load.limit, slots = view.limit, backend_load.adapters
             slots.size = view.max_adapters
             load, step_factor = view.load, backend_load.step.factor
-            held_tokens = backend_load.in_use.matched(prefix) * block_tokens if backend_load.in_flight else 0.0
+            shared_tokens = backend_load.in_use.matched(prefix) * block_tokens if backend_load.in_flight else 0.0
             cached_tokens = matched.get(view.backend, 0) * block_tokens
-            if cached_tokens < held_tokens:
+            if cached_tokens < shared_tokens:
                 # Prompts are computed in order: earlier prompts have cached their blocks before this one begins.
-                cached_tokens = held_tokens
+                cached_tokens = shared_tokens
             if cached_tokens > prompt_tokens - 1.0:
                 cached_tokens = prompt_tokens - 1.0
             queue_s = backend_load.queue_s(rates, now)
@@ -286,7 +286,7 @@ class CostPlacement(Placement):
                 range_s = ASIDE_S
                 total_s += range_s
             if view.kv_tokens:
-                memory_s = answer_s * (prompt_tokens - held_tokens) / view.kv_tokens * _scarce(view.kv_used)
+                memory_s = answer_s * (prompt_tokens - shared_tokens) / view.kv_tokens * _scarce(view.kv_used)
                 total_s += memory_s
             if not has_room:
                 slot_s = self._slot_s(request, view, ceiling, answer_s, now)

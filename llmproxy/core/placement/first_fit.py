@@ -96,8 +96,8 @@ def first_fit(
             try:
                 # A head that fits nowhere must not block its flow while lower bands are served.
                 for queued in line:
-                    if (held := limited(queued, limits)) is not None:
-                        return held
+                    if (blocked := limited(queued, limits)) is not None:
+                        return blocked
                     if queued.request.backend is not None:
                         own = _at_only_backend(queued, placement, views, ceiling, passed_over, now)
                         if not isinstance(own, NoMatch):

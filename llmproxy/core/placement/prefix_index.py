@@ -60,7 +60,7 @@ class PrefixIndex:
 
     def record(self, backend: str, hashes: Sequence[int]) -> None:
         """`backend` has computed these blocks, a chain from its first block on. Of a long chain the head is kept."""
-        self._of(backend).touch(hashes)
+        self._recent_blocks(backend).touch(hashes)
 
     def forget(self, backend: str) -> None:
         """Drop the blocks, the size and the calibration of a backend that restarted or left."""
@@ -68,7 +68,7 @@ class PrefixIndex:
 
     def resize(self, backend: str, blocks: int) -> None:
         """Set the number of prompt blocks for which the KV cache of `backend` has room."""
-        self._of(backend).resize(blocks)
+        self._recent_blocks(backend).resize(blocks)
 
     def calibrate(self, backend: str, predicted: float, real: float) -> None:
         """Learn from the predicted and the real cached part of one prompt, both in the same unit.
@@ -82,27 +82,27 @@ class PrefixIndex:
 
     def size(self, backend: str) -> int:
         """Returns the number of indexed blocks of `backend`."""
-        held = self._recent.get(backend)
-        return 0 if held is None else held.held
+        recent = self._recent.get(backend)
+        return 0 if recent is None else recent.size
 
     def limit(self, backend: str) -> int:
         """Returns the most blocks that are indexed for `backend`: its capacity, cut by calibration."""
-        held = self._recent.get(backend)
-        return self._capacity_blocks if held is None else held.limit
+        recent = self._recent.get(backend)
+        return self._capacity_blocks if recent is None else recent.limit
 
     def room(self, backend: str) -> int:
         """Returns how many more blocks surely displace no other. Right after dropping a generation there is no room."""
         # `limit` and `size` are inlined: this runs for each backend and each request.
         recent = self._recent.get(backend)
-        held, limit = (0, self._capacity_blocks) if recent is None else (recent.held, recent.limit)
-        return max(0, limit - limit // _GENERATIONS_MIN - held)
+        size, limit = (0, self._capacity_blocks) if recent is None else (recent.size, recent.limit)
+        return max(0, limit - limit // _GENERATIONS_MIN - size)
 
     def check(self) -> None:
         """Raise AssertionError unless the counts agree with the indexed blocks."""
         for recent in self._recent.values():
             recent.check()
 
-    def _of(self, backend: str) -> _RecentBlocks:
+    def _recent_blocks(self, backend: str) -> _RecentBlocks:
         recent = self._recent.get(backend)
         if recent is None:
             recent = self._recent[backend] = _RecentBlocks(self._capacity_blocks)
@@ -113,7 +113,7 @@ class _RecentBlocks:
     """The recent blocks of one backend, in generations, the youngest last."""
 
     def __init__(self, capacity_blocks: int) -> None:
-        self.held = 0
+        self.size = 0
         self._share = 1.0
         self._generations: list[_Generation] = [{}]
         self.resize(capacity_blocks)
@@ -142,7 +142,7 @@ class _RecentBlocks:
                 self._take(self._generations[-2::-1], hashes, here, end)
                 before = len(youngest)
                 youngest.update(dict.fromkeys(hashes[here:end]))
-                self.held += len(youngest) - before
+                self.size += len(youngest) - before
             end = begin
         self._make_room()
 
@@ -158,8 +158,8 @@ class _RecentBlocks:
         self._limit()
 
     def check(self) -> None:
-        assert self.held == sum(map(len, self._generations)), "the held blocks are miscounted"
-        assert self.held <= self.limit, "more is held than fits"
+        assert self.size == sum(map(len, self._generations)), "the indexed blocks are miscounted"
+        assert self.size <= self.limit, "the index is larger than its limit"
         assert self._generations, "there is no generation to put a block into"
 
     def _limit(self) -> None:
@@ -168,8 +168,8 @@ class _RecentBlocks:
         self._make_room()
 
     def _make_room(self) -> None:
-        while self.held > self.limit:
-            self.held -= len(self._generations.pop(0))
+        while self.size > self.limit:
+            self.size -= len(self._generations.pop(0))
         if not self._generations:
             self._generations.append({})
 
@@ -194,7 +194,7 @@ class _RecentBlocks:
                 at = _run_end(generation, hashes, at, end)
                 for block in hashes[begin:at]:
                     generation.pop(block, None)
-                self.held -= before - len(generation)
+                self.size -= before - len(generation)
 
 
 class InUse:

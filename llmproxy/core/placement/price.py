@@ -11,7 +11,7 @@ from llmproxy.core.domain import Price, Request
 
 NAMES = ("queue", "prefill", "stream", "harm", "eviction", "adapter", "range", "memory", "slot", "transfer", "headroom")
 TERMS = frozenset(NAMES) - {"transfer", "headroom"}
-KEPT_BACK = 0.05
+HEADROOM_COST = 0.05
 """Cost of a second of headroom under an objective, because another request could use the headroom."""
 
 
@@ -68,6 +68,6 @@ def with_headroom(
             left_s.append(request.arrived_s + slo.ttft_s - now - price.ttft_s * late_ttft)
         if slo.tpot_s is not None:
             left_s.append(stream * request.output_tokens * (slo.tpot_s - price.tpot_s * late_tpot))
-        headroom_s = KEPT_BACK * max(0.0, min(left_s))
+        headroom_s = HEADROOM_COST * max(0.0, min(left_s))
         found.append(replace(price, seconds=(*price.seconds, headroom_s), total_s=price.total_s + headroom_s))
     return found

@@ -151,7 +151,7 @@ class LoadTimesByTier:
     def __init__(self) -> None:
         self._seen = [0] * TIERS
         self._took_s = [LOAD_GUESS_S] * TIERS
-        self._known_s = [LOAD_GUESS_S] * TIERS
+        self._expected_s = [LOAD_GUESS_S] * TIERS
 
     @property
     def seen(self) -> bool:
@@ -161,11 +161,11 @@ class LoadTimesByTier:
     @property
     def coldest_s(self) -> float:
         """The expected load time of an adapter that the backend never loaded."""
-        return self._known_s[-1]
+        return self._expected_s[-1]
 
     def at(self, tier: int) -> float:
         """Returns the expected load time in seconds."""
-        return self._known_s[tier]
+        return self._expected_s[tier]
 
     def learn(self, tier: int, took_s: float) -> None:
         seen = self._seen[tier] = self._seen[tier] + 1
@@ -175,7 +175,7 @@ class LoadTimesByTier:
         self._took_s[tier] = follow(before_s, took_s, gain(LOAD_GAIN, seen))
         taught = [other for other in range(TIERS) if self._seen[other]]
         for other in range(TIERS):
-            self._known_s[other] = self._took_s[next((one for one in taught if one >= other), taught[-1])]
+            self._expected_s[other] = self._took_s[next((one for one in taught if one >= other), taught[-1])]
 
 
 class PoolRates:

@@ -29,7 +29,7 @@ from llmproxy.core.settings import Disaggregation, Splitting
 
 FAILURES_MAX = 3
 """Consecutive failed transfers after which a backend gets no prefill stages for a pause."""
-REST_S, REST_MAX_S = 5.0, 60.0
+PAUSE_S, PAUSE_MAX_S = 5.0, 60.0
 """The first and the longest pause after failed transfers. Each further failure doubles the pause."""
 SURE_S = 0.005
 """A split must be cheaper by at least this: estimates are no more exact, and one call is simpler than two."""
@@ -87,7 +87,7 @@ class StagedPlacement(Placement):
         self._answering_for: dict[str, set[str]] = {}
         # Consecutive failed transfers, by prefill backend.
         self._failures: dict[str, int] = {}
-        self._rests_until_s: dict[str, float] = {}
+        self._paused_until_s: dict[str, float] = {}
 
     def begin(self, views: Sequence[View]) -> None:
         """Begin a scheduling pass over all `views`. Later calls of the pass may get only some of them."""
@@ -138,8 +138,8 @@ class StagedPlacement(Placement):
         """Returns a place for the prefill stage and names the backend of the decode stage; None to serve it whole."""
         inner = self.inner
         prompt = as_prefill(request)
-        rests = self._rests_until_s
-        prefilling = [view for view in views if view.role is not Role.DECODE and rests.get(view.backend, now) <= now]
+        paused = self._paused_until_s
+        prefilling = [view for view in views if view.role is not Role.DECODE and paused.get(view.backend, now) <= now]
         prefill = inner.quote(prompt, prefilling, ceiling, excluded, now)
         whole = inner.quote(request, answering, ceiling, excluded, now)
         if prefill is None:
@@ -167,12 +167,12 @@ class StagedPlacement(Placement):
         """The transfer of a prompt that `backend` computed succeeded (`arrived`) or failed."""
         if arrived:
             self._failures.pop(backend, None)
-            self._rests_until_s.pop(backend, None)
+            self._paused_until_s.pop(backend, None)
             return
         failures = self._failures[backend] = self._failures.get(backend, 0) + 1
         if failures >= FAILURES_MAX:
-            rest_s = min(REST_S * 2.0 ** min(failures - FAILURES_MAX, 10), REST_MAX_S)
-            self._rests_until_s[backend] = now + rest_s
+            pause_s = min(PAUSE_S * 2.0 ** min(failures - FAILURES_MAX, 10), PAUSE_MAX_S)
+            self._paused_until_s[backend] = now + pause_s
 
     # --- forwarded to the other placement -----------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class StagedPlacement(Placement):
 
     def lost(self, backend: str) -> None:
         self._failures.pop(backend, None)
-        self._rests_until_s.pop(backend, None)
+        self._paused_until_s.pop(backend, None)
         self.inner.lost(backend)
 
     def ready(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[View]:

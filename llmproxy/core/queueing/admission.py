@@ -67,7 +67,7 @@ class Admission:
 
         Raises Refused; see `Scheduler.submit`.
         """
-        excluded, held = self._servable(request, excluded, entry, now)
+        excluded, on_hold = self._servable(request, excluded, entry, now)
         service_s = self._first_token.at(request.prompt_tokens)
         # Custom policies may raise, also in `room.band`, so both calls come before any change.
         rank = head_rank(request) if entry is AdmissionKind.PREEMPTED else self._ordering.rank(request, service_s)
@@ -83,7 +83,7 @@ class Admission:
             self._headroom.used(request.band, now)
         else:
             self._drain.came_back(request.id)
-        self._room.enter(request, rank, excluded, now, held=held)
+        self._room.enter(request, rank, excluded, now, on_hold=on_hold)
         return shed
 
     def _servable(
@@ -95,7 +95,7 @@ class Admission:
         backends that may come back. Raises Refused if no backend can come up.
         """
         if request.backend is not None:
-            return excluded, self._held_for_its_own(request, request.backend)
+            return excluded, self._waits_for_own_backend(request, request.backend)
         for names in (excluded | {request.avoid}, excluded) if request.avoid else (excluded,):
             for backend in self._backends.values():
                 if backend.up and backend.serves(request.model) and backend.name not in names:
@@ -104,15 +104,15 @@ class Admission:
         if entry is AdmissionKind.OWNER_LOOKUP:
             # The request refers to state, such as a stored response, that was lost with a process that is gone.
             able = [backend for backend in able if not backend.health.gone and backend.name not in excluded]
-        unavailable = {backend.name for backend in able if backend.drained or not backend.health.available(now)}
-        if unavailable and self._settings.queue.hold_s:
-            return excluded - unavailable, True
+        recovering = {backend.name for backend in able if backend.drained or not backend.health.available(now)}
+        if recovering and self._settings.queue.hold_s:
+            return excluded - recovering, True
         message = f"No backend of `{request.model}` is up. Try again shortly."
         if excluded:
             message = f"Every backend of `{request.model}` that is up has failed this request."
         raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
 
-    def _held_for_its_own(self, request: Request, name: str) -> bool:
+    def _waits_for_own_backend(self, request: Request, name: str) -> bool:
         """Whether a request bound to one backend is on hold until that backend is up. Raises Refused if it never will
         be, or if the configuration holds no requests."""
         backend = self._backends.get(name)

@@ -67,9 +67,9 @@ class Deadlines:
     def enter(self, queued: Queued, now: float, waiting: int, left_s: float) -> None:
         """Add `queued`, which is due in `left_s`. `waiting` is the number of waiting requests."""
         queued.due_s = (self._clocks[0].read(now) + left_s, self._clocks[1].read(now) + min(left_s, self._hold_s))
-        self.keep(queued, waiting)
+        self.reenter(queued, waiting)
 
-    def keep(self, queued: Queued, waiting: int) -> None:
+    def reenter(self, queued: Queued, waiting: int) -> None:
         """Add the new object of a request that waits already, with its old deadlines."""
         for heap, due_s in zip(self._heaps, queued.due_s, strict=True):
             heap.push(due_s, queued, waiting)

@@ -145,7 +145,7 @@ class DrainRate:
                 del self._grants[at]
                 return
 
-    def since(self, arrived_s: float) -> tuple[tuple[int, str, int], ...]:
+    def granted_since(self, arrived_s: float) -> tuple[tuple[int, str, int], ...]:
         """Returns (band, flow, requests) of the `_FLOWS_SHOWN` flows with the most grants since `arrived_s`.
 
         The most frequent flow is first. Only the last `_GRANTS` grants count.

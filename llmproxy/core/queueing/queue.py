@@ -44,7 +44,7 @@ class Queued(Struct, eq=False):
     # The queue of `BlockedRequests` (usage limit or backend) in which it waits.
     blocked_by: str | None = None
     # It is on hold: it arrived while no backend that it may use was up.
-    held: bool = False
+    on_hold: bool = False
     # The queue of `BlockedRequests` from which it went back to its flow.
     back_from: str | None = None
     # A full backend that it waits for, "" for none.
@@ -180,7 +180,7 @@ class Band:
         if was_head:
             self._tell_head(request.flow, line)
 
-    def settle(self, now: float) -> None:
+    def refresh(self, now: float) -> None:
         """Apply the ranks that change by time. Flows keep this order until the next call."""
         while (entry := self._turns.least()) is not None and entry[0] <= now:
             queued = self._turns.pop()

@@ -51,7 +51,7 @@ class _Account:
     # Expected tokens.
     tokens: float
     # The real tokens of an attempt have been charged.
-    settled: bool = False
+    corrected: bool = False
 
 
 class RateLimits:
@@ -92,13 +92,13 @@ class RateLimits:
         """See `Rates.used`."""
         account = self.accounts.get(request.id)
         if account is not None:
-            self._take(request, tokens - (0.0 if account.settled else account.tokens), now)
-            account.settled = True
+            self._take(request, tokens - (0.0 if account.corrected else account.tokens), now)
+            account.corrected = True
 
     def ended(self, request: Request, now: float) -> None:
         """See `Rates.ended`."""
         account = self.accounts.pop(request.id, None)
-        if account is not None and not account.settled:
+        if account is not None and not account.corrected:
             self._take(request, -account.tokens, now)
 
     def _take(self, request: Request, tokens: float, now: float) -> None:

@@ -43,7 +43,7 @@ class WaitingRoom:
         self._limits = limits
         self._drain = drain
         # Band -> (time, reason) of the last decision that made the band wait.
-        self._held_back: dict[int, tuple[float, WaitReason]] = {}
+        self._wait_reasons: dict[int, tuple[float, Reason]] = {}
         self._bands: dict[int, Band] = {}
         # Band -> its requests, the newest first, for shedding.
         self._newest: dict[int, LazyHeap[float, Queued]] = {}
@@ -89,16 +89,18 @@ class WaitingRoom:
 
     # --- in and out --------------------------------------------------------------------------------------------------
 
-    def enter(self, request: Request, rank: Rank, excluded: frozenset[str], now: float, *, held: bool = False) -> None:
-        """Add `request`. `held`: none of the backends that it may use is up, so it waits for at most `hold_s`."""
-        queued = Queued(request, rank, excluded, held=held)
+    def enter(
+        self, request: Request, rank: Rank, excluded: frozenset[str], now: float, *, on_hold: bool = False
+    ) -> None:
+        """Add `request`. `on_hold`: none of the backends that it may use is up, so it waits for at most `hold_s`."""
+        queued = Queued(request, rank, excluded, on_hold=on_hold)
         self.waiting[request.id] = queued
         self._labels[request.label] = request.id
         self._occupancy.enter(request, now)
         self.prompt_tokens += request.prompt_tokens
         self.output_tokens += request.output_tokens
         left_s = request.deadline_s - now
-        if held:
+        if on_hold:
             left_s = min(left_s, self._settings.queue.hold_s)
         self.deadlines.enter(queued, now, len(self.waiting), left_s)
         self._place(queued).push(queued, now)
@@ -107,7 +109,7 @@ class WaitingRoom:
         """Remove a request. Returns why it waited, None if no decision made it wait."""
         request = queued.request
         # Most requests do not wait, so `waited` is rarely called.
-        waited = self.waited(queued) if self._held_back or queued.back_from or queued.blocked_by else None
+        waited = self.waited(queued) if self._wait_reasons or queued.back_from or queued.blocked_by else None
         del self.waiting[request.id]
         if self._labels.get(request.label) == request.id:
             del self._labels[request.label]
@@ -119,22 +121,22 @@ class WaitingRoom:
 
     def set_wait_reason(self, level: int, reason: WaitReason, now: float) -> None:
         """Record why the band `level` waits."""
-        self._held_back[level] = now, reason
+        self._wait_reasons[level] = now, reason
 
     def waited(self, queued: Queued) -> Waited | None:
         """Returns why a request waits, None as long as no decision made it wait."""
         since_s = self._occupancy.since_s(queued.request)
         line = queued.blocked_by or queued.back_from
         if line is None:
-            held_back_s, reason = self._held_back.get(queued.request.band, (-inf, WaitReason.FULL))
-            if held_back_s < since_s:
+            decided_s, reason = self._wait_reasons.get(queued.request.band, (-inf, Reason.FULL))
+            if decided_s < since_s:
                 return None
             rule = f"{reason}: {queued.later}" if reason is WaitReason.LATER and queued.later else reason.value
         elif line.startswith(OF_BACKEND):
             rule = f"{line.removeprefix(OF_BACKEND)}, which alone can serve it, has no room"
         else:
             rule = f"the limit {line} is used up"
-        return Waited(rule, self._drain.since(since_s))
+        return Waited(rule, self._drain.granted_since(since_s))
 
     def full(self, request: Request, without: Iterable[Queued] = ()) -> Full | None:
         """Returns the limit that `request` would exceed if the requests `without` had left; None if it fits."""
@@ -158,13 +160,13 @@ class WaitingRoom:
     def block(self, queued: Queued, limit: str) -> None:
         """Move a request from its flow to the blocked requests of `limit`, a usage limit or `backend:NAME`."""
         self._take_out(queued)
-        self.blocked.block(limit, self._anew(queued))
+        self.blocked.block(limit, self._copy(queued))
 
-    def settle(self, now: float) -> None:
+    def refresh(self, now: float) -> None:
         """Apply changes by time and by ended leases: changed ranks, and blocked requests that have room again."""
         self.readmit(now)
         for band in self._bands.values():
-            band.settle(now)
+            band.refresh(now)
 
     def readmit(self, now: float, lowest: int | None = None) -> int:
         """Move the requests of `BlockedRequests.next` back to their flows. Returns how many."""
@@ -172,9 +174,9 @@ class WaitingRoom:
             return 0
         back = self.blocked.next(lambda line, band: self._free(line, band, now), lowest)
         for blocked in back:
-            anew = self._anew(blocked)
-            anew.back_from = blocked.blocked_by
-            self._bands[blocked.request.band].push(anew, now)
+            copy = self._copy(blocked)
+            copy.back_from = blocked.blocked_by
+            self._bands[blocked.request.band].push(copy, now)
         return len(back)
 
     def _free(self, line: str, band: int, now: float) -> int:
@@ -190,12 +192,12 @@ class WaitingRoom:
             if queued.back_from is not None:
                 self.blocked.left(queued.back_from)
 
-    def _anew(self, queued: Queued) -> Queued:
-        anew = Queued(queued.request, queued.rank, queued.excluded, queued.due_s, held=queued.held)
-        self.waiting[queued.request.id] = anew
-        self.deadlines.keep(anew, len(self.waiting))
-        self._place(anew)
-        return anew
+    def _copy(self, queued: Queued) -> Queued:
+        copy = Queued(queued.request, queued.rank, queued.excluded, queued.due_s, on_hold=queued.on_hold)
+        self.waiting[queued.request.id] = copy
+        self.deadlines.reenter(copy, len(self.waiting))
+        self._place(copy)
+        return copy
 
     def _place(self, queued: Queued) -> Band:
         request = queued.request

@@ -13,7 +13,7 @@ from llmproxy.core.estimates.learning import follow, gain
 LONG_S = 120
 SHORT_S = 30
 TREND_S = 60
-KEPT_S = 180
+HISTORY_S = 180
 """Arrivals are kept for this time: two windows of `TREND_S`, `LONG_S` apart, give the trend."""
 GAIN = 1 / 50
 SEEN_MIN = 3
@@ -26,7 +26,7 @@ RESTORED_MAX = 50
 SIZES_MAX = 64
 SLOT_S = 5
 """Arrivals are counted in slots of this length. All windows are multiples of it."""
-KEPT_SLOTS = KEPT_S // SLOT_S
+HISTORY_SLOTS = HISTORY_S // SLOT_S
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class Tokens(NamedTuple):
     before: float
     output: float
     # Tokens that an answer occupies in the KV cache, averaged over its time.
-    held: float
+    kv_tokens: float
 
 
 NO_TOKENS = Tokens(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -105,7 +105,7 @@ class _Window:
 
     def totals(self, slots: Mapping[int, Mapping[int, Count]], current: int) -> Mapping[int, Sequence[float]]:
         """Returns size class -> [requests, prompt tokens], relative to the slot `current`."""
-        if self._at is None or not 0 <= current - self._at < KEPT_SLOTS:
+        if self._at is None or not 0 <= current - self._at < HISTORY_SLOTS:
             self._totals = {}
             self._add(slots, range(current - self._begin, current - self._end), 1.0)
         elif current > self._at:
@@ -172,7 +172,7 @@ class Mix:
             self._counts = {}
             self._slots[slot] = self._counts
             # A window that was not read for a while still has to subtract its old slots.
-            while (oldest := next(iter(self._slots))) < slot - 2 * KEPT_SLOTS:
+            while (oldest := next(iter(self._slots))) < slot - 2 * HISTORY_SLOTS:
                 del self._slots[oldest]
             if self.first_s is None:
                 self.first_s = now

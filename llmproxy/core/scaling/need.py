@@ -76,7 +76,7 @@ class Demand(Struct, frozen=True):
     others: int
     waiting: Sizes
     # Requests on hold for a pool without replicas.
-    held: int
+    on_hold: int
     # Recently requested adapters.
     adapters: int
     # Seconds since the last request; 0 while any is in flight or waits.
@@ -161,11 +161,11 @@ def replica_capacity(
     prompt_s = token_s * came.compute * (1.0 + attention * came.before) / came.requests
     tokens = max(1.0, came.output / came.requests)
     usual_kv = mean_known([one.kv_tokens for one in replicas], inf)
-    kv_seats = KV_MARGIN * kv_full / max(1.0, came.held)
+    kv_seats = KV_MARGIN * kv_full / max(1.0, came.kv_tokens)
     replicas = replicas or [ReplicaFacts(False, None, None, None)]
     places = [max(1.0, min(one.limit or usual_limit, kv_seats * (one.kv_tokens or usual_kv))) for one in replicas]
     if tpot_s is not None:
-        most = _keeping(tpot_s, line, prompt_s, tokens, max(places))
+        most = _largest_batch(tpot_s, line, prompt_s, tokens, max(places))
         places = [min(one, most) for one in places]
     none_up = not any(one.up for one in replicas)
     rates, counted, seats, rate, prompts = [], 0, 0.0, 0.0, 0.0
@@ -184,7 +184,7 @@ def replica_capacity(
     )  # fmt: skip
 
 
-def _keeping(tpot_s: float, line: StepLine, prompt_s: float, tokens: float, most: float) -> float:
+def _largest_batch(tpot_s: float, line: StepLine, prompt_s: float, tokens: float, most: float) -> float:
     """Returns the largest batch up to `most` in which output tokens meet the objective."""
     seats = min(most, 1e6)
     for _ in range(TURNS):
@@ -209,11 +209,11 @@ def pool_need(
     full = up if demand.waited_s >= FULL_S and all(one.full for one in replicas if one.up) else 0
     came = mix.tokens(mix.within(now, LONG_S))
     capacity = replica_capacity(came, learned, curve, replicas, tpot_s, kv_full, usual_limit)
-    waiting = round(total_requests(demand.waiting.values())) + demand.held
+    waiting = round(total_requests(demand.waiting.values())) + demand.on_hold
     # The restored data of an earlier process gives the cost of requests, but not the current rate of arrivals.
     known = mix.ended >= ENDED_MIN or (mix.restored and mix.span_s(now, SHORT_S) >= SHORT_S)
     if capacity is None or not known:
-        return _held_on(up, full, demand, settings, waiting, start_s)
+        return _unchanged(up, full, demand, settings, waiting, start_s)
     work, prefill = _work(mix, came, capacity, now)
     if work < full:
         work, prefill = float(full), prefill * _ratio(full, work)
@@ -249,7 +249,7 @@ def pool_need(
     )  # fmt: skip
 
 
-def _held_on(up: int, full: int, demand: Demand, settings: ScalingSettings, waiting: int, start_s: float) -> Need:
+def _unchanged(up: int, full: int, demand: Demand, settings: ScalingSettings, waiting: int, start_s: float) -> Need:
     """Returns the need while the capacity is unknown: the current number, more if all are full, at least 1 if requests
     wait."""
     need = 0.0

@@ -67,7 +67,7 @@ class PoolScaling(LeaseObserver):
         # Sequences in flight from `from_band` on, and of lower bands.
         self._running = self._others = 0
         # Requests on hold while the pool has no replica.
-        self._held = 0
+        self._on_hold = 0
         # Pools that became part of this one and still have requests in flight.
         self._joined: list[PoolScaling] = []
         # Adapter -> its last request, the oldest first.
@@ -89,7 +89,7 @@ class PoolScaling(LeaseObserver):
     def join(self, other: PoolScaling) -> None:
         """Merge another pool into this one. Its requests in flight count here until they end."""
         self._joined.append(other)
-        self._held, other._held = self._held + other._held, 0
+        self._on_hold, other._on_hold = self._on_hold + other._on_hold, 0
 
     @property
     def known_capacity(self) -> KnownCapacity | None:
@@ -162,7 +162,7 @@ class PoolScaling(LeaseObserver):
     def count_on_hold(self, change: int, now: float) -> None:
         """Add `change` to the number of requests on hold for this pool without replicas."""
         self._asked_s = now
-        self._held += change
+        self._on_hold += change
 
     def left(self, request: Request) -> None:
         """A request ended or no longer waits."""
@@ -229,10 +229,10 @@ class PoolScaling(LeaseObserver):
         self._joined = [one for one in self._joined if one._running or one._others]
         running = self._running + sum(one._running for one in self._joined)
         others = self._others + sum(one._others for one in self._joined)
-        busy = running + others + len(self._waiting) + self._held
+        busy = running + others + len(self._waiting) + self._on_hold
         idle_s = 0.0 if busy or self._asked_s is None else now - self._asked_s
         waited_s = now - self._waiting_since_s if self._waiting else 0.0
-        demand = Demand(running, others, self._sizes, self._held, len(self._adapters), idle_s, waited_s)
+        demand = Demand(running, others, self._sizes, self._on_hold, len(self._adapters), idle_s, waited_s)
         # The last mean also serves new replicas and a pool without replicas.
         self._usual_limit = mean_known((one.limit for one in replicas), self._usual_limit)
         tpot_s = self._settings.target_tpot_s if self._settings.target_tpot_s is not None else self._tpot_s

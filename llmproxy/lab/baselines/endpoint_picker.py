@@ -112,7 +112,7 @@ def sticky(match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) 
     this prompt's uncached tokens included, win.
     """
 
-    def kept_of(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def warm_candidates(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         warm = [candidate for candidate in candidates if candidate.match >= match]
         others = [candidate for candidate in candidates if candidate.match < match]
         if not warm or not others:
@@ -121,7 +121,7 @@ def sticky(match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) 
         return candidates if penalty_s and ahead_tokens / rate > penalty_s else warm
 
     def scored(candidates: Sequence[Candidate]) -> Scored:
-        kept = kept_of(candidates)
+        kept = warm_candidates(candidates)
         loads = [candidate.tokens_in_flight + candidate.new_tokens for candidate in kept]
         scores = [1.0 - min(1.0, load / TOKEN_LOAD_FULL) for load in loads]
         return Scored(kept, scores, {"tokens": loads, "match": [candidate.match for candidate in kept]})

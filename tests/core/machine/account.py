@@ -284,7 +284,7 @@ class Books:
     def _in_order(self, waiter: Waiter, rows: Mapping[str, Row], ceiling: float) -> None:
         """Asserts that no earlier request of the same flow could have been granted.
 
-        Those with usage limits or a backend of their own may have been blocked, and come back by band and arrival.
+        Requests with usage limits or a backend of their own may have been blocked, and come back by band and arrival.
         """
         asked = waiter.request
         for other in self.looked_at(asked.pool, asked.band, rows):

@@ -8,7 +8,7 @@ from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, Request, Slo
 from llmproxy.core.placement.backend_load import WORK_S
 from llmproxy.core.placement.cost import STREAM
-from llmproxy.core.placement.price import KEPT_BACK
+from llmproxy.core.placement.price import HEADROOM_COST
 from tests.core.cost_bench import NONE, CostBench, streamed
 from tests.core.make import request, view
 
@@ -53,12 +53,14 @@ def test_what_a_backend_leaves_of_an_objective_costs_a_part_of_it() -> None:
     bench = unequal()
     rates = bench.cost._rates
     ttft_s, tpot_s = 0.075 * rates.late_ttft.factor, 0.0101 * rates.late_tpot.factor
-    assert headroom_s(bench, "fast", ttft_s=20.0) == pytest.approx(KEPT_BACK * (20.0 - ttft_s), rel=1e-3)
-    assert headroom_s(bench, "fast", ttft_s=20.0, waited_s=19.0) == pytest.approx(KEPT_BACK * (1.0 - ttft_s), rel=1e-2)
+    assert headroom_s(bench, "fast", ttft_s=20.0) == pytest.approx(HEADROOM_COST * (20.0 - ttft_s), rel=1e-3)
+    assert headroom_s(bench, "fast", ttft_s=20.0, waited_s=19.0) == pytest.approx(
+        HEADROOM_COST * (1.0 - ttft_s), rel=1e-2
+    )
     of_stream_s = STREAM * 500 * (1.0 - tpot_s)
-    assert headroom_s(bench, "fast", tpot_s=1.0) == pytest.approx(KEPT_BACK * of_stream_s, rel=1e-3)
+    assert headroom_s(bench, "fast", tpot_s=1.0) == pytest.approx(HEADROOM_COST * of_stream_s, rel=1e-3)
     both_s = headroom_s(bench, "fast", ttft_s=20.0, tpot_s=1.0)
-    assert both_s == pytest.approx(KEPT_BACK * (20.0 - ttft_s), rel=1e-2), "the lesser of both"
+    assert both_s == pytest.approx(HEADROOM_COST * (20.0 - ttft_s), rel=1e-2), "the lesser of both"
 
 
 def test_backend_that_misses_an_objective_leaves_nothing_of_it() -> None:

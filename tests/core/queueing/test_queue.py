@@ -127,10 +127,10 @@ def test_a_rank_that_changes_with_time_tells_the_policy_the_new_head() -> None:
     other = queued(request(flow="g", arrived_s=6.0))
     for one in (old, young, other):
         band.push(one, 7.0)
-    band.settle(9.999)
+    band.refresh(9.999)
     assert waiting(band, "f") == ["young", "old"]
     assert list(band.fairness.candidates(9.999)) == ["g", "f"], "the head of f came last"
-    band.settle(10.0)
+    band.refresh(10.0)
     assert waiting(band, "f") == ["old", "young"]
     assert list(band.fairness.candidates(10.0)) == ["f", "g"], "the new head of f came first"
     band.check(10.0)

@@ -17,7 +17,7 @@ from llmproxy.core.settings import ScalingSettings
 
 SETTINGS = ScalingSettings()
 REPLICA = ReplicaFacts(up=True, limit=64, kv_tokens=276_560, kv_used=0.3)
-NOBODY = Demand(running=0, others=0, waiting={}, held=0, adapters=0, idle_s=0.0)
+NOBODY = Demand(running=0, others=0, waiting={}, on_hold=0, adapters=0, idle_s=0.0)
 
 
 def known_curve() -> StepCurve:
@@ -134,7 +134,7 @@ def test_idle_needs_none_and_the_first_request_one() -> None:
     idle = replace_demand(idle_s=901.0)
     assert pool_need(Mix(), None, StepCurve(), [REPLICA], idle, zero, None, 120.0, 1.0, 2_000.0).desired == 0
     assert pool_need(Mix(), None, StepCurve(), [REPLICA], idle, SETTINGS, None, 120.0, 1.0, 2_000.0).desired == 1
-    held = replace_demand(held=1, idle_s=0.0)
+    held = replace_demand(on_hold=1, idle_s=0.0)
     found = pool_need(Mix(), None, StepCurve(), [], held, zero, None, 120.0, 1.0, 2_000.0)
     assert (found.desired, found.reason, found.waiting) == (1, "queue", 1)
 
@@ -220,7 +220,7 @@ def test_seats_count_what_answers_hold_over_their_time() -> None:
     for _ in range(60):
         mix.learn(Usage(9_000, 10, 0), 1)
     sizes = {size_class(500): Count(100.0, 50_000.0), size_class(9_000): Count(100.0, 900_000.0)}
-    assert mix.tokens(sizes).held == pytest.approx((1_500 * (500 + 750) + 10 * (9_000 + 5)) / 1_510, rel=0.01)
+    assert mix.tokens(sizes).kv_tokens == pytest.approx((1_500 * (500 + 750) + 10 * (9_000 + 5)) / 1_510, rel=0.01)
 
 
 def test_answers_that_vary_hold_more_than_equal_ones() -> None:
@@ -229,9 +229,9 @@ def test_answers_that_vary_hold_more_than_equal_ones() -> None:
         equal.learn(Usage(500, 1_000, 0), 1)
         varied.learn(Usage(500, tokens, 0), 1)
     count = {size_class(500): Count(1.0, 500.0)}
-    assert equal.tokens(count).held == pytest.approx(500 + 500)
+    assert equal.tokens(count).kv_tokens == pytest.approx(500 + 500)
     # The mean square over twice the mean, and not half of the mean.
-    assert varied.tokens(count).held == pytest.approx(500 + (100**2 + 1_900**2) / 2 / 2_000, rel=0.05)
+    assert varied.tokens(count).kv_tokens == pytest.approx(500 + (100**2 + 1_900**2) / 2 / 2_000, rel=0.05)
 
 
 def test_a_new_mix_is_believed_after_ten_answers() -> None:

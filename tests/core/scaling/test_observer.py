@@ -9,7 +9,7 @@ import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, KnownCapacity, Request, Usage, Verdict
 from llmproxy.core.leases import LeaseRecord
-from llmproxy.core.scaling.mix import KEPT_SLOTS
+from llmproxy.core.scaling.mix import HISTORY_SLOTS
 from llmproxy.core.scaling.need import Need, ReplicaFacts
 from llmproxy.core.scaling.observer import PoolScaling, Scaling
 from llmproxy.core.settings import ScalingSettings
@@ -129,7 +129,7 @@ def test_memory_does_not_grow_with_time() -> None:
         pool.now = day * 86_400.0
         pool.serve(300, every_s=1.0)
     mix = pool.scaling.mix
-    assert len(mix._slots) <= 2 * KEPT_SLOTS + 1
+    assert len(mix._slots) <= 2 * HISTORY_SLOTS + 1
     assert not pool.scaling._waiting
     assert not pool.scaling._begun
 

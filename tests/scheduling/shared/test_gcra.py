@@ -12,7 +12,7 @@ import pytest
 
 from llmproxy.core.rate_limit import TokenBucket
 from llmproxy.scheduling import gcra
-from llmproxy.scheduling.gcra import KEPT_S, SCRIPT, answers, question
+from llmproxy.scheduling.gcra import DEBT_MAX_S, SCRIPT, parse_result, script_arguments
 from llmproxy.scheduling.valkey import StoreError, ValkeyServer
 from tests.scheduling.shared.servers import Server, needs_server, serving_store
 
@@ -39,8 +39,8 @@ async def store(server: Server) -> AsyncIterator[ValkeyServer]:
 async def ask(store: ValkeyServer, *asks: list[tuple[bytes, float]], **corrections: float) -> list[tuple[float, int]]:
     """Corrections by `key` and `other`."""
     named = {"key": KEY, "other": OTHER}
-    keys, given = question(asks, {named[name]: seconds for name, seconds in corrections.items()})
-    return answers(await store.run(SCRIPT, keys, *given), len(asks))
+    keys, given = script_arguments(asks, {named[name]: seconds for name, seconds in corrections.items()})
+    return parse_result(await store.run(SCRIPT, keys, *given), len(asks))
 
 
 async def left_ms(store: ValkeyServer, key: bytes = KEY) -> int:
@@ -67,11 +67,11 @@ async def test_it_counts_as_the_bucket_of_one_proxy_does(store: ValkeyServer) ->
         amount = float(random.choice((1, 2, 10, 40, 119, 120, 121, 500)))
         if random.random() < 0.3:
             change = float(random.choice((-500, -40, -1, 3, 60)))
-            keys, given = question((), {KEY: change / per_s})
+            keys, given = script_arguments((), {KEY: change / per_s})
             await store.run(by_set_clock, keys, *given, now)
             bucket.take(change, now)
-        keys, given = question([[(KEY, amount / per_s)]], {})
-        ((wait_s, _),) = answers(await store.run(by_set_clock, keys, *given, now), 1)
+        keys, given = script_arguments([[(KEY, amount / per_s)]], {})
+        ((wait_s, _),) = parse_result(await store.run(by_set_clock, keys, *given, now), 1)
         assert wait_s == pytest.approx(bucket.wait_s(amount, now), abs=0.0011)
         refused += not bucket.try_take(amount, now)
     assert 50 < refused < 350
@@ -124,21 +124,21 @@ async def test_a_key_ends_when_all_that_was_taken_is_back(store: ValkeyServer) -
 
 async def test_a_debt_lasts_a_day_at_most(store: ValkeyServer) -> None:
     await ask(store, [(KEY, 1e9)])
-    assert 1000 * (KEPT_S - 10) < await left_ms(store) <= 1000 * KEPT_S
+    assert 1000 * (DEBT_MAX_S - 10) < await left_ms(store) <= 1000 * DEBT_MAX_S
     ((wait_s, _),) = await ask(store, [(KEY, 1.0)], key=-3600.0)
-    assert wait_s == pytest.approx(KEPT_S - 3600.0 - 59.0, abs=10.0)
+    assert wait_s == pytest.approx(DEBT_MAX_S - 3600.0 - 59.0, abs=10.0)
 
 
 async def test_what_is_taken_in_many_parts_adds_up(store: ValkeyServer) -> None:
     """A client that comes when due is not refused for a rounding, and a small cost is not rounded away."""
     frozen = SCRIPT.replace("redis.call('TIME')", "{'1900000000', '123456'}")
     for parts in (3, 7, 11, 49, 97, 600, 700, 1100):
-        keys, given = question([[(KEY, MINUTE_S / parts)]] * parts, {})
-        assert answers(await store.run(frozen, keys, *given), parts) == [(0.0, -1)] * parts
+        keys, given = script_arguments([[(KEY, MINUTE_S / parts)]] * parts, {})
+        assert parse_result(await store.run(frozen, keys, *given), parts) == [(0.0, -1)] * parts
         await store.client.flushall()
-    await store.run(frozen, [KEY], *question([[(KEY, 30.0)]], {})[1])
+    await store.run(frozen, [KEY], *script_arguments([[(KEY, 30.0)]], {})[1])
     before = float(await store.client.get(KEY))
-    await store.run(frozen, [KEY], *question([[(KEY, 1e-7)]] * 20_000, {})[1])
+    await store.run(frozen, [KEY], *script_arguments([[(KEY, 1e-7)]] * 20_000, {})[1])
     assert float(await store.client.get(KEY)) - before == pytest.approx(0.002, rel=0.05)
 
 
@@ -209,4 +209,4 @@ async def test_no_late_answer_is_taken_for_that_of_a_later_question(server: Serv
 @pytest.mark.parametrize("said", [None, b"OK", [], [0], [0, 0, 0], [b"0", b"0"], [[0, 0]]])
 def test_an_answer_of_another_kind_is_an_error(said: object) -> None:
     with pytest.raises(StoreError):
-        gcra.answers(said, 1)
+        gcra.parse_result(said, 1)

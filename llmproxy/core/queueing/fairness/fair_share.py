@@ -13,7 +13,7 @@ from llmproxy.core.settings import Settings
 
 CREDIT_REQUESTS = 4.0
 """Credit of a flow that becomes backlogged, in requests of the mean charge."""
-KEPT = 1.0 - 1.0 / 1_000
+DISCOUNT = 1.0 - 1.0 / 1_000
 """Factor by which each request discounts the earlier ones in the mean charge: about the last thousand count."""
 
 
@@ -86,8 +86,8 @@ class FairShare(FairnessPolicy):
 
     def dispatched(self, flow: str) -> None:
         self._raise_level()
-        self._charged *= KEPT
-        self._requests = 1.0 + self._requests * KEPT
+        self._charged *= DISCOUNT
+        self._requests = 1.0 + self._requests * DISCOUNT
 
     def charge(self, flow: str, cost: float) -> None:
         self._charged += cost
