@@ -203,8 +203,8 @@ async def run_attempts(
             entry = AdmissionKind.RETRY
         else:
             return result
-        # A busy backend is full, not broken. It may be the only backend, so it is avoided and not excluded. A backend that
-        # failed to fetch a prompt may compute the prompt itself.
+        # A busy backend is full, not broken. It may be the only backend, so it is avoided and not excluded. A backend
+        # that failed to fetch a prompt may compute the prompt itself.
         if result.verdict is Verdict.BUSY:
             routing.request = structs.replace(routing.request, avoid=lease.backend)
         if result.verdict not in _STAYS and not result.unsplit and routing.request.backend is None:
