@@ -86,9 +86,9 @@ class Exchange(Protocol):
 
 
 async def read_response_body(exchange: Exchange, bytes_max: int) -> bytes:
-    """The whole body, or its beginning with more than `bytes_max` bytes. The connection is cut in the second case.
+    """Returns the whole body. A body above `bytes_max` is cut off at some length above it, and so is the connection.
 
-    Raises UpstreamBroken when the body is cut short.
+    Raises UpstreamBroken if the body is cut short by the backend.
     """
     body = bytearray()
     try:

@@ -66,7 +66,7 @@ class CostBench:
         return lease
 
     def serve(self, asked: Request, on: str | View, slower: float = 1.0, more_s: float = 0.0) -> None:
-        """Serves a request alone on a backend, from its booking to its end."""
+        """Run a request alone on a backend, from its booking to its end."""
         lease = self.start(asked, on, slower, more_s)
         self.now += 9 * slower * STEP_S
         self.finish(lease)
@@ -82,7 +82,7 @@ def streamed(**given: Any) -> Request:
 
 
 def chain(first: int, blocks: int, **given: Any) -> Request:
-    """Returns a request whose prompt consists of full blocks, numbered from `first`."""
+    """A prompt of whole blocks, numbered from `first` on."""
     prefix = tuple(range(first, first + blocks))
     facts = {"prefix": prefix, "prefix_tokens": BLOCK_TOKENS, "prompt_tokens": int(blocks * BLOCK_TOKENS)}
     return streamed(**(facts | given))

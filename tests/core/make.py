@@ -48,7 +48,7 @@ def view(name: str = "a", **given: Any) -> View:
 
 
 def tight(**given: Any) -> Settings:
-    """Returns settings without look-ahead and without a bound on prefills."""
+    """Settings under which a backend gets at most as many requests and prompts as it runs at once."""
     return Settings(capacity=CapacitySettings(look_ahead=0, prompt_window_s=None), **given)
 
 
@@ -74,14 +74,14 @@ def submit(of: Pools, *requests: Request, now: float = 0.0) -> None:
 
 
 def refusal(call: Callable[..., object], *given: Any, **named: Any) -> Refused:
-    """Returns the refusal that a call raises."""
+    """Returns the Refused that a call raises."""
     with pytest.raises(Refused) as caught:
         call(*given, **named)
     return caught.value
 
 
 def kill(of: Pools, backend: str) -> None:
-    """Refuses two polls, which proves that the process of `backend` is gone."""
+    """Report two refused polls, which prove that the process of `backend` is gone."""
     for _ in range(2):
         of.troubled(backend, Trouble.REFUSED)
 

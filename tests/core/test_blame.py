@@ -1,4 +1,4 @@
-"""Whether a failed attempt is the fault of the request or of the backend."""
+"""Blaming a failed attempt on the request or on the backend."""
 
 from __future__ import annotations
 

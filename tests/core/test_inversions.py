@@ -1,4 +1,4 @@
-"""Priority inversions: grants that a waiting request of a higher band could have used. A correct scheduler has none."""
+"""Counting grants that a waiting request of a higher band could have used: none, unless the scheduler is broken."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def full(
 
 
 def taken_back(of: Pools, now: float = 2.0) -> list[str]:
-    """Returns the requests that the next pass preempts; it may decide nothing else."""
+    """Returns the requests that the next pass preempts. The pass must decide nothing else."""
     decisions = of.decide(now)
     of.check(now)
     assert of.decide(now) == []

@@ -1,4 +1,4 @@
-"""Bounds on prefills: prompts wait while backends have enough of them, or while streams would miss their objective."""
+"""Backends closed to prompts, because they have enough or streams would miss their objective: order and times."""
 
 from __future__ import annotations
 

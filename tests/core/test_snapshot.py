@@ -20,7 +20,7 @@ ACME = "tenant:acme"
 
 
 def full(backends: int = 1, **settings: Any) -> Pools:
-    """A pool whose backends have one slot each, all taken."""
+    """A pool in which each backend's single slot is taken."""
     given: dict[str, Any] = {"capacity": NO_LOOK_AHEAD, "fairness": "round_robin"} | settings
     fleet = pools({f"b{i}": 1 for i in range(backends)}, Settings(**given))
     submit(fleet, *(request(id=f"seat-{i}") for i in range(backends)))

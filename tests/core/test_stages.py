@@ -1,4 +1,4 @@
-"""Split requests: prefill on one backend, and decode on another backend with a reserved slot."""
+"""Split requests: the prompt on one backend, the answer on another, and a place reserved for the answer."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ AGAIN = (Verdict.TRANSFER_FAILED, Verdict.FAILED, Verdict.CONNECT_FAILED)
 
 @dataclass
 class Walk:
-    """A pool with roles, and a model of its waiting requests and leases that follows the events."""
+    """A pool with roles, and an independent record of its waiting requests and leases."""
 
     seed: int
     placement: str
@@ -178,7 +178,7 @@ class Walk:
             assert backend.own_in_flight == sum(grant.placed.backend == name for grant in self.held.values())
 
     def wind_down(self) -> None:
-        """Ends all requests, and checks that no state remains."""
+        """End all requests, and check that nothing is left."""
         for _ in range(400):
             self.now += 5.0
             for name in self.fleet:

@@ -1,4 +1,4 @@
-"""The reason why a request waited: the last blocking rule and the flows that were granted first."""
+"""A waiting request reports the rule that made it wait and the flows that were granted before."""
 
 from __future__ import annotations
 

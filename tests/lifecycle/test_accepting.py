@@ -1,4 +1,4 @@
-"""Connections are accepted many in a turn of the loop, on uvloop as in production, and again after a shortage."""
+"""Accepting many connections in a turn of the loop, on uvloop as in production, and again after a shortage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work in the background: an unexpected exception is logged, and ends nothing for good."""
+"""Background work: an unexpected exception is logged, and the work restarts."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ def descriptors() -> list[str]:
 
 
 async def started(monkeypatch: pytest.MonkeyPatch, program: str) -> tuple[int, bool]:
-    """The exit code of a successor that runs `program`, and whether our socket is kept from others that we start."""
+    """Returns the exit code of a successor that runs `program`, and whether other children do not inherit the
+    socket."""
     monkeypatch.setattr(sys, "orig_argv", ["python", "-c", program])
     sockets = Sockets()
     [listening], _ = sockets.listening("127.0.0.1", 0)

@@ -101,7 +101,7 @@ def of_two_roles() -> Dispatcher:
 
 
 async def computed(one: Dispatcher) -> Request:
-    """A request whose prompt was computed, and is kept."""
+    """A request whose prefill stage ended, and whose backend still keeps the blocks."""
     asked = request(splittable=True, stream=True)
     async with one.admit(asked) as lease:
         assert lease.backend == "p"

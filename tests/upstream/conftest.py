@@ -47,7 +47,7 @@ async def upstream() -> AsyncIterator[HttpUpstream]:
 
 @pytest.fixture
 async def stream(upstream: HttpUpstream, server: RawServer) -> HttpExchange:
-    """A stream whose first chunk was read; nothing more comes."""
+    """A stream that hangs after its first chunk, which was read."""
     server.script = streaming
     exchange = await post(upstream, server.url)
     assert await exchange.chunk() == b"hello"

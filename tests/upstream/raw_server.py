@@ -23,7 +23,7 @@ WAIT_MAX_S = 10.0
 
 
 class RawServer:
-    """Accepts connections and runs `script` on each; the bytes of every request and the ends of all are kept."""
+    """Accepts connections and runs `script` on each. Records the bytes of requests and the ends of connections."""
 
     def __init__(self) -> None:
         self.script: Callable[[Peer], Awaitable[None]] = answer_nothing
@@ -125,7 +125,7 @@ async def read_all(exchange: Exchange) -> bytes:
 
 
 async def answer_to(upstream: HttpUpstream, server: RawServer) -> tuple[bool, bytes]:
-    """Whether one more request went out on a kept connection, and the body of its answer."""
+    """Send another request. Returns whether it used an idle connection, and the body of its response."""
     exchange = await post(upstream, server.url)
     return exchange.reused, await read_all(exchange)
 
@@ -159,7 +159,7 @@ def closed_port() -> int:
 
 
 def refuse_sockets(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """From now on this machine opens no socket, for the reason with this number."""
+    """Make opening sockets fail with this errno from now on."""
 
     def lacking(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))

@@ -1,4 +1,4 @@
-"""The upstream port against raw servers: how connections are opened, kept and used again."""
+"""The upstream port against raw servers: opening, keeping and reusing connections."""
 
 from __future__ import annotations
 

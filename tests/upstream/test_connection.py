@@ -304,7 +304,7 @@ async def test_a_backend_waits_until_its_bytes_are_taken(upstream: HttpUpstream,
 
 
 async def settled(transport: asyncio.Transport) -> int:
-    """How much is still to be written when nothing was for a while."""
+    """Returns the bytes in the write buffer once it no longer shrinks."""
     before = -1
     while before != (size := transport.get_write_buffer_size()):
         before = size

@@ -1,4 +1,4 @@
-"""How backends are trusted, by their URLs, when they come, change and go."""
+"""TLS settings of backends by URL, when backends are added, changed and removed."""
 
 from __future__ import annotations
 

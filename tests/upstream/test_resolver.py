@@ -23,7 +23,7 @@ def at(*places: str) -> list[Address]:
 
 
 class Server:
-    """A name server: `answers` by name, after `takes_s`; a name that it does not know does not exist."""
+    """A name server: returns `answers` by name after `takes_s`. Other names do not exist."""
 
     def __init__(self, **answers: Sequence[Address]) -> None:
         self.answers: dict[str, Sequence[Address]] = {f"{name}.test": found for name, found in answers.items()}

@@ -39,7 +39,7 @@ class Placement(ABC):
         """The first byte of the answer arrived."""
 
     def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        """The attempt ended; `usage` is None where its tokens are unknown."""
+        """The attempt ended. `usage` is None if its tokens are unknown."""
 
     def cached(self, backend: str, hashes: Sequence[int]) -> None:
         """`backend` has cached these blocks: a prompt and its answer, hashed like `Request.prefix`.

@@ -54,9 +54,9 @@ class Row:
 
 @dataclass
 class Waiter:
-    """A request that waits. `own_s` and `held_s` are left of its time while its pool is up, and while it is not.
+    """A waiting request. `own_s` and `held_s` are its remaining times to wait while its pool is up, and while down.
 
-    `held` says that it came while no backend of its own was up.
+    `held`: it arrived while no backend that it may use was up.
     """
 
     request: Request
@@ -68,7 +68,7 @@ class Waiter:
     held: bool = False
 
     def rank(self, ordering: str, ageing_s: float, now: float) -> Rank:
-        """Its place in its flow by the words of the ordering policies, least first."""
+        """Returns the sort key in the flow, by the definitions of the ordering policies."""
         asked = self.request
         if self.entry is AdmissionKind.PREEMPTED:
             return (-inf, asked.arrived_s)
@@ -90,7 +90,7 @@ class Waiter:
 
 @dataclass
 class Held:
-    """A lease in this account. `taken_back`: the scheduler has asked for it; `in_the_way`: of one behind it."""
+    """A lease in this model. `taken_back`: the scheduler has preempted it. `in_the_way`: a request waits behind it."""
 
     grant: Grant
     excluded: frozenset[str]
@@ -101,7 +101,7 @@ class Held:
 
 @dataclass
 class Books:
-    """Who waits and who holds a lease, over all pools."""
+    """The waiting requests and the leases of all pools."""
 
     settings: Settings
     now: float = 0.0
@@ -115,7 +115,7 @@ class Books:
         return (waiter for waiter in self.waiting.values() if waiter.request.pool == pool)
 
     def limited(self, waiter: Waiter) -> bool:
-        """A usage limit of its own has as many in flight as it allows."""
+        """Whether a usage limit in flight of the request is reached."""
         flying = self.in_flight()
         return any(flying[name] >= (self.settings.limits[name].in_flight or inf) for name in waiter.request.limits)
 
@@ -150,7 +150,7 @@ class Books:
         return free <= 1 and any(row.load for row in up)
 
     def roomy(self, pool: str, band: int, rows: Mapping[str, Row]) -> bool:
-        """Somebody has room for something of `band`."""
+        """Whether a backend has room for a request of `band`."""
         ceiling = self.ceiling(pool, band)
         seen = self.rows_for(pool, band, rows)
         return not self.kept(pool, band, rows) and any(row.has_room(ceiling) for row in seen.values())
@@ -209,7 +209,7 @@ class Books:
         return row.view.max_model_len is None or row.view.max_model_len >= min(needed, longest)
 
     def free_for(self, waiter: Waiter, rows: Mapping[str, Row], ceiling: float | None = None) -> list[str]:
-        """Where it could go, and should; under its own ceiling unless another is given."""
+        """Returns the backends that could and should take the request, under its own or the given ceiling."""
         if ceiling is None:
             if self.kept(waiter.request.pool, waiter.request.band, rows):
                 return []
@@ -225,7 +225,7 @@ class Books:
         return [n for n, row in rows.items() if self.fits(waiter, row, rows, ceiling) and not self.has_prompts(n)]
 
     def has_prompts(self, backend: str) -> bool:
-        """It owes a first byte. How long that takes is for the placement to know, and it may be given no more."""
+        """Whether a backend still owes a first byte. The placement may then keep it closed for a time of its choice."""
         if self.settings.placement != "cost" or self.settings.capacity.prompt_window_s is None:
             return False
         return any(held.grant.placed.backend == backend and not held.started for held in self.held.values())
@@ -233,7 +233,7 @@ class Books:
     # --- what may be done ------------------------------------------------------------------------------------------
 
     def grant(self, grant: Grant, rows: Mapping[str, Row], reached: float) -> None:
-        """Hold one grant to the promises; `reached` is the band of the grant before it in the same pass."""
+        """Check a grant against all promises. `reached` is the band of the previous grant in the same pass."""
         request = grant.request
         assert request.id in self.waiting, "granted without waiting"
         waiter = self.waiting[request.id]
@@ -314,7 +314,7 @@ class Books:
         assert len(for_room) <= len(wanting), f"{len(for_room)} leases were taken back for {len(wanting)}"
 
     def _in_the_way(self, preempt: Preempt, row: Row) -> bool:
-        """Its engine has a queue of its own, and more than it is believed to run, or one above default behind it."""
+        """Whether requests wait in the engine, above its learned limit or with a band above default among them."""
         if row.view.waiting > 0 and row.load > row.view.limit + row.view.look_ahead:
             return bool(self.above(preempt.request.pool, DEFAULT))
         behind = (h for lease, h in self.held.items() if lease > preempt.lease and not h.started)
@@ -332,7 +332,7 @@ class Books:
                 assert not free, f"{waiter.request.id} waits although {free} could take it"
 
     def pass_time(self, pool: str, seconds: float, held: bool) -> None:
-        """Let time pass for all that wait in `pool`, on the clock that ran."""
+        """Subtract passed time from all waiting requests of `pool`, on the clock that ran."""
         for waiter in self.waiting_in(pool):
             if held:
                 waiter.held_s -= seconds

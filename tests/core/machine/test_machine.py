@@ -48,7 +48,7 @@ LISTINGS = (
 
 
 class Machine(RuleBasedStateMachine):
-    """Draws events; `World` does them and holds every pass to its promises."""
+    """Draws events. `World` carries them out and checks the promises after every pass."""
 
     own_checks = True
     only_ceilings: Mapping[int, float] | None = None

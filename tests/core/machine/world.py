@@ -161,7 +161,7 @@ class World:
         return own is not None and not own.health.gone and self.pools.catalogue.pool_of(name) == request.pool
 
     def advance(self, seconds: float) -> None:
-        """Let time pass; a wake-up that the scheduler asked for comes when it is due."""
+        """Advance the clock, with a pass at each wake-up that the scheduler requested."""
         end_s = self.now + seconds
         for _ in range(10_000):
             wakeup_s = self.pools.next_wakeup(self.now)
@@ -235,7 +235,7 @@ class World:
         return Outcome.REJECTED_CAPACITY if full else None
 
     def _too_many(self) -> int:
-        """How many have to go before one more may wait: more than one where others came back above the limit."""
+        """Returns how many requests must be shed for another one; above 1 if retries came back above the limit."""
         return max(0, len(self.waiting) - fleets.QUEUE_MAX + 1)
 
     def _shed_by(self, pool: str, count: int) -> list[Request]:
@@ -243,7 +243,7 @@ class World:
         return [drop.request for drop in drops[len(drops) - count :]]
 
     def _see_shed(self, victim: Request, below: list[Request]) -> None:
-        """Whoever made room must be the newest of the lowest band."""
+        """Assert that shed requests are the newest of the lowest band."""
         lowest = [request for request in below if request.band == min(one.band for one in below)]
         assert victim in lowest
         assert victim.arrived_s == max(request.arrived_s for request in lowest)

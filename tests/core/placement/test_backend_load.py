@@ -389,7 +389,7 @@ def test_steps_before_and_after_a_cold_adapter_are_learned_apart() -> None:
 
 @pytest.mark.parametrize("plain_share", [0.0, 0.3, 0.8])
 def test_answers_without_a_stream_do_not_mislead_those_with_one(plain_share: float) -> None:
-    """Prompts are computed one after the other; those without a stream show a byte two seconds later."""
+    """Prompts are computed one after the other. Non-streamed requests have their first byte two seconds later."""
     rng, bench = Random(2), LoadBench()
     token_s, base_s = 1 / 8_000, 0.04
     events: list[tuple[float, int]] = []

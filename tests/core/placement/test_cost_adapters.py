@@ -21,7 +21,7 @@ def slotted(name: str, *resident: int, slots: int = 2, **given: Any) -> View:
 
 
 def taught(load_s: float) -> CostBench:
-    """A placement that has seen loads that took so long."""
+    """A placement with observed adapter loads of these times."""
     bench = CostBench()
     for _ in range(10):
         bench.serve(streamed(adapter="elsewhere"), view("z", served=SERVED | {"elsewhere"}), more_s=load_s)

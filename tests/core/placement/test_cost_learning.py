@@ -204,13 +204,13 @@ def test_work_is_known_once_a_prompt_was_seen_and_a_backend_is_there() -> None:
 
 
 def fetch_s(bench: CostBench) -> float:
-    """The time that is expected for fetching a prompt."""
+    """Returns the expected time of fetching a prompt."""
     asked = streamed(prompt_tokens=1_000, stage=Stage.DECODE)
     return bench.terms(asked, view("d"))["transfer"]
 
 
 def fetched(bench: CostBench, took_s: float, on: View | None = None, *, late: bool = False) -> int:
-    """An answer whose prompt another backend computed, and whose first token came after so long."""
+    """Report an answer with a fetched prompt and this time to first token."""
     lease = bench.book(streamed(prompt_tokens=1_000, stage=Stage.DECODE), on or view("d"))
     if late:
         bench.cost.recomputing(lease)

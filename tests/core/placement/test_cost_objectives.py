@@ -71,7 +71,7 @@ def test_backend_that_misses_an_objective_leaves_nothing_of_it() -> None:
 
 
 def closed(bench: CostBench) -> View:
-    """A backend that may be given no prompt for some seconds, because of the objective of its stream."""
+    """A backend that is closed to prompts for some seconds because of the objective of its stream."""
     bench.start(streamed(prompt_tokens=1, slo=Slo(tpot_s=0.015)), "a")
     while not isinstance(bench.cost.place(streamed(), [view("a")], 1.0, NONE, bench.now), NoCapacity):
         bench.book(streamed(prompt_tokens=6_000), "a")

@@ -16,7 +16,7 @@ PROMPTS_SLOWER, STEPS_SLOWER = 2.0, 3.0
 
 
 def taught(*, stream: bool, output_tokens: tuple[int, int], answers: int = 240, slower: float = 4.0) -> CostBench:
-    """A placement that saw so many answers, a quarter of them by a backend that takes `slower` times as long."""
+    """A placement after this many answers, a quarter of them from a backend `slower` times as slow."""
     bench, rng = CostBench(), Random(3)
     for number in range(answers):
         backend = (*FAST, SLOW)[number % 4]
@@ -85,7 +85,7 @@ def test_a_slow_backend_is_known_while_each_request_waits_for_a_place_inside_its
     bench, rng = CostBench(), Random(3)
 
     def booked(name: str) -> tuple[float, int]:
-        """How long its engine takes for a new request, and the lease."""
+        """Returns the time of a new request on its engine, and its lease."""
         asked = request(prompt_tokens=rng.randint(100, 1_000), output_tokens=50)
         alone_s = BASE_S + asked.prompt_tokens * TOKEN_S + 49 * STEP_S
         return alone_s * (4.0 if name == SLOW else 1.0), bench.book(asked, view(name, limit=1))

@@ -30,7 +30,7 @@ def prompts(rng: Random, times: int, longest: float) -> Iterator[tuple[float, fl
 
 
 def taught(share: float, token_s: float, times: int, longest: float, noise: float = 0.3) -> PoolRates:
-    """The rates of a pool whose prompts took as long as this share of attention and this time of a token say."""
+    """The rates of a pool with this share of attention and this time per token."""
     rates, speed, rng = PoolRates(), SpeedFactor(), Random(5)
     for tokens, attended in prompts(rng, times, longest):
         took_s = 0.03 + token_s * (tokens + share * attended)

@@ -1,4 +1,4 @@
-"""The placement that keeps sessions together: homes, what moves them, and how much a home may have to do."""
+"""Session affinity: home backends, moves of sessions, and the load bound of a home backend."""
 
 from __future__ import annotations
 

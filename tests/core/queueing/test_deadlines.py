@@ -1,4 +1,4 @@
-"""Requests are held while their pool has no backend that is up."""
+"""Requests are on hold while no backend of their pool is up."""
 
 from __future__ import annotations
 

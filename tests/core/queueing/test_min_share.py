@@ -1,4 +1,4 @@
-"""Minimum shares, early refusal of what must be late, and what holds for every policy."""
+"""Minimum shares, early refusal of requests that would be late, and properties of every policy."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def test_the_30_acu_example() -> None:
 
 
 def decide_and_obey(of: Pools, running: Counter[int], leases: dict[int, Grant]) -> int:
-    """Let everything happen that the scheduler wants; how many leases it took back."""
+    """Run passes until the scheduler decides nothing. Returns the number of preempted leases."""
     preempted = 0
     while decisions := of.decide(1.0):
         for decision in decisions:

@@ -184,7 +184,7 @@ def test_holds_add_up_to_no_more_than_the_hold() -> None:
 
 
 def test_who_asks_to_be_woken_when_a_time_is_over_finds_it_over() -> None:
-    """Sums of floats: without care the clock would read a hair less, and ask for the same instant for ever."""
+    """Rounding: without a tolerance, the clock would read slightly less and request the same wake-up for ever."""
     for deadline_s, down_s, up_s in ((2.9, 0.3, 1.0), (7.7, 0.5, 2.5), (2.0, 0.4, 2.6), (5.7, 0.8, 3.4)):
         of = deadlines(hold_s=30.0, one=deadline_s)
         of.set_pool_up(False, down_s)

@@ -76,7 +76,7 @@ class Fleet:
             self._later(0.0, self._ask)
 
     def run(self, seconds: float) -> float:
-        """Let time pass. Returns the completions per second."""
+        """Advance the clock. Returns the completions per second."""
         end_s, before = self.now + seconds, self.completed
         while self._events[0][0] <= end_s:
             self.now, _, happens = heappop(self._events)
@@ -95,7 +95,7 @@ class Fleet:
 
     @property
     def limits(self) -> list[int]:
-        """The batch limits that are believed of the engines."""
+        """The learned batch limits of the engines."""
         return [self.pools.backends[one.name].limit.value for one in self.engines]
 
     @property

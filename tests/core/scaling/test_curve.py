@@ -1,4 +1,4 @@
-"""The line of a step is found again from answers that were made by one."""
+"""A step line is learned from answers that were generated with a known line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas of several kinds and prices: which are wanted."""
+"""Spreading the needed replicas over groups of different price and speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store in memory, on a virtual clock, and what shares limits in it."""
+"""A store in memory, on a virtual clock, and proxies that share limits in it."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ async def test_a_connection_may_take_longer_than_an_answer() -> None:
 
 @virtual
 async def test_what_was_not_answered_is_never_given_back_twice() -> None:
-    """The store may have done it already. So refunds are lost, and charges stay owed."""
+    """The store may have applied the lost call. So refunds are dropped, and charges are sent again."""
     store = MemoryStore()
     async with sharing(store) as shared:
         less, more = theirs(300), theirs(10)

@@ -1,4 +1,4 @@
-"""The script in a real server: it counts as the local token bucket does, forgets by itself, and spoils nothing."""
+"""The script in a real server: it matches the local token bucket, its keys expire, and it survives wrong values."""
 
 from __future__ import annotations
 

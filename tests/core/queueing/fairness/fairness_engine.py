@@ -104,14 +104,14 @@ class Engine:
         self._charge(job, max(job.charged, job.cost(job.done)))
 
     def end(self, job: Job) -> None:
-        """It ends as far as it got: complete, or aborted by its client."""
+        """End a request with the tokens so far: complete, or aborted by its client."""
         self.running.remove(job)
         self._deliver(job, job.cost(job.done, job.cached))
         self._charge(job, job.cost(job.done, job.cached))
         self.dispatch()
 
     def fail(self, job: Job) -> None:
-        """It gave nothing, so it costs nothing."""
+        """Fail a request without service and without cost."""
         if not job.delivered:
             self.running.remove(job)
             self._charge(job, 0.0)
@@ -147,7 +147,7 @@ class Engine:
         return self._spread
 
     def check(self) -> None:
-        """Called whenever something was charged; a test puts its bounds here."""
+        """Called after every charge, for the checks of a test."""
 
     def _charge(self, job: Job, cost: float) -> None:
         before, job.charged = job.charged, cost
@@ -168,7 +168,8 @@ class Engine:
 
 
 def rivals(engine: Engine, depths: Mapping[str, int], rounds: int, output: int = 100) -> None:
-    """Flows that always have so many waiting; answers end in the order of dispatch, half as long as estimated."""
+    """Flows that always have this many waiting requests; answers end in the order of dispatch, half as long as
+    estimated."""
     for _ in range(rounds):
         for flow, depth in depths.items():
             while len(engine.waiting[flow]) < depth:
