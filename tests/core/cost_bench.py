@@ -16,8 +16,7 @@ NONE: frozenset[str] = frozenset()
 BLOCK_TOKENS = 100.0
 BOTH = frozenset({"base", "lora", "other"})
 TOKEN_S = 1 / 15_000
-"""Assumed seconds per prompt token, base seconds of a stretch of work, and seconds per output token, before the first
-observation."""
+"""Prefill time per token. All three times are the initial assumptions of the placement."""
 BASE_S = 0.03
 """Fixed time per prefill."""
 STEP_S = 0.01
@@ -59,20 +58,20 @@ class CostBench:
         self.cost.finished(lease, Verdict.SERVED, usage, self.now)
 
     def start(self, asked: Request, on: str | View, slower: float = 1.0, more_s: float = 0.0) -> int:
-        """Book a request on an idle backend, and start it `more_s` later than its prompt predicts."""
+        """Books a request on a backend without other prefills. Its first byte comes `more_s` later than expected."""
         lease = self.book(asked, on)
         self.now += slower * (BASE_S + self.cost._flights[lease].work_tokens * TOKEN_S) + more_s
         self.cost.started(lease, self.now)
         return lease
 
     def serve(self, asked: Request, on: str | View, slower: float = 1.0, more_s: float = 0.0) -> None:
-        """Run a request alone on a backend, from its booking to its end."""
+        """Serves a request alone on a backend, from its booking to its end."""
         lease = self.start(asked, on, slower, more_s)
         self.now += 9 * slower * STEP_S
         self.finish(lease)
 
     def teach(self, backend: str, times: int, slower: float = 1.0) -> None:
-        """Report this many first bytes and streams of a backend slower than the assumed speed by this factor."""
+        """Serves `times` streams on a backend that is `slower` times as slow as assumed."""
         for i in range(times):
             self.serve(streamed(prompt_tokens=200 * (1 + i % 10)), backend, slower)
 
@@ -82,7 +81,7 @@ def streamed(**given: Any) -> Request:
 
 
 def chain(first: int, blocks: int, **given: Any) -> Request:
-    """A prompt of whole blocks, numbered from `first` on."""
+    """Returns a request whose prompt consists of full blocks, numbered from `first`."""
     prefix = tuple(range(first, first + blocks))
     facts = {"prefix": prefix, "prefix_tokens": BLOCK_TOKENS, "prompt_tokens": int(blocks * BLOCK_TOKENS)}
     return streamed(**(facts | given))

@@ -48,7 +48,7 @@ def view(name: str = "a", **given: Any) -> View:
 
 
 def tight(**given: Any) -> Settings:
-    """Settings under which a backend gets at most as many requests and prompts as it runs at once."""
+    """Returns settings without look-ahead and without a bound on prefills."""
     return Settings(capacity=CapacitySettings(look_ahead=0, prompt_window_s=None), **given)
 
 
@@ -74,14 +74,14 @@ def submit(of: Pools, *requests: Request, now: float = 0.0) -> None:
 
 
 def refusal(call: Callable[..., object], *given: Any, **named: Any) -> Refused:
-    """Returns the Refused that a call raises."""
+    """Returns the refusal that a call raises."""
     with pytest.raises(Refused) as caught:
         call(*given, **named)
     return caught.value
 
 
 def kill(of: Pools, backend: str) -> None:
-    """Report two refused polls, which prove that the process of `backend` is gone."""
+    """Refuses two polls, which proves that the process of `backend` is gone."""
     for _ in range(2):
         of.troubled(backend, Trouble.REFUSED)
 
@@ -94,8 +94,7 @@ def grants(of: Pools, now: float = 0.0) -> list[Grant]:
 
 
 def granted(of: Pools, now: float = 0.0) -> list[Grant]:
-    """Returns the decisions of the next pass, which must all be grants, and checks that a second pass decides
-    nothing."""
+    """Returns the decisions of the next pass, which must all be grants and must leave none to the pass after it."""
     decisions = of.decide(now)
     of.check(now)
     assert of.decide(now) == []
@@ -120,14 +119,14 @@ def one_by_one(of: Pools, held: Grant, now: float) -> list[str]:
 
 
 def only_drop(of: Pools, now: float) -> Drop:
-    """Returns the decision of the next pass, which must be a single drop."""
+    """Returns the only decision of the next pass, which must be a drop."""
     (drop,) = of.decide(now)
     assert isinstance(drop, Drop)
     return drop
 
 
 def only_grant(of: Pools, now: float) -> Grant:
-    """Returns the decision of the next pass, which must be a single grant."""
+    """Returns the only decision of the next pass, which must be a grant."""
     (grant,) = of.decide(now)
     assert isinstance(grant, Grant)
     return grant

@@ -1,4 +1,4 @@
-"""The desired adapters, and the load calls to backends that follow from their model lists."""
+"""Records of adapters, and the requests that backends get, from listings alone."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_some_are_those_that_are_up_with_the_fewest_adapters(world: World) -> No
     assert world.asked(world.load("y", 2)) == ["b", "c"]
     kill(world.pools, "c")
     assert world.asked(world.load("z", 2)) == ["a", "b"]
-    assert world.asked(world.load("v", 3)) == ["a", "b", "c"], "a backend that is down rather than too few"
+    assert world.asked(world.load("v", 3)) == ["a", "b", "c"], "a backend that is down rather than too few backends"
     assert world.due("c") == []
     assert "`replicas` is 4, and 3 backends" in world.refusal("w", replicas=4).message
 
@@ -158,7 +158,7 @@ def test_who_comes_back_without_it_is_asked_again(world: World) -> None:
     assert world.due("a") == [("load", "x"), ("load", "y")]
     assert world.due("b") == [("load", "x")]
     world.lists("b", x="/elsewhere")
-    assert world.due("b") == [("load", "x")], "the same name without the requested path does not count"
+    assert world.due("b") == [("load", "x")], "the path differs"
     world.lists("b", x="/x")
     assert world.due("b") == []
 
@@ -200,7 +200,7 @@ def test_who_missed_an_unloading_is_asked_when_it_is_back(world: World) -> None:
     world.answers("c", 200)
     assert world.remembered == {}
     world.lists("c", x="/x")
-    assert world.due("c") == [], "an adapter loaded by hand afterwards stays"
+    assert world.due("c") == [], "an operator loaded it by hand later"
 
 
 def test_retries_come_ever_more_slowly_and_start_anew_with_a_change(world: World) -> None:

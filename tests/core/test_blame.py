@@ -1,4 +1,4 @@
-"""Blaming a failed attempt on the request or on the backend."""
+"""Whether a failed attempt is the fault of the request or of the backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAILURES = 3
 
 
 def attempt(of: Pools, backend: str, verdict: Verdict, name: str = "r", now: float = 1.0) -> None:
-    """Run an attempt of a request on this backend to this end."""
+    """Runs an attempt of a request on `backend` that ends with `verdict`."""
     others = frozenset(of.backends) - {backend}
     of.submit(request(id=name, stream=True), now, others, AdmissionKind.RETRY)
     grant = only_grant(of, now)
@@ -51,7 +51,7 @@ def test_a_backend_that_refuses_is_to_blame_once_another_serves_the_request() ->
     attempt(of, "b", Verdict.UNAUTHORIZED)
     assert not ejections(of)
     attempt(of, "c", Verdict.SERVED)
-    # A third of the backends may be ejected.
+    # With three backends, one may be ejected.
     assert [name for name, _ in ejections(of)] == ["a"]
 
 

@@ -1,4 +1,4 @@
-"""Counting grants that a waiting request of a higher band could have used: none, unless the scheduler is broken."""
+"""Priority inversions: grants that a waiting request of a higher band could have used. A correct scheduler has none."""
 
 from __future__ import annotations
 

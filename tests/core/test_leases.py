@@ -1,4 +1,4 @@
-"""The leases of a pool in isolation: charges of flows, revocations, and learning from ended prompts."""
+"""The leases of one pool: charges of flows, revocations, and events of observers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Ledger:
             self.leases.attach(name)
 
     def grant(self, backend: str = "a") -> int:
-        """A lease for a prompt of 10 tokens, with 10 expected output tokens."""
+        """Books a request with 10 prompt tokens and 10 expected output tokens."""
         placed = Placed(backend, 0.0, (), 1)
         return self.leases.book(request(), placed, self.backends[backend], 0.0)
 

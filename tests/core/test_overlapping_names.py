@@ -1,4 +1,4 @@
-"""Backends list several names, some of them in common: each backend serves all names of its list in any order."""
+"""Backends with several names, some in common: each name is served by every backend that lists it, in any order."""
 
 from __future__ import annotations
 
@@ -109,7 +109,9 @@ def test_a_higher_band_goes_first_across_names() -> None:
     assert names(grants(of, 4.0)) == ["high"]
     of.finish(held["a"], Verdict.SERVED, 5.0)
     granted = grants(of, 5.0)
-    assert names(granted) == ["middle"], "the higher band, bound to this backend, before a lower one"
+    assert names(granted) == ["middle"], (
+        "the only backend of its name, before a lower band that another backend serves too"
+    )
     assert not any(one.why.inverted for one in granted)
 
 
@@ -311,7 +313,7 @@ def test_a_bound_request_is_refused_when_its_backend_leaves_the_pool_and_then_th
     assert only_drop(of, 1.0).outcome is Outcome.BAD_REQUEST
 
 
-# --- counts by pool ---------------------------------------------------------------------------------------------------
+# --- counts per pool --------------------------------------------------------------------------------------------------
 
 
 def test_a_named_pool_that_has_joined_another_one_is_shown_once() -> None:

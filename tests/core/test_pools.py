@@ -209,7 +209,7 @@ def test_a_backend_joins_a_pool_with_its_first_listing() -> None:
     one = Pools(TIGHT, {"a": 1, "late": 1}, {}, partial(make, TIGHT.placement, Random(0)))
     for name in ("a", "late"):
         one.backends[name].answered(0.0)
-    assert not one.ready(0.0), "up, but its models are unknown"
+    assert not one.ready(0.0), "up, but without a listing"
     one.listed("a", listing())
     assert one.ready(0.0)
     submit(one, request(), request())
@@ -221,7 +221,7 @@ def test_a_backend_joins_a_pool_with_its_first_listing() -> None:
 def test_a_backend_that_changes_its_model_moves_and_its_leases_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     one = pools({"a": 4}, TIGHT)
     lost: list[str] = []
-    # The knowledge of the old pool's placement about the backend is dropped.
+    # The old pool's placement forgets the backend.
     monkeypatch.setattr(one.schedulers["base"]._placement, "lost", lost.append)
     one.submit(request(), 0.0)
     grant = only_grant(one, 0.0)
@@ -353,7 +353,7 @@ def test_what_another_process_granted_is_booked_and_charged_by_it_alone() -> Non
     one.started(grant, -2.0)
     one.finish(grant, Verdict.SERVED, 1.0, Usage(30, 12))
     one.ended(known, None, 1.0)
-    # Only the answer's tokens beyond the estimate are new.
+    # Only the tokens beyond the estimate are charged here.
     assert one.balances()[known.pool, known.band]["f"] == 5.0 + 2.0 * Settings().output_weight
     assert one.views(1.0)["a"].load == 0
     one.check(1.0)

@@ -150,7 +150,7 @@ def test_a_new_process_behind_a_name_is_down_until_read_and_starts_empty() -> No
     one.replace_process("a")
     assert not one.ready(1.0)
     assert one.backends["a"].reading is None
-    # Requests in flight on the old process run on, even if the new one does not answer.
+    # Requests on the old process continue, even if the new process does not respond.
     for _ in range(3):
         one.troubled("a", Trouble.REFUSED)
     assert one.decide(1.0) == []

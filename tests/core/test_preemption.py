@@ -16,7 +16,7 @@ TIGHT = tight(ceilings={DEFAULT: 1.0})
 def full(
     slots: int = 1, band: int = SHEDDABLE, settings: Settings = TIGHT, stream: bool = True, limit: int | None = None
 ) -> tuple[Pools, list[Grant]]:
-    """A backend filled with requests of `band`. `limit` is its learned batch limit."""
+    """A backend filled with requests of `band`, with the batch limit `limit`."""
     of = pools({"a": limit or slots}, settings)
     for number in range(slots):
         of.submit(request(id=f"low{number}", band=band, stream=stream, flow="low", arrived_s=number / 100), 1.0)
@@ -24,7 +24,7 @@ def full(
 
 
 def taken_back(of: Pools, now: float = 2.0) -> list[str]:
-    """Returns the requests that the next pass preempts. The pass must decide nothing else."""
+    """Returns the requests that the next pass preempts; it may decide nothing else."""
     decisions = of.decide(now)
     of.check(now)
     assert of.decide(now) == []
@@ -145,7 +145,7 @@ def test_nothing_is_taken_back_from_a_backend_that_failed_the_head() -> None:
     [
         pytest.param(1, [], [], id="no proof that it waits"),
         pytest.param(3, [(1.5, 2, 1)], ["low2"], id="one waits, and it can only be the last"),
-        pytest.param(2, [(1.5, 2, 0), (1.8, 1, 1)], [], id="running requests of a reading stay"),
+        pytest.param(2, [(1.5, 2, 0), (1.8, 1, 1)], [], id="running requests of the reading stay"),
         pytest.param(1, [(0.9, 0, 1)], [], id="a reading older than the booking"),
         pytest.param(1, [(1.5, 0, 4), (1.6, 0, 4)], [], id="those of other clients wait"),
     ],
@@ -221,7 +221,7 @@ def test_leases_that_only_help_together_are_preempted_in_one_pass() -> None:
     for name, sequences in (("wide", 4), ("newest", 1)):
         of.submit(request(id=name, band=SHEDDABLE, sequences=sequences, stream=True), 0.0)
     of.decide(0.0)
-    # Three sequences of other clients: 8 in all, and 5 of them may stay.
+    # With three sequences of other clients there are 8, and 5 may stay.
     for at in (1.0, 1.5):
         of.backends["a"].observe(reading(at, running=8))
     urgent(of, 2)
@@ -229,7 +229,7 @@ def test_leases_that_only_help_together_are_preempted_in_one_pass() -> None:
 
 
 def overfilled(of_them: int = 2, stream: bool = True) -> tuple[Pools, list[Grant]]:
-    """A backend with a learned limit of twice its load. At the last reading, `of_them` waited in its engine."""
+    """A backend with twice the assumed batch limit of its load, and `of_them` waiting at the last reading."""
     of, held = full(8, stream=stream, limit=16)
     of.backends["a"].observe(reading(1.5, running=8 - of_them, waiting=of_them))
     return of, held

@@ -1,4 +1,4 @@
-"""Backends closed to prompts, because they have enough or streams would miss their objective: order and times."""
+"""Bounds on prefills: prompts wait while backends have enough of them, or while streams would miss their objective."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def flood(of: Pools, names: Iterable[str], now: float, **given: Any) -> list[Gra
 
 
 def windowed(*adapters: str, **given: Any) -> Pools:
-    """A backend with a stream, and a learned prefill speed of 15,000 tokens/s."""
+    """A backend with a stream, with a learned prefill speed of 15,000 tokens/s."""
     of, _ = streaming("a", settings=Settings(**given), adapters=adapters)
     for at in (0.1, 0.3, 0.5):
         (one,) = flood(of, "-", at, slo=None, prompt_tokens=1_500)

@@ -1,4 +1,4 @@
-"""Requests bound to one backend: they wait for it, block no other request, and are dropped with it."""
+"""Requests bound to one backend: they wait for it without blocking others, and are dropped with it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def grants(decided: Sequence[object]) -> dict[str, str]:
 
 
 def fill(of: Pools, backend: str, now: float = 0.0) -> Grant:
-    """Take the only slot of a backend."""
+    """Takes the only slot of a backend."""
     of.submit(request(id=f"on {backend}", backend=backend), now)
     (grant,) = (one for one in of.decide(now) if isinstance(one, Grant))
     assert grant.placed.backend == backend

@@ -1,4 +1,4 @@
-"""The snapshot of the waiting room for people: complete, bounded, and without side effects."""
+"""Snapshots of the waiting room: complete counts, bounded size, and no effect on the state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACME = "tenant:acme"
 
 
 def full(backends: int = 1, **settings: Any) -> Pools:
-    """A pool in which each backend's single slot is taken."""
+    """A pool whose backends have one slot each, all taken."""
     given: dict[str, Any] = {"capacity": NO_LOOK_AHEAD, "fairness": "round_robin"} | settings
     fleet = pools({f"b{i}": 1 for i in range(backends)}, Settings(**given))
     submit(fleet, *(request(id=f"seat-{i}") for i in range(backends)))
@@ -242,7 +242,7 @@ def test_blocked_requests_are_counted_by_band_and_limit() -> None:
 
 
 def _block(fleet: Pools) -> None:
-    """Two more slots, one of them kept, so that the waiting requests have their turn and reach their limit."""
+    """Adds two slots, one of them reserved, so that waiting requests are tried and reach their usage limit."""
     fleet.backends["a"].limit.value = 3
     fleet.backends["a"]._view = None
     assert not fleet.decide(0.0)

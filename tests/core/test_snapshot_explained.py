@@ -1,4 +1,4 @@
-"""The snapshot of a pool's last choices with their predictions, and of its learned speeds."""
+"""The last placements of a pool, their predictions, and the learned speed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def granted(of: Pools, asked: Request, now: float, excluded: frozenset[str] = fr
 
 
 def serve(of: Pools, asked: Request, now: float, took_s: float, output_tokens: int = 11) -> Grant:
-    """Run a request: the first byte after half of the time, and the tokens in the other half."""
+    """Serves a request: the first byte comes after half of the time, the tokens in the other half."""
     grant = granted(of, asked, now)
     of.started(grant, now + took_s / 2)
     of.finish(grant, Verdict.SERVED, now + took_s, Usage(asked.prompt_tokens, output_tokens))

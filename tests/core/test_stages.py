@@ -1,4 +1,4 @@
-"""Split requests: the prompt on one backend, the answer on another, and a place reserved for the answer."""
+"""Split requests: prefill on one backend, and decode on another backend with a reserved slot."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def long(**given: Any) -> Request:
 
 
 def prefilled(of: Pools, grant: Grant, now: float = 1.0, excluded: frozenset[str] = frozenset()) -> list[Any]:
-    """Report a computed prompt, and return the decisions of the next pass."""
+    """Ends a prefill stage; returns the decisions of the next pass."""
     of.started(grant, now)
     of.finish(grant, Verdict.SERVED, now, Usage(20_000, 1, 0))
     original = structs.replace(grant.request, stage=Stage.WHOLE, output_tokens=100, deadline_s=now + 60.0)
@@ -279,7 +279,7 @@ def test_minimum_shares_count_a_prompt_once(unit: str, way: str, monkeypatch: py
         one.submit(structs.replace(asked, splittable=False), 1.0, frozenset(), AdmissionKind.RETRY)
         assert only_grant(one, 1.0).request.stage is Stage.WHOLE
     assert sum(granted) - sum(undone) == {"tokens": 20_200.0, "requests": 1.0}[unit]
-    # The bound of credit is in grants of the latest cost, so a grant without cost would take all credit away.
+    # The maximum credit is a multiple of the latest cost, so a grant without a cost would remove it.
     assert min(granted) > 0.0
 
 
@@ -396,7 +396,7 @@ def test_where_no_place_is_left_the_request_is_served_from_its_beginning() -> No
     grant = only_grant(one, 0.0)
     kill(one, "d")
     found = prefilled(one, grant)
-    # Engines do not enforce roles, so the only remaining backend serves the whole request.
+    # Engines enforce no role, so the only remaining backend serves the whole request.
     (again,) = found or one.decide(1.0)
     assert isinstance(again, Grant)
     assert (again.placed.backend, again.request.stage, again.request.id) == ("p", Stage.WHOLE, asked.id)

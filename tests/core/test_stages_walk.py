@@ -40,7 +40,7 @@ AGAIN = (Verdict.TRANSFER_FAILED, Verdict.FAILED, Verdict.CONNECT_FAILED)
 
 @dataclass
 class Walk:
-    """A pool with roles, and an independent record of its waiting requests and leases."""
+    """A pool with roles, and a model of its waiting requests and leases that follows the events."""
 
     seed: int
     placement: str
@@ -154,7 +154,7 @@ class Walk:
             assert request.splittable
             assert grant.placed.answers_on not in (None, backend)
         if request.stage is not Stage.DECODE and self.how is ALWAYS and self.placement != "cost":
-            # A higher band could have used the grant of the lower band; with prices, waiting may be cheaper.
+            # A higher band could have used the slot of a lower band. With prices, waiting may be better.
             above = [one for one, _ in self.waiting.values() if one.band > request.band and not self.limited(one)]
             assert not above, f"{request.id} went before {above[0].id}"
 
@@ -178,7 +178,7 @@ class Walk:
             assert backend.own_in_flight == sum(grant.placed.backend == name for grant in self.held.values())
 
     def wind_down(self) -> None:
-        """End all requests, and check that nothing is left."""
+        """Ends all requests, and checks that no state remains."""
         for _ in range(400):
             self.now += 5.0
             for name in self.fleet:

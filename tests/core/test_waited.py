@@ -1,4 +1,4 @@
-"""A waiting request reports the rule that made it wait and the flows that were granted before."""
+"""The reason why a request waited: the last blocking rule and the flows that were granted first."""
 
 from __future__ import annotations
 

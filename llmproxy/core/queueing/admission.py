@@ -104,9 +104,9 @@ class Admission:
         if entry is AdmissionKind.OWNER_LOOKUP:
             # The request refers to state, such as a stored response, that was lost with a process that is gone.
             able = [backend for backend in able if not backend.health.gone and backend.name not in excluded]
-        recovering = {backend.name for backend in able if backend.drained or not backend.health.available(now)}
-        if recovering and self._settings.queue.hold_s:
-            return excluded - recovering, True
+        unavailable = {backend.name for backend in able if backend.drained or not backend.health.available(now)}
+        if unavailable and self._settings.queue.hold_s:
+            return excluded - unavailable, True
         message = f"No backend of `{request.model}` is up. Try again shortly."
         if excluded:
             message = f"Every backend of `{request.model}` that is up has failed this request."

@@ -43,7 +43,7 @@ class WaitingRoom:
         self._limits = limits
         self._drain = drain
         # Band -> (time, reason) of the last decision that made the band wait.
-        self._wait_reasons: dict[int, tuple[float, Reason]] = {}
+        self._wait_reasons: dict[int, tuple[float, WaitReason]] = {}
         self._bands: dict[int, Band] = {}
         # Band -> its requests, the newest first, for shedding.
         self._newest: dict[int, LazyHeap[float, Queued]] = {}
@@ -128,7 +128,7 @@ class WaitingRoom:
         since_s = self._occupancy.since_s(queued.request)
         line = queued.blocked_by or queued.back_from
         if line is None:
-            decided_s, reason = self._wait_reasons.get(queued.request.band, (-inf, Reason.FULL))
+            decided_s, reason = self._wait_reasons.get(queued.request.band, (-inf, WaitReason.FULL))
             if decided_s < since_s:
                 return None
             rule = f"{reason}: {queued.later}" if reason is WaitReason.LATER and queued.later else reason.value
