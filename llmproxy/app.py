@@ -51,10 +51,10 @@ from llmproxy.observe.live.recorder import Recorder
 from llmproxy.observe.live.snapshot import LiveSnapshot
 from llmproxy.observe.metrics import BackendState, LiveState, Metrics, QueueState
 from llmproxy.observe.trace_context import Sampler
-from llmproxy.remote.cluster.build import hash_of, member_of
+from llmproxy.remote.cluster.build import build_member, config_hash
 from llmproxy.remote.cluster.cluster import Cluster
-from llmproxy.remote.cluster.pages import MemberPages, bounded, status_of
-from llmproxy.remote.cluster.relays import Relays
+from llmproxy.remote.cluster.cluster_leasing import ClusterLeasing
+from llmproxy.remote.cluster.pages import MemberPages, bounded, cluster_status
 from llmproxy.remote.workers.page import answer_page
 from llmproxy.remote.workers.supervisor import WorkerSupervisor
 from llmproxy.scheduling.dispatcher import Dispatcher
@@ -64,35 +64,35 @@ from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.tls import peers_tls
 
 CONFIGURED = "config"
-"""The source of backends that is the configuration itself."""
+"""The name of the configuration as a source of backends."""
 OBJECTS_S = 2.0
-"""How long the start waits for the objects of a cluster."""
+"""How long the start waits for objects of Kubernetes."""
 
 
 @dataclass(slots=True)
 class Proxy:
-    """A running proxy: its parts, and what is done to all of them together.
-
-    `leasing` is what requests of its clients ask for leases: the dispatcher, or a member's way to that of the leader.
-    `clients` counts what addresses use of this process, `recorder` remembers for those who look. `front` is where
-    clients come in, and `admin_listener` the port of those who run the proxy, None where they share the one of clients.
-    """
+    """A running proxy: its parts, and operations on all of them."""
 
     gateway: Gateway
     pools: Pools
     dispatcher: Dispatcher
-    leasing: Dispatcher | Relays
+    leasing: Dispatcher | ClusterLeasing
+    """Grants leases to requests of clients; in a cluster, through the leaders."""
     metrics: Metrics
     registry: BackendRegistry
     keeper: AdapterKeeper
     discovery: Discovery
     admin_pages: AdminPages
     clients: ClientLimits
+    """Connections and requests of each client address."""
     recorder: Recorder
+    """The history that the pages show."""
     scale: ScalePages = field(init=False)
     pages: OwnPages | MemberPages = field(init=False)
     front: Frontend = field(init=False)
+    """Accepts clients, in this process or in relay workers."""
     admin_listener: Listener | None = None
+    """The admin port; None: pages for operators are on the port of clients."""
     reloader: Reloader | None = None
     supervisor: WorkerSupervisor | None = None
     cluster: Cluster | None = None
@@ -100,7 +100,7 @@ class Proxy:
 
     @property
     def config(self) -> Config:
-        """The configuration that holds now."""
+        """The current configuration."""
         return self.gateway.rulebook.current.config
 
     @property
@@ -109,21 +109,21 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """Where clients connect."""
+        """The URL for clients."""
         return self.front.url
 
     @property
     def admin_url(self) -> str | None:
-        """Where those who run the proxy connect; None where they share the port of clients."""
+        """The URL of the admin port; None without one."""
         return None if self.admin_listener is None else self.admin_listener.url
 
     @property
     def open_requests(self) -> int:
-        """Requests that have come in and not ended."""
+        """Number of requests that have not ended."""
         return self.front.open_requests
 
     def reconfigure(self, config: Config) -> None:
-        """Apply another configuration as a whole. Raises ConfigError, and then nothing has changed."""
+        """Replace the configuration as a whole. Raises ConfigError before any change."""
         _check(config)
         settings = settings_of(config)
         self.gateway.reconfigure(config)
@@ -136,10 +136,10 @@ class Proxy:
         if self.supervisor is not None:
             self.supervisor.reconfigure()
         if self.cluster is not None:
-            self.cluster.reconfigured(hash_of(config))
+            self.cluster.reconfigured(config_hash(config))
 
     def look_for_backends(self) -> None:
-        """Know the backends of the configuration, and ask every source that it names for more."""
+        """Update the backends of the configuration, and start discovery in its other sources."""
         self.registry.update(CONFIGURED, _configured(self.config))
         self.discovery.reconfigure(self.config)
 
@@ -151,11 +151,13 @@ class Proxy:
             self.cluster.begin_shutdown()
 
     async def drain(self) -> bool:
-        """Refuse what is new, and let leases end; requests that wait are refused or served first (`drain_queued`).
+        """Refuse new requests, and wait for the others to end. `drain_queued` decides about waiting requests.
 
-        Where another process keeps the listening socket open, nothing is refused: new clients wait in the socket for
-        the next process that accepts, and those that are connected are served to the end. True when all requests ended
-        within `drain_timeout_s`; those that still wait then are refused.
+        If the service manager keeps the listening socket open, nothing is refused: new connections wait in the socket
+        for the next process, and connected clients are served to the end.
+
+        Returns:
+            Whether all requests ended within `drain_timeout_s`. Requests that still wait then are refused.
         """
         self.begin_shutdown()
         if self.front.socket_activated:
@@ -171,10 +173,10 @@ class Proxy:
         return self.open_requests == 0
 
     async def hand_over(self) -> None:
-        """A successor accepts new connections: serve those that are open, each for one more answer, until none is.
+        """Serve the open connections to their end, while a successor accepts new ones.
 
-        A client may send on a connection that it kept until the very moment in which it is closed, and its request
-        would be lost. So none is closed here while it could still be used, except by its client or for its silence.
+        Each connection ends after one more response, after its idle timeout, or when its client closes it. Closing
+        idle connections at once could lose a request that a client is sending at that moment.
         """
         self.begin_shutdown(replaced=True)
         await self.front.close_sockets()
@@ -191,12 +193,18 @@ async def running(
     drained: Collection[str] = (),
     state: StateFile | None = None,
 ) -> AsyncIterator[Proxy]:
-    """Start a proxy on the current loop and stop it when the block ends. `reread` says how to read `config` again,
-    `sockets` may have some that were inherited, `drained` are backends that were drained in the predecessor, and
-    `state` keeps what is learned of backends for the next process.
+    """Runs a proxy on the current loop until the block ends.
 
-    Raises ListenError; another OSError when it cannot start workers; ConfigError when it cannot look for backends or
-    use a file that it names.
+    Args:
+        reread: Reads `config` again for a reload; None: reloads are not possible.
+        sockets: Inherited listening sockets.
+        drained: Names of backends that were drained in the predecessor.
+        state: The file in which measurements of backends survive a restart.
+
+    Raises:
+        ListenError: A port cannot be opened.
+        OSError: The workers cannot be started.
+        ConfigError: Backends cannot be discovered, or a configured file is unusable.
     """
     _check(config)
     sockets = sockets or Sockets()
@@ -210,7 +218,7 @@ async def running(
         backend_log = BackendLog(pools)
         endpoints = Endpoints()
         stack.push_async_callback(endpoints.close)
-        proxy = await _wired(stack, config, reread, pools, limits, backend_log, endpoints)
+        proxy = await _build(stack, config, reread, pools, limits, backend_log, endpoints)
         backend_log.expect(backend.name for backend in _configured(config))
         proxy.registry.drain_on_join(drained)
         if state is not None:
@@ -227,14 +235,14 @@ async def running(
             await stack.enter_async_context(background_task(proxy.reloader.watch, "watch the configuration"))
         if proxy.cluster is not None:
             stack.push_async_callback(proxy.cluster.close)
-        # Requests that are cut on the way out still return their lease and report their end; then the rest may close.
+        # Requests that are cut during shutdown still return their leases and report their exits before the rest closes.
         stack.push_async_callback(proxy.gateway.handler.idle.wait)
-        # A poll asks three questions.
+        # A poll makes three requests.
         polled = partial(ended_before, backend_log.all_polled, limit_s=3 * config.poll.timeout_s)
         if sockets.ready_fd is not None:
-            # A predecessor still serves, and no client need come to a process that knows no backend yet.
+            # A predecessor still serves: take over its clients only when the backends are known.
             await polled(asyncio.Event().wait())
-        # No client should meet a proxy that does not know yet what its objective or model means.
+        # Clients may use objectives and model names that only these objects define.
         await ended_before(proxy.discovery.objects.answered, asyncio.sleep(OBJECTS_S))
         router = proxy.gateway.router(proxy.pages, proxy.clients)
         if proxy.cluster is not None:
@@ -246,7 +254,7 @@ async def running(
         yield proxy
 
 
-async def _wired(
+async def _build(
     stack: AsyncExitStack,
     config: Config,
     reread: Reread | None,
@@ -255,14 +263,18 @@ async def _wired(
     backend_log: BackendLog,
     endpoints: Endpoints,
 ) -> Proxy:
-    """All parts of a proxy that does not listen yet. They stop when the stack is left."""
+    """Creates and connects all parts of a proxy that does not listen yet. They stop when the stack is left.
+
+    Some parts need others that are created after them, such as the metrics the finished proxy. They get a lambda, which
+    looks the other part up when it is called.
+    """
     now = asyncio.get_running_loop().time
     metrics = Metrics(lambda: _live_state(proxy, now()))
     reserve = None if limits is None else limits.reserve
     dispatcher = Dispatcher(pools, on_decision=metrics.decided, on_ejection=backend_log.health_changed, reserve=reserve)
     upstream = await stack.enter_async_context(HttpUpstream(endpoints, connections_max()))
-    # Polls keep connections of their own. A request that opens a new one fails early where the machine is gone, and
-    # goes to another backend without any risk.
+    # Polls use separate connections, so that a request to a dead machine opens a new one. This fails before any byte is
+    # sent, and the request can go to another backend without risk.
     polls = await stack.enter_async_context(HttpUpstream(endpoints))
     starts = StartTimes(pools, now, metrics.replica_started)
     events = BackendEvents(dispatcher, [backend_log, PollCounter(metrics), starts])
@@ -273,19 +285,20 @@ async def _wired(
     stack.enter_context(logs.heard_by(recorder.heard))
     await stack.enter_async_context(background_task(recorder.run, "record the past"))
     incarnation = uuid4().hex[:8]
-    relays = None if config.cluster.listen is None else Relays(dispatcher, registry.backends)
+    cluster_leasing = None if config.cluster.listen is None else ClusterLeasing(dispatcher, registry.backends)
 
     def show(ended: RequestExit) -> None:
-        if relays is not None:
-            relays.exited(ended)
-        if relays is None or relays.shown_here(ended):
+        if cluster_leasing is not None:
+            cluster_leasing.exited(ended)
+        if cluster_leasing is None or cluster_leasing.shown_here(ended):
             recorder.record(ended)
 
     readers = [show, *_exit_readers(stack, config, metrics, now(), lambda: gateway.rulebook.current.config)]
     exits = Exits(metrics, *readers)
-    # Ids of requests differ between members.
-    ids = "" if relays is None else f"{incarnation}-"
-    gateway = Gateway.build(config, registry.backends, upstream, relays or dispatcher, pools.estimator, exits, ids)
+    # Request ids must differ between members.
+    ids = "" if cluster_leasing is None else f"{incarnation}-"
+    leasing = cluster_leasing or dispatcher
+    gateway = Gateway.build(config, registry.backends, upstream, leasing, pools.estimator, exits, ids)
     adapters = Adapters(pools)
     keeper = AdapterKeeper(
         adapters, pools, registry.backends, config.backend_api_key, upstream, registry.pollers, config.timeouts,
@@ -296,14 +309,14 @@ async def _wired(
     stack.push_async_callback(pairs.close)
     events.observers += [keeper, pairs]
     combined = Combined(config, lambda config: proxy.reconfigure(config))
-    found = Discovery(
+    backend_discovery = Discovery(
         registry, dispatcher.expects_backends, metrics.looked, (partial(addresses, endpoints.resolver), services),
         combined.take_entries,
     )  # fmt: skip
-    stack.push_async_callback(found.close)
+    stack.push_async_callback(backend_discovery.close)
     admin_pages = AdminPages(config, dispatcher, adapters, now)
     proxy = Proxy(
-        gateway, pools, dispatcher, relays or dispatcher, metrics, registry, keeper, found, admin_pages,
+        gateway, pools, dispatcher, leasing, metrics, registry, keeper, backend_discovery, admin_pages,
         _clients(config), recorder,
     )  # fmt: skip
     proxy.limits = limits
@@ -315,17 +328,19 @@ async def _wired(
         AdapterRoutes(adapters, keeper, dispatcher, gateway.rulebook), BackendRoutes(registry, proxy.reloader, now),
         _live_pages(proxy, now), proxy.scale,
     )  # fmt: skip
-    if relays is not None:
-        cluster = proxy.cluster = member_of(config, incarnation, dispatcher, relays, gateway, registry, recorder.record)
+    if cluster_leasing is not None:
+        cluster = proxy.cluster = build_member(
+            config, incarnation, dispatcher, cluster_leasing, gateway, registry, recorder.record
+        )
         proxy.pages = MemberPages(pages, cluster, gateway.rulebook)
     return proxy
 
 
 async def _listen(stack: AsyncExitStack, proxy: Proxy, sockets: Sockets, router: Router) -> None:
-    """Let clients in, here or in relay workers, and those who run the proxy. Raises ListenError."""
+    """Open the ports for clients, in this process or in relay workers, and for operators. Raises ListenError."""
     config = proxy.config
     client_tls = ClientTls.from_config(config.tls)
-    # That of clients first: where the service manager opened a socket, it is theirs.
+    # The port of clients first: a socket of the service manager is for clients.
     opened, activated = sockets.listening(config.host, config.port, config.workers)
     if config.workers > 1:
         supervisor = proxy.front = proxy.supervisor = WorkerSupervisor(
@@ -349,15 +364,15 @@ async def _listen(stack: AsyncExitStack, proxy: Proxy, sockets: Sockets, router:
 
 def _live_pages(proxy: Proxy, now: Callable[[], float]) -> LivePages:
     def cluster() -> dict[str, object] | None:
-        return None if proxy.cluster is None else status_of(proxy.cluster)
+        return None if proxy.cluster is None else cluster_status(proxy.cluster)
 
-    # Readers want the time of day; everything else runs on the clock of the loop.
+    # People read the time of day; everything else uses the clock of the loop.
     snapshot = LiveSnapshot(proxy.recorder, uuid4().hex[:12], now, time.time, cluster)  # noqa: TID251
     return LivePages(proxy.recorder, snapshot, proxy.admin_pages, lambda: proxy.config, now)
 
 
 def _check(config: Config) -> None:
-    """Raises ConfigError for a library that is missing, or a file of authorities that cannot be read."""
+    """Raises ConfigError if a library is missing or a file of certificate authorities is unreadable."""
     discovery.check(config)
     spans.check(config)
     peers_tls(config.backends)
@@ -372,9 +387,9 @@ def _pools(config: Config, limits: SharedLimits | None) -> Pools:
 def _exit_readers(
     stack: AsyncExitStack, config: Config, metrics: Metrics, now: float, current: Callable[[], Config]
 ) -> Iterator[Callable[[RequestExit], None]]:
-    """What gets the record of each request beside the metrics. They close when the stack is left.
+    """Yields the readers of request records beside the metrics. They close when the stack is left.
 
-    `current` is the configuration that holds then.
+    `current` returns the current configuration.
     """
     if config.genai_metrics:
         yield GenAiMetrics(metrics.registry).record
@@ -395,22 +410,22 @@ def _exit_readers(
 
 
 def _configured(config: Config) -> tuple[BackendConfig, ...]:
-    """The backends that the configuration itself names, without those that are to be looked up."""
+    """Returns the backends that the configuration lists, without entries for discovery."""
     return tuple(backend for backend in config.backends if not backend.looked_up)
 
 
 def _aliases(config: Config) -> Aliases:
-    # A name with an entry of its own means itself also where `*` stands for all others.
+    # A model with its own entry keeps its name even if `*` maps all other names.
     return {model.name: model.stands_for or model.name for model in config.models if model.base is None}
 
 
 def _clients(config: Config) -> ClientLimits:
-    """What addresses use of this process; where workers have the clients, they count them."""
+    """Returns the limits per client address. With workers, they apply in the workers, and here only the defaults."""
     return ClientLimits(clients_of_process(config) if config.workers == 1 else ClientsConfig())
 
 
 def _live_state(proxy: Proxy, now: float) -> LiveState:
-    """The gauges of this moment, read at each scrape, so that they are always right."""
+    """Returns the current gauges. They are computed at each scrape, so that they cannot drift."""
     pools, dispatcher, names = proxy.pools, proxy.dispatcher, proxy.gateway.rulebook.current.band_names
     queued, longest_s = pools.queued(), pools.longest_s(now)
     views = pools.views(now)
@@ -439,8 +454,8 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
     cluster = proxy.cluster
     needs = proxy.scale.needs()
     if cluster is not None:
-        # A member that follows knows no work: it would say for ever that what there is, is needed.
-        needs = {pool: need for pool, need in needs.items() if cluster.shard_of(pool).leads}
+        # A follower knows no work, and would report the present number of replicas as needed.
+        needs = {pool: need for pool, need in needs.items() if cluster.shard_for_pool(pool).is_leader}
     body_bytes = (proxy.supervisor or proxy.gateway.handler.bodies).buffered_bytes
     return LiveState(
         queues, pools.blocked(), backends, body_bytes, pools.work_s(now), dispatcher.inversions, needs,

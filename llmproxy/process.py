@@ -27,9 +27,9 @@ _log = structlog.get_logger()
 
 
 def run(config: Config, reread: Reread | None = None) -> int:
-    """Serve until SIGTERM or SIGINT, or until a successor does (SIGUSR2), then drain. Returns the exit code.
+    """Serve until SIGTERM or SIGINT, or until a successor serves (SIGUSR2), then drain. Returns the exit code.
 
-    `reread` says how to read `config` again.
+    `reread` reads `config` again; None: it did not come from a file.
     """
     logs.configure(config.log_format, config.log_level)
     raise_limit()
@@ -46,7 +46,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             warn_of_old(path)
         state = None if path is None else StateFile(path)
         async with running(config, reread, sockets, inherited_drains(os.environ), state) as proxy:
-            # Handled also without a file, because SIGHUP would end the process.
+            # Needed also without a file, because the default action of SIGHUP ends the process.
             reloader = proxy.reloader
             no_file = partial(_log.warning, "nothing_to_reload", hint=NO_FILE)
             sighup = no_file if reloader is None else reloader.reload_on_signal
@@ -60,7 +60,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
                 _log.warning("setting_renamed", setting=setting)
             allowed = clients_of_process(config).connections_max * config.workers
             if allowed < config.clients.connections_max:
-                # A warning only for a configured number; the default is more than most machines allow.
+                # A warning only for a configured limit: most machines allow fewer than the default.
                 configured = "connections_max" in config.clients.model_fields_set
                 (_log.warning if configured else _log.info)(
                     "connections_limited",
@@ -80,9 +80,9 @@ async def _serve(config: Config, reread: Reread | None) -> int:
                 open_files=open_files_max(),
                 state_file=str(path) if path else NONE,
             )
-            # Objects of the start live to the end: the garbage collector need not inspect them again.
+            # Objects of the start live until the end, so the garbage collector can skip them.
             gc.freeze()
-            # With 100,000 requests waiting, a collection of all of them delayed decisions by tens of milliseconds.
+            # With 100,000 waiting requests, a full collection would delay decisions by tens of milliseconds.
             gc.set_threshold(*GC_THRESHOLDS)
             notify("READY=1")
             sockets.serving()
@@ -104,10 +104,10 @@ async def _serve(config: Config, reread: Reread | None) -> int:
 
 
 async def _shut_down(proxy: Proxy, signals: ProcessSignals) -> bool:
-    """Let requests end, as far as time and a second signal allow. True when none had to be cut."""
+    """Drain until all requests have ended, or until a timeout or second signal. Returns whether all have ended."""
     config = proxy.config
     if signals.successor_pid is not None:
-        # Before the log line: a client that reads it may send a request at once, and must be asked to reconnect.
+        # Before the log line, so that every request after the line gets `Connection: close`.
         proxy.begin_shutdown(replaced=True)
         _log.info(
             "replaced", by_pid=signals.successor_pid, requests=proxy.open_requests, timeout_s=config.drain_timeout_s

@@ -1,4 +1,4 @@
-"""What breaks in a cluster under load, and what does not.
+"""Failures of a cluster under load, and their effect on requests.
 
     .venv/bin/python -m benchmarks.cluster [EXPERIMENT ...] [--times N]
 

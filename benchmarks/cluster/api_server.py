@@ -1,4 +1,4 @@
-"""An API server of Kubernetes for members of a cluster: their lock is a Lease in it, and their backends a Service's."""
+"""A Kubernetes API server for members of a cluster, with their Lease and the Service of their backends."""
 
 from __future__ import annotations
 

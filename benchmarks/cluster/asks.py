@@ -1,4 +1,4 @@
-"""A member that only asks: the relay of a member with its connection, without clients, bodies and backends.
+"""A member without clients, bodies and backends: only its leader client and a connection.
 
 `python -m benchmarks.cluster.asks ADDRESS NAME AT_ONCE SECONDS` says `ready`, waits for a line, and prints how many
 leases it was granted and gave back.
@@ -15,9 +15,9 @@ from typing import Any, cast
 from llmproxy.core.domain import Outcome, Request, Usage, Verdict
 from llmproxy.observe.exit import RequestExit, RequestInput, RequestResult, RequestRouting
 from llmproxy.remote.cluster.channel import MemberChannel
+from llmproxy.remote.cluster.leader_client import LeaderClient
 from llmproxy.remote.cluster.network import split_address
 from llmproxy.remote.cluster.protocol import PROTOCOL, TO_MEMBER, Hello, Welcome
-from llmproxy.remote.cluster.relay import RelayDispatcher
 from llmproxy.remote.workers import protocol
 from llmproxy.scheduling.attempts import AttemptRecord
 
@@ -41,7 +41,7 @@ class Asking:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._relay = RelayDispatcher(cast(Any, NO_DISPATCHER), Everything())
+        self._leader_client = LeaderClient(cast(Any, NO_DISPATCHER), Everything())
         self._serial = count()
         self._channel = MemberChannel(TO_MEMBER, self._take, lambda: None)
         self._loop = asyncio.get_running_loop()
@@ -51,10 +51,10 @@ class Asking:
     def _take(self, message: object) -> None:
         match message:
             case Welcome():
-                self._relay.follow(self._channel)
+                self._leader_client.attach(self._channel)
                 self._welcome.set()
             case protocol.LeaseGranted() | protocol.CallRefused() | protocol.LeaseCut():
-                self._relay.take(message)
+                self._leader_client.handle(message)
 
     async def go(self, address: str, at_once: int, seconds: float) -> None:
         await self._loop.create_connection(lambda: self._channel, *split_address(address))
@@ -75,18 +75,18 @@ class Asking:
                 f"{self._name}-{number}", MODEL, MODEL, None, 0, f"flow-{number % 8}", now, now + 60.0, 800, 256, 16,
                 prefix=prefix, prefix_tokens=16.0,
             )  # fmt: skip
-            async with self._relay.admit(request) as lease:
+            async with self._leader_client.admit(request) as lease:
                 lease.started()
                 lease.committed()
                 lease.verdict, lease.usage = Verdict.SERVED, usage
-            self._relay.ended(request, None)
+            self._leader_client.ended(request, None)
             asked = RequestInput(
                 request_id=request.id, method="POST", path="/v1/chat/completions", model=MODEL, band="default", level=0,
                 flow=request.flow, arrived_s=now, body_bytes=800, expected_prompt_tokens=256,
             )  # fmt: skip
             result = RequestResult(outcome=Outcome.COMPLETED, status=200, duration_s=self._loop.time() - now)
             tried = AttemptRecord.begun(lease.grant, now)
-            self._relay.exited(RequestExit(asked, result, RequestRouting(tried=(tried,), attempts=1)))
+            self._leader_client.exited(RequestExit(asked, result, RequestRouting(tried=(tried,), attempts=1)))
             self.done += 1
 
 

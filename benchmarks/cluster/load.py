@@ -1,4 +1,4 @@
-"""Clients of a cluster, each with a member of its own, and what they saw."""
+"""Load on a cluster: each client uses one member, and records the outcomes of its requests."""
 
 from __future__ import annotations
 

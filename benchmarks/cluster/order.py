@@ -1,4 +1,4 @@
-"""Whether priority and shares are those of one proxy."""
+"""Whether priority and fair shares of a cluster equal those in a single proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The leader of a pool with a lock of its own is killed: what clients of that pool see, and those of the other one."""
+"""Kills the leader of a pool with its own lock, and measures the clients of this pool and of another pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the further hop costs: time to the first byte, CPU time, bytes and memory, and how much one leader can take."""
+"""The cost of the additional hop: TTFT, CPU time, bytes and memory, and the capacity of one leader."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Pools:
         self._to_regroup = False
         self.scaling = Scaling(settings.scaling)
         self.catalogue = Catalogue((), aliases)
-        self.catalogue.named, self.catalogue.apart = frozenset(settings.scaling.pools), shards.own
+        self.catalogue.named, self.catalogue.apart = frozenset(settings.scaling.pools), shards.separate
         self.catalogue.unlisted = settings.unlisted
         self.estimator = Estimator()
         self.backends: dict[str, Backend] = {}
@@ -174,16 +174,16 @@ class Pools:
         self._limits.reconfigure(self._split_usage_limits(), now)
         self._limits.rates.restore(debts, now)
         for name, backend in self.backends.items():
-            backend.limit_divisor = self._limit_divisors[self.shard_of(name)]
+            backend.limit_divisor = self._limit_divisors[self.shard_for_backend(name)]
 
     def _split_usage_limits(self) -> dict[str, UsageLimit]:
         """The part of each usage limit that this process may use."""
         divisor = max(self._limit_divisors.values())
         return {name: limit.split(divisor) for name, limit in self.settings.limits.items()}
 
-    def shard_of(self, backend: str) -> str:
+    def shard_for_backend(self, backend: str) -> str:
         """Returns the shard of a backend."""
-        return self.shards.of(self.pool_of(backend))
+        return self.shards.for_pool(self.pool_of(backend))
 
     def decide_until(self, until_s: float, shard: str = DEFAULT) -> None:
         """Stops decisions about a shard at `until_s`, because another process may decide from then on."""
@@ -191,7 +191,7 @@ class Pools:
 
     def decides(self, pool: str, now: float) -> bool:
         """Returns whether this process decides about a pool."""
-        return now < self._until_s[self.shards.of(pool)]
+        return now < self._until_s[self.shards.for_pool(pool)]
 
     def decides_any(self, now: float) -> bool:
         """Returns whether this process decides about any pool."""
@@ -274,7 +274,7 @@ class Pools:
                 old.detach(backend.name)
             if new is not None:
                 new.attach(backend)
-        divisor = self._limit_divisors[self.shard_of(backend.name)]
+        divisor = self._limit_divisors[self.shard_for_backend(backend.name)]
         if backend.limit_divisor != divisor:
             backend.limit_divisor = divisor
 
@@ -320,7 +320,8 @@ class Pools:
         """See `Scheduler.submit`. Also raises Refused if the pool has gone since the name was resolved."""
         scheduler = self._scheduler_of(request)
         if scheduler is None or (
-            scheduler.pool != request.pool and self.shards.of(scheduler.pool) != self.shards.of(request.pool)
+            scheduler.pool != request.pool
+            and self.shards.for_pool(scheduler.pool) != self.shards.for_pool(request.pool)
         ):
             message = f"No backend serves `{request.model}` in this pool any more. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
@@ -349,7 +350,7 @@ class Pools:
         return {
             (name, level): balances
             for name, scheduler in self.schedulers.items()
-            if self.shards.of(name) == shard
+            if self.shards.for_pool(name) == shard
             for level, balances in scheduler.balances().items()
         }
 
@@ -447,7 +448,7 @@ class Pools:
         return decisions
 
     def _deciding(self, now: float) -> list[Scheduler]:
-        of, until_s = self.shards.of, self._until_s
+        of, until_s = self.shards.for_pool, self._until_s
         if now < min(until_s.values()):
             return list(self._all)
         return [one for one in self._all if now < until_s[of(one.pool)]]

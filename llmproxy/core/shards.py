@@ -1,28 +1,31 @@
-"""Shards: groups of pools that one process schedules. Different processes may schedule different shards."""
+"""Shards: the parts of the scheduling state that cluster members lead independently.
+
+A pool listed in `cluster.pools` is a shard of its own, with the name of the pool. All other pools form the default
+shard. Each shard has its own lock, leader and waiting room, and at most one process decides for it at a time. Only the
+code says "shard": pages, logs and the metric label `pool` show the pool's name, which is empty for the default shard.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 DEFAULT = ""
-"""The shard of all pools without an own shard, and of backends without a pool."""
+"""The name of the default shard. It also has everything that belongs to no pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The mapping of pools to shards."""
-
-    own: frozenset[str] = frozenset()
-    """The pools that are a shard each; the shard has the name of the pool."""
+    separate: frozenset[str] = frozenset()
+    """Pools that are a shard of their own."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """All shards, the default shard first."""
-        return (DEFAULT, *sorted(self.own))
+        return (DEFAULT, *sorted(self.separate))
 
-    def of(self, pool: str | None) -> str:
-        """Returns the shard of a pool; None is for backends without a pool."""
-        return pool if pool is not None and pool in self.own else DEFAULT
+    def for_pool(self, pool: str | None) -> str:
+        """Returns the shard of a pool; for None, the default shard."""
+        return pool if pool is not None and pool in self.separate else DEFAULT
 
 
 ONE_SHARD = Shards()

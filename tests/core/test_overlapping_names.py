@@ -329,8 +329,8 @@ def test_a_name_with_a_lock_of_its_own_keeps_its_shard() -> None:
     for name, served in (("a", ("new", "old")), ("b", ("new",))):
         of.backends[name].answered(0.0)
         of.listed(name, lists(*served))
-    assert {of.shard_of(name) for name in "ab"} == {"old"}
-    # A member that has not read the listing of "a" assigns "new" to the default shard.
+    assert {of.shard_for_backend(name) for name in "ab"} == {"old"}
+    # A member that has not read the list of "a" takes "new" for a pool of the default shard.
     early = request(pool="new", model="new")
     assert refusal(of.submit, early, 0.0).outcome is Outcome.REJECTED_NO_BACKENDS
 

@@ -1,7 +1,7 @@
-"""The demo: simulated replicas, the proxy before them, and one table of how overload is handled.
+"""The demo: simulated replicas behind a proxy, and a table that shows how the proxy handles overload.
 
-Everything it starts runs as a `llmproxy.cli.child`, which ends when its standard input does. Only the demo holds
-the other end of that pipe, so no process outlives it.
+The demo starts each process as `llmproxy.cli.child`, which ends at the end of its standard input. Only the demo has the
+other end of that pipe, so no process outlives it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from llmproxy.config import hash_of
 from llmproxy.lab.demo.buttons import PRESSED
 from llmproxy.lab.demo.clients import ADAPTERS, MODEL, DemoClients
 from llmproxy.lab.demo.display import DemoReplica, Display
-from llmproxy.lab.demo.processes import HOST, DemoError, Processes, held_port
-from llmproxy.lab.demo.scenes import ADMIN_KEY, SCENES, Stage, scenes_of
+from llmproxy.lab.demo.processes import HOST, DemoError, Processes, reserved_port
+from llmproxy.lab.demo.scenes import ADMIN_KEY, SCENES, Stage, playable_scenes
 from llmproxy.tools.terminal import pressed
 
 START_TIMEOUT_S = 60.0
 BATCH = 4
-"""Sequences that a replica runs at once: few, so that a little traffic is too much, and costs little to simulate."""
+"""Sequences that a replica runs at once: few, so that little traffic overloads it and is cheap to simulate."""
 QUEUE_REQUESTS_MAX = 48
 CRITICAL_TTFT_S = 0.5
-"""The objective of critical requests, so that something is kept or missed."""
-FOLLOWED_S = 0.5
-"""How often the proxy's numbers are read."""
+"""The TTFT objective of critical requests."""
+METRICS_INTERVAL_S = 0.5
+"""How often the proxy's metrics are read."""
 
 GUIDE = """llmproxy at {base}, before {count} simulated vLLM replicas (no GPU).
 
@@ -50,13 +50,13 @@ queued: in the proxy. waiting: in a replica. broken: cut midway. lost: an error.
 {scenes}More to see: llmproxy top {base} --admin-key {key}
 /v1/models and /metrics. Ctrl-C ends all.
 """
-KEYS = "Keys: {keys},\nblank: the demo leads again.\n"
+KEYS = "Keys: {keys},\nblank: the demo plays all scenes again.\n"
 
 
 def run_demo(port: int, replicas: int) -> int:
-    """Run until Ctrl-C or SIGTERM on this port (0: any free one) with so many replicas.
+    """Run the demo until Ctrl-C or SIGTERM. Port 0 takes a free port.
 
-    Returns the exit code: 0 when it was asked to end, 1 after a message when it cannot start or go on.
+    Returns the exit code: 0 after a signal, 1 after an error, which is printed.
     """
     display = Display()
     try:
@@ -71,7 +71,7 @@ async def _until_signal(work: Awaitable[None], display: Display) -> int:
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
-        # Once only: a second Ctrl-C must not cut short the ending of the processes, which is bounded in time.
+        # Only once: a second Ctrl-C must not interrupt the shutdown of the processes, which has a time limit.
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, lambda: None)
         task.cancel()
@@ -87,9 +87,9 @@ async def _until_signal(work: Awaitable[None], display: Display) -> int:
 
 async def _demo(port: int, count: int, display: Display) -> None:
     with ExitStack() as ports:
-        port = ports.enter_context(held_port(port))
+        port = ports.enter_context(reserved_port(port))
         replicas = [
-            DemoReplica(f"replica-{number}", ports.enter_context(held_port(0)), _adapters(number, count))
+            DemoReplica(f"replica-{number}", ports.enter_context(reserved_port(0)), _adapters(number, count))
             for number in range(1, count + 1)
         ]
         base = f"http://{HOST}:{port}"
@@ -106,7 +106,7 @@ async def _demo(port: int, count: int, display: Display) -> None:
                 await _start(processes, replica)
             file = Path(ports.enter_context(TemporaryDirectory(prefix="llmproxy-demo-"))) / "llmproxy.json"
             file.write_text(json.dumps(_config(port, replicas)), encoding="utf-8")
-            playable = "".join(scene.key for scene in scenes_of(count == 1))
+            playable = "".join(scene.key for scene in playable_scenes(count == 1))
             serve = (playable, "serve", "--config", str(file))
             await processes.start("proxy", *serve, module="llmproxy.cli.demo_child")
             await processes.unless_one_dies(_serving(session))
@@ -125,24 +125,24 @@ async def _demo(port: int, count: int, display: Display) -> None:
 
 
 def _config(port: int, replicas: Sequence[DemoReplica]) -> dict[str, Any]:
-    """The configuration of the proxy."""
+    """Returns the configuration of the proxy."""
     return {
         "host": HOST,
         "port": port,
         "admin_key": hash_of(ADMIN_KEY),
         "admin": {"open_metrics": True},
-        # The state file is that of the person's own proxy, too.
+        # The user's own proxy may use the same state file.
         "state_file": "none",
         "scheduling": {"start_limit": BATCH},
         "objectives": [{"name": "critical", "criticality": "critical", "ttft_s": CRITICAL_TTFT_S}],
-        # A tenant that floods the queue is refused, and the others are not.
+        # A tenant that floods the queue is refused, before the queue is full for the others.
         "queue": {"requests_max": QUEUE_REQUESTS_MAX, "flow_requests_max": QUEUE_REQUESTS_MAX // 2},
         "backends": [{"name": replica.name, "url": replica.url} for replica in replicas],
     }
 
 
 def _adapters(number: int, count: int) -> tuple[str, ...]:
-    """Each adapter is loaded on two replicas of three or more, on all of fewer."""
+    """Returns the adapters of a replica. Each adapter is on two replicas, or on the only one."""
     return tuple(adapter for i, adapter in enumerate(ADAPTERS) if (number - 1 - i) % count < 2)
 
 
@@ -154,7 +154,7 @@ async def _start(processes: Processes, replica: DemoReplica) -> None:
 
 
 async def _serving(session: aiohttp.ClientSession) -> None:
-    """Return once the proxy is ready and lists every name that the replicas serve. Raises DemoError in the end."""
+    """Wait until the proxy is ready and lists all models and adapters. Raises DemoError after START_TIMEOUT_S."""
     wanted = {MODEL, *ADAPTERS}
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -164,7 +164,7 @@ async def _serving(session: aiohttp.ClientSession) -> None:
                         if ready.status == 200 and wanted <= {card["id"] for card in (await models.json())["data"]}:
                             return
                 except aiohttp.ClientError:
-                    pass  # It does not listen yet; its death or the timeout ends the waiting.
+                    pass  # The proxy does not listen yet.
                 await asyncio.sleep(0.1)
     except TimeoutError:
         raise DemoError(f"the proxy is not ready after {START_TIMEOUT_S:g} s") from None
@@ -177,9 +177,9 @@ async def _play(
     victim = replicas[-1]
     stage = Stage(
         session, processes, victim.name, victim.url, len(replicas) == 1,
-        partial(_start, processes, victim), display.news, clients.sources,
+        partial(_start, processes, victim), display.show_message, clients.sources,
     )  # fmt: skip
-    processes.hear = lambda line: stage.pressed(line.removeprefix(PRESSED)) if line.startswith(PRESSED) else None
+    processes.on_line = lambda line: stage.pressed(line.removeprefix(PRESSED)) if line.startswith(PRESSED) else None
     with display.drawn(), pressed(stage.pressed) if display.keys else nullcontext():
         async with asyncio.TaskGroup() as group:
             group.create_task(clients.come_and_go(group))
@@ -190,13 +190,13 @@ async def _play(
 async def _follow(
     session: aiohttp.ClientSession, clients: DemoClients, replicas: list[DemoReplica], display: Display
 ) -> None:
-    """Show the proxy's own metrics page beside what the clients saw, again and again."""
+    """Update the display from the proxy's metrics and the clients' results, until cancelled."""
     while True:
         try:
             async with session.get("/metrics") as answer:
                 page = await answer.text()
         except (aiohttp.ClientError, TimeoutError):
-            display.news("the proxy does not answer /metrics")
+            display.show_message("the proxy does not answer /metrics")
         else:
             display.show(page, replicas, clients)
-        await asyncio.sleep(FOLLOWED_S)
+        await asyncio.sleep(METRICS_INTERVAL_S)

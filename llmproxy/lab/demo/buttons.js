@@ -1,8 +1,8 @@
-// Each button plays a scene of the demo, as its key in the terminal does.
+// Each button plays a scene, like its key in the terminal.
 
 import { key } from "./lib/client.js";
 
-// The page of the demo needs no asking: its key is no secret.
+// The page of the demo need not ask for its key, which is not secret.
 key.set(document.getElementById("scenes").dataset.key);
 
 for (const button of document.querySelectorAll("#scenes button")) {

@@ -1,6 +1,6 @@
-"""Buttons for the scenes on the page of the demo's proxy, which prints what was pressed. The demo reads it.
+"""Buttons for the scenes on the page of the demo's proxy. The proxy prints the pressed key, and the demo reads it.
 
-They are added by `llmproxy.cli.demo_child` alone, so no other proxy knows of scenes.
+Only `llmproxy.cli.demo_child` adds them, so no other proxy has scenes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmproxy.gateway.pages import ADDED
 from llmproxy.lab.demo.scenes import ADMIN_KEY, LEAD, SCENES, Scene
 
 PRESSED = "scene:"
-"""A line that the proxy of the demo prints begins so, and goes on with the key of the scene."""
+"""Prefix of the line that the demo's proxy prints for a pressed button. The key of the scene follows."""
 SCRIPT = "buttons.js"
 
 _log = structlog.get_logger()
@@ -27,29 +27,29 @@ _log = structlog.get_logger()
 
 def add(keys: str) -> None:
     """Add a button for each of these keys to the page of this process."""
-    scenes = [one for one in SCENES if one.key in keys]
-    places = {one.key: one.place for one in scenes} | {LEAD: "/admin/scenes/lead"}
-    shown = [_button(one.place, one.name, one.seconds, _news(one)) for one in scenes]
-    lead = _button(places[LEAD], "play all", 0.0, "The demo plays all scenes in turn")
+    scenes = [scene for scene in SCENES if scene.key in keys]
+    paths = {scene.key: scene.path for scene in scenes} | {LEAD: "/admin/scenes/lead"}
+    shown = [_button(scene.path, scene.name, scene.seconds, _message(scene)) for scene in scenes]
+    lead = _button(paths[LEAD], "play all", 0.0, "The demo plays all scenes in turn")
     tools = f'<div class="tools">Demo: {"".join(shown)}{lead}</div>'
     bar = f'<div class="bar-top" id="scenes" data-key="{ADMIN_KEY}">{tools}</div>'
     index = (files(PACKAGE) / FOLDER / INDEX).read_text().replace("</header>", f"{bar}</header>")
-    # Before the page's own script, which asks with the key at once.
+    # Before the page's own script, which uses the key at once.
     index = index.replace("<script", f'<script src="{UI}/{SCRIPT}" type="module"></script>\n<script', 1)
     ADDED[UI] = "GET", partial(_file, index, "text/html")
     ADDED[f"{UI}/{SCRIPT}"] = "GET", partial(_file, (files(__package__) / SCRIPT).read_text(), "text/javascript")
-    for key, place in places.items():
-        ADDED[place] = "POST", partial(_press, key)
-    for one in scenes:
-        ADDED[f"{one.place}/began"] = "POST", partial(_began, one)
+    for key, path in paths.items():
+        ADDED[path] = "POST", partial(_press, key)
+    for scene in scenes:
+        ADDED[f"{scene.path}/began"] = "POST", partial(_began, scene)
 
 
-def _news(scene: Scene) -> str:
-    return scene.news.format(victim="the last replica")
+def _message(scene: Scene) -> str:
+    return scene.message.format(victim="the last replica")
 
 
-def _button(place: str, name: str, seconds: float, hint: str) -> str:
-    return f'<button type="button" data-place="{place}" data-seconds="{seconds:g}" title="{hint}">{name}</button>'
+def _button(path: str, name: str, seconds: float, hint: str) -> str:
+    return f'<button type="button" data-place="{path}" data-seconds="{seconds:g}" title="{hint}">{name}</button>'
 
 
 def _file(text: str, content_type: str, _: web.BaseRequest) -> web.Response:
@@ -57,12 +57,12 @@ def _file(text: str, content_type: str, _: web.BaseRequest) -> web.Response:
 
 
 def _press(key: str, _: web.BaseRequest) -> web.Response:
-    # The log goes into the same pipe: one write of whole lines is the only one that its lines cannot break in two.
+    # The log uses the same pipe. Only a single write of whole lines is never interleaved with log lines.
     os.write(sys.stdout.fileno(), f"\n{PRESSED}{key}\n".encode())
     return web.Response(status=204)
 
 
 def _began(scene: Scene, _: web.BaseRequest) -> web.Response:
-    # Lines of the log are the events of the page, and the marks of its plots.
-    _log.info("scene", name=scene.name, why=_news(scene))
+    # The page shows log lines as events, and marks them in its plots.
+    _log.info("scene", name=scene.name, why=_message(scene))
     return web.Response(status=204)

@@ -1,4 +1,4 @@
-"""The traffic of the demo: clients of three bands that come at random moments, and what became of their requests."""
+"""The traffic of the demo: clients of three bands with random arrivals, and the outcomes of their requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADAPTERS = ("sim-8b-sql", "sim-8b-support")
 BANDS = ("critical", "default", "sheddable")
 PRESENT_MAX = 256
 RECENT_S = 10.0
-"""Times to the first token are those of so many last seconds."""
+"""Window of the displayed TTFT quantiles."""
 
 QUESTIONS = (
     "What is a KV-cache?",
@@ -31,7 +31,7 @@ PREAMBLE = (
 
 
 class Source(NamedTuple):
-    """Requests that come at random moments: `rate_per_s` of them, of one band and one tenant (`flow`)."""
+    """A Poisson process of requests with `rate_per_s`, of one band and one tenant (`flow`)."""
 
     band: str
     flow: str
@@ -45,32 +45,33 @@ CALM = (
     Source("default", "globex", 1.0),
     Source("sheddable", "batch", 1.0),
 )
-"""What comes at any time. Three replicas serve about ten requests a second."""
+"""The base traffic. Three replicas can serve about ten requests a second."""
 
 
 @dataclass(slots=True)
 class BandOutcomes:
-    """What became of the requests of one band.
-
-    `retried` are answered ones for which one attempt was not enough, `broken` streams that ended in an error after they
-    had begun, and `lost` those that got nothing but an error.
-    """
+    """Outcomes of the requests of one band."""
 
     answered: int = 0
     retried: int = 0
+    """Answered requests that needed more than one attempt."""
     refused: int = 0
+    """Requests with a 429."""
     broken: int = 0
+    """Streams that ended in an error after their first byte."""
     lost: int = 0
+    """Requests that got only an error."""
     ttft: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=1000))
+    """(Time, TTFT) of the latest streams, in seconds."""
 
     def recent_ttft_s(self) -> list[float]:
-        """Times to the first token of the last seconds, the least first."""
+        """Returns the TTFTs of the last RECENT_S seconds, sorted."""
         since = time.monotonic() - RECENT_S
         return sorted(ttft_s for at, ttft_s in self.ttft if at >= since)
 
 
 class DemoClients:
-    """Clients with one request each, from `sources`, which may change at any time."""
+    """Clients that send one request each, as `sources` generate them. `sources` may change at any time."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
@@ -81,9 +82,9 @@ class DemoClients:
         self.adapters: dict[str, Counter[str]] = {adapter: Counter() for adapter in ADAPTERS}
 
     async def come_and_go(self, group: asyncio.TaskGroup) -> None:
-        """Send requests, for as long as the group lives."""
+        """Send requests in tasks of `group`, until cancelled."""
         while True:
-            # The next of all sources together; of which one it is, is chance too.
+            # Poisson processes add up: draw the next arrival of all sources, then its source.
             sources = list(self.sources)
             await asyncio.sleep(self._random.expovariate(sum(source.rate_per_s for source in sources)))
             (source,) = self._random.choices(sources, [source.rate_per_s for source in sources])

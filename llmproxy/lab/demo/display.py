@@ -1,4 +1,4 @@
-"""What the demo shows: one table, drawn anew in its place on a terminal, and now and then where that is none."""
+"""The display of the demo: a table that is redrawn in place on a terminal, or else printed periodically."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from llmproxy.lab.demo.processes import HOST
 from llmproxy.tools.terminal import can_draw
 
 PLAIN_INTERVAL_S = 10.0
-"""How often the table is printed where it cannot be drawn in its place."""
+"""How often the table is printed if it cannot be redrawn in place."""
 PLAIN_WIDTH = 80
-NEWS_SHOWN = 2
+MESSAGES_SHOWN = 2
 
 Sample = tuple[Mapping[str, str], float]
 
 
 @dataclass(frozen=True, slots=True)
 class DemoReplica:
-    """A simulated replica as it was started."""
+    """A simulated replica of the demo."""
 
     name: str
     port: int
@@ -45,7 +45,7 @@ class DemoReplica:
 
 
 class Display:
-    """The terminal. Without one (a pipe, TERM=dumb) lines are printed, and no control sequence is."""
+    """Output to a terminal. A pipe or TERM=dumb gets plain lines without control sequences."""
 
     def __init__(self) -> None:
         self._drawn = can_draw()
@@ -55,15 +55,15 @@ class Display:
             else Console(highlight=False, force_terminal=False, color_system=None, width=PLAIN_WIDTH)
         )
         self.keys = self._drawn and sys.stdin.isatty()
-        """Whether keys can be read."""
+        """Whether key presses can be read."""
         self._live: Live | None = None
-        self._news: deque[str] = deque(maxlen=NEWS_SHOWN)
+        self._messages: deque[str] = deque(maxlen=MESSAGES_SHOWN)
         self._printed_s = time.monotonic()
         self.plain_interval_s = PLAIN_INTERVAL_S
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
-        """Draw the table in its place meanwhile, on a terminal."""
+        """On a terminal, redraw the table in place during the block."""
         if not self._drawn:
             yield
             return
@@ -72,35 +72,35 @@ class Display:
             yield
 
     def say(self, text: str) -> None:
-        """Print lines that stay."""
+        """Print lines that stay on the screen."""
         try:
             print(text, flush=True)
         except BrokenPipeError:
-            _nobody_reads()
+            _end_demo()
 
-    def news(self, text: str) -> None:
-        """Show a line about what happens now."""
+    def show_message(self, text: str) -> None:
+        """Show a line about the current scene or error."""
         line = f"{time.strftime('%H:%M:%S')}  {text}"
-        self._news.append(line)
+        self._messages.append(line)
         if not self._drawn:
             self.say(line)
 
     def show(self, page: str, replicas: Sequence[DemoReplica], clients: DemoClients) -> None:
-        """Draw the table from the proxy's metrics page and what the clients saw."""
+        """Draw the table from the proxy's metrics page and the clients' results."""
         if self._live is not None:
-            news = Text("\n".join(self._news), no_wrap=True, overflow="ellipsis")
-            self._live.update(Group(picture(page, replicas, clients), news), refresh=True)
+            messages = Text("\n".join(self._messages), no_wrap=True, overflow="ellipsis")
+            self._live.update(Group(picture(page, replicas, clients), messages), refresh=True)
         elif time.monotonic() - self._printed_s >= self.plain_interval_s:
             self._printed_s = time.monotonic()
             try:
                 self._console.print(picture(page, replicas, clients), Text())
                 self._console.file.flush()
             except BrokenPipeError:
-                _nobody_reads()
+                _end_demo()
 
 
-def _nobody_reads() -> None:
-    """End the demo as a signal would; what is still printed then goes nowhere."""
+def _end_demo() -> None:
+    """End the demo like a signal, because its output is closed. Further output is discarded."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     signal.raise_signal(signal.SIGTERM)
 
@@ -109,7 +109,7 @@ def _nobody_reads() -> None:
 
 
 def picture(page: str, replicas: Sequence[DemoReplica], clients: DemoClients) -> RenderableType:
-    """Replicas, bands and adapters, from the proxy's metrics page and what the clients saw; 80 columns are enough."""
+    """Returns the tables of replicas, bands and adapters, in at most 80 columns."""
     samples = parsed(page)
     served = summed(samples.get("llmproxy_attempts_total", ()), "backend", verdict="served")
     adapters = [_places(adapter, counts) for adapter, counts in clients.adapters.items()]
@@ -179,7 +179,7 @@ def _places(adapter: str, counts: Mapping[str, int]) -> str:
 
 
 def parsed(page: str) -> dict[str, list[Sample]]:
-    """The samples of a metrics page by their names."""
+    """Returns the samples of a metrics page by name."""
     samples: dict[str, list[Sample]] = {}
     for family in text_string_to_metric_families(page):
         for one in family.samples:
@@ -188,7 +188,7 @@ def parsed(page: str) -> dict[str, list[Sample]]:
 
 
 def summed(samples: Iterable[Sample], label: str, **only: str) -> dict[str, float]:
-    """Values summed by one label, of those samples that have the other labels."""
+    """Returns sums of values by one label, over the samples with the label values `only`."""
     sums: dict[str, float] = {}
     for labels, value in samples:
         if only.items() <= labels.items():

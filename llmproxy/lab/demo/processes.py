@@ -18,14 +18,14 @@ Result = TypeVar("Result")
 
 
 class DemoError(Exception):
-    """The demo cannot start or go on; the text says why, for the person at the terminal."""
+    """The demo cannot start or continue. The text is for the user."""
 
 
 @contextmanager
-def held_port(port: int) -> Iterator[int]:
-    """A port (0: any free one) that a process of the demo can listen on, and no other. Raises DemoError.
+def reserved_port(port: int) -> Iterator[int]:
+    """Reserves a port for a process of the demo; 0: a free port. Raises DemoError.
 
-    Otherwise an outgoing connection could take the port of a replica that is down.
+    Without the reservation, an outgoing connection could take the port of a replica that is down.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -38,37 +38,35 @@ def held_port(port: int) -> Iterator[int]:
 
 
 class _Process:
-    """One process of ours and the last lines that it printed."""
+    """A started process and its last output lines."""
 
-    def __init__(self, name: str, handle: asyncio.subprocess.Process, hear: Callable[[str], None]) -> None:
+    def __init__(self, name: str, handle: asyncio.subprocess.Process, on_line: Callable[[str], None]) -> None:
         self.name = name
-        self.hear = hear
+        self.on_line = on_line
         self.handle = handle
         self.wanted = True
         self.tail: deque[str] = deque(maxlen=20)
         self.life = asyncio.create_task(self._live())
 
     async def _live(self) -> None:
-        """Read what it prints until it ends, so that it never blocks on a full pipe."""
+        """Read the output until the process ends, so that it never blocks on a full pipe."""
         assert self.handle.stdout is not None
         async for line in self.handle.stdout:
             self.tail.append(line.decode(errors="replace").rstrip("\r\n"))
-            self.hear(self.tail[-1])
+            self.on_line(self.tail[-1])
         await self.handle.wait()
 
     def last_lines(self) -> str:
-        said = "\n".join(f"  {line}" for line in self.tail) or "  (nothing)"
-        return f"{self.name} ended with exit code {self.handle.returncode}; its last lines:\n{said}"
+        lines = "\n".join(f"  {line}" for line in self.tail) or "  (nothing)"
+        return f"{self.name} ended with exit code {self.handle.returncode}; its last lines:\n{lines}"
 
 
 class Processes:
-    """The processes of the demo; leaving the block ends them all, the proxy before the replicas that serve it.
-
-    `hear` gets each line that one of them prints.
-    """
+    """The processes of the demo. Leaving the block ends the proxy, and then the replicas."""
 
     def __init__(self) -> None:
-        self.hear: Callable[[str], None] = lambda _: None
+        self.on_line: Callable[[str], None] = lambda _: None
+        """Gets each output line of every process."""
         self._running: dict[str, _Process] = {}
         self._first_to_die: asyncio.Future[_Process] = asyncio.get_running_loop().create_future()
 
@@ -82,8 +80,8 @@ class Processes:
         await self._end(replicas)
 
     async def start(self, name: str, *arguments: str, module: str = "llmproxy.cli.child") -> None:
-        """Start `python -m MODULE ARGUMENTS` under a name, again where it was killed."""
-        # Settings of the person's own shell are meant for their proxy, not for this one.
+        """Start `python -m MODULE ARGUMENTS` under a name. A killed process can be started again."""
+        # LLMPROXY_ variables of the user's shell are for their own proxy.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("LLMPROXY_")}
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module, *arguments),
@@ -92,10 +90,10 @@ class Processes:
             stderr=asyncio.subprocess.STDOUT,
             env={**environment, "PYTHONUNBUFFERED": "1"},
             limit=1 << 20,
-            # Ctrl-C reaches a whole process group; the demo ends its processes itself, in order.
+            # In the terminal's process group they would all get Ctrl-C; the demo ends them itself, in order.
             start_new_session=True,
         )
-        started = self._running[name] = _Process(name, process, lambda line: self.hear(line))
+        started = self._running[name] = _Process(name, process, lambda line: self.on_line(line))
         started.life.add_done_callback(lambda _: self._ended(started))
 
     def _ended(self, process: _Process) -> None:
@@ -110,7 +108,7 @@ class Processes:
         await process.life
 
     async def unless_one_dies(self, work: Awaitable[Result]) -> Result:
-        """The result of `work`. Raises DemoError when a process that was not killed ends first."""
+        """Returns the result of `work`. Raises DemoError if a process ends first without `kill`."""
         task = asyncio.ensure_future(work)
         either: list[asyncio.Future[Any]] = [task, self._first_to_die]
         try:

@@ -1,4 +1,4 @@
-"""The scenes of the demo: what a person can bring about with a key, and what the demo plays by itself."""
+"""The scenes of the demo. The user starts a scene with a key; otherwise the demo plays all of them in turn."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ QUIET_S = 6.0
 SLOWER = 8.0
 NEW_ADAPTER = f"{MODEL}-legal"
 LAST_ONES_S = 5.0
-"""After the last request for the new adapter until it is unloaded. One that still waits would wait until it expires."""
+"""Time from the last request for the new adapter to its unloading, so that no waiting request is left behind."""
 ADMIN_KEY = "demo-admin"
 LEAD = " "
-"""The key that lets the demo lead again."""
+"""The key after which the demo plays the scenes by itself again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """`news` is what is said when it begins; `{victim}` is the replica that it happens to."""
+    """A change of traffic or a fault, for some seconds."""
 
     key: str
     name: str
     seconds: float
-    news: str
+    message: str
+    """Shown at its start. `{victim}` is the name of the affected replica."""
     sources: tuple[Source, ...] = ()
+    """Additional traffic."""
 
     @property
-    def place(self) -> str:
-        """The path of its button at the proxy. Below it, `/began` takes note that it began."""
+    def path(self) -> str:
+        """The path of its button at the proxy. A POST to `PATH/began` logs its start."""
         return f"/admin/scenes/{self.name.replace(' ', '-')}"
 
 
@@ -59,59 +61,60 @@ ADAPTER = Scene(
 SCENES = (FLOOD, BURST, NOISY, SLOW, KILL, ADAPTER)
 
 
-def scenes_of(lone: bool) -> tuple[Scene, ...]:
-    """Those that can be played; a `lone` replica is not killed, because no other could take its requests."""
-    return tuple(scene for scene in SCENES if not (lone and scene is KILL))
+def playable_scenes(single_replica: bool) -> tuple[Scene, ...]:
+    """Returns the scenes that can be played. A single replica is never killed: no other could take its requests."""
+    return tuple(scene for scene in SCENES if not (single_replica and scene is KILL))
 
 
 @dataclass(slots=True)
 class Stage:
-    """Plays scenes, each at most once at a time. The last replica is the victim of those that need one.
-
-    `lone` says that it is the only one. `restart` starts it again, `say` shows a line of news.
-    """
+    """Plays scenes. Each scene runs at most once at a time."""
 
     session: aiohttp.ClientSession
     processes: Processes
     victim: str
+    """The name of the replica that is killed or slowed down."""
     victim_url: str
-    lone: bool
+    single_replica: bool
     restart: Callable[[], Awaitable[None]]
+    """Starts the killed replica again."""
     say: Callable[[str], None]
+    """Shows a message."""
     sources: set[Source]
-    _leads: asyncio.Event = field(default_factory=asyncio.Event)
+    """The sources of the running traffic, which scenes change."""
+    _automatic: asyncio.Event = field(default_factory=asyncio.Event)
     _playing: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     @property
     def scenes(self) -> tuple[Scene, ...]:
-        """Those that can be played here."""
-        return scenes_of(self.lone)
+        """The scenes that can be played here."""
+        return playable_scenes(self.single_replica)
 
     def pressed(self, key: str) -> None:
-        """Play the scene of a key. From then on the person leads; a blank lets the demo lead again."""
+        """Play the scene of a key, and stop automatic play. LEAD resumes automatic play."""
         if key == LEAD:
-            self._leads.set()
+            self._automatic.set()
         for scene in self.scenes:
             if scene.key == key.lower():
-                self._leads.clear()
+                self._automatic.clear()
                 self.begin(scene)
 
     def begin(self, scene: Scene) -> asyncio.Task[None]:
-        """Play a scene; the task of the one that is under way, where it is."""
+        """Play a scene, unless it is already running. Returns its task."""
         task = self._playing.get(scene.name)
         if task is None or task.done():
             task = self._playing[scene.name] = asyncio.create_task(self._play(scene))
         return task
 
     async def lead(self) -> None:
-        """Play one scene after the other while no person leads, for ever."""
-        self._leads.set()
+        """Play all scenes in turn, except while the user plays scenes. Runs until cancelled."""
+        self._automatic.set()
         try:
             for scene in cycle(self.scenes):
                 self.say("quiet: all requests are served at once")
                 await asyncio.sleep(QUIET_S)
-                await self._leads.wait()
-                # The scene goes on when the person takes the lead meanwhile.
+                await self._automatic.wait()
+                # The scene continues when the user starts another one meanwhile.
                 await asyncio.shield(self.begin(scene))
         finally:
             for task in self._playing.values():
@@ -119,8 +122,8 @@ class Stage:
             await asyncio.gather(*self._playing.values(), return_exceptions=True)
 
     async def _play(self, scene: Scene) -> None:
-        self.say(scene.news.format(victim=self.victim))
-        await self._post(f"{scene.place}/began", {})
+        self.say(scene.message.format(victim=self.victim))
+        await self._post(f"{scene.path}/began", {})
         if scene is KILL:
             await self.processes.kill(self.victim)
         elif scene is SLOW:

@@ -12,10 +12,10 @@ from llmproxy.core.shards import DEFAULT
 from llmproxy.lab.run.proxy import LabProxy
 from llmproxy.observe import logs
 from llmproxy.remote.cluster.cluster import Cluster
+from llmproxy.remote.cluster.cluster_leasing import ClusterLeasing
 from llmproxy.remote.cluster.election import Leadership
+from llmproxy.remote.cluster.member_session import MemberCallbacks
 from llmproxy.remote.cluster.protocol import PROTOCOL, Drained, Hello, Learned
-from llmproxy.remote.cluster.relays import Relays
-from llmproxy.remote.cluster.session import Shared
 from llmproxy.remote.workers import protocol
 from llmproxy.remote.workers.session import SchedulerContext
 from llmproxy.scheduling.valkey import StoreError
@@ -99,7 +99,7 @@ class VirtualNetwork:
         del transport
         return True
 
-    def introduced(self, transport: asyncio.BaseTransport) -> None:
+    def identified(self, transport: asyncio.BaseTransport) -> None:
         """There are no strangers."""
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class VirtualLock:
         self._epoch = 0
         self.dead: set[str] = set()
 
-    async def take(self, wanted: Leadership, held_s: float) -> Leadership:
+    async def take(self, wanted: Leadership, lock_s: float) -> Leadership:
         if wanted.holder in self.dead:
             raise StoreError("this member is dead")
         held = await self.holder()
@@ -133,7 +133,7 @@ class VirtualLock:
             self._epoch = max(self._epoch, wanted.epoch) + 1
             held = self._held = Leadership(wanted.holder, wanted.address, self._epoch)
         if held.holder == wanted.holder:
-            self._until_s = now + held_s
+            self._until_s = now + lock_s
         await asyncio.sleep(self._rtt_s / 2)
         return held
 
@@ -172,7 +172,7 @@ class LabCluster:
             self.members.append(LabMember(proxy, self._member(f"m{number}", proxy, network), network))
 
     def _member(self, name: str, proxy: LabProxy, network: VirtualNetwork) -> Cluster:
-        proxy.leasing = relays = Relays(proxy.dispatcher, proxy.pools.backends)
+        proxy.leasing = leasing = ClusterLeasing(proxy.dispatcher, proxy.pools.backends)
         # Without HTTP there are neither keys nor exits; only sessions of workers ask for them.
         context = SchedulerContext(
             cast(Any, None), proxy.dispatcher, cast(Any, None), lambda: None, _no_page, lambda _: None, lambda *_: None
@@ -184,13 +184,13 @@ class LabCluster:
                 pools.backends[name].restore(limit)
             pools.scaling.restore(known.capacities, told_s)
 
-        shared = Shared(
+        shared = MemberCallbacks(
             lambda stored: stored, lambda _: None, tuple, lambda: Drained(frozenset()), lambda _: None,
             lambda: Learned(pools.known_limits(), pools.scaling.known_capacities()), restore,
         )  # fmt: skip
         me = Hello(PROTOCOL, "", name, "0", "", "", 0)
         return Cluster(
-            me, LOCK_S, {DEFAULT: self._lock}, proxy.dispatcher, relays, context, lambda _: shared, network
+            me, LOCK_S, {DEFAULT: self._lock}, proxy.dispatcher, leasing, context, lambda _: shared, network
         )  # fmt: skip
 
     async def start(self) -> None:
@@ -199,14 +199,15 @@ class LabCluster:
         logs.configure("text", "error")
         for member in self.members:
             await member.cluster.start(_no_page)
-            while not member.cluster.default.led:  # noqa: ASYNC110 - it costs no time
+            while not member.cluster.default.has_leader:  # noqa: ASYNC110 - it costs no time
                 await asyncio.sleep(0.05)
 
     @property
     def leader(self) -> LabMember | None:
         """Who leads; None while nobody does."""
         return next(
-            (one for one in self.members if one.cluster.default.leads and one.cluster.id not in self._lock.dead), None
+            (one for one in self.members if one.cluster.default.is_leader and one.cluster.id not in self._lock.dead),
+            None,
         )
 
     def kill(self, member: LabMember) -> None:

@@ -28,7 +28,7 @@ _SEEN_BYTES_MAX = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class SeenRequest:
-    """One request as it arrived; header names are lower case, `path` has its query."""
+    """A received request. Header names are lower case, and `path` includes the query."""
 
     method: str
     path: str
@@ -37,10 +37,10 @@ class SeenRequest:
 
 
 class Replica:
-    """`async with Replica(options) as replica:` listens on entering and is gone, connections cut, on leaving.
+    """A replica that listens during `async with Replica(options) as replica:`. Leaving the block cuts its connections.
 
-    Port 0 takes a free one; `url` and `port` say which. `faults` breaks it, `restart` makes it new on the same port,
-    `engine` is the model behind it, `requests_seen` the latest requests (bounded in number and in bytes).
+    Port 0 takes a free port, which `url` and `port` show. `faults` injects faults, `restart` starts a cold replica on
+    the same port, and `requests_seen` has the latest requests, with a limit on their number and bytes.
     """
 
     def __init__(self, options: ReplicaOptions | None = None, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -55,17 +55,17 @@ class Replica:
 
     @property
     def url(self) -> str:
-        """The base URL, without a slash at its end."""
+        """The base URL, without a trailing slash."""
         return f"http://{self.host}:{self.port}"
 
     @property
     def engine(self) -> Engine:
-        """The engine model; another one after a restart."""
+        """The engine model. A restart replaces it."""
         return self._service.engine
 
     @property
     def in_flight(self) -> int:
-        """Generation requests that were accepted and have not ended."""
+        """Number of accepted generation requests that have not ended."""
         return self._service.in_flight
 
     async def __aenter__(self) -> Self:
@@ -80,7 +80,7 @@ class Replica:
         await self._service.idle.wait()
 
     async def restart(self) -> None:
-        """Become a cold, faultless replica on the same port; every connection is cut."""
+        """Cut all connections, and start again on the same port, cold and without faults."""
         await self._stop()
         self.faults = FaultSwitch(self._fault_changed)
         self._service = Service(self.options, self.faults)
@@ -93,10 +93,10 @@ class Replica:
         async def handle(request: web.BaseRequest) -> web.StreamResponse:
             return await self._handle(routes, request)
 
-        # handler_cancellation is what turns a client that leaves into an abort.
+        # With handler_cancellation, a disconnected client aborts its request.
         self._server = _Server(
             handle,
-            # aiohttp's own factory has a body limit of 1 MiB, which vLLM has not.
+            # aiohttp's own factory limits bodies to 1 MiB; vLLM has no such limit.
             request_factory=partial(web.BaseRequest, loop=loop, client_max_size=_BODY_BYTES_MAX),
             handler_cancellation=True,
             keepalive_timeout=KEEP_ALIVE_S,
@@ -160,11 +160,11 @@ class Replica:
 
 
 async def serve_replica(options: ReplicaOptions, host: str, port: int) -> None:
-    """Serve a replica until this is cancelled or the process gets SIGTERM or SIGINT, then cut its connections.
+    """Serve a replica until cancellation, SIGTERM or SIGINT, then cut its connections.
 
-    Prints one line with the URL once it listens; port 0 takes a free one. With `shutdown="hang"` a SIGTERM closes the
-    port and leaves open streams without another byte until their clients have gone, as vLLM does by default. Raises
-    OSError where the address cannot be bound.
+    Prints a line with the URL once it listens; port 0 takes a free port. With `shutdown="hang"`, a signal closes the
+    port, and open streams get no further byte until their clients disconnect, as in vLLM by default. Raises OSError if
+    the address cannot be used.
     """
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
@@ -183,7 +183,7 @@ async def serve_replica(options: ReplicaOptions, host: str, port: int) -> None:
 
 
 class _Connection(web.RequestHandler):
-    """aiohttp gives a new connection the keep-alive time for its first request; vLLM waits forever."""
+    """A connection that waits forever for its first request, as in vLLM and unlike in aiohttp."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)

@@ -1,4 +1,4 @@
-"""The connection between two members: the frames of relay workers over TCP, watched, bounded and with TLS both ways."""
+"""The connection between two members: the frames of relay workers over TCP, with heartbeats and size limits."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from llmproxy.remote.cluster.protocol import KnownMessages, Ping
+from llmproxy.remote.cluster.protocol import Ping, TolerantDecoder
 from llmproxy.remote.workers.channel import Channel, frame
 from llmproxy.remote.workers.protocol import Message
 
 PING_S = 1.0
 SILENCE_S = 3.0
-"""A connection on which nothing came for so long is lost."""
+"""A connection that receives nothing for this long is closed."""
 FRAME_BYTES_MAX = 16 << 20
-"""A longer frame is not from this program."""
+"""Members send no longer frames: a longer frame is a protocol error."""
 HELLO_BYTES_MAX = 16 << 10
-"""A longer frame is no Hello, and nothing else may come before that."""
+"""The limit until the peer has sent its Hello, which must come first."""
 FRAME_MESSAGES_MAX = 256
-"""An `Admit` has 37 kB at most, so that a frame of them stays below its limit."""
+"""An `Admit` has at most 37 kB, so a frame of this many messages stays below FRAME_BYTES_MAX."""
 UNSENT_BYTES_MAX = 64 << 20
-"""A peer that takes nothing while so much waits for it is lost."""
+"""A connection with more unsent bytes than this is closed: its peer does not read."""
 
 MessageT = TypeVar("MessageT")
 
 
 class Sender(Protocol):
-    """Where messages for the other side go. `local`: it is in this process."""
+    """Sends messages to the other side of a member connection."""
 
     local: bool
+    """Whether the other side is in this process."""
 
     def send(self, message: Message) -> None: ...
 
@@ -36,13 +37,13 @@ class Sender(Protocol):
 
 
 class MemberChannel(Channel[MessageT]):
-    """One end of a connection between members. It ends when the peer is silent."""
+    """An end of a connection between members. It closes when the peer is silent for SILENCE_S."""
 
     local = False
 
     def __init__(
         self,
-        decoder: KnownMessages[MessageT],
+        decoder: TolerantDecoder[MessageT],
         on_message: Callable[[MessageT], None],
         on_lost: Callable[[], None],
         frame_bytes_max: int = FRAME_BYTES_MAX,
@@ -50,7 +51,7 @@ class MemberChannel(Channel[MessageT]):
     ) -> None:
         super().__init__(decoder, on_message, on_lost, frame_bytes_max)
         self.on_broken = on_broken
-        """Called instead of a log line with why what came is no frame."""
+        """Gets the reason when the peer sends an invalid frame. None: the reason is logged."""
         self._heard_s = self._checked_s = self._loop.time()
         self._beat: asyncio.TimerHandle | None = None
 
@@ -63,8 +64,8 @@ class MemberChannel(Channel[MessageT]):
         self._heard_s = self._loop.time()
         super().data_received(data)
 
-    def introduced(self) -> None:
-        """The peer is a member: it may send frames of any length that members send."""
+    def identified(self) -> None:
+        """Allow frames of full length, because the peer has proved to be a member."""
         self._frames.bytes_max = FRAME_BYTES_MAX
         self.on_broken = None
 
@@ -81,7 +82,7 @@ class MemberChannel(Channel[MessageT]):
 
     @property
     def transport(self) -> asyncio.BaseTransport:
-        """The connection itself, once it is made."""
+        """The transport of the connection, once it is open."""
         assert self._transport is not None
         return self._transport
 
@@ -89,7 +90,7 @@ class MemberChannel(Channel[MessageT]):
         assert self._transport is not None
         now = self._loop.time()
         if now - self._checked_s > 2 * PING_S:
-            # This process stood still: what came meanwhile was not read yet.
+            # This process was paused: data that arrived meanwhile is not read yet.
             self._heard_s = now
         self._checked_s = now
         silent_s = now - self._heard_s
@@ -117,12 +118,12 @@ class MemberChannel(Channel[MessageT]):
             self._write(messages[: len(messages) // 2])
             self._write(messages[len(messages) // 2 :])
         else:
-            # The peer would end the connection.
-            self._loop.call_exception_handler({"message": f"too long to be sent: {messages[0]!r:.200}"})
+            # The peer would close the connection.
+            self._loop.call_exception_handler({"message": f"too long to send: {messages[0]!r:.200}"})
 
 
 class LocalChannel:
-    """The connection of the leader to itself: what one side sends, the other takes at once."""
+    """A connection inside one process, as of the leader to itself. `send` delivers at once."""
 
     local = True
 
@@ -132,9 +133,9 @@ class LocalChannel:
     def send(self, message: Message) -> None:
         try:
             self._take(message)
-        except Exception as error:  # noqa: BLE001 - as with any other member, a bug with one message ends nothing else
-            report = {"message": f"a message was not understood: {message!r:.200}", "exception": error}
+        except Exception as error:  # noqa: BLE001 - as on a network connection, a bug in one message affects no other message
+            report = {"message": f"handling a message failed: {message!r:.200}", "exception": error}
             asyncio.get_running_loop().call_exception_handler(report)
 
     def flush(self) -> None:
-        """Nothing waits to be sent."""
+        """Does nothing: no message waits here."""

@@ -1,4 +1,4 @@
-"""One member of a cluster: its name and address, the shards for which it may lead, and who connects to it."""
+"""The member of a cluster that this process is: its address, its shards, and the connections of other members."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from llmproxy.core.shards import DEFAULT
 from llmproxy.lifecycle.background import spawned, supervised
 from llmproxy.observe.metrics import ShardState
 from llmproxy.remote.cluster.channel import HELLO_BYTES_MAX, MemberChannel
+from llmproxy.remote.cluster.cluster_leasing import ClusterLeasing
 from llmproxy.remote.cluster.election import EPOCH_MAX, SEEK_S, LockStore
+from llmproxy.remote.cluster.member_session import MemberCallbacks, MemberSession
 from llmproxy.remote.cluster.network import Network
 from llmproxy.remote.cluster.protocol import FROM_MEMBER, PROTOCOL, FromMember, Hello, NotLeader, Ping
-from llmproxy.remote.cluster.relays import Relays
-from llmproxy.remote.cluster.session import MemberSession, Shared
 from llmproxy.remote.cluster.shard import Shard
 from llmproxy.remote.workers import protocol
 from llmproxy.remote.workers.remote import Calls
@@ -28,92 +28,99 @@ from llmproxy.scheduling.dispatcher import Dispatcher
 
 MEMBERS_MAX = 256
 CLAIMED_EPOCH_MAX = EPOCH_MAX // 2
-"""Members are believed up to here about turns that the store has forgotten: it leaves as many for those to come."""
-PATIENCE_S = 2 * SEEK_S
-"""A free lock is left to others for so long by a member, for each shard that it leads already."""
-PATIENCE_MAX_S = 1.0
-"""However many it leads: what waits is refused some seconds after its leader is gone. Who hands a shard over leaves it
-to others for so long before it stands for it again."""
+"""Limit of the epoch that a member may claim in its Hello. It leaves half of all epochs for future elections."""
+DEFER_S = 2 * SEEK_S
+"""How long a member leaves a free lock to others, for each shard that it already leads."""
+DEFER_MAX_S = 1.0
+"""Upper limit of the same, because waiting requests are refused some seconds after their leader is gone. Also the time
+before a member that has handed a shard over campaigns for it again."""
 BALANCE_S = 5.0
-"""How often a member looks whether another one leads fewer shards, and one may be handed over."""
+"""Interval of balancing: a leader may hand a shard over to a member that leads fewer."""
 STAYS_S = 60.0
-"""A shard that was handed over, and came back, is not handed over again for so long."""
+"""How long a shard that was handed over, and came back, is not handed over again."""
 
 Page = Callable[[protocol.PageRequest], Awaitable[protocol.PageResponse]]
 _log = structlog.get_logger()
 
 
 class Cluster:
-    """A member, from `start` to `close`."""
+    """A member of a cluster, from `start` to `close`."""
 
     def __init__(
-        self, me: Hello, held_s: float, stores: Mapping[str, LockStore], dispatcher: Dispatcher, relays: Relays,
-        context: SchedulerContext, shared: Callable[[str], Shared], network: Network, alone_after_s: float = inf,
+        self, me: Hello, lock_s: float, stores: Mapping[str, LockStore], dispatcher: Dispatcher,
+        leasing: ClusterLeasing, context: SchedulerContext, callbacks: Callable[[str], MemberCallbacks],
+        network: Network, alone_after_s: float = inf,
     ) -> None:  # fmt: skip
-        """`stores` have the lock of each shard of the dispatcher, and `shared` is what its members share."""
+        """`stores` has the lock of each shard. `callbacks` returns the callbacks of a shard."""
         self.me = me
-        self.relays = relays
+        self.leasing = leasing
         self.network = network
         self._pools = dispatcher.pools
         self._context = context
         self.shards = {
             name: Shard(
-                name, self, held_s, stores[name], dispatcher, relays.by_shard[name], shared(name), alone_after_s
+                name, self, lock_s, stores[name], dispatcher, leasing.by_shard[name], callbacks(name), alone_after_s
             )
             for name in self._pools.shards.names
         }
         self.default = self.shards[DEFAULT]
         self.leaving = False
-        self.incoming: set[Incoming] = set()
+        self.incoming: set[IncomingConnection] = set()
         self.refused: dict[str, str] = {}
-        """By host, why somebody was refused last."""
+        """Host -> reason of its last refused connection, so that each reason is logged once."""
         self._handed_over_s: dict[str, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
         dispatcher.on_change = self._changed
 
     @property
     def id(self) -> str:
-        """The name of this process, which no other process has."""
+        """The unique name of this process: member name and incarnation."""
         return f"{self.me.name}/{self.me.incarnation}"
 
-    def shard_of(self, pool: str | None) -> Shard:
-        """The shard of a pool, or of what belongs to none."""
-        return self.shards[self._pools.shards.of(pool)]
+    def shard_for_pool(self, pool: str | None) -> Shard:
+        """Returns the shard of a pool; for None, the default shard."""
+        return self.shards[self._pools.shards.for_pool(pool)]
 
-    def shard_of_backend(self, backend: str) -> Shard:
-        """The shard of a backend."""
-        return self.shards[self._pools.shard_of(backend)]
+    def shard_for_backend(self, backend: str) -> Shard:
+        """Returns the shard of a backend."""
+        return self.shards[self._pools.shard_for_backend(backend)]
 
     # --- start and end ------------------------------------------------------------------------------------------------
 
     async def start(self, page: Page, known: Awaitable[object] | None = None) -> None:
-        """Accept other members, and stand for election. `page` answers what their clients ask of the leader.
+        """Listen for other members, and take part in the election of each shard.
 
-        It stands when `known` is over: a leader that knows no backend yet would refuse what waits at the others. Raises
-        OSError, ConfigError.
+        The member campaigns only after `known`: a leader without backends would refuse the requests of all members.
+
+        Args:
+            page: Answers requests for pages that other members forward to the leader.
+            known: Completes when this process knows its backends. None: it already does.
+
+        Raises:
+            OSError, ConfigError: The address cannot be used.
         """
-        self.me = replace(self.me, address=await self.network.listen(lambda: Incoming(self).channel))
+        self.me = replace(self.me, address=await self.network.listen(lambda: IncomingConnection(self).channel))
         context = replace_field(self._context, page=page)
         for shard in self.shards.values():
-            shard.start(context, stands=known is None)
+            shard.start(context, campaign=known is None)
         if known is not None:
-            self._tasks.append(spawned(self._stand(known), "stand"))
+            self._tasks.append(spawned(self._campaign(known), "campaign"))
         if len(self.shards) > 1:
             self._tasks.append(supervised(self._balance, "balance"))
 
-    async def _stand(self, known: Awaitable[object]) -> None:
+    async def _campaign(self, known: Awaitable[object]) -> None:
         await known
         for shard in self.shards.values():
-            shard.stand()
+            shard.campaign()
 
     def reconfigured(self, config: str) -> None:
-        """The configuration of this member is another one by now, with this hash."""
+        """Announce the hash of a new configuration."""
         self.me = replace(self.me, config=config)
         for shard in self.shards.values():
-            shard.introduce()
+            shard.send_hello()
 
     def begin_shutdown(self) -> None:
-        """Let other members lead, where there are any. Requests of this member go on."""
+        """Let other members lead, if there are any. Requests of this member continue."""
         self.leaving = True
         for shard in self.shards.values():
             shard.leave()
@@ -125,11 +132,11 @@ class Cluster:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(shard.close() for shard in self.shards.values()))
-        for one in [*self.incoming]:
-            one.channel.close()
+        for connection in [*self.incoming]:
+            connection.channel.close()
 
     def stored(self, stored: protocol.ResponseStored, by: object) -> None:
-        """See `Sessions.stored`. Only a leader has sessions that call it."""
+        """See `MemberSessions.stored`. Does nothing unless this member leads the default shard."""
         if self.default.sessions is not None:
             self.default.sessions.stored(stored, by)
 
@@ -138,69 +145,69 @@ class Cluster:
             if shard.sessions is not None:
                 shard.sessions.changed()
 
-    # --- who leads what -----------------------------------------------------------------------------------------------
+    # --- balance of leadership ----------------------------------------------------------------------------------------
 
     @property
-    def patience_s(self) -> float:
-        """How long a lock that is free is left to other members, which may lead fewer shards."""
-        leads = sum(shard.leads for shard in self.shards.values())
-        return leads * min(PATIENCE_S, PATIENCE_MAX_S / len(self.shards))
+    def defer_s(self) -> float:
+        """See `Candidate.defer_s`. It grows with the number of shards that this member leads."""
+        leads = sum(shard.is_leader for shard in self.shards.values())
+        return leads * min(DEFER_S, DEFER_MAX_S / len(self.shards))
 
     async def _balance(self) -> None:
-        """Hand one shard over at a time, until no member leads two more than another one."""
+        """Hand over one shard at a time, until no other member leads two shards fewer. Runs until cancelled."""
         while True:
             await asyncio.sleep(BALANCE_S)
             for shard, to in self._to_hand_over():
                 self._handed_over_s[shard.name] = asyncio.get_running_loop().time()
-                await shard.hand_over(f"{to} leads fewer pools", PATIENCE_MAX_S)
+                await shard.hand_over(f"{to} leads fewer pools", DEFER_MAX_S)
                 break
 
     def _to_hand_over(self) -> list[tuple[Shard, str]]:
-        """The shards that this member leads, and who should lead one of them in its place."""
+        """Returns shards that this member should hand over, each with the member that should lead it."""
         now = asyncio.get_running_loop().time()
         led = Counter(shard.leader for shard in self.shards.values())
         mine = [(shard, shard.sessions) for shard in self.shards.values() if shard.sessions is not None]
-        found = []
+        proposals = []
         for shard, sessions in reversed(mine):
-            to = min(sessions.that_would_lead(), key=lambda name: led[name], default=None)
+            to = min(sessions.candidates(), key=lambda name: led[name], default=None)
             stays = now < self._handed_over_s.get(shard.name, -inf) + STAYS_S
             if to is not None and led[to] <= len(mine) - 2 and not stays:
-                found.append((shard, to))
-        return found
+                proposals.append((shard, to))
+        return proposals
 
-    # --- for clients and those who run the proxy ----------------------------------------------------------------------
+    # --- for pages and metrics ----------------------------------------------------------------------------------------
 
     @property
-    def refuses(self) -> bool:
-        """Whether this member has had no leader of any shard for so long that it refuses all requests."""
-        return all(shard.refuses for shard in self.shards.values())
+    def is_refusing(self) -> bool:
+        """Whether this member refuses all requests, because every shard has been without a leader for too long."""
+        return all(shard.is_refusing for shard in self.shards.values())
 
     @property
     def calls(self) -> Calls | None:
-        """Calls of the leader of the default shard; None where this member leads it, or nobody does."""
+        """Calls to the leader of the default shard; None if this member leads it, or without a leader."""
         return self.default.calls
 
     def state(self) -> tuple[ShardState, ...]:
-        """What metrics show."""
+        """The state of each shard, for the metrics."""
         return tuple(shard.state() for shard in self.shards.values())
 
 
-class Incoming:
-    """A connection that another member opened. Before its first message it may be anybody's."""
+class IncomingConnection:
+    """A connection that another process opened. Before its Hello, the peer may be any process."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._session: MemberSession | None = None
         self._refused = False
         self.channel: MemberChannel[FromMember] = MemberChannel(
-            FROM_MEMBER, self._take, self._lost, HELLO_BYTES_MAX, self._broken
+            FROM_MEMBER, self._handle, self._lost, HELLO_BYTES_MAX, self._broken
         )
         cluster.incoming.add(self)
 
-    def _take(self, message: FromMember) -> None:
+    def _handle(self, message: FromMember) -> None:
         if self._session is not None:
-            if self._session.hears(self.channel):
-                self._session.take(message)
+            if self._session.is_attached_to(self.channel):
+                self._session.handle(message)
             else:
                 self.channel.abort()
         elif self._refused:
@@ -223,24 +230,24 @@ class Incoming:
             self._refuse("its certificate holds another name")
         elif not 0 <= hello.epoch <= CLAIMED_EPOCH_MAX:
             self._refuse("it knows of a turn that nobody can have had")
-        elif not shard.leads:
+        elif not shard.is_leader:
             self._end("this member does not lead")
         elif hello.epoch > shard.epoch:
-            shard.outbid(hello.epoch)
+            shard.raise_epoch(hello.epoch)
             self._end("there was a later turn than that of this leader")
         elif other is not None and other.connected and other.hello.incarnation != hello.incarnation:
             self._refuse(f"another member has its name, {hello.name}: give each a cluster.member of its own")
         elif len(members) >= MEMBERS_MAX and other is None:
             self._refuse(f"there are {MEMBERS_MAX} members")
         else:
-            self.channel.introduced()
-            cluster.network.introduced(self.channel.transport)
+            self.channel.identified()
+            cluster.network.identified(self.channel.transport)
             self._session = shard.join(hello, self.channel)
 
     def _refuse(self, why: str) -> None:
         peer, refused = self.channel.peer, self._cluster.refused
         host = str(peer[0]) if isinstance(peer, tuple) else ""
-        # It tries again several times a second.
+        # The peer retries several times a second.
         if refused.get(host) != why:
             if len(refused) >= MEMBERS_MAX:
                 refused.clear()
@@ -254,9 +261,9 @@ class Incoming:
         self.channel.close()
 
     def _broken(self, why: str) -> None:
-        # Who is no member may send anything: its text is logged nowhere, and its address once.
+        # The peer is not identified and may send anything: log its address once, and none of its bytes.
         del why
-        self._refuse("it sent what is no frame of a member")
+        self._refuse("it sent an invalid frame")
 
     def _lost(self) -> None:
         self._cluster.incoming.discard(self)

@@ -1,8 +1,8 @@
-"""Which member schedules: the one that holds a lock in a store, for as long as it can renew that in time.
+"""Leader election: the member that holds a lock in a store leads, as long as it renews the lock in time.
 
-Neither consensus nor replication is ours: the store, Kubernetes or Valkey, has one holder at a time. A leader trusts
-its own monotonic clock alone. It stops deciding before its lock can have ended in the store (self-fencing), as engines
-cannot refuse what a former leader grants.
+The store, Kubernetes or Valkey, guarantees a single holder; llmproxy itself implements no consensus. A leader trusts
+only its own monotonic clock. It stops deciding before its lock can expire in the store (self-fencing), because engines
+cannot refuse a request that a former leader placed.
 """
 
 from __future__ import annotations
@@ -18,195 +18,200 @@ import structlog
 from llmproxy.scheduling.valkey import StoreError
 
 RENEW_SHARE = 0.25
-"""A leader renews its lock, and the others look at it, so often: as a share of the time for which it is held."""
+"""The interval at which the leader renews the lock and followers read it, as a share of the lock time."""
 FENCE_SHARE = 0.75
-"""A leader decides so long after it last asked for a renewal that it got."""
+"""How long a leader decides after it sent its last successful renewal, as a share of the lock time."""
 SEEK_S = 0.1
-"""How often a member looks at the lock that has no leader it can reach."""
+"""How often a member that cannot reach a leader reads the lock."""
 
 _log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class Leadership:
-    """Who holds the lock: its name and address, and the number of its turn, which only rises."""
+    """The holder of a lock."""
 
     holder: str
+    """The id of the process; see `Cluster.id`."""
     address: str
     epoch: int
+    """The number of this term of leadership. Each term has a higher epoch than all terms before."""
 
 
 class LockStore(Protocol):
-    """Keeps one lock, which has this name there."""
+    """A lock in a store."""
 
     @property
     def name(self) -> str: ...
 
-    async def take(self, wanted: Leadership, held_s: float) -> Leadership:
-        """Take the lock for `held_s`, or renew it, where it is free or `wanted.holder` has it; who has it then.
+    async def take(self, wanted: Leadership, lock_s: float) -> Leadership:
+        """Take the lock for `lock_s` if it is free, or renew it if `wanted.holder` has it. Returns its holder.
 
-        A new holder gets a higher epoch than any before, and than that of `wanted`; so does one whose own is lower than
-        that, because the store has forgotten what was before. Raises StoreError.
+        A new holder gets a higher epoch than all epochs in the store and than `wanted.epoch`. So does a holder whose
+        epoch in the store is below `wanted.epoch`, because the store has lost data. Raises StoreError.
         """
 
     async def holder(self) -> Leadership | None:
-        """Who has the lock. Raises StoreError."""
+        """Returns the holder of the lock; None if it is free. Raises StoreError."""
 
     async def release(self, holder: str) -> None:
-        """Free the lock where `holder` has it. Raises StoreError."""
+        """Free the lock if `holder` has it. Raises StoreError."""
 
     async def close(self) -> None: ...
 
 
 EPOCH_MAX = (1 << 31) - 1
-"""The highest epoch of a turn: the most transitions that a Lease of Kubernetes counts."""
+"""The highest epoch: a Kubernetes Lease counts its transitions in 32 bits."""
 
 
 class Candidate(Protocol):
-    """What the election is about. Each method is called on the loop, and does not wait."""
+    """The member that takes part in an election. Its methods do not block."""
 
     def lead(self, epoch: int, until_s: float) -> None:
-        """Decide from now on, or go on to, until `until_s` on the clock of the loop."""
+        """Lead, or continue to lead, until `until_s` on the clock of the loop."""
 
     def follow(self, leadership: Leadership | None) -> None:
-        """Somebody else leads, or nobody is known to."""
+        """Follow this leader; None if no leader is known."""
 
     @property
-    def seeking(self) -> bool:
-        """Whether there is no leader that can be reached."""
+    def has_leader(self) -> bool:
+        """Whether this member leads or can reach the leader."""
 
     @property
-    def patience_s(self) -> float:
-        """For how long a free lock is left to others."""
+    def defer_s(self) -> float:
+        """Seconds for which this member leaves a free lock to other members."""
 
 
 class Election:
-    """Takes part in one election until `close`."""
+    """The part of one member in an election."""
 
     def __init__(
-        self, store: LockStore, name: str, address: str, held_s: float, candidate: Candidate,
-        away: Callable[[str | None], None], *, stands: bool = True,
+        self, store: LockStore, name: str, address: str, lock_s: float, candidate: Candidate,
+        on_store_error: Callable[[str | None], None], *, campaign: bool = True,
     ) -> None:  # fmt: skip
-        """Until `stand` is called, it only follows, unless it `stands`."""
+        """`on_store_error` gets the error after each failed access to the store, and None after each success.
+
+        Without `campaign`, the member only follows until the method `campaign` is called.
+        """
         self._store = store
         self._name = name
         self._address = address
-        self._held_s = held_s
+        self._lock_s = lock_s
         self._candidate = candidate
-        self._away = away
+        self._on_store_error = on_store_error
         self._epoch = 0
-        self._leads = False
+        self._is_leader = False
         self._until_s = 0.0
-        self.stands = stands
-        """Whether it takes the lock where that is free."""
-        self._may_hold = False
-        self._free_s: float | None = None
-        self._asking = asyncio.Lock()
-        self._soon = asyncio.Event()
-        self._look_s = -inf
-        self._bug: str | None = None
+        self.campaigning = campaign
+        """Whether this member takes the lock when it is free."""
+        self._may_hold_lock = False
+        self._free_since_s: float | None = None
+        self._store_access = asyncio.Lock()
+        self._wake = asyncio.Event()
+        self._next_check_s = -inf
+        self._last_bug: str | None = None
 
     async def run(self) -> None:
-        """Stand for election, and follow who is elected, until cancelled."""
+        """Take part in the election until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            self._soon.clear()
+            self._wake.clear()
             asked_s = loop.time()
             try:
-                # A renewal that is answered later comes too late to be of use.
-                async with asyncio.timeout(FENCE_SHARE * self._held_s), self._asking:
-                    found = await self._ask()
-                self._away(None)
-                self._found(found, asked_s)
+                # A renewal that is answered later cannot extend the leadership.
+                async with asyncio.timeout(FENCE_SHARE * self._lock_s), self._store_access:
+                    leadership = await self._access_lock()
+                self._on_store_error(None)
+                self._apply(leadership, asked_s)
             except (StoreError, TimeoutError) as error:
                 self._failed(str(error) or "it does not answer")
-            except Exception as bug:  # noqa: BLE001 - without this loop, nobody would lead or follow any more
+            except Exception as bug:  # noqa: BLE001 - if this loop ended, the member could neither lead nor follow
                 self._failed(f"{type(bug).__name__}: {bug}", bug)
-            pause_s = SEEK_S if self._candidate.seeking else RENEW_SHARE * self._held_s
+            pause_s = RENEW_SHARE * self._lock_s if self._candidate.has_leader else SEEK_S
             try:
                 async with asyncio.timeout_at(max(asked_s + pause_s, loop.time())):
-                    await self._soon.wait()
+                    await self._wake.wait()
             except TimeoutError:
                 pass
 
-    def stand(self) -> None:
-        """Stand for election from now on."""
-        self.stands = True
-        self._soon.set()
+    def campaign(self) -> None:
+        """Try to become leader from now on."""
+        self.campaigning = True
+        self._wake.set()
 
-    def look(self) -> None:
-        """Look at the lock: the leader was lost. Now, or where that is so again and again, every SEEK_S."""
+    def check_soon(self) -> None:
+        """Read the lock now, because the leader was lost. Repeated calls read it at most every SEEK_S."""
         loop = asyncio.get_running_loop()
-        self._look_s = max(loop.time(), self._look_s + SEEK_S)
-        loop.call_at(self._look_s, self._soon.set)
+        self._next_check_s = max(loop.time(), self._next_check_s + SEEK_S)
+        loop.call_at(self._next_check_s, self._wake.set)
 
-    def outbid(self, epoch: int) -> None:
-        """Somebody knows of a later turn: the store has forgotten it, and the next one has to be beyond."""
+    def raise_epoch(self, epoch: int) -> None:
+        """Take the lock with a higher epoch than this, because a member knows an epoch that the store has lost."""
         self._epoch = max(self._epoch, epoch)
-        self._soon.set()
+        self._wake.set()
 
-    async def _ask(self) -> Leadership | None:
-        if not self.stands:
+    async def _access_lock(self) -> Leadership | None:
+        if not self.campaigning:
             return await self._store.holder()
-        if not self._leads and (patience_s := self._candidate.patience_s) > 0.0:
-            found = await self._store.holder()
-            if found is not None and found.holder != self._name:
-                self._free_s = None
-                return found
+        if not self._is_leader and (defer_s := self._candidate.defer_s) > 0.0:
+            current = await self._store.holder()
+            if current is not None and current.holder != self._name:
+                self._free_since_s = None
+                return current
             now = asyncio.get_running_loop().time()
-            self._free_s = now if self._free_s is None else self._free_s
-            if now < self._free_s + patience_s:
+            self._free_since_s = now if self._free_since_s is None else self._free_since_s
+            if now < self._free_since_s + defer_s:
                 return None
-        self._free_s = None
-        self._may_hold = True
-        found = await self._store.take(Leadership(self._name, self._address, self._epoch), self._held_s)
-        self._may_hold = found.holder == self._name
-        return found
+        self._free_since_s = None
+        self._may_hold_lock = True
+        taken = await self._store.take(Leadership(self._name, self._address, self._epoch), self._lock_s)
+        self._may_hold_lock = taken.holder == self._name
+        return taken
 
-    def _found(self, found: Leadership | None, asked_s: float) -> None:
-        if found is not None:
-            self._epoch = max(self._epoch, found.epoch)
-        if found is None or found.holder != self._name or not self.stands:
-            self._leads = False
-            self._candidate.follow(found)
+    def _apply(self, leadership: Leadership | None, asked_s: float) -> None:
+        if leadership is not None:
+            self._epoch = max(self._epoch, leadership.epoch)
+        if leadership is None or leadership.holder != self._name or not self.campaigning:
+            self._is_leader = False
+            self._candidate.follow(leadership)
             return
-        until_s = asked_s + FENCE_SHARE * self._held_s
+        until_s = asked_s + FENCE_SHARE * self._lock_s
         if asyncio.get_running_loop().time() < until_s:
-            self._leads, self._until_s = True, until_s
-            self._candidate.lead(found.epoch, until_s)
+            self._is_leader, self._until_s = True, until_s
+            self._candidate.lead(leadership.epoch, until_s)
         else:
-            # This process stood still meanwhile.
+            # This process was paused meanwhile.
             self._fence()
 
     def _failed(self, why: str, bug: Exception | None = None) -> None:
-        if bug is not None and why != self._bug:
-            self._bug = why
-            message = {"message": "the election failed, and goes on", "exception": bug}
+        if bug is not None and why != self._last_bug:
+            self._last_bug = why
+            message = {"message": "an election step failed and is repeated", "exception": bug}
             asyncio.get_running_loop().call_exception_handler(message)
-        self._away(why)
+        self._on_store_error(why)
         self._fence()
 
     def _fence(self) -> None:
-        """Without an answer, a leader goes on while its lock is sure, and followers follow whom they know."""
-        if self._leads and asyncio.get_running_loop().time() >= self._until_s:
-            self._leads = False
+        """Stop leading once the lock may have expired. A follower keeps its leader while the store does not answer."""
+        if self._is_leader and asyncio.get_running_loop().time() >= self._until_s:
+            self._is_leader = False
             self._candidate.follow(None)
 
     async def resign(self) -> None:
-        """Stand for election no more, and free the lock. Others are still followed."""
-        self.stands = False
-        if self._leads:
-            # Before the lock is free: who takes it decides at once.
-            self._leads = False
+        """Stop campaigning and free the lock. The member still follows other leaders."""
+        self.campaigning = False
+        if self._is_leader:
+            # Before the lock is free, because its next holder decides at once.
+            self._is_leader = False
             self._candidate.follow(None)
         try:
-            # What was asked before would take the lock again.
-            async with asyncio.timeout(FENCE_SHARE * self._held_s), self._asking:
-                if self._may_hold:
+            # A call that is under way could take the lock again: wait for it.
+            async with asyncio.timeout(FENCE_SHARE * self._lock_s), self._store_access:
+                if self._may_hold_lock:
                     await self._store.release(self._name)
-                    self._may_hold = False
+                    self._may_hold_lock = False
         except (StoreError, TimeoutError) as error:
-            self._away(str(error) or "it does not answer")
-        except Exception as bug:  # noqa: BLE001 - who hands a shard over goes on with the next one
+            self._on_store_error(str(error) or "it does not answer")
+        except Exception as bug:  # noqa: BLE001 - a bug with one shard must not end the hand-over of the others
             self._failed(f"{type(bug).__name__}: {bug}", bug)
-        self._soon.set()
+        self._wake.set()

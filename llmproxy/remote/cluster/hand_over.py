@@ -1,4 +1,4 @@
-"""What a leader tells all members, so that the next one of them goes on where it was."""
+"""Hand-over: a leader announces its scheduling state to all members, so that the next leader can continue from it."""
 
 from __future__ import annotations
 
@@ -6,115 +6,120 @@ from collections.abc import Iterator, Mapping
 
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.rates import RateName
+from llmproxy.remote.cluster.member_session import MemberCallbacks
 from llmproxy.remote.cluster.protocol import Balances, Learned, RateDebts
-from llmproxy.remote.cluster.session import Shared
 from llmproxy.remote.workers.protocol import Message
 
-TOLD_S = 1.0
-"""How old balances of flows and debts of rates may be that a next leader begins with."""
+ANNOUNCE_S = 1.0
+"""Interval of announcing balances of flows and debts of rate limits."""
 LEARNED_S = 5.0
-"""The same for what was learned of engines and pools."""
+"""Interval of announcing learned limits and capacities."""
 FLOWS_MAX = 4096
-"""Flows of one message, so that it stays below the limit of a frame."""
+"""Flows in one message, so that it fits into a frame."""
 FLOWS_KNOWN_MAX = 50_000
-"""Flows of one band that a member remembers. Beyond, the balances of others start at the level."""
+"""Flows of one band that a member remembers. Flows beyond that start anew under the next leader."""
 RATES_MAX = 4096
-"""Rates of one message, so that it stays below the limit of a frame."""
+"""Rate limits in one message, so that it fits into a frame."""
 RATES_KNOWN_MAX = 50_000
-"""Rates that a member remembers. Beyond, those of which it heard first count as unused."""
+"""Rate limits that a member remembers. Beyond that, the oldest count as unused."""
 SAME_S = 0.001
-"""A debt that ends in the same moment, but for rounding, was told before."""
+"""Debts that end less than this apart are equal: the difference is rounding."""
 
 
 class HandOver:
-    """What was told, by this member while it led or by the one that does. `now` is the clock of the loop."""
+    """The last announced state, announced by this member as leader or received from the leader.
 
-    def __init__(self, pools: Pools, shared: Shared, shard: str) -> None:
+    `now` is the clock of the loop.
+    """
+
+    def __init__(self, pools: Pools, callbacks: MemberCallbacks, shard: str) -> None:
         self._pools = pools
         self._shard = shard
-        self._shared = shared
-        self._told_s = self._learned_s = 0.0
-        self._rate_debts = KnownRateDebts()
-        self.balances = KnownBalances()
+        self._callbacks = callbacks
+        self._announced_s = self._learned_announced_s = 0.0
+        self._rate_debts = AnnouncedRateDebts()
+        self.balances = AnnouncedBalances()
         self.learned: Learned | None = None
-        self._heard_s = 0.0
+        self._learned_received_s = 0.0
+        """When `learned` was measured or received: its age decides whether the autoscaler still trusts it."""
 
-    def news(self, now: float) -> Iterator[Message]:
-        """What has changed since members were told, if it is time to tell it."""
-        if now < self._told_s + TOLD_S:
+    def deltas(self, now: float) -> Iterator[Message]:
+        """Yields the changes since the last announcement, if the next one is due."""
+        if now < self._announced_s + ANNOUNCE_S:
             return
-        self._told_s = now
-        yield from self.balances.changes(self._pools.balances(self._shard))
-        yield from self._rate_debts.changes(self._pools.rate_debts(now), now)
-        if now >= self._learned_s + LEARNED_S and (learned := self._known()) != self.learned:
-            self._learned_s, self._heard_s, self.learned = now, now, learned
+        self._announced_s = now
+        yield from self.balances.deltas(self._pools.balances(self._shard))
+        yield from self._rate_debts.deltas(self._pools.rate_debts(now), now)
+        if now >= self._learned_announced_s + LEARNED_S and (learned := self._merged_learned()) != self.learned:
+            self._learned_announced_s, self._learned_received_s, self.learned = now, now, learned
             yield learned
 
-    def _known(self) -> Learned:
-        """What was learned here, and for pools of which too little was seen, what was told."""
-        learned = self._shared.learned()
+    def _merged_learned(self) -> Learned:
+        """Returns the measurements of this process, and announced capacities of pools that it has not measured."""
+        learned = self._callbacks.learned()
         if self.learned is None:
             return learned
         pools = self._pools.scaling.pools
-        told = {name: one for name, one in self.learned.capacities.items() if name in pools}
-        return Learned(learned.limits, told | learned.capacities)
+        announced = {name: capacity for name, capacity in self.learned.capacities.items() if name in pools}
+        return Learned(learned.limits, announced | learned.capacities)
 
-    def all(self, now: float) -> Iterator[Message]:
-        """What a member is told that joins."""
-        yield from self.balances.all()
-        yield from self._rate_debts.all(now)
+    def full_state(self, now: float) -> Iterator[Message]:
+        """Yields the whole state, for a member that joins."""
+        yield from self.balances.full_state()
+        yield from self._rate_debts.full_state(now)
         if self.learned is not None:
             yield self.learned
 
-    def take(self, told: Balances | RateDebts | Learned, now: float) -> None:
-        """Remember what the leader tells."""
-        match told:
+    def record(self, message: Balances | RateDebts | Learned, now: float) -> None:
+        """Remember an announcement of the leader."""
+        match message:
             case Balances():
-                self.balances.take(told)
+                self.balances.record(message)
             case RateDebts():
-                self._rate_debts.take(told, now)
-            # A next leader first tells what this member has told itself, and that is no younger for it.
-            case Learned() if told != self.learned:
-                self.learned, self._heard_s = told, now
+                self._rate_debts.record(message, now)
+            # A new leader first repeats the state of its predecessor. The repetition does not make that state younger.
+            case Learned() if message != self.learned:
+                self.learned, self._learned_received_s = message, now
 
     def restore(self, now: float) -> None:
-        """Decide by what was told from now on."""
+        """Load the announced state into the scheduler of this process, which becomes the leader."""
         if self.learned is not None:
-            self._shared.restore(self.learned, self._heard_s)
-        for (pool, band), flows in self.balances.known.items():
+            self._callbacks.restore_learned(self.learned, self._learned_received_s)
+        for (pool, band), flows in self.balances.latest.items():
             self._pools.restore(pool, band, flows)
-        self._pools.restore_rates(self._rate_debts.left(now), now)
+        self._pools.restore_rates(self._rate_debts.remaining(now), now)
 
 
-class KnownBalances:
-    """The balances that were told, or heard of, last: `known` has them by pool and band."""
+class AnnouncedBalances:
+    """The last announced balances of flows."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[str, int], dict[str, float]] = {}
+        self.latest: dict[tuple[str, int], dict[str, float]] = {}
+        """(Pool, band) -> flow -> balance."""
 
-    def changes(self, now: Mapping[tuple[str, int], Mapping[str, float]]) -> Iterator[Balances]:
-        """What is to be told to those who know `known`, so that they know `now`."""
-        for band, balances in now.items():
-            known = self.known.get(band, {})
-            changed = {flow: balance for flow, balance in balances.items() if known.get(flow) != balance}
-            self.known[band] = {**balances}
+    def deltas(self, current: Mapping[tuple[str, int], Mapping[str, float]]) -> Iterator[Balances]:
+        """Yields messages with the changes from the last announced balances to the current ones."""
+        for band, balances in current.items():
+            announced = self.latest.get(band, {})
+            changed = {flow: balance for flow, balance in balances.items() if announced.get(flow) != balance}
+            self.latest[band] = {**balances}
             yield from _balances(band, changed)
-        for gone in self.known.keys() - now.keys():
-            del self.known[gone]
+        for gone in self.latest.keys() - current.keys():
+            del self.latest[gone]
 
-    def all(self) -> Iterator[Balances]:
-        """What is to be told to those who know nothing."""
-        for band, balances in self.known.items():
+    def full_state(self) -> Iterator[Balances]:
+        """Yields messages with all balances, for a member that just joined."""
+        for band, balances in self.latest.items():
             yield from _balances(band, balances)
 
-    def take(self, told: Balances) -> None:
-        """Remember what was told."""
-        known = self.known.setdefault((told.pool, told.band), {})
-        for flow, balance in told.flows.items():
-            known.pop(flow, None)
-            known[flow] = balance
-        while len(known) > FLOWS_KNOWN_MAX:
-            del known[next(iter(known))]
+    def record(self, message: Balances) -> None:
+        """Remember an announcement of the leader."""
+        balances = self.latest.setdefault((message.pool, message.band), {})
+        for flow, balance in message.flows.items():
+            balances.pop(flow, None)
+            balances[flow] = balance
+        while len(balances) > FLOWS_KNOWN_MAX:
+            del balances[next(iter(balances))]
 
 
 def _balances(band: tuple[str, int], flows: Mapping[str, float]) -> Iterator[Balances]:
@@ -123,36 +128,37 @@ def _balances(band: tuple[str, int], flows: Mapping[str, float]) -> Iterator[Bal
         yield Balances(*band, {name: flows[name] for name in names[begin : begin + FLOWS_MAX]})
 
 
-class KnownRateDebts:
-    """The debts that were told, or heard of, last. Times are those of the loop of this process, in seconds."""
+class AnnouncedRateDebts:
+    """The last announced debts of rate limits: seconds until the tokens that were taken have refilled."""
 
     def __init__(self) -> None:
-        self._back_s: dict[RateName, float] = {}
+        self._refilled_s: dict[RateName, float] = {}
+        """When each limit has refilled, on the clock of the loop of this process."""
 
-    def left(self, now: float) -> dict[RateName, float]:
-        """In how many seconds all that was taken is back."""
-        return {name: back_s - now for name, back_s in self._back_s.items() if back_s > now}
+    def remaining(self, now: float) -> dict[RateName, float]:
+        """Returns the debts that are left at `now`."""
+        return {name: end_s - now for name, end_s in self._refilled_s.items() if end_s > now}
 
-    def changes(self, debts: Mapping[RateName, float], now: float) -> Iterator[RateDebts]:
-        """What is to be told to those who know what was told, so that they know `debts`."""
-        before, self._back_s = self._back_s, {name: now + debt_s for name, debt_s in debts.items()}
+    def deltas(self, debts: Mapping[RateName, float], now: float) -> Iterator[RateDebts]:
+        """Yields messages with the changes from the last announced debts to the current `debts`."""
+        before, self._refilled_s = self._refilled_s, {name: now + debt_s for name, debt_s in debts.items()}
         changed = {name: debt_s for name, debt_s in debts.items() if abs(before.get(name, now) - now - debt_s) > SAME_S}
-        # What was given back may have left no debt.
-        changed |= {name: 0.0 for name, back_s in before.items() if back_s > now + SAME_S and name not in debts}
+        # A limit without a debt is missing in `debts`: tokens may have been refunded.
+        changed |= {name: 0.0 for name, end_s in before.items() if end_s > now + SAME_S and name not in debts}
         yield from _debts(changed)
 
-    def all(self, now: float) -> Iterator[RateDebts]:
-        """What is to be told to those who know nothing."""
-        yield from _debts(self.left(now))
+    def full_state(self, now: float) -> Iterator[RateDebts]:
+        """Yields messages with all debts, for a member that just joined."""
+        yield from _debts(self.remaining(now))
 
-    def take(self, told: RateDebts, now: float) -> None:
-        """Remember what was told."""
-        for limit, kind, debt_s in told.debts:
-            self._back_s.pop((limit, kind), None)
+    def record(self, message: RateDebts, now: float) -> None:
+        """Remember an announcement of the leader."""
+        for limit, kind, debt_s in message.debts:
+            self._refilled_s.pop((limit, kind), None)
             if debt_s > 0.0:
-                self._back_s[limit, kind] = now + debt_s
-        while len(self._back_s) > RATES_KNOWN_MAX:
-            del self._back_s[next(iter(self._back_s))]
+                self._refilled_s[limit, kind] = now + debt_s
+        while len(self._refilled_s) > RATES_KNOWN_MAX:
+            del self._refilled_s[next(iter(self._refilled_s))]
 
 
 def _debts(debts: Mapping[RateName, float]) -> Iterator[RateDebts]:

@@ -1,4 +1,4 @@
-"""The connection of a member to the leader of a shard."""
+"""The connection from a member to the leader of a shard."""
 
 from __future__ import annotations
 
@@ -13,40 +13,41 @@ from llmproxy.remote.cluster.protocol import TO_MEMBER, Hello, ToMember
 from llmproxy.remote.workers.remote import Calls
 
 CONNECT_S = 2.0
-"""How long a leader may take until it has taken in a member that connects."""
+"""How long connecting may take, until the leader's Welcome."""
 
 
 class LeaderLink:
-    """One connection. It is of use once the leader has taken this member in."""
+    """A connection to a leader. It is usable once the leader has sent its Welcome."""
 
     def __init__(
-        self, leadership: Leadership, take: Callable[[LeaderLink, ToMember], None],
+        self, leadership: Leadership, handle: Callable[[LeaderLink, ToMember], None],
         lost: Callable[[LeaderLink, str], None],
     ) -> None:  # fmt: skip
-        """`take` gets each message of the leader, and `lost` why the connection ended."""
+        """`handle` gets each message of the leader, and `lost` the reason when the connection ends."""
         self.leadership = leadership
         self.channel: MemberChannel[ToMember] = MemberChannel(
-            TO_MEMBER, lambda message: take(self, message), lambda: lost(self, self._ended())
+            TO_MEMBER, lambda message: handle(self, message), lambda: lost(self, self._end_reason())
         )
         self.calls = Calls(self.channel, count(-1, -1))
-        self.answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        """None once the leader took this member in, or why it did not."""
+        self.refusal: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        """None once the leader has welcomed this member, else the reason why not."""
 
     async def open(self, network: Network, me: Hello) -> str | None:
-        """Connect, and wait to be taken in. Why that was not so; None where it was."""
+        """Connect, and wait for the Welcome. Returns None on success, else the reason of the failure."""
         try:
             async with asyncio.timeout(CONNECT_S):
                 await network.connect(self.leadership.address, lambda: self.channel)
                 self.channel.send(me)
-                return await self.answer
+                return await self.refusal
         except (OSError, ValueError) as error:
             return str(error) or "no answer"
 
-    def _ended(self) -> str:
-        if self.answer.done():
+    def _end_reason(self) -> str:
+        if self.refusal.done():
             return "the connection ended"
         return "the connection ended before an answer, as where only one of two members uses TLS"
 
-    def answered(self, why: str | None) -> None:
-        if not self.answer.done():
-            self.answer.set_result(why)
+    def set_refusal(self, why: str | None) -> None:
+        """Resolve `refusal`, unless it already is."""
+        if not self.refusal.done():
+            self.refusal.set_result(why)

@@ -1,4 +1,4 @@
-"""How members reach and trust each other: addresses, and certificates of an authority of their own."""
+"""The network between members: addresses, TCP connections and mutual TLS."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from llmproxy.lifecycle.accepting import Acceptor
 from llmproxy.lifecycle.background import supervised
 from llmproxy.lifecycle.descriptors import member_connections_max
 from llmproxy.lifecycle.sockets import open_sockets
-from llmproxy.remote.cluster.strangers import HELLO_S, Strangers
+from llmproxy.remote.cluster.pending_connections import HELLO_S, PendingConnections
 
-ANY = frozenset({"0.0.0.0", "::", ""})
+WILDCARDS = frozenset({"0.0.0.0", "::", ""})
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """HOST:PORT or [HOST]:PORT as both. Raises ValueError."""
+    """Splits HOST:PORT or [HOST]:PORT. Raises ValueError."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def reachable(host: str, port: int) -> str:
-    """The address at which others reach a port that listens on `host`. Raises ConfigError where nobody can tell."""
-    if host in ANY:
+    """Returns the address at which others reach a port that listens on `host`. Raises ConfigError if it is unknown."""
+    if host in WILDCARDS:
         try:
             host = socket.gethostbyname(socket.gethostname())
         except OSError:
@@ -42,32 +42,32 @@ def reachable(host: str, port: int) -> str:
 
 
 class Network(Protocol):
-    """What members are connected by."""
+    """Connections between members."""
 
     async def listen(self, accepted: Callable[[], asyncio.Protocol]) -> str:
-        """Accept connections, each with a protocol of its own; the address of this member. Raises OSError."""
+        """Accept connections, each with a new protocol. Returns the address of this member. Raises OSError."""
 
     async def connect(self, address: str, connected: Callable[[], asyncio.Protocol]) -> None:
-        """Connect to another member. Raises OSError, ValueError for what is no address."""
+        """Connect to another member. Raises OSError; ValueError for an invalid address."""
 
     def trusts(self, transport: asyncio.BaseTransport) -> bool:
-        """Whether who connected has the name of a member."""
+        """Whether the certificate of the peer has the name of a member. True without TLS."""
 
-    def introduced(self, transport: asyncio.BaseTransport) -> None:
-        """Who connected was taken in as a member: the connection may stay."""
+    def identified(self, transport: asyncio.BaseTransport) -> None:
+        """Keep a connection open, because a member has identified itself on it."""
 
     def close(self) -> None:
-        """Accept nobody any more."""
+        """Stop accepting connections."""
 
 
 class TcpNetwork:
-    """Connections over TCP, with TLS where the configuration has certificates. Raises ConfigError."""
+    """Connections over TCP, with TLS if certificates are configured. Raises ConfigError."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
         self._tls = None if config.tls.cert is None else PeerTls(config.tls)
         self._acceptor: Acceptor | None = None
-        self._strangers = Strangers(member_connections_max())
+        self._pending = PendingConnections(member_connections_max())
         self._watching: asyncio.Task[None] | None = None
 
     async def listen(self, accepted: Callable[[], asyncio.Protocol]) -> str:
@@ -77,13 +77,13 @@ class TcpNetwork:
         factory: Callable[[], asyncio.BaseProtocol] = accepted
         if (tls := self._tls) is not None:
             self._watching = supervised(tls.watch, "follow the certificate of the cluster")
-            loop, nobody = asyncio.get_running_loop(), ClientLimits(ClientsConfig())
+            loop, no_limits = asyncio.get_running_loop(), ClientLimits(ClientsConfig())
 
             def factory() -> asyncio.BaseProtocol:
-                return TlsConnection(loop, accepted(), tls.server, nobody, lambda _: b"", HELLO_S)
+                return TlsConnection(loop, accepted(), tls.server, no_limits, lambda _: b"", HELLO_S)
 
         port = int(sockets[0].getsockname()[1])
-        self._acceptor = Acceptor(sockets, factory, self._strangers.came)
+        self._acceptor = Acceptor(sockets, factory, self._pending.accepted)
         return self._config.advertise or reachable(host, port)
 
     async def connect(self, address: str, connected: Callable[[], asyncio.Protocol]) -> None:
@@ -95,8 +95,8 @@ class TcpNetwork:
     def trusts(self, transport: asyncio.BaseTransport) -> bool:
         return self._tls is None or self._tls.names(transport)
 
-    def introduced(self, transport: asyncio.BaseTransport) -> None:
-        self._strangers.introduced(transport)
+    def identified(self, transport: asyncio.BaseTransport) -> None:
+        self._pending.identified(transport)
 
     def close(self) -> None:
         if self._acceptor is not None:
@@ -106,9 +106,9 @@ class TcpNetwork:
 
 
 class PeerTls:
-    """Certificates of both sides, signed by the authority of the cluster, with one name that every member has.
+    """Mutual TLS: both sides show a certificate of the cluster's authority with the DNS name that all members share.
 
-    Raises ConfigError for files that cannot be used.
+    Raises ConfigError for unusable files.
     """
 
     def __init__(self, config: ClusterTlsConfig) -> None:
@@ -127,15 +127,15 @@ class PeerTls:
 
     @property
     def server(self) -> ssl.SSLContext:
-        """For connections of other members. It follows the files."""
+        """The context for incoming connections. It is reloaded when the files change."""
         return self._ours.context
 
     async def watch(self) -> None:
-        """Follow the files until cancelled."""
+        """Reload changed files, until cancelled."""
         await self._ours.watch()
 
     def client(self) -> ssl.SSLContext:
-        """For a connection to another member, by the files as they are now, or as they were when they could be used."""
+        """Returns a context for an outgoing connection, from the current files or else the last usable ones."""
         with suppress(OSError):
             self._client = self._read()
         return self._client
@@ -149,7 +149,7 @@ class PeerTls:
         return context
 
     def names(self, transport: asyncio.BaseTransport) -> bool:
-        """Whether the certificate of the peer has the name of members. Its authority was checked."""
+        """Whether the certificate of the peer has the name of a member. The handshake has checked its authority."""
         tls = transport.get_extra_info("ssl_object")
-        held = (tls.getpeercert() or {}).get("subjectAltName", ())
-        return ("DNS", self.name) in held
+        names = (tls.getpeercert() or {}).get("subjectAltName", ())
+        return ("DNS", self.name) in names

@@ -1,4 +1,4 @@
-"""Pages of a member: those that only the leader can answer, it asks of the leader."""
+"""The pages of a member. It forwards requests that only a leader can answer."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from llmproxy.remote.workers.remote import RemotePages
 
 PATH = "/admin/cluster"
 POOL = "pool"
-"""The parameter of a query that asks the leader of this pool, where it has a lock of its own."""
-OF_LEADER = (SCALE, "/debug", "/admin", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-"""What begins so is about the waiting room, the backends as the scheduler sees them, or what it does with them."""
+"""The query parameter that selects the leader of a pool."""
+LEADER_PATHS = (SCALE, "/debug", "/admin", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""Prefixes of paths that the leader answers, because they concern the waiting room or the scheduler's backends."""
 PAGE_BYTES_MAX = 8 << 20
 """A longer page would not fit into a frame."""
 PASSED_ON_MAX = 2
-"""From a member to the leader that it thinks of, and from there to the one that leads."""
-UNLED = "Nobody leads the pool of this backend now, and the next leader would not know what was asked. Ask again."
-DIFFER = "Members differ about who leads what this page is about, and have passed it on twice. Ask again."
+"""Two hops: from a member to the leader that it knows, and from there to the actual leader."""
+UNLED = "The pool of this backend has no leader now, and the next leader would not know of this change. Try again."
+DIFFER = "Members disagree about the leader for this page, and have forwarded the request twice. Try again."
 
 
 def bounded(page: Page) -> Page:
-    """The same pages, but for those that are too long for a member to pass on."""
+    """Wraps a page handler: an answer that does not fit into a frame becomes 502."""
 
     async def answer(asked: protocol.PageRequest) -> protocol.PageResponse:
-        found = await page(asked)
-        if len(found.body) <= PAGE_BYTES_MAX:
-            return found
-        why = b"This page is too long to be passed on. Ask the member that leads."
+        answered = await page(asked)
+        if len(answered.body) <= PAGE_BYTES_MAX:
+            return answered
+        why = b"This page is too long to forward. Ask the leader itself."
         return protocol.PageResponse(asked.call, 502, "Bad Gateway", (("content-type", "text/plain"),), why)
 
     return answer
 
 
 class MemberPages:
-    """`Pages` of a member."""
+    """The `Pages` of a member."""
 
     def __init__(self, own: OwnPages, cluster: Cluster, rulebook: Rulebook) -> None:
         self._own = own
@@ -56,7 +56,7 @@ class MemberPages:
         self._rulebook = rulebook
 
     async def show(self, path: str, request: web.BaseRequest) -> web.Response:
-        if path == READY and self._cluster.refuses:
+        if path == READY and self._cluster.is_refusing:
             return not_ready("this member of the cluster has no leader")
         return await self._own.show(path, request)
 
@@ -64,14 +64,14 @@ class MemberPages:
         if path == PATH:
             self._own.check(path, request, on_admin_port)
             check_method(request, "GET", "HEAD")
-            return web.Response(body=orjson.dumps(status_of(self._cluster)), content_type="application/json")
-        if path == RELOAD or not path.startswith(OF_LEADER):
+            return web.Response(body=orjson.dumps(cluster_status(self._cluster)), content_type="application/json")
+        if path == RELOAD or not path.startswith(LEADER_PATHS):
             return await self._own.administer(path, request, on_admin_port)
         shard = self._asked_about(path, request)
-        if not shard.led and (path == SCALE or path.startswith(f"{SCALE}/")):
+        if not shard.has_leader and (path == SCALE or path.startswith(f"{SCALE}/")):
             self._own.check(path, request, on_admin_port)
             return _unknown(shard)
-        if not shard.led and not shard.parts and DRAINING.fullmatch(path):
+        if not shard.has_leader and not shard.limit_divisor and DRAINING.fullmatch(path):
             self._own.check(path, request, on_admin_port)
             return refusal(503, UNLED, {"Retry-After": "5"})
         if shard.calls is not None:
@@ -85,23 +85,23 @@ class MemberPages:
         return response
 
     def _asked_about(self, path: str, request: web.BaseRequest) -> Shard:
-        """The shard whose leader answers. What is about none is the business of the default one."""
+        """Returns the shard that a request concerns, else the default shard."""
         if drained := DRAINING.fullmatch(path):
-            return self._cluster.shard_of_backend(drained[1])
+            return self._cluster.shard_for_backend(drained[1])
         named = path.removeprefix(SCALE).strip("/") if path.startswith(f"{SCALE}/") else request.query.get(POOL)
-        return self._cluster.shard_of(named)
+        return self._cluster.shard_for_pool(named)
 
     async def _merged(self, page: Merged, response: web.Response, request: web.BaseRequest) -> web.Response:
-        """A page that lists something of all shards: what other members lead, they are asked for.
+        """Returns a list over all shards, with the entries of other leaders fetched from them.
 
-        Where one of them gives no answer, that is the answer: a part of a list would be taken for the whole. What
-        nobody leads is listed as this member sees it, if it sees that as well as others do.
+        If a leader fails to answer, its error is the response, because a partial list would look complete. Entries of a
+        shard without a leader are listed as this member sees them if the page is `seen_by_all`.
         """
         assert isinstance(response.body, bytes)
         listed: list[dict[str, Any]] = orjson.loads(response.body)[page.entries]
-        elsewhere = [one for one in self._cluster.shards.values() if not one.leads]
+        elsewhere = [shard for shard in self._cluster.shards.values() if not shard.is_leader]
         if page.seen_by_all:
-            elsewhere = [one for one in elsewhere if one.calls is not None]
+            elsewhere = [shard for shard in elsewhere if shard.calls is not None]
         if not elsewhere:
             return response
         merged = [one for one in listed if page.shard_of(self._cluster, one) not in elsewhere]
@@ -110,7 +110,7 @@ class MemberPages:
                 return _unknown(shard)
             found = await RemotePages(shard.calls, self._rulebook).get(page.path_for(shard), request)
             if found.status == 404:
-                # Nobody has ever served this pool.
+                # This pool has never had a backend.
                 continue
             if found.status != 200:
                 return web.Response(
@@ -125,30 +125,31 @@ class MemberPages:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A page with a list of `entries`, which have a `name`. `path_for` is where a leader has those of its shard.
-
-    `seen_by_all`: members that do not lead see the same, but for what is in flight.
-    """
+    """A page with a list over all shards."""
 
     entries: str
+    """The key of the list."""
     name: str
+    """The key of an entry's name."""
     shard_of: Callable[[Cluster, dict[str, Any]], Shard]
     path_for: Callable[[Shard], str]
+    """The path at which a leader lists the entries of its shard."""
     seen_by_all: bool
+    """Whether members that do not lead see the same entries, except for requests in flight."""
 
 
 MERGED = {
     SCALE: Merged(
         "pools",
         "pool",
-        lambda cluster, one: cluster.shard_of(one["pool"]),
+        lambda cluster, one: cluster.shard_for_pool(one["pool"]),
         lambda shard: f"{SCALE}/{quote(shard.name)}",
         seen_by_all=False,
     ),
     BACKENDS: Merged(
         "backends",
         "backend",
-        lambda cluster, one: cluster.shard_of_backend(one["backend"]),
+        lambda cluster, one: cluster.shard_for_backend(one["backend"]),
         lambda shard: f"{BACKENDS}?{urlencode({POOL: shard.name})}",
         seen_by_all=True,
     ),
@@ -157,11 +158,11 @@ MERGED = {
 
 def _unknown(shard: Shard) -> web.Response:
     what = f"No member leads the pool {shard.name} now" if shard.name else "This member of the cluster has no leader"
-    return refusal(503, f"{what}, and sees a part of the work at most. Ask again.", {"Retry-After": "5"})
+    return refusal(503, f"{what}, and knows at most a part of the work. Try again.", {"Retry-After": "5"})
 
 
-def status_of(cluster: Cluster) -> dict[str, Any]:
-    """The cluster as this member sees it: what is led together, and the `pools` that have a lock of their own."""
+def cluster_status(cluster: Cluster) -> dict[str, Any]:
+    """Returns the cluster as this member sees it: the default shard, and under `pools` each other shard."""
     return {
         "member": cluster.me.name,
         "address": cluster.me.address,
@@ -173,17 +174,17 @@ def status_of(cluster: Cluster) -> dict[str, Any]:
 def _status(cluster: Cluster, shard: Shard) -> dict[str, Any]:
     found: dict[str, Any] = {
         "lock": shard.lock,
-        "leads": shard.leads,
+        "leads": shard.is_leader,
         "leader": shard.leader,
-        "alone": shard.parts > 0,
+        "alone": shard.limit_divisor > 0,
         "epoch": shard.epoch,
         "members": list(shard.members),
-        "waiting": shard.relay.waiting,
-        "running": shard.relay.running,
-        "changes": shard.changes,
+        "waiting": shard.leader_client.waiting,
+        "running": shard.leader_client.running,
+        "changes": shard.leader_changes,
         "last_gap_s": shard.last_gap_s,
-        "lock_away": shard.store_away,
-        "leader_away": shard.leader_away,
+        "lock_away": shard.lock_error,
+        "leader_away": shard.leader_error,
     }
     if shard.sessions is not None:
         found["sessions"] = [

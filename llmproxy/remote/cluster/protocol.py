@@ -1,13 +1,12 @@
-"""The messages between the members of a cluster: those of relay workers, and what a network needs beside them.
+"""The messages between cluster members: the messages of relay workers, and those for connections over a network.
 
-No clock is shared, so every time that travels is relative: to the moment in which its message was made, and then to
-the one in which it was read. A lease is named by the call that asked for it, which is the member's own number, so that
-it means the same to every leader.
+Members share no clock. The sender makes each time relative to its own clock, and the receiver makes it absolute again.
+A lease has the call number of its `Admit`, which the member chose, so that the number is valid under every leader.
 
-Two releases run together, the older one of which skips kinds and fields that it does not know, and takes values of
-enums that it does not know for others (`OTHERWISE`). So a release may add kinds that nobody waits for, last fields with
-a default, and such values. What the other side has to act upon, such as a call or another stage, is sent only to who
-has said in its Hello or Welcome that it knows it, by a last field. Everything else needs another `PROTOCOL`.
+Compatibility during an upgrade: a member skips unknown message kinds and fields, and replaces unknown enum values by
+`FALLBACKS`. So a release may add kinds that need no answer, trailing fields with defaults, and enum values. A message
+that the receiver must act upon needs a trailing field in Hello or Welcome by which the receiver declares support. Every
+other change needs a new `PROTOCOL`.
 """
 
 from __future__ import annotations
@@ -29,28 +28,29 @@ from llmproxy.remote.workers import protocol as workers
 from llmproxy.remote.workers.protocol import Message
 
 PROTOCOL = 1
-"""The version of what follows. Members of another one do not talk to each other."""
+"""The version of the protocol. Members with different versions do not connect."""
 
 
 class Hello(Message, frozen=True, tag=40):
-    """The first message of a member. `incarnation` differs with each start. `config` is a hash of its configuration.
-
-    `epoch` is the highest one that it knows of, of the `shard` that it is about. `stands`: it would lead that shard.
-    """
+    """The first message of a member on a connection, for one shard."""
 
     protocol: int
     version: str
     name: str
     incarnation: str
+    """Differs after each start of the process."""
     address: str
     config: str
+    """See `config_hash`."""
     epoch: int
+    """The highest epoch of the shard that the member knows."""
     shard: str = DEFAULT
-    stands: bool = True
+    candidate: bool = True
+    """Whether the member can become the leader of the shard."""
 
 
 class Welcome(Message, frozen=True, tag=41):
-    """The leader takes the member in. All grants that follow are of this epoch."""
+    """The leader accepts the member. All later grants on this connection belong to this epoch."""
 
     epoch: int
     name: str
@@ -59,56 +59,62 @@ class Welcome(Message, frozen=True, tag=41):
 
 
 class NotLeader(Message, frozen=True, tag=42):
-    """The process that was asked does not schedule, or does so no more."""
+    """The receiver of a Hello refuses it, or stops leading."""
 
     why: str
 
 
 class Resume(Message, frozen=True, tag=43):
-    """What the member has, as call numbers: requests that wait, and leases that run. `Admit` and `Running` follow."""
+    """The member's calls at the time of connecting. An `Admit` or `RunningLease` follows for each, then `Resumed`."""
 
     waiting: frozenset[int]
+    """Calls that wait for a lease."""
     running: frozenset[int]
+    """Calls that have a running lease."""
 
 
-class Running(Message, frozen=True, tag=44):
-    """A lease that runs. `request` is the stage that it is for; the ages are those of its grant and first token."""
+class RunningLease(Message, frozen=True, tag=44):
+    """A running lease, as reported to a new leader or after a lost connection."""
 
     call: int
     request: Request
     placed: Placed
     age_s: float
+    """Seconds since the grant."""
     started_age_s: float | None
+    """Seconds since the first token; None before it."""
     committed: bool
     output_tokens: int
 
 
 class Resumed(Message, frozen=True, tag=45):
-    """Everything that the member has was sent."""
+    """The member has reported all its requests and leases."""
 
 
 class Ping(Message, frozen=True, tag=46):
-    """Nothing is to be said, but the sender is alive."""
+    """A heartbeat."""
 
 
 class Members(Message, frozen=True, tag=47):
-    """Who is there, by name."""
+    """The names of all members that have a session."""
 
     names: tuple[str, ...]
 
 
 class Drained(Message, frozen=True, tag=48):
-    """The backends of the leader that were drained by hand, and all of its `others`. None: whatever else there is.
+    """Which backends of the shard an operator has drained.
 
-    Members may differ about whose a backend is, as where one of them has not read its models yet.
+    The leader lists the other backends too, because a member that has not read the models of a backend yet may assign
+    it to another shard.
     """
 
     backends: frozenset[str]
     others: frozenset[str] | None = None
+    """Backends that are not drained; None: all others of the shard."""
 
 
 class Balances(Message, frozen=True, tag=49):
-    """What changed of the balances of flows of one band (`FairnessPolicy.balances`), which a next leader takes over."""
+    """Changed balances of flows of one band (`FairnessPolicy.balances`), for the next leader."""
 
     pool: str
     band: int
@@ -116,28 +122,31 @@ class Balances(Message, frozen=True, tag=49):
 
 
 class Learned(Message, frozen=True, tag=51):
-    """What the leader learned of engines, by URL, and of pools, with which a next leader begins."""
+    """Measurements for the next leader."""
 
     limits: dict[str, KnownLimit]
+    """Backend URL -> batch limit."""
     capacities: dict[str, KnownCapacity]
+    """Pool -> capacity."""
 
 
 class RateDebts(Message, frozen=True, tag=52):
-    """What changed of used-up rates: (limit, kind, seconds until all that was taken is back); see `Rates.debts`."""
+    """Changed debts of rate limits, for the next leader; see `Rates.debts`."""
 
     debts: tuple[tuple[str, str, float], ...]
+    """(Limit, kind, seconds until the limit has refilled)."""
 
 
-class PrefixHeld(Message, frozen=True, tag=53):
-    """A backend holds these blocks, as a member knows of a request that it relayed before this leader led."""
+class RememberedPrefix(Message, frozen=True, tag=53):
+    """Blocks that a backend has cached, from a request that the member relayed under an earlier leader."""
 
     pool: str
     backend: str
     hashes: tuple[int, ...]
 
 
-class LeaseTaken(Message, frozen=True, tag=50):
-    """The member knows that it was granted this lease. What it did not take is free when its connection is lost."""
+class LeaseAcknowledged(Message, frozen=True, tag=50):
+    """The member has received its lease. Without this, the leader frees the lease when the connection is lost."""
 
     call: int
 
@@ -146,36 +155,36 @@ FromMember = (
     workers.Admit | workers.CancelCall | workers.LeaseStarted | workers.LeaseCommitted | workers.LeaseProgress
     | workers.LeaseReturned | workers.LeaseRecomputing | workers.RequestEnded | workers.PrefixCached
     | workers.ResponseStored | workers.PageRequest | workers.Resolve
-    | workers.ExitReport | Hello | Resume | Running | Resumed | LeaseTaken | PrefixHeld | Ping
+    | workers.ExitReport | Hello | Resume | RunningLease | Resumed | LeaseAcknowledged | RememberedPrefix | Ping
 )  # fmt: skip
 ToMember = (
     workers.LeaseGranted | workers.CallRefused | workers.LeaseCut | workers.ResponseStored | workers.PageResponse
     | workers.NameResolved | Welcome | NotLeader | Members | Drained | Balances | Learned | RateDebts | Ping
 )  # fmt: skip
 
-OTHERWISE: Mapping[type[Enum], Enum] = {
-    # What a member asks for in a new way was most likely let in before, and would be charged twice.
+FALLBACKS: Mapping[type[Enum], Enum] = {
+    # An admission of a new kind is most likely a repeated one. As NEW it would be charged twice.
     AdmissionKind: AdmissionKind.RETRY,
-    # 503: the request was refused, and may be tried again.
+    # 503: the client may retry.
     Outcome: Outcome.REJECTED_NO_BACKENDS,
     Split: Split.WHOLE,
     Stage: Stage.WHOLE,
-    # It proves nothing about a backend.
+    # This verdict says nothing about a backend.
     Verdict: Verdict.CLIENT_GONE,
 }
-"""What a value of an enum that a later release knows is taken for, by the enum: all that travel."""
+"""The replacement of unknown values, for each enum of the protocol."""
 UNKNOWN_MAX = 100
-"""Unknown values that are logged, each once."""
+"""Number of unknown values that are logged, each once."""
 
 MessageT = TypeVar("MessageT")
 _log = structlog.get_logger()
 _type_of = cache(inspect.type_info)
 
 
-class KnownMessages(Generic[MessageT]):
-    """Decodes the messages of a frame whose kind is known, and skips those of other kinds.
+class TolerantDecoder(Generic[MessageT]):
+    """Decodes frames that may come from another release. It skips messages of unknown kinds.
 
-    A frame of known messages alone, with known values, which is every one of the same release, is decoded as a whole.
+    A frame with only known kinds and values, as between members of one release, is decoded in one step.
     """
 
     def __init__(self, kinds: Any) -> None:
@@ -187,7 +196,7 @@ class KnownMessages(Generic[MessageT]):
         self._unknown: set[tuple[str, str]] = set()
 
     def decode(self, data: Any) -> list[MessageT]:
-        """The known ones, in their order. Raises msgspec.DecodeError."""
+        """Returns the messages of known kinds, in their order. Raises msgspec.DecodeError."""
         try:
             return self._whole.decode(data)
         except msgspec.ValidationError:
@@ -201,47 +210,47 @@ class KnownMessages(Generic[MessageT]):
                 plain = self._plain.decode(raw)
                 kind = self._kinds.get(plain[0]) if plain and isinstance(plain[0], int) else None
                 if kind is not None:
-                    known = self._known(plain, _type_of(kind))
-                    yield self._message.decode(msgspec.msgpack.encode(known))
+                    replaced = self._with_fallbacks(plain, _type_of(kind))
+                    yield self._message.decode(msgspec.msgpack.encode(replaced))
 
-    def _known(self, value: Any, of: inspect.Type) -> Any:
-        """Plain data of this type, with what values are `OTHERWISE` in place of those of no enum known here.
+    def _with_fallbacks(self, value: Any, type_: inspect.Type) -> Any:
+        """Returns plain data of this type, in which `FALLBACKS` replace unknown enum values.
 
-        What is of another type is left as it is, and is found by who decodes it.
+        Data of a wrong type stays as it is; decoding rejects it later.
         """
-        match of, value:
+        match type_, value:
             case inspect.EnumType(cls), str() if value not in [one.value for one in cls]:
-                return self._otherwise(cls, value)
+                return self._fallback(cls, value)
             case inspect.StructType(fields=fields, array_like=True, tag=tag), list():
                 types = [field.type for field in fields]
                 begin = 0 if tag is None else 1
                 ours = value[begin : begin + len(types)]
-                return value[:begin] + [self._known(*pair) for pair in zip(ours, types, strict=False)]
+                return value[:begin] + [self._with_fallbacks(*pair) for pair in zip(ours, types, strict=False)]
             case inspect.StructType(fields=fields) | inspect.DataclassType(fields=fields), dict():
                 types_of = {field.encode_name: field.type for field in fields}
-                return {key: self._known(one, types_of[key]) for key, one in value.items() if key in types_of}
-            case inspect.UnionType(types), _:
-                for one in types:
-                    value = self._known(value, one)
+                return {key: self._with_fallbacks(one, types_of[key]) for key, one in value.items() if key in types_of}
+            case inspect.UnionType(variants), _:
+                for variant in variants:
+                    value = self._with_fallbacks(value, variant)
                 return value
             case inspect.VarTupleType(item_type), list():
-                return [self._known(one, item_type) for one in value]
+                return [self._with_fallbacks(one, item_type) for one in value]
             case _:
                 return value
 
-    def _otherwise(self, enum: type[Enum], value: str) -> Any:
-        taken_for = OTHERWISE[enum].value
-        said = enum.__name__, value
-        if said not in self._unknown and len(self._unknown) < UNKNOWN_MAX:
-            self._unknown.add(said)
+    def _fallback(self, enum: type[Enum], value: str) -> Any:
+        taken_for = FALLBACKS[enum].value
+        unknown = enum.__name__, value
+        if unknown not in self._unknown and len(self._unknown) < UNKNOWN_MAX:
+            self._unknown.add(unknown)
             _log.warning("cluster_value_unknown", of=enum.__name__, value=value, taken_for=taken_for)
         return taken_for
 
 
-FROM_MEMBER: KnownMessages[FromMember] = KnownMessages(FromMember)
-TO_MEMBER: KnownMessages[ToMember] = KnownMessages(ToMember)
+FROM_MEMBER: TolerantDecoder[FromMember] = TolerantDecoder(FromMember)
+TO_MEMBER: TolerantDecoder[ToMember] = TolerantDecoder(ToMember)
 
 
-def aged(request: Request, now: float) -> Request:
-    """A request with times relative to `now`, and back again by `-now`."""
+def relative_to(request: Request, now: float) -> Request:
+    """Returns a request with its times relative to `now`. `relative_to(request, -now)` makes them absolute again."""
     return replace(request, arrived_s=request.arrived_s - now, deadline_s=request.deadline_s - now)

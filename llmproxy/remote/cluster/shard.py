@@ -1,4 +1,4 @@
-"""One shard at one member: it stands for election, schedules for all while it leads, and relays in any case."""
+"""A shard at this member: its election, its sessions while this member leads, else its link to the leader."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from msgspec.structs import replace
 from llmproxy.core.domain import Refused
 from llmproxy.lifecycle.background import spawned, supervised
 from llmproxy.observe.metrics import ShardState
-from llmproxy.remote.cluster.alone import Alone
 from llmproxy.remote.cluster.channel import LocalChannel, Sender
 from llmproxy.remote.cluster.election import SEEK_S, Election, Leadership, LockStore
 from llmproxy.remote.cluster.hand_over import HandOver
+from llmproxy.remote.cluster.leader_client import LeaderClient
 from llmproxy.remote.cluster.leader_link import LeaderLink
+from llmproxy.remote.cluster.member_session import MemberCallbacks, MemberSession
+from llmproxy.remote.cluster.member_sessions import MemberSessions
 from llmproxy.remote.cluster.network import Network
 from llmproxy.remote.cluster.protocol import (
     Balances,
@@ -30,163 +32,166 @@ from llmproxy.remote.cluster.protocol import (
     ToMember,
     Welcome,
 )
-from llmproxy.remote.cluster.relay import RelayDispatcher
-from llmproxy.remote.cluster.session import MemberSession, Shared
-from llmproxy.remote.cluster.sessions import Sessions
+from llmproxy.remote.cluster.standalone_mode import StandaloneMode
 from llmproxy.remote.workers import protocol
 from llmproxy.remote.workers.protocol import Message
 from llmproxy.remote.workers.remote import Calls
 from llmproxy.remote.workers.session import SchedulerContext
 from llmproxy.scheduling.dispatcher import Dispatcher
 
-SETTLE_S = 0.3
-"""A new leader decides nothing before all members said what they have, or so long."""
+RESUME_WAIT_S = 0.3
+"""How long a new leader waits for members to report their requests and leases before it decides."""
 WITHOUT_LEADER_S = 5.0
-"""Without any leader, requests are held for the time of the lock and this one more, and then refused."""
+"""Without a leader, requests are held for the lock time plus this time, and then refused."""
 
 
 _log = structlog.get_logger()
 
 
 class Process(Protocol):
-    """This member, which all of its shards have in common. `leaving`: it should lead nothing any more."""
+    """The member that a shard belongs to."""
 
     me: Hello
     network: Network
     leaving: bool
+    """Whether the member is shutting down and should not lead."""
 
     @property
     def id(self) -> str:
-        """The name of the process, which no other one has."""
+        """See `Cluster.id`."""
 
     @property
-    def patience_s(self) -> float:
-        """See `Candidate.patience_s`."""
+    def defer_s(self) -> float:
+        """See `Candidate.defer_s`."""
 
 
 class Shard:
-    """One shard at one member, from `start` to `close`. It is the `Candidate` of its own election."""
+    """A shard at this member, from `start` to `close`. It is the `Candidate` of the shard's election."""
 
     def __init__(
-        self, name: str, process: Process, held_s: float, store: LockStore, dispatcher: Dispatcher,
-        relay: RelayDispatcher, shared: Shared, alone_after_s: float,
+        self, name: str, process: Process, lock_s: float, store: LockStore, dispatcher: Dispatcher,
+        leader_client: LeaderClient, callbacks: MemberCallbacks, alone_after_s: float,
     ) -> None:  # fmt: skip
-        """`name` is that of its pool, or the default one."""
+        """`name` is the name of the shard; see `llmproxy.core.shards`."""
         self.name = name
         self._process = process
-        self._held_s = held_s
+        self._lock_s = lock_s
         self._store = store
         self._dispatcher = dispatcher
-        self.relay = relay
-        self._shared = shared
-        self._alone = Alone(dispatcher, relay, name)
+        self.leader_client = leader_client
+        self._callbacks = callbacks
+        self._standalone = StandaloneMode(dispatcher, leader_client, name)
         self._alone_after_s = alone_after_s
         self._loop = asyncio.get_running_loop()
         self._log = _log.bind(pool=name) if name else _log
         self.epoch = 0
         self.leadership: Leadership | None = None
         self.members: tuple[str, ...] = ()
-        """Who is there, by what the leader said last."""
-        self.sessions: Sessions | None = None
-        """The members for which this one schedules, itself included; None while it does not lead."""
-        self.store_away: str | None = None
-        self.changes = 0
-        """How often another leader was followed, or this member began to lead."""
+        """Names of all members, as the leader last announced them."""
+        self.sessions: MemberSessions | None = None
+        """The sessions of all members, including this one; None while this member does not lead."""
+        self.lock_error: str | None = None
+        """Why the lock store cannot be reached; None while it can."""
+        self.leader_changes = 0
+        """How often this member began to lead or to follow a leader."""
         self.last_gap_s: float | None = None
-        """How long there was no leader before the one that is there now."""
+        """How long this member had no leader before the current one."""
         self._expected: frozenset[str] = frozenset()
+        """Members that should report before a new leader decides: the last announced members."""
         self._until_s = -inf
-        self._settling: asyncio.TimerHandle | None = None
-        self._unled_s = self._loop.time()
+        self._resume_timer: asyncio.TimerHandle | None = None
+        """Set while a new leader waits for members to report."""
+        self._leader_lost_s = self._loop.time()
         self._link: LeaderLink | None = None
         self._linking: asyncio.Task[None] | None = None
         self._linking_to: Leadership | None = None
         self._unreachable: tuple[str, str] | None = None
-        self._resigns = False
+        self._resigned = False
         self._tasks: list[asyncio.Task[None]] = []
         self._context: SchedulerContext | None = None
         self._election: Election | None = None
-        self._hand_over = HandOver(dispatcher.pools, shared, name)
-        relay.calls = lambda: self.calls
+        self._hand_over = HandOver(dispatcher.pools, callbacks, name)
+        leader_client.calls = lambda: self.calls
         dispatcher.decide_until(-inf, name)
 
     @property
-    def leads(self) -> bool:
-        """Whether this member schedules."""
+    def is_leader(self) -> bool:
+        """Whether this member leads the shard."""
         return self.sessions is not None
 
     @property
     def _me(self) -> Hello:
-        """This member, as it says to others who it is."""
-        stands = not self._resigns and self.store_away is None and self._election is not None and self._election.stands
-        return replace(self._process.me, epoch=self.epoch, shard=self.name, stands=stands)
+        """The Hello of this member for the shard."""
+        election = self._election
+        candidate = not self._resigned and self.lock_error is None and election is not None and election.campaigning
+        return replace(self._process.me, epoch=self.epoch, shard=self.name, candidate=candidate)
 
     # --- start and end ------------------------------------------------------------------------------------------------
 
-    def start(self, context: SchedulerContext, *, stands: bool) -> None:
-        """Stand for election, or only follow until `stand`."""
+    def start(self, context: SchedulerContext, *, campaign: bool) -> None:
+        """Join the election. Without `campaign`, the member only follows until the method `campaign` is called."""
         self._context = context
         me = self._process.me
         self._election = Election(
-            self._store, self._process.id, me.address, self._held_s, self, self._store_away, stands=stands
+            self._store, self._process.id, me.address, self._lock_s, self, self._set_lock_error, campaign=campaign
         )
         self._tasks = [
             supervised(self._election.run, "election"),
             supervised(self._watch, "shard"),
         ]
 
-    def stand(self) -> None:
-        """Stand for election from now on."""
-        if self._election is not None and not self._resigns:
-            self._election.stand()
-            self.introduce()
+    def campaign(self) -> None:
+        """Try to become leader from now on."""
+        if self._election is not None and not self._resigned:
+            self._election.campaign()
+            self.send_hello()
 
-    def introduce(self) -> None:
-        """Tell the leader anew who this member is, because that has changed."""
+    def send_hello(self) -> None:
+        """Send a new Hello to the leader, because its content has changed."""
         if self.sessions is not None:
             self.sessions.by_name[self._me.name].hello = self._me
         if self._link is not None:
             self._link.channel.send(self._me)
 
     @property
-    def led(self) -> bool:
-        """Whether there is a leader that this member can ask."""
-        return self.relay.led and not self.parts
+    def has_leader(self) -> bool:
+        """Whether this member leads or follows a leader. False in standalone mode."""
+        return self.leader_client.has_leader and not self.limit_divisor
 
     @property
     def lock(self) -> str:
-        """The name of its lock."""
+        """The name of the shard's lock."""
         return self._store.name
 
     @property
     def leader(self) -> str | None:
-        """The name of the member that leads; None while this one can ask nobody."""
-        return None if self.leadership is None or not self.led else self.leadership.holder.rpartition("/")[0]
+        """The name of the leader; None without one."""
+        return None if self.leadership is None or not self.has_leader else self.leadership.holder.rpartition("/")[0]
 
     @property
-    def parts(self) -> int:
-        """Of how many members this is one that decides alone; 0 while it does not."""
-        return self._alone.parts
+    def limit_divisor(self) -> int:
+        """See `StandaloneMode.limit_divisor`. 0: not in standalone mode."""
+        return self._standalone.limit_divisor
 
     @property
-    def refuses(self) -> bool:
-        """Whether this member has had no leader for so long that it refuses requests."""
-        return not self.relay.led and self._loop.time() >= self._refuses_from_s
+    def is_refusing(self) -> bool:
+        """Whether this member refuses requests, because it has been without a leader for too long."""
+        return not self.leader_client.has_leader and self._loop.time() >= self._refusing_from_s
 
     @property
-    def _refuses_from_s(self) -> float:
-        return self._unled_s + self._held_s + WITHOUT_LEADER_S
+    def _refusing_from_s(self) -> float:
+        return self._leader_lost_s + self._lock_s + WITHOUT_LEADER_S
 
     @property
-    def leader_away(self) -> str | None:
-        """Why the member that has the lock could not be followed; None where one is."""
-        return None if self.led or self._unreachable is None else self._unreachable[1]
+    def leader_error(self) -> str | None:
+        """Why the holder of the lock cannot be reached; None while there is a leader."""
+        return None if self.has_leader or self._unreachable is None else self._unreachable[1]
 
     def leave(self) -> None:
-        """Let another member lead, if there is one that would. Requests of this member go on."""
-        if not self._resigns and (self.sessions is None or self.sessions.that_would_lead()):
-            self._resigns = True
-            self.introduce()
+        """Resign, if another member can lead. Requests of this member continue."""
+        if not self._resigned and (self.sessions is None or self.sessions.candidates()):
+            self._resigned = True
+            self.send_hello()
             self._tasks.append(spawned(self._resign(), "resign"))
 
     async def _resign(self) -> None:
@@ -194,21 +199,21 @@ class Shard:
             await self._election.resign()
 
     async def hand_over(self, why: str, for_s: float) -> None:
-        """Let another member lead. This one leads again if no other one takes the lock for so long."""
+        """Resign, and campaign again after `for_s` seconds."""
         self._log.info("cluster_hands_over", epoch=self.epoch, why=why)
         await self._resign()
         await asyncio.sleep(for_s)
-        self.stand()
+        self.campaign()
 
     async def close(self) -> None:
         """Leave the cluster."""
-        self._resigns = True
+        self._resigned = True
         await self._resign()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._alone.end()
-        if self.leads:
+        self._standalone.end()
+        if self.is_leader:
             self._stop_leading("the leader ends")
         if self._linking is not None:
             self._linking.cancel()
@@ -219,52 +224,48 @@ class Shard:
         await self._store.close()
 
     async def _watch(self) -> None:
-        """Refuse what waits for too long while nobody leads; tell members what they need to lead."""
+        """As leader, announce state for the next leader. Without a leader, refuse late requests or go standalone."""
         while True:
             await asyncio.sleep(SEEK_S)
             if self._process.leaving:
                 self.leave()
-            # While it settles, it still is to restore what the last leader told.
-            if self.sessions is not None and self._settling is None:
-                for told in self._hand_over.news(self._loop.time()):
-                    self.sessions.send_all(told)
-            if not self.relay.led:
-                self.relay.refuse_waiting(self._refuses_from_s)
-                # One that never met the others does not know how many they are.
-                if self.members and self._loop.time() >= self._unled_s + self._alone_after_s:
+            # A leader that still waits for reports has not restored the announced state yet.
+            if self.sessions is not None and self._resume_timer is None:
+                for message in self._hand_over.deltas(self._loop.time()):
+                    self.sessions.send_all(message)
+            if not self.leader_client.has_leader:
+                self.leader_client.refuse_waiting(self._refusing_from_s)
+                # Only a member that has had a leader knows the number of members.
+                if self.members and self._loop.time() >= self._leader_lost_s + self._alone_after_s:
                     assert self._context is not None
-                    unled_s = self._loop.time() - self._unled_s
-                    self._alone.begin(self._context, self._me, len(self.members), unled_s)
+                    without_leader_s = self._loop.time() - self._leader_lost_s
+                    self._standalone.begin(self._context, self._me, len(self.members), without_leader_s)
                     self._hand_over.restore(self._loop.time())
 
     def state(self) -> ShardState:
-        """What metrics show."""
+        """The state for the metrics."""
         return ShardState(
-            self.name, self.leads, self.led, self.epoch, len(self.members), self.changes, self.last_gap_s,
-            self.store_away is not None,
+            self.name, self.is_leader, self.has_leader, self.epoch, len(self.members), self.leader_changes,
+            self.last_gap_s, self.lock_error is not None,
         )  # fmt: skip
 
-    # --- the candidate ------------------------------------------------------------------------------------------------
+    # --- Candidate ----------------------------------------------------------------------------------------------------
 
     @property
-    def seeking(self) -> bool:
-        return not self.led
-
-    @property
-    def patience_s(self) -> float:
-        return self._process.patience_s
+    def defer_s(self) -> float:
+        return self._process.defer_s
 
     def lead(self, epoch: int, until_s: float) -> None:
-        if self.leads and epoch != self.epoch:
+        if self.is_leader and epoch != self.epoch:
             self._stop_leading("its lock was lost and taken again")
         self._until_s = until_s
-        if not self.leads:
+        if not self.is_leader:
             self._begin_to_lead(epoch)
-        elif self._settling is None:
+        elif self._resume_timer is None:
             self._dispatcher.decide_until(until_s, self.name)
 
     def follow(self, leadership: Leadership | None) -> None:
-        if self.leads:
+        if self.is_leader:
             self._stop_leading("another member leads" if leadership else "its lock was not renewed, or is given up")
         if leadership is None or leadership.holder == self._process.id:
             return
@@ -278,7 +279,7 @@ class Shard:
         self._linking = spawned(self._connect(leadership), "connect")
 
     def _begin_to_lead(self, epoch: int) -> None:
-        self._alone.end()
+        self._standalone.end()
         if self._link is not None:
             self._link.channel.abort()
             self._unlink(self._link)
@@ -286,71 +287,71 @@ class Shard:
         self.leadership = Leadership(self._process.id, self._me.address, epoch)
         self._expected = frozenset(self.members)
         assert self._context is not None
-        self.sessions = Sessions(
-            lambda: self._me, self._context, self._shared, self._hand_over, self._log, self._resumed
+        self.sessions = MemberSessions(
+            lambda: self._me, self._context, self._callbacks, self._hand_over, self._log, self._resumed
         )
-        self._settling = self._loop.call_later(SETTLE_S, self._settled)
-        gap_s = self._found_leader()
+        self._resume_timer = self._loop.call_later(RESUME_WAIT_S, self._start_deciding)
+        gap_s = self._note_new_leader()
         expected = len(self._expected)
-        self._log.info("cluster_leads", epoch=epoch, without_leader_s=gap_s, settle_s=SETTLE_S, expected=expected)
-        ours = LocalChannel(self._take_as_relay)
+        self._log.info("cluster_leads", epoch=epoch, without_leader_s=gap_s, settle_s=RESUME_WAIT_S, expected=expected)
+        ours = LocalChannel(self._handle_as_member)
         session = self.join(self._me, ours)
-        self.relay.follow(LocalChannel(session.take))
+        self.leader_client.attach(LocalChannel(session.handle))
 
     def _stop_leading(self, why: str) -> None:
         self._log.warning("cluster_leads_no_more", epoch=self.epoch, why=why)
         sessions, self.sessions = self.sessions, None
-        self._end_settling()
+        self._cancel_resume_timer()
         self._dispatcher.decide_until(-inf, self.name)
-        self.relay.detach()
-        self._unled_s = self._loop.time()
+        self.leader_client.detach()
+        self._leader_lost_s = self._loop.time()
         assert sessions is not None
         sessions.end(why)
 
-    def _found_leader(self) -> float:
-        """Count a leader; returns the seconds for which there was none."""
-        self.last_gap_s = round(self._loop.time() - self._unled_s, 3)
-        self.changes += 1
+    def _note_new_leader(self) -> float:
+        """Count a change of leader. Returns the seconds without a leader before it."""
+        self.last_gap_s = round(self._loop.time() - self._leader_lost_s, 3)
+        self.leader_changes += 1
         return self.last_gap_s
 
-    # --- members, for the leader --------------------------------------------------------------------------------------
+    # --- leader side --------------------------------------------------------------------------------------------------
 
     def join(self, hello: Hello, sender: Sender) -> MemberSession:
-        """See `Sessions.join`."""
+        """See `MemberSessions.join`."""
         assert self.sessions is not None
         return self.sessions.join(hello, sender)
 
     def _resumed(self) -> None:
-        """Decide at once when all that are expected said what they have.
+        """Begin to decide as soon as all expected members have reported.
 
-        A member that never met the others, as one that was just started, does not know who is to be expected.
+        A member that has just started expects none, and waits for the full RESUME_WAIT_S.
         """
-        if self._settling is None or self.sessions is None or not self._expected:
+        if self._resume_timer is None or self.sessions is None or not self._expected:
             return
         if self.sessions.have_resumed(self._expected):
-            self._settled()
+            self._start_deciding()
 
-    def _settled(self) -> None:
-        """Decide from now on: what waits is known, and the shares of flows are those that the last leader knew."""
-        self._end_settling()
+    def _start_deciding(self) -> None:
+        """Restore the announced state and begin to decide: the members have reported their requests."""
+        self._cancel_resume_timer()
         self._hand_over.restore(self._loop.time())
         self._dispatcher.decide_until(self._until_s, self.name)
 
-    def _end_settling(self) -> None:
-        if self._settling is not None:
-            self._settling.cancel()
-            self._settling = None
+    def _cancel_resume_timer(self) -> None:
+        if self._resume_timer is not None:
+            self._resume_timer.cancel()
+            self._resume_timer = None
 
-    def outbid(self, epoch: int) -> None:
-        """A member knows of a later turn: another one leads, or the store has forgotten the turns that were."""
+    def raise_epoch(self, epoch: int) -> None:
+        """See `Election.raise_epoch`. Another member leads, or the store has lost its data."""
         assert self._election is not None
-        self._election.outbid(epoch)
+        self._election.raise_epoch(epoch)
 
-    # --- the leader, for members --------------------------------------------------------------------------------------
+    # --- member side --------------------------------------------------------------------------------------------------
 
     async def _connect(self, leadership: Leadership) -> None:
-        """Connect to a leader, which then is followed as soon as it welcomes this member."""
-        link = LeaderLink(leadership, self.take, self.lost)
+        """Connect to a leader. Its Welcome then makes this member follow it."""
+        link = LeaderLink(leadership, self.handle, self.lost)
         try:
             why = await link.open(self._process.network, self._me)
         finally:
@@ -363,71 +364,71 @@ class Shard:
             self._unreachable = leadership.holder, why
 
     def welcomed(self, link: LeaderLink, welcome: Welcome) -> None:
-        """A leader took this member in."""
-        if welcome.epoch < self.epoch or self.leads:
-            # It was a leader, and does not know yet that another one is.
-            link.answered("another member leads by now")
+        """Follow a leader that has welcomed this member."""
+        if welcome.epoch < self.epoch or self.is_leader:
+            # A former leader that has not noticed its successor yet.
+            link.set_refusal("another member leads by now")
             return
         if self._link is not None and self._link is not link:
             self._link.channel.abort()
             self._unlink(self._link)
         self._link, self.epoch, self.leadership = link, welcome.epoch, link.leadership
         self._unreachable = None
-        link.answered(None)
-        self._alone.end()
+        link.set_refusal(None)
+        self._standalone.end()
         self._log.info(
-            "cluster_follows", epoch=welcome.epoch, without_leader_s=self._found_leader(), leader=welcome.name
+            "cluster_follows", epoch=welcome.epoch, without_leader_s=self._note_new_leader(), leader=welcome.name
         )
         if welcome.config != self._me.config:
             self._log.warning("cluster_config_differs", member=welcome.name, version=welcome.version)
-        self.relay.follow(link.channel)
-        # Who it is may have changed since it connected.
-        self.introduce()
+        self.leader_client.attach(link.channel)
+        # The Hello may have changed while connecting.
+        self.send_hello()
 
     def _unlink(self, link: LeaderLink) -> None:
         link.calls.lost()
-        self.relay.detach(link.channel)
+        self.leader_client.detach(link.channel)
         if self._link is link:
-            self._link, self._unled_s = None, self._loop.time()
+            self._link, self._leader_lost_s = None, self._loop.time()
 
     def lost(self, link: LeaderLink, why: str) -> None:
-        """The connection to a leader ended, or it leads no more."""
-        link.answered(why)
+        """Look for a new leader: the connection ended, or the leader has stopped leading."""
+        link.set_refusal(why)
         if self._link is link:
             self._log.warning("cluster_leader_lost", leader=link.leadership.holder, epoch=self.epoch, why=why)
             self._unlink(link)
             assert self._election is not None
-            self._election.look()
+            self._election.check_soon()
 
     @property
     def calls(self) -> Calls | None:
-        """Calls of the leader beside those for leases; None where this member leads, or nobody does."""
+        """Calls to a leader in another process, other than leases; None without such a leader."""
         return None if self._link is None else self._link.calls
 
     async def caught_up(self) -> None:
-        """Wait until this member knows what the leader knows now. Messages arrive in order, before the answer."""
+        """Wait for all messages that the leader has sent so far. They arrive before the answer to this call."""
         if self._link is not None:
             with suppress(Refused):
                 await self._link.calls.answer(lambda call: protocol.Resolve(call, None, 0.0, 0))
 
-    def _take_as_relay(self, message: Message) -> None:
-        """A message of the leader to this member, whichever it is."""
+    def _handle_as_member(self, message: Message) -> None:
+        """Handle a message of the leader, local or remote."""
         match message:
             case protocol.LeaseGranted() | protocol.CallRefused() | protocol.LeaseCut():
-                self.relay.take(message)
+                self.leader_client.handle(message)
             case protocol.ResponseStored():
-                self._shared.settle(message)
+                self._callbacks.record_owner(message)
             case Members(names):
                 self.members = names
-            case Balances() | RateDebts() | Learned() if not self.leads:
-                self._hand_over.take(message, self._loop.time())
-            case Drained() if not self.leads:
-                self._shared.drain(message)
+            case Balances() | RateDebts() | Learned() if not self.is_leader:
+                self._hand_over.record(message, self._loop.time())
+            case Drained() if not self.is_leader:
+                self._callbacks.apply_drained(message)
             case _:
                 pass
 
-    def take(self, link: LeaderLink, message: ToMember) -> None:
-        """A message of a leader over the network."""
+    def handle(self, link: LeaderLink, message: ToMember) -> None:
+        """Handle a message of a leader in another process."""
         match message:
             case Welcome():
                 self.welcomed(link, message)
@@ -439,18 +440,18 @@ class Shard:
             case protocol.CallRefused(call) if call < 0:
                 link.calls.answered(message)
             case _ if link is self._link:
-                self._take_as_relay(message)
+                self._handle_as_member(message)
             case _:
                 pass
 
-    # --- the store ----------------------------------------------------------------------------------------------------
+    # --- lock store ---------------------------------------------------------------------------------------------------
 
-    def _store_away(self, why: str | None) -> None:
-        before, self.store_away = self.store_away, why
+    def _set_lock_error(self, why: str | None) -> None:
+        before, self.lock_error = self.lock_error, why
         if (why is None) is (before is None):
             return
         if why is None:
             self._log.info("cluster_lock_back")
         else:
             self._log.warning("cluster_lock_away", why=why)
-        self.introduce()
+        self.send_hello()

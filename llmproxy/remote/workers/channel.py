@@ -1,8 +1,8 @@
-"""The connection between a relay worker and the scheduler process, and the frames in which messages travel.
+"""The connection between a relay worker and the scheduler process, and its frame format.
 
-It is a socket pair that the worker inherits, so that it needs no path and no permission, and no other process can use
-it. A frame is its length in four bytes (big endian) and a MessagePack array of messages: all that one side sent in one
-turn of its loop, in one write. A message is an array too, and its first item says of which kind it is.
+The connection is a socket pair that the worker inherits: it needs no path and no permission, and no other process can
+use it. A frame is a length in four bytes (big endian) and a MessagePack array with all messages that one side sent in
+one turn of its loop. A message is an array whose first item is its kind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmproxy.observe.packed import packed
 from llmproxy.remote.workers.protocol import FromWorker, Message, ToWorker
 
 FRAME_BYTES_MAX = 1 << 30
-"""More than the listings of any fleet. A longer frame is not from this program."""
+"""The longest listing of backends is shorter. A longer frame is a protocol error."""
 WHY_CHARS = 200
 _LENGTH = struct.Struct(">I")
 _log = structlog.get_logger()
@@ -32,7 +32,7 @@ class Decoder(Protocol[DecodedT]):
     """Decodes the body of a frame."""
 
     def decode(self, data: memoryview, /) -> Sequence[DecodedT]:
-        """Its messages. Raises msgspec.DecodeError."""
+        """Returns the messages of a frame. Raises msgspec.DecodeError."""
 
 
 FROM_WORKER: msgspec.msgpack.Decoder[list[FromWorker]] = msgspec.msgpack.Decoder(list[FromWorker])
@@ -40,7 +40,7 @@ TO_WORKER: msgspec.msgpack.Decoder[list[ToWorker]] = msgspec.msgpack.Decoder(lis
 
 
 def frame(messages: Iterable[Message]) -> bytes:
-    """One frame of all these messages."""
+    """Returns one frame with these messages."""
     body = packed(list(messages))
     return _LENGTH.pack(len(body)) + body
 
@@ -50,7 +50,7 @@ class BrokenFrameError(Exception):
 
 
 class Frames(Generic[MessageT]):
-    """Takes bytes as they arrive, and returns the messages of complete frames in their order."""
+    """Splits received bytes into frames, and decodes their messages."""
 
     def __init__(self, decoder: Decoder[MessageT], bytes_max: int = FRAME_BYTES_MAX) -> None:
         self._decoder = decoder
@@ -58,33 +58,33 @@ class Frames(Generic[MessageT]):
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[MessageT]:
-        """The messages of the frames that these bytes complete. Raises BrokenFrameError."""
-        held = self._bytes
-        held += data
+        """Yields the messages of the frames that these bytes complete. Raises BrokenFrameError."""
+        buffer = self._bytes
+        buffer += data
         begin = 0
         try:
-            while len(held) - begin >= _LENGTH.size:
-                (size,) = _LENGTH.unpack_from(held, begin)
+            while len(buffer) - begin >= _LENGTH.size:
+                (size,) = _LENGTH.unpack_from(buffer, begin)
                 if size > self.bytes_max:
                     raise BrokenFrameError(f"a frame of {size} bytes")
                 end = begin + _LENGTH.size + size
-                if len(held) < end:
+                if len(buffer) < end:
                     break
-                with memoryview(held) as view:
+                with memoryview(buffer) as view:
                     messages = self._decoder.decode(view[begin + _LENGTH.size : end])
                 begin = end
                 yield from messages
         except (msgspec.DecodeError, RecursionError) as error:
             raise BrokenFrameError(str(error)) from None
         finally:
-            del held[:begin]
+            del buffer[:begin]
 
 
 class Channel(asyncio.Protocol, Generic[MessageT]):
-    """One end of the socket. `on_message` is called with each message, `on_lost` when the connection has ended.
+    """An end of the connection.
 
-    Messages that are sent in one turn of the loop travel in one frame. The buffer needs no bound of its own: messages
-    come from the requests of one worker, whose number is bounded.
+    Messages that are sent in one turn of the loop share a frame. The send buffer needs no limit: messages come from the
+    requests of one worker, whose number is limited.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class Channel(asyncio.Protocol, Generic[MessageT]):
         on_lost: Callable[[], None],
         frame_bytes_max: int = FRAME_BYTES_MAX,
     ) -> None:
+        """`on_message` gets each message. `on_lost` is called when the connection has ended."""
         self._frames = Frames(decoder, frame_bytes_max)
         self._on_message = on_message
         self._on_lost = on_lost
@@ -114,20 +115,20 @@ class Channel(asyncio.Protocol, Generic[MessageT]):
             self.abort()
 
     def broken(self, why: str) -> None:
-        """The other side sent what is no frame: log it. The connection ends."""
+        """Log an invalid frame. The caller then closes the connection."""
         _log.error("broken_frame", peer=str(self.peer), why=why[:WHY_CHARS])
 
     @property
     def peer(self) -> object:
-        """Address and port of the other end; None for a socket pair."""
+        """Address and port of the peer; empty or None for a socket pair."""
         return None if self._transport is None else self._transport.get_extra_info("peername")
 
     def _handle(self, message: MessageT) -> None:
         try:
             self._on_message(message)
-        except Exception as error:  # noqa: BLE001 - a bug with one message must not lose those behind it
+        except Exception as error:  # noqa: BLE001 - a bug in one message must not lose the next ones
             self._loop.call_exception_handler(
-                {"message": f"a message was not understood: {message!r:.200}", "exception": error}
+                {"message": f"handling a message failed: {message!r:.200}", "exception": error}
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -137,7 +138,7 @@ class Channel(asyncio.Protocol, Generic[MessageT]):
         self._on_lost()
 
     def send(self, message: Message) -> None:
-        """Send at the end of this turn of the loop; nothing happens when the connection has ended."""
+        """Send at the end of this turn of the loop. Does nothing after the connection has ended."""
         if self.lost:
             return
         if not self._unsent:
@@ -145,18 +146,18 @@ class Channel(asyncio.Protocol, Generic[MessageT]):
         self._unsent.append(message)
 
     def flush(self) -> None:
-        """Send all messages that wait."""
+        """Send all queued messages now."""
         if self._unsent and self._transport is not None:
             messages, self._unsent = self._unsent, []
             self._transport.write(frame(messages))
 
     def close(self) -> None:
-        """End the connection after all messages were written."""
+        """Close the connection after all messages are written."""
         self.flush()
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """End the connection now."""
+        """Close the connection now, without the unsent messages."""
         if self._transport is not None:
             self._transport.abort()

@@ -1,8 +1,8 @@
 """A relay worker: `python -m llmproxy.remote.workers.main FD`. FD is its end of the socket to the scheduler process.
 
-It accepts clients, reads their requests and relays bytes; the scheduler process grants every lease. A worker ignores
-signals. When the scheduler process ends, the worker cuts its requests and ends too, because no process would know any
-more which requests run on which backend.
+A worker accepts clients, reads their requests and relays bytes; the scheduler process grants every lease. It ignores
+signals. When the scheduler process ends, the worker cuts its requests and ends too, because no process knows any more
+which requests run on which backend.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.port import Upstream
 
-HELD_S = 1.0
-"""How old the number of held bytes in the metrics may be."""
+BODY_BYTES_REPORT_S = 1.0
+"""Interval of reporting the buffered bytes of request bodies for the metrics."""
 
 _log = structlog.get_logger()
 
 
 class _SchedulerLink:
-    """The connection to the scheduler. Messages wait, in their order, until the worker is built and can handle them."""
+    """The connection to the scheduler. It queues messages until the worker can handle them."""
 
     def __init__(self) -> None:
         self.over = asyncio.Event()
-        """The worker has to end: it was asked to stop, or the scheduler is gone."""
+        """Set when the worker must end: it received `StopWorker`, or the scheduler is gone."""
         self.lost = asyncio.Event()
         self.started: asyncio.Future[tuple[protocol.WorkerStart, Config]] = asyncio.get_running_loop().create_future()
-        self.channel: Channel[protocol.ToWorker] = Channel(TO_WORKER, self._take, self._lost)
+        self.channel: Channel[protocol.ToWorker] = Channel(TO_WORKER, self._handle_or_queue, self._lost)
         self._early: list[protocol.ToWorker] = []
         self._start: protocol.WorkerStart | None = None
         self._handle: Callable[[protocol.ToWorker], None] | None = None
         self._on_lost: Callable[[], None] = lambda: None
 
     def handle_by(self, handle: Callable[[protocol.ToWorker], None], on_lost: Callable[[], None]) -> None:
-        """Call `handle` with each message from now on, first with those that wait; call `on_lost` at the end."""
+        """Pass the queued and all further messages to `handle`. `on_lost` is called when the connection ends."""
         self._handle, self._on_lost = handle, on_lost
         for message in self._early:
             handle(message)
         self._early.clear()
 
-    def _take(self, message: protocol.ToWorker) -> None:
+    def _handle_or_queue(self, message: protocol.ToWorker) -> None:
         if isinstance(message, protocol.StopWorker):
             self.over.set()
         elif isinstance(message, protocol.WorkerStart):
@@ -83,7 +83,7 @@ class _SchedulerLink:
 
 
 class _Worker:
-    """The gateway of a worker, and what each message of the scheduler changes in it."""
+    """The gateway of a worker, controlled by messages of the scheduler."""
 
     def __init__(
         self, name: str, config: Config, channel: Channel[protocol.ToWorker], upstream: Upstream, endpoints: Endpoints
@@ -118,7 +118,7 @@ class _Worker:
             case protocol.ResponseStored(response_id, backend, tenant):
                 self._gateway.stored.note(response_id, backend, tenant, authoritative=True)
             case protocol.KnownBackends():
-                self._take_backends(message)
+                self._set_backends(message)
             case protocol.NewConfig(config):
                 self._gateway.reconfigure(pickle.loads(config))
             case protocol.ShutdownState():
@@ -127,12 +127,12 @@ class _Worker:
                 raise NotImplementedError(type(message).__name__)
 
     def lost(self) -> None:
-        """The scheduler is gone."""
+        """Refuse all calls, because the scheduler is gone."""
         self._dispatcher.lost()
 
-    def _take_backends(self, known: protocol.KnownBackends) -> None:
-        """Use these backends and no others."""
-        self._dispatcher.take_names(known)
+    def _set_backends(self, known: protocol.KnownBackends) -> None:
+        """Replace all backends and names."""
+        self._dispatcher.set_names(known)
         backends: tuple[BackendConfig, ...] = pickle.loads(known.backends)
         self._backends.clear()
         self._backends.update((backend.name, backend) for backend in backends)
@@ -150,14 +150,14 @@ class _Worker:
                 self._waiting_idle.cancel()
             self._waiting_idle = spawned(self._wait_idle(state), "wait until idle")
 
-    async def report_held_bytes(self) -> None:
-        """Report how many bytes of request bodies this worker holds, when that has changed, until cancelled."""
+    async def report_buffered_bytes(self) -> None:
+        """Report the buffered bytes of request bodies whenever they have changed, until cancelled."""
         reported = 0
         while True:
-            await asyncio.sleep(HELD_S)
-            if (held := self.handler.bodies.buffered_bytes) != reported:
-                self._channel.send(protocol.HeldBytes(held))
-                reported = held
+            await asyncio.sleep(BODY_BYTES_REPORT_S)
+            if (buffered := self.handler.bodies.buffered_bytes) != reported:
+                self._channel.send(protocol.BufferedBytes(buffered))
+                reported = buffered
 
     async def _wait_idle(self, state: protocol.ShutdownState) -> None:
         if self.listener is not None and state.closed:
@@ -187,7 +187,7 @@ async def _serve(end: socket.socket) -> int:
             link.handle_by(worker.handle, worker.lost)
             authorities = partial(endpoints.follow_authorities, quiet=True)
             await stack.enter_async_context(background_task(authorities, "follow authorities"))
-            await stack.enter_async_context(background_task(worker.report_held_bytes, "report held bytes"))
+            await stack.enter_async_context(background_task(worker.report_buffered_bytes, "report buffered bytes"))
             stack.push_async_callback(worker.handler.idle.wait)
             opened = [socket.socket(fileno=fd) for fd in start.fds]
             worker.listener = await listen(stack, worker.router, config, ClientTls.from_config(config.tls), opened)
@@ -206,7 +206,7 @@ async def _serve(end: socket.socket) -> int:
 
 
 async def _close_link(link: _SchedulerLink) -> None:
-    """Send what is left to send, and end the connection."""
+    """Send the queued messages, and close the connection."""
     if not link.lost.is_set():
         link.channel.close()
         await link.lost.wait()

@@ -1,8 +1,8 @@
-"""Pages that clients of relay workers ask for, answered by the scheduler process.
+"""Pages that clients of relay workers request, answered by the scheduler process.
 
-The request arrives as bytes and passes the server like every other request, over a pair of sockets. Its form, its size
-and the limits of its address are not checked again, because the worker has checked them. The answer is taken where the
-server is given it. Of the bytes that the server writes, only one thing matters: whether it asks for the body.
+The request arrives as bytes and passes through a server of this process over a socket pair. Its syntax, size and client
+limits are not checked again, because the worker has checked them. The response is captured before the server writes it.
+Of the written bytes, only an interim response matters: it means that the server needs the request body.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from llmproxy.gateway.router import Router
 from llmproxy.remote.workers.protocol import PageRequest, PageResponse
 
 CUT_AFTER_S = 0.1
-"""How long a connection may still run after its answer is known, before it is cut."""
+"""How long a connection may stay open after its response is captured."""
 PASSED_ON = web.RequestKey("PASSED_ON", int)
-"""What a request has that came by other processes: by how many."""
+"""On a forwarded request: the number of processes that forwarded it."""
 
 _ANY_SIZE = ClientsConfig().model_copy(update={"head_bytes_max": 1 << 30, "head_fields_max": 1 << 30})
 
 
 @dataclass(slots=True)
 class _PageHandler:
-    """Handles one request in place of the router, and keeps the answer."""
+    """Handles one request with the router, and captures the response."""
 
     front: Router
     clients: ClientLimits
@@ -43,17 +43,17 @@ class _PageHandler:
         asked[PASSED_ON] = self.page.passed_on
         response = await self.front.handle(asked, checked=True)
         assert isinstance(response, web.Response)
-        return self._taken(response)
+        return self._captured(response)
 
     def refuse(self, request: web.BaseRequest, failure: Failure) -> web.Response:
-        return self._taken(self.front.refuse(request, failure))
+        return self._captured(self.front.refuse(request, failure))
 
     def reject(self, failure: Failure) -> bytes:
-        self._taken(failure.response(Dialect.OPENAI, {}))
+        self._captured(failure.response(Dialect.OPENAI, {}))
         return self.front.reject(failure)
 
-    def _taken(self, response: web.Response) -> web.Response:
-        # Before the server adds the fields of its own connection.
+    def _captured(self, response: web.Response) -> web.Response:
+        # Captured before the server adds the headers of its own connection.
         if not self.answer.done():
             body = response.body if isinstance(response.body, bytes) else b""
             fields = tuple(response.headers.items())
@@ -62,7 +62,7 @@ class _PageHandler:
 
 
 async def answer_page(front: Router, page: PageRequest) -> PageResponse:
-    """The answer to a page that a client of a worker asked for; status 100 where the body is needed first."""
+    """Returns the response to a forwarded request; status 100 if the body is needed first."""
     loop = asyncio.get_running_loop()
     handler = _PageHandler(front, ClientLimits(ClientsConfig()), page, loop.create_future())
     server = ClientServer(handler, _ANY_SIZE)
@@ -75,7 +75,7 @@ async def answer_page(front: Router, page: PageRequest) -> PageResponse:
             await loop.sock_sendall(ours, page.request)
             interim = loop.create_task(loop.sock_recv(ours, 1))
             await asyncio.wait((handler.answer, interim), return_when=asyncio.FIRST_COMPLETED)
-            # When bytes arrive before the answer, they are an interim response (100 Continue).
+            # Bytes before the response are an interim response (100 Continue).
             return handler.answer.result() if handler.answer.done() else PageResponse(page.call, 100, "", (), b"")
     finally:
         if interim is not None:

@@ -1,6 +1,6 @@
 """The messages between a relay worker and the scheduler process.
 
-Times are those of the loop's clock. It is the monotonic clock of the machine, and so the same in all its processes.
+Times are on the clock of the loop, which is the machine's monotonic clock and the same in all its processes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from llmproxy.observe.exit import RequestExit
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """One message. `call` is the number of a call that the worker waits for, `lease` the number of a `Grant`."""
+    """A message. The field `call` is the number of a pending call of the worker, `lease` the number of a `Grant`."""
 
 
 # --- from a worker ----------------------------------------------------------------------------------------------------
 
 
 class Listening(Message, frozen=True, tag=1):
-    """The worker accepts connections, under this URL."""
+    """The worker accepts connections at this URL."""
 
     url: str
 
@@ -49,27 +49,29 @@ class Resolve(Message, frozen=True, tag=3):
 
 
 class PageRequest(Message, frozen=True, tag=4):
-    """An HTTP/1 request from the address `remote` that is not for an engine, in bytes. Answered by `PageResponse`.
+    """A request that is not for an engine. Answered by `PageResponse`.
 
-    It is sent without its body. Where the answer is 100 (Continue), it is sent again with its body. `passed_on` counts
-    the processes that sent it on.
+    It is first sent without its body. After the answer 100 (Continue) it is sent again with its body.
     """
 
     call: int
     request: bytes
+    """The request as HTTP/1 bytes."""
     remote: str
+    """The address of the client."""
     passed_on: int = 1
+    """Number of processes that forwarded the request."""
 
 
 class DirectRequest(Message, frozen=True, tag=29):
-    """`Dispatcher.direct`. It lasts until it is cancelled. The only answer is `CallRefused`: the request must end."""
+    """`Dispatcher.direct`, until `CancelCall`. The only answer is `CallRefused`: the request must end."""
 
     call: int
     backend: str
 
 
 class CancelCall(Message, frozen=True, tag=5):
-    """The worker does not wait for the answer to a call any more. A lease that was granted to it ends."""
+    """The worker does not need the answer to a call any more. A lease that the call was granted ends."""
 
     call: int
 
@@ -100,7 +102,7 @@ class LeaseProgress(Message, frozen=True, tag=8):
 
 
 class LeaseReturned(Message, frozen=True, tag=9):
-    """The worker gives a lease back."""
+    """The worker returns a lease."""
 
     lease: int
     verdict: Verdict
@@ -146,17 +148,17 @@ class UsageLearned(Message, frozen=True, tag=14):
 
 
 class WorkerIdle(Message, frozen=True, tag=15):
-    """The worker was asked to shut down, and has no request left; where it was replaced, no connection."""
+    """The worker is shutting down and has no request left; if its process was replaced, no connection."""
 
 
 class LogLinesLost(Message, frozen=True, tag=28):
-    """How many log lines the worker lost because its standard error was not read."""
+    """Number of log lines that the worker dropped because its standard error was not read."""
 
     lines: int
 
 
-class HeldBytes(Message, frozen=True, tag=30):
-    """How many bytes of request bodies the worker holds (`BodyBudget.buffered_bytes`), for the metrics."""
+class BufferedBytes(Message, frozen=True, tag=30):
+    """The buffered bytes of request bodies, for the metrics."""
 
     body_bytes: int
 
@@ -165,7 +167,7 @@ class HeldBytes(Message, frozen=True, tag=30):
 
 
 class ResponseStored(Message, frozen=True, tag=16):
-    """A response is stored by this backend, for this tenant."""
+    """This backend has stored a response for this tenant."""
 
     response_id: str
     backend: str
@@ -183,27 +185,29 @@ class WorkerStart(Message, frozen=True, tag=17):
 
 
 class NewConfig(Message, frozen=True, tag=18):
-    """The configuration from now on, pickled. A worker trusts the process that started it."""
+    """The new configuration, pickled. A worker trusts the process that started it."""
 
     config: bytes
 
 
 class KnownBackends(Message, frozen=True, tag=19):
-    """All backends (pickled configurations), every name that is known, and what a request without a name means."""
+    """All backends, and all names that requests may use."""
 
     backends: bytes
+    """The pickled configurations of the backends."""
     targets: Mapping[str, Target]
     unnamed: Target | None
+    """The target of requests without a model name; None: they are refused."""
 
 
 class LearnedEstimates(Message, frozen=True, tag=20):
-    """The estimates of these models, as the answers of all workers have taught them."""
+    """Estimates of these models, learned from the responses of all workers."""
 
     models: Mapping[str, Estimate]
 
 
 class ShutdownState(Message, frozen=True, tag=21):
-    """How far the shutdown is; see `RequestHandler.begin_shutdown`, `Listener.close` and `Dispatcher.drain`."""
+    """Progress of the shutdown; see `RequestHandler.begin_shutdown`, `Listener.close` and `Dispatcher.drain`."""
 
     leaving: bool = False
     replaced: bool = False
@@ -226,7 +230,7 @@ class LeaseGranted(Message, frozen=True, tag=22):
 
 
 class CallRefused(Message, frozen=True, tag=23):
-    """The exception `Refused`, as the answer to any call."""
+    """The exception `Refused`; the answer to any call."""
 
     call: int
     outcome: Outcome
@@ -252,20 +256,20 @@ class PageResponse(Message, frozen=True, tag=25):
 
 
 class LeaseCut(Message, frozen=True, tag=26):
-    """The worker has to end the attempt of a lease (`Lease.cut`)."""
+    """The worker must end the attempt of a lease (`Lease.cut`)."""
 
     lease: int
     revoked: bool
 
 
 class StopWorker(Message, frozen=True, tag=27):
-    """Cut all requests that are left, and end the process."""
+    """Cut all remaining requests, and end the process."""
 
 
 FromWorker = (
     Listening | Admit | Resolve | PageRequest | DirectRequest | CancelCall | LeaseStarted | LeaseCommitted
     | LeaseProgress | LeaseReturned | RequestEnded | PrefixCached | AttemptEnded | ExitReport | UsageLearned
-    | WorkerIdle | ResponseStored | LogLinesLost | HeldBytes | LeaseRecomputing
+    | WorkerIdle | ResponseStored | LogLinesLost | BufferedBytes | LeaseRecomputing
 )  # fmt: skip
 ToWorker = (
     WorkerStart | NewConfig | KnownBackends | LearnedEstimates | ResponseStored | ShutdownState | LeaseGranted

@@ -1,4 +1,4 @@
-"""What a worker uses in place of the scheduler's dispatcher, estimator, metrics and pages: each sends messages."""
+"""Worker side: replacements of the scheduler's dispatcher, estimator, metrics and pages, which send messages to it."""
 
 from __future__ import annotations
 
@@ -28,30 +28,33 @@ from llmproxy.scheduling.lease import Admitted, Lease
 
 CallAnswer = protocol.LeaseGranted | protocol.NameResolved | protocol.PageResponse
 _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect"})
-"""Header fields that describe how a body is sent on its connection."""
+"""Headers about the framing of a body, which differs on each connection."""
 
 
 class Calls:
-    """Calls of this worker that were not answered yet. When the scheduler is gone, every new call is refused."""
+    """Pending calls of this process to the scheduler or leader. All calls are refused once the connection is lost."""
 
     def __init__(self, channel: Channel[Any], serial: Iterator[int] | None = None) -> None:
-        """`serial` numbers the calls; from 1 upwards unless given."""
+        """`serial` yields call numbers. By default, they count from 1."""
         self._channel = channel
         self._serial = count(1) if serial is None else serial
         self._open: dict[int, asyncio.Future[CallAnswer]] = {}
 
     async def answer(self, message: Callable[[int], protocol.Message]) -> CallAnswer:
-        """Send the message that `message` makes of the number of this call, and wait. Raises Refused."""
+        """Send the message that `message` returns for a new call number, and wait for the answer. Raises Refused.
+
+        Cancellation is safe: it sends `CancelCall`, and the other side ends a lease that it has granted meanwhile.
+        """
         call, answer = self._send(message)
         try:
             return await answer
         except asyncio.CancelledError:
-            # Also where the answer has arrived already: the scheduler then ends the lease that it granted.
+            # Needed even if the answer has arrived already, so that the scheduler ends the granted lease.
             self._channel.send(protocol.CancelCall(call))
             raise
         finally:
             del self._open[call]
-            # Its exception would refer back to it: the cycle would stay until the garbage collector runs.
+            # Avoids a reference cycle through the exception, which only the garbage collector could free.
             del answer
 
     def _send(self, message: Callable[[int], protocol.Message]) -> tuple[int, asyncio.Future[CallAnswer]]:
@@ -64,7 +67,7 @@ class Calls:
 
     @contextmanager
     def lasting(self, message: Callable[[int], protocol.Message], refused: Callable[[], None]) -> Iterator[None]:
-        """A call that lasts as long as the block. `refused` is called when it is refused or the scheduler is gone."""
+        """Keep a call open during the block. `refused` is called if it is refused or the connection is lost."""
         call, answer = self._send(message)
 
         def ended(answer: asyncio.Future[CallAnswer]) -> None:
@@ -80,7 +83,7 @@ class Calls:
             answer.cancel()
 
     def answered(self, message: CallAnswer | protocol.CallRefused) -> None:
-        """An answer has arrived. Its call may have been cancelled."""
+        """Resolve a pending call. Does nothing if the call was cancelled."""
         answer = self._open.get(message.call)
         if answer is None or answer.done():
             return
@@ -90,14 +93,14 @@ class Calls:
             answer.set_result(message)
 
     def lost(self) -> None:
-        """The scheduler is gone: all calls are refused."""
+        """Refuse all pending calls, because the connection is lost."""
         for answer in self._open.values():
             if not answer.done():
                 answer.set_exception(shutting_down())
 
 
 class RemoteDispatcher:
-    """`Leasing`, by calls of the scheduler process. Names that the scheduler has sent are resolved here."""
+    """A `Leasing` that calls the scheduler process. It resolves known names itself."""
 
     def __init__(self, channel: Channel[protocol.ToWorker], calls: Calls) -> None:
         self._channel = channel
@@ -122,11 +125,11 @@ class RemoteDispatcher:
         return Admitted(self, request, excluded, entry)
 
     async def wait(self, request: Request, excluded: frozenset[str], entry: AdmissionKind) -> Lease:
-        """The lease of a request; see `admit`."""
+        """Wait for the lease of a request; see `Dispatcher.admit`."""
         asked_s = _now()
         granted = await self._calls.answer(lambda call: protocol.Admit(call, request, excluded, entry))
         assert isinstance(granted, protocol.LeaseGranted)
-        # A loop reads the clock once a turn: the scheduler may have read it before this worker asked.
+        # Each loop reads the clock once a turn, so the scheduler's time may be earlier than the time of asking.
         at_s = max(asked_s, granted.at_s)
         grant = Grant(
             granted.lease, as_stage(request, granted.stage), granted.placed, at_s, granted.queued_ahead, granted.why,
@@ -136,14 +139,14 @@ class RemoteDispatcher:
         return lease
 
     def returned(self, lease: Lease) -> None:
-        """A lease has ended."""
+        """Report that a lease has ended."""
         del self._leases[lease.grant.lease]
         self._channel.send(protocol.LeaseReturned(lease.grant.lease, lease.verdict, lease.usage))
 
     async def resolve(
         self, name: str | None, hold_s: float, body_bytes: int, key: str = "", beside: str | None = None
     ) -> Target:
-        """See `Dispatcher.resolve`, which is called for names that are not known here."""
+        """See `Dispatcher.resolve`. The scheduler resolves names that this worker does not know."""
         known = self._unnamed if name is None else self._targets.get(name)
         if known is not None:
             return known
@@ -152,12 +155,12 @@ class RemoteDispatcher:
         return resolved.target
 
     def response_stored(self, response_id: str, backend: str, tenant: str) -> None:
-        """Report a stored response at once: its client may name it to another worker as soon as it has the head."""
+        """Report a stored response at once: its client may refer to it at another worker after the response head."""
         self._channel.send(protocol.ResponseStored(response_id, backend, tenant))
         self._channel.flush()
 
     async def caught_up(self) -> None:
-        """Wait until this worker knows what the scheduler knows now. Messages arrive in order, before the answer."""
+        """Wait for all messages that the scheduler has sent so far. They arrive before the answer to this call."""
         with suppress(Refused):
             await self._calls.answer(lambda call: protocol.Resolve(call, None, 0.0, 0))
 
@@ -193,8 +196,8 @@ class RemoteDispatcher:
     # --- messages of the scheduler ----------------------------------------------------------------------------------
 
     def cut(self, message: protocol.LeaseCut) -> None:
-        """The attempt of a lease has to end; the lease may have been given back already."""
-        # In the next turn, after the task that was granted the lease knows of it.
+        """End the attempt of a lease, unless the lease was returned already."""
+        # In the next turn of the loop, after the task has received its lease.
         asyncio.get_running_loop().call_soon(self._cut, message)
 
     def _cut(self, message: protocol.LeaseCut) -> None:
@@ -202,18 +205,18 @@ class RemoteDispatcher:
         if lease is not None:
             lease.cut(revoked=message.revoked)
 
-    def take_names(self, known: protocol.KnownBackends) -> None:
-        """Resolve these names from now on."""
+    def set_names(self, known: protocol.KnownBackends) -> None:
+        """Replace the names that this worker resolves."""
         self._targets, self._unnamed = known.targets, known.unnamed
 
     def lost(self) -> None:
-        """The scheduler is gone: all calls are refused, and no lease is granted any more."""
+        """Refuse all calls and new requests, because the scheduler is gone."""
         self.shutdown = protocol.ShutdownState(leaving=True, draining=True, granting=False)
         self._calls.lost()
 
 
 class RemoteEstimator(Estimator):
-    """Sends the usage of each answer to the scheduler, and gets the estimates that it learns from all workers."""
+    """Reports the usage of each response to the scheduler, which learns from all workers and sends estimates."""
 
     def __init__(self, channel: Channel[protocol.ToWorker]) -> None:
         super().__init__()
@@ -224,7 +227,7 @@ class RemoteEstimator(Estimator):
 
 
 class RemoteExits:
-    """The `ExitSink` of a worker: the scheduler process takes note of everything."""
+    """An `ExitSink` that forwards everything to the scheduler process."""
 
     def __init__(self, channel: Channel[protocol.ToWorker]) -> None:
         self._channel = channel
@@ -242,7 +245,7 @@ class RemoteExits:
 
 
 class RemotePages:
-    """`Pages`, answered by the scheduler process, which checks keys and knows the state."""
+    """The `Pages` of a process that forwards requests to the scheduler or leader, which also checks keys."""
 
     def __init__(self, calls: Calls, rulebook: Rulebook) -> None:
         self._calls = calls
@@ -257,13 +260,13 @@ class RemotePages:
         return await self._forward(request)
 
     async def get(self, raw_path: str, request: web.BaseRequest) -> protocol.PageResponse:
-        """Another page, on behalf of the client of this request, which has no body. Raises Failure."""
+        """Request another page for the client of this request, without a body. Raises Failure."""
         return await self._ask(request, None, raw_path)
 
     async def _forward(self, request: web.BaseRequest) -> web.Response:
         response = await self._ask(request, None)
         if response.status == 100:
-            # The body is read only when it is needed: a client without permission is refused first.
+            # Read only when it is needed, so that a client without permission is refused first.
             body = await read_body(request, BODY_BYTES_MAX, self._rulebook.current.config.clients)
             response = await self._ask(request, body)
         return web.Response(
@@ -285,7 +288,7 @@ class RemotePages:
 
 
 def _raw(request: web.BaseRequest, body: bytes | None, raw_path: str) -> bytes:
-    """A request for this path, else as it came, with its body; None makes the server ask for the body."""
+    """Returns the bytes of a request with this path. Without a `body`, `Expect` makes the server ask for it."""
     fields = [*request.raw_headers]
     if body is not None:
         fields = [field for field in fields if field[0].lower() not in _FRAMING]

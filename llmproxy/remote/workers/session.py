@@ -1,7 +1,7 @@
-"""The scheduler's side of one relay worker: its messages become calls of the dispatcher.
+"""Scheduler side of one relay worker: its messages become calls of the dispatcher.
 
-Every call of a worker is a task, and the task that was granted a lease holds it. When the worker is gone, its tasks are
-cancelled, and each gives its lease back as if its client had left.
+Each call of a worker is a task, which also owns the granted lease. When the worker is gone, its tasks are cancelled,
+and each returns its lease as if the client had left.
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ CallT = TypeVar("CallT", protocol.Admit, protocol.Resolve, protocol.PageRequest,
 
 @dataclass(frozen=True, slots=True)
 class SchedulerContext:
-    """What the sessions need of the scheduler process.
-
-    `update_workers` sends every worker what has changed; a session calls it before it sends what follows from a change.
-    `page` answers requests that are not for an engine. `learned` is called with the model whose estimate has changed,
-    and `stored` with a stored response and the session of the worker that relayed it.
-    """
+    """The parts of the scheduler process that sessions use."""
 
     rulebook: Rulebook
     dispatcher: Dispatcher
     exits: ExitSink
     update_workers: Callable[[], None]
+    """Sends pending changes to all workers. A session calls it before it sends an answer that depends on a change."""
     page: Callable[[protocol.PageRequest], Awaitable[protocol.PageResponse]]
+    """Answers requests that are not for an engine."""
     learned: Callable[[str], None]
+    """Gets the model whose estimate has changed."""
     stored: Callable[[protocol.ResponseStored, WorkerSession], None]
+    """Gets a stored response and the session that reported it."""
 
 
 class WorkerSession:
-    """Serves one worker through `channel` until the worker is gone."""
+    """Serves one worker over `channel` until the worker is gone."""
 
     def __init__(self, context: SchedulerContext) -> None:
         self._context = context
@@ -57,18 +56,20 @@ class WorkerSession:
         self._requests: dict[str, Request] = {}
         self._direct = 0
         self.url: asyncio.Future[str] = self._loop.create_future()
-        """Where the worker accepts connections."""
-        self.idle, self.gone = asyncio.Event(), asyncio.Event()
-        """`idle`: the worker has shut down and has no request left. `gone`: its connection has ended."""
+        """The URL at which the worker accepts connections."""
+        self.idle = asyncio.Event()
+        """Set when the worker is shutting down and has no request left."""
+        self.gone = asyncio.Event()
+        """Set when the connection has ended and all requests of the worker are recorded."""
         self.cut = 0
-        """How many requests ended because the worker ended."""
+        """Number of requests that ended with the worker."""
         self.buffered_bytes = 0
-        """How many bytes of request bodies the worker holds, as it last reported."""
-        self.channel: Channel[protocol.FromWorker] = Channel(FROM_WORKER, self._take, self._lost)
+        """Buffered bytes of request bodies, as last reported."""
+        self.channel: Channel[protocol.FromWorker] = Channel(FROM_WORKER, self._handle, self._lost)
 
     @property
     def open_requests(self) -> int:
-        """Requests of the worker that have not ended, those that bypass the waiting room included."""
+        """Requests of the worker that have not ended, including direct ones, which need no lease."""
         return len(self._requests) + self._direct
 
     def send(self, message: protocol.Message) -> None:
@@ -81,12 +82,12 @@ class WorkerSession:
         self._note_call(asked.call, self._loop.create_task(self._answered(work, asked)))
 
     def _note_call(self, call: int, answer: asyncio.Future[Any]) -> None:
-        """Remember an open call until it is answered, or cancelled."""
+        """Remember a call until it is answered or cancelled."""
         self._calls[call] = answer
         answer.add_done_callback(partial(self._call_over, call))
 
     def _call_over(self, call: int, answer: asyncio.Future[Any]) -> None:
-        # A member that connects again numbers some of its calls from the start, while the old ones are being cancelled.
+        # A reconnecting member reuses some call numbers while the old calls are still being cancelled.
         if self._calls.get(call) is answer:
             del self._calls[call]
 
@@ -96,7 +97,7 @@ class WorkerSession:
             await work(asked)
         except Refused as refused:
             self.send(protocol.CallRefused(call, refused.outcome, refused.message, refused.retry_after_s))
-        except Exception as bug:  # noqa: BLE001 - the request of the worker must end, whatever the bug is
+        except Exception as bug:  # noqa: BLE001 - the worker's request must end whatever the bug
             log_internal(f"call {call}", bug)
             self.send(protocol.CallRefused(call, Outcome.INTERNAL, INTERNAL_MESSAGE, None))
 
@@ -106,19 +107,19 @@ class WorkerSession:
             await self._lend(ask.call, lease)
 
     async def _lend(self, call: int, lease: Lease) -> None:
-        """Tell the worker of its lease, and wait until it gives that back."""
-        granted = self._granted(call, lease)
-        returned = self._book(granted.lease, lease)
-        self.send(granted)
+        """Send the lease to the worker, and wait for its return."""
+        message = self._grant_message(call, lease)
+        returned = self._book(message.lease, lease)
+        self.send(message)
         if lease.on_cut is not None and (lease.revoked or lease.preempted):
             lease.on_cut()
         try:
             lease.verdict, lease.usage = await returned
         finally:
-            self._forget(granted.lease)
+            self._forget(message.lease)
 
     def _book(self, key: int, lease: Lease) -> asyncio.Future[tuple[Verdict, Usage | None]]:
-        """Note that the worker has a lease, which it names by `key`. The future has the message that gives it back."""
+        """Record a lease of the worker under its number `key`. The returned future resolves when it is returned."""
         returned: asyncio.Future[tuple[Verdict, Usage | None]] = self._loop.create_future()
         self._leases[key] = lease, returned
         lease.on_cut = lambda: self.send(protocol.LeaseCut(key, lease.revoked))
@@ -126,10 +127,10 @@ class WorkerSession:
 
     def _forget(self, key: int) -> None:
         lease, _ = self._leases.pop(key)
-        # The callback refers to the lease: the cycle would stay until the garbage collector runs.
+        # Breaks the reference cycle of lease and callback, which only the garbage collector could free.
         lease.on_cut = None
 
-    def _granted(self, call: int, lease: Lease) -> protocol.LeaseGranted:
+    def _grant_message(self, call: int, lease: Lease) -> protocol.LeaseGranted:
         grant = lease.grant
         return protocol.LeaseGranted(
             call, grant.lease, grant.request.stage, grant.placed, grant.at_s, grant.queued_ahead, grant.why,
@@ -156,7 +157,7 @@ class WorkerSession:
 
     # --- messages of the worker ---------------------------------------------------------------------------------------
 
-    def _take(self, message: protocol.FromWorker) -> None:
+    def _handle(self, message: protocol.FromWorker) -> None:
         match message:
             case protocol.LeaseProgress(lease, output_tokens):
                 self._leases[lease][0].progress(output_tokens)
@@ -170,7 +171,7 @@ class WorkerSession:
             case protocol.LeaseReturned(lease, verdict, usage):
                 self._leases[lease][1].set_result((verdict, usage))
             case protocol.RequestEnded(request_id, met):
-                # In the next turn, after the task that holds the lease has given it back.
+                # In the next turn of the loop, after the task of the lease has returned it.
                 self._loop.call_soon(self._ended, request_id, met)
             case protocol.PrefixCached(pool, lease, backend, hashes):
                 self._loop.call_soon(self._pools.cached, pool, lease, backend, hashes)
@@ -181,7 +182,7 @@ class WorkerSession:
             case protocol.UsageLearned(model, prompt_bytes, sequences, answered):
                 self._pools.estimator.learn(model, prompt_bytes, sequences, answered)
                 self._context.learned(model)
-            # The kinds are tried in this order, and those from here on are rare.
+            # The cases are tried in this order: the rare ones come last.
             case protocol.LeaseRecomputing(lease):
                 self._leases[lease][0].recomputing()
             case protocol.CancelCall(call):
@@ -199,7 +200,7 @@ class WorkerSession:
                 self.idle.set()
             case protocol.LogLinesLost(lines):
                 self._context.exits.log_lines_lost(lines)
-            case protocol.HeldBytes(body_bytes):
+            case protocol.BufferedBytes(body_bytes):
                 self.buffered_bytes = body_bytes
             case protocol.Listening(url):
                 self.url.set_result(url)
@@ -217,10 +218,10 @@ class WorkerSession:
         self._loop.call_soon(self._end_requests)
 
     def _end_requests(self) -> None:
-        """Record the end of each request that the worker had. Their leases are given back by now."""
+        """Record the exit of each open request of the worker. Their leases have been returned by now."""
         self.cut = len(self._requests)
         for request in list(self._requests.values()):
-            ended = self._exit_of(request)
+            ended = self._lost_exit(request)
             self._context.exits.record(ended)
             log_exit(ended)
             self._ended(request.id, None)
@@ -229,7 +230,7 @@ class WorkerSession:
         self.idle.set()
         self.gone.set()
 
-    def _exit_of(self, request: Request) -> RequestExit:
+    def _lost_exit(self, request: Request) -> RequestExit:
         lost = RequestInput(
             request_id=request.label,
             method="POST",

@@ -1,7 +1,7 @@
-"""Starts the relay workers, keeps them up to date, replaces one that dies, and ends them.
+"""The supervisor of the relay workers: starts, updates, replaces and ends them.
 
-The listening sockets stay open in this process. Connections that a worker has not accepted when it dies wait in its
-socket for the worker that replaces it.
+The listening sockets stay open in this process. When a worker dies, connections that it has not accepted wait in its
+socket for its replacement.
 """
 
 from __future__ import annotations
@@ -29,24 +29,20 @@ from llmproxy.remote.workers.session import SchedulerContext, WorkerSession
 from llmproxy.scheduling.dispatcher import Dispatcher
 
 START_MAX_S = 60.0
-"""How long workers may take until they listen, before the start is given up."""
+"""How long workers may take to start listening before the start of the proxy fails."""
 STOP_MAX_S = 5.0
-"""How long a worker may take to cut its requests, and again to end, before it is killed."""
+"""How long a worker may take to cut its requests, and then again to exit, before it is killed."""
 LIVED_S = 10.0
-"""A worker that ended sooner failed at its start: the next one starts after a pause, which doubles each time."""
+"""A worker that lived shorter has failed to start: its replacement starts after a pause that doubles each time."""
 PAUSE_S, PAUSE_MAX_S = 0.5, 30.0
 ESTIMATES_S = 0.1
-"""How old the estimates of the workers may be."""
+"""Interval of sending changed estimates to the workers."""
 
 _log = structlog.get_logger()
 
 
 class WorkerSupervisor:
-    """As many workers as the configuration says, from `start` to `close`.
-
-    `socket_activated`: the service manager keeps the sockets open too. `page` answers requests that are not for an
-    engine.
-    """
+    """The configured number of relay workers, from `start` to `close`."""
 
     def __init__(
         self,
@@ -57,6 +53,11 @@ class WorkerSupervisor:
         page: Callable[[protocol.PageRequest], Coroutine[Any, Any, protocol.PageResponse]],
         socket_activated: bool,
     ) -> None:
+        """
+        Args:
+            page: Answers requests that are not for an engine.
+            socket_activated: Whether the service manager keeps the listening sockets open too.
+        """
         self._rulebook = gateway.rulebook
         self._dispatcher = dispatcher
         self._pools: Pools = dispatcher.pools
@@ -72,7 +73,7 @@ class WorkerSupervisor:
         self._loop = asyncio.get_running_loop()
         self._sessions: dict[int, WorkerSession] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._kept: list[asyncio.Task[None]] = []
+        self._restarters: list[asyncio.Task[None]] = []
         self._sockets: Sequence[Sequence[socket.socket]] = ()
         self._serial = 0
         self._leaving = self._replaced = self._closed = self._ending = False
@@ -86,7 +87,7 @@ class WorkerSupervisor:
     # --- processes ----------------------------------------------------------------------------------------------------
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
-        """Start all workers on these sockets, and wait until each accepts. Raises ConfigError, OSError."""
+        """Start all workers on these sockets, and wait until each listens. Raises ConfigError, OSError."""
         count = self._rulebook.current.config.workers
         self._sockets = dealt_sockets(sockets, count)
         for slot in range(count):
@@ -96,7 +97,7 @@ class WorkerSupervisor:
         if not all(url.done() and not url.cancelled() for url in urls):
             raise ConfigError(["a relay worker did not start; its own lines say why"])
         self.url = urls[0].result()
-        self._kept = [supervised(partial(self._keep, slot), f"worker {slot}") for slot in range(count)]
+        self._restarters = [supervised(partial(self._restart, slot), f"worker {slot}") for slot in range(count)]
 
     async def _begin(self, slot: int) -> None:
         self._serial += 1
@@ -119,8 +120,8 @@ class WorkerSupervisor:
             session.send(protocol.ResponseStored(response_id, backend, tenant))
         session.send(self._shutdown)
 
-    async def _keep(self, slot: int) -> None:
-        """Start the worker of one slot again whenever it ends, until the proxy shuts down."""
+    async def _restart(self, slot: int) -> None:
+        """Restart the worker of one slot whenever it ends, until the proxy shuts down."""
         began_s, pause_s = self._loop.time(), 0.0
         while True:
             session, process = self._sessions[slot], self._processes[slot]
@@ -142,7 +143,7 @@ class WorkerSupervisor:
                     _log.error("worker_not_started", error=str(error), again_in_s=pause_s)
 
     async def close(self) -> None:
-        """Cut all requests that are left, and end all workers."""
+        """Cut all remaining requests, and end all workers."""
         self._ending = True
         for session in self._sessions.values():
             session.send(protocol.StopWorker())
@@ -153,14 +154,14 @@ class WorkerSupervisor:
         except TimeoutError:
             for session in self._sessions.values():
                 session.channel.abort()
-        for task in self._kept:
+        for task in self._restarters:
             task.cancel()
-        await asyncio.gather(*self._kept, return_exceptions=True)
+        await asyncio.gather(*self._restarters, return_exceptions=True)
         for process in self._processes.values():
             await _ended(process)
         self._close_ours()
 
-    # --- what every worker is sent ------------------------------------------------------------------------------------
+    # --- updates of all workers ---------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
         if not self._changes:
@@ -168,7 +169,7 @@ class WorkerSupervisor:
             self._loop.call_soon(self.update_workers)
 
     def update_workers(self) -> None:
-        """Send all workers what has changed of the backends and of the shutdown."""
+        """Send changed backends and a changed shutdown state to all workers."""
         if not self._changes:
             return
         self._changes = False
@@ -178,7 +179,7 @@ class WorkerSupervisor:
         if state != self._shutdown:
             self._shutdown = state
             self._send_all(state)
-        # Most calls change nothing. The comparison is cheap: equal backends are the same objects.
+        # Mostly nothing has changed. The comparison is cheap, because equal backends are the same objects.
         if ([*self._backends.values()], self._pools.catalogue.revision) != self._known:
             self._sent_backends = self._backends_now()
             self._send_all(self._sent_backends)
@@ -194,7 +195,7 @@ class WorkerSupervisor:
         return protocol.KnownBackends(pickle.dumps(tuple(backends)), dict(catalogue.targets), unnamed)
 
     def reconfigure(self) -> None:
-        """Send all workers the configuration that holds now."""
+        """Send the current configuration to all workers."""
         self._send_all(self._config_now())
 
     def _config_now(self) -> protocol.NewConfig:
@@ -228,7 +229,7 @@ class WorkerSupervisor:
 
     @property
     def open_requests(self) -> int:
-        """Open requests that are known here, and one for each other worker that shuts down and is not idle yet."""
+        """Open requests. A worker that is shutting down and not idle counts as one if it has no request here."""
         shuts_down = self._shutdown.draining or self._shutdown.closed
         return sum(
             session.open_requests or (shuts_down and not session.idle.is_set()) for session in self._sessions.values()
@@ -236,7 +237,7 @@ class WorkerSupervisor:
 
     @property
     def buffered_bytes(self) -> int:
-        """How many bytes of request bodies all workers hold, as they last reported."""
+        """Buffered bytes of request bodies in all workers, as last reported."""
         return sum(session.buffered_bytes for session in self._sessions.values())
 
     def begin_shutdown(self, *, replaced: bool = False) -> None:
@@ -245,7 +246,7 @@ class WorkerSupervisor:
         self._changed()
 
     async def close_sockets(self) -> None:
-        """Take no further connections. Those that are open stay."""
+        """Stop accepting connections. Open connections stay."""
         self._closed = True
         self._changed()
         self._close_ours()
@@ -256,13 +257,13 @@ class WorkerSupervisor:
                 one.close()
 
     async def wait_idle(self) -> None:
-        """Wait until no worker has a request left; where this process was replaced, a connection."""
+        """Wait until no worker has a request left, or after a replacement of this process, a connection."""
         for session in self._sessions.values():
             await session.idle.wait()
 
 
 def dealt_sockets(sockets: Sequence[socket.socket], count: int) -> list[list[socket.socket]]:
-    """The sockets of each of `count` workers. All are used, and workers share a socket where there are too few."""
+    """Returns the sockets of each of `count` workers. Every socket is used. Workers share sockets if needed."""
     by_address: dict[Any, list[socket.socket]] = {}
     for one in sockets:
         by_address.setdefault(one.getsockname(), []).append(one)
@@ -278,9 +279,9 @@ def _longer(pause_s: float) -> float:
 
 
 def _started(channel: socket.socket, sockets: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
-    """One worker, which finds modules where this process does.
+    """Starts a worker process with the module path of this process.
 
-    It leads a session (setsid) of its own, so that signals of a terminal reach this process alone."""
+    It runs in a session (setsid) of its own, so that signals of a terminal reach only this process."""
     fds = [channel.fileno(), *(one.fileno() for one in sockets)]
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109 - a string is needed
     return subprocess.Popen(
@@ -293,7 +294,7 @@ def _started(channel: socket.socket, sockets: Sequence[socket.socket]) -> subpro
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> int:
-    """The exit code of a worker. It is killed when it does not end."""
+    """Waits for a worker to exit, kills it after STOP_MAX_S, and returns its exit code."""
     try:
         return await asyncio.to_thread(process.wait, STOP_MAX_S)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The demo as a process: it serves, and however it ends, it leaves none of its processes behind. What it shows."""
+"""The demo as a process: it serves, it leaves no process behind, and its display."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from llmproxy.lab.demo import GUIDE, KEYS, _adapters, _config
 from llmproxy.lab.demo.buttons import _press
 from llmproxy.lab.demo.clients import ADAPTERS, CALM, MODEL, BandOutcomes, DemoClients, Source
 from llmproxy.lab.demo.display import DemoReplica, Display, parsed, picture, summed
-from llmproxy.lab.demo.processes import DemoError, Processes, held_port
+from llmproxy.lab.demo.processes import DemoError, Processes, reserved_port
 from llmproxy.lab.demo.scenes import ADAPTER, ADMIN_KEY, BURST, FLOOD, LAST_ONES_S, NOISY, QUIET_S, SCENES, SLOW, Stage
 from tests.dispatching import virtual
 
@@ -129,18 +129,18 @@ def test_buttons_on_the_page_play_scenes() -> None:
         cold.add_header("Authorization", f"Bearer {ADMIN_KEY}")
         urllib.request.urlopen(cold, timeout=WAIT_MAX_S).close()
         news = ""
-        while ADAPTER.news not in news:
+        while ADAPTER.message not in news:
             news = output.readline()
             assert news
             # By itself, the demo would play this one before.
-            assert SLOW.news not in news
+            assert SLOW.message not in news
         events: list[Any] = []
         while not events:
             asked = urllib.request.Request(f"{base[1]}/debug/events", headers={"Authorization": f"Bearer {ADMIN_KEY}"})
             with urllib.request.urlopen(asked, timeout=WAIT_MAX_S) as answer:
                 events = [one for one in json.load(answer)["events"] if one["event"] == "scene"]
             time.sleep(0.05)
-        assert ADAPTER.news in events[0]["text"]
+        assert ADAPTER.message in events[0]["text"]
 
 
 def test_a_pressed_button_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ async def test_killed_replica_comes_back_on_its_port() -> None:
                     return
             await asyncio.sleep(0.02)
 
-    with held_port(0) as port:
+    with reserved_port(0) as port:
         async with Processes() as processes, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
             for _ in range(2):
                 await processes.start("replica-1", "replica", "--port", str(port), "--profile", "tiny")
@@ -188,11 +188,11 @@ async def test_killed_replica_comes_back_on_its_port() -> None:
 
 
 def test_a_port_that_is_taken_is_reported() -> None:
-    with held_port(0) as port, socket.socket() as other:
+    with reserved_port(0) as port, socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", port))
         other.listen()
-        with pytest.raises(DemoError, match=f"port {port} cannot be used"), held_port(port):
+        with pytest.raises(DemoError, match=f"port {port} cannot be used"), reserved_port(port):
             pass
 
 
@@ -253,7 +253,7 @@ def test_what_is_said_fits_into_80_columns() -> None:
     keys = KEYS.format(keys=", ".join(f"{scene.key} {scene.name}" for scene in SCENES))
     names = {"models": ", ".join((MODEL, *ADAPTERS)), "model": MODEL, "key": ADMIN_KEY, "scenes": keys}
     guide = GUIDE.format(base="http://127.0.0.1:65535", count=16, **names)
-    news = ["00:00:00  " + scene.news.format(victim="replica-16") for scene in SCENES]
+    news = ["00:00:00  " + scene.message.format(victim="replica-16") for scene in SCENES]
     assert [line for line in [*guide.splitlines(), *news] if len(line) > 80] == []
     assert all(f"{column}: " in guide for column in ("queued", "waiting", "broken", "lost"))
 
@@ -264,10 +264,13 @@ def test_what_is_said_fits_into_80_columns() -> None:
 class Played:
     """A stage whose processes and replicas only note what happens to them."""
 
-    def __init__(self, *, lone: bool = False) -> None:
+    def __init__(self, *, single_replica: bool = False) -> None:
         self.seen: list[str] = []
         self.sources: set[Source] = set(CALM)
-        self.stage = Stage(self, self, "replica-3", "http://r3", lone, self.restart, self.seen.append, self.sources)  # type: ignore[arg-type]
+        itself: Any = self
+        self.stage = Stage(
+            itself, itself, "replica-3", "http://r3", single_replica, self.restart, self.seen.append, self.sources
+        )
 
     async def kill(self, name: str) -> None:
         self.seen.append(f"kill {name}")
@@ -294,8 +297,8 @@ async def test_every_scene_ends_what_it_began() -> None:
         assert played.stage.begin(scene) is task, "each at most once at a time"
         await task
         assert played.sources == set(CALM)
-        assert played.seen[0] == scene.news.format(victim="replica-3")
-        assert played.seen[1] == f"{scene.place}/began "
+        assert played.seen[0] == scene.message.format(victim="replica-3")
+        assert played.seen[1] == f"{scene.path}/began "
         assert played.seen[-1] == f"{scene.name}: over"
         assert played.seen[2:-1] == {
             "kill": ["kill replica-3", "restart"],
@@ -323,15 +326,15 @@ async def test_the_demo_leads_until_a_key_is_pressed_and_again_after_a_blank() -
     played = Played()
     leading = asyncio.create_task(played.stage.lead())
     await asyncio.sleep(QUIET_S + 1.0)
-    assert played.seen[-2:] == [FLOOD.news, f"{FLOOD.place}/began "]
+    assert played.seen[-2:] == [FLOOD.message, f"{FLOOD.path}/began "]
     played.stage.pressed("N")
     await asyncio.sleep(1_000.0)
-    assert NOISY.news in played.seen
-    assert BURST.news not in played.seen, "the person leads"
+    assert NOISY.message in played.seen
+    assert BURST.message not in played.seen, "the person leads"
     played.stage.pressed("x")
     played.stage.pressed(" ")
     await asyncio.sleep(1.0)
-    assert BURST.news in played.seen
+    assert BURST.message in played.seen
     leading.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await leading
@@ -340,7 +343,7 @@ async def test_the_demo_leads_until_a_key_is_pressed_and_again_after_a_blank() -
 
 @virtual
 async def test_a_lone_replica_is_not_killed() -> None:
-    played = Played(lone=True)
+    played = Played(single_replica=True)
     played.stage.pressed("k")
     await asyncio.sleep(1.0)
     assert played.seen == []
@@ -369,7 +372,7 @@ async def test_a_terminal_gets_what_it_can_show(
         display = Display()
         display.plain_interval_s = 0.0
         with display.drawn():
-            display.news("now")
+            display.show_message("now")
             display.show(PAGE, REPLICAS, clients)
         monkeypatch.undo()
         seen = b""

@@ -1,4 +1,4 @@
-"""The two legs of a request whose prompt one replica computes and another one answers."""
+"""The two legs of a split request: prefill at one replica, decode at another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that leave, connections that idle, and every way to break a replica."""
+"""Clients that disconnect, idle connections, and every injected fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV that goes from one replica to another: the two legs over HTTP, and what comes of mistakes."""
+"""KV transfers between replicas: both legs over HTTP, and mistakes in them."""
 
 from __future__ import annotations
 

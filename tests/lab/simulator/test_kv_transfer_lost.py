@@ -1,4 +1,4 @@
-"""KV that cannot be had, times of transfers, and replicas that share a store."""
+"""KV that is not available, times of transfers, and replicas that share a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP routes: shapes of answers, streams and errors as they were recorded from a real vLLM 0.32."""
+"""The HTTP routes: responses, streams and errors in the shapes that were recorded from a real vLLM 0.32."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from llmproxy.lab.run.virtual_time import VirtualTimeLoop
 from llmproxy.remote.cluster.election import Election, Leadership
 from llmproxy.scheduling.valkey import StoreError
 
-HELD_S = 4.0
+LOCK_S = 4.0
 FENCE_S = 3.0
 """How long a leader decides after it asked: 0.75 of HELD_S."""
 RENEW_S = 1.0
@@ -26,7 +26,7 @@ def now() -> float:
 
 @dataclass
 class Store:
-    """One lock, which ends by the clock of the store: `rate` seconds of it pass in one second of the members.
+    """A lock that expires by the clock of the store, which runs `rate` times as fast as the clock of the members.
 
     A call is carried out `before_s` after it was made, also where who made it does not wait so long, and is answered
     `after_s` later. `away` makes calls fail.
@@ -38,7 +38,7 @@ class Store:
     rate: float = 1.0
     away: bool = False
     answers_cost_s: float = 0.0
-    """How long the loop of who asks stands still in the very moment in which it reads an answer."""
+    """How long the loop of the caller is paused when it reads an answer."""
     held: Leadership | None = None
     ends_s: float = 0.0
     epoch: int = 0
@@ -47,9 +47,9 @@ class Store:
     broken: Exception | None = None
     _under_way: set[asyncio.Task[Any]] = field(default_factory=set)
 
-    async def take(self, wanted: Leadership, held_s: float) -> Leadership:
+    async def take(self, wanted: Leadership, lock_s: float) -> Leadership:
         self.asked.append(now())
-        found: Leadership = await self._carried_out(lambda: self._take(wanted, held_s))
+        found: Leadership = await self._carried_out(lambda: self._take(wanted, lock_s))
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
         loop._now_s += self.answers_cost_s
@@ -72,13 +72,13 @@ class Store:
         """It was restarted without its data."""
         self.held, self.epoch = None, 0
 
-    def _take(self, wanted: Leadership, held_s: float) -> Leadership:
+    def _take(self, wanted: Leadership, lock_s: float) -> Leadership:
         held = self._holder()
         if held is None or (held.holder == wanted.holder and held.epoch < wanted.epoch):
             self.epoch = max(self.epoch, wanted.epoch) + 1
             held = self.held = Leadership(wanted.holder, wanted.address, self.epoch)
         if held.holder == wanted.holder:
-            self.ends_s = now() + held_s / self.rate
+            self.ends_s = now() + lock_s / self.rate
         return held
 
     def _holder(self) -> Leadership | None:
@@ -121,18 +121,18 @@ class Turn:
 
 
 class Member:
-    """A candidate and its election. `turns` are its own, `followed` what else it was told, with the time."""
+    """A candidate and its election. `turns` has its own terms, `followed` the other leaders with the time."""
 
-    def __init__(self, store: Store, name: str, held_s: float = HELD_S) -> None:
+    def __init__(self, store: Store, name: str, lock_s: float = LOCK_S) -> None:
         self.name = name
         self.turns: list[Turn] = []
         self.followed: list[tuple[float, Leadership | None]] = []
         self.away: list[str | None] = []
         self.reachable = True
-        self.patience_s = 0.0
+        self.defer_s = 0.0
         self.fails: Exception | None = None
         self.stands_still_until_s = 0.0
-        self.election = Election(store, name, f"{name}:1", held_s, self, self.away.append)
+        self.election = Election(store, name, f"{name}:1", lock_s, self, self.away.append)
         self.task = asyncio.create_task(self._stoppable(self.election.run()))
 
     def lead(self, epoch: int, until_s: float) -> None:
@@ -159,18 +159,18 @@ class Member:
         return self.turns[-1] if self.turns and now() < self.turns[-1].until_s else None
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return self.turn is not None
 
     @property
     def leader(self) -> str | None:
         """Whom it follows now."""
         last = self.followed[-1][1] if self.followed else None
-        return None if self.leads or last is None else last.holder
+        return None if self.is_leader or last is None else last.holder
 
     @property
-    def seeking(self) -> bool:
-        return not (self.leads or (self.leader is not None and self.reachable))
+    def has_leader(self) -> bool:
+        return self.is_leader or (self.leader is not None and self.reachable)
 
     def stop(self, for_s: float) -> None:
         """The process gets no turn for so long, as by SIGSTOP: what happens meanwhile it learns afterwards."""

@@ -18,7 +18,7 @@ from llmproxy.lab.simulator.replica import Replica, ReplicaOptions
 from llmproxy.remote.cluster import stores
 from llmproxy.remote.cluster.cluster import Cluster
 from llmproxy.remote.cluster.election import Leadership
-from llmproxy.remote.cluster.session import MemberSession
+from llmproxy.remote.cluster.member_session import MemberSession
 from llmproxy.remote.cluster.shard import Shard
 from llmproxy.scheduling.valkey import StoreError
 from tests.e2e.leftovers import nothing_left
@@ -35,14 +35,14 @@ class MemoryLock:
     epoch: int = 0
     away: set[str] = field(default_factory=set)
 
-    async def take(self, wanted: Leadership, held_s: float) -> Leadership:
+    async def take(self, wanted: Leadership, lock_s: float) -> Leadership:
         now = self._asked_by(wanted.holder)
         held = await self.holder()
         if held is None:
             self.epoch = max(self.epoch, wanted.epoch) + 1
             held = self.held = Leadership(wanted.holder, wanted.address, self.epoch)
         if held.holder == wanted.holder:
-            self.until_s = now + held_s
+            self.until_s = now + lock_s
         return held
 
     async def holder(self) -> Leadership | None:
@@ -73,25 +73,27 @@ class Members(list[ProxyUnderTest]):
 
     @property
     def leader(self) -> ProxyUnderTest:
-        """The one that leads."""
-        (leader,) = [one for one in self if shard_of(one).leads]
+        """The leader."""
+        (leader,) = [one for one in self if shard_of(one).is_leader]
         return leader
 
     @property
     def followers(self) -> list[ProxyUnderTest]:
-        return [one for one in self if not shard_of(one).leads]
+        return [one for one in self if not shard_of(one).is_leader]
 
     def together(self) -> bool:
-        """Whether everybody follows the one that leads."""
+        """Whether all members follow a single leader."""
         led = [shard_of(one) for one in self]
-        return sum(one.leads for one in led) == 1 and all(one.led and len(one.members) == len(self) for one in led)
+        return sum(one.is_leader for one in led) == 1 and all(
+            one.has_leader and len(one.members) == len(self) for one in led
+        )
 
     def check_settled(self) -> None:
         """Nothing is left in any member."""
         for one in self:
             one.check()
-            relays = cluster_of(one).relays
-            assert (relays.waiting, relays.running) == (0, 0)
+            leasing = cluster_of(one).leasing
+            assert (leasing.waiting, leasing.running) == (0, 0)
             for pool in cluster_of(one).shards:
                 for session in sessions_of(one, pool).values():
                     assert (session.open_requests, session.leases) == (0, 0)
@@ -107,7 +109,7 @@ def shard_of(member: ProxyUnderTest, pool: str = DEFAULT) -> Shard:
 
 
 def sessions_of(member: ProxyUnderTest, pool: str = DEFAULT) -> dict[str, MemberSession]:
-    """Those that it schedules for, by name."""
+    """Returns the sessions of a leader by member name; empty for a follower."""
     sessions = shard_of(member, pool).sessions
     return {} if sessions is None else sessions.by_name
 
@@ -119,7 +121,9 @@ async def members(
     """So many members over one replica for each of `options`. All follow one of them when the block is entered."""
     with pytest.MonkeyPatch.context() as patch:
         found = Members(MemoryLock())
-        patch.setattr(stores, "opened", lambda _config, _api, shard: found.locks.setdefault(shard, MemoryLock()))
+        patch.setattr(
+            stores, "open_lock_store", lambda _config, _api, shard: found.locks.setdefault(shard, MemoryLock())
+        )
         async with nothing_left(), AsyncExitStack() as stack:
             replicas = [await stack.enter_async_context(Replica(one)) for one in options]
             backends = [

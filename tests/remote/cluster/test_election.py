@@ -1,4 +1,4 @@
-"""Who leads, and until when: at most one member decides at any moment, whatever the store and the processes do."""
+"""Elections: at most one member decides at any time, whatever the store and the processes do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llmproxy.lab.run.virtual_time import run
 from tests.dispatching import virtual
-from tests.remote.cluster.elections import FENCE_S, HELD_S, RENEW_S, SEEK_S, Member, Store, Turn, check, now
+from tests.remote.cluster.elections import FENCE_S, LOCK_S, RENEW_S, SEEK_S, Member, Store, Turn, check, now
 from tests.sizes import examples
 
 # --- the course of things ---------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ async def test_a_store_that_takes_half_the_fence_makes_no_pause() -> None:
     await asyncio.sleep(20.0)
     [turn] = check(a)
     assert turn.from_s == 1.4
-    assert a.leads
+    assert a.is_leader
     await a.end()
 
 
@@ -75,7 +75,7 @@ async def test_a_leader_without_its_store_ends_its_turn_before_its_lock_ends() -
     assert leader is None
     store.away = False
     await asyncio.sleep(1.0)
-    assert a.leads
+    assert a.is_leader
     assert a.away[-1] is None
     check(a)
     await a.end()
@@ -88,7 +88,7 @@ async def test_a_store_that_never_answers_ends_a_turn_too() -> None:
     await asyncio.sleep(0.5)
     store.before_s = 1000.0
     await asyncio.sleep(10.0)
-    assert not a.leads
+    assert not a.is_leader
     assert a.away[-1] == "it does not answer"
     assert a.followed[0] == (RENEW_S + FENCE_S, None)
     await a.end()
@@ -101,7 +101,7 @@ async def test_followers_keep_whom_they_know_while_the_store_is_away() -> None:
     await asyncio.sleep(0.5)
     store.away = True
     await asyncio.sleep(2.0)
-    assert a.leads
+    assert a.is_leader
     assert b.leader == "a"
     await a.end()
     await b.end()
@@ -114,10 +114,10 @@ async def test_a_leader_that_dies_is_followed_when_its_lock_ends() -> None:
     await asyncio.sleep(2.5)
     await a.end()
     b.reachable = False
-    b.election.look()
-    await asyncio.sleep(HELD_S)
+    b.election.check_soon()
+    await asyncio.sleep(LOCK_S)
     [dead, next_one] = check(a, b)
-    assert next_one.from_s == pytest.approx(2 * RENEW_S + HELD_S, abs=2 * SEEK_S)
+    assert next_one.from_s == pytest.approx(2 * RENEW_S + LOCK_S, abs=2 * SEEK_S)
     assert (dead.epoch, next_one.epoch) == (1, 2)
     await b.end()
 
@@ -131,7 +131,7 @@ async def test_who_has_a_leader_looks_less_often_than_who_has_none() -> None:
     await asyncio.sleep(2.99)
     assert len(store.asked) == 3 + 3
     b.reachable = False
-    b.election.look()
+    b.election.check_soon()
     await asyncio.sleep(0.99)
     assert len(store.asked) == pytest.approx(6 + 1 + 10, abs=2)
     await a.end()
@@ -143,7 +143,7 @@ async def test_who_looks_does_so_at_once() -> None:
     store = Store()
     a = Member(store, "a")
     await asyncio.sleep(0.3)
-    a.election.look()
+    a.election.check_soon()
     await asyncio.sleep(0.01)
     assert store.asked == [0.0, 0.3]
     await a.end()
@@ -154,7 +154,7 @@ async def test_a_look_during_a_question_is_not_lost() -> None:
     store = Store(before_s=0.2)
     a = Member(store, "a")
     await asyncio.sleep(0.1)
-    a.election.look()
+    a.election.check_soon()
     await asyncio.sleep(0.2)
     assert store.asked == [0.0, 0.2]
     await a.end()
@@ -178,10 +178,10 @@ async def test_a_leader_that_is_outbid_takes_a_turn_beyond() -> None:
     store = Store()
     a = Member(store, "a")
     await asyncio.sleep(0.5)
-    a.election.outbid(7)
+    a.election.raise_epoch(7)
     await asyncio.sleep(0.01)
     assert [turn.epoch for turn in check(a)] == [1, 8]
-    assert a.leads
+    assert a.is_leader
     await a.end()
 
 
@@ -195,8 +195,8 @@ async def test_a_lock_that_was_taken_by_hand_is_followed() -> None:
     new = Member(store, "a/2")
     await asyncio.sleep(1.0)
     assert new.leader == "a/1"
-    await asyncio.sleep(HELD_S)
-    assert new.leads
+    await asyncio.sleep(LOCK_S)
+    assert new.is_leader
     check(old, new)
     await new.end()
 
@@ -205,35 +205,35 @@ async def test_a_lock_that_was_taken_by_hand_is_followed() -> None:
 
 
 @virtual
-async def test_who_resigns_is_followed_at_once_and_follows() -> None:
+async def test_who_resigned_is_followed_at_once_and_follows() -> None:
     store = Store()
     a, b = Member(store, "a"), Member(store, "b")
     await asyncio.sleep(0.5)
     b.reachable = False
-    b.election.look()
+    b.election.check_soon()
     await a.election.resign()
     await asyncio.sleep(2 * SEEK_S)
-    assert b.leads
+    assert b.is_leader
     assert a.leader == "b"
-    await asyncio.sleep(2 * HELD_S)
-    assert not a.leads
+    await asyncio.sleep(2 * LOCK_S)
+    assert not a.is_leader
     check(a, b)
     await a.end()
     await b.end()
 
 
 @virtual
-async def test_who_resigns_decides_no_more_before_its_lock_is_free() -> None:
+async def test_who_resigned_decides_no_more_before_its_lock_is_free() -> None:
     store = Store(after_s=1.0)
     a, b = Member(store, "a"), Member(store, "b")
     await asyncio.sleep(1.5)
     resigning = asyncio.create_task(a.election.resign())
     await asyncio.sleep(0.0)
     b.reachable = False
-    b.election.look()
+    b.election.check_soon()
     await resigning
     await asyncio.sleep(3.0)
-    assert b.leads
+    assert b.is_leader
     check(a, b)
     await a.end()
     await b.end()
@@ -249,9 +249,9 @@ async def test_a_question_under_way_does_not_take_the_lock_again(asked_s: float)
     store.before_s = 0.0
     await a.election.resign()
     assert store.held is None
-    await asyncio.sleep(2 * HELD_S)
+    await asyncio.sleep(2 * LOCK_S)
     assert store.held is None
-    assert not a.leads
+    assert not a.is_leader
     await a.end()
 
 
@@ -288,7 +288,7 @@ async def test_resigning_ends_though_the_store_does_not_answer() -> None:
     store.before_s = 1000.0
     await a.election.resign()
     assert now() == 0.5 + FENCE_S
-    assert not a.leads
+    assert not a.is_leader
     await a.end()
 
 
@@ -310,7 +310,7 @@ async def test_a_bug_of_a_store_ends_no_election() -> None:
     assert len(reported) == 1, "it is reported once, and not ten times a second"
     store.broken = None
     await asyncio.sleep(0.2)
-    assert a.leads
+    assert a.is_leader
     await a.end()
 
 
@@ -323,7 +323,7 @@ async def test_a_bug_of_who_leads_ends_no_election() -> None:
     assert len(reported) == 1
     a.fails = None
     await asyncio.sleep(0.5)
-    assert a.leads
+    assert a.is_leader
     await a.end()
 
 
@@ -354,7 +354,7 @@ async def test_a_process_that_stood_still_while_it_read_its_answer_does_not_lead
     assert a.turns[-1].until_s == FENCE_S
     assert a.followed[0] == (RENEW_S + 10.0, None)
     await asyncio.sleep(0.5)
-    assert a.leads
+    assert a.is_leader
     check(a)
     await a.end()
 
@@ -393,8 +393,8 @@ def test_two_never_decide_at_once(
     async def main() -> None:
         store = Store(rate=rate)
         members = {name: Member(store, name) for name in NAMES}
-        for one, patience_s in zip(members.values(), patience, strict=True):
-            one.patience_s = patience_s
+        for one, defer_s in zip(members.values(), patience, strict=True):
+            one.defer_s = defer_s
         loop = asyncio.get_running_loop()
 
         def slow(before_s: float, after_s: float) -> None:
@@ -405,7 +405,7 @@ def test_two_never_decide_at_once(
 
         def loses(name: str) -> None:
             members[name].reachable = False
-            members[name].election.look()
+            members[name].election.check_soon()
 
         resigning: dict[str, asyncio.Task[None]] = {}
         handing_over: set[asyncio.Task[None]] = set()
@@ -413,7 +413,7 @@ def test_two_never_decide_at_once(
         async def hand_over(name: str) -> None:
             await members[name].election.resign()
             if name not in resigning:
-                members[name].election.stand()
+                members[name].election.campaign()
 
         def resign(name: str) -> None:
             # Who stands still does not resign either.
@@ -440,10 +440,10 @@ def test_two_never_decide_at_once(
         await asyncio.sleep(53.0)
         slow(0.0, 0.0)
         away(False)
-        await asyncio.sleep(4 * HELD_S)
+        await asyncio.sleep(4 * LOCK_S)
         check(*members.values())
         could = set(NAMES) - resigning.keys()
-        assert sum(members[name].leads for name in NAMES) == bool(could), "nobody leads, though somebody could"
+        assert sum(members[name].is_leader for name in NAMES) == bool(could), "nobody leads, though somebody could"
         for one in members.values():
             await one.end()
 

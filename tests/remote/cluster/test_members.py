@@ -1,4 +1,4 @@
-"""Several members decide as one: whichever a client comes by, and whoever leads."""
+"""Several members decide as a single proxy, for clients of every member and under every leader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmproxy.config import BackendConfig, Config
 from llmproxy.gateway.http.headers import OBJECTIVE_HEADERS
 from llmproxy.lab.simulator.replica import Replica
 from llmproxy.remote.cluster import shard
-from llmproxy.remote.cluster.build import hash_of as config_hash
+from llmproxy.remote.cluster.build import config_hash as config_hash
 from tests.e2e.proxies import FAST, HELLO, STREAM, until
 from tests.remote.cluster.fleet import Members, cluster_of, members, shard_of
 
@@ -51,7 +51,7 @@ async def test_one_waiting_room_for_all() -> None:
         assert order == ["critical", "default", "sheddable"]
 
 
-async def test_a_leader_that_resigns_cuts_nothing() -> None:
+async def test_a_leader_that_resigned_cuts_nothing() -> None:
     async with members(3, FAST, fixed_limit=3) as found:
         old = found.leader
         streams = [one.stream() for one in found]
@@ -61,7 +61,7 @@ async def test_a_leader_that_resigns_cuts_nothing() -> None:
         waiting = [one.waiting(HELLO) for one in found]
         await until(lambda: old.queued == 3)
         cluster_of(old).begin_shutdown()
-        await until(lambda: not shard_of(old).leads)
+        await until(lambda: not shard_of(old).is_leader)
         await until(found.together)
         assert found.leader is not old
         await until(lambda: found.leader.queued == 3)
@@ -101,7 +101,7 @@ async def test_a_member_without_a_leader_is_not_ready_once_it_refuses(monkeypatc
         (follower,) = found.followers
         monkeypatch.setattr(shard, "WITHOUT_LEADER_S", inf)
         found.lock.away = {"m0", "m1"}
-        await until(lambda: not any(shard_of(one).led for one in found))
+        await until(lambda: not any(shard_of(one).has_leader for one in found))
         assert (await follower.get("/ready")).status == 200, "its requests are held"
         summary = (await follower.get("/debug/live")).json["summary"]
         assert (summary["level"], summary["text"].partition(":")[0]) == (
@@ -145,7 +145,7 @@ async def test_the_next_leader_knows_what_is_held() -> None:
         asked = await held_anywhere(found)
         old = found.leader
         cluster_of(old).begin_shutdown()
-        await until(lambda: not shard_of(old).leads)
+        await until(lambda: not shard_of(old).is_leader)
         await until(found.together)
         await until(lambda: found.leader.app.dispatcher.nameless == 3)
         for task in asked:
@@ -160,7 +160,7 @@ async def test_a_member_without_a_leader_has_no_number_for_an_autoscaler() -> No
         (follower,) = found.followers
         assert (await follower.get("/scale/base")).json["replicas"]["up"] == 1
         found.lock.away = {"m0", "m1"}
-        await until(lambda: all(shard_of(one).parts for one in found))
+        await until(lambda: all(shard_of(one).limit_divisor for one in found))
         for one in found:
             assert (await one.get("/debug/live")).json["summary"]["level"] == "warning"
             for path in ("/scale", "/scale/base"):

@@ -1,4 +1,4 @@
-"""A next leader knows which backend holds which prompts, as far as members relayed them."""
+"""The next leader knows the cached prompts of requests that members relayed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from llmproxy.remote.cluster import relay
+from llmproxy.remote.cluster import leader_client
 from tests.core.make import BASE
 from tests.dispatching import virtual
-from tests.remote.cluster.elections import HELD_S
+from tests.remote.cluster.elections import LOCK_S
 from tests.remote.cluster.virtual import VirtualMember, World, world
 
 SOON_S = 0.05
@@ -31,7 +31,7 @@ async def served(one: VirtualMember, prompt: tuple[int, ...], answered: tuple[in
     client.lease.started()
     await client.done()
     if answered:
-        one.relays.cached(client.lease.grant, answered)
+        one.leasing.cached(client.lease.grant, answered)
     await asyncio.sleep(SOON_S)
 
 
@@ -40,7 +40,7 @@ async def leader_dies(found: World) -> VirtualMember:
     dead = found.leader
     found.members.remove(dead)
     await dead.die()
-    await asyncio.sleep(2 * HELD_S)
+    await asyncio.sleep(2 * LOCK_S)
     return found.leader
 
 
@@ -71,9 +71,9 @@ async def test_what_is_no_backend_here_is_left_out() -> None:
         leader, [one] = found.leader, found.followers
         await served(one, PROMPT)
         [backend] = known(leader)
-        assert len([*one.relay._prefixes.all()]) == 1
+        assert len([*one.leader_client._prefixes.all()]) == 1
         one.dispatcher.pools.remove_backend(backend)
-        assert not [*one.relay._prefixes.all()]
+        assert not [*one.leader_client._prefixes.all()]
         one.dispatcher.pools.restore_prefix(BASE, backend, PROMPT)
         one.dispatcher.pools.restore_prefix("gone", "b", PROMPT)
         assert known(one) == {}
@@ -82,13 +82,13 @@ async def test_what_is_no_backend_here_is_left_out() -> None:
 @pytest.mark.parametrize(("bound", "value"), [("HASHES_MAX", 2 * len(PROMPT)), ("PREFIXES_MAX", 2)])
 @virtual
 async def test_the_oldest_prompts_are_forgotten_first(monkeypatch: pytest.MonkeyPatch, bound: str, value: int) -> None:
-    monkeypatch.setattr(relay, bound, value)
+    monkeypatch.setattr(leader_client, bound, value)
     prompts = [tuple(range(1000 * n, 1000 * n + len(PROMPT))) for n in range(5)]
     async with world(2) as found:
         [one] = found.followers
         for prompt in prompts:
             await served(one, prompt[:5], prompt)
-        held = one.relay._prefixes
-        assert held._hashes == sum(len(kept.hashes) for kept, _ in held._held.values()) == 2 * len(PROMPT)
+        held = one.leader_client._prefixes
+        assert held._hashes == sum(len(kept.hashes) for kept, _ in held._by_lease.values()) == 2 * len(PROMPT)
         new = await leader_dies(found)
         assert [bool(known(new, prompt)) for prompt in prompts] == [False, False, False, True, True]

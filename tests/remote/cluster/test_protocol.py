@@ -1,4 +1,4 @@
-"""Messages between members: the same come out that went in, and two releases understand each other."""
+"""Messages between members: encoding and decoding, and compatibility of two releases."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from llmproxy.core.domain import (
 from llmproxy.observe.exit import RequestExit, RequestInput, RequestResult, RequestRouting
 from llmproxy.remote.cluster.channel import FRAME_BYTES_MAX, FRAME_MESSAGES_MAX
 from llmproxy.remote.cluster.protocol import (
+    FALLBACKS,
     FROM_MEMBER,
-    OTHERWISE,
     PROTOCOL,
     TO_MEMBER,
     UNKNOWN_MAX,
@@ -38,20 +38,20 @@ from llmproxy.remote.cluster.protocol import (
     Drained,
     FromMember,
     Hello,
-    KnownMessages,
     Learned,
-    LeaseTaken,
+    LeaseAcknowledged,
     Members,
     NotLeader,
     Ping,
-    PrefixHeld,
     RateDebts,
+    RememberedPrefix,
     Resume,
     Resumed,
-    Running,
+    RunningLease,
+    TolerantDecoder,
     ToMember,
     Welcome,
-    aged,
+    relative_to,
 )
 from llmproxy.remote.workers import protocol
 from llmproxy.remote.workers.channel import BrokenFrameError, Frames, frame
@@ -85,10 +85,10 @@ FROM: dict[type[Any], st.SearchStrategy[Any]] = {
     protocol.ExitReport: st.builds(protocol.ExitReport, EXITS),
     Hello: st.builds(Hello, NUMBERS, TEXTS, TEXTS, TEXTS, TEXTS, TEXTS, NUMBERS),
     Resume: st.builds(Resume, CALL_SETS, CALL_SETS),
-    Running: st.builds(Running, CALLS, REQUESTS, PLACED, TIMES, st.none() | TIMES, BOOLS, NUMBERS),
+    RunningLease: st.builds(RunningLease, CALLS, REQUESTS, PLACED, TIMES, st.none() | TIMES, BOOLS, NUMBERS),
     Resumed: st.just(Resumed()),
-    LeaseTaken: st.builds(LeaseTaken, CALLS),
-    PrefixHeld: st.builds(PrefixHeld, TEXTS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple)),
+    LeaseAcknowledged: st.builds(LeaseAcknowledged, CALLS),
+    RememberedPrefix: st.builds(RememberedPrefix, TEXTS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple)),
     Ping: st.just(Ping()),
 }
 TO: dict[type[Any], st.SearchStrategy[Any]] = {
@@ -115,7 +115,7 @@ TO: dict[type[Any], st.SearchStrategy[Any]] = {
 WAYS = pytest.mark.parametrize(("kinds", "known"), [(FROM, FROM_MEMBER), (TO, TO_MEMBER)], ids=["from", "to"])
 
 
-def heard(known: KnownMessages[Any], data: bytes) -> list[Any]:
+def heard(known: TolerantDecoder[Any], data: bytes) -> list[Any]:
     return list(Frames(known, FRAME_BYTES_MAX).feed(data))
 
 
@@ -132,7 +132,7 @@ def test_no_two_kinds_have_one_number() -> None:
 @WAYS
 @given(data=st.data())
 def test_messages_come_out_as_they_went_in(
-    kinds: dict[type[Any], st.SearchStrategy[Any]], known: KnownMessages[Any], data: st.DataObject
+    kinds: dict[type[Any], st.SearchStrategy[Any]], known: TolerantDecoder[Any], data: st.DataObject
 ) -> None:
     sent = data.draw(st.lists(st.one_of(*kinds.values()), max_size=4))
     # Numbers beyond 64 bits and texts that are no UTF-8 are bounded: see the tests of frames.
@@ -145,7 +145,7 @@ def test_messages_come_out_as_they_went_in(
 @WAYS
 @given(data=st.data(), more=st.lists(st.none() | NUMBERS | TEXTS | st.lists(NUMBERS), max_size=3))
 def test_further_last_fields_are_skipped(
-    kinds: dict[type[Any], st.SearchStrategy[Any]], known: KnownMessages[Any], data: st.DataObject, more: list[Any]
+    kinds: dict[type[Any], st.SearchStrategy[Any]], known: TolerantDecoder[Any], data: st.DataObject, more: list[Any]
 ) -> None:
     message = data.draw(st.one_of(*kinds.values()))
     [plain] = msgspec.msgpack.decode(frame([message])[4:])
@@ -155,7 +155,7 @@ def test_further_last_fields_are_skipped(
 @WAYS
 @given(kind=st.integers(60, 127) | TEXTS | st.none(), fields=st.lists(NUMBERS | TEXTS, max_size=4))
 def test_unknown_kinds_are_skipped(
-    kinds: dict[type[Any], st.SearchStrategy[Any]], known: KnownMessages[Any], kind: Any, fields: list[Any]
+    kinds: dict[type[Any], st.SearchStrategy[Any]], known: TolerantDecoder[Any], kind: Any, fields: list[Any]
 ) -> None:
     del kinds
     assert heard(known, _frame([[kind, *fields], [Ping.__struct_config__.tag]])) == [Ping()]
@@ -163,7 +163,7 @@ def test_unknown_kinds_are_skipped(
 
 @WAYS
 def test_a_known_kind_that_is_wrong_is_broken(
-    kinds: dict[type[Any], st.SearchStrategy[Any]], known: KnownMessages[Any]
+    kinds: dict[type[Any], st.SearchStrategy[Any]], known: TolerantDecoder[Any]
 ) -> None:
     for kind in kinds:
         if kind.__struct_fields__:
@@ -214,7 +214,7 @@ FULL: dict[type[Any], Any] = {
             RequestRouting(tried=(AttemptRecord.begun(GRANT, 0.0),)),
         )
     ),
-    Running: Running(1, request(), GRANT.placed, 0.0, None, False, 0),
+    RunningLease: RunningLease(1, request(), GRANT.placed, 0.0, None, False, 0),
     protocol.LeaseGranted: protocol.LeaseGranted(1, 1, Stage.WHOLE, GRANT.placed, 0.0, 0, GRANT.why, 1.0),
     protocol.CallRefused: protocol.CallRefused(1, Outcome.SHED, "", None),
 }
@@ -223,7 +223,7 @@ FULL: dict[type[Any], Any] = {
 
 @pytest.mark.parametrize(("known", "kind", "way", "enum"), TRAVEL)
 def test_an_unknown_value_is_taken_for_another_one(
-    known: KnownMessages[Any], kind: type[Any], way: tuple[Any, ...], enum: type[Enum]
+    known: TolerantDecoder[Any], kind: type[Any], way: tuple[Any, ...], enum: type[Enum]
 ) -> None:
     """Neither the connection ends, nor are the messages beside it lost."""
     beside = Ping()
@@ -234,12 +234,12 @@ def test_an_unknown_value_is_taken_for_another_one(
     part[way[-1]] = UNKNOWN
     [before, message, after] = heard(known, _frame(sent))
     assert (before, after) == (beside, beside)
-    part[way[-1]] = OTHERWISE[enum].value
+    part[way[-1]] = FALLBACKS[enum].value
     assert message == heard(known, _frame([plain]))[0]
 
 
 def test_an_unknown_value_is_logged_once() -> None:
-    known: KnownMessages[Any] = KnownMessages(ToMember)
+    known: TolerantDecoder[Any] = TolerantDecoder(ToMember)
     sent = msgspec.msgpack.decode(frame([FULL[protocol.CallRefused]])[4:])
     with capture_logs() as logs:
         for value in (UNKNOWN, UNKNOWN, "and another one"):
@@ -271,14 +271,14 @@ REQUIRED = {
     "LeaseRecomputing": "lease",
     "LeaseReturned": "lease verdict usage",
     "LeaseStarted": "lease",
-    "LeaseTaken": "call",
+    "LeaseAcknowledged": "call",
     "Members": "names",
     "NameResolved": "call target",
     "NotLeader": "why",
     "PageRequest": "call request remote",
     "PageResponse": "call status reason headers body",
     "Ping": "",
-    "PrefixHeld": "pool backend hashes",
+    "RememberedPrefix": "pool backend hashes",
     "Placed": "backend score terms candidates",
     "Predicted": "expected_s p90_s",
     "PrefixCached": "pool lease backend hashes",
@@ -293,7 +293,7 @@ REQUIRED = {
     "ResponseStored": "response_id backend tenant",
     "Resume": "waiting running",
     "Resumed": "",
-    "Running": "call request placed age_s started_age_s committed output_tokens",
+    "RunningLease": "call request placed age_s started_age_s committed output_tokens",
     "Slo": "",
     "Target": "requested model pool adapter",
     "TraceContext": "trace_id span_id parent_id sampled",
@@ -343,7 +343,7 @@ def _frame(messages: list[Any]) -> bytes:
 @WAYS
 @given(data=st.binary(max_size=200))
 def test_any_bytes_are_messages_or_broken(
-    kinds: dict[type[Any], st.SearchStrategy[Any]], known: KnownMessages[Any], data: bytes
+    kinds: dict[type[Any], st.SearchStrategy[Any]], known: TolerantDecoder[Any], data: bytes
 ) -> None:
     del kinds
     with suppress(BrokenFrameError):
@@ -372,7 +372,7 @@ def test_the_longest_requests_fit_into_a_frame() -> None:
 
 @given(REQUESTS, TIMES, TIMES)
 def test_a_request_is_as_old_to_who_hears_of_it(asked: Any, ours: float, theirs: float) -> None:
-    there = aged(aged(asked, ours), -theirs)
+    there = relative_to(relative_to(asked, ours), -theirs)
     for one, other in ((asked.arrived_s, there.arrived_s), (asked.deadline_s, there.deadline_s)):
         assert other - theirs == pytest.approx(one - ours, abs=1e-5)
 

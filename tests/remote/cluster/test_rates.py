@@ -1,4 +1,4 @@
-"""Rates per minute are those of one proxy, whoever leads."""
+"""Rate limits of a cluster are the same as of a single proxy, also after a change of leader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from llmproxy.core.domain import Outcome
 from llmproxy.core.queueing.rates import REQUESTS, TOKENS, RateLimits
 from llmproxy.core.settings import Settings, UsageLimit
-from llmproxy.remote.cluster.hand_over import RATES_KNOWN_MAX, RATES_MAX, KnownRateDebts
+from llmproxy.remote.cluster.hand_over import RATES_KNOWN_MAX, RATES_MAX, AnnouncedRateDebts
 from tests.dispatching import SETTINGS, Client, virtual
 from tests.remote.cluster.virtual import VirtualMember, World, world
 from tests.scheduling.shared.memory import LIMITS, MemoryStore, sharing, theirs
@@ -143,12 +143,12 @@ async def test_what_was_taken_in_a_store_stays_so_when_another_leads() -> None:
 # --- what is told -----------------------------------------------------------------------------------------------------
 
 
-def told(one: KnownRateDebts, debts: dict[tuple[str, str], float], now: float) -> dict[tuple[str, str], float]:
-    return {(limit, kind): debt_s for part in one.changes(debts, now) for limit, kind, debt_s in part.debts}
+def told(one: AnnouncedRateDebts, debts: dict[tuple[str, str], float], now: float) -> dict[tuple[str, str], float]:
+    return {(limit, kind): debt_s for part in one.deltas(debts, now) for limit, kind, debt_s in part.debts}
 
 
 def test_only_what_was_taken_or_given_back_is_told() -> None:
-    one = KnownRateDebts()
+    one = AnnouncedRateDebts()
     assert told(one, {A: 10.0, B: 5.0}, 0.0) == {A: 10.0, B: 5.0}
     assert told(one, {A: 9.0, B: 4.0}, 1.0) == {}
     assert told(one, {A: 12.0, B: 3.0}, 2.0) == {A: 12.0}
@@ -157,23 +157,23 @@ def test_only_what_was_taken_or_given_back_is_told() -> None:
 
 
 def test_who_hears_of_it_knows_what_is_left() -> None:
-    teller, hearer = KnownRateDebts(), KnownRateDebts()
+    teller, hearer = AnnouncedRateDebts(), AnnouncedRateDebts()
     for debts, now in (({A: 10.0, B: 5.0}, 0.0), ({A: 20.0}, 1.0)):
-        for part in teller.changes(debts, now):
-            hearer.take(part, now + 100.0)
-    assert hearer.left(101.0) == teller.left(1.0) == {A: 20.0}
-    assert hearer.left(111.0) == {A: 10.0}
-    assert hearer.left(121.0) == {}
-    [late] = teller.all(6.0)
+        for part in teller.deltas(debts, now):
+            hearer.record(part, now + 100.0)
+    assert hearer.remaining(101.0) == teller.remaining(1.0) == {A: 20.0}
+    assert hearer.remaining(111.0) == {A: 10.0}
+    assert hearer.remaining(121.0) == {}
+    [late] = teller.full_state(6.0)
     assert late.debts == ((*A, 15.0),)
 
 
 def test_messages_and_memory_are_bounded() -> None:
-    teller, hearer = KnownRateDebts(), KnownRateDebts()
+    teller, hearer = AnnouncedRateDebts(), AnnouncedRateDebts()
     many = {(f"tenant:{number}", REQUESTS): 50.0 for number in range(RATES_KNOWN_MAX + 10)}
-    parts = list(teller.changes(many, 0.0))
+    parts = list(teller.deltas(many, 0.0))
     assert max(len(part.debts) for part in parts) == RATES_MAX
     for part in parts:
-        hearer.take(part, 0.0)
-    assert len(hearer.left(1.0)) == RATES_KNOWN_MAX
-    assert ("tenant:0", REQUESTS) not in hearer.left(1.0)
+        hearer.record(part, 0.0)
+    assert len(hearer.remaining(1.0)) == RATES_KNOWN_MAX
+    assert ("tenant:0", REQUESTS) not in hearer.remaining(1.0)

@@ -1,4 +1,4 @@
-"""Pools with a lock of their own: each has one leader, and leaders spread over the members."""
+"""Shards: each has its own leader, and leadership spreads over the members."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from llmproxy.core.domain import Outcome
 from llmproxy.core.shards import DEFAULT
 from llmproxy.lab.simulator.replica import ReplicaOptions
 from llmproxy.remote.cluster import cluster
-from llmproxy.remote.cluster.cluster import BALANCE_S, PATIENCE_MAX_S, STAYS_S
-from llmproxy.remote.cluster.pages import status_of
-from llmproxy.remote.cluster.stores import name_of
+from llmproxy.remote.cluster.cluster import BALANCE_S, DEFER_MAX_S, STAYS_S
+from llmproxy.remote.cluster.pages import cluster_status
+from llmproxy.remote.cluster.stores import lock_name
 from tests.core.make import BASE
 from tests.dispatching import Client, virtual
 from tests.e2e.proxies import FAST, HELLO, merged_with, until
-from tests.remote.cluster.elections import HELD_S, Member, Store, check
+from tests.remote.cluster.elections import LOCK_S, Member, Store, check
 from tests.remote.cluster.fleet import cluster_of, members, shard_of
 from tests.remote.cluster.virtual import VirtualMember, World, world
 
@@ -46,7 +46,7 @@ async def test_leaders_spread_over_the_members() -> None:
         await asyncio.sleep(SPREAD_S)
         assert led(found) == {"m0": 1, "m1": 1, "m2": 1}
         for one in found.members:
-            assert all(shard.led for shard in one.cluster.shards.values())
+            assert all(shard.has_leader for shard in one.cluster.shards.values())
 
 
 @virtual
@@ -77,7 +77,7 @@ async def test_when_a_leader_dies_only_its_pools_pause() -> None:
         big, code = asked(asks, "big"), asked(asks, "code")
         await asyncio.sleep(SOON_S)
         assert (big.holds(), code.holds()) == (None, "c")
-        await asyncio.sleep(HELD_S + 1.0)
+        await asyncio.sleep(LOCK_S + 1.0)
         assert big.holds() == "b"
         assert sorted(led(found).values()) == [1, 2]
 
@@ -93,10 +93,10 @@ async def test_who_leads_many_takes_free_locks_in_time() -> None:
         dead, [stays] = found.leader, [one for one in found.members if one is not found.leader]
         found.members.remove(dead)
         await dead.die()
-        await asyncio.sleep(2 * HELD_S)
+        await asyncio.sleep(2 * LOCK_S)
         assert led(found) == {stays.name: 26}
         gaps_s = [shard.last_gap_s or 0.0 for shard in stays.cluster.shards.values()]
-        assert max(gaps_s) < HELD_S + 1.5
+        assert max(gaps_s) < LOCK_S + 1.5
 
 
 @virtual
@@ -105,19 +105,19 @@ async def test_who_leads_less_takes_a_free_lock_first() -> None:
     store = Store()
     busy, idle = Member(store, "busy"), Member(store, "idle")
     await asyncio.sleep(0.05)
-    idle.patience_s, busy.patience_s = 0.4, 0.4
+    idle.defer_s, busy.defer_s = 0.4, 0.4
     await busy.end()
-    await asyncio.sleep(HELD_S + 0.3)
+    await asyncio.sleep(LOCK_S + 0.3)
     assert check(idle) == [], "it leaves the lock to others"
     await asyncio.sleep(0.5)
     assert len(check(idle)) == 1
     busy = Member(store, "busy")
-    busy.patience_s, idle.patience_s = 0.0, 0.4
+    busy.defer_s, idle.defer_s = 0.0, 0.4
     await asyncio.sleep(1.0)
     await idle.election.resign()
-    idle.election.stand()
+    idle.election.campaign()
     await asyncio.sleep(1.0)
-    assert busy.leads
+    assert busy.is_leader
     check(busy, idle)
     await busy.end()
     await idle.end()
@@ -131,13 +131,13 @@ async def test_nothing_is_handed_over_again_and_again() -> None:
         await asyncio.sleep(SOON_S)
         for shard in idle.cluster.shards.values():
             assert shard._election is not None
-            shard._election.stands = False
+            shard._election.campaigning = False
         await asyncio.sleep(STAYS_S)
         one = found.members[0]
         assert led(found) == {"m0": 3}
-        assert [shard.changes for shard in one.cluster.shards.values()] == [2, 2, 2]
+        assert [shard.leader_changes for shard in one.cluster.shards.values()] == [2, 2, 2]
         await asyncio.sleep(0.9 * STAYS_S)
-        assert sum(shard.changes for shard in one.cluster.shards.values()) <= 9
+        assert sum(shard.leader_changes for shard in one.cluster.shards.values()) <= 9
 
 
 @virtual
@@ -151,11 +151,11 @@ async def test_nothing_is_handed_over_to_who_would_not_lead(why: str) -> None:
             other.cluster.begin_shutdown()
         elif why == "cannot ask for the lock":
             for shard in other.cluster.shards.values():
-                shard._store_away("away")
-                shard._election._away = lambda _: None  # type: ignore[union-attr]
+                shard._set_lock_error("away")
+                shard._election._on_store_error = lambda _: None  # type: ignore[union-attr]
         await asyncio.sleep(2 * STAYS_S)
         assert led(found) == {"m0": 3}
-        assert [shard.changes for shard in found.members[0].cluster.shards.values()] == [1, 1, 1]
+        assert [shard.leader_changes for shard in found.members[0].cluster.shards.values()] == [1, 1, 1]
         known.set()
         if "backends" in why:
             await asyncio.sleep(SPREAD_S)
@@ -167,8 +167,8 @@ async def test_who_hands_over_leaves_it_to_others_that_lead_as_many() -> None:
     async with world(2, backends="abc", pools=POOLS) as found:
         await asyncio.sleep(SPREAD_S)
         gives = max(found.members, key=lambda one: led(found)[one.name])
-        shard = next(shard for shard in gives.cluster.shards.values() if shard.leads)
-        await shard.hand_over("a test", PATIENCE_MAX_S)
+        shard = next(shard for shard in gives.cluster.shards.values() if shard.is_leader)
+        await shard.hand_over("a test", DEFER_MAX_S)
         await asyncio.sleep(SOON_S)
         assert found.leader_of(shard.name) is not gives
 
@@ -183,11 +183,11 @@ async def test_a_shard_that_could_not_be_given_up_is_led_again() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
         for one in found.members:
             for shard in one.cluster.shards.values():
-                if shard.leads:
+                if shard.is_leader:
                     await shard.hand_over("a test", SOON_S)
         for store in found.stores.values():
             store.broken = None
-        await asyncio.sleep(HELD_S + 2.0)
+        await asyncio.sleep(LOCK_S + 2.0)
         assert sum(led(found).values()) == 3
         assert told
 
@@ -221,22 +221,22 @@ async def test_what_leaders_tell_is_about_their_own_pools() -> None:
         await asyncio.sleep(3.0)
         for one in found.members:
             for name, shard in one.cluster.shards.items():
-                known = {pool for pool, _ in shard._hand_over.balances.known}
+                known = {pool for pool, _ in shard._hand_over.balances.latest}
                 assert known == {name or BASE}
 
 
 @virtual
 async def test_alone_a_member_divides_only_what_has_no_leader() -> None:
-    async with world(2, seats=6, backends="ab", pools={"b": "big"}, alone_after_s=HELD_S + 1.0) as found:
+    async with world(2, seats=6, backends="ab", pools={"b": "big"}, alone_after_s=LOCK_S + 1.0) as found:
         await asyncio.sleep(SPREAD_S)
         big, rest = found.leader_of("big"), found.leader
         assert big is not rest
         # The leader of the pool cannot be reached any more, and its lock is held.
         found.stores["big"].away = True
-        await asyncio.sleep(HELD_S + 1.0)
-        await asyncio.sleep(HELD_S + 2.0)
-        assert [one.cluster.shards["big"].parts for one in found.members] == [2, 2]
-        assert [one.shard.parts for one in found.members] == [0, 0]
+        await asyncio.sleep(LOCK_S + 1.0)
+        await asyncio.sleep(LOCK_S + 2.0)
+        assert [one.cluster.shards["big"].limit_divisor for one in found.members] == [2, 2]
+        assert [one.shard.limit_divisor for one in found.members] == [0, 0]
         parts = {name: backend.limit_divisor for name, backend in rest.dispatcher.pools.backends.items()}
         assert parts == {"a": 1, "b": 2}
         clients = [asked(rest, pool) for pool in ["big"] * 5 + [BASE] * 6]
@@ -263,19 +263,21 @@ async def test_a_member_with_other_pools_is_told_so() -> None:
 
 
 def test_locks_have_names_that_a_lease_may_have() -> None:
-    assert name_of("llmproxy", DEFAULT) == "llmproxy"
-    one, other = name_of("llmproxy", "meta-llama/Llama-3.3-70B"), name_of("llmproxy", "meta-llama/Llama.3.3.70B")
+    assert lock_name("llmproxy", DEFAULT) == "llmproxy"
+    one, other = lock_name("llmproxy", "meta-llama/Llama-3.3-70B"), lock_name("llmproxy", "meta-llama/Llama.3.3.70B")
     assert one.startswith("llmproxy-meta-llama-llama-3-3-70b-")
     assert one != other
-    assert name_of("llmproxy", "模型").startswith("llmproxy-")
-    assert len(name_of("llmproxy", 300 * "x")) < 63
+    assert lock_name("llmproxy", "模型").startswith("llmproxy-")
+    assert len(lock_name("llmproxy", 300 * "x")) < 63
 
 
 async def test_pages_are_those_of_the_leader_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "BALANCE_S", 0.2)
     async with members(2, FAST, CODE, cluster={"pools": ["code"]}) as found:
-        await until(lambda: all(sum(shard.leads for shard in cluster_of(one).shards.values()) == 1 for one in found))
-        await until(lambda: all(shard_of(one, "code").led and shard_of(one).led for one in found))
+        await until(
+            lambda: all(sum(shard.is_leader for shard in cluster_of(one).shards.values()) == 1 for one in found)
+        )
+        await until(lambda: all(shard_of(one, "code").has_leader and shard_of(one).has_leader for one in found))
         for one in found:
             assert (await one.chat(HELLO | {"model": "code"})).status == 200
             assert (await one.chat(HELLO)).status == 200
@@ -292,17 +294,17 @@ async def test_pages_are_those_of_the_leader_of_the_pool(monkeypatch: pytest.Mon
                 assert {request["model"] for request in requests} == {shown}
             told = (await one.get("/admin/cluster")).json
             assert told["leader"] != told["pools"]["code"]["leader"]
-        led = {one: [name for name, shard in cluster_of(one).shards.items() if shard.leads] for one in found}
+        led = {one: [name for name, shard in cluster_of(one).shards.items() if shard.is_leader] for one in found}
         for one, (name,) in led.items():
             metrics = (await one.get("/metrics")).body.decode()
             assert f'llmproxy_cluster_leader{{pool="{name}"}} 1.0' in metrics
             assert ('llmproxy_scale_need_replicas{pool="code"}' in metrics) is (name == "code")
-        assert status_of(cluster_of(found[0]))["pools"]["code"]["members"] == ["m0", "m1"]
+        assert cluster_status(cluster_of(found[0]))["pools"]["code"]["members"] == ["m0", "m1"]
 
 
 async def test_a_backend_is_drained_where_it_is_led() -> None:
     async with members(2, FAST, CODE, cluster={"pools": ["code"]}, admin_key=hash_of("k")) as found:
-        await until(lambda: all(shard_of(one, "code").led for one in found))
+        await until(lambda: all(shard_of(one, "code").has_leader for one in found))
         headers = {"Authorization": "Bearer k"}
 
         def drained() -> list[set[str]]:
@@ -318,7 +320,7 @@ async def test_a_backend_is_drained_where_it_is_led() -> None:
 async def test_a_drained_backend_stays_so_at_a_member_that_does_not_know_its_pool_yet() -> None:
     """It takes the backend for one of those that have no lock of their own, whose leader says nothing of it."""
     async with members(2, FAST, CODE, cluster={"pools": ["code"]}, admin_key=hash_of("k")) as found:
-        await until(lambda: all(shard_of(one, "code").led for one in found))
+        await until(lambda: all(shard_of(one, "code").has_leader for one in found))
         headers = {"Authorization": "Bearer k"}
         assert (await found[0].post("/admin/backends/b1/drain", {}, headers=headers)).status == 200
         await until(lambda: all(one.app.registry.drained() == {"b1"} for one in found))
@@ -338,10 +340,12 @@ async def test_a_page_is_not_passed_on_for_ever_where_members_differ_about_whose
 ) -> None:
     monkeypatch.setattr(cluster, "BALANCE_S", 0.2)
     async with members(2, FAST, CODE, cluster={"pools": ["code"]}, admin_key=hash_of("k")) as found:
-        await until(lambda: all(sum(shard.leads for shard in cluster_of(one).shards.values()) == 1 for one in found))
-        await until(lambda: all(shard_of(one, "code").led and shard_of(one).led for one in found))
-        unaware = next(one for one in found if shard_of(one, "code").leads)
-        monkeypatch.setattr(unaware.app.pools, "shard_of", lambda _: DEFAULT)
+        await until(
+            lambda: all(sum(shard.is_leader for shard in cluster_of(one).shards.values()) == 1 for one in found)
+        )
+        await until(lambda: all(shard_of(one, "code").has_leader and shard_of(one).has_leader for one in found))
+        unaware = next(one for one in found if shard_of(one, "code").is_leader)
+        monkeypatch.setattr(unaware.app.pools, "shard_for_backend", lambda _: DEFAULT)
         for one in found:
             answer = await one.post("/admin/backends/b1/drain", {}, headers={"Authorization": "Bearer k"})
             assert (answer.status, answer.headers["retry-after"]) == (503, "5")
@@ -351,9 +355,9 @@ async def test_a_page_is_not_passed_on_for_ever_where_members_differ_about_whose
 async def test_scale_says_nothing_where_a_pool_has_no_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "BALANCE_S", inf)
     async with members(2, FAST, CODE, cluster={"pools": ["code"]}) as found:
-        await until(lambda: all(shard_of(one, "code").led for one in found))
+        await until(lambda: all(shard_of(one, "code").has_leader for one in found))
         found.locks["code"].away = {"m0", "m1"}
-        await until(lambda: not any(shard_of(one, "code").led for one in found))
+        await until(lambda: not any(shard_of(one, "code").has_leader for one in found))
         for one in found:
             assert (await one.get("/scale")).status == 503
             assert (await one.get("/scale/code")).status == 503
@@ -368,8 +372,10 @@ async def test_scale_has_the_others_where_nobody_serves_a_pool_with_a_lock_of_it
 ) -> None:
     monkeypatch.setattr(cluster, "BALANCE_S", 0.2)
     async with members(2, FAST, cluster={"pools": ["misspelt"]}) as found:
-        await until(lambda: all(sum(shard.leads for shard in cluster_of(one).shards.values()) == 1 for one in found))
-        await until(lambda: all(shard_of(one, "misspelt").led and shard_of(one).led for one in found))
+        await until(
+            lambda: all(sum(shard.is_leader for shard in cluster_of(one).shards.values()) == 1 for one in found)
+        )
+        await until(lambda: all(shard_of(one, "misspelt").has_leader and shard_of(one).has_leader for one in found))
         for one in found:
             answer = await one.get("/scale")
             assert (answer.status, [pool["pool"] for pool in answer.json["pools"]]) == (200, ["base"])

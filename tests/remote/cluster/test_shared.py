@@ -1,4 +1,4 @@
-"""What clients and operators see of a cluster is the same whichever member they ask."""
+"""Clients and operators see the same cluster through every member."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmproxy.remote.cluster.channel import SILENCE_S
 from tests.dispatching import virtual
 from tests.e2e.proxies import FAST, HELLO, until
 from tests.e2e.scheduling.test_stored_responses import RESPONSES, go_on, made
-from tests.remote.cluster.elections import HELD_S
+from tests.remote.cluster.elections import LOCK_S
 from tests.remote.cluster.fleet import cluster_of, members, sessions_of, shard_of
 from tests.remote.cluster.virtual import world
 
@@ -55,7 +55,7 @@ async def test_a_member_that_joins_is_told_who_keeps_what_was_stored_before() ->
         await asyncio.sleep(0.1)
         late = await found.member("late")
         await asyncio.sleep(0.5)
-        assert late.shard.led
+        assert late.shard.has_leader
         assert list(late.responses.values()) == list(found.leader.responses.values())
         assert len(late.responses) == IDS_MAX
 
@@ -71,19 +71,19 @@ async def test_what_was_stored_while_a_member_was_cut_off_is_told_when_it_is_bac
         assert [len(member.responses) for member in found.followers] == [0, 1]
         found.heal()
         await asyncio.sleep(5.0)
-        assert one.shard.led
+        assert one.shard.has_leader
         assert set(one.responses) == {"resp_1"}
 
 
 @virtual
 async def test_what_was_stored_without_a_leader_is_told_to_the_next_one() -> None:
-    async with world(3, alone_after_s=HELD_S + 1.0) as found:
+    async with world(3, alone_after_s=LOCK_S + 1.0) as found:
         dead = found.leader
         found.store.away = True
         found.members.remove(dead)
         await dead.die()
-        await asyncio.sleep(3 * HELD_S)
-        assert all(one.shard.parts for one in found.members)
+        await asyncio.sleep(3 * LOCK_S)
+        assert all(one.shard.limit_divisor for one in found.members)
         for one in found.members:
             one.store(f"resp_{one.name}")
         await asyncio.sleep(0.1)
@@ -116,7 +116,7 @@ async def test_a_backend_that_is_drained_at_any_member_stays_so_under_the_next_l
         await until(lambda: all(one.app.registry.drained() == {"b0"} for one in found))
         old = found.leader
         cluster_of(old).begin_shutdown()
-        await until(lambda: not shard_of(old).leads)
+        await until(lambda: not shard_of(old).is_leader)
         await until(found.together)
         for one in found:
             for _ in range(3):
@@ -128,7 +128,7 @@ async def test_a_backend_that_is_drained_at_any_member_stays_so_under_the_next_l
 async def test_nothing_is_drained_without_a_leader_as_the_next_one_would_not_know_of_it() -> None:
     async with members(2, FAST, FAST, **ADMIN) as found:
         found.lock.away = {"m0", "m1"}
-        await until(lambda: not any(shard_of(one).led for one in found))
+        await until(lambda: not any(shard_of(one).has_leader for one in found))
         for one in found:
             answer = await one.post("/admin/backends/b0/drain", {}, headers=KEY)
             assert (answer.status, answer.headers["retry-after"]) == (503, "5")
@@ -184,13 +184,13 @@ async def test_who_knows_no_backend_yet_does_not_lead() -> None:
         await asyncio.sleep(0.05)
         polled = asyncio.Event()
         new = await found.member("new", known=polled.wait())
-        one.shard._election.stands = False  # type: ignore[union-attr]
+        one.shard._election.campaigning = False  # type: ignore[union-attr]
         old.cluster.begin_shutdown()
         await asyncio.sleep(3.0)
-        assert not new.relay.led
+        assert not new.leader_client.has_leader
         polled.set()
         await asyncio.sleep(1.0)
-        assert new.shard.leads
+        assert new.shard.is_leader
         assert seat.holds() == "a"
         assert waits.refused is None
 
@@ -204,10 +204,10 @@ async def test_who_leaves_before_it_knows_anything_does_not_lead_afterwards() ->
         new.cluster.begin_shutdown()
         polled.set()
         old = found.leader
-        old.shard._election.stands = False  # type: ignore[union-attr]
+        old.shard._election.campaigning = False  # type: ignore[union-attr]
         found.store.held = None
         await asyncio.sleep(10.0)
-        assert not new.shard.leads
+        assert not new.shard.is_leader
 
 
 @pytest.mark.slow
@@ -220,9 +220,9 @@ async def test_requests_that_wait_outlive_a_leader_that_is_cut_off_from_its_lock
             await until(lambda: old.queued == 3)
             found.lock.away.add(old.app.cluster.me.name)  # type: ignore[union-attr]
             others = [one for one in found if one is not old]
-            await until(lambda: not shard_of(old).leads)
-            await until(lambda: any(shard_of(one).leads for one in others))
-            await until(lambda: all(shard_of(one).led for one in others))
+            await until(lambda: not shard_of(old).is_leader)
+            await until(lambda: any(shard_of(one).is_leader for one in others))
+            await until(lambda: all(shard_of(one).has_leader for one in others))
             assert not any(one.done() for one in waiting)
             found.lock.away.clear()
             await until(found.together)

@@ -1,4 +1,4 @@
-"""TLS between members: both sides show a certificate of the cluster's authority, with the name of members."""
+"""TLS between members: both sides show a certificate of the cluster's authority with the members' DNS name."""
 
 from __future__ import annotations
 

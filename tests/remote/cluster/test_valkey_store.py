@@ -1,4 +1,4 @@
-"""The lock in a real server: taken, renewed, ended by itself, and given up; and what is said where that fails."""
+"""The lock in a real Valkey server: taking, renewing, expiring and releasing it, and error messages."""
 
 from __future__ import annotations
 

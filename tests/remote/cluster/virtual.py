@@ -15,26 +15,26 @@ from llmproxy.core.domain import Request
 from llmproxy.core.settings import Settings
 from llmproxy.core.shards import DEFAULT
 from llmproxy.remote.cluster.cluster import Cluster
+from llmproxy.remote.cluster.cluster_leasing import ClusterLeasing
+from llmproxy.remote.cluster.leader_client import LeaderClient
+from llmproxy.remote.cluster.member_session import MemberCallbacks, MemberSession
 from llmproxy.remote.cluster.pages import bounded
 from llmproxy.remote.cluster.protocol import PROTOCOL, Drained, Hello, Learned
-from llmproxy.remote.cluster.relay import RelayDispatcher
-from llmproxy.remote.cluster.relays import Relays
-from llmproxy.remote.cluster.session import MemberSession, Shared
 from llmproxy.remote.cluster.shard import Shard
 from llmproxy.remote.workers import protocol
 from llmproxy.remote.workers.session import WorkerSession
 from llmproxy.scheduling.dispatcher import Dispatcher
 from tests.dispatching import SETTINGS, Client, dispatcher_of, empty
-from tests.remote.cluster.elections import HELD_S, Store
+from tests.remote.cluster.elections import LOCK_S, Store
 from tests.remote.workers.link import RecordedEvents
 
 LATENCY_S = 0.001
 GONE_S = 15.0
-"""Longer than the leases of a member are kept that is away."""
+"""Longer than a leader keeps the leases of a disconnected member."""
 
 
 class Wire(asyncio.Transport):
-    """One direction of a connection: what is written here arrives at the other end, in order, unless it is cut off."""
+    """A direction of a connection. Written bytes arrive at the other end in order, unless the connection is cut."""
 
     def __init__(self, net: Net, ends: frozenset[str], to: asyncio.Protocol) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Wire(asyncio.Transport):
         self._under_way: deque[bytes] = deque()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        assert not self.is_closing(), "what is written after the end is lost"
+        assert not self.is_closing(), "written after the end of the connection"
         self._under_way.append(bytes(data))
         # Timers of one moment come in any order, and bytes do not.
         self._loop.call_later(LATENCY_S, self._deliver)
@@ -89,7 +89,7 @@ class Wire(asyncio.Transport):
 
 
 class Net:
-    """What connects the members. `cut` are pairs of names between which nothing arrives, and nobody hears why."""
+    """The network between members. `cut` has pairs of names between which bytes are silently dropped."""
 
     def __init__(self) -> None:
         self.listening: dict[str, Callable[[], asyncio.Protocol]] = {}
@@ -130,7 +130,7 @@ class VirtualNetwork:
         del transport
         return self.trusting
 
-    def introduced(self, transport: asyncio.BaseTransport) -> None:
+    def identified(self, transport: asyncio.BaseTransport) -> None:
         """No wire is cut for silence."""
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class VirtualNetwork:
 
 
 class VirtualMember:
-    """One member, whose `dispatcher` schedules while it leads."""
+    """A member of the virtual cluster."""
 
     def __init__(self, world: World, name: str, incarnation: str = "1", backends: Iterable[str] = "a") -> None:
         self.name = name
@@ -159,11 +159,11 @@ class VirtualMember:
         self.learned = Learned({}, {})
         self.restored: list[tuple[Learned, float]] = []
         self.responses: dict[str, protocol.ResponseStored] = {}
-        self.relays = Relays(self.dispatcher, self.backends)
+        self.leasing = ClusterLeasing(self.dispatcher, self.backends)
         self.network = VirtualNetwork(world.net, name)
         self.clients: list[Client] = []
         hello = Hello(PROTOCOL, "0", name, incarnation, "", "config", 0)
-        shared = Shared(
+        shared = MemberCallbacks(
             lambda one: self.responses.setdefault(one.response_id, one),
             lambda one: self.responses.update({one.response_id: one}),
             lambda: tuple(self.responses.values()),
@@ -179,7 +179,7 @@ class VirtualMember:
             self.cluster.stored(one, by)
 
         self.cluster = Cluster(
-            hello, HELD_S, world.stores, self.dispatcher, self.relays,
+            hello, LOCK_S, world.stores, self.dispatcher, self.leasing,
             replace(context, stored=stored), lambda _: shared, self.network, world.alone_after_s,
         )  # fmt: skip
 
@@ -189,7 +189,7 @@ class VirtualMember:
 
     @property
     def sessions(self) -> dict[str, MemberSession]:
-        """Those that it schedules for, by name."""
+        """The sessions of a leader by member name."""
         return {} if self.shard.sessions is None else self.shard.sessions.by_name
 
     @property
@@ -197,8 +197,8 @@ class VirtualMember:
         return set() if self.shard.sessions is None else self.shard.sessions._differing
 
     @property
-    def relay(self) -> RelayDispatcher:
-        return self.shard.relay
+    def leader_client(self) -> LeaderClient:
+        return self.shard.leader_client
 
     def _drain(self, told: Drained) -> None:
         self.drained = told.backends
@@ -212,10 +212,10 @@ class VirtualMember:
     def store(self, response_id: str) -> None:
         """A client has a response stored, which the gateway notes and tells."""
         self.responses[response_id] = protocol.ResponseStored(response_id, "a", "tenant")
-        self.relay.response_stored(response_id, "a", "tenant")
+        self.leader_client.response_stored(response_id, "a", "tenant")
 
     def client(self, asked: Request | None = None, **facts: Any) -> Client:
-        self.clients.append(Client(self.relays, asked, **facts))
+        self.clients.append(Client(self.leasing, asked, **facts))
         return self.clients[-1]
 
     async def die(self) -> None:
@@ -224,14 +224,14 @@ class VirtualMember:
         for shard in self.cluster.shards.values():
             assert shard._election is not None
             # Nobody frees its lock.
-            shard._election._may_hold = shard._election._leads = False
+            shard._election._may_hold_lock = shard._election._is_leader = False
         for client in self.clients:
             client.task.cancel()
         await self.cluster.close()
 
     def check(self) -> None:
         """Nothing is left."""
-        assert (self.relays.waiting, self.relays.running) == (0, 0)
+        assert (self.leasing.waiting, self.leasing.running) == (0, 0)
         for shard in self.cluster.shards.values():
             for session in shard.sessions.by_name.values() if shard.sessions is not None else ():
                 assert (session.open_requests, session.leases, len(session._calls)) == (0, 0, 0)
@@ -271,12 +271,12 @@ class World:
         return self.leader_of(DEFAULT)
 
     def leader_of(self, pool: str) -> VirtualMember:
-        [leader] = [one for one in self.members if one.cluster.shards[pool].leads]
+        [leader] = [one for one in self.members if one.cluster.shards[pool].is_leader]
         return leader
 
     @property
     def followers(self) -> list[VirtualMember]:
-        return [one for one in self.members if not one.shard.leads]
+        return [one for one in self.members if not one.shard.is_leader]
 
     def cut(self, one: VirtualMember, other: VirtualMember) -> None:
         self.net.cut.add(frozenset({one.name, other.name}))
@@ -295,7 +295,7 @@ class World:
         for one in self.members:
             for client in one.clients:
                 await client.done()
-                one.relays.ended(client.request, None)
+                one.leasing.ended(client.request, None)
         await asyncio.sleep(GONE_S)
 
 

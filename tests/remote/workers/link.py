@@ -1,4 +1,4 @@
-"""A worker's dispatcher and the session that serves it, connected in one process by bytes, as two processes are."""
+"""A worker's dispatcher and its session in one process, connected by bytes as between two processes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RecordedEvents:
 
 
 class Pipe(asyncio.Transport):
-    """One direction of a connection: what is written here is heard at the other end in a later turn, and in order."""
+    """A direction of a connection. Written bytes arrive at the other end in a later turn, and in order."""
 
     def __init__(self, to: asyncio.Protocol) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Pages that clients ask workers for: the scheduler's front door sees the client, and the answer comes whole."""
+"""Pages that clients request from workers: the scheduler sees the client, and the response is complete."""
 
 from __future__ import annotations
 

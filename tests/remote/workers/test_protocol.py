@@ -1,4 +1,4 @@
-"""Frames: whatever way bytes are cut, the same messages come out; and nothing that a client sends breaks one."""
+"""Frames: messages survive every split of the bytes, and no client data can break a frame."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ UP: st.SearchStrategy[list[protocol.Message]] = st.lists(
             protocol.Listening("http://h:1"),
             protocol.ResponseStored("resp_1", "a", ""),
             protocol.LogLinesLost(3),
-            protocol.HeldBytes(4),
+            protocol.BufferedBytes(4),
             protocol.LeaseRecomputing(5),
         ]
     ),

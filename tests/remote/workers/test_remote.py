@@ -1,4 +1,4 @@
-"""Requests of workers before the one dispatcher there is: as if they were here, and nothing of them stays behind."""
+"""Requests of workers at the scheduler's dispatcher: they behave like local requests and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -385,7 +385,7 @@ async def test_leases_work_over_a_socket_pair() -> None:
     ours, theirs = socket.socketpair()
     loop = asyncio.get_running_loop()
     up: Channel[Any] = Channel(TO_WORKER, line._hear, line._lost)
-    down: Channel[Any] = Channel(FROM_WORKER, line.session._take, line.session._lost)
+    down: Channel[Any] = Channel(FROM_WORKER, line.session._handle, line.session._lost)
     line.session.channel = down
     for part in (line.remote, line.calls):
         part._channel = up

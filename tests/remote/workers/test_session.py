@@ -1,4 +1,4 @@
-"""How sessions of workers end what they hold: clients that leave, leases that are taken back, workers that die."""
+"""Sessions of workers: clients that disconnect, leases that are revoked, and workers that die."""
 
 from __future__ import annotations
 

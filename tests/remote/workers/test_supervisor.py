@@ -1,4 +1,4 @@
-"""Which worker listens where, and that all workers know what the scheduler knows before it matters."""
+"""Sockets of workers, restarts of workers, and updates that reach all workers in time."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ async def test_a_worker_that_dies_early_restarts_after_longer_pauses() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llmproxy.remote.workers.supervisor._ended", ended)
         await begin(0)
-        await supervisor._keep(0)
+        await supervisor._restart(0)
     # Dead at once: 0.5 s. Dead at once again: 1 s. Not even started: 2 s. Dead at once: 4 s. After a minute: no pause.
     assert begun_s == [0.0, 0.5, 1.5, 3.5, 7.5, 67.5]
     events = supervisor._metrics

@@ -1,1 +1,1 @@
-"""The engine of a vLLM replica as a model: pure, in virtual time."""
+"""A pure model of a vLLM engine, in virtual time."""

@@ -1,7 +1,8 @@
-"""Where the LoRA adapters of one engine are: in the batch, in a GPU slot, in host memory or on disk. Pure.
+"""The places of LoRA adapters in one engine: batch, GPU slots, host memory and disk. Pure.
 
-vLLM computes at most `max_loras` adapters in one batch, keeps as many in GPU slots and `max_cpu_loras` in host memory,
-both least recently used first out. Load times are two tiers: copied from host memory, or read and parsed on first use.
+vLLM computes at most `max_loras` adapters in one batch. It has as many GPU slots and keeps `max_cpu_loras` in host
+memory; both evict the least recently used adapter. Loading an adapter is a copy from host memory, or on first use a
+read from disk.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from llmproxy.lab.simulator.engine.profiles import Profile
 
 
 class AdapterSlots:
-    """`slots` adapters fit a batch. `None` stands for the base model, which needs no slot."""
+    """The adapters of one engine, at most `slots` in a batch. `None` is the base model, which needs no slot."""
 
     def __init__(self, slots: int, host_slots: int, profile: Profile) -> None:
         if host_slots < slots:
@@ -33,7 +34,7 @@ class AdapterSlots:
         return adapter is None or adapter in self._users or len(self._users) < self._limit
 
     def enter(self, adapter: str | None) -> float:
-        """A request that `fits` joins the batch; the seconds that loading its adapter takes."""
+        """Add a request that `fits` to the batch. Returns the seconds for loading its adapter."""
         if adapter is None:
             return 0.0
         self._users[adapter] = self._users.get(adapter, 0) + 1
@@ -52,7 +53,7 @@ class AdapterSlots:
         return load_s
 
     def leave(self, adapter: str | None) -> None:
-        """A request leaves the batch; its adapter stays resident until another needs the slot."""
+        """Remove a request from the batch. Its adapter stays in its slot until another adapter needs the slot."""
         if adapter is None:
             return
         self._users[adapter] -= 1

@@ -1,23 +1,28 @@
-"""A model of the vLLM V1 engine: which tokens each step computes and how long the step takes. Pure, in virtual time.
+"""A model of the vLLM V1 engine: the tokens and the duration of each step. Pure, in virtual time.
 
-The rules are those of vLLM V1's scheduler: running requests first, then waiting ones first come first served; chunked
-prefill under a token budget; a new request is admitted only when its whole prompt fits in the free KV blocks; when a
-running request finds no block, the youngest running one is preempted and computed again later; a request whose adapter
-does not fit the batch waits while others pass it. Step times come from `profiles`.
+It follows the scheduler of vLLM V1:
 
-A step costs time in what *changes*: requests admitted, finished or entering a new block. A decoding request is not
-touched between two blocks, since everything about it follows from the number of the step; while nothing but decoding
-happens, any number of steps can be done at once.
+- Running requests come first, then waiting requests in order of arrival.
+- Prefill is chunked under a token budget.
+- A request is admitted only if its whole prompt fits in the free KV blocks.
+- If a running request finds no free block, the youngest running request is preempted and recomputed later.
+- A request whose adapter does not fit the batch waits, and later requests pass it.
 
-With vLLM's asynchronous scheduling, its default on a GPU, a step is planned when the one before it begins. So a request
-that arrives during a step waits for the whole next one too, and the place, adapter and blocks of one that ends serve
-nobody in the next step. Gauges count those who are planned as running. Left out is the token that vLLM computes in vain
-for an answer that ended by itself, and `overhead_ms` of a profile is that of a scheduler that does not plan ahead.
+Step times come from `profiles`.
 
-A request that is `remote` leaves the queue as any other does, gets the blocks of its prompt, and waits for their
-content beside the batch: `StepResult.fetches` says that the transfer begins, `fetched` that it has ended. Then it goes
-to the head of the queue and computes one token, the last of its prompt. Who transfers, and how long that takes, is the
-caller's matter. A request that `pins` keeps its blocks when it has ended, until `release`.
+The CPU cost of a simulated step depends only on *changes*: requests admitted, finished or entering a new block. Between
+two blocks the state of a decoding request follows from the step number. So any number of pure decode steps can be done
+at once.
+
+With vLLM's asynchronous scheduling, its default on a GPU, a step is planned when its predecessor begins. So a request
+that arrives during a step also waits for the whole next step, and the slot and blocks of a finished request stay unused
+in the next step. Gauges count planned requests as running. Not modelled: the token that vLLM computes in vain after an
+answer has ended. The `overhead_ms` of a profile is from a scheduler without asynchronous planning.
+
+A `remote` request leaves the queue like any other, gets the blocks of its prompt, and waits for their content outside
+the batch. `StepResult.fetches` reports the start of its transfer, and the caller ends the transfer with `fetched`. Then
+the request goes to the head of the queue and computes the last token of its prompt. The caller models the transfer
+itself. The blocks of a request that `pins` stay after its end until `release`.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ from llmproxy.lab.simulator.engine.sequence_blocks import SequenceBlocks
 
 
 class Engine:
-    """One engine. `add` and `abort` at any time, `step` whenever `busy`; a request ends by finishing or by `abort`."""
+    """An engine. Call `add` and `abort` at any time, and `step` while `busy`."""
 
     def __init__(
         self,
@@ -53,9 +58,15 @@ class Engine:
         seed: int = 0,
         store: tuple[KvStore, KvTransfer] | None = None,
     ) -> None:
-        """`step_tokens` is the token budget of a step, `kv_tokens` defaults to the profile's. Without `noise` every
-        step takes exactly what the profile says. A `store` is shared with other engines, and comes with the times of
-        loading from it. Raises ValueError for numbers that vLLM would refuse, too.
+        """
+        Args:
+            step_tokens: The token budget of a step.
+            kv_tokens: The size of the KV cache; by default from the profile.
+            noise: Without it, every step takes exactly the time of the profile.
+            store: A KV store that other engines share, with its loading times.
+
+        Raises:
+            ValueError: For numbers that vLLM would refuse, too.
         """
         if not 1 <= max_num_seqs <= step_tokens:
             raise ValueError(f"max_num_seqs must be from 1 to the step's {step_tokens} tokens, got {max_num_seqs}")
@@ -74,20 +85,20 @@ class Engine:
         self._load_s = store[1].transfer_s if store is not None else None
         self._live: dict[str, LiveSequence] = {}
         self._waiting = Waiting()
-        # Those that wait for KV of another engine, and those of them that were aborted under a transfer: it still
-        # writes into their blocks.
+        # Requests that wait for KV of another engine, and aborted requests whose transfer still writes into their
+        # blocks.
         self._fetching: dict[str, LiveSequence] = {}
         self._abandoned: dict[str, LiveSequence] = {}
-        # The next step, if it is planned already, and those that end with this one, of which that plan knows nothing.
+        # The next step, if it is already planned, and requests that end with the current step, unknown to that plan.
         self._ahead: StepPlan | None = None
         self._ended: list[LiveSequence] = []
         self._found_for: tuple[EngineRequest, int] | None = None
         self._found = 0
-        # Whether no waiting request can be admitted. Looked at again only when a request came or left: decoding alone
-        # makes no room.
+        # Whether no waiting request can be admitted. It changes only when a request arrives or leaves, because decoding
+        # frees no blocks.
         self._blocked = False
-        # In order of admission. At most one, and then the last, is still in prefill: a chunk is cut only where the
-        # budget ends, so no request is admitted behind it.
+        # In order of admission. Only the last can still be in prefill: a chunk is cut only at the end of the budget,
+        # and then no further request is admitted.
         self._running: dict[str, LiveSequence] = {}
         self._prefilling: LiveSequence | None = None
         self._decodes = Decodes(block_size)
@@ -103,7 +114,7 @@ class Engine:
 
     @property
     def kv_blocks(self) -> int:
-        """All blocks, the one that is never used included, as vLLM's `num_gpu_blocks`."""
+        """All blocks, including the null block, as vLLM's `num_gpu_blocks`."""
         return self._cache.blocks
 
     @property
@@ -112,15 +123,15 @@ class Engine:
         return (self._cache.blocks - 1) * self.block_size
 
     def cached_tokens(self, request: EngineRequest) -> int:
-        """How many tokens of its prompt a request would find cached now."""
-        # Placement asks for the same waiting request again and again between steps that change nothing here.
+        """Returns the number of prompt tokens that are cached now."""
+        # Memoised, because a placement asks about the same waiting request repeatedly between changes.
         key = request, self._cache.version
         if key != self._found_for:
             self._found_for, self._found = key, len(self.kv.cached(request, request.prompt_tokens))
         return self.block_size * self._found
 
     def answered_tokens(self, request_id: str) -> int | None:
-        """How many tokens a request has got, None where it is not (or no longer) in the engine."""
+        """Returns the number of output tokens of a request; None if it is not in the engine."""
         sequence = self._live.get(request_id)
         if sequence is None:
             return None
@@ -129,11 +140,11 @@ class Engine:
         return sequence.request.output_tokens - (sequence.last_step - self.counters.steps)
 
     def publish_kv_events(self) -> None:
-        """Report from now on, with each step, which blocks became cached and which were evicted."""
+        """Report cached and evicted blocks with each step from now on."""
         self._cache.changes = Changes()
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. ValueError for one that could never finish or whose id is alive."""
+        """Queue a request. Raises ValueError if it could never finish, or if its id is in use."""
         if request.id in self._live:
             raise ValueError(f"request {request.id!r} is already in the engine")
         if request.prompt_tokens < 1 or request.output_tokens < 1:
@@ -149,7 +160,7 @@ class Engine:
         self._blocked = False
 
     def abort(self, request_id: str) -> bool:
-        """Forget a request, queued or running, at once; False where it is not (or no longer) in the engine."""
+        """Remove a request at once. Returns False if it is not in the engine."""
         sequence = self._live.pop(request_id, None)
         if sequence is None:
             return False
@@ -168,21 +179,21 @@ class Engine:
     # --- KV of other engines ------------------------------------------------------------------------------------------
 
     def fetched(self, request_id: str, right: bool = True) -> None:
-        """The KV of a `remote` request has come; not `right`: from blocks that were not its own any more."""
+        """End the transfer of a `remote` request. Not `right`: the blocks had been reused before they were read."""
         if (abandoned := self._abandoned.pop(request_id, None)) is not None:
             self.kv.release(abandoned)
         else:
             sequence = self._fetching.pop(request_id)
             sequence.wrong = sequence.wrong or not right
             self.counters.external += sequence.length - sequence.computed
-            # The last token of a prompt is computed in any case, to get the next one.
+            # The last token of the prompt is always computed, to get the next token.
             sequence.computed = sequence.length - 1
             self.kv.fill(sequence, sequence.computed)
             self._waiting.fetched[request_id] = sequence
         self._blocked = False
 
     def not_fetched(self, request_id: str) -> None:
-        """The KV of a `remote` request cannot be had: its prompt is computed here."""
+        """Compute the prompt of a `remote` request here, because its KV is not available."""
         sequence = self._abandoned.pop(request_id, None) or self._fetching.pop(request_id)
         self.kv.release(sequence)
         if request_id in self._live:
@@ -190,7 +201,7 @@ class Engine:
         self._blocked = False
 
     def release(self, request_id: str) -> bool:
-        """Give away the blocks of an ended request that `pins`; False where they are not kept (any more)."""
+        """Free the blocks of an ended request that `pins`. Returns False if they are not pinned."""
         sequence = self.kv.kept.pop(request_id, None)
         if sequence is None:
             return False
@@ -199,7 +210,7 @@ class Engine:
         return True
 
     def gauges(self) -> Gauges:
-        """The state now. vLLM publishes it only after a step, which the caller has to imitate."""
+        """Returns the current state. vLLM publishes it only after a step; the caller must imitate that."""
         return Gauges(
             running=len(self._running),
             waiting=len(self._live) - len(self._running),
@@ -213,10 +224,10 @@ class Engine:
         )
 
     def step(self) -> StepResult:
-        """Do one step. Where the engine is not busy, it does nothing and takes no time."""
+        """Do one step. Without work, it does nothing and takes no time."""
         if not self.busy:
             return StepResult(0.0)
-        # Where nothing runs any more, a plan is as good as none, unless a transfer was to begin with it.
+        # Without running requests a plan is void, unless it begins a transfer.
         ahead = self._ahead
         plan = ahead if ahead is not None and (self._running or ahead.fetches) else self._plan()
         self.counters.steps += 1
@@ -241,30 +252,31 @@ class Engine:
     # --- many steps at once -------------------------------------------------------------------------------------------
 
     def stable_steps(self) -> int:
-        """How many further steps are certain to do nothing but decode, for the same sequences up to and including the
-        last of them, which may be the last one of some. 0 where the next step is for `step`.
+        """Returns the number of next steps that certainly only decode the current sequences.
+
+        Sequences may end with the last of these steps. 0: call `step` next.
         """
         nobody_waits = len(self._live) == len(self._running)
         planned = self._ahead is not None and (self._ahead.chunks or self._ahead.preempted or self._ahead.fetches)
         if planned or self._prefilling is not None or not self._decodes or not (nobody_waits or self._blocked):
             return 0
-        # A step that is planned has its blocks.
+        # A planned step already has its blocks.
         ahead = self._ahead is not None
         return ahead + self._decodes.steady_steps(self.counters.steps + ahead, self._cache.free)
 
     def stretch_s(self, steps: int) -> float:
-        """Seconds that the next `steps` steps, all of them stable, take without noise."""
+        """Returns the seconds of the next `steps` stable steps, without noise."""
         return self._decode_times().total_s(steps)
 
     def steps_within(self, seconds: float) -> int:
-        """How many of the stable steps have ended `seconds` from now, without noise."""
+        """Returns the number of stable steps that end within `seconds`, without noise."""
         return self._decode_times().steps_within(seconds, self.stable_steps())
 
     def advance(self, steps: int) -> StepResult:
-        """Do that many stable steps, after which everything is as `step` would have left it.
+        """Do several stable steps at once, with the same result as `step`.
 
-        `duration_s` is without noise. `emitted` is empty: every decoding request got a token with every step, and some
-        `finished` with the last one. ValueError for more steps than are stable.
+        The result's `duration_s` is without noise. Its `emitted` is empty: every decoding request gets a token in every
+        step, and some may finish with the last step. Raises ValueError for more steps than are stable.
         """
         if not 1 <= steps <= self.stable_steps():
             raise ValueError(f"{steps} steps were to be done at once and {self.stable_steps()} are stable")
@@ -284,7 +296,7 @@ class Engine:
         return StepResult(duration_s, finished=finished, decode_tokens=decodes * steps, kv_events=kv_events)
 
     def _changes(self, after_s: float) -> tuple[tuple[float, Changes], ...]:
-        """The batch of KV events of a step that ends in `after_s`, if there is one."""
+        """Returns the batch of KV events of a step that ends in `after_s`, if there are events."""
         changes = self._cache.changes
         if not changes:
             return ()
@@ -292,7 +304,7 @@ class Engine:
         return ((after_s, changes),)
 
     def _decode_times(self) -> DecodeTimes:
-        """How long the next steps take if they only decode."""
+        """Returns the times of the next steps if they only decode."""
         decodes, adapters = len(self._decodes), bool(self._slots.in_batch)
         context_tokens = self._decodes.context_tokens(self.counters.steps + 1)
         first_s = self.profile.step_s(decodes, context_tokens, [], adapters)
@@ -302,7 +314,7 @@ class Engine:
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def _plan(self) -> StepPlan:
-        """Decide what the next step computes."""
+        """Plan the next step."""
         plan = StepPlan(self.counters.steps + 1)
         self._grow_decodes(plan)
         plan.budget = self._step_tokens - len(self._decodes)
@@ -311,7 +323,7 @@ class Engine:
         return plan
 
     def _grow_decodes(self, plan: StepPlan) -> None:
-        """Give a block to each decode that enters one, preempting the youngest while there is none."""
+        """Give a block to each decode that needs one. Preempts the youngest requests while no block is free."""
         for sequence in list(self._decodes.entering(plan.now)):
             if sequence.request.id not in self._running:
                 continue
@@ -322,14 +334,15 @@ class Engine:
                     break
 
     def _continue_prefill(self, plan: StepPlan) -> None:
-        """Compute the next chunk of the prompt that the last step cut."""
+        """Compute the next chunk of an unfinished prompt."""
         sequence = self._prefilling
         if sequence is not None and not self._prefill(sequence, plan):
             self._preempt(sequence, plan)
 
     def _admit(self, plan: StepPlan) -> None:
-        """Let waiting requests in, first come first served among those whose adapter fits the batch. Not in a step that
-        has preempted a request.
+        """Admit waiting requests whose adapter fits the batch, in order of arrival.
+
+        A step that has preempted a request admits none.
         """
         if self._blocked or plan.preempted:
             return
@@ -341,8 +354,9 @@ class Engine:
                 return
 
     def _enter(self, sequence: LiveSequence, plan: StepPlan) -> bool:
-        """Take a request from the queue into the batch, or let the transfer of its KV begin. False where the free
-        blocks do not hold all of it.
+        """Move a request from the queue into the batch, or begin the transfer of its KV.
+
+        Returns False if the free blocks are too few.
         """
         request = sequence.request
         if request.id not in self._waiting.fetched and not self.kv.take(sequence):
@@ -373,8 +387,9 @@ class Engine:
         return True
 
     def _prefill(self, sequence: LiveSequence, plan: StepPlan) -> bool:
-        """Compute as much of the prompt as the budget allows; the end of it is the first token of the answer. False
-        where there are too few blocks.
+        """Compute as much of the prompt as the budget allows. The end of the prompt yields the first output token.
+
+        Returns False if the free blocks are too few.
         """
         first, end = sequence.computed, min(sequence.length, sequence.computed + plan.budget)
         if not self.kv.extend(sequence, end):
@@ -389,7 +404,7 @@ class Engine:
         return True
 
     def _emit(self, plan: StepPlan) -> tuple[str, ...]:
-        """Emit this step's tokens, end requests that got their last one, and let finished prefills decode."""
+        """Emit this step's tokens, end requests after their last token, and start the decodes of finished prefills."""
         ready = [one for one in plan.ready if self._running.get(one.request.id) is one]
         self.counters.generation += len(self._decodes) + len(ready)
         done = self._decodes.ending(plan.now)
@@ -400,7 +415,7 @@ class Engine:
             left = sequence.request.output_tokens - sequence.emitted
             if left == 0:
                 done.append(sequence)
-            # The first decode step is the next one, and it computes the token emitted now.
+            # The next step is the first decode step. It computes the KV of the token that is emitted now.
             sequence.mark = sequence.computed - (plan.now + 1)
             sequence.last_step = plan.now + left
             self._decodes.add(sequence)
@@ -423,7 +438,7 @@ class Engine:
     # --- the life of one sequence -------------------------------------------------------------------------------------
 
     def _stop(self, sequence: LiveSequence) -> None:
-        """Compute no more of a sequence of the batch."""
+        """Remove a sequence from the batch."""
         del self._running[sequence.request.id]
         if sequence is self._prefilling:
             self._prefilling = None
@@ -431,7 +446,7 @@ class Engine:
             self._decodes.remove(sequence)
 
     def _preempt(self, sequence: LiveSequence, plan: StepPlan) -> None:
-        """Back to the head of the queue, with all its tokens to compute anew."""
+        """Move a sequence back to the head of the queue. All its tokens are computed again."""
         if sequence.last_step:
             sequence.emitted = sequence.request.output_tokens - (sequence.last_step - plan.now + 1)
         self._stop(sequence)

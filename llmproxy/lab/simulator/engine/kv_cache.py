@@ -1,9 +1,9 @@
-"""The paged KV cache of vLLM V1 as a model: blocks, reference counts, chained hashes and LRU eviction. Pure.
+"""A model of the paged KV cache of vLLM V1: blocks, reference counts, chained hashes and LRU eviction. Pure.
 
-What is modelled follows vLLM V1's block pool: one null block is set aside, only full blocks are cached, a freed block
-keeps its content until its room is needed, and a request's blocks are freed tail first, so that the shared head of
-a prompt lives longest. Room is taken first from blocks without content, then from the block freed longest ago. A
-request keeps its block when another one has the same content: the oldest copy is handed out, the others are spare.
+It follows vLLM V1's block pool. The first block is reserved (null block). Only full blocks are cached. A freed block
+keeps its content until its memory is needed. A request's blocks are freed tail first, so that the shared head of a
+prompt lives longest. An allocation first takes blocks without content, then the blocks that were freed longest ago. If
+several blocks have the same content, each request keeps its own, and the oldest copy serves new requests.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from itertools import repeat, takewhile
 def block_hashes(
     tokens: Sequence[int], block_size: int, adapter: str | None = None, cache_salt: str | None = None
 ) -> tuple[int, ...]:
-    """Chained hashes of the full blocks of `tokens`: equal hashes mean equal tokens from the first one on.
+    """Returns chained hashes of the full blocks of `tokens`: equal hashes mean equal tokens from the start.
 
-    The adapter and the salt enter the chain at its start, so nothing is shared across them. The result does not
-    depend on PYTHONHASHSEED.
+    The chain starts with the adapter and the salt, so blocks are not shared across them. The result does not depend on
+    PYTHONHASHSEED.
     """
     parent = zlib.crc32(f"{adapter or ''}\0{cache_salt or ''}".encode())
     hashes = []
@@ -33,7 +33,7 @@ def block_hashes(
 
 @dataclass(slots=True)
 class Changes:
-    """The hashes that became cached and those that went, each by what happened to it last."""
+    """Hashes that became cached or were removed. Only the last change of each hash counts."""
 
     stored: set[int] = field(default_factory=set)
     removed: set[int] = field(default_factory=set)
@@ -43,52 +43,52 @@ class Changes:
 
 
 class KvCache:
-    """`blocks` blocks in all, of which one is never used, as in vLLM.
+    """A cache of `blocks` blocks, including the null block.
 
-    Every call costs time in the blocks it names, never in the size of the cache. `changes`, unless None, gathers what
-    vLLM publishes as KV events: of several copies of a block only the first stored and the last removed.
-    While `version` stays the same, so does every answer of `match`.
+    Every call takes time proportional to its blocks, not to the size of the cache. `changes`, unless None, collects KV
+    events as vLLM publishes them: of several copies of a block, only the first storing and the last removal. `match`
+    returns the same results as long as `version` is unchanged.
     """
 
     def __init__(self, blocks: int) -> None:
         if blocks < 2:
-            raise ValueError(f"a KV cache needs at least 2 blocks, one of which stays unused; got {blocks}")
+            raise ValueError(f"a KV cache needs at least 2 blocks, because one stays unused; got {blocks}")
         self.blocks = blocks
         self.changes: Changes | None = None
         self.version = 0
         self._used = 0
-        # Only what more than one request holds is counted, since most blocks have one holder or none.
+        # Counted only for blocks with several holders, because most blocks have one or none.
         self._holders: dict[int, int] = {}
-        # The oldest block with some content, and, where there are any, the younger ones in order.
+        # The oldest block with each content, and its younger copies in order.
         self._cached: dict[int, int] = {}
         self._copies: dict[int, dict[int, None]] = {}
-        # Three kinds of free blocks, in the order in which they are taken: emptied, never used, and full ones with the
-        # hash of their content, None where it has none.
+        # Free blocks, in the order of use: emptied, never used, and full ones with the hash of their content; None for
+        # content without a hash.
         self._empty: list[int] = []
         self._fresh = 1
         self._freed: OrderedDict[int, int | None] = OrderedDict()
 
     @property
     def free(self) -> int:
-        """Blocks that an allocation may take; cached ones that no request uses count as free."""
+        """Number of blocks that can be allocated, including cached blocks without a holder."""
         return self.blocks - 1 - self._used
 
     @property
     def usage(self) -> float:
-        """Used share, 0..1, as vLLM publishes it."""
+        """Share of used blocks, 0..1, as vLLM publishes it."""
         return self._used / (self.blocks - 1)
 
     def match(self, hashes: Iterable[int]) -> list[int]:
-        """The cached blocks of the longest known prefix of `hashes`; nothing is taken yet."""
+        """Returns the cached blocks of the longest cached prefix of `hashes`, without taking them."""
         cached = self._cached
         return list(map(cached.__getitem__, takewhile(cached.__contains__, hashes)))
 
     def unused(self, blocks: Iterable[int]) -> int:
-        """How many of the cached `blocks` are free, so that taking them makes the free ones fewer."""
+        """Returns the number of cached `blocks` without a holder. Sharing them reduces the free blocks."""
         return sum(map(self._freed.__contains__, blocks))
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Take cached blocks for one more request."""
+        """Add a holder to cached blocks."""
         freed, holders = self._freed, self._holders
         free_before = len(freed)
         for block in blocks:
@@ -99,7 +99,7 @@ class KvCache:
         self._used += free_before - len(freed)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks without content, or None where fewer are free."""
+        """Returns `count` blocks without content; None if fewer are free."""
         if count > self.free:
             return None
         self._used += count
@@ -115,7 +115,7 @@ class KvCache:
         return taken + self._evict(count - len(taken)) if len(taken) < count else taken
 
     def store(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
-        """Blocks became full; those beyond `hashes` with content that no other request can have."""
+        """Mark blocks as full. Blocks beyond `hashes` have content that no other request can share."""
         self.version += 1
         if self.changes is not None:
             new = [block_hash for block_hash in hashes if block_hash not in self._cached]
@@ -128,7 +128,7 @@ class KvCache:
                     self._copies.setdefault(block_hash, {})[block] = None
 
     def release(self, blocks: Sequence[int], hashes: Sequence[int], full: int) -> None:
-        """A request lets go of its blocks, in the order of its tokens; the first `full` were stored with `hashes`."""
+        """Remove a holder from `blocks`, in token order. The first `full` of them were stored with `hashes`."""
         self._empty += blocks[full:]
         contents = [*hashes[:full], *repeat(None, full - len(hashes))]
         freed, holders = self._freed, self._holders
@@ -141,7 +141,7 @@ class KvCache:
         self._used -= len(freed) - free_before + len(blocks) - full
 
     def _evict(self, count: int) -> list[int]:
-        """Take the full blocks that were freed longest ago."""
+        """Evict the full blocks that were freed longest ago."""
         self.version += 1
         freed, cached, copies = self._freed, self._cached, self._copies
         taken = []
@@ -160,7 +160,7 @@ class KvCache:
         return taken
 
     def _forget_copy(self, block: int, block_hash: int) -> None:
-        """One of the two or more blocks with the same content goes."""
+        """Forget one of several blocks with the same content."""
         copies = self._copies[block_hash]
         if self._cached[block_hash] == block:
             self._cached[block_hash] = block = next(iter(copies))
@@ -169,7 +169,7 @@ class KvCache:
             del self._copies[block_hash]
 
     def _leave(self, block: int) -> None:
-        """One of a block's two or more holders leaves."""
+        """Remove one of several holders of a block."""
         if self._holders[block] == 2:
             del self._holders[block]
         else:

@@ -1,4 +1,4 @@
-"""A store of KV blocks that several engines share, such as a folder or LMCache: what one has computed, all may load."""
+"""A store of KV blocks that several engines share, such as a folder or LMCache."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _HASH = Struct("<q")
 
 
 class KvStore(Protocol):
-    """Which blocks are stored, by the hashes of `kv_cache.block_hashes`. Nothing is ever removed."""
+    """A set of stored blocks, by the hashes of `kv_cache.block_hashes`. Blocks are never removed."""
 
     def found(self, hashes: Sequence[int]) -> int:
-        """How many of the first of these blocks are stored."""
+        """Returns the length of the longest stored prefix of `hashes`."""
 
     def save(self, hashes: Sequence[int]) -> None:
-        """These blocks were computed."""
+        """Store computed blocks."""
 
 
 class SharedStore:
@@ -35,7 +35,7 @@ class SharedStore:
 
 
 class StoreFile:
-    """A store in a file, for engines of several processes: each appends what it computed, and reads what others did."""
+    """A store in a file, for engines of several processes. Each process appends its blocks and reads all others."""
 
     def __init__(self, path: Path) -> None:
         path.touch()
@@ -47,7 +47,7 @@ class StoreFile:
         with self._path.open("rb") as file:
             file.seek(self._read_bytes)
             data = file.read()
-        # The last record may still be on its way.
+        # The last record may be incomplete yet.
         whole = len(data) - len(data) % _HASH.size
         self._read_bytes += whole
         self._stored.update(one for (one,) in _HASH.iter_unpack(data[:whole]))
@@ -56,7 +56,7 @@ class StoreFile:
     def save(self, hashes: Sequence[int]) -> None:
         new = [one for one in hashes if one not in self._stored]
         if new:
-            # What is appended in one write never mixes with what others append.
+            # A single appending write is never interleaved with the writes of other processes.
             with self._path.open("ab", buffering=0) as file:
                 file.write(b"".join(map(_HASH.pack, new)))
             self._stored.update(new)

@@ -1,7 +1,7 @@
-"""How the KV of a prompt goes from the engine that computed it to the one that answers: times, and what the two say.
+"""Transfers of a prompt's KV from the prefill engine to the decode engine: times and parameters.
 
-The fields and the rules are those of vLLM's NixlConnector, which pulls. The numbers of a `KvTransfer` are for Llama-8B
-over a network of 200 Gbit/s.
+The fields and rules follow vLLM's NixlConnector, in which the decode engine pulls. The default numbers of `KvTransfer`
+are for Llama-8B over a network of 200 Gbit/s.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class KvTransfer:
-    """A transfer of `tokens` takes `latency_s` and their bytes through `bytes_per_s`; the first one between two engines
-    takes `handshake_s` more.
+    """Times of a transfer, and the policy for failed transfers.
 
-    Blocks are kept for `lease_s` after the prefill; the other engine extends that while its request waits. A request
-    whose KV cannot be had is computed (`recompute`) or fails. A known peer that is gone is noticed after `lost_s`, an
-    unknown one after `unreachable_s`.
+    A transfer takes `latency_s` plus its bytes divided by `bytes_per_s`; the first transfer between two engines also
+    takes `handshake_s`. The prefill engine keeps the blocks for `lease_s`; heartbeats of the decode engine extend the
+    lease while its request waits. If the KV is not available, the decode engine computes the prompt (`recompute`) or
+    fails the request. A lost known peer is noticed after `lost_s`, an unreachable unknown peer after `unreachable_s`.
     """
 
     bytes_per_token: int = 131_072
@@ -38,27 +38,27 @@ class KvTransfer:
         return tokens * self.bytes_per_token
 
     def transfer_s(self, tokens: int) -> float:
-        """Seconds that the KV of so many tokens takes."""
+        """Returns the transfer time of this many tokens."""
         return self.latency_s + self.bytes_of(tokens) / self.bytes_per_s
 
     @property
     def heartbeat_s(self) -> float:
-        """The time between two words that a request still waits for its KV."""
+        """The interval of heartbeats for a waiting request."""
         return self.lease_s / 6
 
     @property
     def extension_s(self) -> float:
-        """How long such a word keeps the blocks."""
+        """How long a heartbeat extends the lease of the blocks."""
         return self.lease_s * 2 / 3
 
 
 class MalformedParamsError(Exception):
-    """The engine dies of them."""
+    """`kv_transfer_params` that crash a real engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferParams:
-    """What a prefill is answered with, and what the request that continues it brings: vLLM's `kv_transfer_params`."""
+    """vLLM's `kv_transfer_params`, from the response of the prefill engine and in the request to the decode engine."""
 
     remote_block_ids: tuple[tuple[int, ...], ...]
     remote_engine_id: str
@@ -69,7 +69,7 @@ class TransferParams:
     remote_prefill_cached_tokens: int = 0
 
     def body(self) -> dict[str, Any]:
-        """In the order in which vLLM 0.32 writes them."""
+        """Returns the fields in the order of vLLM 0.32."""
         own = asdict(self)
         tail = ("remote_num_tokens", "remote_prefill_cached_tokens")
         return {
@@ -87,7 +87,7 @@ class TransferParams:
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> TransferParams:
-        """Raises MalformedParamsError where one is missing that every version sent, or is of another type."""
+        """Raises MalformedParamsError if a field of all versions is missing, or if a field has a wrong type."""
         try:
             blocks = tuple(tuple(map(int, group)) for group in body["remote_block_ids"])
             named = {name: str(body[name]) for name in ("remote_engine_id", "remote_request_id", "remote_host")}

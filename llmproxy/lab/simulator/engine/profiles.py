@@ -1,4 +1,4 @@
-"""What one engine step costs on one model and one kind of GPU: coefficients as data, and the formula that uses them.
+"""The cost of an engine step for a model and GPU: coefficients and the formula.
 
 The numbers are least-squares fits to sums of measured vLLM kernel timings from the aiconfigurator database
 (Apache-2.0; vLLM 0.24 kernels for H100 and H200, 0.14 for A100), plus one constant step overhead chosen on one
@@ -18,13 +18,13 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The cost of a step, in milliseconds, as `step_s` puts it together.
+    """Coefficients of a step's cost in milliseconds; `step_s` has the formula.
 
     `small_ms` and `large_ms` are (constant, per token) of the linear layers, bound by weight reads and by compute;
     `decode_ms` is (once per step, per token of context) of decode attention; `prefill_ms` is (per chunk, per squared
-    position) of prefill attention. `prefill_factor` multiplies the compute-bound cost of a prefill token: some
-    published runs look as if it were 1.9, so a comparison of policies should hold with 1.0 and with 1.9. `frontend_s`
-    is spent on HTTP and tokenising before the engine sees a request.
+    position) of prefill attention. `prefill_factor` multiplies the compute-bound cost of a prefill token. Some
+    published runs suggest 1.9, so a comparison of policies should hold with 1.0 and with 1.9. `frontend_s` is the time
+    for HTTP and tokenising before the engine gets a request.
     """
 
     small_ms: tuple[float, float]
@@ -42,8 +42,10 @@ class Profile:
     def step_s(
         self, decodes: int, decode_context_tokens: int, chunks: list[tuple[int, int]], adapters: bool = False
     ) -> float:
-        """Seconds of one step that decodes one token for each of `decodes` sequences, which attend to
-        `decode_context_tokens` tokens together, and prefills `chunks`, each a (first, end) range of prompt positions.
+        """Returns the seconds of one step.
+
+        The step decodes one token for each of `decodes` sequences, with `decode_context_tokens` tokens of context in
+        total, and prefills `chunks`, each a (first, end) range of prompt positions.
         """
         prefill_tokens = sum(end - first for first, end in chunks)
         if not decodes and not prefill_tokens:
@@ -60,7 +62,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How real steps scatter: log-normal with `sigma`, and now and then one that takes `slow_factor` times as long."""
+    """Noise of step times: log-normal with `sigma`, and occasional steps that take `slow_factor` times as long."""
 
     sigma: float = 0.05
     slow_chance: float = 1 / 2000
@@ -71,13 +73,14 @@ class Noise:
             raise ValueError(f"slow_chance must be at least 0 and below 1, got {self.slow_chance}")
 
     def factor(self, rng: random.Random) -> float:
-        """What to multiply the time of the next step with."""
+        """Returns a factor for the time of the next step."""
         slow = self.slow_factor if rng.random() < self.slow_chance else 1.0
         return slow * rng.lognormvariate(0.0, self.sigma)
 
     def stretch_factor(self, rng: random.Random, steps: int) -> float:
-        """What to multiply the time of the next `steps` steps together with: it scatters as the mean of so many
-        factors does, and its expectation is that of one.
+        """Returns a factor for the total time of the next `steps` steps.
+
+        It has the mean of `factor` and the variance of the average of `steps` factors.
         """
         sigma = self.sigma / math.sqrt(steps)
         slow_share = self._slow_steps(rng, steps) / steps
@@ -85,7 +88,7 @@ class Noise:
         return (1.0 + slow_share * (self.slow_factor - 1.0)) * scatter
 
     def _slow_steps(self, rng: random.Random, steps: int) -> int:
-        """How many of the steps are slow: a binomial number, drawn by leaping from one slow step to the next."""
+        """Returns a binomial number of slow steps, drawn as geometric gaps between them."""
         if self.slow_chance == 0.0:
             return 0
         slow, at = 0, -1
@@ -108,7 +111,7 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
             (10.47, 0.04002), (2.45, 0.06781), (1.02, 2.095e-05), (1.64, 5.09e-07), 1_081_840
         ),
         "qwen-32b-h100-tp2": Profile((12.49, 0.02124), (2.97, 0.04985), (0.80, 4.429e-05), (1.40, 8.55e-07), 276_560),
-        # No real model: steps of about a millisecond, so that a test with real sockets does not wait for an engine.
+        # Not a real model: steps of about a millisecond, so that tests with real sockets do not wait for the engine.
         "tiny": Profile(
             (0.5, 0.001),
             (0.1, 0.002),
@@ -125,7 +128,7 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
 
 
 def profile_named(name: str) -> Profile:
-    """The profile called `name`; ValueError, with the known names, where there is none."""
+    """Returns the profile with this name. Raises ValueError with the known names."""
     try:
         return PROFILES[name]
     except KeyError:

@@ -1,4 +1,4 @@
-"""What an engine reports: the result of a step, the gauges that vLLM publishes after it, and its totals."""
+"""Reports of an engine: the result of a step, the gauges that vLLM publishes after a step, and totals."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from llmproxy.lab.simulator.engine.kv_cache import Changes
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did; its tokens exist `duration_s` after its start. Everything in it is named by request id.
+    """The result of a step, or of several steps of `Engine.advance`. All requests are given by id.
 
-    `emitted` got one token each, in the order of admission; `finished` are those of them that got their last one;
-    `admitted` left the queue, each with the prompt tokens it found cached; those of them in `wrong` found KV that is
-    not that of their prompt. `fetches` are requests whose KV is to be fetched from now on, each with the tokens it has
-    not. `kv_events` are batches, at most one for
-    each step, each with the seconds from the start of the first step to the end of its own. There are none
-    before `publish_kv_events`.
+    - `duration_s`: Seconds from the start of the step until its tokens exist.
+    - `emitted`: Requests that got one token each, in order of admission.
+    - `finished`: Requests that got their last token.
+    - `admitted`: Requests that left the queue, each with its number of cached prompt tokens.
+    - `wrong`: Admitted requests that found KV of another prompt.
+    - `fetches`: Requests whose KV must be fetched from now on, each with its number of missing tokens.
+    - `kv_events`: At most one batch per step, with the seconds from the start of the first step to the end of its step.
+      Empty before `publish_kv_events`.
     """
 
     duration_s: float
@@ -33,11 +35,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """What vLLM publishes after a step.
+    """The gauges that vLLM publishes after a step.
 
-    `waiting` counts the `deferred` ones too, which wait for an adapter slot or for KV of another engine. Of those for
-    KV, `to_fetch` have not begun to get it, `fetching` are getting it, and `fetched` have it and wait for a place.
-    `generated` tokens is the total since the start.
+    `waiting` includes `deferred`: requests that wait for an adapter slot or for KV of another engine. Requests that
+    need such KV are in `to_fetch` before its transfer, in `fetching` during it, and in `fetched` after it, until they
+    are admitted. `generated` is the total number of tokens since the start.
     """
 
     running: int = 0
@@ -53,11 +55,11 @@ class Gauges:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start; queries, hits, prompt and generation are tokens.
+    """Totals since the start. Queries, hits, prompt and generation are in tokens.
 
-    As in vLLM, queries and hits count the first admission of a request alone, hits those of the local cache alone, and
-    a prompt counts once its first token is out. `external` are tokens from other engines and from a store. Of the
-    `adapter_requests` admitted, `adapter_loads` found their adapter in no slot.
+    As in vLLM, queries and hits count only the first admission of a request, hits only in the local cache, and a
+    prompt counts with its first output token. `external` counts tokens from other engines and from a store. Of all
+    `adapter_requests`, `adapter_loads` found their adapter in no slot.
     """
 
     prefix_queries: int = 0

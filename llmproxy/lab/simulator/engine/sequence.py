@@ -1,4 +1,4 @@
-"""The requests of an engine: one sequence, the line of those that wait, and the group of those that decode. Pure."""
+"""The requests of an engine: a sequence, the queue of waiting sequences, and the set of decoding sequences. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One sequence: a prompt of `prompt_tokens` (>= 1) that is answered with exactly `output_tokens` (>= 1).
+    """A sequence with a prompt of `prompt_tokens` (>= 1) and exactly `output_tokens` (>= 1) of output.
 
-    `hashes` are those of `kv_cache.block_hashes` over the prompt, and beyond it over the answer as far as it is known:
-    blocks without a hash are never shared. `pins`: its blocks stay when it has ended, until `Engine.release`.
-    `remote`: the KV of its prompt is fetched from another engine, see `Engine.fetched`.
+    `hashes` are `kv_cache.block_hashes` of the prompt, and of the output as far as it is known; blocks without a hash
+    are never shared. `pins`: the blocks stay after the end until `Engine.release`. `remote`: the KV of the prompt is
+    fetched from another engine; see `Engine.fetched`.
     """
 
     id: str
@@ -29,9 +29,9 @@ class EngineRequest:
 class LiveSequence:
     """A live request. While it decodes, step `t` computes its token number `mark + t`, counted from 0.
 
-    `order` is its place in the line of those that wait, smaller first. `computed` counts the tokens of the prefill,
-    `emitted` those answered before it; the first `stored` of its `blocks` are full and cached. `fetch` says that its KV
-    is still to be fetched from another engine, `wrong` that what it has is not that of its prompt.
+    `order` is the position in the queue, smallest first. `computed` counts the computed tokens of the prefill,
+    `emitted` the output tokens before it. The first `stored` of its `blocks` are full and cached. `fetch`: its KV must
+    still be fetched from another engine. `wrong`: its KV is not the KV of its prompt.
     """
 
     request: EngineRequest
@@ -48,15 +48,13 @@ class LiveSequence:
 
     @property
     def length(self) -> int:
-        """Tokens to prefill: the prompt, and after a preemption what was answered already."""
+        """Tokens to prefill: the prompt, and after a preemption also the output so far."""
         return self.request.prompt_tokens + self.emitted
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What the step `now` has decided so far; `ready` are the prompts that it completes, `fetches` the tokens that are
-    to be fetched for requests from other engines.
-    """
+    """The plan of step `now`. `ready`: prompts that it completes. `fetches`: missing tokens of remote requests."""
 
     now: int
     budget: int = 0
@@ -70,9 +68,10 @@ class StepPlan:
 
 
 class Waiting:
-    """The waiting requests, first come first served; one line per adapter, so that those that fit are found at once.
+    """The waiting requests, in order of arrival. A queue per adapter finds requests with a fitting adapter at once.
 
-    `to_fetch` of them still need KV of another engine. `fetched` have it and go before all others: they hold blocks.
+    `to_fetch` is the number of requests that still need KV of another engine. `fetched` requests have it and go first,
+    because they already hold blocks.
     """
 
     def __init__(self) -> None:
@@ -110,7 +109,7 @@ class Waiting:
             del self._lines[sequence.request.adapter]
 
     def first(self, fits: Callable[[str | None], bool]) -> LiveSequence | None:
-        """The next request whose adapter `fits`. Requests before it in the line count as passed over."""
+        """Returns the next request whose adapter `fits`. Requests before it count as passed over."""
         for sequence in self.fetched.values():
             if fits(sequence.request.adapter):
                 return sequence
@@ -131,12 +130,12 @@ class Waiting:
 
     @property
     def deferred(self) -> int:
-        """How many have been passed over because their adapter did not fit; they count until they are admitted."""
+        """Number of waiting requests that were passed over because their adapter did not fit."""
         return len(self._passed_over)
 
 
 class Decodes:
-    """The sequences that decode. Nothing of them is touched between two blocks: it follows from the step's number."""
+    """The decoding sequences. Their state is updated at new blocks, and otherwise follows from the step number."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -149,14 +148,14 @@ class Decodes:
         return self._count
 
     def add(self, sequence: LiveSequence) -> None:
-        """A sequence whose `mark` and `last_step` are set begins to decode."""
+        """Add a sequence, with `mark` and `last_step` set."""
         self._count += 1
         self._marks += sequence.mark
         self._entering[-sequence.mark % self._block_size][sequence.request.id] = sequence
         self._ending.setdefault(sequence.last_step, {})[sequence.request.id] = sequence
 
     def remove(self, sequence: LiveSequence) -> None:
-        """A sequence ends or goes back to the line."""
+        """Remove a sequence that ends or goes back to the queue."""
         self._count -= 1
         self._marks -= sequence.mark
         del self._entering[-sequence.mark % self._block_size][sequence.request.id]
@@ -166,20 +165,21 @@ class Decodes:
             del self._ending[sequence.last_step]
 
     def context_tokens(self, step: int) -> int:
-        """Tokens that all of them attend to together in that step."""
+        """Returns the total context tokens of all sequences in a step."""
         return self._marks + self._count * (step + 1)
 
     def entering(self, step: int) -> ValuesView[LiveSequence]:
-        """The sequences that need a new block in that step."""
+        """Returns the sequences that need a new block in a step."""
         return self._entering[step % self._block_size].values()
 
     def ending(self, step: int) -> list[LiveSequence]:
-        """The sequences that get their last token in that step."""
+        """Returns the sequences that get their last token in a step."""
         return list(self._ending.get(step, {}).values())
 
     def steady_steps(self, step: int, free_blocks: int) -> int:
-        """How many steps after `step` there are up to the first in which a sequence ends, that one included, as far as
-        `free_blocks` suffice. There must be a sequence.
+        """Returns the number of steps after `step` until a sequence ends or `free_blocks` are used up.
+
+        The step in which a sequence ends is included. There must be a sequence.
         """
         to_end = min(self._ending) - step
         cycles, left = divmod(free_blocks, self._count)

@@ -1,4 +1,4 @@
-"""The KV blocks of sequences: taken, filled, given back, kept for another engine, or of wrong content. Pure."""
+"""The KV blocks of sequences: allocation, filling, release, and pinning for another engine. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from llmproxy.lab.simulator.engine.sequence import EngineRequest, LiveSequence
 
 
 class SequenceBlocks:
-    """Blocks of `block_size` tokens. With a `store`, blocks of prompts are written to it and found in it, too.
+    """Blocks of `block_size` tokens. With a `store`, prompt blocks are also written to it and loaded from it.
 
-    `kept` are the ended requests whose blocks stay until another engine has read them. `wrong` are blocks that were
-    read too late, or computed from such ones: whoever shares them answers wrongly, as in vLLM.
+    `kept` has the ended requests whose blocks stay until another engine has read them. `wrong` has blocks that were
+    read too late, and blocks computed from these. Requests that share a wrong block get a wrong answer, as in vLLM.
     """
 
     def __init__(self, blocks: int, block_size: int, store: KvStore | None = None) -> None:
@@ -26,12 +26,12 @@ class SequenceBlocks:
         self._wrong: set[int] = set()
 
     def cached(self, request: EngineRequest, length: int) -> list[int]:
-        """The blocks that its first `length` tokens would find in this cache."""
-        # A cached prompt alone is not enough: its last token must be computed to get the next one.
+        """Returns the cached blocks of the first `length` tokens."""
+        # The last token of a prompt is always computed, even if it is cached, to get the next token.
         return self.cache.match(islice(request.hashes, (length - 1) // self.block_size))
 
     def take(self, sequence: LiveSequence) -> bool:
-        """Take what is cached of all its tokens, and make room for the rest; False where there is too little."""
+        """Share the cached blocks, and allocate the rest. Returns False if the free blocks are too few."""
         request, length = sequence.request, sequence.length
         hits = self.cached(request, length)
         missing = math.ceil(length / self.block_size) - len(hits)
@@ -45,7 +45,7 @@ class SequenceBlocks:
         return True
 
     def load(self, sequence: LiveSequence) -> int:
-        """Take what the store has beyond what is cached; how many tokens that are."""
+        """Load blocks from the store beyond the cached ones. Returns their number of tokens."""
         if self._store_of_all is None:
             return 0
         most = (sequence.length - 1) // self.block_size
@@ -57,7 +57,7 @@ class SequenceBlocks:
         return found * self.block_size
 
     def extend(self, sequence: LiveSequence, end: int) -> bool:
-        """Blocks for the tokens up to `end`; False where there are too few."""
+        """Allocate blocks for the tokens up to `end`. Returns False if the free blocks are too few."""
         blocks = self._allocate(math.ceil(end / self.block_size) - len(sequence.blocks))
         if blocks is None:
             return False
@@ -65,7 +65,7 @@ class SequenceBlocks:
         return True
 
     def grow(self, sequence: LiveSequence, now: int) -> bool:
-        """The next block for a decode that filled one with the step before `now`; False where there is none."""
+        """Allocate the next block of a decode that has filled its last block. Returns False if none is free."""
         blocks = self._allocate(1)
         if blocks is None:
             return False
@@ -74,7 +74,7 @@ class SequenceBlocks:
         return True
 
     def fill(self, sequence: LiveSequence, computed: int) -> None:
-        """Cache the blocks that `computed` tokens fill."""
+        """Cache the blocks that `computed` tokens have filled."""
         full = computed // self.block_size
         request, new = sequence.request, slice(sequence.stored, full)
         self.cache.store(sequence.blocks[new], request.hashes[new])
@@ -87,7 +87,7 @@ class SequenceBlocks:
         sequence.stored = full
 
     def release(self, sequence: LiveSequence) -> None:
-        """Let go of all of its blocks."""
+        """Release all blocks of a sequence."""
         self.cache.release(sequence.blocks, sequence.request.hashes, sequence.stored)
         sequence.blocks = []
         sequence.stored = 0

@@ -1,4 +1,4 @@
-"""The bytes of `/v1/responses` and `/v1/messages`: named events instead of one kind of chunk."""
+"""The bytes of `/v1/responses` and `/v1/messages`, whose streams consist of named events."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class ResponsesAnswer(AnswerWriter):
         self._created = head.created
         self._sequence = 0
         self._item = f"msg_{secrets.token_hex(8)}"
-        # The id of the request is the body's member alone here: the header does not count, as it does elsewhere.
+        # Unlike other endpoints, this one takes the request id only from the body, not from the header.
         self.id = generation.body.get("request_id", f"resp_{secrets.token_hex(8)}")
 
     def prologue(self) -> list[bytes]:
-        """The response without output, twice."""
+        """Returns the two first events, which have the response without output."""
         body = self._body("in_progress", [], None)
         return [self._event("response.created", response=body), self._event("response.in_progress", response=body)]
 
     def opening(self, usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002 - the completions count here
-        """The one output item and its one part."""
+        """Returns the events that open the only output item and its only part."""
         part = {"annotations": [], "text": "", "type": "output_text", "logprobs": []}
         item = self._message([], "in_progress")
         return [
@@ -47,7 +47,7 @@ class ResponsesAnswer(AnswerWriter):
         return [self._text_event("response.output_text.delta", delta=text)]
 
     def closing(self, choices: list[Choice], usage: AnswerUsage) -> list[bytes]:
-        """Text, part, item and response, each complete. A cut answer ends in `response.completed`, too."""
+        """Returns the final events. A truncated answer also ends in `response.completed`."""
         text = choices[0].text
         part = _part(text)
         item = self._message([part], "completed")
@@ -124,7 +124,7 @@ class MessagesAnswer(AnswerWriter):
         self._count_details = head.count_details
 
     def opening(self, usage: AnswerUsage) -> list[bytes]:
-        """The empty message and its one text block."""
+        """Returns the events of the empty message and its only text block."""
         message: Body = {"id": self.id, "type": "message", "role": "assistant", "content": [], "model": self._model}
         counted = {"input_tokens": usage.prompt_tokens, "output_tokens": 0}
         message |= {"stop_reason": None, "stop_sequence": None, "usage": counted}
@@ -137,7 +137,7 @@ class MessagesAnswer(AnswerWriter):
         return [_block("delta", {"delta": {"type": "text_delta", "text": text}})]
 
     def closing(self, choices: list[Choice], usage: AnswerUsage) -> list[bytes]:
-        """The end of the block, why the message ended, and its usage."""
+        """Returns the final events: end of the block, stop reason and usage."""
         delta = {"stop_reason": _stop_reason(choices[0]), "stop_sequence": None}
         last = {"type": "message_delta", "delta": delta, "usage": self._usage(usage)}
         return [

@@ -1,9 +1,9 @@
 """The bytes of answers as vLLM 0.32 writes them: chat and text completions, their streams, usage and errors.
 
-An `AnswerWriter` writes the answer to one request. A stream is `prologue` at acceptance, `opening` with the first
-token, `delta` for every piece of text, the last one of a choice with its `reason`, and `closing` at the end, or
-`broken` by an error, under its status 200; an answer in one piece is `whole`. Every item of those lists is one event,
-which the server sends as one HTTP chunk.
+An `AnswerWriter` writes the answer to one request. A stream consists of `prologue` at acceptance, `opening` with the
+first token, `delta` for each piece of text, and `closing` at the end, or `broken` after an error, still with status
+200. The last delta of a choice has its `reason`. An answer that is not streamed is `whole`. Each list item is an event,
+which the server sends as an HTTP chunk.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is decided when a request is accepted: its id (without prefix) and the Unix time; `count_details` says
-    whether usage has the cached tokens.
-    """
+    """Facts from the acceptance of a request: its id without prefix, the Unix time, and whether usage has details."""
 
     id: str
     created: int
@@ -42,7 +40,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class AnswerUsage:
-    """Tokens of one answer. `created_tokens` went into the prefix cache."""
+    """Token counts of an answer. `created_tokens` were added to the prefix cache."""
 
     prompt_tokens: int
     output_tokens: int
@@ -50,7 +48,7 @@ class AnswerUsage:
     created_tokens: int = 0
 
     def body(self) -> Body:
-        """The three numbers that every usage object begins with."""
+        """Returns the three numbers at the start of every usage object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens + self.output_tokens,
@@ -58,21 +56,22 @@ class AnswerUsage:
         }
 
     def details(self) -> Body:
-        """What a server with prompt-token details adds."""
+        """Returns the member that a server with prompt-token details adds."""
         return {"cached_tokens": self.cached_tokens, "created_cache_tokens": self.created_tokens}
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished sequence; `reason` is `length` or `stop`."""
+    """A finished sequence. `reason` is `length` or `stop`."""
 
     text: str
     reason: str
 
 
 class AnswerWriter(Protocol):
-    """Writes the answer to one request, which clients know by `id`; see the module. Most streams have no event before
-    the first token.
+    """Writes the answer to the request with the public id `id`; see the module.
+
+    By default, a stream has no event before the first token.
     """
 
     id: str
@@ -90,7 +89,7 @@ class AnswerWriter(Protocol):
 
 
 class _OpenAiAnswer(AnswerWriter):
-    """What chat and text completions have in common."""
+    """The common parts of chat and text completions."""
 
     prefix: ClassVar[str]
     noun: ClassVar[str]
@@ -108,8 +107,8 @@ class _OpenAiAnswer(AnswerWriter):
         }
         self._chunk_begin = _dump({**self._begin, "object": self.noun_chunk})[:-1]
 
-    def closing(self, choices: list[Choice], usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002 - other dialects need them
-        """The usage chunk where it was asked for, then the end mark."""
+    def closing(self, choices: list[Choice], usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002 - other dialects use it
+        """Returns the usage chunk, if requested, and the end mark."""
         if not self._generation.include_usage:
             return [DONE]
         body = usage.body() | ({"prompt_tokens_details": usage.details()} if self._details else {})
@@ -127,7 +126,7 @@ class _OpenAiAnswer(AnswerWriter):
         return ',"usage":' + _dump(usage.body() | {"completion_tokens_details": None})
 
     def _last(self, reason: str | None) -> str:
-        """The fingerprint is on the last chunk that is certain to come."""
+        """Returns the fingerprint member. It is on the last chunk that every stream has."""
         return f',"system_fingerprint":"{FINGERPRINT}"' if reason and not self._generation.include_usage else ""
 
     def _ending(self, usage: AnswerUsage, extra: Body) -> Body:
@@ -145,7 +144,7 @@ class ChatAnswer(_OpenAiAnswer):
     parse = staticmethod(chat_request)
 
     def opening(self, usage: AnswerUsage) -> list[bytes]:
-        """One role chunk per choice."""
+        """Returns a role chunk per choice."""
         after = self._usage_now(usage) + ',"prompt_token_ids":null,"prompt_text":null'
         role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
         return [self._event(f'"choices":[{{"index":{i},{role}}}]', after) for i in range(self._generation.choices)]
@@ -203,7 +202,7 @@ _ENDING_NULLS = ("kv_transfer_params", "ec_transfer_params", "metrics")
 
 
 def error_body(error: ApiError, anthropic: bool = False) -> Body:
-    """The JSON of an error answer, in the dialect of the endpoint."""
+    """Returns the JSON of an error, in the dialect of the endpoint."""
     if anthropic:
         return {"type": "error", "error": {"type": error.kind, "message": error.message}}
     shown = {"message": error.message, "type": error.kind, "param": error.param, "code": error.status}
@@ -211,13 +210,13 @@ def error_body(error: ApiError, anthropic: bool = False) -> Body:
 
 
 def stream_error(error: ApiError) -> bytes:
-    """An error event. vLLM writes this one with spaces, unlike its other events."""
+    """Returns an error event. Unlike its other events, vLLM writes it with spaces in the JSON."""
     shown = f'{{"message": {_dump(error.message)}, "type": "{error.kind}", "param": null, "code": {error.status}}}'
     return f'data: {{"error": {shown}}}\n\n'.encode()
 
 
 def models_body(limits: Limits, models: Mapping[str, ServedModel]) -> Body:
-    """`/v1/models`: the base model, then its adapters in the order in which they were loaded."""
+    """Returns the body of `/v1/models`: the base model, then its adapters in order of loading."""
     cards = []
     for name, model in models.items():
         permission: dict[str, Any] = {

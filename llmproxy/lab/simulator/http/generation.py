@@ -1,4 +1,4 @@
-"""One generation request from acceptance to its last byte, streamed or in one piece."""
+"""A generation request from acceptance to its last byte, streamed or not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AnswerWriterType(Protocol):
 def headers_of(
     service: Service, request: web.BaseRequest, content_type: str | None, length: int | None = None
 ) -> dict[str, str]:
-    """Response headers in vLLM's order and case; a stream has no `length`."""
+    """Returns response headers in vLLM's order and case. A stream has no `length`."""
     headers = {"date": formatdate(usegmt=True), "server": "uvicorn"}
     if length is not None:
         headers["content-length"] = str(length)
@@ -51,19 +51,19 @@ def headers_of(
 async def generate(
     service: Service, request: web.BaseRequest, writer_type: AnswerWriterType, body: Body
 ) -> web.StreamResponse:
-    """Answer one request. Raises ApiError. A client that disconnects cancels this, which aborts the work."""
+    """Answer a request. Raises ApiError. Cancellation, after a client has disconnected, aborts its sequences."""
     try:
         if writer_type is ResponsesAnswer:
             body = service.continued(body)
         generation = writer_type.parse(body, service.limits)
     except ApiError as refused:
-        # What vLLM refuses for its form does not get as far as its connector.
+        # vLLM rejects invalid requests before they reach its connector.
         if service.nixl is not None and refused.kind != "Bad Request":
             service.nixl.reject(body.get("kv_transfer_params"))
         raise
     service.refuse_if_due()
     if service.faults.hits(FaultKind.SILENT):
-        await asyncio.Event().wait()  # Until its client leaves, also where the fault is cleared before.
+        await asyncio.Event().wait()  # Until the client disconnects, even if the fault is cleared before.
     arrived_s = asyncio.get_running_loop().time()
     request_id = request.headers.get("x-request-id") or body.get("request_id") or secrets.token_hex(8)
     head = Head(str(request_id), int(unix_now_s()), service.options.prompt_tokens_details)
@@ -82,7 +82,7 @@ async def generate(
 
 @dataclass(slots=True)
 class _Sent:
-    """How much of one choice was sent: tokens looked at, and tokens whose text was sent."""
+    """Progress of a choice: tokens seen, and tokens whose text was sent."""
 
     seed: int
     tokens: int = 0
@@ -91,7 +91,7 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Exchange:
-    """One accepted request."""
+    """An accepted request."""
 
     service: Service
     request: web.BaseRequest
@@ -101,7 +101,7 @@ class _Exchange:
     deadly: bool = False
     sent: list[_Sent] = field(init=False)
     opened: bool = False
-    # How many more bytes of the body are sent before a reset; None where none is due.
+    # Bytes of the body until a connection reset; None without one.
     bytes_to_reset: int | None = None
 
     def __post_init__(self) -> None:
@@ -109,12 +109,12 @@ class _Exchange:
         self.sent = [_Sent(seed_of(prompt, model, choice)) for prompt in self.generation.prompts for choice in choices]
 
     async def whole(self) -> web.StreamResponse:
-        """The answer in one piece: nothing is sent before its end."""
+        """Send the whole answer at its end."""
         if self.service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
             raise engine_dead()
         self._submit()
         while not self.job.ended:
-            await self.job.news()
+            await self.job.wait()
         if self.job.error is not None:
             raise self.job.error
         body = self.answer.whole(self._choices(), self._usage())
@@ -128,7 +128,7 @@ class _Exchange:
         return response
 
     async def stream(self) -> web.StreamResponse:
-        """Head at acceptance, events as the tokens come, an error as an event."""
+        """Send the head at acceptance, then events for tokens. An error becomes an event."""
         response = web.StreamResponse(headers=headers_of(self.service, self.request, STREAM_TYPE))
         await self._prepare(response)
         if self.service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
@@ -137,7 +137,7 @@ class _Exchange:
         self._submit()
         await self._events(response, self.answer.prologue())
         while not self.job.ended:
-            await self._news(response)
+            await self._wait_for_tokens(response)
             await self._events(response, self._fresh_events())
         if self.job.error is not None:
             if isinstance(self.job.error, KvLoadError):
@@ -154,20 +154,20 @@ class _Exchange:
         if self.deadly:
             self.service.faults.die()
 
-    async def _news(self, response: web.StreamResponse) -> None:
-        """Wait for tokens, with comments in the meantime where they are switched on."""
+    async def _wait_for_tokens(self, response: web.StreamResponse) -> None:
+        """Wait for tokens, and send keep-alive comments meanwhile if they are enabled."""
         pause_s = self.service.options.sse_keep_alive_s
         while True:
             try:
                 async with asyncio.timeout(pause_s):
-                    await self.job.news()
+                    await self.job.wait()
             except TimeoutError:
                 await self._write(response, KEEP_ALIVE)
             else:
                 return
 
     def _fresh_events(self) -> list[bytes]:
-        """Events for the tokens that came since the last ones; several of a choice become one delta, as in vLLM."""
+        """Returns events for the new tokens. Several tokens of a choice become one delta, as in vLLM."""
         events: list[bytes] = []
         for index, (sent, progress) in enumerate(zip(self.sent, self.job.progress, strict=True)):
             if progress.tokens == sent.tokens:
@@ -185,7 +185,7 @@ class _Exchange:
         return events
 
     def _opening(self) -> list[bytes]:
-        """What goes before everything else, once."""
+        """Returns the opening events, once."""
         if self.opened:
             return []
         self.opened = True
@@ -234,7 +234,7 @@ class _Exchange:
             await self._reset()
 
     async def _reset(self) -> None:
-        """End the connection with RST. What was written gets a moment to arrive, or it would be thrown away."""
+        """Reset the connection (RST), after a pause: a reset discards bytes that have not arrived yet."""
         await asyncio.sleep(0.02)
         transport = self.request.transport
         if transport is not None:
@@ -245,12 +245,12 @@ class _Exchange:
 
 
 def _text(sent: _Sent, progress: SequenceProgress, first: int) -> str:
-    """What a sequence has got from its token `first` on."""
+    """Returns the text of a sequence from token `first` on."""
     if progress.wrong:
         return WRONG_WORD * (progress.tokens - first)
     return words(sent.seed, first, progress.tokens)
 
 
 async def _until_cancelled() -> None:
-    """The connection is lost and the server about to cancel this handler; any other end would be logged as a bug."""
+    """Wait for the server to cancel this handler of a lost connection. Any other end would be logged as a bug."""
     await asyncio.Event().wait()

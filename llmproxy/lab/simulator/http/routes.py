@@ -44,7 +44,7 @@ TOKENIZER_INFO: Body = {
 
 
 class Routes:
-    """Answers requests for one service."""
+    """The routes of a service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -72,7 +72,7 @@ class Routes:
             self._routes[nixl.PATH] = {"POST": self._kv_transfer}
 
     async def answer(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        """Answer one request whose body is read; every error becomes an answer here."""
+        """Answer a request with this body. Every error becomes a response."""
         path = request.path
         handler_path, response = "none", None
         try:
@@ -83,13 +83,13 @@ class Routes:
             response = self._json(request, shown, error.status)
         finally:
             status = 499 if response is None else response.status
-            # A method can be any word, and every one would be a series.
+            # Any word can be a method, and each label value would be a new series.
             method = request.method if request.method in hdrs.METH_ALL else "OTHER"
             self._service.metrics.requests[(handler_path, method, f"{status // 100}xx")] += 1
         return response
 
     def _find(self, path: str) -> tuple[str, dict[str, Handler]]:
-        """(path as a metric label, handlers by method); none where the path is unknown."""
+        """Returns the path as a metric label, and its handlers by method; no handlers for an unknown path."""
         if path in self._routes:
             return path, self._routes[path]
         if path.startswith(_RESPONSES):
@@ -206,7 +206,7 @@ class Routes:
         return self._plain(request, page, "text/plain; version=1.0.0; charset=utf-8")
 
     async def _metrics_app(self, request: web.BaseRequest, _: bytes) -> web.StreamResponse:
-        """The other handler of metrics: it filters by `name[]`, knows OpenMetrics and compresses."""
+        """The second metrics handler of vLLM, which filters by `name[]`, supports OpenMetrics and compresses."""
         registry = self._service.metrics.registry
         accept = request.headers.get("accept", "")
         names = request.query.getall("name[]", [])
@@ -222,7 +222,7 @@ class Routes:
         return response
 
     async def _fault(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        """Not vLLM's: `{"kind": ..., "factor": 10, ...}`, as for `FaultSwitch.set`, breaks it, kind null heals it."""
+        """Not in vLLM: `{"kind": ..., "factor": 10, ...}` sets a fault as `FaultSwitch.set`; kind null clears it."""
         fields = parse_object(body, "application/json")
         kind = fields.get("kind")
         if kind is not None and kind not in list(FaultKind):
@@ -250,12 +250,12 @@ class Routes:
                 word=word,
                 times=fields.get("times"),
             )
-            # The answer is on its way before the connection that it needs is closed.
+            # Send the response before the fault closes its connection.
             asyncio.get_running_loop().call_later(0.01, switch_on)
         return self._json(request, {"kind": kind})
 
     async def _kv_transfer(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        """Not vLLM's either: another replica tells something of KV that it fetches from here."""
+        """Not in vLLM: a notice of another replica about KV that it fetches from this one."""
         connector = self._service.nixl
         if connector is None or self._service.faults.kind is FaultKind.ENGINE_DEAD:
             raise engine_dead()
@@ -263,7 +263,7 @@ class Routes:
         notice, engine_id, request_id = (_text_field(fields, name) for name in ("notice", "engine_id", "request_id"))
         if notice not in list(nixl.Notice):
             raise ApiError(400, f"there is no notice {notice!r}; known: {', '.join(nixl.Notice)}", param="notice")
-        kept = connector.told(nixl.Notice(notice), engine_id, request_id)
+        kept = connector.handle_notice(nixl.Notice(notice), engine_id, request_id)
         return self._json(request, {"kept": kept}, 200 if kept else 410)
 
     # --- answers ------------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""One simulated vLLM server without its sockets: options, checked requests, paced engine, metrics, faults."""
+"""A simulated vLLM server without its sockets: options, checked requests, paced engine, metrics, faults."""

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class FaultKind(StrEnum):
-    """What is wrong. `hang` and `refuse` close the port and end with a restart only; the others can be cleared."""
+    """Kinds of faults. `hang` and `refuse` close the port and end with a restart only; the others can be cleared."""
 
     BUSY_503 = "busy_503"
     """Generation is refused with 503 and the words of a full queue."""
@@ -95,7 +95,7 @@ class FaultSwitch:
         self._changed(None)
 
     def hits(self, kind: FaultKind) -> bool:
-        """Whether `kind` is on for one more request, which counts as one of its times."""
+        """Whether the fault `kind` hits this request. A hit uses up one of its times."""
         if self.kind is not kind:
             return False
         if kind is FaultKind.ERROR_RATE:

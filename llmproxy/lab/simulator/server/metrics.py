@@ -1,7 +1,7 @@
-"""The `/metrics` page of a simulated replica: the families, labels and habits of vLLM 0.32.
+"""The `/metrics` page of a simulated replica, with the families, labels and behaviour of vLLM 0.32.
 
-Gauges are what the last engine step left, not what is true now. `vllm:lora_requests_info` gets a new series for every
-combination of adapters and keeps the old ones; the newest value, a Unix time, is the current one.
+Gauges show the state after the last engine step. `vllm:lora_requests_info` gets a new series for each combination of
+adapters and keeps old series; the series with the newest value, a Unix time, is current.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from llmproxy.lab.simulator.engine.reports import Counters, Gauges, StepResult
 from llmproxy.lab.simulator.engine.sequence import EngineRequest
 
-# A real server never drops a series; this many combinations are more than any reader of the page should need.
+# A real server never drops a series. More combinations than this are useless to any reader of the page.
 _LORA_SERIES_MAX = 512
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -69,7 +69,7 @@ _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
 def unix_now_s() -> float:
-    """The wall clock, for time stamps that clients see."""
+    """Returns the wall-clock time, for timestamps that clients see."""
     return datetime.now(UTC).timestamp()
 
 
@@ -91,18 +91,16 @@ class _Histogram:
 
 
 class ReplicaMetrics:
-    """Everything that one replica counts; `registry` renders it."""
+    """The metrics of a replica. `registry` renders them."""
 
     def __init__(self, model: str, max_loras: int, cache: dict[str, str], nixl: bool = False) -> None:
-        """`cache` holds the labels of `vllm:cache_config_info`. With `nixl` the page has the families of its connector,
-        too.
-        """
+        """`cache` has the labels of `vllm:cache_config_info`. `nixl` adds the families of the NIXL connector."""
         self.registry = CollectorRegistry(auto_describe=True)
         self.requests: Counter[tuple[str, str, str]] = Counter()
         self.rejections = 0
         self.gauges = Gauges()
         self.lies = False
-        """Whether the page says that the engine is idle, whatever it does."""
+        """Whether the load gauges show an idle engine, regardless of its state."""
         self._totals = Counters()
         self._finished: Counter[str] = Counter()
         self._nixl: dict[str, int] = dict.fromkeys(_NIXL_COUNTERS, 0) if nixl else {}
@@ -131,7 +129,7 @@ class ReplicaMetrics:
                 self._lora_series.popitem(last=False)
 
     def step(self, result: StepResult, took_s: float, further_tokens: int) -> None:
-        """A step that gave `further_tokens` to sequences that had one already."""
+        """Count a step. `further_tokens` are its tokens other than first tokens of a sequence."""
         self._histograms["iteration_tokens_total"].observe(result.prefill_tokens + result.decode_tokens)
         if further_tokens:
             self._histograms["inter_token_latency_seconds"].observe(took_s, further_tokens)
@@ -150,7 +148,7 @@ class ReplicaMetrics:
         first_s: float,
         now_s: float,
     ) -> None:
-        """A sequence got its last token. Aborted ones are not counted, as in vLLM."""
+        """Count a finished sequence. Aborted sequences are not counted, as in vLLM."""
         self._finished[reason] += 1
         observed = {
             "request_prompt_tokens": sequence.prompt_tokens,
@@ -165,15 +163,15 @@ class ReplicaMetrics:
             self._histograms[name].observe(value)
 
     def failed(self) -> None:
-        """A sequence ended with an error."""
+        """Count a sequence that ended with an error."""
         self._finished["error"] += 1
 
     def count(self, name: str) -> None:
-        """One more of a counter of the NIXL connector."""
+        """Increment a counter of the NIXL connector."""
         self._nixl[name] += 1
 
     def transferred(self, took_s: float, transferred_bytes: int) -> None:
-        """The KV of a request has come from another engine."""
+        """Count a completed KV transfer from another engine."""
         self._histograms["nixl_xfer_time_seconds"].observe(took_s)
         self._histograms["nixl_bytes_transferred"].observe(transferred_bytes)
 
@@ -188,7 +186,7 @@ class ReplicaMetrics:
         totals = self._totals
         for name, (text, source) in _COUNTERS.items():
             yield self._family(_Counter, name, text, getattr(totals, source))
-        # Hits count at admission, and a prompt only with its first token.
+        # Cache hits count at admission, but a prompt only with its first token.
         computed = max(totals.prompt - totals.prefix_hits - totals.external, 0)
         by_source = {"local_compute": computed, "local_cache_hit": totals.prefix_hits}
         by_source["external_kv_transfer"] = totals.external
@@ -239,7 +237,7 @@ class ReplicaMetrics:
     def _family(
         self, kind: type[_Gauge] | type[_Counter], name: str, text: str, value: float | Mapping[str, float], *label: str
     ) -> Metric:
-        """One sample, or one for each value of `label`."""
+        """Returns a metric with a sample for each value of `label`, or without `label` with a single sample."""
         family = kind(f"vllm:{name}", text, labels=["engine", "model_name", *label])
         samples = [([one], known) for one, known in value.items()] if isinstance(value, Mapping) else [([], value)]
         for own, known in samples:
@@ -263,7 +261,7 @@ _COUNTERS = {
 
 
 class _Page(Collector):
-    """A part of the page, so that a filtered scrape renders no more than the parts it names."""
+    """A part of the page, so that a filtered scrape renders only the requested parts."""
 
     def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
         self._families = families

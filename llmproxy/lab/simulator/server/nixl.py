@@ -1,7 +1,7 @@
-"""How replicas hand KV to each other, as vLLM's NixlConnector does: leases, reads, heartbeats, and what goes wrong.
+"""KV transfers between replicas as in vLLM's NixlConnector: leases, reads, heartbeats and failures.
 
-The replica that answers pulls: it tells the one that computed the prompt, over HTTP on its own port, that it is there
-(`HANDSHAKE`), that its request still waits (`HEARTBEAT`), and that it needs the blocks no more (`DONE`), having read
+The decode replica pulls. It sends notices to the HTTP port of the prefill replica: `HANDSHAKE` before its first
+transfer, `HEARTBEAT` while its request waits, and `DONE` when it does not need the blocks any more, whether it has read
 them or not.
 """
 
@@ -26,7 +26,7 @@ PATH = "/sim/kv_transfer"
 
 
 class Notice(StrEnum):
-    """What a replica tells the one that keeps KV for it."""
+    """A notice from the decode replica to the prefill replica."""
 
     HANDSHAKE = "handshake"
     HEARTBEAT = "heartbeat"
@@ -34,7 +34,7 @@ class Notice(StrEnum):
 
 
 class KvLoadError(ApiError):
-    """The KV of a request cannot be had, and the policy is to fail. Nothing in it speaks of KV, as in vLLM."""
+    """The KV of a request is not available, and the policy is to fail. As in vLLM, the message does not mention KV."""
 
     def __init__(self) -> None:
         super().__init__(500, "Internal server error", "InternalServerError")
@@ -42,7 +42,7 @@ class KvLoadError(ApiError):
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """A sequence whose KV is elsewhere; without `params` where they are malformed. `began` is its transfer."""
+    """A sequence whose KV is at another replica. `params` is None if malformed; `began` is its transfer."""
 
     job: GenerationJob
     params: TransferParams | None
@@ -51,9 +51,9 @@ class _Fetch:
 
 
 class NixlConnector:
-    """The part of one replica in transfers: it keeps blocks for others, and fetches those of others.
+    """The KV connector of a replica: it keeps blocks for other replicas, and fetches blocks from them.
 
-    Times are those of `times`, `speed` times as fast. `open` says where others find it, `close` ends all of it.
+    It uses `times`, `speed` times as fast.
     """
 
     def __init__(self, pacer: Pacer, times: KvTransfer, speed: float, faults: FaultSwitch) -> None:
@@ -65,7 +65,7 @@ class NixlConnector:
         self._speed = speed
         self._faults = faults
         self._address = "localhost", 0
-        # Of the engines at these addresses the connection is set up.
+        # Addresses of the engines with an established connection.
         self._known: dict[tuple[str, int], str] = {}
         self._leases: dict[str, asyncio.TimerHandle] = {}
         self._fetches: dict[str, _Fetch] = {}
@@ -74,11 +74,11 @@ class NixlConnector:
         pacer.on_fetch, pacer.on_finished, pacer.on_abort = self._begin, self._lease, self._give_up
 
     def open(self, host: str, port: int) -> None:
-        """Others find it there."""
+        """Set the address that other replicas get."""
         self._address = "localhost" if host in ("0.0.0.0", "::", "") else host, port
 
     async def close(self) -> None:
-        """Keep nothing, tell nobody any more."""
+        """Release all blocks, and end all transfers and notices."""
         for handle in self._leases.values():
             handle.cancel()
         for task in self._tasks:
@@ -90,8 +90,9 @@ class NixlConnector:
     # --- KV that others fetch -----------------------------------------------------------------------------------------
 
     def params_of(self, job: GenerationJob) -> dict[str, Any] | None:
-        """What the answer to a job is to say of its blocks. Of several sequences it names the first one alone, and
-        the others stay until their lease ends.
+        """Returns the `kv_transfer_params` of a job's answer.
+
+        They name only the first sequence. The blocks of other sequences stay until their leases expire.
         """
         sequence = job.sequences[0]
         kept = self._engine.kv.kept.get(sequence.id)
@@ -101,8 +102,8 @@ class NixlConnector:
         host, port = self._address
         return TransferParams(blocks, self.engine_id, sequence.id, host, port, sequence.prompt_tokens, cached).body()
 
-    def told(self, notice: Notice, engine_id: str, request_id: str) -> bool:
-        """Another replica tells something; whether the blocks of that request are kept (until now)."""
+    def handle_notice(self, notice: Notice, engine_id: str, request_id: str) -> bool:
+        """Handle a notice of another replica. Returns whether the request's blocks were still leased."""
         if engine_id != self.engine_id:
             raise ApiError(404, f"the engine {engine_id} is not here", "NotFoundError")
         kept = request_id in self._leases
@@ -115,7 +116,7 @@ class NixlConnector:
         return kept
 
     def _lease(self, request_id: str) -> None:
-        """The blocks of a request that has ended stay, if it asked for that."""
+        """Lease the blocks of an ended request, if it requested that."""
         if request_id in self._engine.kv.kept:
             loop = asyncio.get_running_loop()
             self._leases[request_id] = loop.call_later(self._s(self._times.lease_s), self._expire, request_id)
@@ -139,7 +140,7 @@ class NixlConnector:
     # --- KV of others -------------------------------------------------------------------------------------------------
 
     def submit(self, job: GenerationJob) -> None:
-        """A job enters the engine: others keep what its sequences will fetch."""
+        """Note a job that enters the engine. Heartbeats now keep the blocks that its sequences will fetch."""
         for sequence in job.sequences:
             if sequence.remote:
                 self._fetches[sequence.id] = fetch = _Fetch(job, _readable(job.kv_transfer_params))
@@ -147,22 +148,22 @@ class NixlConnector:
                     fetch.heartbeats = self._spawn(self._heartbeats(fetch.params))
 
     def reject(self, params: object) -> None:
-        """A request is refused: whoever keeps KV for it need not wait."""
+        """Send `DONE` for a refused request, so that the prefill replica frees its blocks."""
         if isinstance(params, Mapping) and params.get("do_remote_prefill") and (readable := _readable(params)):
             self._spawn(self._done(readable))
 
     def _begin(self, request_id: str, lacking_tokens: int) -> None:
-        """The engine has blocks for the KV of a sequence."""
+        """Begin the transfer of a sequence, for which the engine has allocated blocks."""
         fetch = self._fetches[request_id]
         fetch.began = True
         if fetch.params is not None:
             self._spawn(self._transfer(request_id, fetch, fetch.params, lacking_tokens))
         elif not any(name.startswith("remote_") for name in fetch.job.kv_transfer_params):
             self._faults.die()
-        # With some of the parameters the request hangs, and the engine dies when it is aborted.
+        # As in vLLM: with incomplete parameters the request hangs, and aborting it crashes the engine.
 
     def _give_up(self, request_id: str) -> None:
-        """A sequence is aborted. A transfer that has begun goes on to its end."""
+        """Abort the wait of a sequence. A transfer that has begun runs to its end."""
         fetch = self._fetches.get(request_id)
         if fetch is None:
             return
@@ -175,7 +176,7 @@ class NixlConnector:
             self._spawn(self._done(fetch.params))
 
     async def _transfer(self, request_id: str, fetch: _Fetch, params: TransferParams, tokens: int) -> None:
-        """Read the KV of a sequence, and let it go on."""
+        """Read the KV of a sequence, and resume the sequence."""
         started_s = asyncio.get_running_loop().time()
         address = params.remote_host, params.remote_port
         known = self._known.get(address) == params.remote_engine_id
@@ -184,7 +185,7 @@ class NixlConnector:
         if kept is not None:
             self._known[address] = params.remote_engine_id
             await self._until(started_s, transfer_s + (0.0 if known else self._times.handshake_s))
-            # Only now is it certain that the blocks were its own to the end.
+            # Only now is it certain that the lease has lasted until the end of the read.
             kept = await self._tell(params, Notice.DONE)
         else:
             await self._until(started_s, self._times.lost_s if known else self._times.unreachable_s)
@@ -209,7 +210,7 @@ class NixlConnector:
         if fetch.heartbeats is not None:
             fetch.heartbeats.cancel()
 
-    # --- words to others ----------------------------------------------------------------------------------------------
+    # --- notices to other replicas ------------------------------------------------------------------------------------
 
     async def _heartbeats(self, params: TransferParams) -> None:
         while True:
@@ -220,9 +221,9 @@ class NixlConnector:
         await self._tell(params, Notice.DONE)
 
     async def _tell(self, params: TransferParams, notice: Notice) -> bool | None:
-        """Whether the blocks of a request are kept; None where its engine is not found."""
+        """Send a notice. Returns whether the request's blocks are still leased; None if its engine is unreachable."""
         if self._client is None:
-            # A connection that is kept may be closed just when it is used again, which would look like a lost replica.
+            # A reused connection may be closed at the same moment, which would look like a lost replica.
             connector = aiohttp.TCPConnector(force_close=True)
             timeout = aiohttp.ClientTimeout(self._times.unreachable_s)
             self._client = aiohttp.ClientSession(connector=connector, timeout=timeout)
@@ -241,11 +242,11 @@ class NixlConnector:
         return task
 
     async def _until(self, started_s: float, seconds: float) -> None:
-        """Wait until so many seconds of the model have passed since then."""
+        """Wait until `seconds` of model time have passed since `started_s`."""
         await asyncio.sleep(max(started_s + self._s(seconds) - asyncio.get_running_loop().time(), 0.0))
 
     def _s(self, seconds: float) -> float:
-        """Real seconds for those of the model."""
+        """Returns real seconds for seconds of model time."""
         return seconds / self._speed
 
 

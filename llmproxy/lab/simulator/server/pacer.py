@@ -1,4 +1,4 @@
-"""The engine in (scaled) real time: one task steps it, waits as long as the step takes, and hands out its tokens."""
+"""Runs the engine in scaled real time: a task steps it, waits for the duration of the step, and delivers the tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from llmproxy.lab.simulator.engine.sequence import EngineRequest
 from llmproxy.lab.simulator.server.metrics import ReplicaMetrics
 from llmproxy.lab.simulator.server.requests import ApiError
 
-# A loop that was kept from running may catch up this much; beyond it the time is lost, as on a real machine.
+# A delayed loop may catch up by this much. Longer delays are lost, as on a real machine.
 _LAG_MAX_S = 0.05
 
 
 @dataclass(slots=True)
 class SequenceProgress:
-    """What one sequence of a job has got so far; `wrong` says that it was computed from KV that is not its prompt's."""
+    """Progress of a sequence of a job. `wrong`: it was computed from KV of another prompt."""
 
     tokens: int = 0
     cached_tokens: int = 0
@@ -30,10 +30,11 @@ class SequenceProgress:
 
 @dataclass(slots=True, eq=False)
 class GenerationJob:
-    """The sequences of one HTTP request and why each will end (`length`, `stop`). `each_token` says whether its owner
-    is notified of every token or of the end only. `kv_transfer_params` are those of its request, and
-    `remote_cached_tokens` what the replica that computed its prompt found cached. `error` is set when the engine died
-    under it, or when the KV that it needs cannot be had.
+    """The sequences of an HTTP request, and the reason for which each will end (`length`, `stop`).
+
+    `each_token`: whether its owner is notified of every token, or only of the end. `remote_cached_tokens`: cached
+    prompt tokens at the replica that computed the prompt. `error` is set when the engine has died, or when its KV is
+    not available.
     """
 
     sequences: Sequence[EngineRequest]
@@ -60,17 +61,17 @@ class GenerationJob:
     def notify(self) -> None:
         self._news.set()
 
-    async def news(self) -> None:
+    async def wait(self) -> None:
         """Wait until there are tokens (with `each_token`), the end, or an error."""
         await self._news.wait()
         self._news.clear()
 
 
 class Pacer:
-    """Steps one engine, `speed` times as fast as real, and keeps its metrics. `run` is a task of the owner.
+    """Steps an engine, `speed` times as fast as real time, and updates its metrics. The owner runs `run` as a task.
 
-    `on_fetch` is called with a sequence whose KV is to be fetched from now on, and with how many tokens it lacks;
-    `on_finished` with one that got its last token, `on_abort` with one that is aborted.
+    `on_fetch` gets a sequence whose KV must be fetched now, and its number of missing tokens. `on_finished` gets a
+    sequence after its last token, and `on_abort` an aborted sequence.
     """
 
     def __init__(self, engine: Engine, speed: float, metrics: ReplicaMetrics) -> None:
@@ -92,25 +93,25 @@ class Pacer:
         self.wake()
 
     def wake(self) -> None:
-        """The engine may have something to do, and its gauges may have changed."""
+        """Wake `run`, because the engine may have work or changed gauges."""
         self._work.set()
 
     def drop(self, job: GenerationJob) -> None:
-        """Abort what is left of a job; nothing where it has ended. `run` shows it in the gauges with its next turn."""
+        """Abort the unfinished sequences of a job. `run` updates the gauges in its next turn."""
         for sequence in job.sequences:
             if self._jobs.pop(sequence.id, None) is not None:
                 self.engine.abort(sequence.id)
                 self.on_abort(sequence.id)
 
     def freeze(self, frozen: bool) -> None:
-        """Stop time, or let it go on: no token, no gauge moves in between."""
+        """Freeze or resume the engine. While frozen, it emits no token and changes no gauge."""
         if frozen:
             self._thawed.clear()
         else:
             self._thawed.set()
 
     def fail(self, error: ApiError, jobs: Iterable[GenerationJob] | None = None) -> None:
-        """End these jobs with an error; without `jobs` all of them."""
+        """End these jobs with an error; None: all jobs."""
         for job in {id(job): job for job, _ in self._jobs.values()}.values() if jobs is None else jobs:
             job.error = error
             self.drop(job)
@@ -130,7 +131,7 @@ class Pacer:
                 continue
             started_s = loop.time()
             result = self.engine.step()
-            # What arrives while the step runs is unknown to the engine until the next one, and so to its gauges.
+            # The engine and its gauges see requests that arrive during a step only in the next step.
             gauges, counters = self.engine.gauges(), replace(self.engine.counters)
             due_s = max(due_s, started_s - _LAG_MAX_S) + result.duration_s / self.speed
             for request_id, cached_tokens in result.admitted:
@@ -151,7 +152,7 @@ class Pacer:
             self.metrics.publish(gauges, counters)
 
     def _hand_out(self, emitted: Sequence[str], finished: Sequence[str], now_s: float) -> int:
-        """Give every emitted token to its job, all in one turn of the loop; how many were first ones."""
+        """Deliver all emitted tokens to their jobs in one turn of the loop. Returns the number of first tokens."""
         firsts = 0
         for request_id in emitted:
             if (held := self._jobs.get(request_id)) is None:

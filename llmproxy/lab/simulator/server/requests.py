@@ -1,4 +1,4 @@
-"""Request bodies, checked as vLLM 0.32 checks them: its messages, and its order of checks."""
+"""Validation of request bodies with the messages of vLLM 0.32, in its order of checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IMAGE_TOKENS = 256
 
 
 class ApiError(Exception):
-    """An error answer: HTTP status, and vLLM's `type` and `param`."""
+    """An error response: HTTP status, and vLLM's `type` and `param`."""
 
     def __init__(self, status: int, message: str, kind: str = "BadRequestError", param: str | None = None) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the replica serves: base model name, names of loaded adapters, longest sequence in tokens."""
+    """Limits of a replica: base model name, names of loaded adapters, longest sequence in tokens."""
 
     model: str
     adapters: frozenset[str]
@@ -38,7 +38,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A checked generation request. `max_tokens` is always set and fits the model together with every prompt."""
+    """A valid generation request. `max_tokens` is always set, and fits the model together with every prompt."""
 
     model: str
     adapter: str | None
@@ -55,23 +55,23 @@ class GenerationRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts together, each counted once."""
+        """Total tokens of all prompts."""
         return sum(map(len, self.prompts))
 
     @property
     def kv_transfer_params(self) -> Body:
-        """What the body says of KV that is kept for another engine, or fetched from one."""
+        """The `kv_transfer_params` of the body, about KV for or from another engine."""
         return self.body.get("kv_transfer_params") or {}
 
 
 def invalid(kind: str, loc: str, message: str, value: object, extra: str = "") -> ApiError:
-    """A failed validation, in the words of the framework; `loc` is dotted."""
+    """Returns a validation error in the words of the framework. `loc` is dotted."""
     detail = f"{{'type': '{kind}', 'loc': '{loc}', 'msg': '{message}', 'input': '{value}'{extra}}}"
     return ApiError(400, f"1 validation error:\n  {detail}", "Bad Request", loc)
 
 
 def parse_object(raw: bytes, content_type: str) -> Body:
-    """The JSON object of a body; ApiError for anything else."""
+    """Returns the JSON object of a body. Raises ApiError for any other body."""
     if content_type.partition(";")[0].strip().lower() != "application/json":
         message = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
         raise ApiError(400, message, "Bad Request")
@@ -80,7 +80,7 @@ def parse_object(raw: bytes, content_type: str) -> Body:
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError:
-        # Clients see the standard library's words and positions, and what only it accepts is accepted.
+        # Clients see the error messages of the standard library, and it accepts more than orjson.
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError) as error:
@@ -127,12 +127,12 @@ def responses_request(body: Body, limits: Limits) -> GenerationRequest:
 
 
 def items(given: str | list[Any]) -> list[Any]:
-    """The `input` of `/v1/responses` as a list."""
+    """Returns the `input` of `/v1/responses` as a list."""
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
 def messages_request(body: Body, limits: Limits, counting: bool = False) -> GenerationRequest:
-    """`/v1/messages`, or with `counting` its `/count_tokens`, which needs no `max_tokens`."""
+    """`/v1/messages`, or with `counting` its route `/count_tokens`, which needs no `max_tokens`."""
     messages = _messages(body)
     if not counting and body.get("max_tokens") is None:
         raise invalid("missing", "body.max_tokens", "Field required", _shown(body))
@@ -142,7 +142,7 @@ def messages_request(body: Body, limits: Limits, counting: bool = False) -> Gene
 
 
 def resolve(body: Body, limits: Limits) -> tuple[str, str | None]:
-    """(model name as given, adapter or None); the base model where the body names none."""
+    """Returns the model name as given, and the adapter or None. A body without a model means the base model."""
     name = body.get("model")
     if name is not None and not isinstance(name, str):
         raise invalid("string_type", "body.model", "Input should be a valid string", _shown(name))
@@ -155,7 +155,7 @@ def resolve(body: Body, limits: Limits) -> tuple[str, str | None]:
 
 
 def chat_tokens(messages: Sequence[Any]) -> tuple[int, ...]:
-    """The prompt of a conversation. Every part starts on a token of its own, so a longer conversation extends it."""
+    """Returns the prompt of a conversation. Parts share no token, so a longer conversation extends the prompt."""
     tokens: list[int] = []
     for message in messages:
         if not isinstance(message, dict):
@@ -170,7 +170,7 @@ def chat_tokens(messages: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _without_header(part: object) -> object:
-    """A part of a system message without the line in which Claude Code identifies itself, which differs in each run."""
+    """Removes the line with which Claude Code identifies itself from a system message: it differs in each run."""
     text = part.get("text") if isinstance(part, Mapping) else part
     if not isinstance(text, str) or not text.startswith("x-anthropic-billing-header"):
         return part
@@ -178,7 +178,7 @@ def _without_header(part: object) -> object:
 
 
 def _part_tokens(part: object) -> Sequence[int]:
-    """A text becomes its tokens, anything else (an image, a sound) a fixed number of them, made from its content."""
+    """Returns the tokens of a text. Other parts (images, audio) become a fixed number of tokens from a content hash."""
     if part is None:
         return ()
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):
@@ -201,7 +201,7 @@ def _messages(body: Body) -> list[Any]:
 
 
 def _prompts(prompt: object) -> list[tuple[int, ...]]:
-    """The four forms of a prompt: a text, texts, token ids, lists of token ids."""
+    """Returns the prompts of the four forms: a text, texts, token ids, lists of token ids."""
     if isinstance(prompt, str) and prompt:
         return [tokens_of(prompt)]
     if isinstance(prompt, list) and prompt:
@@ -294,7 +294,7 @@ def _integer(body: Body, name: str) -> int | None:
 
 
 def _shown(value: object) -> str:
-    """How the framework shows a value without repeating what the client sent."""
+    """Returns the framework's rendering of a value, without repeating the client's data."""
     if isinstance(value, dict | list):
         return f"<{type(value).__name__} of {len(value)} items>"
     return str(value)

@@ -1,4 +1,4 @@
-"""One simulated vLLM server without its sockets: options, engine, adapters, stored answers and faults."""
+"""A simulated vLLM server without sockets: options, engine, adapters, stored responses and faults."""
 
 from __future__ import annotations
 
@@ -31,21 +31,26 @@ _STORED_RESPONSES_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """How a replica is set up; the names are those of vLLM's flags where it has one.
+    """Options of a replica. Their names are those of vLLM's flags, where vLLM has the flag.
 
-    `kv_tokens` is the size of the KV cache (None: the profile's), `max_model_len` the longest sequence (None: 32768, or
-    what the cache holds where that is less). `speed` 10 is ten times faster than real. `max_queued_requests` bounds the
-    requests in flight, waiting or running; beyond it they get 503. An answer ends of itself after `reply_tokens`
-    (least, most) tokens, unless the request sets `ignore_eos`. `prompt_tokens_details` puts cached tokens into
-    `usage`. `sse_keep_alive_s` is the pause after which an SSE comment is sent. `ragged_deltas` makes some tokens come
-    with an empty delta or merged into the next one. `noise` lets step times scatter, from `seed`. `requests_kept`
-    bounds how many requests are remembered for tests. `shutdown` is what SIGTERM does to a served replica: stop `now`,
-    or `hang` its open streams as vLLM does by default.
-
-    `kv_transfer` says how KV goes from one replica to another: pulled from the one that a request names (`nixl`), or by
-    a store that they share (`store`). `kv_store` is that store, or its folder for replicas of several processes. Blocks
-    are kept for `kv_lease_s`; a request whose KV cannot be had fails or is computed (`kv_load_failure_policy`).
-    KV moves at `kv_gb_per_s` after `kv_latency_s`, and between two replicas for the first time after `kv_handshake_s`.
+    - `kv_tokens`: Size of the KV cache. None: from the profile.
+    - `max_model_len`: Longest sequence. None: 32768 or the size of the cache, whichever is less.
+    - `speed`: 10 is ten times faster than real time.
+    - `max_queued_requests`: Limit of requests in flight, waiting or running. Further requests get 503.
+    - `reply_tokens`: (Least, most) tokens after which an answer ends by itself, unless the request sets `ignore_eos`.
+    - `prompt_tokens_details`: Whether `usage` includes cached tokens.
+    - `sse_keep_alive_s`: Pause in a stream after which an SSE comment is sent.
+    - `ragged_deltas`: Whether some tokens come with an empty delta or merged into the next delta.
+    - `noise`: Random step times, from `seed`.
+    - `requests_kept`: Number of requests that are remembered for tests.
+    - `shutdown`: Effect of SIGTERM on a served replica: stop `now`, or `hang` its open streams, as vLLM by default.
+    - `kv_transfer`: Transfer of KV between replicas: pulled from the replica that a request names (`nixl`), or through
+      a shared store (`store`).
+    - `kv_store`: The shared store, or its folder for replicas in several processes.
+    - `kv_lease_s`: How long blocks are kept for another replica.
+    - `kv_load_failure_policy`: Whether a request without its KV fails or is computed.
+    - `kv_gb_per_s`, `kv_latency_s`: Speed and latency of a transfer.
+    - `kv_handshake_s`: Additional time of the first transfer between two replicas.
     """
 
     model: str = "sim"
@@ -91,7 +96,7 @@ class ReplicaOptions:
 
     @property
     def kv_times(self) -> KvTransfer:
-        """What transfers of KV take, and what comes of failed ones."""
+        """Times of KV transfers, and the policy for failed transfers."""
         return KvTransfer(
             bytes_per_s=self.kv_gb_per_s * 1e9,
             latency_s=self.kv_latency_s,
@@ -103,7 +108,7 @@ class ReplicaOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The base model or an adapter, as `/v1/models` lists it: its path, the Unix time of its loading, a random id."""
+    """The base model or an adapter in `/v1/models`: its path, the Unix time of its loading, and a random id."""
 
     root: str
     created: int
@@ -111,7 +116,7 @@ class ServedModel:
 
 
 class Service:
-    """A cold server. Its pacer runs only while `run` does."""
+    """A server, cold at first. Its engine runs while `pacer.run` runs."""
 
     def __init__(self, options: ReplicaOptions, faults: FaultSwitch) -> None:
         self.options = options
@@ -151,15 +156,15 @@ class Service:
 
     @property
     def frontend_s(self) -> float:
-        """Seconds between a request and its acceptance."""
+        """Seconds between the arrival of a request and its acceptance."""
         return self.engine.profile.frontend_s / self.options.speed
 
     def list_model(self, name: str, root: str) -> None:
-        """Make a model or adapter known; `root` is the path that it comes from."""
+        """Add a model or adapter to the list of models. `root` is its path."""
         self.models[name] = ServedModel(root, int(unix_now_s()), secrets.token_hex(8))
 
     def fault_changed(self, kind: FaultKind | None) -> None:
-        """Do to the engine what a fault means for it."""
+        """Apply a fault to the engine, or clear it."""
         self.pacer.freeze(kind in (FaultKind.FROZEN, FaultKind.HANG))
         self.pacer.speed = self.options.speed / (self.faults.factor if kind is FaultKind.SLOW else 1.0)
         self.metrics.lies = kind is FaultKind.LIES
@@ -167,7 +172,7 @@ class Service:
             self.pacer.fail(engine_dead())
 
     def refuse_if_due(self) -> None:
-        """Raise the error that a fault or a full server has for a new generation request."""
+        """Raises ApiError for a new generation request if a fault or a full queue refuses it."""
         if self.faults.kind is FaultKind.ENGINE_DEAD:
             raise engine_dead()
         if self.faults.hits(FaultKind.UNAUTHORIZED):
@@ -187,7 +192,7 @@ class Service:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count a generation request as in flight for as long as this lasts."""
+        """Count a generation request as in flight during the block."""
         self.in_flight += 1
         self.idle.clear()
         try:
@@ -198,7 +203,7 @@ class Service:
                 self.idle.set()
 
     def job(self, generation: GenerationRequest, request_id: str, arrived_s: float) -> GenerationJob:
-        """The sequences of a request, one per prompt and choice, in the order of their index."""
+        """Returns the sequences of a request, one per prompt and choice, in order of their index."""
         sequences: list[EngineRequest] = []
         reasons: list[str] = []
         params = generation.kv_transfer_params if self.nixl is not None else {}
@@ -219,13 +224,13 @@ class Service:
         return GenerationJob(sequences, reasons, generation.stream, arrived_s, params)
 
     def submit(self, job: GenerationJob) -> None:
-        """A job enters the engine."""
+        """Add a job to the engine."""
         if self.nixl is not None:
             self.nixl.submit(job)
         self.pacer.submit(job)
 
     def continued(self, body: Body) -> Body:
-        """The body of `/v1/responses` with the conversation before it, but for instructions; ApiError 404."""
+        """Returns the body of `/v1/responses` with the earlier conversation prepended. Raises ApiError 404."""
         previous = body.get("previous_response_id")
         if previous is None or not isinstance(body.get("input"), str | list):
             return body
@@ -234,13 +239,13 @@ class Service:
         return body | {"input": [*self._responses[previous][1], *items(body["input"])]}
 
     def keep_response(self, response_id: str, body: Body, conversation: list[Any]) -> None:
-        """Store an answer of `/v1/responses` and its conversation; the oldest goes where there are too many."""
+        """Store a response and its conversation. Beyond a limit, the oldest response is dropped."""
         self._responses[response_id] = body, conversation
         if len(self._responses) > _STORED_RESPONSES_MAX:
             self._responses.popitem(last=False)
 
     def response(self, response_id: str) -> Body:
-        """A stored answer; ApiError 404."""
+        """Returns a stored response. Raises ApiError 404."""
         try:
             return self._responses[response_id][0]
         except KeyError:
@@ -248,7 +253,7 @@ class Service:
             raise ApiError(404, message, "invalid_request_error", "response_id") from None
 
     def _length(self, generation: GenerationRequest, seed: int) -> tuple[int, str]:
-        """How long the answer gets, and why it ends there."""
+        """Returns the number of output tokens, and the reason of the end."""
         least, most = self.options.reply_tokens
         natural = max(least + seed % (most - least + 1), generation.min_tokens)
         if generation.ignore_eos or natural >= generation.max_tokens:
@@ -281,6 +286,6 @@ def _store(options: ReplicaOptions) -> tuple[KvStore, KvTransfer] | None:
 
 
 def engine_dead() -> ApiError:
-    """What requests get after the engine died."""
+    """Returns the error for requests after the engine has died."""
     message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
     return ApiError(500, message, "InternalServerError")

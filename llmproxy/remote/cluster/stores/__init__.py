@@ -1,4 +1,4 @@
-"""Where the lock of a cluster is kept."""
+"""Stores of the leader locks: Kubernetes and Valkey."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ READABLE_CHARS = 40
 HASH_CHARS = 6
 
 
-def opened(config: ClusterConfig, kubernetes_api: str | None, shard: str) -> LockStore:
-    """The lock of a shard in the store that `cluster.lock` names. Raises ConfigError where a library is missing."""
-    name = name_of(config.name, shard)
+def open_lock_store(config: ClusterConfig, kubernetes_api: str | None, shard: str) -> LockStore:
+    """Returns the lock of a shard in the store of `cluster.lock`. Raises ConfigError if a library is missing."""
+    name = lock_name(config.name, shard)
     if config.lock == "kubernetes":
         return KubernetesLock(kubernetes_api, name)
     return ValkeyLock(str(config.lock), name)
 
 
-def name_of(cluster: str, shard: str) -> str:
-    """The name of the lock of a shard: that of the cluster, and of a pool with a lock of its own something of its name.
+def lock_name(cluster: str, shard: str) -> str:
+    """Returns the name of a shard's lock: the cluster's name, and for a separate pool its name and a hash.
 
-    Names of models have characters that a Lease may not have, so a part of a hash tells those apart that look the same.
+    A Lease name allows fewer characters than a model name. The hash distinguishes names that differ only in others.
     """
     if shard == DEFAULT:
         return cluster

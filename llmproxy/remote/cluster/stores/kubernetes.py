@@ -1,7 +1,7 @@
-"""The lock as a Lease of Kubernetes, by the rules of its own leader election: nobody compares clocks of two machines.
+"""The lock as a Kubernetes Lease, by the rules of client-go: nothing compares the clocks of two machines.
 
-A Lease that another one holds is free when it was not renewed for its duration on the clock of who looks. Two that take
-it at once differ in the version that they name, and the API server refuses the second.
+A Lease is free when its observer has seen no renewal for its duration, by the observer's own clock. If two members take
+it at once, the API server rejects the second write, because its resourceVersion is stale.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ ADDRESS = "llmproxy/address"
 """The annotation with the address of the holder."""
 CONFLICT, MISSING, FORBIDDEN = 409, 404, 403
 TRIES = 5
-"""Each conflict of two members lets one of them have the Lease, so that more are a fault of the API server."""
+"""Attempts per call. Each conflict means that another member succeeded; more of them are a fault of the server."""
 
 
 class KubernetesLock:
-    """The Lease `name` in the namespace of this process. `api_url` is that of the API server, None inside a cluster."""
+    """The Lease `name` in the namespace of this process. `api_url` is the API server; None inside a cluster."""
 
     def __init__(self, api_url: str | None, name: str) -> None:
         self._api = KubernetesApi(api_url)
         self.name = name
         self._seen: tuple[str, float] = "", 0.0
 
-    async def take(self, wanted: Leadership, held_s: float) -> Leadership:
+    async def take(self, wanted: Leadership, lock_s: float) -> Leadership:
         """See `LockStore.take`."""
         for _ in range(TRIES):
             lease = await self._read()
@@ -38,9 +38,9 @@ class KubernetesLock:
             if lease is not None and found is not None and found.holder != wanted.holder and not self._over(lease):
                 return found
             try:
-                return await self._write(lease, found, wanted, held_s)
+                return await self._write(lease, found, wanted, lock_s)
             except ApiError as error:
-                # Somebody else was quicker; who that is, is seen by reading again.
+                # Another member has changed the Lease: read it again.
                 if error.status != CONFLICT:
                     raise self._refused(error) from None
         raise StoreError("the API server refuses each change of the Lease as a conflict")
@@ -55,7 +55,7 @@ class KubernetesLock:
         lease = await self._read()
         if lease is None or lease["spec"].get("holderIdentity") != holder:
             return
-        # As client-go does: a second is the least that the API allows.
+        # As client-go does: one second is the minimum of the API.
         lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _time()}
         try:
             await self._api.send("PUT", self._path(), lease)
@@ -73,8 +73,8 @@ class KubernetesLock:
                 return None
             raise self._refused(error) from None
         if not _is_lease(lease):
-            raise StoreError("the API server answers with something that is no Lease")
-        return lease  # type: ignore[no-any-return] # it was looked at
+            raise StoreError("the answer of the API server is not a Lease")
+        return lease  # type: ignore[no-any-return] # checked by _is_lease
 
     def _refused(self, error: ApiError) -> StoreError:
         rights = (
@@ -83,9 +83,9 @@ class KubernetesLock:
         return StoreError(f"{error}{rights if error.status == FORBIDDEN else ''}")
 
     async def _write(
-        self, lease: dict[str, Any] | None, found: Leadership | None, wanted: Leadership, held_s: float
+        self, lease: dict[str, Any] | None, found: Leadership | None, wanted: Leadership, lock_s: float
     ) -> Leadership:
-        """Take or renew. Raises ApiError, with CONFLICT where the Lease has changed meanwhile."""
+        """Take or renew the Lease. Raises ApiError, with status CONFLICT if the Lease has changed meanwhile."""
         spec = {} if lease is None else lease["spec"]
         now = _time()
         if found is not None and found.holder == wanted.holder and found.epoch >= wanted.epoch:
@@ -95,7 +95,7 @@ class KubernetesLock:
             taken = Leadership(wanted.holder, wanted.address, epoch)
             times = {"renewTime": now, "acquireTime": now}
         spec |= times | {
-            "holderIdentity": taken.holder, "leaseDurationSeconds": ceil(held_s), "leaseTransitions": taken.epoch,
+            "holderIdentity": taken.holder, "leaseDurationSeconds": ceil(lock_s), "leaseTransitions": taken.epoch,
         }  # fmt: skip
         if lease is None:
             lease = {
@@ -112,7 +112,7 @@ class KubernetesLock:
         return taken
 
     def _over(self, lease: dict[str, Any]) -> bool:
-        """Whether it was not renewed for its duration since it was first seen so."""
+        """Whether the Lease has expired: this process has seen the same version for the whole duration."""
         spec, now = lease["spec"], asyncio.get_running_loop().time()
         version = str(lease["metadata"].get("resourceVersion"))
         if self._seen[0] != version:
@@ -124,14 +124,14 @@ class KubernetesLock:
 
 
 def _is_lease(found: object) -> bool:
-    """Whether it is an object whose parts have the types that are relied on here; a Lease may be empty."""
+    """Whether the fields that this module reads have the right types. They may be missing."""
     if not isinstance(found, dict):
         return False
     spec, metadata = found.get("spec"), found.get("metadata")
     if not isinstance(spec, dict) or not isinstance(metadata, dict):
         return False
-    held_s, annotations = spec.get("leaseDurationSeconds"), metadata.get("annotations")
-    return isinstance(held_s, int | float | None) and isinstance(annotations, dict | None)
+    lock_s, annotations = spec.get("leaseDurationSeconds"), metadata.get("annotations")
+    return isinstance(lock_s, int | float | None) and isinstance(annotations, dict | None)
 
 
 def _leadership(lease: dict[str, Any]) -> Leadership | None:

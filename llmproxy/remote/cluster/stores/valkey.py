@@ -1,4 +1,4 @@
-"""The lock in Valkey, or in Redis 6 and later: a key that ends by itself, taken and renewed by a script."""
+"""The lock in Valkey, or in Redis 6 and later: a key that expires, taken and renewed by a script."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ return 1
 
 
 class ValkeyLock:
-    """The lock of the cluster `name` at `url`. Raises ConfigError; see `ValkeyServer`."""
+    """The lock `name` at `url`. Raises ConfigError; see `ValkeyServer`."""
 
     def __init__(self, url: str, name: str) -> None:
         self.name = name
         self._server = ValkeyServer(url, "cluster.lock", ANSWER_S)
-        # The braces put both keys into one slot of a cluster of servers.
+        # The braces are a hash tag: both keys are in one slot of a Valkey cluster.
         self._keys = f"llmproxy:{{{name}}}:leader", f"llmproxy:{{{name}}}:epoch"
 
-    async def take(self, wanted: Leadership, held_s: float) -> Leadership:
+    async def take(self, wanted: Leadership, lock_s: float) -> Leadership:
         """See `LockStore.take`."""
-        given = wanted.holder, wanted.address, wanted.epoch, round(1000 * held_s)
+        given = wanted.holder, wanted.address, wanted.epoch, round(1000 * lock_s)
         return _leadership(await self._server.run(TAKE, self._keys, *given))
 
     async def holder(self) -> Leadership | None:
@@ -60,7 +60,7 @@ class ValkeyLock:
 
 
 def _leadership(held: bytes) -> Leadership:
-    """Raises StoreError for a key that is not ours."""
+    """Raises StoreError if the key has a value of another program."""
     try:
         found = json.loads(held)
         epoch = int(found["epoch"])

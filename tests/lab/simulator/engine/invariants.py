@@ -1,4 +1,4 @@
-"""Recounts of an engine's state, which must agree with what it keeps incrementally."""
+"""Checks of an engine's state: recounts must agree with the incremental counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that takes every single step, given requests as they come."""
+"""Runs an engine step by step, with requests at given times."""
 
 from __future__ import annotations
 

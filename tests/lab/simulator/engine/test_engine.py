@@ -1,4 +1,4 @@
-"""The engine model: each scheduling rule on its own, the step times of a real run, and the books after anything."""
+"""The engine model: each scheduling rule, the step times of a real run, and invariants after random operations."""
 
 from __future__ import annotations
 

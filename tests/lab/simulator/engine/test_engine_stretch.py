@@ -1,4 +1,4 @@
-"""Many steps at once against one after the other: the same engine afterwards, and the same time."""
+"""Many steps at once give the same state and time as single steps."""
 
 from __future__ import annotations
 

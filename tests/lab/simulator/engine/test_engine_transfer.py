@@ -1,4 +1,4 @@
-"""KV that goes from one engine to another: pinned blocks, transfers, wrong content, a shared store."""
+"""KV transfers between engines: pinned blocks, transfers, wrong content, a shared store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The KV cache: the order of eviction, what several holders and several copies do, and a recount after anything."""
+"""The KV cache: order of eviction, blocks with several holders or copies, and invariants after random operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics page: what a real scraper reads from it, and when it changes."""
+"""The metrics page: a real scraper can read it, and it changes only after a step."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ async def test_a_step_that_has_begun_gives_nothing_while_time_stands_still(pacer
     await asyncio.sleep(5 * TINY.adapter_cold_load_s)
     assert not frozen.finished
     pacer.freeze(False)
-    await frozen.news()
+    await frozen.wait()
     assert frozen.finished
 
 
@@ -54,7 +54,7 @@ async def test_tokens_take_at_least_the_time_of_their_steps(pacer: Pacer) -> Non
     started_s = loop.time()
     pacer.submit(timed)
     while not timed.ended:
-        await timed.news()
+        await timed.wait()
     assert loop.time() - started_s >= 40 * TINY.step_s(1, 10, [])
 
 

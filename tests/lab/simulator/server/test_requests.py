@@ -1,4 +1,4 @@
-"""What a replica refuses, in the words and shapes that were recorded from a real vLLM 0.32."""
+"""Refusals of a replica, in the words and shapes that were recorded from a real vLLM 0.32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections to the port of a member that no member introduces: few, short, and without memory."""
+"""Pending connections at the port of a member: limits on their number and duration."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from structlog.testing import capture_logs
 from llmproxy.config import ClusterConfig
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.remote.cluster import network as network_module
-from llmproxy.remote.cluster import strangers
+from llmproxy.remote.cluster import pending_connections
 from llmproxy.remote.cluster.channel import FRAME_BYTES_MAX, HELLO_BYTES_MAX
 from llmproxy.remote.cluster.network import TcpNetwork
+from llmproxy.remote.cluster.pending_connections import ADDRESS_MAX, HELLO_S, LOG_S, PendingConnections
 from llmproxy.remote.cluster.protocol import Ping
-from llmproxy.remote.cluster.strangers import ADDRESS_MAX, HELLO_S, LOG_S, Strangers
 from llmproxy.remote.workers.channel import frame
 from tests.e2e.proxies import until
 from tests.remote.cluster.test_tls import Certificate, connected, listening
@@ -44,12 +44,12 @@ def pipes(host: str, count: int) -> list[Pipe]:
 
 def test_who_is_not_introduced_in_time_is_cut() -> None:
     async def main() -> None:
-        found = Strangers(100)
+        found = PendingConnections(100)
         member, stranger = Pipe("a", 1), Pipe("a", 2)
-        found.came(member)
-        found.came(stranger)
+        found.accepted(member)
+        found.accepted(stranger)
         await asyncio.sleep(HELLO_S / 2)
-        found.introduced(member)
+        found.identified(member)
         await asyncio.sleep(HELLO_S)
         assert (member.open, stranger.open) == (True, False)
         await asyncio.sleep(1_000)
@@ -60,14 +60,14 @@ def test_who_is_not_introduced_in_time_is_cut() -> None:
 
 def test_the_oldest_of_an_address_makes_room_for_the_newest_and_no_other_one() -> None:
     async def main() -> None:
-        found = Strangers(1_000)
+        found = PendingConnections(1_000)
         other, member = Pipe("b", 1), Pipe("a", -1)
-        found.came(other)
-        found.came(member)
-        found.introduced(member)
+        found.accepted(other)
+        found.accepted(member)
+        found.identified(member)
         ones = pipes("a", 3 * ADDRESS_MAX)
         for one in ones:
-            found.came(one)
+            found.accepted(one)
         assert [one.open for one in ones] == [False] * 2 * ADDRESS_MAX + [True] * ADDRESS_MAX
         assert other.open
         assert member.open
@@ -77,23 +77,23 @@ def test_the_oldest_of_an_address_makes_room_for_the_newest_and_no_other_one() -
 
 def test_members_keep_their_connections_where_too_many_are_open() -> None:
     async def main() -> None:
-        found = Strangers(4)
+        found = PendingConnections(4)
         members = pipes("m", 2)
         for one in members:
-            found.came(one)
-            found.introduced(one)
+            found.accepted(one)
+            found.identified(one)
         ones = [Pipe(host, 1) for host in "abcdef"]
         for one in ones:
-            found.came(one)
+            found.accepted(one)
         assert [one.open for one in ones] == [False] * 4 + [True] * 2
         for one in ones[4:]:
-            found.introduced(one)
+            found.identified(one)
         late = Pipe("z", 1)
-        found.came(late)
+        found.accepted(late)
         assert not late.open, "all that are open are members"
         members[0].abort()
         again = Pipe("z", 2)
-        found.came(again)
+        found.accepted(again)
         assert again.open
         assert all(one.open for one in [members[1], *ones[4:]])
 
@@ -102,11 +102,11 @@ def test_members_keep_their_connections_where_too_many_are_open() -> None:
 
 def test_cuts_are_logged_once_a_minute_with_their_number() -> None:
     async def main() -> None:
-        found = Strangers(1_000)
+        found = PendingConnections(1_000)
         for one in pipes("a", ADDRESS_MAX + 5):
-            found.came(one)
+            found.accepted(one)
         await asyncio.sleep(LOG_S)
-        found.came(Pipe("b", 1))
+        found.accepted(Pipe("b", 1))
         await asyncio.sleep(HELLO_S)
 
     with capture_logs() as lines:
@@ -147,7 +147,7 @@ async def _ended(one: socket.socket) -> bool:
 
 @pytest.fixture
 def plain_network(monkeypatch: pytest.MonkeyPatch) -> TcpNetwork:
-    monkeypatch.setattr(strangers, "HELLO_S", 0.2)
+    monkeypatch.setattr(pending_connections, "HELLO_S", 0.2)
     return TcpNetwork(ClusterConfig(listen="127.0.0.1:0"))
 
 
@@ -157,7 +157,7 @@ async def test_connections_that_never_finish_tls_are_cut_and_members_come_in(
     monkeypatch: pytest.MonkeyPatch,
     first: bytes,
 ) -> None:
-    monkeypatch.setattr(strangers, "HELLO_S", 0.2)
+    monkeypatch.setattr(pending_connections, "HELLO_S", 0.2)
     monkeypatch.setattr(network_module, "member_connections_max", lambda: 32)
     member = Certificate(tmp_path / "member", trustme.CA())
     mine = member.network()
@@ -167,7 +167,7 @@ async def test_connections_that_never_finish_tls_are_cut_and_members_come_in(
         await until(lambda: end.trusted and end.heard)
         await until(lambda: any(each.transport is not None for each in accepted))
         inside = next(each for each in accepted if each.transport is not None)
-        mine.introduced(cast(asyncio.BaseTransport, inside.transport))
+        mine.identified(cast(asyncio.BaseTransport, inside.transport))
         assert all(await asyncio.gather(*map(_ended, ones)))
         for one in ones:
             one.close()
@@ -180,7 +180,7 @@ async def test_who_only_pings_is_cut_and_a_member_stays(plain_network: TcpNetwor
         [one] = _open(address, 1)
         end = await connected(plain_network, address)
         await until(lambda: len(accepted) == 2 and end.heard)
-        plain_network.introduced(cast(asyncio.BaseTransport, accepted[1].transport))
+        plain_network.identified(cast(asyncio.BaseTransport, accepted[1].transport))
 
         async def ping() -> None:
             while True:

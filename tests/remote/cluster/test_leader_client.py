@@ -1,4 +1,4 @@
-"""What becomes of requests that wait and of leases that run while connections break and leaders change."""
+"""Waiting requests and running leases survive lost connections and changes of leader."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 
 from llmproxy.core.domain import Outcome, Verdict
 from llmproxy.remote.cluster.channel import SILENCE_S
-from llmproxy.remote.cluster.relay import NO_LEADER_RETRY_S, UNSENT_MAX
-from llmproxy.remote.cluster.session import GRACE_S
+from llmproxy.remote.cluster.leader_client import NO_LEADER_RETRY_S, UNSENT_MAX
+from llmproxy.remote.cluster.member_session import GRACE_S
 from llmproxy.remote.cluster.shard import WITHOUT_LEADER_S
 from llmproxy.remote.workers import protocol
 from tests.core.make import request
 from tests.dispatching import now, turns, virtual
-from tests.remote.cluster.elections import HELD_S
+from tests.remote.cluster.elections import LOCK_S
 from tests.remote.cluster.virtual import World, world
 from tests.remote.workers.link import finished
 
@@ -143,7 +143,7 @@ async def test_a_lease_that_was_given_back_during_a_cut_is_given_back_after() ->
         ends = finished(leader.dispatcher)
         found.cut(one, leader)
         await asyncio.sleep(5.0)
-        assert not one.shard.led
+        assert not one.shard.has_leader
         await client.done()
         await asyncio.sleep(1.0)
         assert ends == []
@@ -161,7 +161,7 @@ async def test_what_was_said_into_a_broken_connection_is_not_held_for_ever() -> 
         await asyncio.sleep(SOON_S)
         found.cut(one, leader)
         await client.done()
-        one.relay.ended(client.request, True)
+        one.leader_client.ended(client.request, True)
         one.clients.clear()
         await asyncio.sleep(5.0)
         found.heal()
@@ -224,7 +224,7 @@ async def test_a_grant_may_meet_anything_in_any_turn(at_ms: float, what: str) ->
             client.task.cancel()
         await asyncio.sleep(2.0)
         assert client.task.cancelled() or client.holds() == "a"
-        assert found.leader.dispatcher.leases == one.relay.running
+        assert found.leader.dispatcher.leases == one.leader_client.running
         next_one = one.client()
         await client.done()
         await asyncio.sleep(1.0)
@@ -311,8 +311,8 @@ async def test_a_leader_that_dies_takes_nothing_with_it() -> None:
         await asyncio.sleep(SOON_S)
         found.members.remove(dead)
         await dead.die()
-        await asyncio.sleep(HELD_S + 1.0)
-        assert found.leader.shard.last_gap_s == pytest.approx(HELD_S, abs=1.0)
+        await asyncio.sleep(LOCK_S + 1.0)
+        assert found.leader.shard.last_gap_s == pytest.approx(LOCK_S, abs=1.0)
         assert runs.holds() == "a"
         assert waits.lease is None, "no grant beyond the seats"
         await runs.done()
@@ -353,7 +353,7 @@ async def test_a_new_leader_that_was_just_started_waits_for_those_whom_it_does_n
         await dead.die()
         again = await found.member(dead.name, incarnation="2")
         waits = again.client()
-        await asyncio.sleep(HELD_S + 1.0)
+        await asyncio.sleep(LOCK_S + 1.0)
         assert found.leader is again
         assert (waits.holds(), len(again.dispatcher.pools.backends["a"].bookings)) == (None, 1)
 
@@ -370,12 +370,12 @@ async def test_a_grant_by_a_leader_of_the_past_is_ignored() -> None:
         await asyncio.sleep(SOON_S)
         old.cluster.begin_shutdown()
         await asyncio.sleep(2.0)
-        assert one.shard.leads or one.shard._link is not link
-        [call] = one.relay._waiting
+        assert one.shard.is_leader or one.shard._link is not link
+        [call] = one.leader_client._waiting
         session = found.leader.sessions[old.name]
         [(lease, _)] = session._leases.values()
         late = protocol.LeaseGranted(call, call, client.request.stage, lease.grant.placed, 0.0, 0, lease.grant.why, 0.0)
-        one.shard.take(link, late)
+        one.shard.handle(link, late)
         assert client.lease is None
         await seat.done()
 
@@ -387,12 +387,12 @@ async def test_who_said_something_that_no_leader_heard_says_it_to_the_next() -> 
         found.cut(one, found.leader)
         await asyncio.sleep(5.0)
         for number in range(UNSENT_MAX + 50):
-            one.relay.response_stored(f"r{number}", "a", "t")
-        assert len(one.relay._unsent) == UNSENT_MAX
+            one.leader_client.response_stored(f"r{number}", "a", "t")
+        assert len(one.leader_client._unsent) == UNSENT_MAX
         found.heal()
         await asyncio.sleep(3.0)
         assert len(found.leader.events.made) == UNSENT_MAX
-        assert len(one.relay._unsent) == 0
+        assert len(one.leader_client._unsent) == 0
 
 
 # --- without a leader -------------------------------------------------------------------------------------------------
@@ -406,17 +406,17 @@ def nobody_leads(found: World) -> None:
 async def test_without_a_leader_requests_are_held_and_then_refused() -> None:
     async with world(2) as found:
         nobody_leads(found)
-        await asyncio.sleep(HELD_S)
-        assert not found.members[0].shard.led
-        unled_s = found.members[0].shard._unled_s
+        await asyncio.sleep(LOCK_S)
+        assert not found.members[0].shard.has_leader
+        unled_s = found.members[0].shard._leader_lost_s
         client = found.members[0].client()
         await asyncio.sleep(WITHOUT_LEADER_S - 1.0)
-        assert found.members[0].relay.waiting == 1
-        await asyncio.sleep(HELD_S + 2.0)
+        assert found.members[0].leader_client.waiting == 1
+        await asyncio.sleep(LOCK_S + 2.0)
         assert client.refused is not None
         assert client.refused.outcome is Outcome.REJECTED_NO_BACKENDS
         assert client.refused.retry_after_s == NO_LEADER_RETRY_S
-        assert now() > unled_s + HELD_S + WITHOUT_LEADER_S
+        assert now() > unled_s + LOCK_S + WITHOUT_LEADER_S
         late = found.members[0].client()
         await asyncio.sleep(0.2)
         assert late.refused is not None, "nobody waits for long any more"
@@ -431,7 +431,7 @@ async def test_without_a_leader_requests_are_held_and_then_refused() -> None:
 async def test_a_deadline_without_a_leader_is_kept() -> None:
     async with world(2) as found:
         nobody_leads(found)
-        await asyncio.sleep(HELD_S)
+        await asyncio.sleep(LOCK_S)
         client = found.members[0].client(request(arrived_s=now(), deadline_s=now() + 1.0))
         await asyncio.sleep(1.2)
         assert client.refused is not None
@@ -443,10 +443,10 @@ async def test_a_member_that_drains_without_a_leader_refuses_what_waits() -> Non
     async with world(2) as found:
         one = found.followers[0]
         nobody_leads(found)
-        await asyncio.sleep(HELD_S)
+        await asyncio.sleep(LOCK_S)
         client = one.client()
         await turns()
-        one.relay.drain()
+        one.leader_client.drain()
         await turns()
         assert client.refused is not None
         assert client.refused.outcome is Outcome.DRAINING
@@ -462,7 +462,7 @@ async def test_a_member_that_finishes_what_waits_gets_no_new_requests() -> None:
         one = found.followers[0]
         seat, waits = found.leader.client(), one.client()
         await asyncio.sleep(SOON_S)
-        one.relay.drain(finish_waiting=True)
+        one.leader_client.drain(finish_waiting=True)
         late = one.client()
         await asyncio.sleep(SOON_S)
         assert late.refused is not None
@@ -502,16 +502,16 @@ async def test_who_asks_again_may_leave() -> None:
 @virtual
 async def test_answers_for_unknown_calls_are_ignored() -> None:
     async with world(2) as found:
-        relay = found.followers[0].relay
+        leader_client = found.followers[0].leader_client
         client = found.followers[0].client()
         await asyncio.sleep(SOON_S)
-        [run] = relay._runs.values()
+        [run] = leader_client._runs.values()
         grant: Any = run.lease.grant
-        relay.take(protocol.LeaseGranted(99, 99, grant.request.stage, grant.placed, 0.0, 0, grant.why, 0.0))
-        relay.take(protocol.CallRefused(98, Outcome.EXPIRED, "", None))
-        relay.take(protocol.LeaseCut(97, revoked=True))
+        leader_client.handle(protocol.LeaseGranted(99, 99, grant.request.stage, grant.placed, 0.0, 0, grant.why, 0.0))
+        leader_client.handle(protocol.CallRefused(98, Outcome.EXPIRED, "", None))
+        leader_client.handle(protocol.LeaseCut(97, revoked=True))
         await turns()
-        assert relay.running == 1
+        assert leader_client.running == 1
         assert client.holds() == "a"
 
 
@@ -522,10 +522,10 @@ async def test_a_grant_that_comes_twice_in_one_turn_is_one() -> None:
         seat, client = found.leader.client(), one.client()
         await asyncio.sleep(SOON_S)
         assert seat.lease is not None
-        [call], grant = one.relay._waiting, seat.lease.grant
+        [call], grant = one.leader_client._waiting, seat.lease.grant
         granted = protocol.LeaseGranted(call, call, client.request.stage, grant.placed, 0.0, 0, grant.why, 0.0)
         for _ in range(2):
-            one.relay.take(granted)
+            one.leader_client.handle(granted)
         await turns()
         assert client.holds() == "a"
         await seat.done()
@@ -541,7 +541,7 @@ async def test_a_new_leader_that_does_not_know_a_backend_lets_its_answers_go_on(
         new.dispatcher.pools.remove_backend("a")
         old.cluster.begin_shutdown()
         await asyncio.sleep(2.0)
-        assert new.shard.leads
+        assert new.shard.is_leader
         assert new.dispatcher.leases == 0
         assert client.lease is not None
         client.lease.started()

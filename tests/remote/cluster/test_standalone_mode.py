@@ -1,4 +1,4 @@
-"""What members do while nobody leads and each may decide with its part of every limit."""
+"""Standalone mode: members without a leader decide for themselves, with a share of every limit."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from llmproxy.remote.cluster.pages import status_of
+from llmproxy.remote.cluster.pages import cluster_status
 from tests.dispatching import virtual
-from tests.remote.cluster.elections import HELD_S
+from tests.remote.cluster.elections import LOCK_S
 from tests.remote.cluster.virtual import World, world
 
-ALONE_S = HELD_S + 1.0
+ALONE_S = LOCK_S + 1.0
 SOON_S = 0.05
 
 
@@ -32,8 +32,8 @@ async def test_each_member_decides_with_its_part() -> None:
         clients = [one.client() for _ in range(5)] + [other.client() for _ in range(5)]
         await asyncio.sleep(SOON_S)
         assert [client.holds() for client in clients] == [*"aa", None, None, None] * 2, "a third of six for each"
-        assert status_of(one.cluster)["alone"]
-        assert status_of(one.cluster)["leader"] is None
+        assert cluster_status(one.cluster)["alone"]
+        assert cluster_status(one.cluster)["leader"] is None
         assert not one.shard.state().led
         await clients[0].done()
         await asyncio.sleep(SOON_S)
@@ -68,7 +68,7 @@ async def test_a_leader_that_comes_ends_it_and_knows_what_runs() -> None:
         assert [client.holds() for client in (*runs, waits)] == ["a", "a", "a"], "limits are whole again"
         assert found.leader.dispatcher.leases == 3
         assert sum(one.dispatcher.leases for one in found.followers) == 0
-        assert [one.shard.parts for one in found.members] == [0, 0]
+        assert [one.shard.limit_divisor for one in found.members] == [0, 0]
         more = other.client()
         await asyncio.sleep(SOON_S)
         assert more.holds() is None
@@ -85,8 +85,8 @@ async def test_one_that_never_met_the_others_decides_nothing() -> None:
         late = await found.member("late")
         client = late.client()
         await asyncio.sleep(2 * ALONE_S)
-        assert late.shard.parts == 0
-        assert not late.relay.led
+        assert late.shard.limit_divisor == 0
+        assert not late.leader_client.has_leader
         assert client.lease is None
         found.store.away = False
 
@@ -95,7 +95,7 @@ async def test_one_that_never_met_the_others_decides_nothing() -> None:
 async def test_without_the_setting_nobody_decides_alone() -> None:
     async with world(3, seats=6) as found:
         await without_leader(found)
-        assert [one.shard.parts for one in found.members] == [0, 0]
+        assert [one.shard.limit_divisor for one in found.members] == [0, 0]
         client = found.members[0].client()
         await asyncio.sleep(SOON_S)
         assert client.lease is None
@@ -109,7 +109,7 @@ async def test_the_leader_that_lost_its_lock_decides_alone_and_leads_again() -> 
         await asyncio.sleep(SOON_S)
         found.store.away = True
         await asyncio.sleep(3 * ALONE_S)
-        assert [one.shard.parts for one in found.members] == [2, 2]
+        assert [one.shard.limit_divisor for one in found.members] == [2, 2]
         assert leader.dispatcher.leases == 3, "what ran runs on, although it is more than its part"
         waits = leader.client()
         await runs[0].done()
@@ -128,11 +128,11 @@ async def test_one_that_ends_decides_no_more() -> None:
     async with world(2, alone_after_s=ALONE_S) as found:
         await without_leader(found)
         [one] = found.members
-        assert one.shard.parts == 2
+        assert one.shard.limit_divisor == 2
         found.store.away = False
         await one.cluster.close()
-        assert one.shard.parts == 0
-        assert not one.relay.led
+        assert one.shard.limit_divisor == 0
+        assert not one.leader_client.has_leader
 
 
 @virtual
@@ -142,7 +142,7 @@ async def test_what_flows_were_charged_before_counts(monkeypatch: pytest.MonkeyP
         found.leader.client(flow="big", prompt_tokens=3000)
         found.leader.client(flow="small")
         await asyncio.sleep(1.5)
-        known = {key: dict(flows) for key, flows in one.shard._hand_over.balances.known.items()}
+        known = {key: dict(flows) for key, flows in one.shard._hand_over.balances.latest.items()}
         assert any(known.values())
         restored: dict[tuple[str, int], dict[str, float]] = {}
         monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Who is let in, who is not, and what becomes of members that come twice, come late, or leave while they lead."""
+"""Members that join, are refused, reconnect, join late, or leave while they lead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from llmproxy.remote.cluster.channel import FRAME_BYTES_MAX, HELLO_BYTES_MAX, SI
 from llmproxy.remote.cluster.cluster import CLAIMED_EPOCH_MAX
 from llmproxy.remote.cluster.election import SEEK_S
 from llmproxy.remote.cluster.hand_over import LEARNED_S
-from llmproxy.remote.cluster.pages import PAGE_BYTES_MAX, status_of
+from llmproxy.remote.cluster.member_session import MemberSession
+from llmproxy.remote.cluster.member_sessions import MemberSessions
+from llmproxy.remote.cluster.pages import PAGE_BYTES_MAX, cluster_status
 from llmproxy.remote.cluster.protocol import (
     PROTOCOL,
     TO_MEMBER,
@@ -25,22 +27,20 @@ from llmproxy.remote.cluster.protocol import (
     Resume,
     Resumed,
     Welcome,
-    aged,
+    relative_to,
 )
-from llmproxy.remote.cluster.session import MemberSession
-from llmproxy.remote.cluster.sessions import Sessions
-from llmproxy.remote.cluster.shard import SETTLE_S
+from llmproxy.remote.cluster.shard import RESUME_WAIT_S
 from llmproxy.remote.workers import protocol
 from llmproxy.remote.workers.channel import frame
 from llmproxy.scheduling.dispatcher import Dispatcher
 from tests.core.make import request
 from tests.dispatching import virtual
-from tests.remote.cluster.elections import HELD_S
+from tests.remote.cluster.elections import LOCK_S
 from tests.remote.cluster.virtual import LATENCY_S, VirtualMember, World, world
 
 
 class Stranger:
-    """Somebody who connects to a member by hand, and remembers what came."""
+    """A connection to the leader without a member behind it. It records the received messages."""
 
     def __init__(self, found: World, name: str = "stranger") -> None:
         self.name = name
@@ -124,7 +124,7 @@ async def test_a_later_release_says_what_this_one_does_not_know() -> None:
         one.hello()
         one.channel.send(Resume(frozenset(), frozenset()))
         one.channel.send(Resumed())
-        one.channel.send(protocol.Admit(1, aged(request(deadline_s=60.0), 0.0), frozenset(), "in a new way"))  # type: ignore[arg-type]
+        one.channel.send(protocol.Admit(1, relative_to(request(deadline_s=60.0), 0.0), frozenset(), "in a new way"))  # type: ignore[arg-type]
         await asyncio.sleep(0.1)
         assert [granted.call for granted in one.of(protocol.LeaseGranted)] == [1]
         assert found.leader.dispatcher.leases == 1
@@ -150,7 +150,7 @@ async def test_a_refusal_with_a_new_outcome_ends_the_wait(monkeypatch: pytest.Mo
         assert refused.refused is not None
         assert (refused.refused.outcome, refused.refused.message) == (Outcome.REJECTED_NO_BACKENDS, "No.")
         assert holds.holds() == "a"
-        assert one.shard.changes == 1, "the connection is the one that it was"
+        assert one.shard.leader_changes == 1, "the connection was not replaced"
 
 
 @virtual
@@ -170,7 +170,7 @@ async def test_a_name_that_another_process_has_is_refused(name: str) -> None:
         one = Stranger(found)
         one.hello(name=name, incarnation="2")
         assert "cluster.member" in await one.refused()
-        assert all(member.shard.led for member in found.members)
+        assert all(member.shard.has_leader for member in found.members)
 
 
 @virtual
@@ -183,8 +183,8 @@ async def test_a_process_that_was_restarted_replaces_the_one_that_is_gone() -> N
         await dead.die()
         new = await found.member(dead.name, incarnation="2")
         await asyncio.sleep(0.5)
-        assert new.shard.led
-        assert found.leader.dispatcher.leases == 0, "what the old process had is over"
+        assert new.shard.has_leader
+        assert found.leader.dispatcher.leases == 0, "the leases of the old process have ended"
 
 
 @virtual
@@ -200,7 +200,7 @@ async def test_no_more_members_than_the_limit() -> None:
             assert ones[0].of(Welcome)
             found.break_connections()
             await asyncio.sleep(0.5)
-            assert all(one.shard.led for one in found.members), "those who are in may come back"
+            assert all(one.shard.has_leader for one in found.members), "present members may reconnect"
             await ones[0].end()
 
 
@@ -215,7 +215,7 @@ async def test_who_is_refused_says_why_once() -> None:
         assert [line["error"] for line in said] == [
             f"it speaks version {PROTOCOL + 1} of the protocol, and not {PROTOCOL}"
         ]
-        assert status_of(late.cluster)["leader_away"] == said[0]["error"]
+        assert cluster_status(late.cluster)["leader_away"] == said[0]["error"]
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ async def test_garbage_ends_its_connection_alone(data: bytes, member: bool) -> N
         said = [line["event"] for line in lines if line["event"] in ("broken_frame", "cluster_member_refused")]
         assert said == ["broken_frame" if member else "cluster_member_refused"]
         assert client.holds() == "a"
-        assert all(each.shard.led for each in found.members)
+        assert all(each.shard.has_leader for each in found.members)
 
 
 @virtual
@@ -326,11 +326,11 @@ async def test_silence_ends_a_connection_on_both_sides() -> None:
         await asyncio.sleep(SILENCE_S - 0.5)
         assert one.shard.calls is not None
         await asyncio.sleep(1.6)
-        assert not one.relay.led
+        assert not one.leader_client.has_leader
         assert not leader.sessions[one.name].connected
         found.heal()
         await asyncio.sleep(3.0)
-        assert one.shard.led
+        assert one.shard.has_leader
 
 
 @virtual
@@ -352,7 +352,7 @@ async def test_a_peer_that_takes_nothing_is_lost() -> None:
         link = one.shard._link
         await asyncio.sleep(2.0)
         assert one.shard._link is not link
-        assert one.shard.led
+        assert one.shard.has_leader
 
 
 @virtual
@@ -408,7 +408,7 @@ async def test_a_member_that_knows_of_a_later_turn_makes_the_leader_take_one_bey
         await asyncio.sleep(3.0)
         assert found.leader is new
         assert new.shard.epoch == 10
-        assert all(one.shard.led for one in found.members)
+        assert all(one.shard.has_leader for one in found.members)
 
 
 @virtual
@@ -418,7 +418,7 @@ async def test_a_welcome_of_an_earlier_turn_is_refused() -> None:
         link = one.shard._link
         assert link is not None
         one.shard.epoch = 5
-        other = leader_link.LeaderLink(link.leadership, one.shard.take, one.shard.lost)
+        other = leader_link.LeaderLink(link.leadership, one.shard.handle, one.shard.lost)
         one.shard.welcomed(other, Welcome(4, "old", "0", "config"))
         assert one.shard._link is link
         assert one.shard.epoch == 5
@@ -435,10 +435,10 @@ async def test_a_leader_that_cannot_be_connected_to_is_logged_once() -> None:
         said = [line["event"] for line in logs if line["event"] == "cluster_leader_unreachable"]
         assert len(said) == 1
         found.heal()
-        assert status_of(cut.cluster)["leader_away"] is not None
+        assert cluster_status(cut.cluster)["leader_away"] is not None
         await asyncio.sleep(3.0)
-        assert cut.shard.led
-        assert status_of(cut.cluster)["leader_away"] is None
+        assert cut.shard.has_leader
+        assert cluster_status(cut.cluster)["leader_away"] is None
 
 
 @virtual
@@ -446,9 +446,9 @@ async def test_a_leader_that_ends_a_connection_without_an_answer_may_want_tls() 
     async with world(2) as found:
         one = found.followers[0].shard
         assert one.leadership is not None
-        link = leader_link.LeaderLink(one.leadership, one.take, one.lost)
+        link = leader_link.LeaderLink(one.leadership, one.handle, one.lost)
         link.channel.connection_lost(None)
-        assert (await link.answer or "").endswith("as where only one of two members uses TLS")
+        assert (await link.refusal or "").endswith("as where only one of two members uses TLS")
 
 
 @virtual
@@ -464,20 +464,20 @@ async def test_an_address_that_is_none_is_no_end() -> None:
         one.network.connect = fails  # type: ignore[method-assign]
         found.break_connections()
         await asyncio.sleep(2.0)
-        assert not one.shard.led
+        assert not one.shard.has_leader
         linking = one.shard._linking
         assert linking is not None
         assert not linking.done() or linking.exception() is None
         one.network.connect = connect  # type: ignore[method-assign]
         await asyncio.sleep(2.0)
-        assert one.shard.led
+        assert one.shard.has_leader
 
 
 @virtual
 async def test_a_connection_that_ends_at_once_is_not_made_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    join = Sessions.join
+    join = MemberSessions.join
 
-    def end(self: Sessions, hello: Hello, sender: Any) -> MemberSession:
+    def end(self: MemberSessions, hello: Hello, sender: Any) -> MemberSession:
         session = join(self, hello, sender)
         if not sender.local:
             asyncio.get_running_loop().call_later(2 * LATENCY_S, sender.abort)
@@ -485,13 +485,13 @@ async def test_a_connection_that_ends_at_once_is_not_made_all_the_time(monkeypat
 
     async with world(2) as found:
         with monkeypatch.context() as patch:
-            patch.setattr(Sessions, "join", end)
+            patch.setattr(MemberSessions, "join", end)
             found.break_connections()
             before = found.net.connects
             await asyncio.sleep(10.0)
             assert 50 <= found.net.connects - before <= 10.0 / SEEK_S + 1
         await asyncio.sleep(1.0)
-        assert found.followers[0].shard.led
+        assert found.followers[0].shard.has_leader
 
 
 @virtual
@@ -503,10 +503,10 @@ async def test_nobody_waits_for_a_dead_leader_when_there_is_another() -> None:
         for alive in (one, other):
             found.cut(dead, alive)
         await asyncio.sleep(5.5)
-        dead.shard._election.stands = False  # type: ignore[union-attr]
+        dead.shard._election.campaigning = False  # type: ignore[union-attr]
         found.store.held = None
         async with asyncio.timeout(0.8):
-            while not all(alive.shard.led and alive.shard.epoch == 2 for alive in (one, other)):  # noqa: ASYNC110
+            while not all(alive.shard.has_leader and alive.shard.epoch == 2 for alive in (one, other)):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         found.heal()
         await asyncio.sleep(5.0)
@@ -530,7 +530,7 @@ async def test_a_slow_leader_gets_one_connection_of_each_member() -> None:
         found.break_connections()
         await asyncio.sleep(3.0)
         assert len(held) == 1
-        assert one.shard.led
+        assert one.shard.has_leader
         found.net.listening[leader.name] = accepted
         found.break_connections()
         await asyncio.sleep(1.0)
@@ -543,17 +543,17 @@ async def test_the_last_one_leads_until_somebody_else_is_there() -> None:
         client = old.client()
         old.cluster.begin_shutdown()
         await asyncio.sleep(1.0)
-        assert old.shard.leads
+        assert old.shard.is_leader
         new = await found.member("new")
         await asyncio.sleep(2.0)
-        assert new.shard.leads
+        assert new.shard.is_leader
         assert client.holds() == "a"
         assert new.dispatcher.leases == 1
 
 
 @virtual
 async def test_the_last_one_that_would_lead_does_so_until_its_end() -> None:
-    """The other one leaves as well, and only goes on with what it has."""
+    """The other member is leaving too, and only finishes its own requests."""
     async with world(2) as found:
         [leaves], last = found.followers, found.leader
         runs = leaves.client()
@@ -562,7 +562,7 @@ async def test_the_last_one_that_would_lead_does_so_until_its_end() -> None:
         leaves.cluster.begin_shutdown()
         await asyncio.sleep(1.0)
         last.cluster.begin_shutdown()
-        await asyncio.sleep(2 * HELD_S)
+        await asyncio.sleep(2 * LOCK_S)
         assert found.leader is last
         for client in (runs, *reversed(waits)):
             assert client.holds() == "a"
@@ -578,13 +578,13 @@ async def test_the_last_one_that_would_lead_does_so_until_its_end() -> None:
 
 
 @virtual
-async def test_a_leader_that_resigns_while_a_member_joins() -> None:
+async def test_a_leader_that_resigned_while_a_member_joins() -> None:
     async with world(2) as found:
         late = await found.member("late")
         await asyncio.sleep(1.5 * LATENCY_S)
         found.leader.cluster.begin_shutdown()
         await asyncio.sleep(2.0)
-        assert late.shard.led
+        assert late.shard.has_leader
         assert len({one.shard.epoch for one in found.members}) == 1
 
 
@@ -613,7 +613,7 @@ async def test_what_flows_were_charged_is_known_to_the_next_leader() -> None:
         old, new = found.leader, found.followers[0]
         clients = [old.client(flow="big", prompt_tokens=3000), old.client(flow="small")]
         await asyncio.sleep(1.5)
-        known = {key: dict(flows) for key, flows in new.shard._hand_over.balances.known.items()}
+        known = {key: dict(flows) for key, flows in new.shard._hand_over.balances.latest.items()}
         assert any(known.values())
         restored: list[Any] = []
         restore = new.dispatcher.pools.restore
@@ -625,9 +625,9 @@ async def test_what_flows_were_charged_is_known_to_the_next_leader() -> None:
         new.dispatcher.pools.restore = spy  # type: ignore[method-assign, assignment]
         found.cut(old, new)
         found.store.held = None
-        old.shard._election.stands = False  # type: ignore[union-attr]
-        await asyncio.sleep(HELD_S + SETTLE_S)
-        assert new.shard.leads
+        old.shard._election.campaigning = False  # type: ignore[union-attr]
+        await asyncio.sleep(LOCK_S + RESUME_WAIT_S)
+        assert new.shard.is_leader
         assert dict(restored) == known
         found.heal()
         await asyncio.sleep(5.0)
@@ -679,21 +679,21 @@ async def test_a_leader_that_has_seen_too_little_tells_the_next_one_what_it_was_
         old, [between, new] = found.leader, found.followers
         old.learned = Learned({}, {"base": KnownCapacity((1.0,), ()), "gone": KnownCapacity((2.0,), ())})
         await asyncio.sleep(LEARNED_S + 1.0)
-        new.shard._election.stands = False  # type: ignore[union-attr]
+        new.shard._election.campaigning = False  # type: ignore[union-attr]
         await hand_over(found, old, between)
         await asyncio.sleep(LEARNED_S + 1.0)
-        between.shard._election.stands = old.shard._election.stands = False  # type: ignore[union-attr]
+        between.shard._election.campaigning = old.shard._election.campaigning = False  # type: ignore[union-attr]
         await hand_over(found, between, new)
         assert new.restored[-1][0] == Learned({}, {"base": KnownCapacity((1.0,), ())}), "of the pools that are there"
 
 
 async def hand_over(found: World, one: VirtualMember, other: VirtualMember) -> None:
-    """The leader `one` lets `other` lead."""
-    one.shard._election.stands, other.shard._election.stands = False, True  # type: ignore[union-attr]
+    """Hand the leadership over from `one` to `other`."""
+    one.shard._election.campaigning, other.shard._election.campaigning = False, True  # type: ignore[union-attr]
     found.store.held = None
-    await asyncio.sleep(HELD_S + SETTLE_S)
-    assert other.shard.leads
-    one.shard._election.stands = True  # type: ignore[union-attr]
+    await asyncio.sleep(LOCK_S + RESUME_WAIT_S)
+    assert other.shard.is_leader
+    one.shard._election.campaigning = True  # type: ignore[union-attr]
 
 
 @virtual
@@ -740,8 +740,8 @@ async def test_a_message_that_is_too_long_is_not_sent() -> None:
         one.shard._link.channel.send(protocol.PageRequest(-99, b"x" * FRAME_BYTES_MAX, ""))
         one.shard._link.channel.send(Ping())
         await asyncio.sleep(0.5)
-        assert [report["message"][:20] for report in reported] == ["too long to be sent:"]
-        assert one.shard.led
+        assert [report["message"][:17] for report in reported] == ["too long to send:"]
+        assert one.shard.has_leader
 
 
 # --- nothing grows ----------------------------------------------------------------------------------------------------
@@ -772,12 +772,12 @@ async def test_a_call_of_the_next_connection_may_have_the_number_of_one_of_the_l
         hello = Hello(PROTOCOL, "0", "m1", "1", "", "config", 0)
         session = leader.shard.join(hello, MemberChannel(TO_MEMBER, lambda _: None, lambda: None))
         for _ in range(2):
-            session.take(Resume(frozenset(), frozenset()))
-            session.take(protocol.Resolve(-1, "later", 60.0, 1))
-            session.take(Resumed())
+            session.handle(Resume(frozenset(), frozenset()))
+            session.handle(protocol.Resolve(-1, "later", 60.0, 1))
+            session.handle(Resumed())
             await asyncio.sleep(0.01)
         assert leader.dispatcher.nameless == 1
-        session.take(protocol.CancelCall(-1))
+        session.handle(protocol.CancelCall(-1))
         await asyncio.sleep(0.01)
         assert leader.dispatcher.nameless == 0
         session.end()

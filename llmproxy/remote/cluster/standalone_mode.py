@@ -1,0 +1,71 @@
+"""Standalone mode: a member without a leader schedules its own requests, with its share of every limit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from functools import partial
+from math import inf
+
+import structlog
+
+from llmproxy.remote.cluster.channel import LocalChannel
+from llmproxy.remote.cluster.leader_client import UNSENT_MAX, LeaderClient
+from llmproxy.remote.cluster.member_session import MemberSession
+from llmproxy.remote.cluster.protocol import FromMember, Hello
+from llmproxy.remote.workers import protocol
+from llmproxy.remote.workers.session import SchedulerContext
+from llmproxy.scheduling.dispatcher import Dispatcher
+
+_log = structlog.get_logger()
+
+
+class StandaloneMode:
+    """Standalone mode of one shard: the member's own dispatcher replaces the leader, for this member only."""
+
+    def __init__(self, dispatcher: Dispatcher, leader_client: LeaderClient, shard: str) -> None:
+        self._dispatcher = dispatcher
+        self._leader_client = leader_client
+        self._shard = shard
+        self._log = _log.bind(pool=shard) if shard else _log
+        self._session: MemberSession | None = None
+        self._stored: deque[protocol.ResponseStored] = deque(maxlen=UNSENT_MAX)
+        """Stored responses to report to the next leader."""
+        self.limit_divisor = 0
+        """0 while inactive, else the last known number of members. Every limit is divided by it."""
+
+    def begin(self, context: SchedulerContext, me: Hello, limit_divisor: int, without_leader_s: float) -> None:
+        """Enter standalone mode."""
+        self.limit_divisor = limit_divisor
+        self._log.warning("cluster_decides_alone", parts=limit_divisor, without_leader_s=round(without_leader_s, 3))
+        self._dispatcher.pools.split_limits(limit_divisor, _now(), self._shard)
+        session = self._session = MemberSession(context, me, lambda: None)
+        session.attach(LocalChannel(self._leader_client.handle))
+        self._leader_client.attach(LocalChannel(partial(self._handle, session)))
+        self._dispatcher.decide_until(inf, self._shard)
+
+    def _handle(self, session: MemberSession, message: FromMember) -> None:
+        if isinstance(message, protocol.ResponseStored):
+            self._stored.append(message)
+        session.handle(message)
+
+    def end(self) -> None:
+        """Leave standalone mode, because there is a leader or this process ends.
+
+        Waiting requests and running leases stay in the leader client, which reports them to the next leader.
+        """
+        if self._session is None:
+            return
+        self._log.info("cluster_decides_alone_no_more", parts=self.limit_divisor)
+        self._dispatcher.decide_until(-inf, self._shard)
+        self._leader_client.detach()
+        while self._stored:
+            stored = self._stored.popleft()
+            self._leader_client.response_stored(stored.response_id, stored.backend, stored.tenant)
+        self._session.end(requests_continue=True)
+        self._session, self.limit_divisor = None, 0
+        self._dispatcher.pools.split_limits(1, _now(), self._shard)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
