@@ -1,1 +1,1 @@
-"""What is known of each backend: load, batch limit, health, models."""
+"""The state of each backend: load, batch limit, adapters, health and outlier detection."""

@@ -27,7 +27,7 @@ class View(Struct, frozen=True):
     load: int
     """Sequences in flight, including those of other clients, and slots reserved for decode stages."""
     waiting: int
-    """Sequences in the engine's queue at the last reading, without those that fetch KV blocks."""
+    """Sequences that wait in the engine's queue for a place, at the last reading."""
     kv_used: float
     """KV cache usage (0..1), including prompts booked since the last reading."""
     kv_tokens: int | None
