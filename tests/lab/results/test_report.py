@@ -14,6 +14,8 @@ from llmproxy.lab.results.result import SimulationResult
 from llmproxy.lab.results.table import ORACLE_NOTE
 from tests.lab.invented import invented, invented_run
 
+pytestmark = pytest.mark.slow
+
 SECTIONS = (
     "Goodput",
     "Time to first token",
@@ -39,7 +41,6 @@ def html() -> str:
     return page(result, trails, "Title <1>", own=("blend",))
 
 
-@pytest.mark.slow
 def test_every_plot_is_there_with_a_sentence(html: str) -> None:
     headings = [re.sub("&#x27;", "'", text) for text in re.findall(r"<h2>(.*?)</h2>", html)]
     assert headings == ["Results", "Bounds", *SECTIONS, "Configuration"]
@@ -94,14 +95,12 @@ def test_numbers_of_the_configuration_are_rounded() -> None:
     assert not re.search(r"\d\.\d{7}", re.sub(r"<svg.*?</svg>", "", html, flags=re.DOTALL))
 
 
-@pytest.mark.slow
 def test_why_an_oracle_may_lose_is_said_where_there_is_one() -> None:
     for policies in (("blend", "oracle"), ("blend",)):
         result, trails = invented(policies, (1.0,), count=20)
         assert (ORACLE_NOTE in page(result, trails, "t")) is ("oracle" in policies)
 
 
-@pytest.mark.slow
 def test_equal_results_give_equal_pages() -> None:
     first, second = (page(*invented(("blend", "random"), (1.0,), count=60), "t", own=("blend",)) for _ in range(2))
     assert first == second
@@ -115,7 +114,6 @@ def test_run_without_completions_has_reasons_instead_of_plots() -> None:
     assert "nothing was found in any prefix cache" in said
 
 
-@pytest.mark.slow
 def test_policies_without_a_figure_are_named_in_the_caption() -> None:
     bad, bad_trail = invented_run("session", 1.0, skill=0.0, count=30)
     good, good_trail = invented_run("random", 1.0, count=30)
@@ -152,7 +150,6 @@ def test_without_trails_there_is_still_goodput() -> None:
     assert len(svgs(html)) == 1
 
 
-@pytest.mark.slow
 def test_plots_show_the_load_at_which_policies_differ_most() -> None:
     result, trails = invented(("blend", "random"), (1.0, 2.0), count=30)
     goodputs = {("blend", 1.0): 0.9, ("random", 1.0): 0.2, ("blend", 2.0): 0.3, ("random", 2.0): 0.2}
