@@ -109,7 +109,7 @@ async def measure(rounds: int, size_bytes: int, *, stream: bool) -> dict[str, li
         async with session.get(apart + "/metrics") as answer:
             page = await answer.text()
         split = sum(
-            float(line.rpartition(" ")[2]) for line in page.splitlines() if 'disaggregation_total{how="split"' in line
+            float(line.rpartition(" ")[2]) for line in page.splitlines() if 'disaggregation_total{mode="split"' in line
         )
         if split != total_of(page, "llmproxy_disaggregation_total") or split != WARM_UP + rounds:
             raise RuntimeError(f"only {split:.0f} of {WARM_UP + rounds} requests were split")

@@ -157,7 +157,7 @@ async def _priority(load: Load, rate: float, seconds: float, seed: int) -> None:
     others = [Source(0.6 * 2 * rate, "default"), Source(0.2 * 2 * rate, "sheddable")]
     rows = []
     for name, sources in (("critical alone", [critical]), ("20/60/20 at 2x", [critical, *others])):
-        async with fleet([load.replica_flags()] * load.replicas, ["--queue-ttl-s", "20"]) as running:
+        async with fleet([load.replica_flags()] * load.replicas, ["--queue-max-wait-s", "20"]) as running:
             await offer(running, load, sources, seconds, seed)
             exits = running.exits()
             wrong = inversions(exits, {"critical": 100, "default": 0, "sheddable": -100})
@@ -202,7 +202,7 @@ async def _shares(load: Load, rate: float, seconds: float, seed: int) -> None:
     print("\n| fairness | flow | offered/s | output tokens | share while both wait |")
     print("| --- | --- | --: | --: | --: |")
     for policy in ("fcfs", "fair_share"):
-        flags = ["--fairness", policy, "--queue-ttl-s", "15"]
+        flags = ["--fairness", policy, "--queue-max-wait-s", "15"]
         async with fleet([load.replica_flags()] * load.replicas, flags) as running:
             await offer(running, load, sources, seconds / 2, seed)
             exits = [e for e in running.exits() if e.get("granted_s") is not None]

@@ -30,7 +30,7 @@ REPLICAS = 4
 REPLICA_FLAGS = ("--model", MODEL, "--profile", "llama-8b-h100", "--max-num-seqs", "32", "--speed", "1")
 BAD_FILES = (
     "backends: [http://127.0.0.1:1\n",
-    "backends: [http://127.0.0.1:1]\nquue: {ttl_s: 1}\n",
+    "backends: [http://127.0.0.1:1]\nquue: {max_wait_s: 1}\n",
     "backends: []\n",
     "port: many\n",
     "",
@@ -59,7 +59,7 @@ class Writer:
             "tenants": [],
             "scheduling": {"weights": {MODEL: rng.choice((1.0, 2.0, 5.0))}},
             "retry": {"extra_attempts": rng.choice((1, 2, 3))},
-            "queue": {"ttl_s": rng.choice((60.0, 120.0)), "requests_max": rng.choice((5_000, 20_000))},
+            "queue": {"max_wait_s": rng.choice((60.0, 120.0)), "requests_max": rng.choice((5_000, 20_000))},
         }
 
     async def write(self) -> None:
@@ -157,22 +157,22 @@ async def run(options: argparse.Namespace) -> int:
         metrics = await page(session, url, "/metrics")
         shown = json.loads(await page(session, url, "/admin/backends"))["backends"]
         ended = [(name, count) for name, count in ends.most_common() if name != "served"]
-        counts = {ok: value_of(metrics, f'llmproxy_config_reloads_total{{ok="{ok}"}}') for ok in ("true", "false")}
-        reloads = {ok: value or 0.0 for ok, value in counts.items()}
+        name, results = "llmproxy_config_reloads_total", ("success", "failure")
+        reloads = {result: value_of(metrics, f'{name}{{result="{result}"}}') or 0.0 for result in results}
         log = proxy.log.read_text()
         left, removed = log.count('"backend_leaves"'), log.count('"backend_removed"')
     print("| requests | failed | files written | of them bad | reloads | refused | backends left | of them gone |")
     print("| --: " * 8 + "|")
     print(
         f"| {sum(ends.values())} | {sum(count for _, count in ended)} | {writer.good + writer.bad} | {writer.bad} "
-        f"| {reloads['true']:.0f} | {reloads['false']:.0f} | {left} | {removed} |"
+        f"| {reloads['success']:.0f} | {reloads['failure']:.0f} | {left} | {removed} |"
     )
     for name, count in ended:
         print(f"{count} x {name}")
     as_wanted = sorted(one["url"] for one in shown) == writer.wanted
     if not as_wanted:
         print(f"wanted {writer.wanted}, and the proxy has {shown}")
-    return int(bool(ended) or not as_wanted or not reloads["true"])
+    return int(bool(ended) or not as_wanted or not reloads["success"])
 
 
 def main() -> int:

@@ -141,6 +141,6 @@ def test_soak_configuration_is_valid_with_and_without_a_backend(tmp_path: Path) 
     rig = Rig(tmp_path, None, urls, "http://127.0.0.1:8000")  # type: ignore[arg-type]
     rig.write()
     assert [backend.url for backend in load(rig.file).backends] == urls
-    rig.write(without=[1], queue={"ttl_s": 5.0})
+    rig.write(without=[1], queue={"max_wait_s": 5.0})
     assert len(load(rig.file).backends) == len(MODELS) - 1
-    assert json.loads(rig.file.read_text())["queue"] == {"ttl_s": 5.0}
+    assert json.loads(rig.file.read_text())["queue"] == {"max_wait_s": 5.0}

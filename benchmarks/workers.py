@@ -87,7 +87,7 @@ async def asking(url: str, band: str, flow: str, over: asyncio.Event) -> None:
 async def queue(workers: int, seconds: float) -> Queue:
     with tempfile.TemporaryDirectory(prefix="llmproxy-bench-") as folder:
         log = Path(folder) / "decisions.jsonl"
-        flags = ("--workers", str(workers), "--decision-log", str(log), "--scheduling-start-limit", str(SEQS))
+        flags = ("--workers", str(workers), "--decision-log", str(log), "--scheduling-initial-batch-limit", str(SEQS))
         async with fleet([REPLICA_FLAGS] * REPLICAS, flags) as running:
             over = asyncio.Event()
             async with asyncio.TaskGroup() as clients:
@@ -213,7 +213,14 @@ async def kills(workers: int, times: int) -> list[Kill]:
     admin = f"http://127.0.0.1:{free_port()}"
     seats = str(STREAMS)
     replica_flags = [*REPLICA_FLAGS, "--max-num-seqs", seats]
-    flags = ("--workers", str(workers), "--admin-port", admin.rpartition(":")[2], "--scheduling-start-limit", seats)
+    flags = (
+        "--workers",
+        str(workers),
+        "--admin-port",
+        admin.rpartition(":")[2],
+        "--scheduling-initial-batch-limit",
+        seats,
+    )
     async with AsyncExitStack() as stack:
         running = await stack.enter_async_context(fleet([replica_flags] * REPLICAS, flags, metrics=admin))
         seen = []

@@ -460,5 +460,5 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
     return LiveState(
         queues, pools.blocked(), backends, body_bytes, pools.work_s(now), dispatcher.inversions, needs,
         () if cluster is None else cluster.state(),
-        None if proxy.limits is None else proxy.limits.away is not None,
+        None if proxy.limits is None else proxy.limits.away is None,
     )  # fmt: skip

@@ -38,7 +38,7 @@ def tenants() -> Iterator[Arrival]:
 
 def played(trace: Trace, fleet: SimulatedFleet, seed: int) -> tuple[RunResult, list[Record]]:
     """One run, and its requests in the order of their ends."""
-    settings = {"queue": {"ttl_s": 600.0}, "scheduling": {"flow": "tenant"}} if trace.name == "tenants" else {}
+    settings = {"queue": {"max_wait_s": 600.0}, "scheduling": {"flow": "tenant"}} if trace.name == "tenants" else {}
     config = Config.model_validate({"backends": [{"url": "http://a:1"}], **settings})
     records: list[Record] = []
     setup = Setup(trace, fleet, plan_named("cost", config), config, seed, 1.0, LASTS_S, ())

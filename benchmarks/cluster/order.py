@@ -53,7 +53,7 @@ async def _bands(made: Rig, clustered: bool) -> list[str]:
         load.clients(middle[:1] or [first], 10, "default", key="a"),
         load.clients([last], 20, "sheddable", key="a"),
     )
-    inversions = sum([await made.metric(one, "llmproxy_inversions_total") for one in made.members])
+    inversions = sum([await made.metric(one, "llmproxy_priority_inversions_total") for one in made.members])
     waits = [one.first_s - one.sent_s for one in load.asked if one.band == "critical" and one.first_s]
     in_time = sum(wait <= IN_TIME_S for wait in waits) / len(waits)
     p50, p99 = (load.ttft_s("critical", share) for share in (0.5, 0.99))

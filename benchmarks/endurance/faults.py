@@ -36,7 +36,7 @@ async def stopped(rig: Rig, index: int) -> AsyncIterator[None]:
 async def removed(rig: Rig, index: int) -> AsyncIterator[None]:
     """Out of the configuration, which changes elsewhere too, and back into it."""
     gone = f'llmproxy_backend_available{{backend="{rig.name(index)}"}}'
-    rig.write(without=[index], retry={"extra_attempts": 1}, queue={"ttl_s": 25.0})
+    rig.write(without=[index], retry={"extra_attempts": 1}, queue={"max_wait_s": 25.0})
     try:
         await rig.becomes(gone, None)
         yield
@@ -57,9 +57,9 @@ async def drained(rig: Rig, index: int) -> AsyncIterator[None]:
 @asynccontextmanager
 async def misled(rig: Rig, _: int) -> AsyncIterator[None]:
     """A configuration that nobody could go by, then the old one."""
-    refused = 'llmproxy_config_reloads_total{ok="false"}'
+    refused = 'llmproxy_config_reloads_total{result="failure"}'
     before = await rig.value(refused) or 0.0
-    rig.replace_file("backends: [http://127.0.0.1:1]\nquue: {ttl_s: 1}\n")
+    rig.replace_file("backends: [http://127.0.0.1:1]\nquue: {max_wait_s: 1}\n")
     try:
         await rig.becomes(refused, before + 1.0)
         yield

@@ -151,12 +151,12 @@ class Rig:
             "log_format": "json",
             "plugins": ["benchmarks.endurance.probe"],
             "admin_key": hash_of(ADMIN_KEY),
-            "admin": {"open_metrics": True},
+            "admin": {"public_metrics": True},
             "backends": backends,
             "tenants": tenants,
             "models": [{"name": ALIAS, "target": "sim", "ttft_s": 2.0}],
             "scheduling": {"flow": "tenant+model", "min_shares": {"sheddable": 0.05}},
-            "queue": {"ttl_s": 30.0},
+            "queue": {"max_wait_s": 30.0},
         }
         self.replace_file(json.dumps(settings | other))
 

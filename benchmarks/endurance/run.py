@@ -37,7 +37,7 @@ SLOPE_BYTES_MAX = 8e6
 """Growth per hour over the second half, judged where that half is `SLOPE_SPAN_S` or longer: of 50,000 requests an hour,
 150 bytes for each would be more."""
 
-EXPECTED_ERRORS = frozenset({"not_reloaded"})
+EXPECTED_ERRORS = frozenset({"reload_failed"})
 """What the log calls an error and a fault here requests for."""
 
 

@@ -81,7 +81,7 @@ def azure(seed: int) -> list[Arrival]:
 
 
 BATCH = {"band": "sheddable"}
-IMPATIENT = {"ttl_s": 10.0, "retries": 5, "retry_after_s": 1.0}
+IMPATIENT = {"max_wait_s": 10.0, "retries": 5, "retry_after_s": 1.0}
 WORKLOADS: dict[str, Workload] = {
     "ramp": of("llm-d's published ramp", [Phase(400.0, steady(rate)) for rate in (2.0, 4.0, 6.0, 8.0, 10.0, 4.0, 1.0)]),
     "step": of("a step to four times the rate", [Phase(900.0, steady(2.0)), Phase(1_500.0, steady(8.0))]),
@@ -109,6 +109,6 @@ WORKLOADS: dict[str, Workload] = {
         "nothing, then 4 requests a second at once",
         [Phase(60.0, steady(0.0)), Phase(400.0, steady(4.0))],
         least=0,
-        settings={"queue": {"hold_s": 600.0, "ttl_s": 600.0}},
+        settings={"queue": {"no_backend_wait_s": 600.0, "max_wait_s": 600.0}},
     ),
 }  # fmt: skip

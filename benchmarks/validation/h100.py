@@ -71,7 +71,7 @@ def _replayed(
 ) -> list[Record]:
     # The published clients waited for as long as it took.
     config = load(None, [])
-    config = config.model_copy(update={"queue": config.queue.model_copy(update={"ttl_s": 86_400.0})})
+    config = config.model_copy(update={"queue": config.queue.model_copy(update={"max_wait_s": 86_400.0})})
     fleet = replace(fleet, replicas=tuple(replace(spec, async_scheduling=False) for spec in fleet.replicas))
     return records_of(Setup(trace, fleet, plan_named(policy, config), config, seed, prefill_scale, seconds, ()))
 

@@ -66,8 +66,8 @@ LOAD_AVERAGE_MAX = 1.0
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 STRETCHED = (
     "poll.interval_s", "poll.page_interval_s", "poll.models_interval_s", "poll.timeout_s", "poll.stale_after_s",
-    "queue.ttl_s", "timeouts.connect_s", "timeouts.first_byte_s", "timeouts.stall_s", "timeouts.total_s",
-    "health.backoff_s", "health.backoff_max_s",
+    "queue.max_wait_s", "timeouts.connect_s", "timeouts.first_byte_s", "timeouts.stall_s", "timeouts.total_s",
+    "health.ejection_s", "health.ejection_max_s",
 )  # fmt: skip
 """Every key of the configuration that is a time and means something while requests are served."""
 

@@ -40,7 +40,7 @@ class AdapterKeeper(BackendObserver):
     """Carries out changes of adapters, and repeats them on backends that come back without them.
 
     `backends` and `listers` are by name, and may change. `on_order` is called after every order: backend, kind of
-    change, whether it was a repetition, and whether the backend carried it out. Ended by `close`.
+    change, and whether the backend carried it out. Ended by `close`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class AdapterKeeper(BackendObserver):
         upstream: Upstream,
         listers: Mapping[str, Lister],
         timeouts: TimeoutsConfig,
-        on_order: Callable[[str, str, bool, bool], None],
+        on_order: Callable[[str, str, bool], None],
     ) -> None:
         self._adapters = adapters
         self._pools = pools
@@ -132,7 +132,7 @@ class AdapterKeeper(BackendObserver):
             self._catching_up.discard(backend)
 
     def _log_reply(self, change: AdapterChange, reply: Reply, *, repeated: bool) -> None:
-        self._on_order(reply.backend, change.kind, repeated, reply.taken)
+        self._on_order(reply.backend, change.kind, reply.taken)
         facts = {"adapter": change.name, "backend": reply.backend, "change": change.kind, "repeated": repeated}
         if reply.taken:
             _log.info("adapter_changed", **facts)

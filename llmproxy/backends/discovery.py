@@ -79,13 +79,14 @@ class DnsSource:
     """All servers behind one name, each of them configured like `template`.
 
     A server is named by its address and port, so that its name does not depend on the order of answers. A server that
-    is missing from `gone_after` answers in a row is gone. Of empty answers, `EMPTY_TIMES` as many are needed.
+    is missing from `misses_before_removal` answers in a row is gone. Of empty answers, `EMPTY_TIMES` as many are
+    needed.
     """
 
-    def __init__(self, template: BackendConfig, interval_s: float, gone_after: int, look_up: LookUp) -> None:
+    def __init__(self, template: BackendConfig, interval_s: float, misses_before_removal: int, look_up: LookUp) -> None:
         self.interval_s = interval_s
         self._template = template
-        self._gone_after = gone_after
+        self._misses_before_removal = misses_before_removal
         self._look_up = look_up
         self._prefix = DNS if template.url.startswith(DNS) else SRV
         url = urlsplit(template.url.removeprefix(self._prefix))
@@ -102,9 +103,9 @@ class DnsSource:
             raise SourceFailedError(f"no answer about {self._host} within {LOOK_UP_TIMEOUT_S:g} s") from None
         if len(found) > BACKENDS_MAX:
             raise SourceFailedError(f"{self._host} has {len(found)} addresses, and {BACKENDS_MAX} are the most")
-        gone_after = self._gone_after if found else self._gone_after * EMPTY_TIMES
+        misses_before_removal = self._misses_before_removal if found else self._misses_before_removal * EMPTY_TIMES
         missed = {address: times + 1 for address, times in self._misses.items() if address not in found}
-        kept = {address: times for address, times in missed.items() if times < gone_after}
+        kept = {address: times for address, times in missed.items() if times < misses_before_removal}
         self._misses = dict.fromkeys(found, 0) | kept
         backends, refused = [], {}
         for host, port in sorted(self._misses):
@@ -220,7 +221,7 @@ class Discovery:
         if template.url.startswith(KUBERNETES):
             return lambda: KubernetesSource(template, KubernetesApi(chosen.kubernetes_api))
         look_up = self._look_ups[0] if template.url.startswith(DNS) else self._look_ups[1]
-        return lambda: DnsSource(template, chosen.dns_interval_s, chosen.gone_after, look_up)
+        return lambda: DnsSource(template, chosen.dns_interval_s, chosen.misses_before_removal, look_up)
 
     async def _ask(self, name: str, make: Callable[[], BackendSource]) -> None:
         source = make()

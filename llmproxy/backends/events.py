@@ -147,7 +147,7 @@ class BackendLog(BackendObserver):
     def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
         if backend not in self._unread:
             self._unread.add(backend)
-            _log.warning("backend_unread", backend=backend, why=f"{trouble}: {detail}")
+            _log.warning("backend_metrics_unreadable", backend=backend, why=f"{trouble}: {detail}")
 
     def listed(self, backend: str, listing: Listing) -> None:
         names = tuple(card.name for card in listing.cards)
@@ -170,7 +170,7 @@ class BackendLog(BackendObserver):
         if isinstance(event, Ejected):
             _log.warning("backend_ejected", backend=backend, why=event.why, pause_s=event.pause_s)
         elif isinstance(event, EjectionSkipped):
-            _log.warning("backend_not_ejected", backend=backend, why=event.why, hint="health.ejected_max")
+            _log.warning("backend_not_ejected", backend=backend, why=event.why, hint="health.ejected_ratio_max")
         else:
             _log.info("backend_back", backend=backend, after_s=round(event.after_s, 3))
 
@@ -184,7 +184,7 @@ class BackendLog(BackendObserver):
             _log.warning(
                 "no_backend_up",
                 backends=list(self._up)[:20],
-                held_s=min(queue.hold_s, queue.first_hold_s),
+                held_s=min(queue.no_backend_wait_s, queue.startup_wait_s),
                 hint="backend_down says what was asked of each; until one answers, requests wait so long and get 503",
             )
 

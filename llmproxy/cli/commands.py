@@ -114,10 +114,10 @@ def serve(
 ) -> None:
     """Serve one address in front of vLLM servers.
 
-    Every key of the configuration is a flag and a variable: queue.ttl_s is --queue-ttl-s and LLMPROXY_QUEUE_TTL_S.
-    Flags override variables, which override the file, which overrides the defaults. A list replaces the
-    list that it overrides. The word `null` means null in flags, variables and the file. Several backends are separated
-    by commas or spaces, or the flag is repeated.
+    Every key of the configuration is a flag and a variable: queue.max_wait_s is --queue-max-wait-s and
+    LLMPROXY_QUEUE_MAX_WAIT_S. Flags override variables, which override the file, which overrides the defaults. A list
+    replaces the list that it overrides. The word `null` means null in flags, variables and the file. Several backends
+    are separated by commas or spaces, or the flag is repeated.
     `llmproxy config` lists every key with its type, default and meaning.
     """
 

@@ -35,13 +35,13 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "--routing-logic": ("scheduling.placement",),
     "--fairness": ("scheduling.fairness",),
     "--queue-size": ("queue.requests_max",),
-    "--queue-timeout-secs": ("queue.ttl_s",),
+    "--queue-timeout-secs": ("queue.max_wait_s",),
     "--request-timeout-secs": ("timeouts.total_s",),
     "--max-payload-size": ("body_bytes_max",),
     "--drain-timeout": ("drain_timeout_s",),
     "--engine-stats-interval": ("poll.interval_s", "poll.page_interval_s"),
-    "--cb-failure-threshold": ("health.failures",),
-    "--health-failure-threshold": ("health.unreachable_after",),
+    "--cb-failure-threshold": ("health.failures_before_ejection",),
+    "--health-failure-threshold": ("health.misses_before_down",),
     "--retry-max-retries": ("retry.extra_attempts",),
     "--max-instance-failover-reroute-attempts": ("retry.extra_attempts",),
 }
@@ -52,7 +52,7 @@ SHORT = ("--backend", "--api-key", "--placement", "--fairness")
 COMMON: Mapping[str, tuple[str, ...]] = {
     "Backends": ("--backend", "--backend-api-key", "--discovery-file"),
     "Clients": ("--host", "--port", "--api-key", "--tls-cert", "--tls-key"),
-    "Scheduling": ("--placement", "--fairness", "--queue-ttl-s", "--queue-requests-max"),
+    "Scheduling": ("--placement", "--fairness", "--queue-max-wait-s", "--queue-requests-max"),
     "Process": ("--workers", "--admin-port", "--log-level", "--log-format", "--drain-timeout-s"),
 }
 """The flags that `serve --help` shows, by panel."""
@@ -86,7 +86,7 @@ def flag_of(key: str) -> str:
     return "--" + re.sub(r"[._]", "-", key)
 
 
-OLD_FLAGS = {Flag(flag_of(old), (new.key,)): Flag(flag_of(new.key), (new.key,)) for old, new in OLD_KEYS.items()}
+OLD_FLAGS = {Flag(flag_of(old), (new,)): Flag(flag_of(new), (new,)) for old, new in OLD_KEYS.items() if new in keys()}
 """Flags of old keys, with the flags of the new ones."""
 FLAGS = (*(Flag(flag_of(key), (key,)) for key in keys()), *(Flag(name, ALIASES[name]) for name in ALIASES), *OLD_FLAGS)
 

@@ -16,7 +16,8 @@ HEAD = """\
 `llmproxy config --cli` prints this page from the commands; `make reference` writes it.
 """
 FLAGS_HEAD = """
-Every key of the [configuration](configuration.md) outside lists is a flag of `serve`: `queue.ttl_s` is `--queue-ttl-s`.
+Every key of the [configuration](configuration.md) outside lists is a flag of `serve`:
+`queue.max_wait_s` is `--queue-max-wait-s`.
 `llmproxy serve --help-all` lists all of them. The common ones are above.
 
 #### Other names of flags

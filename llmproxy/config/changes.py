@@ -32,7 +32,7 @@ NEEDS_RESTART = frozenset(
         "scheduling.fairness",
         "scheduling.ordering",
         "scheduling.placement",
-        "scheduling.charged",
+        "scheduling.fairness_cost",
         "scheduling.input_weight",
         "scheduling.output_weight",
         "scheduling.quantum_tokens",

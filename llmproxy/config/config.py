@@ -298,7 +298,9 @@ class Config(Section):
     @field_validator("queue")
     @classmethod
     def _sound_queue(cls, queue: QueueConfig, info: ValidationInfo) -> QueueConfig:
-        problems = bands_in(queue.band_ttl_s, "band_ttl_s", info.data["bands"])[1] if "bands" in info.data else []
+        problems = (
+            bands_in(queue.band_max_wait_s, "band_max_wait_s", info.data["bands"])[1] if "bands" in info.data else []
+        )
         body_bytes_max = info.data.get("body_bytes_max", 0)
         rooms = {"bytes_max": queue.bytes_max, "band_bytes_max": queue.band_bytes_max}
         if queue.flow_bytes_max is not None:

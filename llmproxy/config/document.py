@@ -5,38 +5,44 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-
-@dataclass(frozen=True, slots=True)
-class Renamed:
-    """The key that takes the place of an old one, and the release that renamed it."""
-
-    key: str
-    since: str
-
-
-OLD_KEYS: Mapping[str, Renamed] = {
-    "scheduling.withdrawal": Renamed("scheduling.preemption", since="0.2"),
-    "scheduling.reserve_s": Renamed("scheduling.headroom_s", since="0.2"),
+OLD_KEYS: Mapping[str, str] = {
+    "admin.open_metrics": "admin.public_metrics",
+    "clients.body_silence_s": "clients.body_idle_timeout_s",
+    "cluster.alone_after_s": "cluster.standalone_after_s",
+    "discovery.gone_after": "discovery.misses_before_removal",
+    "health.backoff_max_s": "health.ejection_max_s",
+    "health.backoff_s": "health.ejection_s",
+    "health.ejected_max": "health.ejected_ratio_max",
+    "health.failures": "health.failures_before_ejection",
+    "health.unreachable_after": "health.misses_before_down",
+    "queue.band_ttl_s": "queue.band_max_wait_s",
+    "queue.first_hold_s": "queue.startup_wait_s",
+    "queue.hold_s": "queue.no_backend_wait_s",
+    "queue.ttl_s": "queue.max_wait_s",
+    "scaling.drain_s": "scaling.target_wait_s",
+    "scheduling.charged": "scheduling.fairness_cost",
+    "scheduling.kv_full": "scheduling.kv_full_ratio",
+    "scheduling.reserve_s": "scheduling.headroom_s",
+    "scheduling.start_limit": "scheduling.initial_batch_limit",
+    "scheduling.withdrawal": "scheduling.preemption",
 }
-"""Dotted keys outside lists. A row is all that a renamed key needs: it is taken under both names in files, flags,
-variables and parameters of simulated policies; both names at once are an error."""
+"""Old and new names of keys outside lists. An old name works in files, flags, variables and parameters of simulated
+policies until 0.1.0 is released. Both names at once are an error."""
 
 
 def advice(key: str, instead: str) -> str:
-    """The advice for somebody who used an old name of `key`, for which `instead` is to be written."""
-    since = next(renamed.since for renamed in OLD_KEYS.values() if renamed.key == key)
-    return f"is the old name of {key} since {since} and works for one release; write {instead}"
+    """The warning for an old name of `key`; `instead` is the new key, flag or variable."""
+    return f"is the old name of {key} and works until 0.1.0; write {instead}"
 
 
 def current(key: str) -> str:
-    """The name that a dotted key has today."""
-    return OLD_KEYS[key].key if key in OLD_KEYS else key
+    """The present name of a dotted key."""
+    return OLD_KEYS.get(key, key)
 
 
 FILE_BYTES_MAX = 4 << 20
@@ -44,7 +50,7 @@ FILE_BYTES_MAX = 4 << 20
 Place = tuple[str | int, ...]
 """The way from the top of a file to one value: keys, and indexes of list items."""
 OLD_PLACES: dict[Place, tuple[str, ...]] = {
-    tuple(old.split(".")): tuple(renamed.key.split(".")) for old, renamed in OLD_KEYS.items()
+    tuple(old.split(".")): tuple(new.split(".")) for old, new in OLD_KEYS.items()
 }
 
 

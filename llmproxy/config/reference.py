@@ -29,9 +29,9 @@ SAMPLE = {
 """Entries that show the keys of lists which are empty by default."""
 HEAD = """\
 # Every key of llmproxy with its default, or with a sample where there is none. Each key outside lists is a flag and a
-# variable too: queue.ttl_s is --queue-ttl-s and LLMPROXY_QUEUE_TTL_S. Only a file can hold mappings, plugins, bands and
-# the keys of list entries. A key without a value is null. That is an error, unless the key can be null, or is a
-# section, a list or a mapping, which then has its default. `llmproxy check FILE` checks a file.
+# variable too: queue.max_wait_s is --queue-max-wait-s and LLMPROXY_QUEUE_MAX_WAIT_S. Only a file can hold mappings,
+# plugins, bands and the keys of list entries. A key without a value is null. That is an error, unless the key can be
+# null, or is a section, a list or a mapping, which then has its default. `llmproxy check FILE` checks a file.
 # Tenants are commented out, because with one tenant or more every request needs a key.
 
 """
@@ -41,20 +41,20 @@ PAGE_HEAD = """\
 `llmproxy config --markdown` prints this page from `llmproxy/config/schema.py`; `make reference` writes it.
 
 llmproxy reads one YAML file, named by `--config` or `LLMPROXY_CONFIG`. Each key outside lists is a flag and a variable
-too: `queue.ttl_s` is `--queue-ttl-s` and `LLMPROXY_QUEUE_TTL_S`. Flags override variables, which override the file,
-which overrides the defaults. Only the file can hold keys marked *file* and the keys of list entries, which have `[]` in
-their section. Keys marked *restart* are read when the proxy starts; every other key is also read when the file changes.
-`llmproxy config` prints all keys as a file, and `llmproxy check FILE` checks one.
+too: `queue.max_wait_s` is `--queue-max-wait-s` and `LLMPROXY_QUEUE_MAX_WAIT_S`. Flags override variables, which
+override the file, which overrides the defaults. Only the file can hold keys marked *file* and the keys of list entries,
+which have `[]` in their section. Keys marked *restart* are read when the proxy starts; every other key is also read
+when the file changes. `llmproxy config` prints all keys as a file, and `llmproxy check FILE` checks one.
 
 Units are in the names: `_s` is seconds, `_bytes` bytes, `_tokens` tokens.
 """
 OLD_NAMES_HEAD = """
 ## Old names
 
-The old name of a key works for one release. `llmproxy check` and the log name the key to write instead.
+Until 0.1.0 is released, the old name of a key works too. `llmproxy check` and the log name the key to write instead.
 
-| Old key | Key | Since |
-| --- | --- | --- |
+| Old key | Key |
+| --- | --- |
 """
 
 
@@ -133,9 +133,7 @@ def page() -> str:
             title = key.name if key.is_section else f"{key.name}[]"
             below = [one for one in found if one.owner is key.section and one.name.startswith(f"{title}.")]
             text += _part(f"`{title}`", f"{meaning(key.field)}\n\n", below)
-    return (
-        text + OLD_NAMES_HEAD + "".join(f"| `{old}` | `{new.key}` | {new.since} |\n" for old, new in OLD_KEYS.items())
-    )
+    return text + OLD_NAMES_HEAD + "".join(f"| `{old}` | `{new}` |\n" for old, new in OLD_KEYS.items())
 
 
 def _part(title: str, about: str, found: list[Key]) -> str:

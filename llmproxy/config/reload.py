@@ -65,7 +65,7 @@ class Combined:
             self._combine(self._given)
         except ConfigError as error:
             for problem in error.problems:
-                _log.error("not_reloaded", cause=CLUSTER, problem=problem)
+                _log.error("reload_failed", cause=CLUSTER, problem=problem)
             return
         changes = changes_between(before, self._config)
         for change in changes:
@@ -125,7 +125,7 @@ class Reloader:
                 self._apply(config)
             except ConfigError as error:
                 for problem in error.problems:
-                    _log.error("not_reloaded", cause=cause, problem=problem)
+                    _log.error("reload_failed", cause=cause, problem=problem)
                 self._on_end(False)
                 raise
             self._config = config
@@ -157,5 +157,5 @@ class Reloader:
         except ConfigError:
             pass
         except Exception as bug:  # noqa: BLE001 - the old configuration holds, and the next change is read again
-            _log.error("not_reloaded", cause=cause, exc_info=bug)
+            _log.error("reload_failed", cause=cause, exc_info=bug)
             self._on_end(False)

@@ -101,7 +101,7 @@ class ClientsConfig(Section):
     """Largest header of a request: request line and header fields."""
     head_fields_max: Count = 128
     """Most header fields of a request."""
-    body_silence_s: Seconds = 30.0
+    body_idle_timeout_s: Seconds = 30.0
     """Longest pause between two pieces of a request body."""
     body_timeout_s: Seconds = 600.0
     """Longest time to receive a whole request body."""
@@ -188,7 +188,7 @@ class DiscoveryConfig(Section):
     """File with a list `backends` as in the configuration (YAML or JSON), checked every second. null: no file."""
     dns_interval_s: Seconds = 5.0
     """Time between two DNS lookups of a backend whose url begins with dns+ or srv+."""
-    gone_after: Count = 3
+    misses_before_removal: Count = 3
     """Lookups in a row without an address that remove its backend; four times as many if a lookup finds none."""
     kubernetes_api: Annotated[str, AfterValidator(base_url)] | None = Field(
         default=None, examples=["http://127.0.0.1:8001"]
@@ -218,7 +218,7 @@ class ClusterConfig(Section):
     """Where the lock is that makes one member the leader: kubernetes (a Lease), or valkey://HOST:PORT (Redis too)."""
     lock_s: Annotated[Number, Field(ge=1)] = 4.0
     """Time for which the lock is held without a renewal. When a leader dies, grants pause for it and up to 1 s more."""
-    alone_after_s: Seconds | None = None
+    standalone_after_s: Seconds | None = None
     """Time without a leader after which each member decides alone, with its part of every limit: 1/N with N members.
     null: requests wait, and get 503 after `lock_s` and 5 s."""
     name: LockName = "llmproxy"
@@ -246,8 +246,10 @@ class ClusterConfig(Section):
         elif tls.cert is None and not self.plaintext and not is_loopback(listen.rpartition(":")[0]):
             reason = "members need tls.cert and tls.ca, or plaintext: true where no one else can connect"
             problems = [(("listen",), reason)]
-        if self.alone_after_s is not None and self.alone_after_s < self.lock_s:
-            problems.append((("alone_after_s",), f"is below lock_s ({self.lock_s:g}): a leader may decide for so long"))
+        if self.standalone_after_s is not None and self.standalone_after_s < self.lock_s:
+            problems.append(
+                (("standalone_after_s",), f"is below lock_s ({self.lock_s:g}): a leader may decide for so long")
+            )
         report(problems)
         return self
 
@@ -385,7 +387,7 @@ class AdminConfig(Section):
     port: Annotated[Integer, Field(ge=0, le=65535)] | None = None
     """Port for /metrics, /debug, /admin and adapters. The client port then does not serve them. null: the client
     port."""
-    open_metrics: bool = False
+    public_metrics: bool = False
     """Show /metrics on the client port to everybody, also where there are tenants or an admin key."""
 
 
@@ -401,7 +403,7 @@ class SchedulingConfig(Section):
     session: Sessions = Field(default=SESSIONS, examples=[["header:x-user-id", "cookie:SID"]])
     """Where the placement `session` finds the session: header:NAME, cookie:NAME or body:NAME. The first one present
     counts."""
-    charged: Annotated[str, named_in(charges.names)] = "tokens"
+    fairness_cost: Annotated[str, named_in(charges.names)] = "tokens"
     """What fair_share and locality_fair_share divide: tokens, requests or kv_seconds (KV cache held over time)."""
     ceilings: dict[str, Fraction] = {"critical": 1.0, "default": 0.95, "sheddable": 0.85}
     """Saturation (above 0, at most 1) from which a band waits. Other bands use that of the next lower band."""
@@ -441,23 +443,23 @@ class SchedulingConfig(Section):
     warm_up_pairs: bool = True
     """Send each pair of a backend for prompts and one for answers a short prompt after a start, because the first
     transfer between two engines takes longer than any later one."""
-    start_limit: Count = 4
+    initial_batch_limit: Count = 4
     """Batch limit assumed for an engine until its own numbers are known."""
-    kv_full: Fraction = 1.0
+    kv_full_ratio: Fraction = 1.0
     """KV cache usage (above 0, at most 1) from which a backend counts as full."""
     seed: Integer | None = None
     """Seed of random choices, for repeatable runs. null: another one at each start."""
 
 
 class QueueConfig(Section):
-    ttl_s: Seconds = 60.0
+    max_wait_s: Seconds = 60.0
     """Longest wait in the queue."""
-    band_ttl_s: dict[str, Seconds] = Field(default={}, examples=[{"sheddable": 600}])
-    """Longest wait by band, instead of ttl_s."""
-    hold_s: Annotated[Number, Field(ge=0)] = 30.0
-    """Longest wait while no backend for the request is up, in addition to ttl_s. 0: refuse at once."""
-    first_hold_s: Annotated[Number, Field(ge=0)] = 10.0
-    """As hold_s, until the first backend has answered since the start; the shorter time counts."""
+    band_max_wait_s: dict[str, Seconds] = Field(default={}, examples=[{"sheddable": 600}])
+    """Longest wait by band, instead of max_wait_s."""
+    no_backend_wait_s: Annotated[Number, Field(ge=0)] = 30.0
+    """Longest wait while no backend for the request is up, in addition to max_wait_s. 0: refuse at once."""
+    startup_wait_s: Annotated[Number, Field(ge=0)] = 10.0
+    """As no_backend_wait_s, until the first backend has answered since the start; the shorter time counts."""
     requests_max: Count = 20_000
     """Most waiting requests in all bands together."""
     bytes_max: Count = 1 << 30
@@ -500,14 +502,15 @@ class ReplicaGroupConfig(Section):
 
 class ScalingConfig(Section):
     pools: Names = Field(default=(), examples=[["llama-3.1-8b"]])
-    """Base models that may have no replica at the moment. Their requests are held for queue.hold_s, and ask for one."""
+    """Base models that may have no replica at the moment. Their requests are held for queue.no_backend_wait_s, and ask
+    for one."""
     from_band: Criticality = "default"
     """Requests of this band and higher ones ask for replicas. Lower ones use what is there."""
     min: Annotated[Integer, Field(ge=0)] = 1
     """Fewest replicas of a pool."""
     max: Annotated[Integer, Field(ge=1)] | None = None
     """Most replicas of a pool; null for any number."""
-    drain_s: Seconds = 60.0
+    target_wait_s: Seconds = 60.0
     """Requests that wait should be served within this time."""
     utilisation: Annotated[Number, Field(gt=0, le=1)] = 0.8
     """Share of a replica (above 0, to 1) that planned work may take."""
@@ -545,15 +548,15 @@ class RetryConfig(Section):
 
 
 class HealthConfig(Section):
-    failures: Count = 3
+    failures_before_ejection: Count = 3
     """Failed requests in a row that eject a backend."""
-    backoff_s: Seconds = 1.0
+    ejection_s: Seconds = 1.0
     """Duration of the first ejection. Each further one lasts twice as long."""
-    backoff_max_s: Seconds = Field(default=30.0, validate_default=True)
+    ejection_max_s: Seconds = Field(default=30.0, validate_default=True)
     """Longest ejection."""
-    unreachable_after: Count = 2
+    misses_before_down: Count = 2
     """Polls in a row without an answer that mark a backend as down."""
-    ejected_max: Annotated[Number, Field(ge=0, le=1)] = 0.5
+    ejected_ratio_max: Annotated[Number, Field(ge=0, le=1)] = 0.5
     """Largest share of a pool (0 to 1) ejected for failed, hung or slow requests. One backend may always be ejected,
     but never the last that serves a model."""
     slow_start_s: Annotated[Number, Field(ge=0)] = 5.0
@@ -563,11 +566,11 @@ class HealthConfig(Section):
     slow_factor: Annotated[Number, Field(gt=1)] | None = 5.0
     """A backend is ejected if it becomes this many times slower and its pool does not. null: never."""
 
-    @field_validator("backoff_max_s")
+    @field_validator("ejection_max_s")
     @classmethod
     def _above_first(cls, value: float, info: ValidationInfo) -> float:
-        if value < info.data.get("backoff_s", 0.0):
-            raise ValueError(f"{value:g} should not be below backoff_s, which is {info.data['backoff_s']:g}")
+        if value < info.data.get("ejection_s", 0.0):
+            raise ValueError(f"{value:g} should not be below ejection_s, which is {info.data['ejection_s']:g}")
         return value
 
 

@@ -95,7 +95,7 @@ def _unread(config: Config) -> list[Problem]:
     rules = {} if config.plugins else _read_by_policies(config)
     rules["decision_log_sample"] = config.decision_log is not None, "there is no decision_log"
     rules["admin.host"] = config.admin.port is not None, "there is no admin.port"
-    rules["admin.open_metrics"] = config.admin.port is None, "everybody who reaches admin.port sees /metrics there"
+    rules["admin.public_metrics"] = config.admin.port is None, "everybody who reaches admin.port sees /metrics there"
     rules["trust_proxy_headers"] = bool(config.clients.trusted_proxies), "there are no clients.trusted_proxies"
     for key in ("advertise", "lock", "lock_s", "name", "pools", "member", "plaintext", "tls"):
         rules[f"cluster.{key}"] = config.cluster.listen is not None, "there is no cluster.listen"
@@ -111,7 +111,7 @@ def _unread(config: Config) -> list[Problem]:
     has_roles = not config.backends or _others_may_come(config) or any(b.role != Role.BOTH for b in config.backends)
     for key in ("disaggregation", "kv_connector", "kv_lease_s", "warm_up_pairs"):
         rules[f"scheduling.{key}"] = has_roles, "no backend has a role"
-    for key in ("dns_interval_s", "gone_after"):
+    for key in ("dns_interval_s", "misses_before_removal"):
         rules[f"discovery.{key}"] = in_dns, "the url of no backend begins with dns+ or srv+"
     rules["discovery.kubernetes_api"] = in_kubernetes, f"the url of no backend begins with {KUBERNETES}"
     idle: list[Problem] = [
@@ -152,19 +152,21 @@ def _read_by_policies(config: Config) -> dict[str, tuple[bool, str]]:
     chosen = config.scheduling
     fairness, ordering = f"fairness is {chosen.fairness}", f"ordering is {chosen.ordering}"
     counts = chosen.fairness in COUNTING or bool(chosen.min_shares)
-    weighs = counts and chosen.charged == "tokens"
+    weighs = counts and chosen.fairness_cost == "tokens"
     rules = {
         "session": (
             chosen.placement == "session" or any(model.targets for model in config.models),
             f"placement is {chosen.placement}, which looks at no sessions, and no model has targets",
         ),
-        "charged": (counts, f"{fairness}, which shares out nothing, and there are no min_shares"),
+        "fairness_cost": (counts, f"{fairness}, which shares out nothing, and there are no min_shares"),
         "prompt_window_s": (chosen.placement == "cost", f"placement is {chosen.placement}, not cost"),
         "quantum_tokens": (chosen.fairness == "locality_fair_share", f"{fairness}, not locality_fair_share"),
         "slo_window_s": (chosen.fairness == "slo", f"{fairness}, not slo"),
         "ageing_s": (chosen.ordering == "shortest", f"{ordering}, not shortest"),
     }
     for key in ("input_weight", "output_weight"):
-        reason = f"no tokens are charged ({fairness}, charged is {chosen.charged}), and {ordering}, not shortest"
+        reason = (
+            f"no tokens are charged ({fairness}, fairness_cost is {chosen.fairness_cost}), and {ordering}, not shortest"
+        )
         rules[key] = weighs or chosen.ordering == "shortest", reason
     return {f"scheduling.{key}": rule for key, rule in rules.items()}

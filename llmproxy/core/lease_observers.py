@@ -32,7 +32,7 @@ class ChargeObserver(LeaseObserver):
     """
 
     def __init__(self, settings: Settings, room: WaitingRoom, min_shares: MinShares, faults: Faults) -> None:
-        self.charge = charges.get(settings.charged)(settings)
+        self.charge = charges.get(settings.fairness_cost)(settings)
         self._room = room
         self._min_shares = min_shares
         self._notify = faults.notify

@@ -15,13 +15,13 @@ class PoolBackends:
 
     def __init__(self, settings: HealthSettings) -> None:
         self.by_name: dict[str, Backend] = {}
-        self._peers = Peers(settings.ejected_max)
+        self._peers = Peers(settings.ejected_ratio_max)
         self.outliers = OutlierDetection(settings, self._peers)
         self._exploration = Exploration()
         self._index: dict[str, int] = {}
 
     def reconfigure(self, settings: HealthSettings) -> None:
-        self._peers.ejected_max = settings.ejected_max
+        self._peers.ejected_ratio_max = settings.ejected_ratio_max
         self.outliers.reconfigure(settings)
 
     def add(self, backend: Backend) -> None:

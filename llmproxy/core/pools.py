@@ -502,7 +502,7 @@ class Pools:
                 replica_facts(view, self.backends[view.backend].limit, paces.get(view.backend), ceiling)
                 for view in views
             ]
-            need = watched.need(learned.get(name), replicas, self.settings.capacity.kv_full, now)
+            need = watched.need(learned.get(name), replicas, self.settings.capacity.kv_full_ratio, now)
             needs[name] = apart(need, views)
         return needs
 
@@ -566,7 +566,7 @@ class Pools:
 
         It can if a listed backend is up and not ejected, or if named pools hold requests while they have no replica.
         """
-        holds = self.settings.queue.hold_s > 0.0 and bool(self.settings.scaling.pools)
+        holds = self.settings.queue.no_backend_wait_s > 0.0 and bool(self.settings.scaling.pools)
         return holds or any(b.listing is not None and b.view(now).available for b in self.backends.values())
 
     def check(self, now: float) -> None:

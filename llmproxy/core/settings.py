@@ -17,12 +17,12 @@ BELOW_HIGHEST = 0.99
 class CapacitySettings:
     """Bounds of the work in flight on a backend."""
 
-    start_limit: int = 4  # Batch limit of an engine before it is learned.
+    initial_batch_limit: int = 4  # Batch limit of an engine before it is learned.
     look_ahead: int | None = (
         None  # Requests in flight above the limit, so that the engine never starves; None: learned.
     )
     prompt_window_s: float | None = 0.3  # Bound on the total estimated prefill time of a backend; None: no bound.
-    kv_full: float = 1.0  # KV cache usage (0..1] from which the cache counts as full.
+    kv_full_ratio: float = 1.0  # KV cache usage (0..1] from which the cache counts as full.
     stale_after_s: float = 5.0  # Older readings are ignored.
 
 
@@ -30,13 +30,13 @@ class CapacitySettings:
 class HealthSettings:
     """Conditions under which a backend is ejected or marked down."""
 
-    failures: int = 3  # Consecutive failed requests that eject a backend.
-    backoff_s: float = 1.0  # Duration of the first ejection, doubled each time.
-    backoff_max_s: float = 30.0
-    unreachable_after: int = 2  # Consecutive polls without a response that mark a backend down.
+    failures_before_ejection: int = 3  # Consecutive failed requests that eject a backend.
+    ejection_s: float = 1.0  # Duration of the first ejection, doubled each time.
+    ejection_max_s: float = 30.0
+    misses_before_down: int = 2  # Consecutive polls without a response that mark a backend down.
     # Maximum share (0..1) of a pool's healthy backends that may be ejected. At least one may be ejected, but never the
     # last backend that serves a model.
-    ejected_max: float = 0.5
+    ejected_ratio_max: float = 0.5
     slow_start_s: float = 5.0  # Time over which a recovered backend is brought to its limit.
     hung_s: float = 1.5  # Silence that ejects a backend; inf for never.
     slow_factor: float = 5.0  # Slowdown relative to its earlier speed that ejects a backend; inf for never.
@@ -59,8 +59,8 @@ class QueueSettings:
     flow_bytes_max: int | None = None
     flow_tokens_max: int | None = None
     # Maximum wait while no backend of the pool is up; 0 refuses at once. The queue timeout is paused meanwhile.
-    hold_s: float = 30.0
-    first_hold_s: float = 10.0  # The same before any backend was read.
+    no_backend_wait_s: float = 30.0
+    startup_wait_s: float = 10.0  # The same before any backend was read.
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class ScalingSettings:
     from_band: int = DEFAULT  # Requests of this band and above demand replicas.
     min: int = 1
     max: int | None = None
-    drain_s: float = 60.0  # Time within which the waiting requests should be served.
+    target_wait_s: float = 60.0  # Time within which the waiting requests should be served.
     utilisation: float = 0.8  # Target utilisation (0..1] of a replica.
     target_tpot_s: float | None = None  # Target time per token; None: the mean objective of the requests.
     start_s: float | None = None  # Time until a new replica is ready; None: as observed.
@@ -123,7 +123,7 @@ class Settings:
     fairness: str = "fair_share"
     ordering: str = "least_slack"
     placement: str = "cost"
-    charged: str = "tokens"  # The resource that fairness policies share out.
+    fairness_cost: str = "tokens"  # The resource that fairness policies share out.
     # Band -> backend saturation (0..1] at which it waits. A band without a ceiling has the ceiling of the next lower
     # band.
     ceilings: Mapping[int, float] = field(default_factory=lambda: {CRITICAL: 1.0, DEFAULT: 0.95, SHEDDABLE: 0.85})

@@ -193,7 +193,7 @@ class PoolInspector:
             )
             for band in bands
         ]
-        held = not alive and self.settings.queue.hold_s > 0.0
+        held = not alive and self.settings.queue.no_backend_wait_s > 0.0
         return PoolSnapshot(self.pool, alive, held, leases, preempting, tuple(bands), tuple(backends))
 
     def _reason(

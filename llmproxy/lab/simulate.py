@@ -242,7 +242,7 @@ def _description(options: Options, fleet: SimulatedFleet, plans: Sequence[Policy
         "seeds": list(options.seeds),
         "policies": {plan.name: plan.about for plan in plans},
         "scheduling": options.config.scheduling.model_dump(mode="json"),
-        "queue_ttl_s": options.config.queue.ttl_s,
+        "queue_max_wait_s": options.config.queue.max_wait_s,
         "version": __version__,
     }
 

@@ -51,7 +51,7 @@ class RequestInput(Struct, kw_only=True, omit_defaults=True):
     the base model or adapter that it stands for, None where it is the same name; `adapter` is None for a base model.
     `unknown_model` begins the requested name where the catalogue does not know it; it is never a label.
     `tenant` is "" for clients without one. `level` is the band as an integer, `weight` the share of its
-    flow, `ttl_s` the longest wait for a backend, `unknown_objective` the name in the objective header that nobody
+    flow, `max_wait_s` the longest wait for a backend, `unknown_objective` the name in the objective header that nobody
     configured. `arrived_s` is an instant on the scheduler's clock. `expected_prompt_tokens` is the estimate that the
     scheduler used.
 
@@ -73,7 +73,7 @@ class RequestInput(Struct, kw_only=True, omit_defaults=True):
     level: int | None = None
     flow: str | None = None
     weight: float = 1.0
-    ttl_s: float | None = None
+    max_wait_s: float | None = None
     slo: Slo | None = None
     unknown_objective: str | None = None
     stream: bool = False

@@ -91,19 +91,19 @@ class LiveState:
     """The state that all gauges show. `blocked` counts the blocked requests by what they wait for.
 
     `work_s` are the seconds of work that wait, by pool; `inversions` is a count since the start. `needs` are the
-    replicas that pools need. `shards` is empty for a proxy that is alone, `limits_away` None for one that keeps its
+    replicas that pools need. `shards` is empty for a proxy that is alone, `limits_store_up` None for one that keeps its
     limits alone.
     """
 
     queues: tuple[QueueState, ...] = ()
     blocked: Mapping[str, int] = field(default_factory=dict)
     backends: tuple[BackendState, ...] = ()
-    held_body_bytes: int = 0
+    buffered_body_bytes: int = 0
     work_s: Mapping[str, float] = field(default_factory=dict)
     inversions: int = 0
     needs: Mapping[str, Need] = field(default_factory=dict)
     shards: tuple[ShardState, ...] = ()
-    limits_away: bool | None = None
+    limits_store_up: bool | None = None
 
 
 _BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], ...] = (
@@ -116,7 +116,7 @@ _BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], 
     ("backend_down", "1 while polls find that the backend does not answer, or is unhealthy.", lambda b: b.down),
     ("backend_running", "Requests running, by the backend's last reading.", lambda b: b.running),
     ("backend_waiting", "Requests waiting in the engine, by the backend's last reading.", lambda b: b.waiting),
-    ("backend_kv_used", "KV-cache in use, 0 to 1, by the backend's last reading.", lambda b: b.kv_used),
+    ("backend_kv_used_ratio", "KV-cache in use, 0 to 1, by the backend's last reading.", lambda b: b.kv_used),
     ("backend_reading_age_seconds", "Time since the last reading was asked for.", lambda b: b.reading_age_s),
 )
 
@@ -139,12 +139,12 @@ def _gauges(state: LiveState) -> Iterator[CounterMetricFamily | GaugeMetricFamil
     yield _gauge("queued_bytes", "Body bytes of waiting requests.", "band", ((q.band, q.bytes) for q in queues))
     longest_text = "How long a request of the band has waited at most."
     yield _gauge("oldest_waiting_seconds", longest_text, "band", ((q.band, q.longest_s) for q in queues))
-    yield _gauge("queue_work_seconds", "Seconds of work that wait for the pool.", "pool", state.work_s.items())
+    yield _gauge("queue_backlog_seconds", "Seconds of work that wait for the pool.", "pool", state.work_s.items())
     yield from _scale(state.needs)
     inversions_text = "Grants that a waiting request of a higher band could have had."
-    yield CounterMetricFamily("llmproxy_inversions", inversions_text, value=state.inversions)
+    yield CounterMetricFamily("llmproxy_priority_inversions", inversions_text, value=state.inversions)
     held_text = "Body bytes that arrive, wait or were sent out."
-    yield GaugeMetricFamily("llmproxy_held_body_bytes", held_text, value=state.held_body_bytes)
+    yield GaugeMetricFamily("llmproxy_buffered_body_bytes", held_text, value=state.buffered_body_bytes)
     yield _gauge(
         "blocked_requests", "Requests blocked by a usage limit or their only backend.", "limit", _most(state.blocked)
     )
@@ -155,20 +155,20 @@ def _gauges(state: LiveState) -> Iterator[CounterMetricFamily | GaugeMetricFamil
     for one in state.backends:
         info.add_metric([one.backend, one.pool], 1)
     yield info
-    if state.limits_away is not None:
-        away_text = "1 while the store of shared limits cannot be asked."
-        yield GaugeMetricFamily("llmproxy_limits_store_away", away_text, value=state.limits_away)
+    if state.limits_store_up is not None:
+        up_text = "1 while the store of shared limits answers."
+        yield GaugeMetricFamily("llmproxy_limits_store_up", up_text, value=state.limits_store_up)
     if state.shards:
         yield from _cluster(state.shards)
 
 
 _SHARD_GAUGES: tuple[tuple[str, str, Callable[[ShardState], float | None]], ...] = (
     ("leader", "1 at the member that schedules for the cluster.", lambda one: one.leads),
-    ("led", "1 while there is a leader that this member can ask.", lambda one: one.led),
+    ("has_leader", "1 while there is a leader that this member can ask.", lambda one: one.led),
     ("epoch", "The number of the leader's turn, which only rises.", lambda one: one.epoch),
     ("members", "Members that the leader knows.", lambda one: one.members),
-    ("last_gap_seconds", "How long there was no leader before the one that there is.", lambda one: one.gap_s),
-    ("lock_away", "1 while the lock of the cluster cannot be asked.", lambda one: one.lock_away),
+    ("last_leaderless_seconds", "How long there was no leader before the one that there is.", lambda one: one.gap_s),
+    ("lock_unreachable", "1 while the lock of the cluster cannot be asked.", lambda one: one.lock_away),
 )
 """Each has the label `pool`, which is empty for all pools without a lock of their own."""
 
@@ -187,7 +187,7 @@ def _scale(needs: Mapping[str, Need]) -> Iterator[GaugeMetricFamily]:
     values: tuple[tuple[str, str, Callable[[Need], float]], ...] = (
         ("scale_desired_replicas", "Replicas that the pool should have.", lambda need: need.desired),
         ("scale_need_replicas", "The same, neither rounded nor bounded.", lambda need: need.need),
-        ("scale_sure", "1 if enough is known for that; 0 keeps what there is.", lambda need: need.sure),
+        ("scale_estimate_valid", "1 if enough is known for that; 0 keeps what there is.", lambda need: need.sure),
     )
     for name, text, value_of in values:
         yield _gauge(name, text, "pool", ((pool, value_of(need)) for pool, need in needs.items()))
@@ -250,19 +250,19 @@ _COUNTERS = (
     ("attempts_total", "backend verdict", "Attempts ended, by what they proved of their backend."),
     ("retries_total", "", "Attempts after one that failed."),
     ("preemptions_total", "band", "Leases preempted for a request of a higher band."),
-    ("disaggregation_total", "how", "Requests in pools with roles, by how they were served or what kept them whole."),
-    ("objectives_total", "band met", "Requests that kept or missed their objective."),
+    ("disaggregation_total", "mode", "Requests in pools with roles, by how they were served or what kept them whole."),
+    ("objectives_total", "band result", "Requests that kept or missed their objective."),
     ("unknown_objectives_total", "", "Requests whose header named an unknown objective."),
     ("tenant_requests_total", "tenant outcome", "Requests of tenants ended, by their one outcome."),
     ("tenant_tokens_total", "tenant direction", "Tokens of tenants as the engines counted them."),
     ("log_lines_lost_total", "", "Lines that standard error could not take."),
     ("tokens_total", "direction model", "Tokens as the engines counted them."),
     ("prefix_tokens_total", "backend kind", "Prompt tokens expected to be cached, and found so."),
-    ("poll_failures_total", "backend trouble", "Polls that failed."),
-    ("adapter_changes_total", "backend change repeated ok", "Orders to backends to change an adapter."),
-    ("config_reloads_total", "ok", "Times the configuration was read again."),
+    ("poll_failures_total", "backend reason", "Polls that failed."),
+    ("adapter_changes_total", "backend action result", "Orders to backends to load or unload an adapter."),
+    ("config_reloads_total", "result", "Times the configuration was read again."),
     ("workers_lost_total", "", "Relay workers that died and were started again."),
-    ("discovery_looks_total", "source ok", "Looks at sources of backends."),
+    ("discovery_lookups_total", "source result", "Lookups of sources of backends."),
     ("prediction_seconds_total", "backend time kind", "Sums of predicted and observed times."),
     ("predictions_covered_total", "backend time", "Times that did not exceed their predicted p90."),
 )
@@ -270,7 +270,7 @@ _COUNTERS = (
 _HISTOGRAMS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
     ("queue_wait_seconds", "band", "From arrival to the last grant, or to leaving the queue.", WAIT_BUCKETS_S),
     ("tenant_queue_wait_seconds", "tenant", "The same by tenant.", WAIT_BUCKETS_S),
-    ("ttft_seconds", "band model", "From arrival to the first body byte, streams only.", TTFT_BUCKETS_S),
+    ("time_to_first_token_seconds", "band model", "From arrival to the first body byte, streams only.", TTFT_BUCKETS_S),
     ("time_per_output_token_seconds", "band model", "Mean time per token after the first, completed streams only.",
      TOKEN_BUCKETS_S),
     ("inter_chunk_seconds", "band gap", "Mean and longest wait between chunks of a stream.", GAP_BUCKETS_S),
@@ -282,6 +282,10 @@ _HISTOGRAMS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
     ("decision_seconds", "", "One decision pass.", DECISION_BUCKETS_S),
     ("replica_start_seconds", "pool", "From when a new backend is known until it serves.", START_BUCKETS_S),
 )  # fmt: skip
+
+
+def _result(ok: bool) -> str:
+    return "success" if ok else "failure"
 
 
 class Metrics:
@@ -306,7 +310,7 @@ class Metrics:
         """Count one request that has ended. Called exactly once for each."""
         # The library's own counters may be changed on the threads of the decision log and of the spans too.
         self._decisions_lost = Counter(
-            "llmproxy_decision_log_lost_total", "Lines that the decision log could not take.", registry=registry
+            "llmproxy_decision_log_lines_lost_total", "Lines that the decision log could not take.", registry=registry
         )
         self._spans_lost = Counter("llmproxy_spans_lost_total", "Spans that were not sent.", registry=registry)
         self._reloaded_at = Gauge(
@@ -331,13 +335,13 @@ class Metrics:
         """Count one poll that failed."""
         self._counts["poll_failures_total"][backend, trouble.value] += 1
 
-    def adapter_changed(self, backend: str, change: str, repeated: bool, taken: bool) -> None:
-        """Count one order to a backend to `load` or `unload` an adapter; `taken` says whether it was carried out."""
-        self._counts["adapter_changes_total"][backend, change, str(repeated).lower(), str(taken).lower()] += 1
+    def adapter_changed(self, backend: str, action: str, ok: bool) -> None:
+        """Count one order to a backend to `load` or `unload` an adapter, and whether the backend did it."""
+        self._counts["adapter_changes_total"][backend, action, _result(ok)] += 1
 
     def reloaded(self, ok: bool) -> None:
         """Count one reload of the configuration; `ok` says whether the new one is in use."""
-        self._counts["config_reloads_total"][str(ok).lower(),] += 1
+        self._counts["config_reloads_total"][_result(ok),] += 1
         self._reload_ok.set(ok)
         if ok:
             self._reloaded_at.set_to_current_time()
@@ -348,7 +352,7 @@ class Metrics:
 
     def looked(self, source: str, ok: bool) -> None:
         """Count one look at a source of backends."""
-        self._counts["discovery_looks_total"][source, str(ok).lower()] += 1
+        self._counts["discovery_lookups_total"][source, _result(ok)] += 1
 
     def forget_backend(self, backend: str) -> None:
         """Drop the series of a removed backend; with addresses that come and go, they would grow without end."""

@@ -176,7 +176,7 @@ def _of_queue(ended: RequestExit, attempt: AttemptRecord) -> dict[str, Any]:
     attributes: dict[str, Any] = {
         "llmproxy.band": ended.input.band,
         "llmproxy.flow": ended.input.flow,
-        "llmproxy.ttl_s": ended.input.ttl_s,
+        "llmproxy.max_wait_s": ended.input.max_wait_s,
         "llmproxy.queued_ahead": attempt.queued_ahead,
     }
     for name, value in (why_fields(attempt.why) if attempt.why is not None else {}).items():

@@ -224,12 +224,13 @@ class Dispatcher:
         self.pools.cached(grant.request.pool, grant.lease, grant.placed.backend, hashes)
 
     async def resolve(
-        self, name: str | None, hold_s: float, body_bytes: int, key: str = "", beside: str | None = None
+        self, name: str | None, no_backend_wait_s: float, body_bytes: int, key: str = "", beside: str | None = None
     ) -> Target:
-        """Returns the target of a model name. Waits up to `hold_s` until a backend that serves the name is up.
+        """Returns the target of a model name. Waits up to `no_backend_wait_s` until a backend that serves the name is
+        up.
 
-        Until the first reading of any backend, the wait is at most the setting `first_hold_s`. Waiting requests are in
-        no pool's waiting room, but the limits of a waiting room hold for all of them together. Safe to cancel.
+        Until the first reading of any backend, the wait is at most the setting `startup_wait_s`. Waiting requests are
+        in no pool's waiting room, but the limits of a waiting room hold for all of them together. Safe to cancel.
 
         Args:
             key, beside: Choose among the targets of a shared alias; see the catalogue.
@@ -241,7 +242,7 @@ class Dispatcher:
         catalogue = self.pools.catalogue
         meant = catalogue.resolve_alias(name, key, beside)
         expected = catalogue.ever_read or meant in catalogue.named
-        ends_s = _now() + (hold_s if expected else min(hold_s, limits.first_hold_s))
+        ends_s = _now() + (no_backend_wait_s if expected else min(no_backend_wait_s, limits.startup_wait_s))
         while True:
             try:
                 return catalogue.resolve(name, key, beside)

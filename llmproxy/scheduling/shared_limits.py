@@ -135,7 +135,7 @@ class SharedLimits:
         If the caller is cancelled, the charge is refunded.
 
         Raises:
-            Refused: `rate_limited` if a rate is used up, `rejected_limits_away` if the store is away.
+            Refused: `rate_limited` if a rate is used up, `rejected_limits_unavailable` if the store is away.
         """
         rates = tuple(rate for name in request.limits for rate in self._rates.get(name, ()))
         if not rates:
@@ -152,7 +152,7 @@ class SharedLimits:
                 return
         if self._alone is None:
             message = "The limits of this tenant or model cannot be checked at the moment. Try again."
-            raise Refused(Outcome.REJECTED_LIMITS_AWAY, message, RETRY_S)
+            raise Refused(Outcome.REJECTED_LIMITS_UNAVAILABLE, message, RETRY_S)
 
     def admit(self, request: Request, now: float) -> None:
         """See `Rates.admit`. `reserve` charged the request before, unless the store was away."""
@@ -274,7 +274,7 @@ class SharedLimits:
                 # Connecting took time, or the store is slow: the next call shows which.
                 return True
             if self.away is not NOT_ASKED:
-                _log.info("limits_store_back")
+                _log.info("limits_store_reachable")
             self.away = None
         for ask, (wait_s, longest) in zip(asks, said, strict=True):
             self._answer(ask, wait_s, longest)
@@ -295,7 +295,7 @@ class SharedLimits:
         """The store is away. The lost call counts in favour of the limits: refunds are dropped, charges are
         repeated."""
         if self.away in (None, NOT_ASKED):
-            _log.warning("limits_store_away", why=why, on_failure="closed" if self._alone is None else "share")
+            _log.warning("limits_store_unreachable", why=why, on_failure="closed" if self._alone is None else "share")
         self.away = why
         for key, seconds in owed.items():
             if seconds > 0.0:

@@ -64,10 +64,10 @@ class Endpoints:
             self.tls[backend.url] = PeerTls.from_config(backend)
         except OSError as error:
             if not quiet:
-                _log.warning("authorities_kept", backend=backend.name, why=ca_error(backend, error))
+                _log.warning("backend_ca_reload_failed", backend=backend.name, why=ca_error(backend, error))
             return
         if not quiet:
-            _log.info("authorities_renewed", backend=backend.name, ca=str(backend.tls.ca))
+            _log.info("backend_ca_reloaded", backend=backend.name, ca=str(backend.tls.ca))
 
     async def close(self) -> None:
         """Stop all DNS look-ups."""

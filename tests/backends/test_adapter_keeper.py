@@ -61,7 +61,7 @@ class Fleet:
         self.held = asyncio.Event()
         self.held.set()
         self.at_once = self.most_at_once = 0
-        self.counted: list[tuple[str, str, bool, bool]] = []
+        self.counted: list[tuple[str, str, bool]] = []
         self.loaded: dict[str, list[str]] = {"a": [], "b": []}
         backends = {name: BackendConfig(url=f"http://{name}", name=name) for name in self.loaded}
         self.keeper = AdapterKeeper(
@@ -134,7 +134,7 @@ async def test_a_change_is_one_post_and_its_answer_is_reported(fleet: Fleet) -> 
     assert fleet.exchanges[0].closed
     await fleet.keeper.carry_out(fleet.adapters.unload("x", {"lora_name": "x"}, None, None))
     assert fleet.sent[1:] == [("http://a", "/v1/unload_lora_adapter", {"lora_name": "x"})]
-    assert fleet.counted == [("a", "load", False, True), ("a", "unload", False, True)]
+    assert fleet.counted == [("a", "load", True), ("a", "unload", True)]
 
 
 @pytest.mark.parametrize("error", [ConnectFailed("nobody there"), UpstreamBroken("cut")])
@@ -186,7 +186,7 @@ async def test_a_backend_that_comes_back_gets_all_orders_once(fleet: Fleet) -> N
         fleet.held.set()
         await fleet.quiet()
     assert [fields["lora_name"] for _, _, fields in fleet.sent] == ["x", "y", "z"]
-    assert fleet.counted == [("a", "load", True, True)] * 3
+    assert fleet.counted == [("a", "load", True)] * 3
     events = [(log["event"], log["adapter"], log["repeated"]) for log in logs]
     assert events == [("adapter_changed", name, True) for name in "xyz"]
 

@@ -42,8 +42,10 @@ class Names:
         return answer
 
 
-def source(names: Names, url: str = "dns+http://vllm.svc:8000", gone_after: int = 2, **given: Any) -> DnsSource:
-    return DnsSource(BackendConfig(url=url, **given), 1.0, gone_after, names)
+def source(
+    names: Names, url: str = "dns+http://vllm.svc:8000", misses_before_removal: int = 2, **given: Any
+) -> DnsSource:
+    return DnsSource(BackendConfig(url=url, **given), 1.0, misses_before_removal, names)
 
 
 async def names_of(one: DnsSource) -> list[str]:
@@ -330,7 +332,10 @@ async def test_a_source_without_backends_is_logged_once(registry: BackendRegistr
     looks: list[str] = []
     names = Names([], [], [A], [A], [])
     found = Discovery(registry, lambda _: None, lambda name, _: looks.append(name), (names, names))
-    where = {"backends": ["dns+http://vllm.svc:8000"], "discovery": {"dns_interval_s": 0.01, "gone_after": 1}}
+    where = {
+        "backends": ["dns+http://vllm.svc:8000"],
+        "discovery": {"dns_interval_s": 0.01, "misses_before_removal": 1},
+    }
     with capture_logs() as logs:
         found.reconfigure(Config.model_validate(where))
         await until(lambda: len(looks) >= 12)

@@ -101,7 +101,7 @@ async def scrape(http: aiohttp.ClientSession, found: dict[int, Totals]) -> None:
                 for label in ("outcome", "direction"):
                     if label in one.labels:
                         totals[one.name, one.labels[label]] += one.value
-                if one.name == "llmproxy_ttft_seconds_bucket":
+                if one.name == "llmproxy_time_to_first_token_seconds_bucket":
                     totals[one.labels["band"], one.labels["le"]] += one.value
         found[round(now // 1.0) + 1] = totals
 

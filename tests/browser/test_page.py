@@ -79,7 +79,7 @@ async def test_what_it_shows_is_what_happened(browser: Browser) -> None:
             await visit.sees("It was sent to no replica.", "main")
             assert "no longer among them" not in await visit.page.inner_text("main")
             await visit.go("configuration")
-            await visit.sees("queue.ttl_s", "tbody")
+            await visit.sees("queue.max_wait_s", "tbody")
             await visit.page.fill("#find", "ttl")
             assert await visit.page.locator("tbody tr").count() == len(
                 [one for one in (await proxy.get("/debug/config")).json["settings"] if "ttl" in json.dumps(one)]
@@ -241,15 +241,15 @@ async def test_what_the_last_reload_did(browser: Browser) -> None:
         heard("info", "config_changed", {"change": "log_level: info -> debug"})
         heard("info", "reloaded", {"changes": 1, "needs_restart": 0})
         await visit.sees("In force: log_level: info -> debug", "#reload")
-        heard("info", "config_changed", {"change": "queue.ttl_s: 60 -> 30"})
+        heard("info", "config_changed", {"change": "queue.max_wait_s: 60 -> 30"})
         heard("warning", "needs_a_restart", {"change": "workers: 1 -> 2"})
         heard("info", "reloaded", {"changes": 1, "needs_restart": 1})
         await visit.sees("Needs a restart: workers: 1 -> 2", "#reload")
         assert await visit.page.locator("#reload li").all_inner_texts() == [
-            "In force: queue.ttl_s: 60 -> 30",
+            "In force: queue.max_wait_s: 60 -> 30",
             "Needs a restart: workers: 1 -> 2",
         ]
-        heard("error", "not_reloaded", {"cause": "file", "problem": "llmproxy.yaml:2: no valid YAML"})
+        heard("error", "reload_failed", {"cause": "file", "problem": "llmproxy.yaml:2: no valid YAML"})
         await visit.sees("Refused; the previous settings stay in force: llmproxy.yaml:2: no valid YAML", "#reload")
 
 

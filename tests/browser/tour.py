@@ -35,7 +35,7 @@ STOPS = (
     ("a new adapter", 6.0, "caches", "tbody:has-text('sim-8b-legal')", ""),
     ("adapter: over", 1.0, "decisions", ".prices .chosen", "decisions"),
     ("", 1.0, "requests", ".outcome[data-kind=completed]", ""),
-    ("", 1.0, "configuration", "tbody:has-text('queue.ttl_s')", ""),
+    ("", 1.0, "configuration", "tbody:has-text('queue.max_wait_s')", ""),
     ("", 1.0, "time", ".events:has-text('name=kill')", "time"),
 )
 

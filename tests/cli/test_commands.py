@@ -114,21 +114,21 @@ OTHER_THAN_DEFAULT = {
     "trust_headers": "all",
     "trust_proxy_headers": "true",
     "clients.trusted_proxies": "loopback",
-    "admin.open_metrics": "true",
+    "admin.public_metrics": "true",
     "scheduling.fairness": "fcfs",
     "scheduling.placement": "random",
     "scheduling.flow": "header:x-tenant",
     "scheduling.session": "cookie:SID",
     "clients.allowed_origins": "https://app.example,http://localhost:3000",
     "scheduling.ordering": "edf",
-    "scheduling.charged": "requests",
+    "scheduling.fairness_cost": "requests",
     "scheduling.preemption": "false",
     "scheduling.refuse_late": "true",
-    "scheduling.kv_full": "0.5",
+    "scheduling.kv_full_ratio": "0.5",
     "scheduling.kv_connector": "store",
     "scheduling.warm_up_pairs": "false",
     "retry.budget_ratio": "0.5",
-    "health.ejected_max": "0.4",
+    "health.ejected_ratio_max": "0.4",
     "body_bytes_total_max": "99999999",
     "queue.bytes_max": "99999999",
     "queue.band_bytes_max": "99999999",
@@ -137,7 +137,7 @@ OTHER_THAN_DEFAULT = {
     "cluster.listen": "127.0.0.1:8090",
     "cluster.advertise": "10.0.0.7:8090",
     "cluster.lock": "valkey://127.0.0.1:6379",
-    "cluster.alone_after_s": "7",
+    "cluster.standalone_after_s": "7",
     "cluster.pools": "llama,qwen",
     "shared_limits.store": "valkey://127.0.0.1:6379",
     "shared_limits.on_failure": "1/3",
@@ -182,11 +182,16 @@ def test_flags_override_variables_file_and_defaults(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("backends: [http://f]\nport: 1\nqueue: {ttl_s: 1, requests_max: 1, bytes_max: 99999999}\n")
-    monkeypatch.setenv("LLMPROXY_QUEUE_TTL_S", "2")
+    file.write_text("backends: [http://f]\nport: 1\nqueue: {max_wait_s: 1, requests_max: 1, bytes_max: 99999999}\n")
+    monkeypatch.setenv("LLMPROXY_QUEUE_MAX_WAIT_S", "2")
     monkeypatch.setenv("LLMPROXY_QUEUE_SIZE", "2")
     config = serve("--config", str(file), "--queue-timeout-secs", "3")
-    assert (config.queue.ttl_s, config.queue.requests_max, config.queue.bytes_max, config.port) == (3, 2, 99999999, 1)
+    assert (config.queue.max_wait_s, config.queue.requests_max, config.queue.bytes_max, config.port) == (
+        3,
+        2,
+        99999999,
+        1,
+    )
     assert config.queue.band_requests_max == 10_000
     monkeypatch.setenv("LLMPROXY_CONFIG", str(file))
     assert serve().backends[0].url == "http://f"

@@ -73,7 +73,7 @@ def test_unknown_variables_are_reported_at_once() -> None:
 
 def test_flag_of_a_key_of_files_is_refused_with_the_key() -> None:
     names = [flag_of(key.replace("[]", "")) for key in keys_of_files()]
-    assert {"--tenants", "--bands", "--models-target", "--backends-tls-ca", "--queue-band-ttl-s"} <= set(names)
+    assert {"--tenants", "--bands", "--models-target", "--backends-tls-ca", "--queue-band-max-wait-s"} <= set(names)
     message = unknown_flags(names, [flag.name for flag in FLAGS])
     assert [problem.partition(": only a file can hold ")[0] for problem in message] == list(dict.fromkeys(names))
     assert unknown_flags(["--criticality=1", "7", "--criticality", "2", "--", "--weight"], ()) == [
@@ -83,8 +83,8 @@ def test_flag_of_a_key_of_files_is_refused_with_the_key() -> None:
 
 
 def test_flag_of_a_key_without_its_section_is_refused_with_the_whole_one() -> None:
-    assert unknown_flags(["--flow=tenant", "--ttl-s", "3"], [flag.name for flag in FLAGS]) == [
+    assert unknown_flags(["--flow=tenant", "--max-wait-s", "3"], [flag.name for flag in FLAGS]) == [
         "--flow: is not a known flag; write --scheduling-flow (--help-all shows all flags)",
-        "--ttl-s: is not a known flag; write --queue-ttl-s (--help-all shows all flags)",
+        "--max-wait-s: is not a known flag; write --queue-max-wait-s (--help-all shows all flags)",
     ]
     assert unknown_flags(["--low", "--s", "--queue"], ()) == [], "parts of words are none"

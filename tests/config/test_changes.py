@@ -92,17 +92,17 @@ def test_values_hidden_by_the_schema_are_hidden_in_changes() -> None:
 
 
 def test_reload_keeps_the_values_that_need_a_restart() -> None:
-    old = config(port=1, scheduling={"placement": "random", "weights": {"a": 1.0}}, queue={"ttl_s": 1.0})
-    new = config(port=2, scheduling={"placement": "cost", "weights": {"a": 2.0}}, queue={"ttl_s": 2.0})
+    old = config(port=1, scheduling={"placement": "random", "weights": {"a": 1.0}}, queue={"max_wait_s": 1.0})
+    new = config(port=2, scheduling={"placement": "cost", "weights": {"a": 2.0}}, queue={"max_wait_s": 2.0})
     merged = with_reloadable(old, new)
     assert (merged.port, merged.scheduling.placement) == (1, "random")
-    assert (merged.scheduling.weights, merged.queue.ttl_s) == ({"a": 2.0}, 2.0)
+    assert (merged.scheduling.weights, merged.queue.max_wait_s) == ({"a": 2.0}, 2.0)
     assert {key.partition(":")[0] for key in message(merged, new)} == {"port", "scheduling.placement"}
 
 
 def test_what_stays_in_force_until_a_restart_keeps_its_origin() -> None:
     old = config(port=1).with_origins({("port",): "flag"})
-    new = config(port=2, workers=2, queue={"ttl_s": 2.0}).with_origins(
+    new = config(port=2, workers=2, queue={"max_wait_s": 2.0}).with_origins(
         {("port",): "file:1", ("workers",): "file:2", ("queue",): "file:3"}
     )
     for _ in range(2):
@@ -110,22 +110,22 @@ def test_what_stays_in_force_until_a_restart_keeps_its_origin() -> None:
         shown = {one.key: (one.value, one.origin) for one in in_force(old)}
         assert shown["port"] == ("1", "flag")
         assert shown["workers"] == ("1", "default")
-        assert shown["queue.ttl_s"] == ("2.0", "file:3")
+        assert shown["queue.max_wait_s"] == ("2.0", "file:3")
     assert new.origins["port",] == "file:1"
 
 
 def test_only_what_was_written_comes_from_a_file_or_a_flag(tmp_path: Path) -> None:
     file = tmp_path / "llmproxy.yaml"
-    file.write_text("queue: {requests_max: 9}\nscheduling:\n  start_limit: 4\nbackends: [http://a]\n")
+    file.write_text("queue: {requests_max: 9}\nscheduling:\n  initial_batch_limit: 4\nbackends: [http://a]\n")
     first = load(file, [Override("backends", ["http://b"], "--backend")])
     again = load(file, [Override("backends", ["http://b"], "--backend")])
     for now in (first, with_reloadable(first, again).with_origins(origins_in_force(first, again))):
         origin = {one.key: one.origin for one in in_force(now)}
         assert origin["queue.requests_max"] == f"{file}:1"
-        assert origin["scheduling.start_limit"] == f"{file}:3"
+        assert origin["scheduling.initial_batch_limit"] == f"{file}:3"
         assert origin["backends[b].url"] == "--backend"
         of_files = {key for key, source in origin.items() if source.startswith(str(file))}
-        assert of_files == {"queue.requests_max", "scheduling.start_limit"}
+        assert of_files == {"queue.requests_max", "scheduling.initial_batch_limit"}
         assert {key for key, source in origin.items() if source == "--backend"} == {"backends[b].url"}
 
 

@@ -67,7 +67,7 @@ def test_what_cannot_be_applied_changes_nothing_until_it_can(lines: list[Any]) -
     lines.clear()
     applied.refuses = True
     applied.combined.take_entries(Entries((), (CHAT,)))
-    assert lines == [{"event": "not_reloaded", "log_level": "error", "cause": "cluster", "problem": "no such file"}]
+    assert lines == [{"event": "reload_failed", "log_level": "error", "cause": "cluster", "problem": "no such file"}]
     with pytest.raises(ConfigError):
         applied.combined.take(Config.model_validate({"port": 1}))
     applied.refuses = False

@@ -33,8 +33,11 @@ OTHER = hash_of("second")
             "scheduling:\n  ordering: lifo",
             ":2: scheduling.ordering: 'lifo' is none of fcfs, edf, least_slack, shortest",
         ),
-        ("scheduling:\n  charged: token", ":2: scheduling.charged: 'token' is none of tokens, requests, kv_seconds"),
-        ("scheduling:\n  charged: token", '(nearest: "tokens")'),
+        (
+            "scheduling:\n  fairness_cost: token",
+            ":2: scheduling.fairness_cost: 'token' is none of tokens, requests, kv_seconds",
+        ),
+        ("scheduling:\n  fairness_cost: token", '(nearest: "tokens")'),
         ("scheduling:\n  fairness: fair_shares", '(nearest: "fair_share")'),
         ("scheduling: {quantum_tokens: 0}", ":1: scheduling.quantum_tokens: should be greater than 0, not 0"),
         ("scheduling: {slo_window_s: -1}", ":1: scheduling.slo_window_s: should be greater than 0, not -1"),
@@ -47,10 +50,16 @@ OTHER = hash_of("second")
             ":2: scheduling.min_shares: add up to 1: they must leave something to priority",
         ),
         ("scheduling:\n  min_shares: {default: 0.1, 0: 0.1}", "scheduling.min_shares.0: is the same band as 'default'"),
-        ("queue:\n  ttl_s: -1", ":2: queue.ttl_s: should be greater than 0, not -1"),
-        ("queue:\n  band_ttl_s: {sheddable: -1}", ":2: queue.band_ttl_s.sheddable: should be greater than 0, not -1"),
-        ("queue:\n  band_ttl_s: {batch: 1}", ":2: queue.band_ttl_s.batch: 'batch' is no band"),
-        ("queue:\n  hold_s: -1", ":2: queue.hold_s: should be greater than or equal to 0, not -1"),
+        ("queue:\n  max_wait_s: -1", ":2: queue.max_wait_s: should be greater than 0, not -1"),
+        (
+            "queue:\n  band_max_wait_s: {sheddable: -1}",
+            ":2: queue.band_max_wait_s.sheddable: should be greater than 0, not -1",
+        ),
+        ("queue:\n  band_max_wait_s: {batch: 1}", ":2: queue.band_max_wait_s.batch: 'batch' is no band"),
+        (
+            "queue:\n  no_backend_wait_s: -1",
+            ":2: queue.no_backend_wait_s: should be greater than or equal to 0, not -1",
+        ),
         ("queue:\n  flow_requests_max: 0", ":2: queue.flow_requests_max: should be greater than or equal to 1, not 0"),
         ("queue:\n  tokens_max: 0", ":2: queue.tokens_max: should be greater than or equal to 1, not 0"),
         ("queue:\n  flow_bytes_max: 8", ":2: queue.flow_bytes_max: 8 is below body_bytes_max 67108864"),
@@ -189,7 +198,7 @@ scheduling:
   fairness: slo
   ordering: edf
   placement: random
-  charged: kv_seconds
+  fairness_cost: kv_seconds
   ceilings: {{critical: 0.99}}
   headroom_s: 7
   min_shares: {{batch: 0.05, -200: 0.01}}
@@ -213,13 +222,13 @@ queue:
   flow_requests_max: 7
   flow_bytes_max: 100000008
   flow_tokens_max: 9
-  hold_s: 0
-health: {{failures: 9}}
+  no_backend_wait_s: 0
+health: {{failures_before_ejection: 9}}
 scaling: {{pools: [m], from_band: batch, min: 2, max: 5, utilisation: 0.7}}
 """)
     )
     message = settings_of(config)
-    assert message.queue == QueueSettings(1, 100000002, 3, 4, 100000005, 6, 7, 100000008, 9, hold_s=0.0)
+    assert message.queue == QueueSettings(1, 100000002, 3, 4, 100000005, 6, 7, 100000008, 9, no_backend_wait_s=0.0)
     assert (message.min_shares, message.ceilings[100]) == ({-50: 0.05, -200: 0.01}, 0.99)
     assert message.limits == {
         "tenant:acme": UsageLimit(in_flight=3, tokens_per_min=1000.0),
@@ -229,7 +238,7 @@ scaling: {{pools: [m], from_band: batch, min: 2, max: 5, utilisation: 0.7}}
     assert message.scaling == ScalingSettings(pools=("m",), from_band=-50, min=2, max=5, utilisation=0.7)
     assert message.unlisted == {"user-*": "m"}
     plain = {
-        "fairness": "slo", "ordering": "edf", "placement": "random", "charged": "kv_seconds", "headroom_s": 7.0,
+        "fairness": "slo", "ordering": "edf", "placement": "random", "fairness_cost": "kv_seconds", "headroom_s": 7.0,
         "input_weight": 0.5, "output_weight": 3.0, "quantum_tokens": 10.0, "slo_window_s": 60.0, "ageing_s": 5.0,
         "preemption": False, "refuse_late": True,
     }  # fmt: skip
@@ -238,8 +247,8 @@ scaling: {{pools: [m], from_band: batch, min: 2, max: 5, utilisation: 0.7}}
 
 
 def test_band_ttl_s_is_by_band(write: Any) -> None:
-    config = load(write("bands: {batch: -50}\nqueue: {band_ttl_s: {Batch: 600, critical: 5, '-7': 9}}"))
-    assert config.by_band(config.queue.band_ttl_s) == {-50: 600, 100: 5, -7: 9}
+    config = load(write("bands: {batch: -50}\nqueue: {band_max_wait_s: {Batch: 600, critical: 5, '-7': 9}}"))
+    assert config.by_band(config.queue.band_max_wait_s) == {-50: 600, 100: 5, -7: 9}
 
 
 # --- policies of third parties ----------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def test_descriptions_name_every_policy() -> None:
         ("fairness", policies),
         ("ordering", orderings),
         ("placement", presets),
-        ("charged", charges),
+        ("fairness_cost", charges),
     ):
         description = keys()[f"scheduling.{key}"].description or ""
         assert set(re.findall(r"\w+", description)) >= set(registry.names())
@@ -55,8 +55,8 @@ def test_session_name_keeps_its_case_except_for_headers(write: Any, text: str, m
     ("text", "message"),
     [
         ("prot: 1", ':1: prot: is not a known key (nearest known key: "port")'),
-        ("\n\nttl_s: 1", ':3: ttl_s: is not a known key (nearest known key: "queue.ttl_s")'),
-        ("queue:\n  ttl: 1", ':2: queue.ttl: is not a known key (nearest known key: "ttl_s")'),
+        ("\n\nmax_wait_s: 1", ':3: max_wait_s: is not a known key (nearest known key: "queue.max_wait_s")'),
+        ("queue:\n  max_wait: 1", ':2: queue.max_wait: is not a known key (nearest known key: "max_wait_s")'),
         (
             "backends:\n  - url: http://a\n    max_inflight: 3",
             ':3: backends[0].max_inflight: is not a known key (nearest known key: "max_in_flight")',
@@ -161,11 +161,11 @@ def test_session_name_keeps_its_case_except_for_headers(write: Any, text: str, m
         ("trust_headers: everyone", ":1: trust_headers: 'everyone' does not appear to be an IPv4 or IPv6 network"),
         ("trust_headers: [10.0.0.1/8]", ":1: trust_headers: 10.0.0.1/8 has host bits set"),
         ("trust_headers: [7]", ":1: trust_headers: should be loopback, all, none, or a list of addresses"),
-        ("\nhealth: {backoff_s: 50}", ":2: health.backoff_max_s: 30 should not be below backoff_s, which is 50"),
+        ("\nhealth: {ejection_s: 50}", ":2: health.ejection_max_s: 30 should not be below ejection_s, which is 50"),
         ("body_bytes_max: 2000000000", "queue.bytes_max: 1073741824 is below body_bytes_max 2000000000"),
         (
-            "health: {backoff_s: 5, backoff_max_s: 4}",
-            "health.backoff_max_s: 4 should not be below backoff_s, which is 5",
+            "health: {ejection_s: 5, ejection_max_s: 4}",
+            "health.ejection_max_s: 4 should not be below ejection_s, which is 5",
         ),
         ("body_bytes_max: 9\nqueue:\n  band_bytes_max: 8", ":3: queue.band_bytes_max: 8 is below body_bytes_max 9"),
         (
@@ -182,12 +182,12 @@ def test_problem_names_line_key_and_reason(write: Any, text: str, message: str) 
 
 
 def test_problems_are_reported_at_once_in_file_order(write: Any) -> None:
-    path = write("queue: {ttl_s: -1}\nmodels: [{name: a, target: a}]\nport: x\nport: y\nprot: 1\nbackends: [x]\n")
+    path = write("queue: {max_wait_s: -1}\nmodels: [{name: a, target: a}]\nport: x\nport: y\nprot: 1\nbackends: [x]\n")
     message = problems(path, Override("log_format", "xml", "--log-format"))
     places = [" ".join(problem.split()[:2]) for problem in message]
     assert places == [
         "--log-format: log_format:",
-        ":1: queue.ttl_s:",
+        ":1: queue.max_wait_s:",
         ":2: models[0].target:",
         ":4: port:",
         ":4: port:",
@@ -212,7 +212,7 @@ def test_problems_are_reported_at_once_in_file_order(write: Any) -> None:
         ("just text", ":1: should be lines of the form `key: value`"),
         ("[" * 5000, "is nested too deeply"),
         ("#" * (5 << 20), "too large for a configuration"),
-        ("queue: {ttl_s: 1,\n ttl_s: 2}", ":2: queue.ttl_s: is given twice, first in line 1"),
+        ("queue: {max_wait_s: 1,\n max_wait_s: 2}", ":2: queue.max_wait_s: is given twice, first in line 1"),
         ("backends:\n- url: http://a\n  url: http://b", ":3: backends[0].url: is given twice, first in line 2"),
         ("x: &x [*x]", ":1: x: is not a known key"),
     ],
@@ -280,15 +280,15 @@ def test_any_text_is_a_configuration_or_a_problem(tmp_path_factory: pytest.TempP
 
 
 def test_overrides_replace_the_file_and_the_defaults(write: Any) -> None:
-    path = write("port: 1\nqueue: {ttl_s: 2, requests_max: 3}\nbackends: [http://a, http://b]")
+    path = write("port: 1\nqueue: {max_wait_s: 2, requests_max: 3}\nbackends: [http://a, http://b]")
     variable, flag = (
-        Override("queue.ttl_s", "4", "LLMPROXY_QUEUE_TTL_S"),
-        Override("queue.ttl_s", "5.5", "--queue-ttl-s"),
+        Override("queue.max_wait_s", "4", "LLMPROXY_QUEUE_MAX_WAIT_S"),
+        Override("queue.max_wait_s", "5.5", "--queue-max-wait-s"),
     )
-    assert load(path).queue.ttl_s == 2
-    assert load(path, [variable]).queue.ttl_s == 4
+    assert load(path).queue.max_wait_s == 2
+    assert load(path, [variable]).queue.max_wait_s == 4
     config = load(path, [variable, flag, Override("backends", ["http://c"], "--backend")])
-    assert config.queue.ttl_s == 5.5
+    assert config.queue.max_wait_s == 5.5
     assert (config.port, config.queue.requests_max, config.queue.bytes_max) == (1, 3, 1 << 30)
     assert [backend.url for backend in config.backends] == ["http://c"]
 
@@ -296,7 +296,7 @@ def test_overrides_replace_the_file_and_the_defaults(write: Any) -> None:
 def test_overridden_value_is_not_checked_but_its_section_is(write: Any) -> None:
     port = Override("port", "9", "--port")
     assert load(write("port: nonsense"), [port]).port == 9
-    message = problems(write("queue: 7"), Override("queue.ttl_s", "9", "--queue-ttl-s"))
+    message = problems(write("queue: 7"), Override("queue.max_wait_s", "9", "--queue-max-wait-s"))
     assert message == [":1: queue: should be a section: lines of the form `key: value`, indented below it"]
     assert problems(None, Override("backends", ["http://a", "b"], "--backend"))[0].startswith("--backend: backends[1]")
 
@@ -308,7 +308,7 @@ OTHER_THAN_DEFAULT: dict[str, str | list[str]] = {
     "cluster.listen": "127.0.0.1:8090",
     "cluster.advertise": "10.0.0.7:8090",
     "cluster.lock": "valkey://127.0.0.1:6379",
-    "cluster.alone_after_s": "7.0",
+    "cluster.standalone_after_s": "7.0",
     "shared_limits.store": "valkey://127.0.0.1:6379",
     "shared_limits.on_failure": "1/3",
     "admin.port": "9100",

@@ -123,7 +123,7 @@ def test_null_is_the_default_of_sections_and_an_error_elsewhere(write: Any, key:
 @pytest.mark.parametrize(
     "text",
     [
-        "queue: {ttl_s: null}",
+        "queue: {max_wait_s: null}",
         "scheduling: {weights: {m: }}",
         "backends: [{url: http://a, name: }]",
         "trust_headers: [null]",
@@ -138,5 +138,7 @@ def test_null_is_never_ignored(write: Any, text: str) -> None:
 
 
 def test_null_as_text_is_refused_where_null_is_no_value() -> None:
-    with pytest.raises(ConfigError, match=r"^--queue-ttl-s: queue\.ttl_s: should be a valid number, not 'null'$"):
-        load(None, [Override("queue.ttl_s", "null", "--queue-ttl-s")])
+    with pytest.raises(
+        ConfigError, match=r"^--queue-max-wait-s: queue\.max_wait_s: should be a valid number, not 'null'$"
+    ):
+        load(None, [Override("queue.max_wait_s", "null", "--queue-max-wait-s")])

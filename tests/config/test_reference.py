@@ -65,7 +65,7 @@ def test_example_and_page_have_every_key_with_its_meaning() -> None:
         "| `ceilings` | mapping of names to number > 0, <= 1 | `{critical: 1.0, default: 0.95, sheddable: 0.85}` |",
         "| `weights` | mapping of names to number > 0 | `{}` | Shares of flows by name. Other flows have the weight of"
         " their tenant, or 1. Example: `{my-model: 2.5}`. *file* |",
-        "| `scheduling.withdrawal` | `scheduling.preemption` | 0.2 |",
+        "| `scheduling.withdrawal` | `scheduling.preemption` |",
     ],
 )
 def test_page_has_type_default_example_and_marks(row: str) -> None:

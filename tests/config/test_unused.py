@@ -45,14 +45,14 @@ def warned(tmp_path: Path, text: str) -> list[str]:
         ("backends:\n- url: http://a\n  role: decode", "3: backends[0].role: no backend computes prompts for others"),
         ("scheduling:\n  session: body:user", "2: scheduling.session: placement is cost, which looks at no sessions"),
         (
-            "scheduling:\n  fairness: fcfs\n  charged: requests",
-            "3: scheduling.charged: fairness is fcfs, which shares out nothing",
+            "scheduling:\n  fairness: fcfs\n  fairness_cost: requests",
+            "3: scheduling.fairness_cost: fairness is fcfs, which shares out nothing",
         ),
         ("scheduling: {quantum_tokens: 1}", "1: scheduling.quantum_tokens: fairness is fair_share, not locality_fair"),
         ("scheduling: {slo_window_s: 1}", "1: scheduling.slo_window_s: fairness is fair_share, not slo"),
         ("scheduling: {ageing_s: 1}", "1: scheduling.ageing_s: ordering is least_slack, not shortest"),
         (
-            "scheduling: {charged: requests, input_weight: 3}",
+            "scheduling: {fairness_cost: requests, input_weight: 3}",
             "1: scheduling.input_weight: no tokens are charged (fairness is fair_share,",
         ),
         (
@@ -71,18 +71,18 @@ def warned(tmp_path: Path, text: str) -> list[str]:
         ),
         ("admin: {host: '::1'}", "1: admin.host: there is no admin.port"),
         (
-            "admin: {port: 9090, open_metrics: true}",
-            "1: admin.open_metrics: everybody who reaches admin.port sees /metrics there",
+            "admin: {port: 9090, public_metrics: true}",
+            "1: admin.public_metrics: everybody who reaches admin.port sees /metrics there",
         ),
         ("trust_proxy_headers: true", "1: trust_proxy_headers: there are no clients.trusted_proxies"),
         ("retry: {extra_attempts: 0, budget_ratio: 0.5}", "1: retry.budget_ratio: retry.extra_attempts is 0"),
         (
-            "backends: [http://a]\ndiscovery: {gone_after: 9}",
-            "2: discovery.gone_after: the url of no backend begins with dns+ or srv+",
+            "backends: [http://a]\ndiscovery: {misses_before_removal: 9}",
+            "2: discovery.misses_before_removal: the url of no backend begins with dns+ or srv+",
         ),
         (
-            "backends: [kubernetes+http://service/a]\ndiscovery: {gone_after: 9}",
-            "2: discovery.gone_after: the url of no backend begins with dns+ or srv+",
+            "backends: [kubernetes+http://service/a]\ndiscovery: {misses_before_removal: 9}",
+            "2: discovery.misses_before_removal: the url of no backend begins with dns+ or srv+",
         ),
         (
             "backends: [dns+http://a]\ndiscovery: {kubernetes_api: http://127.0.0.1:8001}",
@@ -154,7 +154,7 @@ def test_setting_without_the_effect_that_it_seems_to_have_is_a_warning(tmp_path:
         "models: [{name: m, ttft_s: 1}]\nscheduling: {placement: random, ordering: fcfs, refuse_late: true}\n",
         "scheduling: {placement: session, session: 'body:user'}\n",
         "scheduling: {session: 'body:user'}\nmodels: [{name: m, targets: {m: 9, n: 1}}]\n",
-        "scheduling: {fairness: fcfs, charged: requests, min_shares: {sheddable: 0.1}}\n",
+        "scheduling: {fairness: fcfs, fairness_cost: requests, min_shares: {sheddable: 0.1}}\n",
         "scheduling: {fairness: locality_fair_share, quantum_tokens: 1, input_weight: 2}\n",
         "scheduling: {fairness: fcfs, ordering: shortest, ageing_s: 1, output_weight: 3}\n",
         "scheduling: {session: 'body:user', quantum_tokens: 1}\nplugins: [json]\n",
@@ -162,7 +162,7 @@ def test_setting_without_the_effect_that_it_seems_to_have_is_a_warning(tmp_path:
         "discovery: {dns_interval_s: 9}\n",
         "shared_limits: {store: 'valkey://h', name: a}\nmodels: [{name: m, limits: {tokens_per_min: 1}}]\n",
         "backends: [{url: http://a, prompt_tokens: [1, 2]}]\n",
-        "backends: ['dns+http://a']\ndiscovery: {dns_interval_s: 9, gone_after: 9}\n",
+        "backends: ['dns+http://a']\ndiscovery: {dns_interval_s: 9, misses_before_removal: 9}\n",
     ],
 )
 def test_setting_with_effect_is_no_warning(tmp_path: Path, text: str) -> None:

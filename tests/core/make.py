@@ -42,7 +42,7 @@ def view(name: str = "a", **given: Any) -> View:
     facts: dict[str, Any] = {
         "backend": name, "available": True, "served": frozenset({BASE}), "resident": frozenset(), "max_adapters": None,
         "max_model_len": 4096, "prompt_range": None, "limit": 10, "load": 0, "waiting": 0, "kv_used": 0.0,
-        "kv_tokens": None, "look_ahead": 0, "kv_full": 0.95, "reading": None,
+        "kv_tokens": None, "look_ahead": 0, "kv_full_ratio": 0.95, "reading": None,
     }  # fmt: skip
     return View(**(facts | given))
 

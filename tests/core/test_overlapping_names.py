@@ -81,7 +81,7 @@ def only_outcomes(of: Pools, now: float) -> Counter[Outcome]:
 
 
 def test_when_the_only_backend_of_a_name_dies_its_other_names_are_served_on() -> None:
-    of = fleet(replace(TIGHT, queue=QueueSettings(hold_s=0.0)), a=lists("new", "old"), b=lists("old"))
+    of = fleet(replace(TIGHT, queue=QueueSettings(no_backend_wait_s=0.0)), a=lists("new", "old"), b=lists("old"))
     kill(of, "a")
     ask(of, "old")
     assert places(grants(of)) == ["b"]
@@ -361,7 +361,9 @@ LISTS = (("x",), ("x", "y"), ("y", "x"), ("y",), ("y", "z"), ("z",), ("x", "z"))
 @pytest.mark.parametrize("seed", range(12))
 def test_nothing_is_lost_idle_or_out_of_turn_whatever_is_listed_when(seed: int) -> None:
     rng = Random(seed)
-    of = fleet(tight(queue=QueueSettings(hold_s=1e6)), places=2, **{n: lists(*rng.choice(LISTS)) for n in "abcd"})
+    of = fleet(
+        tight(queue=QueueSettings(no_backend_wait_s=1e6)), places=2, **{n: lists(*rng.choice(LISTS)) for n in "abcd"}
+    )
     waiting: dict[str, Grant | None] = {}
     running: list[Grant] = []
     asked = ended = 0

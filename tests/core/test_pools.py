@@ -48,12 +48,14 @@ def test_a_saturated_model_does_not_hold_up_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("named", "hold_s", "ready"), [((), 30.0, False), (("base",), 30.0, True), (("base",), 0.0, False)]
+    ("named", "no_backend_wait_s", "ready"), [((), 30.0, False), (("base",), 30.0, True), (("base",), 0.0, False)]
 )
 def test_named_pools_that_hold_requests_need_no_backend_to_be_ready(
-    named: tuple[str, ...], hold_s: float, ready: bool
+    named: tuple[str, ...], no_backend_wait_s: float, ready: bool
 ) -> None:
-    settings = Settings(scaling=ScalingSettings(pools=named, min=0), queue=QueueSettings(hold_s=hold_s))
+    settings = Settings(
+        scaling=ScalingSettings(pools=named, min=0), queue=QueueSettings(no_backend_wait_s=no_backend_wait_s)
+    )
     one = pools({}, settings)
     assert one.ready(0.0) is ready
     one.add_backend("a", 1)
@@ -257,7 +259,7 @@ def test_a_request_for_a_pool_that_has_gone_is_refused() -> None:
 
 
 def test_names_are_remembered_while_their_backend_is_down() -> None:
-    no_hold = Settings(queue=QueueSettings(hold_s=0.0))
+    no_hold = Settings(queue=QueueSettings(no_backend_wait_s=0.0))
     one = pools({"a": 4}, no_hold, listings={"a": listing("lora")}, aliases={"fast": "lora"})
     kill(one, "a")
     assert not one.ready(0.0)

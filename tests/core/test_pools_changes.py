@@ -48,7 +48,7 @@ def test_a_drained_backend_gets_nothing_new_and_ends_what_it_has() -> None:
 
 
 def test_a_drained_backend_does_not_count_as_ready() -> None:
-    one = pools({"a": 1}, replace(TIGHT, queue=QueueSettings(hold_s=0.0)))
+    one = pools({"a": 1}, replace(TIGHT, queue=QueueSettings(no_backend_wait_s=0.0)))
     assert one.ready(0.0)
     one.backends["a"].drained = True
     assert not one.ready(0.0)
@@ -182,8 +182,8 @@ def test_what_waits_survives_a_change_of_everything_that_can_change() -> None:
             ceilings={CRITICAL: 1.0, DEFAULT: 0.9},
             min_shares={DEFAULT: 0.1},
             headroom_s=1.0,
-            queue=QueueSettings(requests_max=1, hold_s=5.0),
-            health=HealthSettings(failures=1),
+            queue=QueueSettings(requests_max=1, no_backend_wait_s=5.0),
+            health=HealthSettings(failures_before_ejection=1),
         ),
         1.0,
     )
@@ -214,13 +214,13 @@ def test_a_shorter_hold_counts_for_those_that_are_held_already() -> None:
     one.backends["a"].drained = True
     submit(one)
     assert one.decide(1.0) == []
-    reconfigure(one, replace(TIGHT, queue=QueueSettings(hold_s=2.0)), 1.0)
+    reconfigure(one, replace(TIGHT, queue=QueueSettings(no_backend_wait_s=2.0)), 1.0)
     assert one.decide(2.9) == []
     assert [type(decision) for decision in one.decide(3.1)] == [Drop]
 
 
 def test_a_longer_hold_spares_those_that_came_when_nothing_was_held() -> None:
-    one = pools({"a": 1}, replace(TIGHT, queue=QueueSettings(hold_s=0.0)))
+    one = pools({"a": 1}, replace(TIGHT, queue=QueueSettings(no_backend_wait_s=0.0)))
     submit(one, times=2)
     assert len(grants(one)) == 1
     reconfigure(one, TIGHT, 1.0)

@@ -165,7 +165,7 @@ def test_a_mass_expiry_is_capped_too_and_grants_wait_for_its_end(monkeypatch: py
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-NO_HOLD = Settings(queue=QueueSettings(hold_s=0.0))
+NO_HOLD = Settings(queue=QueueSettings(no_backend_wait_s=0.0))
 
 
 def test_a_request_without_backends_or_holding_is_refused_at_once() -> None:
@@ -259,7 +259,7 @@ def test_a_deadline_is_a_drop_at_its_instant_even_with_room() -> None:
 
 
 def test_who_expires_while_every_backend_is_down_learns_so() -> None:
-    one = pools({"a": 1}, tight(queue=QueueSettings(hold_s=0.0)))
+    one = pools({"a": 1}, tight(queue=QueueSettings(no_backend_wait_s=0.0)))
     submit(one, request(), request(deadline_s=5.0))
     grants(one)
     assert one.next_wakeup(0.0) == 5.0

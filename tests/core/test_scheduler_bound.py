@@ -77,7 +77,7 @@ def test_only_what_its_own_backend_has_is_taken_back_for_it() -> None:
 
 
 def test_a_bound_request_is_held_while_its_backend_is_down_or_drained() -> None:
-    of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(hold_s=10.0)))
+    of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(no_backend_wait_s=10.0)))
     of.backends["a"].drained = True
     of.submit(request(id="held", backend="a", deadline_s=100.0), 0.0)
     assert of.decide(0.0) == []
@@ -92,7 +92,7 @@ def test_a_bound_request_is_held_while_its_backend_is_down_or_drained() -> None:
 
 
 def test_without_holding_it_is_answered_at_once() -> None:
-    of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(hold_s=0.0)))
+    of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(no_backend_wait_s=0.0)))
     of.backends["a"].drained = True
     refused = refusal(of.submit, request(backend="a"), 0.0)
     assert (refused.outcome, refused.retry_after_s) == (Outcome.REJECTED_NO_BACKENDS, 2.0)
@@ -117,7 +117,7 @@ def removed(of: Pools) -> None:
 
 @pytest.mark.parametrize("loses", [gone, moved, another_process, removed])
 def test_whoever_waits_for_a_backend_leaves_with_it(loses: object) -> None:
-    of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(hold_s=10.0)))
+    of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(no_backend_wait_s=10.0)))
     of.backends["a"].drained = True
     of.submit(request(id="bound", backend="a"), 0.0)
     of.submit(request(id="free", arrived_s=0.5), 0.5)
@@ -134,7 +134,7 @@ def test_whoever_waits_for_a_backend_leaves_with_it(loses: object) -> None:
 @pytest.mark.parametrize("entry", [AdmissionKind.NEW, AdmissionKind.RETRY])
 @pytest.mark.parametrize("loses", [gone, moved, removed])
 def test_nobody_is_let_in_for_a_backend_that_is_gone(loses: object, entry: AdmissionKind) -> None:
-    of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(hold_s=10.0)))
+    of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(no_backend_wait_s=10.0)))
     assert callable(loses)
     loses(of)
     refused = refusal(of.submit, request(backend="a"), 0.0, entry=entry)

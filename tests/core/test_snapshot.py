@@ -181,7 +181,7 @@ def test_backend_with_a_queue_of_its_own_has_no_room_for_bands_below_default() -
 
 
 def test_a_pool_without_backends_up_holds_requests_and_stops_their_clock() -> None:
-    fleet = full(queue=QueueSettings(hold_s=30.0))
+    fleet = full(queue=QueueSettings(no_backend_wait_s=30.0))
     one = enter(fleet, 0.0)
     for _ in range(2):
         fleet.troubled("b0", Trouble.TIMEOUT)

@@ -217,7 +217,7 @@ def test_a_prompt_is_paid_once_where_its_answer_failed(
     monkeypatch.setitem(policies._factories, "ledger", Ledger)
     costs = []
     for splits in (True, False):
-        one = one_each(fairness="ledger", charged=unit)
+        one = one_each(fairness="ledger", fairness_cost=unit)
         submit(one, asked := long(flow="mine", weight=2.0, splittable=splits))
         grant = only_grant(one, 1.0)
         if splits:
@@ -271,7 +271,7 @@ def test_minimum_shares_count_a_prompt_once(unit: str, way: str, monkeypatch: py
 
     monkeypatch.setattr(MinShares, "granted", note)
     monkeypatch.setattr(MinShares, "undone", lambda _, __, cost: undone.append(cost))
-    one = one_each(min_shares={SHEDDABLE: 0.5}, charged=unit)
+    one = one_each(min_shares={SHEDDABLE: 0.5}, fairness_cost=unit)
     submit(one, asked := long())
     (answer,) = prefilled(one, only_grant(one, 0.0))
     if way == "failed":
@@ -424,7 +424,7 @@ def test_a_fault_of_a_placement_loses_no_request_between_its_stages(monkeypatch:
 
 
 def test_where_nothing_is_left_it_is_dropped() -> None:
-    one = one_each(queue=QueueSettings(hold_s=0.0))
+    one = one_each(queue=QueueSettings(no_backend_wait_s=0.0))
     submit(one, long())
     grant = only_grant(one, 0.0)
     kill(one, "d")

@@ -57,7 +57,7 @@ class Walk:
     def __post_init__(self) -> None:
         self.rng = Random(self.seed)
         self.fleet = self.rng.choice(FLEETS)
-        health = HealthSettings(failures=2, backoff_s=1.0, backoff_max_s=4.0, unreachable_after=2)
+        health = HealthSettings(failures_before_ejection=2, ejection_s=1.0, ejection_max_s=4.0, misses_before_down=2)
         limits = {"tenant:t": UsageLimit(in_flight=IN_FLIGHT)}
         self.pools = split_up(
             self.fleet, self.how, placement=self.placement, fairness="fair_share", health=health, limits=limits

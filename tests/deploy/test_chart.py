@@ -384,7 +384,11 @@ def test_pods_stay_for_what_a_reload_applies() -> None:
         return str(only(of(config), "Deployment")["spec"]["template"]["metadata"]["annotations"]["checksum/restart"])
 
     before = checksum({})
-    for same in ({"queue": {"ttl_s": 1}}, {"clients": {"allowed_origins": ["*"]}}, {"scheduling": {"flow": "tenant"}}):
+    for same in (
+        {"queue": {"max_wait_s": 1}},
+        {"clients": {"allowed_origins": ["*"]}},
+        {"scheduling": {"flow": "tenant"}},
+    ):
         assert checksum(same) == before, same
     for other in ({"workers": 2}, {"clients": {"idle_timeout_s": 1}}, {"scheduling": {"ordering": "fcfs"}}):
         assert checksum(other) != before, other

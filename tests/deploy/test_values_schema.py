@@ -50,7 +50,7 @@ def test_every_key_of_the_program_is_known() -> None:
         ({"tenants": [{"name": "t", "keys": [{"hash": HASH, "expiry": 1}]}]}, "/tenants/0/keys/0", "expiry"),
         ({"models": [{"target": "a"}]}, "/models/0", "name"),
         ({"port": 70_000}, "/port", "65"),
-        ({"queue": {"ttl_s": 0}}, "/queue/ttl_s", "0"),
+        ({"queue": {"max_wait_s": 0}}, "/queue/max_wait_s", "0"),
         ({"queue": {"requests_max": 0.5}}, "/queue/requests_max", "integer"),
         ({"workers": "many"}, "/workers", "integer"),
     ],

@@ -43,7 +43,8 @@ def full_exit() -> RequestExit:
     """A record of a request in which every field is set."""
     return exit_of(
         request_id="r", method="POST", path="/v1/completions", outcome=Outcome.COMPLETED, status=200, duration_s=1.0,
-        model="alias", target="adapter", adapter="adapter", tenant="t", band="default", level=0, flow="f", ttl_s=60.0,
+        model="alias", target="adapter", adapter="adapter", tenant="t", band="default", level=0, flow="f",
+        max_wait_s=60.0,
         slo=Slo(ttft_s=1.0), met=True, unknown_objective="x", unknown_model="m", stream=True, backend="b", attempts=2,
         preemptions=1,
         why=GrantReason(waiting=((0, 1),), flows=1, standing=(("counter", 0.0),), passed_over=0, guaranteed=False),
@@ -60,7 +61,7 @@ def live_state() -> LiveState:
     return LiveState(
         queues=(QueueState("default", 1, 1),), blocked={"limit": 1}, backends=(backend,), work_s={"m": 1.0},
         shards=(ShardState("m", leads=True, led=True, epoch=1, members=1, changes=1, gap_s=0.0, lock_away=False),),
-        limits_away=False,
+        limits_store_up=True,
     )  # fmt: skip
 
 
@@ -69,7 +70,7 @@ def metrics() -> str:
     found.record(full_exit())
     found.attempted("b", Verdict.SERVED)
     found.poll_failed("b", Trouble.TIMEOUT)
-    found.adapter_changed("b", "load", repeated=False, taken=True)
+    found.adapter_changed("b", "load", ok=True)
     found.looked("file", True)
     found.reloaded(True)
     rows: list[tuple[str, ...]] = []

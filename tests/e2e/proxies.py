@@ -49,10 +49,10 @@ QUICK: dict[str, Any] = {
     "port": 0,
     "log_level": "error",
     "poll": {"interval_s": 0.02, "page_interval_s": 0.05, "models_interval_s": 0.05, "timeout_s": 5.0},
-    "health": {"backoff_s": 0.05},
+    "health": {"ejection_s": 0.05},
     "drain_timeout_s": 5.0,
     # Only tests of holding requests hold them; all others want an answer at once.
-    "queue": {"hold_s": 0.0},
+    "queue": {"no_backend_wait_s": 0.0},
 }
 
 

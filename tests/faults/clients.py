@@ -203,7 +203,7 @@ async def leaves_a_crowd_at_once(proxy: ProxyUnderTest, engine: Engine) -> str:
 
 CLIENT_FAULTS = [
     ClientFault(
-        name="sends part of its body and falls silent", act=slow_body, config={"clients": {"body_silence_s": 0.1}},
+        name="sends part of its body and falls silent", act=slow_body, config={"clients": {"body_idle_timeout_s": 0.1}},
         saw="408", outcomes={"bad_request": 1},
     ),
     ClientFault(
@@ -224,7 +224,7 @@ CLIENT_FAULTS = [
     ),
     ClientFault(
         name="stops reading a stream, for longer than `stall_s`", act=stops_reading,
-        config={"timeouts": {"stall_s": 0.5}, "health": {"failures": 1, "backoff_s": 30}},
+        config={"timeouts": {"stall_s": 0.5}, "health": {"failures_before_ejection": 1, "ejection_s": 30}},
         saw="200, then the connection is cut", outcomes={"cancelled": 1}, cut=1,
     ),
     ClientFault(

@@ -63,7 +63,7 @@ async def watch(fault: PollFault) -> Polled:
         asked += 1
         await fault.script(peer, request)
 
-    config: dict[str, Any] = {"poll": {"timeout_s": fault.timeout_s}, "queue": {"hold_s": 0.0}}
+    config: dict[str, Any] = {"poll": {"timeout_s": fault.timeout_s}, "queue": {"no_backend_wait_s": 0.0}}
     with capture_logs() as log, pytest.MonkeyPatch.context() as patch:
         patch.setattr("llmproxy.backends.poller.REPROBE_INTERVAL_S", 0.02)
         async with serving_script(answering(BODY), **config) as (proxy, backend):
@@ -82,7 +82,7 @@ async def watch(fault: PollFault) -> Polled:
             backend.polls.clear()
             await until(lambda: not known.health.down)
             assert (await proxy.chat()).status == 200, "it is back with its next good answer"
-    polled.log.extend(line for line in log if line["event"] in ("backend_down", "backend_unread"))
+    polled.log.extend(line for line in log if line["event"] in ("backend_down", "backend_metrics_unreadable"))
     return polled
 
 

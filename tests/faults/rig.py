@@ -21,7 +21,7 @@ QUICK: dict[str, Any] = {
     "scheduling": {"placement": "round_robin"},
     # Only the request finds out what is wrong.
     "poll": {"interval_s": 60, "page_interval_s": 60, "models_interval_s": 60},
-    "health": {"backoff_s": 30},
+    "health": {"ejection_s": 30},
     "timeouts": {"connect_s": 5, "first_byte_s": 10, "stall_s": 10, "total_s": 20},
 }
 SHORT: dict[str, Any] = {"timeouts": {"connect_s": 5, "first_byte_s": 0.4, "stall_s": 0.3, "total_s": 1.0}}

@@ -21,7 +21,7 @@ from tests.faults.rig import posts
 IN_TURN: dict[str, Any] = {"scheduling": {"placement": "round_robin"}}
 """Every other request would go to the replica that is in trouble."""
 EVENTS = (
-    "backend_added", "backend_down", "backend_leaves", "backend_removed", "backend_unread", "backend_up",
+    "backend_added", "backend_down", "backend_leaves", "backend_removed", "backend_metrics_unreadable", "backend_up",
     "discovery_failed", "internal",
 )  # fmt: skip
 LONG = HELLO | {"messages": [{"role": "user", "content": "All that follows was said before. " * 60}]}
@@ -154,7 +154,7 @@ async def frozen(stage: Stage) -> str:
     config: dict[str, Any] = {
         # Nothing but its silence beside the others may end the wait for first bytes.
         "timeouts": {"first_byte_s": 100.0, "stall_s": 2.0},
-        "health": {"hung_s": 0.3, "backoff_s": 30.0},
+        "health": {"hung_s": 0.3, "ejection_s": 30.0},
     }
     async with serving(FAST, FAST, **IN_TURN, **config) as proxy:
         stage.opened()
@@ -191,7 +191,7 @@ async def frozen(stage: Stage) -> str:
     events={"backend_down": 2, "backend_up": 2},
 )
 async def whole_fleet(stage: Stage) -> str:
-    async with serving(FAST, FAST, **IN_TURN, queue={"hold_s": 30.0}) as proxy, AsyncExitStack() as stack:
+    async with serving(FAST, FAST, **IN_TURN, queue={"no_backend_wait_s": 30.0}) as proxy, AsyncExitStack() as stack:
         stage.opened()
         running = [await stack.enter_async_context(proxy.stream()) for _ in range(2)]
         for stream in running:
@@ -285,7 +285,7 @@ async def sigterm(stage: Stage) -> str:
     events={"backend_down": 1, "backend_up": 1},
 )
 async def drain(stage: Stage) -> str:
-    async with serving(FAST, FAST, **IN_TURN, health={"backoff_s": 0.05}) as proxy:
+    async with serving(FAST, FAST, **IN_TURN, health={"ejection_s": 0.05}) as proxy:
         stage.opened()
         async with proxy.stream(ENDLESS | {"max_tokens": 400}) as running:
             await running.content.readany()
@@ -313,7 +313,7 @@ async def drain(stage: Stage) -> str:
     outcomes={"completed": 12},
 )
 async def turns_all_away(stage: Stage) -> str:
-    async with serving(FAST, FAST, **IN_TURN, health={"failures": 3, "backoff_s": 30.0}) as proxy:
+    async with serving(FAST, FAST, **IN_TURN, health={"failures_before_ejection": 3, "ejection_s": 30.0}) as proxy:
         stage.opened()
         proxy.replicas[0].faults.set("busy_503")
         health = proxy.app.pools.backends["b0"].health
@@ -352,7 +352,7 @@ async def dns_change(stage: Stage) -> str:
         patch.setattr("llmproxy.upstream.resolver.ask_system", look_up)
         config: dict[str, Any] = {
             "backends": [{"url": f"dns+http://{NAME}:{old.port}"}],
-            "discovery": {"dns_interval_s": 0.05, "gone_after": 2},
+            "discovery": {"dns_interval_s": 0.05, "misses_before_removal": 2},
             **IN_TURN,
         }
         proxy = await stack.enter_async_context(serving(wait=False, **config))

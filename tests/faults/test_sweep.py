@@ -21,7 +21,7 @@ WAITS_MAX = 100
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (3 << 20)}}
 LARGE = HELLO | {"messages": [{"role": "user", "content": [IMAGE]}]}
 RESPONSE = {"model": "base", "input": "Hello", "stream": True, "max_output_tokens": 4}
-REFUSED: dict[str, Any] = {"scheduling": {"placement": "round_robin"}, "health": {"failures": 100_000}}
+REFUSED: dict[str, Any] = {"scheduling": {"placement": "round_robin"}, "health": {"failures_before_ejection": 100_000}}
 
 
 @asynccontextmanager

@@ -91,7 +91,9 @@ async def test_a_polled_replica_that(fault: PollFault) -> None:
     if fault.up:
         assert seen.running == fault.running
     events = [line["event"] for line in seen.log]
-    assert events == ["backend_down"] * (not fault.up) + ["backend_unread"] * fault.unread, "once, and nothing else"
+    assert events == ["backend_down"] * (not fault.up) + ["backend_metrics_unreadable"] * fault.unread, (
+        "once, and nothing else"
+    )
 
 
 async def test_an_unread_replica_does_not_get_all_that_waits() -> None:
@@ -99,7 +101,7 @@ async def test_an_unread_replica_does_not_get_all_that_waits() -> None:
         backend.polls[b"/metrics"] = huge
         async with serving(extra=[backend.url]) as proxy:
             pools = proxy.app.pools
-            assert pools.backends["b0"].limit.value == pools.settings.capacity.start_limit
+            assert pools.backends["b0"].limit.value == pools.settings.capacity.initial_batch_limit
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=NAME)

@@ -34,7 +34,7 @@ class Rig:
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
-    with entered(serving_script(breaking(), health={"failures": 1000})) as (runner, opened):
+    with entered(serving_script(breaking(), health={"failures_before_ejection": 1000})) as (runner, opened):
         yield Rig(runner, *opened)
 
 

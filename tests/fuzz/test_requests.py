@@ -51,7 +51,7 @@ BODIES = st.one_of(
 def rig() -> Iterator[tuple[asyncio.Runner, ProxyUnderTest]]:
     """A proxy with tenants."""
     tenants = [{"name": "acme", "keys": [hash_of("acme")], "cache_salt": "auto"}]
-    settings: dict[str, Any] = {"health": {"failures": 1000}, "queue": {"ttl_s": 1}}
+    settings: dict[str, Any] = {"health": {"failures_before_ejection": 1000}, "queue": {"max_wait_s": 1}}
     with entered(serving(FAST, tenants=tenants, api_keys=["x"], **settings)) as opened:
         yield opened
 

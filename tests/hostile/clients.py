@@ -20,7 +20,12 @@ from tests.strictness.wire import connected
 
 LIMIT_S = 8.0
 """How long a case may take; every limit of the proxy is far below."""
-LIMITS: dict[str, Any] = {"head_timeout_s": 0.3, "body_silence_s": 0.3, "body_timeout_s": 1.0, "idle_timeout_s": 1.0}
+LIMITS: dict[str, Any] = {
+    "head_timeout_s": 0.3,
+    "body_idle_timeout_s": 0.3,
+    "body_timeout_s": 1.0,
+    "idle_timeout_s": 1.0,
+}
 OWN_FIELDS = {
     b"content-type", b"content-length", b"date", b"server", b"connection", b"x-request-id", b"allow", b"retry-after",
     b"x-llmproxy-backend", b"x-llmproxy-queue-ms", b"x-llmproxy-attempts", b"www-authenticate", b"accept-encoding",

@@ -23,7 +23,8 @@ from tests.exits import changed, exit_of
 
 SERVED = exit_of(
     request_id="r1", method="POST", path="/v1/chat/completions", outcome=Outcome.COMPLETED, status=200, duration_s=3.0,
-    model="chat", target="sql", adapter="sql", tenant="acme", band="critical", level=100, flow="acme+chat", ttl_s=60.0,
+    model="chat", target="sql", adapter="sql", tenant="acme", band="critical", level=100, flow="acme+chat",
+    max_wait_s=60.0,
     slo=Slo(ttft_s=0.5), met=False, stream=True, backend="gpu-0", attempts=2, preemptions=1,
     why=GrantReason(waiting=((100, 3), (0, 7)), flows=2, standing=(("counter", 12.00001),), passed_over=1,
                     guaranteed=True),
@@ -33,7 +34,7 @@ SERVED = exit_of(
 )  # fmt: skip
 REFUSED = exit_of(
     request_id="r2", method="POST", path="/v1/chat/completions", outcome=Outcome.REJECTED_CAPACITY, status=429,
-    duration_s=0.0, model="chat", level=0, band="default", flow="chat", ttl_s=60.0, arrived_s=1000.5,
+    duration_s=0.0, model="chat", level=0, band="default", flow="chat", max_wait_s=60.0, arrived_s=1000.5,
     expected_prompt_tokens=12,
 )  # fmt: skip
 UNREAD = exit_of(
@@ -81,7 +82,7 @@ def test_a_line_is_a_request_of_a_trace_and_the_decision_about_it(path: Path) ->
         "model": "chat",
         "adapter": "sql",
         "criticality": 100,
-        "ttl_s": 60.0,
+        "max_wait_s": 60.0,
         "ttft_slo_s": 0.5,
         "request_id": "r1",
         "outcome": "completed",
@@ -116,7 +117,7 @@ def test_a_line_is_a_request_of_a_trace_and_the_decision_about_it(path: Path) ->
 def test_a_refused_request_says_what_it_would_have_been(path: Path) -> None:
     _, line = Log(path).after(REFUSED)
     assert line == {
-        "at_s": 0.5, "prompt_tokens": 12, "model": "chat", "criticality": 0, "ttl_s": 60.0, "request_id": "r2",
+        "at_s": 0.5, "prompt_tokens": 12, "model": "chat", "criticality": 0, "max_wait_s": 60.0, "request_id": "r2",
         "outcome": "rejected_capacity", "status": 429, "band": "default", "flow": "chat", "stream": False,
         "attempts": 0, "preemptions": 0, "ended_at_s": 0.5,
     }  # fmt: skip

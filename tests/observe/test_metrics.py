@@ -62,7 +62,7 @@ def test_a_served_stream_is_counted_everywhere_once(metrics: Metrics) -> None:
     assert value(metrics, "requests_total", outcome="completed", code="2xx", **band, **model) == 1
     assert value(metrics, "retries_total") == 1
     assert value(metrics, "queue_wait_seconds_sum", **band) == 0.25
-    assert value(metrics, "ttft_seconds_sum", **band, **model) == 1.0
+    assert value(metrics, "time_to_first_token_seconds_sum", **band, **model) == 1.0
     assert value(metrics, "time_per_output_token_seconds_sum", **band, **model) == pytest.approx(0.2)
     assert value(metrics, "inter_chunk_seconds_sum", gap="mean", **band) == 0.5
     assert value(metrics, "inter_chunk_seconds_sum", gap="max", **band) == 0.75
@@ -117,7 +117,7 @@ def test_times_are_counted_only_where_they_mean_something(
     seconds: int | None,
 ) -> None:
     metrics.record(changed(SERVED, **change))
-    assert value(metrics, "ttft_seconds_count", band="default", model="m") == ttft
+    assert value(metrics, "time_to_first_token_seconds_count", band="default", model="m") == ttft
     assert value(metrics, "time_per_output_token_seconds_count", band="default", model="m") == per_token
     assert value(metrics, "inter_chunk_seconds_count", band="default", gap="max") == gaps
     assert value(metrics, "request_seconds_count", band="default", model="m") == seconds
@@ -144,9 +144,9 @@ def test_what_a_decision_did_to_a_request_is_counted(metrics: Metrics) -> None:
     assert value(metrics, "preemptions_total", band="sheddable") == 2
     assert value(metrics, "preemptions_total", band="default") is None
     assert value(metrics, "unknown_objectives_total") == 1
-    assert value(metrics, "objectives_total", band="sheddable", met="true") == 1
-    assert value(metrics, "objectives_total", band="default", met="false") == 1
-    assert value(metrics, "objectives_total", band="default", met="true") is None, "it had no objective to keep"
+    assert value(metrics, "objectives_total", band="sheddable", result="met") == 1
+    assert value(metrics, "objectives_total", band="default", result="missed") == 1
+    assert value(metrics, "objectives_total", band="default", result="met") is None, "it had no objective to keep"
 
 
 def predictions(metrics: Metrics, time: str) -> list[float | None]:
@@ -262,7 +262,7 @@ def test_the_longest_lines_of_blocked_requests_have_names() -> None:
 
 def test_lines_that_a_log_could_not_take_are_counted(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics.decisions_lost(3)
-    assert value(metrics, "decision_log_lost_total") == 3
+    assert value(metrics, "decision_log_lines_lost_total") == 3
     metrics.log_lines_lost(4)
     monkeypatch.setattr(logs, "take_lines_lost", lambda: 5)
     metrics.page()
@@ -276,8 +276,8 @@ def test_gauges_are_read_at_the_scrape() -> None:
     assert value(metrics, "queued_bytes", band="critical") == 10
     assert value(metrics, "oldest_waiting_seconds", band="default") == 3.5
     assert value(metrics, "oldest_waiting_seconds", band="critical") == 0.0
-    assert value(metrics, "queue_work_seconds", pool="m") == 7.5
-    assert value(metrics, "inversions_total") == 2
+    assert value(metrics, "queue_backlog_seconds", pool="m") == 7.5
+    assert value(metrics, "priority_inversions_total") == 2
     assert value(metrics, "in_flight_requests", backend="gpu-0") == 3
     assert value(metrics, "backend_info", backend="gpu-0", pool="m") == 1
     assert value(metrics, "backend_info", backend="gpu-1", pool="") == 1
@@ -285,7 +285,7 @@ def test_gauges_are_read_at_the_scrape() -> None:
     assert value(metrics, "backend_limit", backend="gpu-0") == 32
     assert value(metrics, "backend_running", backend="gpu-0") == 2
     assert value(metrics, "backend_waiting", backend="gpu-0") == 1
-    assert value(metrics, "backend_kv_used", backend="gpu-0") == 0.4
+    assert value(metrics, "backend_kv_used_ratio", backend="gpu-0") == 0.4
     assert value(metrics, "backend_reading_age_seconds", backend="gpu-0") == 0.2
     assert [value(metrics, "backend_available", backend=name) for name in ("gpu-0", "gpu-1")] == [1, 0]
     assert [value(metrics, "backend_ejected", backend=name) for name in ("gpu-0", "gpu-1")] == [0, 1]
@@ -304,7 +304,7 @@ def test_attempts_polls_and_decisions_are_counted(metrics: Metrics) -> None:
     metrics.poll_failed("gpu-1", Trouble.REFUSED)
     metrics.decided(0.001)
     assert value(metrics, "attempts_total", backend="gpu-0", verdict="busy") == 1
-    assert value(metrics, "poll_failures_total", backend="gpu-1", trouble="refused") == 1
+    assert value(metrics, "poll_failures_total", backend="gpu-1", reason="refused") == 1
     assert value(metrics, "decision_seconds_count") == 1
     assert value(metrics, "build_info", version=__version__) == 1
 

@@ -46,7 +46,7 @@ async def test_one_waits_until_another_leaves(one: Dispatcher) -> None:
     await second.done()
 
 
-@emptied(Settings(queue=QueueSettings(hold_s=0.0)), a=1)
+@emptied(Settings(queue=QueueSettings(no_backend_wait_s=0.0)), a=1)
 async def test_a_refusal_at_the_door_leaves_nothing_behind(one: Dispatcher) -> None:
     one.troubled("a", Trouble.UNHEALTHY, "503")
     with pytest.raises(Refused) as caught:

@@ -47,7 +47,7 @@ async def test_a_name_is_waited_for_as_long_as_allowed() -> None:
 
 @virtual
 async def test_a_name_is_waited_for_less_before_any_backend_answered() -> None:
-    settings = replace(SETTINGS, queue=replace(SETTINGS.queue, first_hold_s=2.0))
+    settings = replace(SETTINGS, queue=replace(SETTINGS.queue, startup_wait_s=2.0))
     one = Dispatcher(Pools(settings, {"a": 1, "b": 1}, {}, partial(make, "blend", Random(0))))
     caught = await refusal_of(one.resolve("other", 5.0, 1))
     assert "No backend has answered since the start, so `other` is not known" in caught.message

@@ -24,7 +24,7 @@ NEXT = b'{"next":1}'
 """The body of the answer to the next request."""
 CONFIG: dict[str, Any] = {
     "retry": {"extra_attempts": 0},
-    "health": {"failures": 1_000_000, "hung_s": None},
+    "health": {"failures_before_ejection": 1_000_000, "hung_s": None},
     # Only requests are answered in odd ways.
     "poll": {"interval_s": 60, "page_interval_s": 60, "models_interval_s": 60},
 }

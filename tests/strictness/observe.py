@@ -17,7 +17,7 @@ from tests.strictness.wire import connected
 
 ANSWER = b'{"object":"chat.completion","choices":[]}'
 FREE: dict[str, float] = {}
-HASTY = {"body_silence_s": 0.2, "head_timeout_s": 0.2}
+HASTY = {"body_idle_timeout_s": 0.2, "head_timeout_s": 0.2}
 SENTINEL = b"GET /sentinel HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 _HOP = (b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"http2-settings",
         b"proxy-connection", b"proxy-authorization")  # fmt: skip

@@ -64,7 +64,7 @@ SCENARIO = Scenario(
             "1xllama-8b-h100",
             (1.3,),
             # What is late is of no use to anybody, and should leave soon enough to be counted in its own 5 minutes.
-            overrides={"queue.ttl_s": "4"},
+            overrides={"queue.max_wait_s": "4"},
             shape=sized(max_num_seqs=16),
             policies=(OURS, *OTHERS),
             goals=goals,

@@ -95,7 +95,7 @@ def _rollout(name: str, fleet: str, rate: float, gone: Shape, quick: bool = True
         fleet,
         (None,),
         shape=both(sized(max_num_seqs=64), gone),
-        overrides={"queue.hold_s": f"{HOLD_S:g}"},
+        overrides={"queue.no_backend_wait_s": f"{HOLD_S:g}"},
         policies=("cost", "least_request"),
         goals=held,
         quick=quick,

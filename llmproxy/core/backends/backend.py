@@ -54,7 +54,7 @@ class Backend:
         self.exploration: Exploration | None = None
         self.outliers: OutlierDetection | None = None
         lowest_ceiling, self._highest_ceiling = ceiling_range
-        self.limit = BatchLimit(max_in_flight, capacity.start_limit, lowest_ceiling)
+        self.limit = BatchLimit(max_in_flight, capacity.initial_batch_limit, lowest_ceiling)
         self._look_ahead = LookAhead()
         self._capacity = capacity
         self._prompt_range = prompt_range
@@ -512,7 +512,7 @@ class Backend:
             kv_used=kv_used,
             kv_tokens=kv_tokens,
             look_ahead=0,
-            kv_full=capacity.kv_full,
+            kv_full_ratio=capacity.kv_full_ratio,
             reading=reading,
             warmth=health.warmth(now),
             highest_ceiling=self._highest_ceiling,

@@ -82,17 +82,17 @@ class Peers:
     better than none.
     """
 
-    def __init__(self, ejected_max: float) -> None:
-        self.ejected_max = ejected_max
+    def __init__(self, ejected_ratio_max: float) -> None:
+        self.ejected_ratio_max = ejected_ratio_max
         self.members: dict[str, Health] = {}
 
     def may_eject(self, one: Health) -> bool:
-        """Returns whether `ejected_max` allows the ejection of `one`, and other backends can take its requests.
+        """Returns whether `ejected_ratio_max` allows the ejection of `one`, and other backends can take its requests.
 
         Backends that are down or drained do not count.
         """
         up = [health for health in self.members.values() if not (health.down or health.drained)]
-        spared = sum(health.ejected for health in up) < max(1, int(self.ejected_max * len(up)))
+        spared = sum(health.ejected for health in up) < max(1, int(self.ejected_ratio_max * len(up)))
         return spared and self.others_up(one)
 
     def others_up(self, than: Health) -> bool:
@@ -149,7 +149,7 @@ class Health:
     @property
     def gone(self) -> bool:
         """Whether the process is gone, because consecutive polls were refused."""
-        return self._refused_polls >= self.settings.unreachable_after
+        return self._refused_polls >= self.settings.misses_before_down
 
     def available(self, now: float) -> bool:
         # A poll tests for free whether a process that answered no poll continues. A probe delays a request.
@@ -216,7 +216,7 @@ class Health:
             return False
         self._failed_polls += 1
         self._refused_polls = self._refused_polls + 1 if trouble is Trouble.REFUSED else 0
-        if trouble is Trouble.UNHEALTHY or self._failed_polls >= self.settings.unreachable_after:
+        if trouble is Trouble.UNHEALTHY or self._failed_polls >= self.settings.misses_before_down:
             self.down = True
         return self.gone
 
@@ -274,7 +274,7 @@ class Health:
                 if was_probe and not (self.slow and counted):
                     self._uneject(now)
             case Verdict.CONNECT_FAILED | Verdict.DRAINING | Verdict.ENGINE_DEAD:
-                # Further requests would surely fail too, so `ejected_max` does not apply.
+                # Further requests would surely fail too, so `ejected_ratio_max` does not apply.
                 self._eject(FACTS[verdict], now)
             case Verdict.FAILED | Verdict.TIMED_OUT:
                 if not excused:
@@ -304,7 +304,7 @@ class Health:
         self.rate.add(True)
         if was_probe:
             self.try_eject("its probe failed", now)
-        elif self._failures >= self.settings.failures:
+        elif self._failures >= self.settings.failures_before_ejection:
             self._suspect(f"{self._failures} failures in a row", now)
         elif self.peers is not None and not self.ejected:
             others = [health.rate for health in self.peers.members.values() if health is not self and not health.down]
@@ -350,7 +350,7 @@ class Health:
     def missed(self, now: float) -> bool:
         """Shortens the pause of an ejection, because requests wait for places. Returns whether it did."""
         # A slow probe delays its request for long, and a backend with a high failure rate passes most probes.
-        until_s = now + self.settings.backoff_s * 2.0**CHEAP_DOUBLINGS
+        until_s = now + self.settings.ejection_s * 2.0**CHEAP_DOUBLINGS
         if not self.ejected or self.slow or self._by_rate or self._blocked_until_s <= until_s:
             return False
         self._blocked_until_s = until_s
@@ -368,7 +368,7 @@ class Health:
         # Only the first of consecutive skips is an event, until an ejection would have ended.
         if now >= self._skipped_until_s:
             self.on_event(EjectionSkipped(why))
-        self._skipped_until_s = now + self.settings.backoff_max_s
+        self._skipped_until_s = now + self.settings.ejection_max_s
 
     def _uneject(self, now: float) -> None:
         self._clear(now)
@@ -387,7 +387,7 @@ class Health:
         # Many requests may fail at once for the same reason, which is a single ejection.
         if self.ejected and now < self._blocked_until_s:
             return
-        pause_s = min(self.settings.backoff_max_s, self.settings.backoff_s * 2.0 ** min(self._ejections, 16))
+        pause_s = min(self.settings.ejection_max_s, self.settings.ejection_s * 2.0 ** min(self._ejections, 16))
         if not self.ejected:
             self._first_ejected_s = now
         self._ejections += 1

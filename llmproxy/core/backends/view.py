@@ -34,7 +34,7 @@ class View(Struct, frozen=True):
     """Size of the KV cache in tokens."""
     look_ahead: int
     """Sequences that may be in flight above `limit`."""
-    kv_full: float
+    kv_full_ratio: float
     """KV cache usage (0..1) from which the cache counts as full."""
     reading: Reading | None
     """The last reading, or None if it is stale."""
@@ -63,7 +63,7 @@ class View(Struct, frozen=True):
         if load >= limit + look_ahead:
             return False
         slots = slots_under(limit, ceiling, look_ahead, self.highest_ceiling)
-        return load < slots and self.kv_used < self.kv_full * ceiling
+        return load < slots and self.kv_used < self.kv_full_ratio * ceiling
 
     @property
     def doubtful(self) -> bool:

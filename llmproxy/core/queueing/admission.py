@@ -105,7 +105,7 @@ class Admission:
             # The request refers to state, such as a stored response, that was lost with a process that is gone.
             able = [backend for backend in able if not backend.health.gone and backend.name not in excluded]
         unavailable = {backend.name for backend in able if backend.drained or not backend.health.available(now)}
-        if unavailable and self._settings.queue.hold_s:
+        if unavailable and self._settings.queue.no_backend_wait_s:
             return excluded - unavailable, True
         message = f"No backend of `{request.model}` is up. Try again shortly."
         if excluded:
@@ -118,7 +118,7 @@ class Admission:
         backend = self._backends.get(name)
         if backend is None or backend.health.gone or not backend.serves(request.model):
             raise _lost_reference(request)
-        if not backend.up and not self._settings.queue.hold_s:
+        if not backend.up and not self._settings.queue.no_backend_wait_s:
             message = "The backend that keeps what this request refers to is not up. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
         return not backend.up

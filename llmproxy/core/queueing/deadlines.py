@@ -31,32 +31,32 @@ class Deadlines:
     """The deadlines of the requests that wait in one pool.
 
     A pool has two clocks, and one of them runs at a time. While a backend is up, the normal clock measures each
-    request's own time to wait. While no backend is up, the hold clock runs instead: requests are on hold for `hold_s`,
-    or for their own time to wait if that is shorter. So a rolling restart costs no request its place. With `hold_s` 0
-    the normal clock always runs.
+    request's own time to wait. While no backend is up, the hold clock runs instead: requests are on hold for
+    `no_backend_wait_s`, or for their own time to wait if that is shorter. So a rolling restart costs no request its
+    place. With `no_backend_wait_s` 0 the normal clock always runs.
     """
 
-    def __init__(self, hold_s: float) -> None:
-        self._hold_s = hold_s
+    def __init__(self, no_backend_wait_s: float) -> None:
+        self._no_backend_wait_s = no_backend_wait_s
         # Each pair: the normal clock (0) and the hold clock (1).
         self._clocks = (_Clock(), _Clock())
         self._heaps = (_deadlines(0), _deadlines(1))
         self._running = 0
 
-    def reconfigure(self, hold_s: float, waiting: Collection[Queued], now: float) -> None:
+    def reconfigure(self, no_backend_wait_s: float, waiting: Collection[Queued], now: float) -> None:
         """Apply another hold time from now on, also to the requests in `waiting`."""
-        if hold_s == self._hold_s:
+        if no_backend_wait_s == self._no_backend_wait_s:
             return
-        self._hold_s = hold_s
+        self._no_backend_wait_s = no_backend_wait_s
         self._heaps = (self._heaps[0], _deadlines(1))
         for queued in waiting:
-            held_s = min(self.own_left_s(queued, now), hold_s)
+            held_s = min(self.own_left_s(queued, now), no_backend_wait_s)
             queued.due_s = (queued.due_s[0], self._clocks[1].read(now) + held_s)
             self._heaps[1].push(queued.due_s[1], queued, len(waiting))
 
     def set_pool_up(self, up: bool, now: float) -> None:
         """Switch between the normal clock (a backend is `up`) and the hold clock (none is)."""
-        running = 0 if up or not self._hold_s else 1
+        running = 0 if up or not self._no_backend_wait_s else 1
         clock = self._clocks[running]
         # Called with every event; the pool rarely changes.
         if clock.since_s is None:
@@ -66,7 +66,8 @@ class Deadlines:
 
     def enter(self, queued: Queued, now: float, waiting: int, left_s: float) -> None:
         """Add `queued`, which is due in `left_s`. `waiting` is the number of waiting requests."""
-        queued.due_s = (self._clocks[0].read(now) + left_s, self._clocks[1].read(now) + min(left_s, self._hold_s))
+        hold_left_s = min(left_s, self._no_backend_wait_s)
+        queued.due_s = (self._clocks[0].read(now) + left_s, self._clocks[1].read(now) + hold_left_s)
         self.reenter(queued, waiting)
 
     def reenter(self, queued: Queued, waiting: int) -> None:

@@ -48,7 +48,7 @@ class WaitingRoom:
         # Band -> its requests, the newest first, for shedding.
         self._newest: dict[int, LazyHeap[float, Queued]] = {}
         self.blocked = BlockedRequests()
-        self.deadlines = Deadlines(settings.queue.hold_s)
+        self.deadlines = Deadlines(settings.queue.no_backend_wait_s)
         # Label -> id of the last request with this label.
         self._labels: dict[str, str] = {}
         # All waiting requests by id, and their expected tokens.
@@ -60,7 +60,7 @@ class WaitingRoom:
     def reconfigure(self, settings: Settings, now: float) -> None:
         """Apply other settings. Bands and their requests stay."""
         self._settings = settings
-        self.deadlines.reconfigure(settings.queue.hold_s, self.waiting.values(), now)
+        self.deadlines.reconfigure(settings.queue.no_backend_wait_s, self.waiting.values(), now)
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -92,7 +92,8 @@ class WaitingRoom:
     def enter(
         self, request: Request, rank: Rank, excluded: frozenset[str], now: float, *, on_hold: bool = False
     ) -> None:
-        """Add `request`. `on_hold`: none of the backends that it may use is up, so it waits for at most `hold_s`."""
+        """Add `request`. `on_hold`: none of the backends that it may use is up, so it waits for at most
+        `no_backend_wait_s`."""
         queued = Queued(request, rank, excluded, on_hold=on_hold)
         self.waiting[request.id] = queued
         self._labels[request.label] = request.id
@@ -101,7 +102,7 @@ class WaitingRoom:
         self.output_tokens += request.output_tokens
         left_s = request.deadline_s - now
         if on_hold:
-            left_s = min(left_s, self._settings.queue.hold_s)
+            left_s = min(left_s, self._settings.queue.no_backend_wait_s)
         self.deadlines.enter(queued, now, len(self.waiting), left_s)
         self._place(queued).push(queued, now)
 

@@ -143,7 +143,7 @@ class Need(Struct, frozen=True):
 
 def replica_capacity(
     came: Tokens, learned: Learned | None, curve: StepCurve, replicas: Sequence[ReplicaFacts], tpot_s: float | None,
-    kv_full: float, usual_limit: float = UNPUBLISHED,
+    kv_full_ratio: float, usual_limit: float = UNPUBLISHED,
 ) -> Capacity | None:  # fmt: skip
     """Returns the capacity of a replica for requests like `came`; None while it is unknown.
 
@@ -161,7 +161,7 @@ def replica_capacity(
     prompt_s = token_s * came.compute * (1.0 + attention * came.before) / came.requests
     tokens = max(1.0, came.output / came.requests)
     usual_kv = mean_known([one.kv_tokens for one in replicas], inf)
-    kv_seats = KV_MARGIN * kv_full / max(1.0, came.kv_tokens)
+    kv_seats = KV_MARGIN * kv_full_ratio / max(1.0, came.kv_tokens)
     replicas = replicas or [ReplicaFacts(False, None, None, None)]
     places = [max(1.0, min(one.limit or usual_limit, kv_seats * (one.kv_tokens or usual_kv))) for one in replicas]
     if tpot_s is not None:
@@ -198,7 +198,7 @@ def _largest_batch(tpot_s: float, line: StepLine, prompt_s: float, tokens: float
 
 def pool_need(
     mix: Mix, learned: Learned | None, curve: StepCurve, replicas: Sequence[ReplicaFacts], demand: Demand,
-    settings: ScalingSettings, tpot_s: float | None, start_s: float, kv_full: float, now: float,
+    settings: ScalingSettings, tpot_s: float | None, start_s: float, kv_full_ratio: float, now: float,
     usual_limit: float = UNPUBLISHED,
 ) -> Need:  # fmt: skip
     """Returns the need of a pool.
@@ -208,7 +208,7 @@ def pool_need(
     up = sum(one.up for one in replicas)
     full = up if demand.waited_s >= FULL_S and all(one.full for one in replicas if one.up) else 0
     came = mix.tokens(mix.within(now, LONG_S))
-    capacity = replica_capacity(came, learned, curve, replicas, tpot_s, kv_full, usual_limit)
+    capacity = replica_capacity(came, learned, curve, replicas, tpot_s, kv_full_ratio, usual_limit)
     waiting = round(total_requests(demand.waiting.values())) + demand.on_hold
     # The restored data of an earlier process gives the cost of requests, but not the current rate of arrivals.
     known = mix.ended >= ENDED_MIN or (mix.restored and mix.span_s(now, SHORT_S) >= SHORT_S)
@@ -226,10 +226,10 @@ def pool_need(
     terms = {
         "work": work / settings.utilisation,
         "ahead": ahead / settings.utilisation,
-        "queue": waiting_s / settings.drain_s,
+        "queue": waiting_s / settings.target_wait_s,
         "seats": demand.running / capacity.seats,
         # A full cache counts as one replica, so replicas whose cache is always full do not ask for more replicas.
-        "kv": counted * sum(min(1.0, (one.kv_used or 0.0) / kv_full) for one in replicas if one.up),
+        "kv": counted * sum(min(1.0, (one.kv_used or 0.0) / kv_full_ratio) for one in replicas if one.up),
         "adapters": demand.adapters / min(adapters_max) if adapters_max else 0.0,
     }
     by = {name: terms[name] for name in ("seats", "kv", "adapters")}

@@ -220,7 +220,7 @@ class PoolScaling(LeaseObserver):
 
     # --- the number ----------------------------------------------------------------------------------------------
 
-    def need(self, learned: Learned | None, replicas: Sequence[ReplicaFacts], kv_full: float, now: float) -> Need:
+    def need(self, learned: Learned | None, replicas: Sequence[ReplicaFacts], kv_full_ratio: float, now: float) -> Need:
         """Returns the need of the pool now. `learned` is None if the placement learns no times."""
         if learned is not None:
             self._attention = learned.prefill_attention
@@ -237,7 +237,7 @@ class PoolScaling(LeaseObserver):
         self._usual_limit = mean_known((one.limit for one in replicas), self._usual_limit)
         tpot_s = self._settings.target_tpot_s if self._settings.target_tpot_s is not None else self._tpot_s
         return pool_need(
-            self.mix, learned, self.curve, replicas, demand, self._settings, tpot_s, self.start_s, kv_full, now,
+            self.mix, learned, self.curve, replicas, demand, self._settings, tpot_s, self.start_s, kv_full_ratio, now,
             self._usual_limit,
         )  # fmt: skip
 

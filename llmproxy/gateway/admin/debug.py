@@ -68,7 +68,7 @@ class AdminPages:
         self._digest = None if config.admin_key is None else key_digest(config.admin_key)
         self._names = config.band_names()
         self._clients = Clients(config.clients.trusted_proxies)
-        self._open_metrics = config.admin.open_metrics
+        self._public_metrics = config.admin.public_metrics
         self._secret_metrics = bool(config.tenants) or config.admin_key is not None
 
     def admits(self, request: web.BaseRequest) -> bool:
@@ -102,7 +102,7 @@ class AdminPages:
         """
         if self._has_port is not on_admin_port:
             raise nothing_at(path)
-        if path == METRICS and (on_admin_port or self._open_metrics or not self._secret_metrics):
+        if path == METRICS and (on_admin_port or self._public_metrics or not self._secret_metrics):
             return
         if path.startswith(UI) and self._digest is not None:
             # The page itself shows no data. It asks for the key, and then requests the data with the key.

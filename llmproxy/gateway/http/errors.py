@@ -25,7 +25,7 @@ STATUS: dict[Outcome, int] = {
     Outcome.SHED: 429,
     Outcome.REJECTED_DEADLINE: 429,
     Outcome.RATE_LIMITED: 429,
-    Outcome.REJECTED_LIMITS_AWAY: 503,
+    Outcome.REJECTED_LIMITS_UNAVAILABLE: 503,
     Outcome.CANCELLED: 499,
     Outcome.CONNECT_FAILED: 502,
     Outcome.UPSTREAM_TIMEOUT: 504,

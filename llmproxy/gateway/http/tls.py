@@ -83,9 +83,9 @@ class ClientTls:
         try:
             self.context.now = self._read()
         except _Unusable as error:
-            _log.warning("certificate_kept", why=str(error))
+            _log.warning("certificate_reload_failed", why=str(error))
             return False
-        _log.info("certificate_renewed", cert=str(self._cert))
+        _log.info("certificate_reloaded", cert=str(self._cert))
         return True
 
     async def watch(self) -> None:

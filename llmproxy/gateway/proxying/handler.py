@@ -214,16 +214,18 @@ class RequestHandler:
     async def _target(self, received: ReceivedRequest, asked: str | None) -> Target:
         """Resolve the requested model name. Errors only name models that the tenant may use.
 
-        Waits for up to `hold_s` while replicas start and have not listed their models yet.
+        Waits for up to `no_backend_wait_s` while replicas start and have not listed their models yet.
         """
         tenant, rules = received.tenant, received.rules
         try:
             if asked is None or tenant.allows(asked):
-                hold_s = min(rules.config.queue.hold_s, rules.identity.ttl_s(received.http.headers))
+                no_backend_wait_s = min(
+                    rules.config.queue.no_backend_wait_s, rules.identity.max_wait_s(received.http.headers)
+                )
                 # A conversation stays with one model of an alias, because only its replicas have the prefix cached.
                 key, previous = received.session or received.id, received.previous
                 beside = None if previous is None else previous.backend
-                target = await self._dispatcher.resolve(asked, hold_s, received.body_bytes, key, beside)
+                target = await self._dispatcher.resolve(asked, no_backend_wait_s, received.body_bytes, key, beside)
                 if asked is not None or tenant.allows(target.requested):
                     return target
         except Refused as refused:
@@ -240,7 +242,7 @@ class RequestHandler:
     def _make_request(self, received: ReceivedRequest, parsed: ParsedBody, target: Target) -> Request:
         http, facts, tenant, identity = received.http, parsed.facts, received.tenant, received.rules.identity
         standing = identity.classify(http.headers, received.trusted, target.requested, target.model, tenant)
-        received.ttl_s, received.unknown_objective = standing.ttl_s, standing.unknown_objective
+        received.max_wait_s, received.unknown_objective = standing.max_wait_s, standing.unknown_objective
         prompt_tokens, output_tokens = self._estimator.tokens(target.model, facts)
         computes = received.route.computes
         if received.route.work is not Work.GENERATES:
@@ -261,7 +263,7 @@ class RequestHandler:
             flow=standing.flow,
             arrived_s=received.arrived_s,
             # The maximum wait counts from the moment when the body has been read.
-            deadline_s=asyncio.get_running_loop().time() + standing.ttl_s,
+            deadline_s=asyncio.get_running_loop().time() + standing.max_wait_s,
             body_bytes=received.body_bytes,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,

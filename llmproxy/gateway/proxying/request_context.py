@@ -63,7 +63,7 @@ class ReceivedRequest:
     salt: str | None = None
     session: str | None = None
     target: Target | None = None
-    ttl_s: float = 0.0
+    max_wait_s: float = 0.0
     unknown_objective: str | None = None
     trace: TraceContext | None = None
 
@@ -105,7 +105,7 @@ class ReceivedRequest:
             request = routing.request
             record.adapter, record.flow, record.slo = request.adapter, request.flow, request.slo
             record.level, record.band = request.band, band_names.get(request.band, str(request.band))
-            record.ttl_s, record.stream, record.weight = self.ttl_s, request.stream, request.weight
+            record.max_wait_s, record.stream, record.weight = self.max_wait_s, request.stream, request.weight
             record.expected_prompt_tokens = request.prompt_tokens
         return record
 

@@ -41,7 +41,7 @@ async def read_body(
         return whole
     body = BytesIO()
     now = asyncio.get_running_loop().time
-    silence_s, latest_s = limits.body_silence_s, now() + limits.body_timeout_s
+    silence_s, latest_s = limits.body_idle_timeout_s, now() + limits.body_timeout_s
     limit = asyncio.timeout_at(min(now() + silence_s, latest_s))
     try:
         async with limit:
@@ -61,7 +61,9 @@ async def read_body(
             raise _no_room(closes=True) from None
         # The clock cannot tell which limit: timers of the loop go off up to a millisecond early.
         if limit.when() != latest_s:
-            message = f"The request body stopped arriving: nothing came for {silence_s:g} s (clients.body_silence_s)."
+            message = (
+                f"The request body stopped arriving: nothing came for {silence_s:g} s (clients.body_idle_timeout_s)."
+            )
         else:
             message = f"The request body took more than {limits.body_timeout_s:g} s (clients.body_timeout_s)."
         raise Failure(Outcome.BAD_REQUEST, message, status=408, headers={"Connection": "close"}) from None

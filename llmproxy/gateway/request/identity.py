@@ -50,7 +50,7 @@ class RequestClass:
     # The flow whose requests share a queue. Flows share the capacity of a band by weight.
     flow: str
     # The maximum time in the queue, in seconds.
-    ttl_s: float
+    max_wait_s: float
     # "" for none.
     tenant: str = ""
     weight: float = 1.0
@@ -80,8 +80,8 @@ class Identity:
         self._trusted = InNetworks(config.trusted_networks())
         self._trusts_all = config.trusted_networks() == TRUST_WORDS["all"]
         self._trusts_proxies = config.trust_proxy_headers
-        self._ttl_s = config.queue.ttl_s
-        self._band_ttls_s = config.by_band(config.queue.band_ttl_s)
+        self._max_wait_s = config.queue.max_wait_s
+        self._band_max_waits_s = config.by_band(config.queue.band_max_wait_s)
         self._models = {model.name: _model_objective(config, model) for model in config.models}
         self._objectives = {name: _Objective(band) for name, band in {**BAND_NAMES, **config.bands}.items()}
         for entry in config.objectives:
@@ -193,7 +193,7 @@ class Identity:
         return RequestClass(
             band=band,
             flow=flow,
-            ttl_s=self.ttl_s(headers, band),
+            max_wait_s=self.max_wait_s(headers, band),
             tenant=tenant.name,
             weight=self._weights.get(flow, tenant.weight),
             slo=None if ttft_s is None and tpot_s is None else Slo(ttft_s, tpot_s),
@@ -218,16 +218,16 @@ class Identity:
         # A name that is no alias is its own target, and counts once.
         return (name for name in dict.fromkeys(names) if name in self._limits)
 
-    def ttl_s(self, headers: Mapping[str, str], band: int = DEFAULT) -> float:
+    def max_wait_s(self, headers: Mapping[str, str], band: int = DEFAULT) -> float:
         """How long a request of `band` may wait, in seconds. Raises Failure (400) if the TTL header is no duration."""
-        ttl_s, text = self._band_ttls_s.get(band, self._ttl_s), headers.get(TTL_HEADER)
+        max_wait_s, text = self._band_max_waits_s.get(band, self._max_wait_s), headers.get(TTL_HEADER)
         if text is None:
-            return ttl_s
+            return max_wait_s
         duration_s = parse_duration_s(text)
         if duration_s is None or duration_s <= 0:
             message = f"{TTL_HEADER} should be a positive duration such as 1.5s, 300ms or 1m30s"
             raise Failure(Outcome.BAD_REQUEST, message, param=TTL_HEADER)
-        return min(ttl_s, duration_s)
+        return min(max_wait_s, duration_s)
 
 
 def _model_objective(config: Config, model: ModelConfig) -> _Objective:

@@ -130,10 +130,10 @@ def _config(port: int, replicas: Sequence[DemoReplica]) -> dict[str, Any]:
         "host": HOST,
         "port": port,
         "admin_key": hash_of(ADMIN_KEY),
-        "admin": {"open_metrics": True},
+        "admin": {"public_metrics": True},
         # The user's own proxy may use the same state file.
         "state_file": "none",
-        "scheduling": {"start_limit": BATCH},
+        "scheduling": {"initial_batch_limit": BATCH},
         "objectives": [{"name": "critical", "criticality": "critical", "ttft_s": CRITICAL_TTFT_S}],
         # A tenant that floods the queue is refused, before the queue is full for the others.
         "queue": {"requests_max": QUEUE_REQUESTS_MAX, "flow_requests_max": QUEUE_REQUESTS_MAX // 2},

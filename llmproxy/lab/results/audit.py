@@ -59,7 +59,7 @@ class Audit:
         self._floors: dict[int, float] = {}
         self._leases: dict[int, _AuditedLease] = {}
         self._unfinished_tokens = 0
-        self._charge = charges.get(settings.charged)(settings)
+        self._charge = charges.get(settings.fairness_cost)(settings)
 
     # --- in and out -----------------------------------------------------------------------------------------------
 

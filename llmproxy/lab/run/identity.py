@@ -15,7 +15,7 @@ class ArrivalIdentity:
     """Its flow with the share `weight`, how long it may wait, its tenant, its objective, and its usage limits."""
 
     flow: str
-    ttl_s: float
+    max_wait_s: float
     tenant: str
     weight: float
     slo: Slo | None
@@ -31,7 +31,7 @@ class IdentityReader:
         self._limits = settings_of(config).limits
         self._tenants = {tenant.name: tenant for tenant in config.tenants}
         self._models = {model.name: model for model in config.models}
-        self._band_ttls_s = config.by_band(config.queue.band_ttl_s)
+        self._band_max_waits_s = config.by_band(config.queue.band_max_wait_s)
 
     def band(self, arrival: Arrival) -> int:
         """The band that the arrival names, within what its tenant may have."""
@@ -42,12 +42,12 @@ class IdentityReader:
 
     def of(self, arrival: Arrival, target: Target, band: int) -> ArrivalIdentity:
         tenant = self._tenants.get(arrival.tenant)
-        ttl_s = self._band_ttls_s.get(band, self._config.queue.ttl_s)
+        max_wait_s = self._band_max_waits_s.get(band, self._config.queue.max_wait_s)
         flow = self._flow_of(arrival, target)
         limits = (tenant_limit(arrival.tenant), model_limit(target.requested), model_limit(target.model))
         return ArrivalIdentity(
             flow=flow,
-            ttl_s=ttl_s if arrival.ttl_s is None else min(arrival.ttl_s, ttl_s),
+            max_wait_s=max_wait_s if arrival.max_wait_s is None else min(arrival.max_wait_s, max_wait_s),
             tenant=arrival.tenant,
             weight=self._config.scheduling.weights.get(flow, 1.0 if tenant is None else tenant.weight),
             slo=self._slo(arrival, target),

@@ -202,7 +202,7 @@ class LabProxy:
             return
         prompt_bytes = round(arrival.prompt_tokens * BYTES_PER_TOKEN * self._rng.lognormvariate(0.0, BYTES_SIGMA))
         facts = RequestFacts(arrival.adapter or BASE_MODEL, stream=not arrival.whole, prompt_bytes=prompt_bytes)
-        target = await self.leasing.resolve(facts.model, self._config.queue.hold_s, prompt_bytes)
+        target = await self.leasing.resolve(facts.model, self._config.queue.no_backend_wait_s, prompt_bytes)
         self._budget.request()
         prompt_tokens, output_tokens = self.pools.estimator.tokens(target.model, facts)
         standing = self._standings.of(arrival, target, record.band)
@@ -215,7 +215,7 @@ class LabProxy:
             flow=standing.flow,
             arrived_s=record.arrived_s,
             # The time to wait begins when the name of the model is known.
-            deadline_s=self._loop.time() + standing.ttl_s,
+            deadline_s=self._loop.time() + standing.max_wait_s,
             body_bytes=prompt_bytes,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,

@@ -19,12 +19,12 @@ class Arrival:
     `at_s` counts from the start of the trace. `blocks` names the prompt's blocks of `Trace.block_tokens` tokens each,
     the last perhaps partial: equal ids mean equal prompts from the first token to the end of that block. Ids beyond
     the prompt are those of the answer, as far as it is known; without any id nothing is shared. `adapter` is None for
-    the base model. `band` is a name or an integer as in the configuration. `ttl_s` is the longest wait in the queue
-    that the client asks for; `ttft_slo_s` and `tpot_slo_s` are its own objectives, None for the fleet's. `then` is the
-    next turn of a closed loop: it arrives `think_s` seconds after this answer ended, whatever its `at_s` says, and
-    never when this request failed. A client whose request failed or was refused sends it again `retry_after_s` later,
-    at most `retries` times: each is a request of its own. `guessed` says that the real one got none, and its length is
-    an assumption. `whole`: the answer comes in one piece.
+    the base model. `band` is a name or an integer as in the configuration. `max_wait_s` is the longest wait in the
+    queue that the client asks for; `ttft_slo_s` and `tpot_slo_s` are its own objectives, None for the fleet's. `then`
+    is the next turn of a closed loop: it arrives `think_s` seconds after this answer ended, whatever its `at_s` says,
+    and never when this request failed. A client whose request failed or was refused sends it again `retry_after_s`
+    later, at most `retries` times: each is a request of its own. `guessed` says that the real one got none, and its
+    length is an assumption. `whole`: the answer comes in one piece.
     """
 
     at_s: float
@@ -35,7 +35,7 @@ class Arrival:
     adapter: str | None = None
     band: str | int = "default"
     session: str | None = None
-    ttl_s: float | None = None
+    max_wait_s: float | None = None
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     think_s: float = 0.0

@@ -22,7 +22,7 @@ HEADER = "llmproxy_decisions"
 VERSION = 1
 MARKS = ("request_id", "outcome")
 """Keys by which a piece of a log is known, when its header stayed in another file."""
-TAKEN = ("tenant", "adapter", "session", "criticality", "ttl_s", "ttft_slo_s", "tpot_slo_s")
+TAKEN = ("tenant", "adapter", "session", "criticality", "max_wait_s", "ttft_slo_s", "tpot_slo_s")
 
 Lines = Callable[[], Iterator[tuple[int, str]]]
 

@@ -6,7 +6,7 @@
 - ServeGen CSV: `t_s`, `client`, `input_tokens`, `output_tokens`, perhaps `reason_ratio`, which is not looked at.
 - arena CSV: `t_s`, `client`, `prompt_tokens`, `output_tokens`. A client is a tenant in both.
 - Our own JSONL: the fields of `Arrival` by name, of which `at_s`, `prompt_tokens` and `output_tokens` are required.
-  `criticality` is the band; `model` may be said for `adapter`, and `deadline_s` (after the arrival) for `ttl_s`. A
+  `criticality` is the band; `model` may be said for `adapter`, and `deadline_s` (after the arrival) for `max_wait_s`. A
   first line `{"llmproxy_trace": 1, "block_tokens": 512}` may give the size of a block.
 
 Decision logs of the proxy have a module of their own, `decisions`.
@@ -70,7 +70,7 @@ MOONCAKE = ("timestamp", "input_length", "output_length", "hash_ids")
 REQUIRED = ("at_s", "prompt_tokens", "output_tokens")
 HEADER = ("llmproxy_trace", "block_tokens")
 NAMES = {"tenant": "tenant", "adapter": "adapter", "model": "adapter", "session": "session"}
-SPANS = {"ttl_s": "ttl_s", "deadline_s": "ttl_s", "ttft_slo_s": "ttft_slo_s", "tpot_slo_s": "tpot_slo_s"}
+SPANS = {"max_wait_s": "max_wait_s", "deadline_s": "max_wait_s", "ttft_slo_s": "ttft_slo_s", "tpot_slo_s": "tpot_slo_s"}
 MORE = ("criticality", *NAMES, *SPANS)
 OWN = (*REQUIRED, "blocks", *MORE)
 

@@ -26,7 +26,7 @@ REFUSED = frozenset(
         Outcome.REJECTED_NO_BACKENDS,
         Outcome.REJECTED_DEADLINE,
         Outcome.RATE_LIMITED,
-        Outcome.REJECTED_LIMITS_AWAY,
+        Outcome.REJECTED_LIMITS_UNAVAILABLE,
         Outcome.EXPIRED,
         Outcome.EXPIRED_NO_BACKENDS,
         Outcome.SHED,

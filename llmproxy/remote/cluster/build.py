@@ -113,7 +113,7 @@ def build_member(
         context,
         callbacks,
         TcpNetwork(chosen),
-        inf if chosen.alone_after_s is None else chosen.alone_after_s,
+        inf if chosen.standalone_after_s is None else chosen.standalone_after_s,
     )
     gateway.stored.catch_up = cluster.default.caught_up
     return cluster

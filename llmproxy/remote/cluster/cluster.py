@@ -49,7 +49,7 @@ class Cluster:
     def __init__(
         self, me: Hello, lock_s: float, stores: Mapping[str, LockStore], dispatcher: Dispatcher,
         leasing: ClusterLeasing, context: SchedulerContext, callbacks: Callable[[str], MemberCallbacks],
-        network: Network, alone_after_s: float = inf,
+        network: Network, standalone_after_s: float = inf,
     ) -> None:  # fmt: skip
         """`stores` has the lock of each shard. `callbacks` returns the callbacks of a shard."""
         self.me = me
@@ -59,7 +59,14 @@ class Cluster:
         self._context = context
         self.shards = {
             name: Shard(
-                name, self, lock_s, stores[name], dispatcher, leasing.by_shard[name], callbacks(name), alone_after_s
+                name,
+                self,
+                lock_s,
+                stores[name],
+                dispatcher,
+                leasing.by_shard[name],
+                callbacks(name),
+                standalone_after_s,
             )
             for name in self._pools.shards.names
         }

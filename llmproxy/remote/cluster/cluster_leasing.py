@@ -34,7 +34,7 @@ class ClusterLeasing:
         return self._client_for(request).admit(request, excluded, entry)
 
     async def resolve(
-        self, name: str | None, hold_s: float, body_bytes: int, key: str = "", beside: str | None = None
+        self, name: str | None, no_backend_wait_s: float, body_bytes: int, key: str = "", beside: str | None = None
     ) -> Target:
         """See `LeaderClient.resolve`."""
         shard = (
@@ -42,7 +42,7 @@ class ClusterLeasing:
             if self._shards.separate
             else DEFAULT
         )
-        return await self.by_shard[shard].resolve(name, hold_s, body_bytes, key, beside)
+        return await self.by_shard[shard].resolve(name, no_backend_wait_s, body_bytes, key, beside)
 
     def direct(self, backend: str, cut: Callable[[], None]) -> AbstractContextManager[None]:
         """See `Dispatcher.direct`."""

@@ -165,18 +165,18 @@ class LeaderClient:
         self._report(protocol.LeaseReturned(lease.grant.lease, lease.verdict, lease.usage))
 
     async def resolve(
-        self, name: str | None, hold_s: float, body_bytes: int, key: str = "", beside: str | None = None
+        self, name: str | None, no_backend_wait_s: float, body_bytes: int, key: str = "", beside: str | None = None
     ) -> Target:
         """See `Dispatcher.resolve`. An unknown name is also held at the leader, which counts it for the autoscaler.
 
         Returns when both processes know the name, because a leader refuses requests for an unknown name. After
         DISCOVERY_LAG_S it returns without the leader's answer.
         """
-        ends_s = _now() + hold_s
+        ends_s = _now() + no_backend_wait_s
         try:
             return await self._local.resolve(name, 0.0, body_bytes, key, beside)
         except Refused as refused:
-            if refused.outcome is not Outcome.REJECTED_NO_BACKENDS or hold_s <= 0.0:
+            if refused.outcome is not Outcome.REJECTED_NO_BACKENDS or no_backend_wait_s <= 0.0:
                 raise
 
         def message(call: int) -> protocol.Resolve:
@@ -184,7 +184,7 @@ class LeaderClient:
 
         asking = asyncio.create_task(self._ask_leader(message), name="hold at the leader")
         try:
-            target = await self._local.resolve(name, hold_s, body_bytes, key, beside)
+            target = await self._local.resolve(name, no_backend_wait_s, body_bytes, key, beside)
             if not self.is_leader:
                 await asyncio.wait([asking], timeout=min(DISCOVERY_LAG_S, ends_s - _now()))
             return target

@@ -70,7 +70,7 @@ class Shard:
 
     def __init__(
         self, name: str, process: Process, lock_s: float, store: LockStore, dispatcher: Dispatcher,
-        leader_client: LeaderClient, callbacks: MemberCallbacks, alone_after_s: float,
+        leader_client: LeaderClient, callbacks: MemberCallbacks, standalone_after_s: float,
     ) -> None:  # fmt: skip
         """`name` is the name of the shard; see `llmproxy.core.shards`."""
         self.name = name
@@ -81,7 +81,7 @@ class Shard:
         self.leader_client = leader_client
         self._callbacks = callbacks
         self._standalone = StandaloneMode(dispatcher, leader_client, name)
-        self._alone_after_s = alone_after_s
+        self._standalone_after_s = standalone_after_s
         self._loop = asyncio.get_running_loop()
         self._log = _log.bind(pool=name) if name else _log
         self.epoch = 0
@@ -236,7 +236,7 @@ class Shard:
             if not self.leader_client.has_leader:
                 self.leader_client.refuse_waiting(self._refusing_from_s)
                 # Only a member that has had a leader knows the number of members.
-                if self.members and self._loop.time() >= self._leader_lost_s + self._alone_after_s:
+                if self.members and self._loop.time() >= self._leader_lost_s + self._standalone_after_s:
                     assert self._context is not None
                     without_leader_s = self._loop.time() - self._leader_lost_s
                     self._standalone.begin(self._context, self._me, len(self.members), without_leader_s)
@@ -299,7 +299,7 @@ class Shard:
         self.leader_client.attach(LocalChannel(session.handle))
 
     def _stop_leading(self, why: str) -> None:
-        self._log.warning("cluster_leads_no_more", epoch=self.epoch, why=why)
+        self._log.warning("cluster_stepped_down", epoch=self.epoch, why=why)
         sessions, self.sessions = self.sessions, None
         self._cancel_resume_timer()
         self._dispatcher.decide_until(-inf, self.name)
@@ -451,7 +451,7 @@ class Shard:
         if (why is None) is (before is None):
             return
         if why is None:
-            self._log.info("cluster_lock_back")
+            self._log.info("cluster_lock_reachable")
         else:
-            self._log.warning("cluster_lock_away", why=why)
+            self._log.warning("cluster_lock_unreachable", why=why)
         self.send_hello()

@@ -37,7 +37,7 @@ class StandaloneMode:
     def begin(self, context: SchedulerContext, me: Hello, limit_divisor: int, without_leader_s: float) -> None:
         """Enter standalone mode."""
         self.limit_divisor = limit_divisor
-        self._log.warning("cluster_decides_alone", parts=limit_divisor, without_leader_s=round(without_leader_s, 3))
+        self._log.warning("cluster_standalone_began", parts=limit_divisor, without_leader_s=round(without_leader_s, 3))
         self._dispatcher.pools.split_limits(limit_divisor, _now(), self._shard)
         session = self._session = MemberSession(context, me, lambda: None)
         session.attach(LocalChannel(self._leader_client.handle))
@@ -56,7 +56,7 @@ class StandaloneMode:
         """
         if self._session is None:
             return
-        self._log.info("cluster_decides_alone_no_more", parts=self.limit_divisor)
+        self._log.info("cluster_standalone_ended", parts=self.limit_divisor)
         self._dispatcher.decide_until(-inf, self._shard)
         self._leader_client.detach()
         while self._stored:

@@ -42,7 +42,7 @@ class Resolve(Message, frozen=True, tag=3):
 
     call: int
     name: str | None
-    hold_s: float
+    no_backend_wait_s: float
     body_bytes: int
     key: str = ""
     beside: str | None = None

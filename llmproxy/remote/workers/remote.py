@@ -144,13 +144,15 @@ class RemoteDispatcher:
         self._channel.send(protocol.LeaseReturned(lease.grant.lease, lease.verdict, lease.usage))
 
     async def resolve(
-        self, name: str | None, hold_s: float, body_bytes: int, key: str = "", beside: str | None = None
+        self, name: str | None, no_backend_wait_s: float, body_bytes: int, key: str = "", beside: str | None = None
     ) -> Target:
         """See `Dispatcher.resolve`. The scheduler resolves names that this worker does not know."""
         known = self._unnamed if name is None else self._targets.get(name)
         if known is not None:
             return known
-        resolved = await self._calls.answer(lambda call: protocol.Resolve(call, name, hold_s, body_bytes, key, beside))
+        resolved = await self._calls.answer(
+            lambda call: protocol.Resolve(call, name, no_backend_wait_s, body_bytes, key, beside)
+        )
         assert isinstance(resolved, protocol.NameResolved)
         return resolved.target
 

@@ -138,7 +138,9 @@ class WorkerSession:
         )  # fmt: skip
 
     async def _resolve(self, call: protocol.Resolve) -> None:
-        target = await self._dispatcher.resolve(call.name, call.hold_s, call.body_bytes, call.key, call.beside)
+        target = await self._dispatcher.resolve(
+            call.name, call.no_backend_wait_s, call.body_bytes, call.key, call.beside
+        )
         self._context.update_workers()
         self.send(protocol.NameResolved(call.call, target))
 

@@ -75,7 +75,7 @@ def _errors(window: str) -> str:
 
 
 def _missed(window: str) -> str:
-    missed = f'sum by (job, band) (rate(llmproxy_objectives_total{{met="false"}}[{window}]))'
+    missed = f'sum by (job, band) (rate(llmproxy_objectives_total{{result="missed"}}[{window}]))'
     judged = f"sum by (job, band) (rate(llmproxy_objectives_total[{window}]))"
     return f"({missed} or 0 * {judged}) / {judged}"
 
@@ -88,7 +88,7 @@ RECORDED = (
     *((f"llmproxy:errors:ratio_rate{window}", _errors(window)) for window in WINDOWS),
     *((f"llmproxy:objective_missed:ratio_rate{window}", _missed(window)) for window in ("5m", "1h")),
     ("llmproxy:queue_wait:p95_5m", _p95("queue_wait_seconds")),
-    ("llmproxy:ttft:p95_5m", _p95("ttft_seconds")),
+    ("llmproxy:ttft:p95_5m", _p95("time_to_first_token_seconds")),
 )
 """Name and expression of each recording rule, by job and band."""
 
@@ -116,7 +116,7 @@ ALERTS = (
         "LlmproxyObjectiveBurn",
         f'llmproxy:objective_missed:ratio_rate1h{{band="critical"}} > {OBJECTIVE_MISSED_MAX}'
         f' and llmproxy:objective_missed:ratio_rate5m{{band="critical"}} > {OBJECTIVE_MISSED_MAX}'
-        f' and sum by (job, band) (increase(llmproxy_objectives_total{{met="false"}}[1h])) >= {FAILURES_MIN}',
+        f' and sum by (job, band) (increase(llmproxy_objectives_total{{result="missed"}}[1h])) >= {FAILURES_MIN}',
         "2m", "page", "Critical requests of {{ $labels.job }} miss their objective",
         "{{ $value | humanizePercentage }} of the critical requests with an objective missed it in the last hour.",
     ),
@@ -124,7 +124,7 @@ ALERTS = (
         "LlmproxyNoBackend",
         f"(sum by ({PROXY}) (llmproxy_backend_available) or 0 * sum by ({PROXY}) (llmproxy_build_info)) == 0",
         "1m", "page", "{{ $labels.instance }} has no backend",
-        "No backend may be given work. Requests are held for `queue.hold_s`, and then refused.",
+        "No backend may be given work. Requests are held for `queue.no_backend_wait_s`, and then refused.",
     ),
     Alert(
         "LlmproxyCriticalWaits",
@@ -149,7 +149,7 @@ ALERTS = (
     ),
     Alert(
         "LlmproxyInversion",
-        "increase(llmproxy_inversions_total[15m]) > 0",
+        "increase(llmproxy_priority_inversions_total[15m]) > 0",
         "", "ticket", "{{ $labels.instance }} served a lower band first",
         "A lower band was granted room that a waiting request of a higher band could have had. This is a bug.",
     ),
@@ -168,7 +168,7 @@ ALERTS = (
     ),
     Alert(
         "LlmproxyKvPressure",
-        "avg_over_time(llmproxy_backend_kv_used[10m]) > 0.95",
+        "avg_over_time(llmproxy_backend_kv_used_ratio[10m]) > 0.95",
         "5m", "ticket", "The KV-cache of {{ $labels.backend }} is full",
         "{{ $value | humanizePercentage }} of it was in use in the last ten minutes: its engine preempts.",
     ),
@@ -198,7 +198,7 @@ ALERTS = (
     ),
     Alert(
         "LlmproxyNoLeader",
-        "llmproxy_cluster_led == 0",
+        "llmproxy_cluster_has_leader == 0",
         "30s", "page", "{{ $labels.instance }} has no leader to ask for leases",
         "Its requests{{ with $labels.pool }} for {{ . }}{{ end }} are held, and refused after cluster.lock_s and 5 s.",
     ),
@@ -209,20 +209,20 @@ ALERTS = (
         "Each decides without the other. More than one cluster under one job looks the same.",
     ),
     Alert(
-        "LlmproxyLockAway",
-        "max by (job, instance) (llmproxy_cluster_lock_away) == 1",
+        "LlmproxyClusterLockUnreachable",
+        "max by (job, instance) (llmproxy_cluster_lock_unreachable) == 1",
         "1m", "ticket", "The lock of the cluster does not answer {{ $labels.instance }}",
         "A leader that cannot renew it decides no more.",
     ),
     Alert(
-        "LlmproxyLimitsAway",
-        "llmproxy_limits_store_away == 1",
+        "LlmproxyLimitsStoreDown",
+        "llmproxy_limits_store_up == 0",
         "1m", "ticket", "The store of shared limits does not answer {{ $labels.instance }}",
         "Requests with a rate are refused, or divided among the proxies, as shared_limits.on_failure says.",
     ),
     Alert(
         "LlmproxyLogLost",
-        "increase(llmproxy_log_lines_lost_total[15m]) > 0 or increase(llmproxy_decision_log_lost_total[15m]) > 0",
+        "increase(llmproxy_log_lines_lost_total[15m]) > 0 or increase(llmproxy_decision_log_lines_lost_total[15m]) > 0",
         "", "ticket", "{{ $labels.instance }} loses lines of its log",
         "{{ $value }} lines of the log or of the decision log could not be written in the last 15 minutes.",
     ),

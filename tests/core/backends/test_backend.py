@@ -172,7 +172,7 @@ def test_residency_is_bounded_where_the_engine_does_not_say() -> None:
 
 def test_waiting_for_an_adapter_slot_teaches_no_batch_limit() -> None:
     def watched(adapter: str) -> int:
-        one = backend("x", "y", max_in_flight=None, start_limit=UNPUBLISHED)
+        one = backend("x", "y", max_in_flight=None, initial_batch_limit=UNPUBLISHED)
         one.book(1, request(adapter=adapter), 0.0)
         for at_s in range(1, 6):
             full = frozenset({"x"})
@@ -185,7 +185,7 @@ def test_waiting_for_an_adapter_slot_teaches_no_batch_limit() -> None:
 
 @pytest.mark.parametrize(("begun", "limit"), [(4, 8), (1, 4)])
 def test_streams_that_began_raise_the_limit_where_readings_are_old(begun: int, limit: int) -> None:
-    one = Backend("a", CapacitySettings(start_limit=4), HealthSettings(), None)
+    one = Backend("a", CapacitySettings(initial_batch_limit=4), HealthSettings(), None)
     for lease in range(4):
         one.book(lease, request(stream=True), 0.0)
     for lease in range(begun):
@@ -199,7 +199,7 @@ def test_streams_that_began_raise_the_limit_where_readings_are_old(begun: int, l
 
 
 def test_backend_without_numbers_gets_the_default_limit() -> None:
-    assert backend(max_in_flight=None, start_limit=32).limit.value == UNPUBLISHED
+    assert backend(max_in_flight=None, initial_batch_limit=32).limit.value == UNPUBLISHED
     assert backend(max_in_flight=8).limit.value == 8, "an operator's setting has precedence"
     busy = backend(max_in_flight=None)
     for lease in range(10):
@@ -210,7 +210,7 @@ def test_backend_without_numbers_gets_the_default_limit() -> None:
 
 
 def test_unread_backend_begins_small_and_only_for_some_polls() -> None:
-    one = Backend("a", CapacitySettings(start_limit=4), HealthSettings())
+    one = Backend("a", CapacitySettings(initial_batch_limit=4), HealthSettings())
     one.unread()
     one.answered(0.0)
     assert one.limit.value == 4, "the next reading may come at once"
@@ -227,7 +227,7 @@ def test_unread_backend_begins_small_and_only_for_some_polls() -> None:
 
 
 def test_a_refusal_counts_others_that_the_engine_serves() -> None:
-    one = backend(max_in_flight=None, start_limit=64)
+    one = backend(max_in_flight=None, initial_batch_limit=64)
     one.observe(reading(1.0, running=40))
     one.observe(reading(2.0, running=40))
     one.book(1, request(), 2.0)

@@ -12,7 +12,7 @@ from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, Settings
 from tests.core.make import grants, pools, reading, request, submit
 
-SETTINGS = Settings(capacity=CapacitySettings(start_limit=4, look_ahead=0), headroom_s=1_000.0)
+SETTINGS = Settings(capacity=CapacitySettings(initial_batch_limit=4, look_ahead=0), headroom_s=1_000.0)
 
 
 def unknown_pool(*names: str, placement: str = "cost") -> Pools:

@@ -79,7 +79,7 @@ KNOWN = KnownLimit(12, True, (BASE,), 4096)
 
 
 def backend(known: KnownLimit | None = None, max_in_flight: int | None = None) -> Backend:
-    made = Backend("a", CapacitySettings(start_limit=4), HealthSettings(), max_in_flight)
+    made = Backend("a", CapacitySettings(initial_batch_limit=4), HealthSettings(), max_in_flight)
     if known is not None:
         made.restore(known)
     made.listed(listing("x", max_model_len=4096))

@@ -9,7 +9,7 @@ from llmproxy.core.backends.health import Ejected, EjectionEvent, EjectionSkippe
 from llmproxy.core.domain import Trouble, Verdict
 from llmproxy.core.settings import HealthSettings
 
-SETTINGS = HealthSettings(failures=3, backoff_s=1.0, backoff_max_s=8.0, unreachable_after=2)
+SETTINGS = HealthSettings(failures_before_ejection=3, ejection_s=1.0, ejection_max_s=8.0, misses_before_down=2)
 
 
 def healthy() -> Health:
@@ -74,7 +74,7 @@ def test_busy_engine_pauses_and_an_idle_busy_one_fails() -> None:
 
 @pytest.mark.parametrize("drained", [False, True])
 def test_last_backend_that_is_busy_while_idle_only_pauses(drained: bool) -> None:
-    one, other = pool(2, ejected_max=0.5)
+    one, other = pool(2, ejected_ratio_max=0.5)
     other.drained = drained
     if not drained:
         other.poll_failed(Trouble.UNHEALTHY)
@@ -166,8 +166,8 @@ def test_coming_back_up_wipes_the_record() -> None:
 # --- pools ------------------------------------------------------------------------------------------------------------
 
 
-def pool(count: int, ejected_max: float) -> list[Health]:
-    peers = Peers(ejected_max)
+def pool(count: int, ejected_ratio_max: float) -> list[Health]:
+    peers = Peers(ejected_ratio_max)
     members = [Health(SETTINGS) for _ in range(count)]
     for number, health in enumerate(members):
         health.poll_succeeded(-100.0)
@@ -177,12 +177,12 @@ def pool(count: int, ejected_max: float) -> list[Health]:
 
 
 @pytest.mark.parametrize(
-    ("count", "ejected_max", "most"), [(8, 0.5, 4), (3, 0.5, 1), (2, 1.0, 1), (1, 0.5, 0), (4, 0.0, 1)]
+    ("count", "ejected_ratio_max", "most"), [(8, 0.5, 4), (3, 0.5, 1), (2, 1.0, 1), (1, 0.5, 0), (4, 0.0, 1)]
 )
 def test_failing_requests_eject_at_most_a_share_at_least_one_and_never_the_last(
-    count: int, ejected_max: float, most: int
+    count: int, ejected_ratio_max: float, most: int
 ) -> None:
-    members = pool(count, ejected_max)
+    members = pool(count, ejected_ratio_max)
     for health in members:
         fail(health, 5)
     assert [health.available(0.0) for health in members] == [False] * most + [True] * (count - most)
@@ -331,11 +331,11 @@ def test_skipped_ejections_in_a_row_are_one_event() -> None:
     health.peers = Peers(0.5)
     health.peers.members = {"a": health, "b": healthy()}
     health.peers.members["b"].try_eject("hung", 0.0)
-    row_s = [0.0, 1.0, SETTINGS.backoff_max_s, 1.9 * SETTINGS.backoff_max_s]
+    row_s = [0.0, 1.0, SETTINGS.ejection_max_s, 1.9 * SETTINGS.ejection_max_s]
     for now in row_s:
         assert not health.try_eject("3 failures in a row", now)
     assert events == [EjectionSkipped("3 failures in a row")]
-    assert not health.try_eject("hung", row_s[-1] + SETTINGS.backoff_max_s)
+    assert not health.try_eject("hung", row_s[-1] + SETTINGS.ejection_max_s)
     assert events[1:] == [EjectionSkipped("hung")]
 
 

@@ -141,7 +141,7 @@ def test_silent_backend_is_ejected_in_two_seconds_and_its_leases_revoked() -> No
     owed = len([a for a in pool.answers.values() if a.grant.placed.backend == "a" and not a.tokens])
     assert pool.until("a", 10.0) <= 2.0
     ejected = only_ejection(pool)
-    assert ejected.pause_s == pool.settings.health.backoff_s
+    assert ejected.pause_s == pool.settings.health.ejection_s
     match = re.fullmatch(r"hung: silent for (1\.\d) s, first bytes owed: (\d+)", ejected.why)
     assert match is not None
     assert float(match[1]) >= 1.5

@@ -108,7 +108,7 @@ def test_a_view_is_kept_until_something_happens() -> None:
 
 @pytest.mark.parametrize("event", ["booked", "started", "ended"])
 def test_what_another_engine_was_seen_to_run_shows_with_the_next_event_of_a_lease(event: str) -> None:
-    of = pools(dict.fromkeys("ab"), Settings(capacity=CapacitySettings(start_limit=4)))
+    of = pools(dict.fromkeys("ab"), Settings(capacity=CapacitySettings(initial_batch_limit=4)))
     a, b = of.backends["a"], of.backends["b"]
     for one in (a, b):
         one.limit.forget()
@@ -141,7 +141,7 @@ def test_an_answer_that_fetches_its_prompt_waits_for_no_place_until_it_has_begun
 
 def test_a_limit_that_is_restored_after_the_first_listing_counts_at_once() -> None:
     """A new leader has listed and read the engine before it restores the learned limits of its predecessor."""
-    one = Backend("a", CapacitySettings(start_limit=4), HealthSettings())
+    one = Backend("a", CapacitySettings(initial_batch_limit=4), HealthSettings())
     one.listed(listing())
     one.observe(reading(0.0))
     assert one.view(0.0).limit == 4

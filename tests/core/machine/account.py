@@ -34,7 +34,7 @@ class Row:
     half_open: bool
 
     def has_room(self, ceiling: float) -> bool:
-        spare = self.load < self.slots(ceiling) and self.kv_used < self.view.kv_full * ceiling
+        spare = self.load < self.slots(ceiling) and self.kv_used < self.view.kv_full_ratio * ceiling
         return self.available and (self.load == 0 or spare)
 
     def slots(self, ceiling: float) -> int:

@@ -52,12 +52,15 @@ FLEETS: tuple[Mapping[str, tuple[int | None, Listing]], ...] = (
 
 
 def settings(**given: Any) -> Settings:
-    hold_s, window_s = given.pop("hold_s", 2.0), given.pop("prompt_window_s", None)
+    no_backend_wait_s, window_s = given.pop("no_backend_wait_s", 2.0), given.pop("prompt_window_s", None)
     facts: dict[str, Any] = {
-        "capacity": CapacitySettings(start_limit=4, look_ahead=1, prompt_window_s=window_s, stale_after_s=5.0),
-        "health": HealthSettings(failures=2, backoff_s=1.0, backoff_max_s=4.0, unreachable_after=2),
+        "capacity": CapacitySettings(initial_batch_limit=4, look_ahead=1, prompt_window_s=window_s, stale_after_s=5.0),
+        "health": HealthSettings(failures_before_ejection=2, ejection_s=1.0, ejection_max_s=4.0, misses_before_down=2),
         "queue": QueueSettings(
-            requests_max=QUEUE_MAX, band_requests_max=BAND_MAX, flow_requests_max=FLOW_MAX, hold_s=hold_s
+            requests_max=QUEUE_MAX,
+            band_requests_max=BAND_MAX,
+            flow_requests_max=FLOW_MAX,
+            no_backend_wait_s=no_backend_wait_s,
         ),
         "ageing_s": 2.0,
         "slo_window_s": 20.0,

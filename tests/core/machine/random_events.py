@@ -21,7 +21,7 @@ def random_walk(seed: int, steps: int, begins_s: float = 0.0) -> World:
         ceilings=rng.choice(fleets.CEILINGS),
         limits=fleets.LIMITS,
         min_shares=rng.choice(fleets.MIN_SHARES),
-        hold_s=rng.choice((0.0, 2.0)),
+        no_backend_wait_s=rng.choice((0.0, 2.0)),
         prompt_window_s=(None, 0.02)[seed % 2],
     )
     world = World(rng.choice(fleets.FLEETS), settings, seed, begins_s=begins_s)

@@ -69,7 +69,7 @@ class Machine(RuleBasedStateMachine):
         limits=st.sampled_from(({}, fleets.LIMITS)),
         min_shares=st.sampled_from(fleets.MIN_SHARES),
         preemption=st.booleans(),
-        hold_s=st.sampled_from((0.0, 2.0, 30.0)),
+        no_backend_wait_s=st.sampled_from((0.0, 2.0, 30.0)),
         prompt_window_s=st.sampled_from((None, 0.02)),
     )
     def build(self, fleet: Any, ceilings: Any, **given: Any) -> None:
@@ -86,14 +86,14 @@ class Machine(RuleBasedStateMachine):
         prompt_tokens=st.sampled_from((5, 50, 150, 800)),
         max_tokens=st.sampled_from((1, 40, 400)),
         sequences=st.sampled_from((1, 1, 1, 5)),
-        ttl_s=st.sampled_from((0.5, 3.0, 1e3)),
+        max_wait_s=st.sampled_from((0.5, 3.0, 1e3)),
         slo=st.sampled_from(fleets.SLOS),
         limits=st.sampled_from(fleets.LIMITED_BY),
         session=st.sampled_from((None, "s", "t")),
         prefix=st.sampled_from(fleets.PREFIXES),
         backend=st.sampled_from(fleets.BOUND_TO),
     )
-    def submit(self, data: st.DataObject, times: int, band: int, flow: str, ttl_s: float, **given: Any) -> None:
+    def submit(self, data: st.DataObject, times: int, band: int, flow: str, max_wait_s: float, **given: Any) -> None:
         if not self.world.settings.limits:
             given["limits"] = ()
         pools = [name for name in self.world.pools.catalogue.pools if name in fleets.ADAPTERS]
@@ -101,7 +101,7 @@ class Machine(RuleBasedStateMachine):
             pool = data.draw(st.sampled_from(pools))
             adapter = data.draw(st.sampled_from(fleets.ADAPTERS[pool]))
             for _ in range(times):
-                self.world.submit(pool, adapter, band, flow, ttl_s, prefix_tokens=16.0, **given)
+                self.world.submit(pool, adapter, band, flow, max_wait_s, prefix_tokens=16.0, **given)
 
     @precondition(lambda self: self.world.waiting)
     @rule(data=st.data())

@@ -70,13 +70,13 @@ class World:
     # --- events --------------------------------------------------------------------------------------------------
 
     def submit(
-        self, pool: str, adapter: str | None, band: int, flow: str, ttl_s: float = fleets.FOR_EVER_S, **given: Any
+        self, pool: str, adapter: str | None, band: int, flow: str, max_wait_s: float = fleets.FOR_EVER_S, **given: Any
     ) -> None:
         self._serial += 1
         facts = {"body_bytes": 10, "prompt_tokens": 20, "output_tokens": 20} | given
         request = Request(
             id=f"r{self._serial}", pool=pool, model=adapter or pool, adapter=adapter, band=band, flow=flow,
-            arrived_s=self.now, deadline_s=self.now + ttl_s, stream=self._serial % 2 == 0,
+            arrived_s=self.now, deadline_s=self.now + max_wait_s, stream=self._serial % 2 == 0,
             weight=3.0 if flow == "g" else 1.0, **facts,
         )  # fmt: skip
         self._enter(request, frozenset(), AdmissionKind.NEW)
@@ -183,7 +183,7 @@ class World:
         unavailable = {name for name in able if not self.pools.backends[name].view(self.now).available}
         if request.backend is not None:
             unavailable = set(able) - set(up)
-        held = not up and unavailable and self.settings.queue.hold_s
+        held = not up and unavailable and self.settings.queue.no_backend_wait_s
         # A request that is held may go to the new process of a backend whose old one failed it.
         times = self._service_s(request), *self._time_left(request, bool(held))
         waiter = Waiter(request, excluded - unavailable if held else excluded, entry, *times, held=bool(held))
@@ -222,7 +222,7 @@ class World:
         `held`: no backend that serves its name is up.
         """
         own_s = request.deadline_s - self.now
-        held_s = min(own_s, self.settings.queue.hold_s)
+        held_s = min(own_s, self.settings.queue.no_backend_wait_s)
         return held_s if held else own_s, held_s
 
     def _expected(self, request: Request, entry: AdmissionKind) -> Outcome | None:
@@ -350,7 +350,7 @@ class World:
         """Let the time since this pool was last heard of pass on the clock that ran; True when it is held from now."""
         since_s, held = self._clocks.get(pool, (self.now, False))
         self.books.pass_time(pool, self.now - since_s, held)
-        held = bool(self.settings.queue.hold_s) and not self._alive(pool)
+        held = bool(self.settings.queue.no_backend_wait_s) and not self._alive(pool)
         self._clocks[pool] = self.now, held
         return held
 
@@ -395,7 +395,7 @@ class World:
         for lease in list(self.held):
             self.finish(lease, Verdict.SERVED, 5, retry=False)
         # Whoever owed first bytes all that time may have been ejected as hung, and its pause has to pass too.
-        self.advance(self.settings.health.backoff_max_s)
+        self.advance(self.settings.health.ejection_max_s)
         for name, (_, listed) in self.fleet.items():
             if name not in self.pools.backends:
                 self.leave_or_come(name)
@@ -406,7 +406,7 @@ class World:
                 self.observe(name, Reading(taken_at_s=self.now, kv_used=0.0))
         # The readings do not contain later grants, so the backend may be ejected once more. Grants during that pause
         # are served within a second, so that no backend is ejected then.
-        for _ in range(len(self.waiting) + len(self.held) + int(self.settings.health.backoff_max_s) + 1):
+        for _ in range(len(self.waiting) + len(self.held) + int(self.settings.health.ejection_max_s) + 1):
             self.decide()
             self.check()
             for lease in list(self.held):

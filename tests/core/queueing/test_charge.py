@@ -87,7 +87,7 @@ def test_requests_of_one_flow_may_have_weights_of_their_own() -> None:
 
 
 def test_requests_can_be_what_is_shared_out() -> None:
-    one = pools({"a": 4}, Settings(charged="requests"))
+    one = pools({"a": 4}, Settings(fairness_cost="requests"))
     grant = granted(one)
     one.progress(grant, 10_000, 5.0)
     one.finish(grant, Verdict.SERVED, 9.0, Usage(9, 10_000))
@@ -95,7 +95,7 @@ def test_requests_can_be_what_is_shared_out() -> None:
 
 
 def test_cache_held_over_time_can_be_what_is_shared_out() -> None:
-    one = pools({"a": 4}, Settings(charged="kv_seconds"))
+    one = pools({"a": 4}, Settings(fairness_cost="kv_seconds"))
     grant = granted(one, now=1.0)
     one.progress(grant, 50, 11.0)
     assert account(one) == 10.0 * (100 + 25)

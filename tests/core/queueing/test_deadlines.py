@@ -22,8 +22,8 @@ from tests.core.make import (
 )
 
 
-def fleet(hold_s: float = 10.0, **backends: int) -> Pools:
-    settings = tight(queue=QueueSettings(hold_s=hold_s))
+def fleet(no_backend_wait_s: float = 10.0, **backends: int) -> Pools:
+    settings = tight(queue=QueueSettings(no_backend_wait_s=no_backend_wait_s))
     return pools(backends or {"a": 1}, settings)
 
 
@@ -48,7 +48,7 @@ def test_requests_held_for_a_pool_are_served_in_order_when_it_returns() -> None:
 
 
 def test_a_request_is_held_for_hold_s_and_then_answered_that_none_came_up() -> None:
-    of = fleet(hold_s=10.0)
+    of = fleet(no_backend_wait_s=10.0)
     down(of, "a")
     of.submit(request(deadline_s=60.0), 2.0)
     of.decide(2.0)
@@ -57,14 +57,14 @@ def test_a_request_is_held_for_hold_s_and_then_answered_that_none_came_up() -> N
 
 
 def test_a_request_that_may_wait_less_is_held_less() -> None:
-    of = fleet(hold_s=10.0)
+    of = fleet(no_backend_wait_s=10.0)
     down(of, "a")
     of.submit(request(deadline_s=3.0), 2.0)
     only_drop(of, 3.0)
 
 
 def test_its_own_time_stands_still_while_a_request_is_held() -> None:
-    of = fleet(hold_s=30.0)
+    of = fleet(no_backend_wait_s=30.0)
     submit(of, request(id="runs"), request(id="waits", deadline_s=5.0))
     runs = only_grant(of, 0.0)
     down(of, "a")
@@ -79,7 +79,7 @@ def test_its_own_time_stands_still_while_a_request_is_held() -> None:
 
 
 def test_a_grant_has_the_time_that_was_left_of_the_requests_own() -> None:
-    of = fleet(hold_s=30.0)
+    of = fleet(no_backend_wait_s=30.0)
     down(of, "a")
     submit(of, request(deadline_s=5.0))
     of.decide(0.0)
@@ -112,7 +112,7 @@ def test_a_retry_goes_to_another_backend_or_is_refused_without_one() -> None:
 
 
 def test_a_name_whose_backends_are_down_is_held_beside_others_up() -> None:
-    settings = Settings(queue=QueueSettings(hold_s=10.0))
+    settings = Settings(queue=QueueSettings(no_backend_wait_s=10.0))
     of = pools({"a": 1, "b": 1}, settings, listings={"a": listing("lora"), "b": listing()})
     down(of, "a")
     submit(of, request(id="lora", adapter="lora", deadline_s=60.0), request(id="base", deadline_s=60.0))

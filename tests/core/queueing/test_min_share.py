@@ -32,7 +32,7 @@ def overload(shares: dict[int, float], at_a_time: int, waiting: tuple[int, ...],
 
     `at_a_time` requests end together.
     """
-    settings = tight(min_shares=shares, queue=QueueSettings(hold_s=0.0))
+    settings = tight(min_shares=shares, queue=QueueSettings(no_backend_wait_s=0.0))
     of = pools({"a": 20}, settings)
     held: list[Grant] = []
     tokens: Counter[int] = Counter()
@@ -152,7 +152,7 @@ def test_what_was_cut_short_uses_its_share_up() -> None:
 
 def owed(charged: str) -> tuple[Pools, Grant]:
     """A pool whose single slot serves the sheddable request "low", by the share that a critical grant earned."""
-    settings = tight(min_shares={SHEDDABLE: 0.4}, charged=charged, preemption=False)
+    settings = tight(min_shares={SHEDDABLE: 0.4}, fairness_cost=charged, preemption=False)
     of = pools({"a": 1}, settings)
     submit(of, request(id="low", band=SHEDDABLE, flow="low"), *(request(band=CRITICAL) for _ in range(6)))
     (first,) = granted(of)

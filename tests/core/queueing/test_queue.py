@@ -141,8 +141,8 @@ def test_a_rank_that_changes_with_time_tells_the_policy_the_new_head() -> None:
 # --- time to wait -----------------------------------------------------------------------------------------------------
 
 
-def deadlines(hold_s: float = 30.0, **deadlines: float) -> Deadlines:
-    made = Deadlines(hold_s)
+def deadlines(no_backend_wait_s: float = 30.0, **deadlines: float) -> Deadlines:
+    made = Deadlines(no_backend_wait_s)
     made.set_pool_up(True, 0.0)
     for name, deadline_s in deadlines.items():
         made.enter(queued(request(id=name, deadline_s=deadline_s)), 0.0, len(deadlines), deadline_s)
@@ -162,7 +162,7 @@ def test_deadlines_fall_due_in_their_order_at_their_very_instant() -> None:
 
 
 def test_requests_of_an_empty_pool_keep_their_time_and_use_up_the_hold() -> None:
-    of = deadlines(hold_s=30.0, long=20.0, short=12.0)
+    of = deadlines(no_backend_wait_s=30.0, long=20.0, short=12.0)
     of.set_pool_up(False, 10.0)
     assert of.next(10.0) == 22.0, "nobody is held for longer than it would have waited"
     assert due(of, 21.0) == []
@@ -173,7 +173,7 @@ def test_requests_of_an_empty_pool_keep_their_time_and_use_up_the_hold() -> None
 
 
 def test_holds_add_up_to_no_more_than_the_hold() -> None:
-    of = deadlines(hold_s=3.0, one=100.0)
+    of = deadlines(no_backend_wait_s=3.0, one=100.0)
     for up_s in (10.0, 20.0):
         of.set_pool_up(False, up_s - 2.0)
         assert due(of, up_s - 1.5) == []
@@ -186,7 +186,7 @@ def test_holds_add_up_to_no_more_than_the_hold() -> None:
 def test_who_asks_to_be_woken_when_a_time_is_over_finds_it_over() -> None:
     """Rounding: without a tolerance, the clock would read slightly less and request the same wake-up for ever."""
     for deadline_s, down_s, up_s in ((2.9, 0.3, 1.0), (7.7, 0.5, 2.5), (2.0, 0.4, 2.6), (5.7, 0.8, 3.4)):
-        of = deadlines(hold_s=30.0, one=deadline_s)
+        of = deadlines(no_backend_wait_s=30.0, one=deadline_s)
         of.set_pool_up(False, down_s)
         of.set_pool_up(True, up_s)
         wakeup_s = of.next(up_s)
@@ -195,7 +195,7 @@ def test_who_asks_to_be_woken_when_a_time_is_over_finds_it_over() -> None:
 
 
 def test_without_holding_the_time_runs_on() -> None:
-    of = deadlines(hold_s=0.0, one=5.0)
+    of = deadlines(no_backend_wait_s=0.0, one=5.0)
     of.set_pool_up(False, 1.0)
     assert of.next(1.0) == 5.0
     assert due(of, 5.0) == ["one"]

@@ -93,7 +93,7 @@ def test_what_waits_asks_for_more() -> None:
     waiting = {size_class(4000): Count(120.0, 480_000.0)}
     before, after = need(mix), need(mix, replace_demand(waiting=waiting))
     assert before.capacity is not None
-    assert after.terms["queue"] == pytest.approx(120.0 * before.capacity.request_s / SETTINGS.drain_s, rel=0.05)
+    assert after.terms["queue"] == pytest.approx(120.0 * before.capacity.request_s / SETTINGS.target_wait_s, rel=0.05)
     assert after.need > before.need
     assert after.waiting == 120
 
@@ -104,12 +104,14 @@ def test_answers_under_way_are_not_squeezed() -> None:
     assert found.desired >= 5
 
 
-@pytest.mark.parametrize(("pace", "kv_full"), [(1.0, 1.0), (1.0, 0.9), (0.8, 1.0)])
+@pytest.mark.parametrize(("pace", "kv_full_ratio"), [(1.0, 1.0), (1.0, 0.9), (0.8, 1.0)])
 @pytest.mark.parametrize("replicas", [2, 3, 50])
-def test_caches_that_are_always_full_ask_for_as_many_as_there_are(pace: float, kv_full: float, replicas: int) -> None:
+def test_caches_that_are_always_full_ask_for_as_many_as_there_are(
+    pace: float, kv_full_ratio: float, replicas: int
+) -> None:
     full, mix = [replace_facts(pace=pace, kv_used=1.0)] * replicas, mix_of(0.2, 400, 10)
     busy = replace_demand(running=1)
-    found = pool_need(mix, None, known_curve(), full, busy, SETTINGS, None, 120.0, kv_full, 300.0)
+    found = pool_need(mix, None, known_curve(), full, busy, SETTINGS, None, 120.0, kv_full_ratio, 300.0)
     assert (found.desired, found.reason) == (replicas, "kv")
 
 

@@ -41,7 +41,7 @@ async def test_a_client_that_leaves_at_the_end_mark_has_had_it_all() -> None:
 async def test_an_error_event_for_a_bad_request_is_final() -> None:
     event = b'data: {"error": {"message": "too long", "type": "BadRequestError", "code": 400}}\n\n'
     script = answering(STREAM_HEAD + chunk(event) + chunk(b"data: [DONE]\n\n") + STREAM_END)
-    async with serving_script(script, health={"failures": 1}) as (proxy, _):
+    async with serving_script(script, health={"failures_before_ejection": 1}) as (proxy, _):
         for _ in range(3):
             answer = await proxy.chat(STREAM)
             assert (answer.status, answer.headers["x-llmproxy-attempts"]) == (200, "1")
@@ -128,7 +128,9 @@ async def test_a_refusal_at_the_door_has_an_id(proxy: ProxyUnderTest) -> None:
 
 
 async def test_an_engine_without_such_a_thing_is_not_broken() -> None:
-    async with serving_script(answering(whole(b"{}", "501 Not Implemented")), health={"failures": 1}) as (proxy, _):
+    async with serving_script(
+        answering(whole(b"{}", "501 Not Implemented")), health={"failures_before_ejection": 1}
+    ) as (proxy, _):
         for _ in range(3):
             assert (await proxy.chat()).status == 501
         assert proxy.app.pools.ready(asyncio.get_running_loop().time())

@@ -21,7 +21,7 @@ IN_TURN: dict[str, Any] = {"scheduling": {"placement": "round_robin"}}
 """The first request goes to b0, the second to b1."""
 BLIND: dict[str, Any] = {"interval_s": 60, "page_interval_s": 60, "models_interval_s": 60}
 """Polls so rare that only requests find out what is wrong."""
-STRICT: dict[str, Any] = {"backoff_s": 30}
+STRICT: dict[str, Any] = {"ejection_s": 30}
 """An ejected backend stays out for the rest of the test."""
 BODIES = [pytest.param(HELLO, id="whole"), pytest.param(STREAM, id="stream")]
 BAD_GATEWAY = whole(b"bad", "502 Bad Gateway")
@@ -128,7 +128,7 @@ async def test_a_request_ends_two_engines_at_most_and_a_fleet_goes_on(ask: dict[
 async def test_retries_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmproxy.core.retry.RETRY_RESERVE", 100.0)
     async with scripted(answering(BAD_GATEWAY)) as one, scripted(answering(BAD_GATEWAY)) as two:
-        retry, health = {"budget_ratio": 0.1}, {"failures": 100_000}
+        retry, health = {"budget_ratio": 0.1}, {"failures_before_ejection": 100_000}
         async with serving(extra=[one.url, two.url], retry=retry, health=health) as proxy:
             tried = [(await proxy.chat()).headers["x-llmproxy-attempts"] for _ in range(180)]
             assert tried[:40] == ["2"] * 40, "a backend that dies takes a handful at once"
@@ -146,7 +146,7 @@ async def test_three_failures_in_a_row_eject() -> None:
 
 
 async def test_the_log_names_a_backend_that_cannot_be_spared() -> None:
-    settings: dict[str, Any] = {"health": STRICT | {"failures": 1}, "retry": {"extra_attempts": 0}}
+    settings: dict[str, Any] = {"health": STRICT | {"failures_before_ejection": 1}, "retry": {"extra_attempts": 0}}
     with capture_logs() as logs:
         async with (
             scripted(answering(BAD_GATEWAY)) as one,
@@ -177,7 +177,7 @@ async def test_an_ejected_backend_comes_back_by_one_probe() -> None:
 
 
 async def test_what_clients_do_wrong_is_never_held_against_a_backend() -> None:
-    async with serving(FAST, health=STRICT | {"failures": 1}) as proxy:
+    async with serving(FAST, health=STRICT | {"failures_before_ejection": 1}) as proxy:
         for _ in range(5):
             assert (await proxy.chat(HELLO | {"max_tokens": -1})).status == 400
         assert (await proxy.chat()).status == 200

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.proxies import FAST, HELLO, STREAM, ProxyUnderTest, serving, until
 
-HOLD = {"hold_s": 10.0}
+HOLD = {"no_backend_wait_s": 10.0}
 TTL = "x-llm-d-inference-ttl"
 
 
@@ -20,9 +20,13 @@ async def stop(proxy: ProxyUnderTest, number: int = 0) -> None:
     await until(lambda: proxy.app.pools.backends[f"b{number}"].health.down)
 
 
-@pytest.mark.parametrize(("hold_s", "outcome"), [(0.05, "expired_no_backends"), (0.0, "rejected_no_backends")])
-async def test_being_held_has_an_end_of_its_own(hold_s: float, outcome: str) -> None:
-    async with serving(FAST, replace(FAST, adapters=("rare",)), queue={"hold_s": hold_s, "ttl_s": 60.0}) as proxy:
+@pytest.mark.parametrize(
+    ("no_backend_wait_s", "outcome"), [(0.05, "expired_no_backends"), (0.0, "rejected_no_backends")]
+)
+async def test_being_held_has_an_end_of_its_own(no_backend_wait_s: float, outcome: str) -> None:
+    async with serving(
+        FAST, replace(FAST, adapters=("rare",)), queue={"no_backend_wait_s": no_backend_wait_s, "max_wait_s": 60.0}
+    ) as proxy:
         await stop(proxy, 1)
         answer = await proxy.chat(HELLO | {"model": "rare"})
         assert (answer.status, proxy.outcomes()) == (503, {outcome: 1})
@@ -60,7 +64,7 @@ async def test_a_request_is_held_while_replicas_start_for_the_first_time(port: i
 
 
 async def test_a_request_for_an_unknown_name_is_refused_in_time(port: int) -> None:
-    async with serving(extra=[f"http://127.0.0.1:{port}"], wait=False, queue={"hold_s": 0.05}) as proxy:
+    async with serving(extra=[f"http://127.0.0.1:{port}"], wait=False, queue={"no_backend_wait_s": 0.05}) as proxy:
         assert (await proxy.chat()).status == 503
     async with serving(extra=[f"http://127.0.0.1:{port}"], wait=False, queue=HOLD) as proxy:
         early = proxy.waiting()
@@ -72,7 +76,7 @@ async def test_a_request_for_an_unknown_name_is_refused_in_time(port: int) -> No
 async def test_the_log_says_at_once_that_no_backend_is_up(port: int) -> None:
     with capture_logs() as logs:
         async with serving(
-            extra=[f"http://127.0.0.1:{port}"], wait=False, queue=HOLD | {"first_hold_s": 0.05}
+            extra=[f"http://127.0.0.1:{port}"], wait=False, queue=HOLD | {"startup_wait_s": 0.05}
         ) as proxy:
             await until(lambda: any(line["event"] == "no_backend_up" for line in logs))
             answer = await proxy.chat()
@@ -87,7 +91,7 @@ async def test_the_log_says_at_once_that_no_backend_is_up(port: int) -> None:
 
 
 async def test_a_request_for_an_unknown_name_may_ask_for_less(port: int) -> None:
-    async with serving(extra=[f"http://127.0.0.1:{port}"], wait=False, queue={"hold_s": 60.0}) as proxy:
+    async with serving(extra=[f"http://127.0.0.1:{port}"], wait=False, queue={"no_backend_wait_s": 60.0}) as proxy:
         # Without an end the test would be as long as the hold.
         async with asyncio.timeout(15.0):
             assert (await proxy.chat(headers={TTL: "30ms"})).status == 503

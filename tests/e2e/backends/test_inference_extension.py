@@ -43,7 +43,11 @@ async def cluster(
         api.refused |= refused or {}
         for one in objects:
             api.put(OBJECTIVES if one["kind"] == "InferenceObjective" else REWRITES, one)
-        given: dict[str, Any] = {"queue": {"hold_s": 5.0}, "discovery": {"kubernetes_api": api.url}, **config}
+        given: dict[str, Any] = {
+            "queue": {"no_backend_wait_s": 5.0},
+            "discovery": {"kubernetes_api": api.url},
+            **config,
+        }
         yield api, replica, await stack.enter_async_context(serving(extra=[POOL], wait=False, **given))
 
 
@@ -167,5 +171,5 @@ async def test_a_reload_keeps_the_objects_and_objects_keep_the_reload(tmp_path: 
         }  # fmt: skip
         api.refuses = 503
         api.cut()
-        await reloaded(proxy, queue={"ttl_s": 9})
+        await reloaded(proxy, queue={"max_wait_s": 9})
         assert knows(proxy, "objectives", batch=-20), "what was read last holds"

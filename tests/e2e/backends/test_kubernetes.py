@@ -37,7 +37,7 @@ async def cluster(url: str, replicas: int) -> AsyncIterator[tuple[ApiServer, lis
         api = await stack.enter_async_context(api_server())
         made = [await stack.enter_async_context(Replica(FAST)) for _ in range(replicas)]
         proxy = await stack.enter_async_context(
-            serving(extra=[url], wait=False, discovery={"kubernetes_api": api.url}, queue={"hold_s": 5.0})
+            serving(extra=[url], wait=False, discovery={"kubernetes_api": api.url}, queue={"no_backend_wait_s": 5.0})
         )
         yield api, made, proxy
 
@@ -105,7 +105,7 @@ async def test_requests_are_served_while_the_api_server_is_away() -> None:
         await until(lambda: api.watching)
         api.refuses = 503
         api.cut()
-        await until(lambda: proxy.metric("llmproxy_discovery_looks_total", ok="false"))
+        await until(lambda: proxy.metric("llmproxy_discovery_lookups_total", result="failure"))
         answers = await asyncio.gather(*(proxy.chat() for _ in range(8)))
         assert [one.status for one in answers] == [200] * 8
         assert {one.backend for one in answers} == {"p0", "p1"}
@@ -120,7 +120,7 @@ async def test_two_services_are_followed_at_once() -> None:
         replicas = {name: await stack.enter_async_context(Replica(FAST)) for name in ("qwen", "llama")}
         urls = [f"kubernetes+http://service/{name}" for name in replicas]
         proxy = await stack.enter_async_context(
-            serving(extra=urls, wait=False, discovery={"kubernetes_api": api.url}, queue={"hold_s": 5.0})
+            serving(extra=urls, wait=False, discovery={"kubernetes_api": api.url}, queue={"no_backend_wait_s": 5.0})
         )
         await until(lambda: api.watching == ["endpointslices"] * 2)
         for name, replica in replicas.items():

@@ -65,7 +65,10 @@ async def test_a_pool_answers_to_all_of_its_names_for_autoscalers() -> None:
     ids=["empty", "404", "503"],
 )
 async def test_requests_wait_while_a_backend_lists_nothing(poll: bytes) -> None:
-    async with scripted(answering(DONE)) as backend, serving(extra=[backend.url], queue={"hold_s": 30.0}) as proxy:
+    async with (
+        scripted(answering(DONE)) as backend,
+        serving(extra=[backend.url], queue={"no_backend_wait_s": 30.0}) as proxy,
+    ):
         backend.polls[b"/v1/models"] = answering(poll)
         await until(lambda: proxy.app.pools.backends["b0"].health.down)
         waiting = asyncio.create_task(asked(proxy, "base"))

@@ -31,7 +31,7 @@ async def test_a_backend_begins_at_what_is_remembered_of_its_url(tmp_path: Path)
     async with serving(ReplicaOptions()) as one:
         models, length = one.app.pools.backends["b0"]._kind or ((), None)
         urls = [replica.url for replica in one.replicas]
-        for of, begins in ((models, 7), (("another",), one.app.pools.settings.capacity.start_limit)):
+        for of, begins in ((models, 7), (("another",), one.app.pools.settings.capacity.initial_batch_limit)):
             remembered[urls[0]] = KnownLimit(7, True, of, length)
             async with serving(extra=urls, state=Remembered(tmp_path / "state.json")) as next_one:
                 assert next_one.app.pools.backends["b0"].limit.value == begins

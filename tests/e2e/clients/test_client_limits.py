@@ -170,7 +170,7 @@ async def test_many_fields_that_are_too_large_together() -> None:
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
 
 
-@pytest.mark.parametrize("key", ["body_silence_s", "body_timeout_s"])
+@pytest.mark.parametrize("key", ["body_idle_timeout_s", "body_timeout_s"])
 async def test_a_body_that_stops_arriving(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmproxy.gateway.http.connection.LINGER_S", 0.05)
     async with serving(FAST, clients={key: 0.05}) as proxy:
@@ -205,7 +205,7 @@ async def test_the_largest_body_that_arrives_makes_room_and_small_ones_pass() ->
         proxy.wire(other[:-20_000]) as (reader, writer),
     ):
         await until(lambda: held(proxy) > 75_000)
-        assert proxy.metric("llmproxy_held_body_bytes") == held(proxy)
+        assert proxy.metric("llmproxy_buffered_body_bytes") == held(proxy)
         assert (await proxy.chat()).status == 200
         writer.write(other[-20_000:-5_000])
         status, message = await refusal(refused)
@@ -263,7 +263,7 @@ async def is_no_json(writer: asyncio.StreamWriter) -> None:
 async def test_a_body_that_ends_in_any_way_is_held_no_more(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmproxy.gateway.http.connection.LINGER_S", 0.05)
     begun = HEAD + b"transfer-encoding: chunked\r\n\r\n3e8\r\n" + b"x" * 1_000 + b"\r\n"
-    limits = BODIES | ({"clients": {"body_silence_s": 0.2}} if ends is goes_silent else {})
+    limits = BODIES | ({"clients": {"body_idle_timeout_s": 0.2}} if ends is goes_silent else {})
     async with serving(FAST, **limits) as proxy, proxy.wire(begun) as (_, writer):
         await until(lambda: held(proxy) == 1_000)
         await ends(writer)

@@ -50,7 +50,7 @@ async def test_a_stream_that_computes_its_prompt_gets_comments_and_then_its_even
 
 
 async def test_a_stream_that_waits_gets_comments_and_is_refused_by_an_event() -> None:
-    async with one_seat(queue={"ttl_s": 0.2}, **KEPT_ALIVE) as (proxy, _):
+    async with one_seat(queue={"max_wait_s": 0.2}, **KEPT_ALIVE) as (proxy, _):
         answer = await proxy.chat(STREAM)
         assert answer.status == 200
         (event,) = after_comments(answer.body).split(b"\n\n")[:-1]

@@ -62,9 +62,13 @@ async def test_ready_follows_the_backends(proxy: ProxyUnderTest) -> None:
 
 async def test_ready_without_a_replica_if_requests_are_held_for_one() -> None:
     scaling = {"pools": ["base"], "min": 0}
-    async with serving(wait=False, extra=["http://127.0.0.1:9"], scaling=scaling, queue={"hold_s": 30.0}) as proxy:
+    async with serving(
+        wait=False, extra=["http://127.0.0.1:9"], scaling=scaling, queue={"no_backend_wait_s": 30.0}
+    ) as proxy:
         assert (await proxy.get("/ready")).json == {"ready": True}
-    async with serving(wait=False, extra=["http://127.0.0.1:9"], scaling=scaling, queue={"hold_s": 0.0}) as proxy:
+    async with serving(
+        wait=False, extra=["http://127.0.0.1:9"], scaling=scaling, queue={"no_backend_wait_s": 0.0}
+    ) as proxy:
         assert (await proxy.get("/ready")).status == 503
 
 

@@ -137,13 +137,13 @@ async def test_a_renewed_certificate_is_shown_to_new_connections(
         async with proxy.http.post(proxy.url + "/v1/chat/completions", json=STREAM, ssl=trusting) as open_since:
             with capture_logs() as logs:
                 files.renew()
-                await until(lambda: any(line["event"] == "certificate_renewed" for line in logs))
+                await until(lambda: any(line["event"] == "certificate_reloaded" for line in logs))
             second = await shown(proxy, trusting)
             assert second != first
             assert (await open_since.read()).endswith(b"data: [DONE]\n\n")
         with capture_logs() as logs:
             files.spoil()
-            await until(lambda: any(line["event"] == "certificate_kept" for line in logs))
+            await until(lambda: any(line["event"] == "certificate_reload_failed" for line in logs))
         assert await shown(proxy, trusting) == second
 
 
@@ -159,7 +159,7 @@ def test_an_invalid_file_changes_nothing_and_is_logged_once(files: Files) -> Non
         spoil()
         with capture_logs() as logs:
             assert [tls.renew() for _ in range(3)] == [False] * 3
-        assert [line["event"] for line in logs] == ["certificate_kept"]
+        assert [line["event"] for line in logs] == ["certificate_reload_failed"]
         assert why in logs[0]["why"]
     files.renew()
     assert [tls.renew() for _ in range(3)] == [False, True, False], "a change counts once it is over"
@@ -242,7 +242,7 @@ async def test_authorities_of_no_use_keep_it_from_starting_too(files: Files) -> 
 # --- backends ---------------------------------------------------------------------------------------------------------
 
 Gpu = Callable[[], AbstractAsyncContextManager[Scripted]]
-OPEN: dict[str, Any] = {"queue": {"hold_s": 5.0}, "retry": {"extra_attempts": 0}}
+OPEN: dict[str, Any] = {"queue": {"no_backend_wait_s": 5.0}, "retry": {"extra_attempts": 0}}
 
 
 @pytest.fixture
@@ -316,11 +316,11 @@ async def test_new_authorities_are_believed_and_old_ones_no_more(
             await until(lambda: all_up(proxy))
             assert (await proxy.chat()).status == 200
             replace(b"nobody")
-            await until(lambda: logged("authorities_kept"))
+            await until(lambda: logged("backend_ca_reload_failed"))
             assert (await proxy.chat()).status == 200
             replace(other.cert_pem.bytes())
             await until(lambda: len(logged("backend_down")) == 2)
             assert (await proxy.chat()).status == 503
-    assert [line["backend"] for line in logged("authorities_renewed")] == ["b0", "b0"]
-    [kept] = logged("authorities_kept")
+    assert [line["backend"] for line in logged("backend_ca_reloaded")] == ["b0", "b0"]
+    [kept] = logged("backend_ca_reload_failed")
     assert kept["why"].startswith(f"{file} holds no certificate: ")

@@ -296,7 +296,7 @@ async def test_a_keep_alive_comment_is_forwarded_and_is_no_token() -> None:
         go_on.set()
         assert await response.content.read() == token + b"data: [DONE]\n\n"
         await proxy.settled()
-        assert proxy.metric("llmproxy_ttft_seconds_count") == 1
+        assert proxy.metric("llmproxy_time_to_first_token_seconds_count") == 1
 
 
 async def test_a_server_that_is_named_once_and_without_versions() -> None:
@@ -418,7 +418,7 @@ async def test_a_stream_compressed_all_the_same_passes_as_it_comes(monkeypatch: 
         assert unpacker.eof
         await proxy.settled()
         assert proxy.outcomes() == {"completed": 1}
-        assert proxy.metric("llmproxy_ttft_seconds_count") == 1
+        assert proxy.metric("llmproxy_time_to_first_token_seconds_count") == 1
         assert set(reported) == {0}, "its backend is heard, and nothing is said of its pace"
 
 

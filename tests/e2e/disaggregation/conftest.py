@@ -31,5 +31,5 @@ async def split(
 
 def hows(proxy: ProxyUnderTest) -> dict[str, float]:
     """How requests were served, and how often."""
-    found = {how.value: proxy.metric("llmproxy_disaggregation_total", how=how.value) for how in Split}
+    found = {how.value: proxy.metric("llmproxy_disaggregation_total", mode=how.value) for how in Split}
     return {name: count for name, count in found.items() if count}

@@ -205,7 +205,7 @@ ONE_AT_A_TIME = [{"name": "t", "keys": [hash_of("k")], "limits": {"in_flight": 1
 )
 async def test_a_refused_prompt_does_not_wait_for_its_own_place(config: dict[str, Any]) -> None:
     script, how = ANSWERS["refusal"]
-    async with scripted_prefill(script, queue={"ttl_s": 5.0}, **config) as proxy:
+    async with scripted_prefill(script, queue={"max_wait_s": 5.0}, **config) as proxy:
         answer = await proxy.chat(LONG, headers={"authorization": "Bearer k"})
         assert answer.status == 200, answer.body
         assert hows(proxy) == {how: 1}

@@ -81,4 +81,4 @@ async def test_a_worker_that_is_killed_between_the_stages_leaves_nothing(stage: 
             await until(lambda: len(workers(process)) == 2, START_MAX_S)
             assert witness in workers(process)
             assert await asyncio.gather(*[answer(url) for _ in range(MANY)]) == [right] * MANY
-            assert await metric(url, "llmproxy_disaggregation_total", how="split") == 1 + MANY - cut + MANY
+            assert await metric(url, "llmproxy_disaggregation_total", mode="split") == 1 + MANY - cut + MANY

@@ -73,7 +73,7 @@ ADMIN: dict[str, Any] = {"admin_key": hash_of("for-admins")}
         (ADMIN, 401, 401),
         (TENANT, 401, 200),
         (TENANT | ADMIN, 401, 401),
-        (TENANT | ADMIN | {"admin": {"open_metrics": True}}, 200, 200),
+        (TENANT | ADMIN | {"admin": {"public_metrics": True}}, 200, 200),
     ],
 )
 async def test_metrics_need_the_admin_key_where_there_is_one_and_where_they_name_tenants(

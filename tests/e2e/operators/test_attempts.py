@@ -97,7 +97,7 @@ async def test_a_preempted_attempt_says_when_it_was_withdrawn(ended: dict[str, R
 
 
 async def test_a_request_that_was_never_granted_says_since_when_it_waited(ended: dict[str, RequestExit]) -> None:
-    async with one_seat(queue={"hold_s": 0.0, "ttl_s": 0.05}) as (proxy, running):
+    async with one_seat(queue={"no_backend_wait_s": 0.0, "max_wait_s": 0.05}) as (proxy, running):
         assert (await proxy.chat(headers={"x-request-id": "r"})).status == 429
         running.close()
         await proxy.settled()
@@ -125,7 +125,7 @@ async def test_the_record_has_the_latest_attempts_alone(
 ) -> None:
     busy = answering(whole(b"{}", "503 Service Unavailable"))
     retry = {"extra_attempts": 40, "budget_ratio": 1.0}
-    async with serving_script(busy, retry=retry, queue={"ttl_s": 60.0}) as (proxy, _):
+    async with serving_script(busy, retry=retry, queue={"max_wait_s": 60.0}) as (proxy, _):
         monkeypatch.setattr(proxy.app.handler.budget, "take", lambda _: True)
         assert (await proxy.chat(headers={"x-request-id": "r"})).status >= 500
         record = ended["r"]

@@ -91,7 +91,7 @@ async def test_a_request_that_waits_for_its_tenants_limit_says_so() -> None:
 
 
 async def test_requests_held_for_an_unknown_model_are_counted() -> None:
-    async with serving(wait=False, extra=["http://127.0.0.1:9"], queue={"hold_s": 30.0}) as proxy:
+    async with serving(wait=False, extra=["http://127.0.0.1:9"], queue={"no_backend_wait_s": 30.0}) as proxy:
         held = proxy.waiting()
         await until(lambda: proxy.app.dispatcher.nameless == 1)
         page = (await proxy.get(QUEUE)).json
@@ -190,7 +190,7 @@ async def test_a_decision_log_has_the_order_and_the_reason(tmp_path: Path) -> No
     assert first["at_s"] <= first["granted_at_s"] <= first["ended_at_s"]
     assert first["output_tokens"] == 4
     assert (first["ttft_slo_s"], first["met"]) == (60.0, True)
-    assert (lines["second"]["ttl_s"], "met" in lines["second"]) == (30.0, False)
+    assert (lines["second"]["max_wait_s"], "met" in lines["second"]) == (30.0, False)
     assert set(first["placement"]) >= {"queue", "prefill"}
     assert first["predicted"]["ttft_s"] > 0.0
     assert granted[0]["outcome"] == "cancelled"

@@ -107,8 +107,8 @@ async def test_a_tenant_that_sends_more_than_it_may_has_missed_no_objective() ->
     async with serving(FAST, tenants=[eager]) as proxy:
         statuses = [(await proxy.chat(STREAM, headers=bearer("eager-1"))).status for _ in range(3)]
         assert statuses == [200, 429, 429]
-        assert (proxy.metric("llmproxy_objectives_total", met="true"), proxy.outcomes()["rate_limited"]) == (1, 2)
-        assert proxy.metric("llmproxy_objectives_total", met="false") == 0
+        assert (proxy.metric("llmproxy_objectives_total", result="met"), proxy.outcomes()["rate_limited"]) == (1, 2)
+        assert proxy.metric("llmproxy_objectives_total", result="missed") == 0
 
 
 async def test_headers_of_untrusted_tenants_are_removed() -> None:

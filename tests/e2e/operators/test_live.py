@@ -245,7 +245,7 @@ async def test_where_each_setting_comes_from(tmp_path: Path) -> None:
         assert found["admin_key"]["value"] == "***"
         assert "hash" not in json.dumps(page)
         assert re.fullmatch(r".*llmproxy\.yaml:\d+", found["backends[b0].url"]["origin"])
-        assert found["queue.ttl_s"]["origin"] == "default"
+        assert found["queue.max_wait_s"]["origin"] == "default"
         assert found["host"]["restart"] is True
 
 

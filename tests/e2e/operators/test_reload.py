@@ -71,7 +71,7 @@ async def test_twenty_reloads_under_load_lose_nothing(tmp_path: Path) -> None:
 
 
 async def test_requests_wait_while_all_backends_are_replaced(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"queue": {"hold_s": 30.0}, "scheduling": {"look_ahead": 0}}
+    settings: dict[str, Any] = {"queue": {"no_backend_wait_s": 30.0}, "scheduling": {"look_ahead": 0}}
     async with reloadable(tmp_path, FAST, FAST, fixed_limit=1, **settings) as proxy:
         old, new = proxy.config_data["backends"]
         await rewrite(proxy, backends=[old])
@@ -181,7 +181,7 @@ async def test_a_bad_file_changes_nothing_and_says_why(tmp_path: Path, text: str
         assert proxy.app.config is before
         assert (await proxy.chat()).status == 200
         assert proxy.metric("llmproxy_config_last_reload_successful") == 0.0
-        assert proxy.metric("llmproxy_config_reloads_total", ok="false") == 1.0
+        assert proxy.metric("llmproxy_config_reloads_total", result="failure") == 1.0
         await rewrite(proxy)
         assert proxy.metric("llmproxy_config_last_reload_successful") == 1.0
 
@@ -191,7 +191,7 @@ async def test_a_changed_file_is_read_when_it_is_complete(tmp_path: Path, monkey
     async with reloadable(tmp_path, FAST, reload="watch") as proxy:
         write(proxy, api_keys=["k"])
         await until(lambda: proxy.app.config.api_keys == ("k",))
-        assert proxy.metric("llmproxy_config_reloads_total", ok="true") == 1.0
+        assert proxy.metric("llmproxy_config_reloads_total", result="success") == 1.0
 
 
 async def test_a_client_that_leaves_does_not_stop_the_reload_it_asked_for(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ async def test_backends_come_and_go_with_a_file(tmp_path: Path, monkeypatch: pyt
         await until(lambda: {s.name: s.source for s in proxy.app.registry.statuses()} == {"b0": "config", "b1": "file"})
         assert (await proxy.chat(HELLO | {"model": "elsewhere"})).status == 404
         listed.write_text("backends: [nonsense://x]")
-        await until(lambda: proxy.metric("llmproxy_discovery_looks_total", source="file", ok="false") > 0)
+        await until(lambda: proxy.metric("llmproxy_discovery_lookups_total", source="file", result="failure") > 0)
         await until(lambda: all_up(proxy))
         assert list(pools.backends) == ["b0", "b1"]
         listed.write_text("backends: []")

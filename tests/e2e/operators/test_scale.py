@@ -96,12 +96,16 @@ async def test_who_may_ask() -> None:
 
 async def test_a_named_pool_holds_its_requests_until_a_replica_is_there() -> None:
     scaling: dict[str, Any] = {"pools": ["base"], "min": 0}
-    async with serving(FAST, scaling=scaling, queue={"hold_s": 30.0, "first_hold_s": 0.0}, wait=False) as proxy:
+    async with serving(
+        FAST, scaling=scaling, queue={"no_backend_wait_s": 30.0, "startup_wait_s": 0.0}, wait=False
+    ) as proxy:
         replica = proxy.app.registry.statuses()[0]
         assert replica.name == "b0"
         waits = proxy.waiting()
         assert (await waits).status == 200
-    async with serving(extra=["http://127.0.0.1:9"], scaling=scaling, queue={"hold_s": 30.0}, wait=False) as proxy:
+    async with serving(
+        extra=["http://127.0.0.1:9"], scaling=scaling, queue={"no_backend_wait_s": 30.0}, wait=False
+    ) as proxy:
         waits = proxy.waiting()
         await until(lambda: proxy.app.dispatcher.nameless == 1)
         found = (await proxy.get("/scale/base")).json
@@ -109,7 +113,9 @@ async def test_a_named_pool_holds_its_requests_until_a_replica_is_there() -> Non
         waits.cancel()
         await asyncio.gather(waits, return_exceptions=True)
         await until(lambda: proxy.app.dispatcher.nameless == 0)
-    async with serving(extra=["http://127.0.0.1:9"], scaling=scaling, queue={"hold_s": 0.05}, wait=False) as proxy:
+    async with serving(
+        extra=["http://127.0.0.1:9"], scaling=scaling, queue={"no_backend_wait_s": 0.05}, wait=False
+    ) as proxy:
         answer = await proxy.chat(HELLO)
         assert answer.status == 503
         assert "No replica of `base` is up" in answer.json["error"]["message"]

@@ -68,7 +68,7 @@ async def statuses(proxies: list[ProxyUnderTest], each: int) -> Counter[int]:
 
 
 def away(proxy: ProxyUnderTest) -> bool:
-    return bool(proxy.metric("llmproxy_limits_store_away"))
+    return not proxy.metric("llmproxy_limits_store_up")
 
 
 # --- as one -----------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ async def test_tokens_are_taken_from_the_store_as_the_engine_counted_them(server
 
 
 async def test_a_request_that_is_refused_for_another_reason_costs_nothing(server: Server) -> None:
-    config = limited(server, requests_per_min=3) | {"queue": {"requests_max": 1, "hold_s": 0.0}}
+    config = limited(server, requests_per_min=3) | {"queue": {"requests_max": 1, "no_backend_wait_s": 0.0}}
     async with one_seat(headers=KEY, **config) as (proxy, seat):
         waiting = await proxy.enter("waits", **KEY)
         for _ in range(5):
@@ -148,13 +148,15 @@ async def test_closed_refuses_until_the_store_is_back(server: Server, log: io.St
         assert "limits" in refused.json["error"]["message"]
         assert (await proxies[0].get("/ready")).status == 200
         assert (await proxies[0].chat(headers={"authorization": "Bearer free-1"})).status == 200
-        assert proxies[0].outcomes()["rejected_limits_away"] == 4
+        assert proxies[0].outcomes()["rejected_limits_unavailable"] == 4
         assert all(map(away, proxies))
         await server.start()
         await until(lambda: not any(map(away, proxies)))
         assert await statuses(proxies, 2) == {200: 4}
     lines = log.getvalue().splitlines()
-    assert [sum(event in line for line in lines) for event in ("limits_store_away", "limits_store_back")] == [2, 2]
+    assert [
+        sum(event in line for line in lines) for event in ("limits_store_unreachable", "limits_store_reachable")
+    ] == [2, 2]
 
 
 async def test_a_share_passes_each_proxy_and_never_the_whole(server: Server) -> None:
@@ -221,4 +223,4 @@ async def test_two_processes_one_of_them_with_workers(server: Server, tmp_path: 
         await server.kill()
         assert Counter(await asyncio.gather(*(status(url) for url in urls for _ in range(10)))) == {503: 20}
         for proxy in (one, other):
-            assert "cannot be asked" in (await proxy.event("limits_store_away"))["why"]
+            assert "cannot be asked" in (await proxy.event("limits_store_unreachable"))["why"]

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 HEAD_MAX, FIELDS_MAX = 4000, 20
 BOTH = f"""
-clients: {{head_bytes_max: {HEAD_MAX}, head_fields_max: {FIELDS_MAX}, body_silence_s: 0.3}}
+clients: {{head_bytes_max: {HEAD_MAX}, head_fields_max: {FIELDS_MAX}, body_idle_timeout_s: 0.3}}
 admin_key: {hash_of("boss")}
 tenants: [{{name: one, keys: ["{hash_of("mine")}"]}}]
 """

@@ -23,7 +23,7 @@ ASKED: dict[str, Any] = {"model": "base", "input": "Hello there, and more", "max
 THREE = (FAST, FAST, FAST)
 # Whoever comes is sent to the replica after the last one, unless it is held to another.
 AROUND = {"placement": "round_robin"}
-HOLD = {"hold_s": 30.0}
+HOLD = {"no_backend_wait_s": 30.0}
 
 
 async def made(proxy: ProxyUnderTest, **more: Any) -> Answer:
@@ -251,6 +251,6 @@ async def test_an_unknown_response_is_not_held_for_a_gone_process() -> None:
     async with serving(*THREE, scheduling=AROUND, queue=HOLD) as proxy:
         proxy.replicas[1].faults.set("refuse")
         await until(lambda: proxy.app.pools.backends["b1"].health.gone)
-        async with asyncio.timeout(HOLD["hold_s"] / 3):
+        async with asyncio.timeout(HOLD["no_backend_wait_s"] / 3):
             answer = await go_on(proxy, "resp_unknown")
         assert (answer.status, answer.headers["x-llmproxy-attempts"]) == (404, "2")

@@ -104,7 +104,7 @@ async def hows(session: aiohttp.ClientSession, proxy: Proxy) -> dict[str, float]
     """How often requests were served in each way so far."""
     async with session.get(proxy.url + "/metrics") as answer:
         page = await answer.text()
-    found = re.findall(r'^llmproxy_disaggregation_total\{how="(\w+)"\} (\S+)$', page, re.MULTILINE)
+    found = re.findall(r'^llmproxy_disaggregation_total\{mode="(\w+)"\} (\S+)$', page, re.MULTILINE)
     return {name: float(count) for name, count in found if float(count)}
 
 

@@ -73,9 +73,9 @@ def test_request_ids_are_taken_if_they_fit_a_log_line() -> None:
 
 
 def test_the_ttl_header_can_only_shorten() -> None:
-    identity = Identity(config(queue={"ttl_s": 10}))
-    assert identity.classify({TTL: "300ms"}, False, "m", "m").ttl_s == pytest.approx(0.3)
-    assert identity.classify({TTL: "1h"}, False, "m", "m").ttl_s == 10
+    identity = Identity(config(queue={"max_wait_s": 10}))
+    assert identity.classify({TTL: "300ms"}, False, "m", "m").max_wait_s == pytest.approx(0.3)
+    assert identity.classify({TTL: "1h"}, False, "m", "m").max_wait_s == 10
     for text in ("soon", "5", "-1s", "0s", "", "1d"):
         with pytest.raises(Failure) as caught:
             identity.classify({TTL: text}, False, "m", "m")
@@ -89,18 +89,18 @@ def test_every_header_for_classification_is_documented(header: str) -> None:
 
 
 def test_bands_may_have_different_times_to_wait() -> None:
-    identity = Identity(config(queue={"ttl_s": 10, "band_ttl_s": {"sheddable": 600, "critical": 2}}))
+    identity = Identity(config(queue={"max_wait_s": 10, "band_max_wait_s": {"sheddable": 600, "critical": 2}}))
 
-    def ttl_s(band: str, **headers: str) -> float:
-        return identity.classify({OBJECTIVE: band} | headers, True, "m", "m").ttl_s
+    def max_wait_s(band: str, **headers: str) -> float:
+        return identity.classify({OBJECTIVE: band} | headers, True, "m", "m").max_wait_s
 
-    assert [ttl_s(band) for band in ("critical", "default", "sheddable")] == [2, 10, 600]
-    assert [ttl_s(band, **{TTL: "60s"}) for band in ("critical", "default", "sheddable")] == [2, 10, 60]
+    assert [max_wait_s(band) for band in ("critical", "default", "sheddable")] == [2, 10, 600]
+    assert [max_wait_s(band, **{TTL: "60s"}) for band in ("critical", "default", "sheddable")] == [2, 10, 60]
 
 
 def test_the_time_to_wait_is_that_of_the_final_band() -> None:
-    identity, acme = of_acme({"band_max": "sheddable"}, queue={"band_ttl_s": {"sheddable": 600}})
-    assert identity.classify({OBJECTIVE: "critical"}, True, "m", "m", acme).ttl_s == 600
+    identity, acme = of_acme({"band_max": "sheddable"}, queue={"band_max_wait_s": {"sheddable": 600}})
+    assert identity.classify({OBJECTIVE: "critical"}, True, "m", "m", acme).max_wait_s == 600
 
 
 # --- trust ------------------------------------------------------------------------------------------------------------

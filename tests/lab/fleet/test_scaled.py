@@ -29,7 +29,11 @@ def simulated(signal: str, rates: list[tuple[float, float]], least: int = 1) -> 
         begin_s += lasts_s
     scaling = {"start_s": 30.0, "pools": ["base"], "min": least}
     config = Config.model_validate(
-        {"backends": [{"url": "http://a:1"}], "scaling": scaling, "queue": {"hold_s": 120.0, "ttl_s": 120.0}}
+        {
+            "backends": [{"url": "http://a:1"}],
+            "scaling": scaling,
+            "queue": {"no_backend_wait_s": 120.0, "max_wait_s": 120.0},
+        }
     )
     fleet = replace(fleet_named("4xllama-8b-h100"), autoscale=Autoscale(signal, least, 30.0))
     setup = Setup(Trace("t", lambda: iter(came)), fleet, plan_named("cost", config), config, 1, 1.0, begin_s, ())

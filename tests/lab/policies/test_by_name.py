@@ -74,14 +74,14 @@ def test_a_name_goes_before_the_placement_of_the_configuration() -> None:
 
 
 def test_parameters_of_ours_are_keys_of_the_configuration() -> None:
-    config = scheduling(kv_full=0.8)
+    config = scheduling(kv_full_ratio=0.8)
     plan = plan_named("blend(look_ahead=0, fairness=fcfs,output_weight=3.5)", config)
     assert plan.name == "blend(look_ahead=0, fairness=fcfs,output_weight=3.5)"
     assert (plan.settings.placement, plan.settings.fairness) == ("blend", "fcfs")
     assert plan.settings.capacity.look_ahead == 0
-    assert plan.settings.capacity.kv_full == 0.8
+    assert plan.settings.capacity.kv_full_ratio == 0.8
     assert plan.settings.output_weight == 3.5
-    assert plan_named("late_least_request(start_limit=9)", config).settings.capacity.start_limit == 9
+    assert plan_named("late_least_request(initial_batch_limit=9)", config).settings.capacity.initial_batch_limit == 9
     assert "fcfs" in plan.about
     assert config.scheduling.look_ahead is None
 
@@ -100,9 +100,9 @@ def test_what_is_split_can_be_said_in_a_name(given: str, splitting: Disaggregati
 
 
 def test_who_goes_next_can_be_said_in_a_name() -> None:
-    text = "blend(fairness=slo,ordering=least_slack,preemption=false,charged=requests,ceilings=1/0.9/0.6)"
+    text = "blend(fairness=slo,ordering=least_slack,preemption=false,fairness_cost=requests,ceilings=1/0.9/0.6)"
     settings = plan_named(text, Config()).settings
-    assert (settings.fairness, settings.ordering, settings.charged) == ("slo", "least_slack", "requests")
+    assert (settings.fairness, settings.ordering, settings.fairness_cost) == ("slo", "least_slack", "requests")
     assert settings.preemption is False
     assert plan_named("blend(withdrawal=false)", Config()).settings.preemption is False, "the old name of the key"
     assert [settings.ceiling(band) for band in (100, 0, -100)] == [1.0, 0.9, 0.6]
@@ -123,7 +123,7 @@ def test_what_is_not_ours_has_none_of_our_waiting_room_s_ways() -> None:
 def test_the_session_of_an_arrival_is_known_to_our_own_placement() -> None:
     arrivals = [replace(one, session=f"s{i % 12}") for i, one in enumerate(traffic(count=60, rate=2.0))]
     found: dict[str | None, set[str | None]] = {}
-    for record in records_of(setup(arrivals, "late_session(start_limit=32)")):
+    for record in records_of(setup(arrivals, "late_session(initial_batch_limit=32)")):
         found.setdefault(record.arrival.session, set()).add(record.backend)
     assert len(found) == 12
     assert all(len(backends) == 1 for backends in found.values())

@@ -39,7 +39,7 @@ class Stand:
 
     def place(self, arrival: Arrival, excluded: frozenset[str] = frozenset()) -> Placed | NoCapacity | NoMatch:
         views = [
-            view(name, available=name not in self.down, served=served, limit=1, kv_full=1.0)
+            view(name, available=name not in self.down, served=served, limit=1, kv_full_ratio=1.0)
             for served in (frozenset({BASE_MODEL, "x", "y"}),)
             for name in self.world.replicas
         ]

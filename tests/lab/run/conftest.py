@@ -68,5 +68,5 @@ def given(**sections: dict[str, Any]) -> Config:
 
 
 def hung(count: int, at_s: float, **timeouts: float) -> tuple[SimulatedFleet, Config]:
-    config = given(timeouts=timeouts, health={"failures": 100})
+    config = given(timeouts=timeouts, health={"failures_before_ejection": 100})
     return fleet(count, [Fault(at_s, FleetFaultKind.HANG)]), config

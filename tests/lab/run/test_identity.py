@@ -49,8 +49,8 @@ def test_objective_is_taken_part_by_part_in_order() -> None:
 
 
 def test_arrival_can_only_shorten_the_ttl_of_its_band() -> None:
-    known = standings(queue={"ttl_s": 10.0, "band_ttl_s": {"sheddable": 100.0}})
-    assert [known.of(Arrival(0.0, 1, 1, ttl_s=ttl_s), TARGET, band).ttl_s for ttl_s, band in (
+    known = standings(queue={"max_wait_s": 10.0, "band_max_wait_s": {"sheddable": 100.0}})
+    assert [known.of(Arrival(0.0, 1, 1, max_wait_s=max_wait_s), TARGET, band).max_wait_s for max_wait_s, band in (
         (None, 0), (None, -100), (50.0, 0), (50.0, -100)
     )] == [10.0, 100.0, 10.0, 50.0]  # fmt: skip
 

@@ -140,17 +140,17 @@ def test_the_policy_hears_how_far_an_answer_is_while_it_streams(calls: Scheduler
 
 def test_request_waits_for_the_lesser_of_two_ttls() -> None:
     crowd = [Arrival(0.0, 100, 3_000) for _ in range(8)]
-    short, long = Arrival(0.1, 100, 10, ttl_s=0.5), Arrival(0.1, 100, 11, ttl_s=100.0)
+    short, long = Arrival(0.1, 100, 10, max_wait_s=0.5), Arrival(0.1, 100, 11, max_wait_s=100.0)
     config = given(
-        queue={"ttl_s": 2.0},
-        scheduling={"start_limit": 1, "look_ahead": 0, "fairness": "fcfs"},
+        queue={"max_wait_s": 2.0},
+        scheduling={"initial_batch_limit": 1, "look_ahead": 0, "fairness": "fcfs"},
     )
     ends = records_of(setup([*crowd, short, long], on=fleet(1, max_num_seqs=1), config=config))
-    for arrival, ttl_s in ((short, 0.5), (long, 2.0)):
+    for arrival, max_wait_s in ((short, 0.5), (long, 2.0)):
         (end,) = [one for one in ends if one.arrival is arrival]
         assert end.outcome is Outcome.EXPIRED
-        assert end.ended_s - end.arrived_s == pytest.approx(ttl_s)
-        assert end.queue_wait_s == pytest.approx(ttl_s)
+        assert end.ended_s - end.arrived_s == pytest.approx(max_wait_s)
+        assert end.queue_wait_s == pytest.approx(max_wait_s)
 
 
 def test_answer_without_a_start_is_timeout_or_failed_connection() -> None:

@@ -49,7 +49,7 @@ def test_retries_stay_within_their_budget(monkeypatch: pytest.MonkeyPatch, ratio
     config = given(
         retry={"budget_ratio": ratio, "extra_attempts": 1},
         timeouts={"first_byte_s": 0.3},
-        health={"failures": 100, "unreachable_after": 100},
+        health={"failures_before_ejection": 100, "misses_before_down": 100},
     )
     on = fleet(2, [Fault(0.0, FleetFaultKind.HANG, "gpu-0")])
     ends = records_of(setup([Arrival(0.1 * i, 100, 5) for i in range(20)], "late_round_robin", on, config))
@@ -74,7 +74,7 @@ def overloaded(band: str = "critical") -> list[Arrival]:
 
 
 def one_engine(**scheduling: Any) -> Config:
-    return given(scheduling={"start_limit": 4, "fairness": "fcfs", "ceilings": dict.fromkeys(
+    return given(scheduling={"initial_batch_limit": 4, "fairness": "fcfs", "ceilings": dict.fromkeys(
         ("critical", "default", "sheddable"), 1.0), **scheduling})  # fmt: skip
 
 
@@ -142,24 +142,32 @@ def test_every_request_ends_once_for_the_policy(monkeypatch: pytest.MonkeyPatch)
     assert ends == [("1", None), ("2", True), ("3", False), ("4", False), ("5", False)]
 
 
-@pytest.mark.parametrize(("hold_s", "outcome"), [(30.0, Outcome.COMPLETED), (0.0, Outcome.REJECTED_NO_BACKENDS)])
-def test_request_is_held_while_no_backend_is_up(hold_s: float, outcome: Outcome) -> None:
+@pytest.mark.parametrize(
+    ("no_backend_wait_s", "outcome"), [(30.0, Outcome.COMPLETED), (0.0, Outcome.REJECTED_NO_BACKENDS)]
+)
+def test_request_is_held_while_no_backend_is_up(no_backend_wait_s: float, outcome: Outcome) -> None:
     on = fleet(1, [Fault(1.0, FleetFaultKind.RESTART, "gpu-0", None, 8.0)])
-    config = given(queue={"hold_s": hold_s, "ttl_s": 10.0})
+    config = given(queue={"no_backend_wait_s": no_backend_wait_s, "max_wait_s": 10.0})
     (end,) = records_of(setup([Arrival(4.0, 100, 10)], on=on, config=config))
     assert end.outcome is outcome
-    if hold_s:
+    if no_backend_wait_s:
         assert end.queue_wait_s is not None
         assert 5.0 <= end.queue_wait_s <= 7.0
 
 
-@pytest.mark.parametrize(("hold_s", "outcome"), [(30.0, Outcome.COMPLETED), (0.0, Outcome.REJECTED_NO_BACKENDS)])
-def test_a_request_is_held_while_nobody_knows_yet_what_will_be_served(hold_s: float, outcome: Outcome) -> None:
+@pytest.mark.parametrize(
+    ("no_backend_wait_s", "outcome"), [(30.0, Outcome.COMPLETED), (0.0, Outcome.REJECTED_NO_BACKENDS)]
+)
+def test_a_request_is_held_while_nobody_knows_yet_what_will_be_served(
+    no_backend_wait_s: float, outcome: Outcome
+) -> None:
     late = fleet(1)
     late = replace(late, replicas=(replace(late.replicas[0], joins_s=5.0),))
-    (end,) = records_of(setup([Arrival(1.0, 100, 10)], on=late, config=given(queue={"hold_s": hold_s})))
+    (end,) = records_of(
+        setup([Arrival(1.0, 100, 10)], on=late, config=given(queue={"no_backend_wait_s": no_backend_wait_s}))
+    )
     assert end.outcome is outcome
-    if hold_s:
+    if no_backend_wait_s:
         assert end.ttft_s is not None
         assert 4.0 <= end.ttft_s <= 6.0
 

@@ -25,7 +25,7 @@ SMALL = fleet(1, max_num_seqs=4)
 
 
 BY_TENANT = Config.model_validate(
-    {"backends": [{"url": "http://a:1"}], "scheduling": {"flow": "tenant"}, "queue": {"ttl_s": 600.0}}
+    {"backends": [{"url": "http://a:1"}], "scheduling": {"flow": "tenant"}, "queue": {"max_wait_s": 600.0}}
 )
 
 

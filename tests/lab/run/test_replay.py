@@ -177,7 +177,7 @@ def test_a_client_whose_request_failed_sends_it_again_some_times() -> None:
     # The only replica is there from the sixth second on. Whoever waits less is refused, and comes again.
     small = fleet(1)
     late = SimulatedFleet("late", (replace(small.replicas[0], joins_s=6.0),))
-    patient = Config.model_validate({"backends": [{"url": "http://a:1"}], "queue": {"first_hold_s": 1.0}})
+    patient = Config.model_validate({"backends": [{"url": "http://a:1"}], "queue": {"startup_wait_s": 1.0}})
     arrivals = [Arrival(0.0, 100, 10, retries=retries, retry_after_s=1.0) for retries in (0, 2, 9)]
     ends = records_of(setup(arrivals, "blend", late, patient))
     by_client = [sum(one.arrival.retries <= most for one in ends) for most in (0, 2, 9)]

@@ -47,7 +47,7 @@ def test_what_the_proxy_writes_can_be_read(saved: Saved) -> None:
         band="urgent",
         level=50,
         flow="acme+chat",
-        ttl_s=9.0,
+        max_wait_s=9.0,
         slo=Slo(0.5, 0.01),
         why=GrantReason(((50, 1),), 1, (("counter", 0.0),), 0),
         terms=(("queue", 1.0),),
@@ -58,7 +58,7 @@ def test_what_the_proxy_writes_can_be_read(saved: Saved) -> None:
     )
     (arrival,) = read(saved(START, decision_fields(ended, 90.0)))
     assert arrival == Arrival(
-        0.0, 10, 11, tenant="acme", adapter="sql", band=50, ttl_s=9.0, ttft_slo_s=0.5, tpot_slo_s=0.01
+        0.0, 10, 11, tenant="acme", adapter="sql", band=50, max_wait_s=9.0, ttft_slo_s=0.5, tpot_slo_s=0.01
     )
 
 

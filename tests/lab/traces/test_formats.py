@@ -28,7 +28,7 @@ OWN = """\
 {"llmproxy_trace": 1, "block_tokens": 16}
 
 {"at_s": 0.5, "prompt_tokens": 20, "output_tokens": 30, "blocks": [4, 5, 6, 7], "tenant": "blue", "adapter": "sql", \
-"criticality": " Critical", "session": "s", "ttl_s": 2, "ttft_slo_s": 0.5, "tpot_slo_s": 1e-2}
+"criticality": " Critical", "session": "s", "max_wait_s": 2, "ttft_slo_s": 0.5, "tpot_slo_s": 1e-2}
 {"at_s": 3, "prompt_tokens": 1, "output_tokens": 1, "model": "sql", "criticality": -7, "deadline_s": 9.5, \
 "tenant": null}
 """
@@ -53,7 +53,7 @@ HEAD = "t_s,client,prompt_tokens,output_tokens\n"
             16,
             [
                 Arrival(0.5, 20, 30, (4, 5, 6, 7), "blue", "sql", "critical", "s", 2.0, 0.5, 0.01),
-                Arrival(3.0, 1, 1, adapter="sql", band=-7, ttl_s=9.5),
+                Arrival(3.0, 1, 1, adapter="sql", band=-7, max_wait_s=9.5),
             ],
         ),
         (

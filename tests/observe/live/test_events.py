@@ -35,7 +35,7 @@ def heard(level: str, output: io.StringIO) -> list[tuple[str, str, object]]:
         log.debug("detail")
         log.info("backend_up", backend="gpu-0")
         log.warning("backend_down", backend="gpu-1")
-        log.error("not_reloaded")
+        log.error("reload_failed")
     log.info("backend_up", backend="gpu-2")
     return found
 
@@ -45,9 +45,9 @@ def test_a_listener_hears_from_info_on_whatever_is_written(level: str, output: i
     assert heard(level, output) == [
         ("info", "backend_up", "gpu-0"),
         ("warning", "backend_down", "gpu-1"),
-        ("error", "not_reloaded", None),
+        ("error", "reload_failed", None),
     ]
-    written = [word for word in ("detail", "backend_up", "backend_down", "not_reloaded") if word in output.getvalue()]
+    written = [word for word in ("detail", "backend_up", "backend_down", "reload_failed") if word in output.getvalue()]
     assert len(written) == {"debug": 4, "info": 3, "warning": 2, "error": 1}[level]
 
 

@@ -126,7 +126,7 @@ async def held_anywhere(found: Members) -> list[asyncio.Task[Any]]:
 
 
 async def test_the_leader_knows_what_every_member_holds_for_a_model_without_a_replica() -> None:
-    async with members(3, FAST, scaling={"pools": ["late"], "min": 0}, queue={"hold_s": 60.0}) as found:
+    async with members(3, FAST, scaling={"pools": ["late"], "min": 0}, queue={"no_backend_wait_s": 60.0}) as found:
         asked = await held_anywhere(found)
         async with Replica(replace(FAST, model="late")) as replica:
             # Members find backends at different times, and a leader may be the last.
@@ -141,7 +141,7 @@ async def test_the_leader_knows_what_every_member_holds_for_a_model_without_a_re
 
 
 async def test_the_next_leader_knows_what_is_held() -> None:
-    async with members(3, FAST, scaling={"pools": ["late"], "min": 0}, queue={"hold_s": 60.0}) as found:
+    async with members(3, FAST, scaling={"pools": ["late"], "min": 0}, queue={"no_backend_wait_s": 60.0}) as found:
         asked = await held_anywhere(found)
         old = found.leader
         cluster_of(old).begin_shutdown()
@@ -156,7 +156,7 @@ async def test_the_next_leader_knows_what_is_held() -> None:
 
 async def test_a_member_without_a_leader_has_no_number_for_an_autoscaler() -> None:
     """What it sees of the work is a part of it at most, and a lower number would take replicas away."""
-    async with members(2, FAST, cluster={"alone_after_s": 1.0}) as found:
+    async with members(2, FAST, cluster={"standalone_after_s": 1.0}) as found:
         (follower,) = found.followers
         assert (await follower.get("/scale/base")).json["replicas"]["up"] == 1
         found.lock.away = {"m0", "m1"}

@@ -289,7 +289,7 @@ REQUIRED = {
     "RequestInput": "request_id method path",
     "RequestResult": "outcome status duration_s",
     "RequestRouting": "",
-    "Resolve": "call name hold_s body_bytes",
+    "Resolve": "call name no_backend_wait_s body_bytes",
     "ResponseStored": "response_id backend tenant",
     "Resume": "waiting running",
     "Resumed": "",

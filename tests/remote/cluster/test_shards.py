@@ -227,7 +227,7 @@ async def test_what_leaders_tell_is_about_their_own_pools() -> None:
 
 @virtual
 async def test_alone_a_member_divides_only_what_has_no_leader() -> None:
-    async with world(2, seats=6, backends="ab", pools={"b": "big"}, alone_after_s=LOCK_S + 1.0) as found:
+    async with world(2, seats=6, backends="ab", pools={"b": "big"}, standalone_after_s=LOCK_S + 1.0) as found:
         await asyncio.sleep(SPREAD_S)
         big, rest = found.leader_of("big"), found.leader
         assert big is not rest

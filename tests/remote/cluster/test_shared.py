@@ -77,7 +77,7 @@ async def test_what_was_stored_while_a_member_was_cut_off_is_told_when_it_is_bac
 
 @virtual
 async def test_what_was_stored_without_a_leader_is_told_to_the_next_one() -> None:
-    async with world(3, alone_after_s=LOCK_S + 1.0) as found:
+    async with world(3, standalone_after_s=LOCK_S + 1.0) as found:
         dead = found.leader
         found.store.away = True
         found.members.remove(dead)

@@ -26,7 +26,7 @@ async def without_leader(found: World) -> None:
 
 @virtual
 async def test_each_member_decides_with_its_part() -> None:
-    async with world(3, seats=6, alone_after_s=ALONE_S) as found:
+    async with world(3, seats=6, standalone_after_s=ALONE_S) as found:
         await without_leader(found)
         one, other = found.members
         clients = [one.client() for _ in range(5)] + [other.client() for _ in range(5)]
@@ -42,7 +42,7 @@ async def test_each_member_decides_with_its_part() -> None:
 
 @virtual
 async def test_what_waited_for_the_leader_is_decided() -> None:
-    async with world(3, seats=6, alone_after_s=ALONE_S) as found:
+    async with world(3, seats=6, standalone_after_s=ALONE_S) as found:
         one = found.followers[0]
         held = [found.leader.client() for _ in range(6)]
         await asyncio.sleep(SOON_S)
@@ -56,7 +56,7 @@ async def test_what_waited_for_the_leader_is_decided() -> None:
 
 @virtual
 async def test_a_leader_that_comes_ends_it_and_knows_what_runs() -> None:
-    async with world(3, seats=3, alone_after_s=ALONE_S) as found:
+    async with world(3, seats=3, standalone_after_s=ALONE_S) as found:
         await without_leader(found)
         one, other = found.members
         runs = [one.client(), other.client()]
@@ -80,7 +80,7 @@ async def test_a_leader_that_comes_ends_it_and_knows_what_runs() -> None:
 @virtual
 async def test_one_that_never_met_the_others_decides_nothing() -> None:
     """It cannot know its part, and all of a limit at each of them would be too much."""
-    async with world(1, seats=6, alone_after_s=ALONE_S) as found:
+    async with world(1, seats=6, standalone_after_s=ALONE_S) as found:
         found.store.away = True
         late = await found.member("late")
         client = late.client()
@@ -103,7 +103,7 @@ async def test_without_the_setting_nobody_decides_alone() -> None:
 
 @virtual
 async def test_the_leader_that_lost_its_lock_decides_alone_and_leads_again() -> None:
-    async with world(2, seats=4, alone_after_s=ALONE_S) as found:
+    async with world(2, seats=4, standalone_after_s=ALONE_S) as found:
         leader = found.leader
         runs = [leader.client() for _ in range(3)]
         await asyncio.sleep(SOON_S)
@@ -125,7 +125,7 @@ async def test_the_leader_that_lost_its_lock_decides_alone_and_leads_again() -> 
 
 @virtual
 async def test_one_that_ends_decides_no_more() -> None:
-    async with world(2, alone_after_s=ALONE_S) as found:
+    async with world(2, standalone_after_s=ALONE_S) as found:
         await without_leader(found)
         [one] = found.members
         assert one.shard.limit_divisor == 2
@@ -137,7 +137,7 @@ async def test_one_that_ends_decides_no_more() -> None:
 
 @virtual
 async def test_what_flows_were_charged_before_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with world(2, seats=2, alone_after_s=ALONE_S) as found:
+    async with world(2, seats=2, standalone_after_s=ALONE_S) as found:
         one = found.followers[0]
         found.leader.client(flow="big", prompt_tokens=3000)
         found.leader.client(flow="small")

@@ -217,7 +217,7 @@ async def test_a_renewed_certificate_is_used_on_both_sides(
         with capture_logs() as logs:
             ours.renew(ca)
             theirs.renew(ca)
-            await until(lambda: any(line["event"] == "certificate_renewed" for line in logs))
+            await until(lambda: any(line["event"] == "certificate_reloaded" for line in logs))
         end = await connected(other, address)
         await until(lambda: end.heard and accepted and accepted[0].heard)
         assert (end.peer_serial, accepted[0].peer_serial) == (ours.serial, theirs.serial)
@@ -243,7 +243,7 @@ async def test_the_authority_is_replaced_while_members_run(
         async def take_over(*trusted: trustme.CA) -> None:
             with capture_logs() as logs:
                 _trusts(ours, *trusted)
-                await until(lambda: any(line["event"] == "certificate_renewed" for line in logs))
+                await until(lambda: any(line["event"] == "certificate_reloaded" for line in logs))
             accepted.clear()
 
         _trusts(renewed, ca, new)

@@ -180,7 +180,7 @@ class VirtualMember:
 
         self.cluster = Cluster(
             hello, LOCK_S, world.stores, self.dispatcher, self.leasing,
-            replace(context, stored=stored), lambda _: shared, self.network, world.alone_after_s,
+            replace(context, stored=stored), lambda _: shared, self.network, world.standalone_after_s,
         )  # fmt: skip
 
     @property
@@ -246,14 +246,14 @@ class World:
         self,
         seats: int = 1,
         backends: Iterable[str] = "a",
-        alone_after_s: float = inf,
+        standalone_after_s: float = inf,
         settings: Settings = SETTINGS,
         pools: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.net = Net()
         self.pools = pools
         self.settings = settings
-        self.alone_after_s = alone_after_s
+        self.standalone_after_s = standalone_after_s
         self.store = Store()
         self.stores = {DEFAULT: self.store} | {pool: Store() for pool in pools.values()}
         self.seats = seats
@@ -301,12 +301,12 @@ class World:
 
 @asynccontextmanager
 async def world(
-    count: int, seats: int = 1, backends: Iterable[str] = "a", alone_after_s: float = inf,
+    count: int, seats: int = 1, backends: Iterable[str] = "a", standalone_after_s: float = inf,
     settings: Settings = SETTINGS, pools: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[World]:  # fmt: skip
     """So many members m0, m1, ..., who follow one of them. Nothing may stay behind in any, nor any task."""
     before = asyncio.all_tasks()
-    found = World(seats, backends, alone_after_s, settings, pools)
+    found = World(seats, backends, standalone_after_s, settings, pools)
     for number in range(count):
         await found.member(f"m{number}")
     await asyncio.sleep(1.0)

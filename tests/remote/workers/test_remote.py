@@ -182,7 +182,7 @@ async def test_a_worker_that_dies_between_the_stages_leaves_no_place_kept(turns_
 
 @virtual
 async def test_a_refusal_is_the_same_here_and_there() -> None:
-    settings = Settings(queue=QueueSettings(hold_s=0.0))
+    settings = Settings(queue=QueueSettings(no_backend_wait_s=0.0))
     one = dispatcher(settings=settings, a=1)
     one.troubled("a", Trouble.UNHEALTHY, "503")
     line, refusals = WorkerLink(one), list[Refused]()
@@ -355,7 +355,7 @@ async def test_metrics_and_usage_of_workers_are_counted_once() -> None:
 async def test_nothing_of_a_request_is_left_to_the_garbage_collector(served: bool) -> None:
     """Neither where it was granted something nor where it was refused; what tests leave behind themselves is less."""
     many = 50
-    one = dispatcher(settings=Settings(queue=QueueSettings(hold_s=0.0)), a=1)
+    one = dispatcher(settings=Settings(queue=QueueSettings(no_backend_wait_s=0.0)), a=1)
     line = WorkerLink(one)
     for _ in range(0 if served else 2):
         one.troubled("a", Trouble.REFUSED, "nobody listens")

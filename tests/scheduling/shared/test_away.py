@@ -23,7 +23,7 @@ async def test_closed_refuses_while_the_store_is_away(capsys: pytest.CaptureFixt
     async with sharing(store) as shared:
         for _ in range(2):
             refused = await refusal_of(served(shared, theirs()))
-            assert refused.outcome is Outcome.REJECTED_LIMITS_AWAY
+            assert refused.outcome is Outcome.REJECTED_LIMITS_UNAVAILABLE
             assert refused.retry_after_s == RETRY_S
         assert shared.away == "valkey:6379 cannot be asked: no"
         await served(shared, request())
@@ -33,7 +33,7 @@ async def test_closed_refuses_while_the_store_is_away(capsys: pytest.CaptureFixt
         assert not shared.away
         await served(shared, theirs())
     said = capsys.readouterr().out
-    assert [said.count(event) for event in ("limits_store_away", "limits_store_back")] == [1, 1]
+    assert [said.count(event) for event in ("limits_store_unreachable", "limits_store_reachable")] == [1, 1]
 
 
 @virtual
@@ -41,7 +41,7 @@ async def test_a_connection_that_was_lost_is_made_again_at_once() -> None:
     store = MemoryStore()
     async with sharing(store) as shared:
         store.broken, store.breaks_once = StoreError("the connection was lost"), True
-        assert (await refusal_of(shared.reserve(theirs()))).outcome is Outcome.REJECTED_LIMITS_AWAY
+        assert (await refusal_of(shared.reserve(theirs()))).outcome is Outcome.REJECTED_LIMITS_UNAVAILABLE
         await asyncio.sleep(RETRY_S / 2)
         assert shared.away is None
 
@@ -109,7 +109,7 @@ async def test_nobody_waits_long_for_a_store_that_is_slow() -> None:
         store.answer_s = 2.0
         asked_s = now()
         first = await asyncio.gather(*(refusal_of(shared.reserve(theirs())) for _ in range(ASKS_MAX + 1)))
-        assert {one.outcome for one in first} == {Outcome.REJECTED_LIMITS_AWAY}
+        assert {one.outcome for one in first} == {Outcome.REJECTED_LIMITS_UNAVAILABLE}
         assert now() == pytest.approx(asked_s + ANSWER_S)
         assert shared.away == "it does not answer within 0.5 s"
         await refusal_of(shared.reserve(theirs()))
@@ -132,7 +132,7 @@ async def test_a_store_that_stays_slow_is_not_back(capsys: pytest.CaptureFixture
         await asyncio.sleep(5.0)
         assert not shared.away
         store.answer_s = 0.0
-    assert capsys.readouterr().out.count("limits_store_away") == 1
+    assert capsys.readouterr().out.count("limits_store_unreachable") == 1
 
 
 @virtual
@@ -199,4 +199,4 @@ async def test_an_end_answers_whoever_waits() -> None:
     async with sharing(store) as shared:
         waiting = [asyncio.create_task(refusal_of(shared.reserve(theirs()))) for _ in range(2)]
         await turns()
-    assert [one.outcome for one in await asyncio.gather(*waiting)] == [Outcome.REJECTED_LIMITS_AWAY] * 2
+    assert [one.outcome for one in await asyncio.gather(*waiting)] == [Outcome.REJECTED_LIMITS_UNAVAILABLE] * 2

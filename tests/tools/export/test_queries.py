@@ -62,7 +62,7 @@ def test_every_metric_is_shown_somewhere() -> None:
         ("sum by (model) (rate(llmproxy_tenant_requests_total[5m]))", "no label model"),
         ("rate(llmproxy_queued_requests[5m])", "no counter"),
         ("avg_over_time(llmproxy_requests_total[5m])", "of a counter"),
-        ("histogram_quantile(0.9, rate(llmproxy_ttft_seconds_count[5m]))", "no label le"),
+        ("histogram_quantile(0.9, rate(llmproxy_time_to_first_token_seconds_count[5m]))", "no label le"),
         ("llmproxy_queued_requests / llmproxy_backend_limit", "never match"),
         ("llmproxy_queued_requests > 0 and on (backend) llmproxy_backend_limit", "no label backend"),
         (

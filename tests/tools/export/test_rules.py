@@ -47,8 +47,8 @@ def ended(outcome: str, code: str = "2xx", band: str = "default") -> str:
 
 
 def objectives(missed: int, band: str = "critical") -> Series:
-    counts = {"false": missed, "true": 100 - missed}
-    return {proxy("objectives_total", band=band, met=met): f"0+{count}x90" for met, count in counts.items()}
+    counts = {"missed": missed, "met": 100 - missed}
+    return {proxy("objectives_total", band=band, result=result): f"0+{n}x90" for result, n in counts.items()}
 
 
 def waits(band: str, within: str) -> Series:
@@ -106,7 +106,7 @@ CASES = (
          {**BURNT, "severity": "page", "window": "1h"},
          {ended("completed"): "0+1x90", ended("expired", "4xx"): "0x67 3x30"}),
     Case("LlmproxyObjectiveBurn", "70m", objectives(20), {**JOB, "band": "critical"},
-         {proxy("objectives_total", band="critical", met="false"): "0x67 3x30"}),
+         {proxy("objectives_total", band="critical", result="missed"): "0x67 3x30"}),
     Case("LlmproxyObjectiveBurn", "70m", objectives(20), {**JOB, "band": "critical"},
          objectives(5) | objectives(50, "default")),
     Case("LlmproxyNoBackend", "5m", {proxy("build_info", version="1"): "1x10"}, HERE,
@@ -124,15 +124,15 @@ CASES = (
     Case("LlmproxyStarvation", "25m",
          {proxy("queued_requests", band="default"): "2x30", ended("expired", "4xx"): "0+5x30"},
          {**HERE, "band": "default"}, {proxy("queued_requests", band="default"): "0x30"}),
-    Case("LlmproxyInversion", "10m", {proxy("inversions_total"): "0 0 0 1x20"}, HERE,
-         {proxy("inversions_total"): "1x20"}),
+    Case("LlmproxyInversion", "10m", {proxy("priority_inversions_total"): "0 0 0 1x20"}, HERE,
+         {proxy("priority_inversions_total"): "1x20"}),
     Case("LlmproxyBackendDown", "10m", backend(1), ON, backend(1, drained=1)),
     Case("LlmproxyBackendDown", "10m", backend(1, ejected=1), ON, backend(0, ejected=1)),
     Case("LlmproxyBackendEjected", "16m", backend(0, ejected=1), ON, backend(1, ejected=1)),
     Case("LlmproxyBackendEjected", "16m", backend(0, ejected=1), ON,
          {proxy("backend_ejected", backend="gpu-0"): "0x12 1x5"}),
-    Case("LlmproxyKvPressure", "20m", {proxy("backend_kv_used", backend="gpu-0"): "0.99x30"}, ON,
-         {proxy("backend_kv_used", backend="gpu-0"): "0.9x30"}),
+    Case("LlmproxyKvPressure", "20m", {proxy("backend_kv_used_ratio", backend="gpu-0"): "0.99x30"}, ON,
+         {proxy("backend_kv_used_ratio", backend="gpu-0"): "0.9x30"}),
     Case("LlmproxyEngineQueues", "15m", {proxy("backend_waiting", backend="gpu-0"): "3x30"}, ON,
          {proxy("backend_waiting", backend="gpu-0"): "1x30"}),
     Case("LlmproxyReadingStale", "5m", {proxy("backend_reading_age_seconds", backend="gpu-0"): "20+60x10"}, ON,
@@ -141,16 +141,17 @@ CASES = (
          {proxy("config_last_reload_successful"): "1x20"}),
     Case("LlmproxyWorkerLost", "10m", {proxy("workers_lost_total"): "0 0 1x20"}, HERE,
          {proxy("workers_lost_total"): "1x20"}),
-    Case("LlmproxyNoLeader", "5m", {proxy("cluster_led"): "0x10"}, HERE, {proxy("cluster_led"): "1x10"}),
+    Case("LlmproxyNoLeader", "5m", {proxy("cluster_has_leader"): "0x10"}, HERE, {proxy("cluster_has_leader"): "1x10"}),
     Case("LlmproxyTwoLeaders", "5m",
          {proxy("cluster_leader", instance="a"): "1x10", proxy("cluster_leader", instance="b"): "1x10"}, JOB,
          {proxy("cluster_leader", instance="a"): "1x10", proxy("cluster_leader", instance="b"): "0x10"}),
-    Case("LlmproxyLockAway", "5m", {proxy("cluster_lock_away"): "1x10"}, HERE, {proxy("cluster_lock_away"): "0x10"}),
-    Case("LlmproxyLimitsAway", "5m", {proxy("limits_store_away"): "1x10"}, HERE, {proxy("limits_store_away"): "0x10"}),
+    Case("LlmproxyClusterLockUnreachable", "5m", {proxy("cluster_lock_unreachable"): "1x10"}, HERE,
+         {proxy("cluster_lock_unreachable"): "0x10"}),
+    Case("LlmproxyLimitsStoreDown", "5m", {proxy("limits_store_up"): "0x10"}, HERE, {proxy("limits_store_up"): "1x10"}),
     Case("LlmproxyLogLost", "10m", {proxy("log_lines_lost_total"): "0 0 7x20"}, HERE,
-         {proxy("log_lines_lost_total"): "0x20", proxy("decision_log_lost_total"): "0x20"}),
-    Case("LlmproxyLogLost", "10m", {proxy("decision_log_lost_total"): "0 0 7x20"}, HERE,
-         {proxy("decision_log_lost_total"): "5x20"}),
+         {proxy("log_lines_lost_total"): "0x20", proxy("decision_log_lines_lost_total"): "0x20"}),
+    Case("LlmproxyLogLost", "10m", {proxy("decision_log_lines_lost_total"): "0 0 7x20"}, HERE,
+         {proxy("decision_log_lines_lost_total"): "5x20"}),
     Case("LlmproxyPredictionsOff", "55m", predictions(30), {**HERE, "time": "ttft"}, predictions(54)),
     Case("LlmproxyPredictionsOff", "55m", predictions(30), {**HERE, "time": "ttft"}, predictions(1, count=2)),
     Case("LlmproxyAbsent", "10m", {"other": "1x20"}, {}, {proxy("build_info", version="1"): "1x20"}),

@@ -8,7 +8,7 @@ import { Table } from "../lib/table.js";
 
 export const configuration = { title: "Configuration", columns: [], open };
 
-const RELOADS = ["reloaded", "not_reloaded"];
+const RELOADS = ["reloaded", "reload_failed"];
 const CHANGES = { config_changed: "In force", needs_a_restart: "Needs a restart" };
 
 function open(host, store) {
@@ -58,7 +58,7 @@ function lastReload(events) {
   const ends = events.filter((event) => RELOADS.includes(event.event)).map((event) => events.indexOf(event));
   if (ends.length === 0) return [null, []];
   const end = events[ends.at(-1)];
-  if (end.event === "not_reloaded") {
+  if (end.event === "reload_failed") {
     const problems = events.filter((event) => event.event === end.event && end.at_s - event.at_s < 1);
     return [end.at_s, problems.map((event) => `Refused; the previous settings stay in force: ${fieldOf(event, "problem")}`)];
   }
