@@ -38,7 +38,7 @@ SCALE_LEAST, SCALE_MOST = 1e-3, 1e3
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line said; see the help of its flags."""
+    """The options of the command line; see the help of its flags."""
 
     trace: str
     fleet: str
@@ -62,7 +62,7 @@ class Options:
 
 
 class Unusable(Exception):  # noqa: N818 - an answer for people, not an error of this code
-    """The wanted simulation cannot be run; the message says why and what to do."""
+    """The simulation cannot run. The message says why and what to do."""
 
 
 def simulate(options: Options) -> None:
@@ -113,7 +113,7 @@ def _simulate(options: Options) -> None:
     sizes = sizes_of([(one.run.policy, one.run) for one in plain]) if options.sizes is not None else []
     of_roles = [(one.run.policy, prefilling(tasks[i][0].fleet), one.run) for i, one in enumerate(plain)]
     splits = splits_of(of_roles) if options.roles else []
-    # Bounds are those of one fleet.
+    # Bounds need a single fleet.
     with Console(stderr=True).status("computing bounds"):
         bounds = _bounds(simulation, chosen) if len(tried) == 1 and not sizes else {}
     result = SimulationResult(
@@ -139,7 +139,7 @@ def _simulate(options: Options) -> None:
 
 
 def _wanted(options: Options) -> Wanted:
-    """Raises Unusable for objectives that mean nothing."""
+    """Raises Unusable for invalid objectives."""
     try:
         return Wanted() if options.objective is None else Wanted.parsed(options.objective)
     except ValueError as error:
@@ -147,7 +147,7 @@ def _wanted(options: Options) -> Wanted:
 
 
 def _extra(finished: Sequence[Finished], sizes: Sequence[Sizes], splits: Sequence[Splits], wanted: Wanted) -> Extra:
-    """What the report shows of fleets that scale, of several sizes and divisions: of the first seed and load."""
+    """Returns the report's parts about scaling, sizes and divisions of fleets, for the first seed and load."""
     scaled = {one.run.policy: one.trail for one in reversed(finished) if one.trail.scaled}
     if not scaled and not sizes and not splits:
         return Extra()
@@ -163,7 +163,7 @@ def _extra(finished: Sequence[Finished], sizes: Sequence[Sizes], splits: Sequenc
 
 
 def _check(options: Options, fleet: SimulatedFleet, read: tuple[Trace, Survey]) -> None:
-    """What fits together only when trace, fleet and configuration are all known."""
+    """Check that trace, fleet and configuration fit together. Raises Unusable."""
     trace, found = read
     block_size = fleet.replicas[0].block_size
     if trace.block_tokens % block_size:
@@ -184,7 +184,7 @@ def _make_room(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name in FILES:
-            # Tried before an hour of simulation, not after it.
+            # Try it before an hour of simulation, not after it.
             with (out / name).open("ab"):
                 pass
     except OSError as error:
@@ -215,7 +215,7 @@ def _run(tasks: Sequence[tuple[Simulation, Point]], totals: Sequence[int], worke
 
 
 def _bounds(simulation: Simulation, chosen: Sequence[Point]) -> dict[str, dict[str, Bound]]:
-    """Bounds of the first seed at every load, by load."""
+    """Returns the bounds of the first seed by load."""
     first = chosen[0].seed
     loads = dict.fromkeys((point.rate_scale, point.prefill_scale) for point in chosen)
     return {
@@ -226,7 +226,7 @@ def _bounds(simulation: Simulation, chosen: Sequence[Point]) -> dict[str, dict[s
 
 
 def _description(options: Options, fleet: SimulatedFleet, plans: Sequence[PolicyPlan], found: Survey) -> dict[str, Any]:
-    """What was simulated, in words and numbers with which it can be repeated."""
+    """Returns the inputs of the simulation, so that it can be repeated."""
     return {
         "trace": Path(options.trace).name if not options.trace.startswith("gen:") else options.trace,
         "requests": found.count,

@@ -1,4 +1,4 @@
-"""The same trace on several fleets: of several sizes, divided in several ways, or following several signals."""
+"""Variants of a fleet for one trace: several sizes, divisions into roles, or autoscaling signals."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from llmproxy.lab.scaling.signals import SIGNALS
 
 SIZES_MAX = 64
 OF_FUTURE = frozenset({"oracle", "instant"})
-"""Signals that need the work of a trace before they can be followed."""
+"""Signals that need the work of the whole trace."""
 
 
 def fleets(
     fleet: SimulatedFleet, scales: Sequence[str], sizes: str | None, roles: bool = False
 ) -> dict[str, SimulatedFleet]:
-    """The fleets to run, by what is added to the names of policies. Raises ValueError with what is wrong."""
+    """Returns the fleets by the suffix of policy names. Raises ValueError with the reason."""
     if roles:
         if scales or sizes is not None or fleet.autoscale is not None:
             raise ValueError(
@@ -46,7 +46,7 @@ def fleets(
 
 
 def resized(fleet: SimulatedFleet, count: int) -> SimulatedFleet:
-    """A fleet of so many replicas: the first ones of `fleet`, and all of its kinds again in turn where it has fewer."""
+    """Returns a fleet of `count` replicas: the first ones of `fleet`, repeated if it has fewer."""
     kinds = fleet.replicas
     width = len(str(count - 1))
     chosen = (replace(kinds[i % len(kinds)], name=f"gpu-{i:0{width}}") for i in range(count))
@@ -54,7 +54,7 @@ def resized(fleet: SimulatedFleet, count: int) -> SimulatedFleet:
 
 
 def divided(fleet: SimulatedFleet, prefill: int) -> SimulatedFleet:
-    """The fleet with its first `prefill` replicas for prompts and the others for answers; without roles where 0."""
+    """Returns the fleet with its first `prefill` replicas for prefill, the others for decode; no roles for 0."""
     roles = [Role.PREFILL] * prefill + [Role.DECODE if prefill else Role.BOTH] * (len(fleet.replicas) - prefill)
     return replace(
         fleet, replicas=tuple(replace(spec, role=role) for spec, role in zip(fleet.replicas, roles, strict=True))
@@ -62,12 +62,12 @@ def divided(fleet: SimulatedFleet, prefill: int) -> SimulatedFleet:
 
 
 def prefilling(fleet: SimulatedFleet) -> int:
-    """How many replicas of a fleet are for prompts alone."""
+    """Returns the number of prefill replicas of a fleet."""
     return sum(spec.role is Role.PREFILL for spec in fleet.replicas)
 
 
 def labelled(found: Mapping[str, Sequence[Finished]]) -> Iterator[Finished]:
-    """All runs, with what was varied in the name of their policies."""
+    """Yields all runs, with the variant in the name of the policy."""
     for label, finished in found.items():
         for one in finished:
             name = f"{one.run.policy}, {label}" if label else one.run.policy

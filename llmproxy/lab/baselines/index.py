@@ -1,4 +1,4 @@
-"""An approximate prefix index, as routers keep one: which backend was lately sent which blocks of prompts."""
+"""An approximate prefix index of a router: the blocks that each backend was recently sent."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 Block = int | tuple[str, int]
-"""A block's id as the trace gives it, or (request, position) where it gives none."""
+"""The id of a block in the trace, or (request id, position) for a block without one."""
 
 
 class BlockIndex:
-    """One list per backend in the order of last use, and for each block the set of its holders as a bit mask.
+    """A list of blocks per backend in the order of last use, and a bit mask of the backends that have each block.
 
-    The lists keep one number with each block, whose meaning is the owner's (a size, a time). Nothing is dropped unless
-    the owner says so.
+    Each entry of a list has a number, whose meaning is up to the caller (a size, a time). Only the caller drops blocks.
     """
 
     def __init__(self) -> None:
@@ -23,9 +22,9 @@ class BlockIndex:
         self._holders: dict[Block, int] = {}
 
     def matches(self, blocks: Iterable[Block], *, unbroken: bool) -> dict[str, int]:
-        """How many of a prompt's `blocks` each backend holds, from the first until one that no backend holds.
+        """Returns how many of a prompt's `blocks` each backend has, up to the first block that no backend has.
 
-        With `unbroken` a backend's count ends at the first block that it lacks. Backends without any are left out.
+        With `unbroken`, the count of a backend ends at its first missing block. Backends without a block are left out.
         """
         counts: dict[str, int] = {}
         unbroken_holders = -1
@@ -41,7 +40,7 @@ class BlockIndex:
         return counts
 
     def _runs(self, blocks: Iterable[Block]) -> Iterator[tuple[int, int]]:
-        # Neighbours mostly have the same holders: a look at each block, but at each holder only once per run.
+        # Adjacent blocks mostly have the same holders, so holders are listed once per run of equal masks.
         holders, length = 0, 0
         for block in blocks:
             mask = self._holders.get(block, 0)
@@ -56,10 +55,9 @@ class BlockIndex:
             yield holders, length
 
     def insert(self, backend: str, blocks: dict[Block, int] | dict[Block, float]) -> float:
-        """Note that `backend` has `blocks` of one prompt; answer the sum of the numbers of those that are new there.
+        """Record that `backend` has the `blocks` of one prompt. Returns the sum of the numbers of the new blocks.
 
-        Written from the tail, so that a prompt's head is always younger than its tail: without its head no tail is of
-        use, and the oldest are dropped first.
+        The tail is inserted first, so it is older than the head and dropped first: a tail is useless without its head.
         """
         if backend not in self._bits:
             self._bits[backend] = 1 << len(self._names)
@@ -80,22 +78,22 @@ class BlockIndex:
         return added
 
     def size(self, backend: str) -> int:
-        """How many blocks the list of `backend` holds."""
+        """Returns the number of blocks of `backend`."""
         return len(self._lists.get(backend, ()))
 
     def oldest(self, backend: str) -> float | None:
-        """The number kept with the least lately used block of `backend`, None when it has none."""
+        """Returns the number of the least recently used block of `backend`; None without blocks."""
         held = self._lists.get(backend)
         return held[next(iter(held))] if held else None
 
     def drop_oldest(self, backend: str) -> float:
-        """Forget the least lately used block of `backend`; answer its number. Raises KeyError when it has none."""
+        """Drop the least recently used block of `backend`. Returns its number. Raises KeyError without blocks."""
         block, value = self._lists[backend].popitem(last=False)
         self._release(block, backend)
         return value
 
     def remove(self, backend: str, block: Block) -> None:
-        """Forget one block. Raises KeyError when `backend` does not hold it."""
+        """Drop one block. Raises KeyError if `backend` does not have it."""
         del self._lists[backend][block]
         self._release(block, backend)
 
@@ -111,5 +109,5 @@ class BlockIndex:
             del self._holders[block]
 
     def backends(self) -> list[str]:
-        """Those that hold, or held, anything, in the order in which they were first seen."""
+        """Returns all backends that ever had a block, in the order of their first block."""
         return list(self._lists)

@@ -17,10 +17,9 @@ WINDOW_S = 60.0
 
 
 class Ring:
-    """Consistent hashing (Karger et al., 1997) with `POINTS` points per backend, as the library that they use.
+    """Consistent hashing (Karger et al., 1997) with `POINTS` points per backend, as in the library of production-stack.
 
-    The ring keeps every backend that it ever saw and steps over those that cannot be chosen, which answers the same as
-    a ring of the others alone.
+    The ring keeps all backends and skips the unavailable ones. The result is the same as with a ring of available ones.
     """
 
     def __init__(self) -> None:
@@ -28,7 +27,7 @@ class Ring:
         self._known: dict[str, None] = {}
 
     def find(self, key: str, names: Sequence[str]) -> str:
-        """The owner of `key` among `names`, of which there is at least one."""
+        """Returns the owner of `key` among `names`, which must not be empty."""
         new = [name for name in names if name not in self._known]
         if new:
             self._known.update(dict.fromkeys(new))
@@ -44,7 +43,7 @@ def _point(text: str) -> int:
 
 
 class SentRates:
-    """How many requests each backend was sent within the last `WINDOW_S`."""
+    """The requests that each backend was sent in the last `WINDOW_S`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -68,9 +67,9 @@ class SentRates:
 
 
 class Session(ImmediatePlacement):
-    """The owner of the session's key on a hash ring; without a session the backend that was sent the fewest requests.
+    """The owner of the session's key on a hash ring; without a session, the backend with the lowest request rate.
 
-    The rate counts what this router sent, with or without a session, whether or not it has ended. Of equals the first.
+    The rate counts all requests that this router sent, running or ended. Of equal backends, the first is chosen.
     """
 
     def __init__(self, around: Surroundings) -> None:

@@ -17,12 +17,13 @@ EVICT_EVERY_S = 60.0
 
 
 class CacheAware(Counting):
-    """Shortest queue while loads are unequal, else the longest known prefix, else the smallest tree.
+    """The fewest requests in flight while loads are unequal, else the longest cached prefix, else the smallest tree.
 
-    Unequal is: the most requests in flight exceed the fewest by more than `abs_load` and `rel_load` times over. A known
-    prefix counts when more than `match` of the prompt is known. The tree is of text there and of the trace's blocks
-    here, which sees a common beginning only in whole blocks. It is written when a request is routed, and cut back to
-    its limit per backend only once in `EVICT_EVERY_S`. It is not cleared when a backend restarts, as theirs is not.
+    Loads are unequal if the most requests in flight exceed the fewest by more than `abs_load` and by more than the
+    factor `rel_load`. A prefix counts if it is more than the part `match` of the prompt. The router's tree has text,
+    and this one the blocks of the trace, so a common prefix counts in whole blocks only. As in the router, the tree is
+    written when a request is routed, cut to its limit per backend every `EVICT_EVERY_S`, and kept when a backend
+    restarts.
     """
 
     def __init__(self, around: Surroundings, match: float, abs_load: float, rel_load: float) -> None:
@@ -49,14 +50,14 @@ class CacheAware(Counting):
         return Placed(holder, ratio, (("match", ratio),), len(views))
 
     def _holder(self, request: Request) -> tuple[str, float]:
-        """Who holds the longest known beginning of the prompt, and which part of the prompt (0..1) that is."""
+        """Returns the backend with the longest prefix of the prompt, and the prefix as a share of the prompt, 0..1."""
         blocks = prompt_blocks(request, self._around)
         depths = self._tree.matches(blocks, unbroken=True)
         if not depths:
             return "", 0.0
         depth = max(depths.values())
         known = list(blocks)[:depth]
-        # Theirs takes whichever of several its hash table shows first: arbitrary, but the same one every time.
+        # Among several backends, the router takes the first of its hash table: arbitrary, but always the same.
         salt = repr(known[-1])
         holder = min((crc32(f"{salt} {name}".encode()), name) for name, found in depths.items() if found == depth)[1]
         return holder, sum(blocks[block] for block in known) / sum(blocks.values())

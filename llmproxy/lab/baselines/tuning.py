@@ -1,4 +1,4 @@
-"""Baselines by name, with other parameters than their documented ones for a tuning grid."""
+"""Baselines by name, and the parameter values of the tuning grid."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ variants: Mapping[str, Mapping[str, Sequence[float]]] = {
     "epp_blend": {"gate": (0.0, 1.0), "prefix": (1.0, 3.0, 6.0)},
     "dynamo_cost": {"overlap": (0.5, 1.0), "prefill_scale": (0.5, 1.0, 3.0)},
 }
-"""What is tried when the three strongest are tuned: every combination of these values, the other parameters as
-documented."""
+"""Parameter values of the tuning grid of the three strongest baselines. Every combination is tried."""
 
 
 def variants_of(name: str) -> tuple[str, ...]:
-    """The names of all variants in the grid of `name`, as `baseline_named` spells them. Raises KeyError without one."""
+    """Returns the names of all variants of `name`, as `baseline_named` spells them. Raises KeyError without a grid."""
     grid = variants[name]
     combined = (dict(zip(grid, values, strict=True)) for values in product(*grid.values()))
     return tuple(baseline_named(_spelled(name, parameters)).name for parameters in combined)
 
 
 def taken_apart(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """The name and the parameters of a policy named like `blend(look_ahead=0,fairness=fcfs)`. Raises ValueError."""
+    """Returns the name and the parameters of a policy like `blend(look_ahead=0,fairness=fcfs)`. Raises ValueError."""
     name, bracket, rest = text.partition("(")
     if not bracket:
         return name, []
@@ -40,10 +39,11 @@ def taken_apart(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def baseline_named(text: str) -> Baseline:
-    """The baseline of a name like `epp_sticky` or `epp_sticky(match=0.5,penalty_s=2)`.
+    """Returns the baseline of a name like `epp_sticky` or `epp_sticky(match=0.5,penalty_s=2)`.
 
-    Its own name is spelled in one way only: parameters in their documented order, without those that are as documented.
-    Raises ValueError saying what is wrong, and the nearest known name.
+    The name of the result has one spelling: parameters in their documented order, without documented defaults.
+
+    Raises ValueError with the reason and the nearest known name.
     """
     name, pairs = taken_apart(text)
     factory, given = baselines.get(name), _numbers(text, pairs)

@@ -15,13 +15,13 @@ FIELDS = {
     FleetFaultKind.LOST_READINGS: "lost_readings",
     FleetFaultKind.LOST_KV_EVENTS: "lost_kv_events",
 }
-"""The faults that are nothing but a value, and the field of the server's `faults` that holds it meanwhile."""
+"""Faults that only set a field of the server's `faults`, with the name of the field."""
 
 
 def schedule(faults: Iterable[Fault], replicas: Mapping[str, SimulatedServer], start_s: float) -> None:
-    """Let each fault begin and end in its time; `start_s` is the loop's time at which the trace begins.
+    """Schedule the begin and end of each fault. The trace begins at the loop's time `start_s`.
 
-    Of what falls on one moment, ends come before beginnings, and otherwise the order is that of `faults`.
+    At one moment, ends come before begins, otherwise in the order of `faults`.
     """
     loop = asyncio.get_running_loop()
     moments: list[tuple[float, bool, Fault, SimulatedServer]] = []
@@ -38,7 +38,10 @@ def schedule(faults: Iterable[Fault], replicas: Mapping[str, SimulatedServer], s
 
 
 def _walk(moments: deque[tuple[float, bool, Fault, SimulatedServer]], loop: asyncio.AbstractEventLoop) -> None:
-    """Do what is due and set one timer for the rest: timers of one moment have no order among themselves."""
+    """Begin and end the faults that are due, and set one timer for the next moment.
+
+    Separate timers of one moment would run in any order.
+    """
     while moments and moments[0][0] <= loop.time():
         _, begins, fault, replica = moments.popleft()
         if begins:

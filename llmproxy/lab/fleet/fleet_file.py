@@ -32,7 +32,7 @@ from llmproxy.config.document import ConfigError, Document, Place, dotted
 from llmproxy.config.load import validated
 from llmproxy.config.schema import Section
 
-# The loader of the configuration knows the line of every value; a fleet's file deserves the same care.
+# The loader of the configuration gives the line of every value, so errors in a fleet file name lines too.
 from llmproxy.config.value_types import Count, Integer, Name, Number, nearest, one_of
 from llmproxy.core.domain import Role
 from llmproxy.lab.fleet.spec import (
@@ -56,7 +56,7 @@ REPLICAS_MAX = 4_096
 PROXIES_MAX = 256
 FAULTS_MAX = 1_000
 EVERY = "all"
-"""The name by which a fault hits every replica."""
+"""The replica name of a fault that hits every replica."""
 EXAMPLE = (
     "write it like 8xllama-8b-h100, 4xllama-8b-h100+4xllama-8b-a100, 3xllama-8b-h100:prefill+5xllama-8b-h100:decode,"
     " or as the path of a YAML file"
@@ -72,17 +72,18 @@ Finding = tuple[Place, str]
 
 
 class FleetError(ConfigError):
-    """A fleet that cannot be simulated. `problems` has one line for each thing wrong, ready to be printed."""
+    """A fleet that cannot be simulated. `problems` has one line for each error, ready to print."""
 
 
 def fleet_named(text: str) -> SimulatedFleet:
-    """The fleet that `text` stands for: COUNTxPROFILE or COUNTxPROFILE:ROLE, several of them joined by `+`, or a YAML
-    file (a path that ends in .yaml or .yml, or that exists). Replicas are gpu-0, gpu-1, and so on, padded so that
-    sorted names keep the order.
+    """Returns the fleet of `text`: COUNTxPROFILE or COUNTxPROFILE:ROLE, joined by `+`, or the path of a YAML file.
 
-    Raises FleetError with everything that is wrong.
+    A path ends in .yaml or .yml, or exists. Replicas are named gpu-0, gpu-1 and so on, with leading zeros where needed,
+    so that sorted names keep the order.
+
+    Raises FleetError with all errors.
     """
-    # This one is false, too, where no file could have such a name.
+    # Unlike `Path.is_file`, it returns False for text that is no valid file name.
     if text.endswith((".yaml", ".yml")) or os.path.isfile(text):  # noqa: PTH113
         return _fleet_in(Path(text))
     groups = [_group(part) for part in text.split("+")]
@@ -131,12 +132,12 @@ def _numbered(stem: str, count: int) -> list[str]:
 
 
 def room_tokens(kv_tokens: int, block_size: int) -> int:
-    """The longest sequence that a KV-cache can hold: vLLM sets one of its blocks aside."""
+    """Returns the longest sequence that a KV cache can hold: vLLM reserves one of its blocks."""
     return (kv_tokens // block_size - 1) * block_size
 
 
 def _context_tokens(kv_tokens: int, block_size: int) -> int:
-    """The longest context that a server serves by default."""
+    """Returns the default context length of a server."""
     return min(MAX_MODEL_LEN, room_tokens(kv_tokens, block_size))
 
 
@@ -147,7 +148,7 @@ Pair = tuple[Cost, Cost]
 
 
 class _ProfileEntry(Section):
-    """`name` is what reports call it; one that says `8b` gets the objectives of 8B models."""
+    """Step times of a model. Reports show `name`; a name with `8b` gets the objectives of 8B models."""
 
     name: Name = "custom"
     small_ms: Pair
@@ -312,7 +313,7 @@ def _fleet_in(path: Path) -> SimulatedFleet:
 
 
 def _fleet_of(name: str, entry: _FleetEntry, findings: list[Finding]) -> SimulatedFleet | None:
-    """The fleet, unless something is added to `findings`."""
+    """Returns the fleet, or None after adding errors to `findings`."""
     for i, replica in enumerate(entry.replicas):
         findings += ((("replicas", i, key), reason) for key, reason in replica.findings())
         if replica.block_size != entry.replicas[0].block_size:
@@ -328,7 +329,7 @@ def _fleet_of(name: str, entry: _FleetEntry, findings: list[Finding]) -> Simulat
         return None
     specs = _specs(entry.replicas, total, findings)
     findings += _faults_out_of_place(entry.faults, specs)
-    # Sorting is stable: what happens at one time happens in the order of the file.
+    # Sorting is stable, so faults of one time keep the order of the file.
     faults = tuple(sorted((fault.fault() for fault in entry.faults), key=lambda fault: fault.at_s))
     scale = entry.autoscale
     if scale is not None and scale.min > total:
@@ -360,7 +361,7 @@ def _specs(entries: Sequence[_ReplicaEntry], total: int, findings: list[Finding]
 
 
 def _faults_out_of_place(entries: Sequence[_FaultEntry], specs: dict[str, ReplicaSpec]) -> Iterator[Finding]:
-    """Faults of replicas that are unknown, not there yet or dead, and faults of one kind that overlap."""
+    """Yields the faults of replicas that are unknown, not started or dead, and overlapping faults of one kind."""
     dead: dict[str, tuple[float, float]] = {}
     ends: dict[tuple[str, FleetFaultKind], float] = {}
     for i, entry in sorted(enumerate(entries), key=lambda numbered: numbered[1].at_s):

@@ -1,4 +1,4 @@
-"""One request at a simulated server, and the ways in which a server refuses or breaks it."""
+"""One request at a simulated server, and the exceptions of a request that fails there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmproxy.lab.simulator.engine.sequence import EngineRequest
 
 
 class Broken(Exception):  # noqa: N818 - an event of the simulation, not an error of this code
-    """The connection of an answer ended before the answer did; `by_timeout` when the proxy itself gave it up."""
+    """The connection ended before the answer. `by_timeout`: the proxy closed it after a timeout."""
 
     def __init__(self, by_timeout: bool = False) -> None:
         super().__init__()
@@ -18,39 +18,41 @@ class Broken(Exception):  # noqa: N818 - an event of the simulation, not an erro
 
 
 class TransferFailed(Exception):  # noqa: N818
-    """The KV that a request needs from another server could not be had: an error before the first token."""
+    """The KV cache of a request could not be read from another server: an error before the first token."""
 
 
 class Refusing(Exception):  # noqa: N818
-    """No process listens."""
+    """The connection was refused: no process listens."""
 
 
 class Leaving(Exception):  # noqa: N818
-    """The server is about to stop: it ends what it has and takes nothing new."""
+    """The server drains: it completes its requests and accepts no new ones."""
 
 
 class TooLong(Exception):  # noqa: N818
-    """The request is longer than this server's context: its own 400."""
+    """The request is longer than the context of this server, which answers 400."""
 
 
 @dataclass(slots=True, eq=False)
 class ServerJob:
-    """One request at a replica. `ended` is set when the last token is out, or fails with `Broken`.
-
-    `on_first` is called when the first token exists. Times are the loop's; `first_s` is None before the first token.
-    `heard_tokens` is how much of the answer its proxy has counted, and `heard_s` when that last grew.
-    """
+    """One request at a replica. Times are the loop's."""
 
     request: EngineRequest
+    # Called at the first token.
     on_first: Callable[[], None]
+    # Set after the last token, or fails with `Broken` or `TransferFailed`.
     ended: asyncio.Future[None]
+    # Cached prompt tokens; None before the engine admits the request.
     hit_tokens: int | None = None
+    # None before the first token.
     first_s: float | None = None
+    # The fault `reset` will cut the answer in mid-stream.
     cut_short: bool = False
+    # Tokens of the answer that the proxy has counted, and the time of the last increase.
     heard_tokens: int = 0
     heard_s: float = 0.0
 
     def break_off(self, by_timeout: bool = False) -> None:
-        """The connection is gone; nothing where the answer has ended."""
+        """Break the connection. No effect after the end of the answer."""
         if not self.ended.done():
             self.ended.set_exception(Broken(by_timeout))

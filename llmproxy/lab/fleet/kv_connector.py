@@ -1,6 +1,6 @@
-"""How simulated servers hand KV to each other in virtual time: what is kept for whom, and when a read has ended.
+"""KV transfers between simulated servers in virtual time: the leases of pinned blocks, and the duration of reads.
 
-The rules are those of `simulator.server.nixl`, without the HTTP between the two: the server that answers pulls.
+The decode server reads the blocks of the prefill server, by the rules of `simulator.server.nixl` but without HTTP.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llmproxy.lab.simulator.engine.kv_transfer import KvTransfer
 
 @dataclass(slots=True, eq=False)
 class KeptKv:
-    """The blocks of a prompt that a server has computed for another one. `cached_tokens` it had found cached."""
+    """The pinned blocks of a prompt that another server will read. `cached_tokens` were prefix cache hits."""
 
     connector: KvConnector
     engine: Engine
@@ -24,24 +24,24 @@ class KeptKv:
 
     @property
     def reachable(self) -> bool:
-        """Whether the process that computed it still serves."""
+        """Whether the process that computed the blocks still runs."""
         return self.connector.engine is self.engine
 
     def hold(self) -> None:
-        """The other server has the request: as long as it waits there, it keeps the lease alive."""
+        """The reader has accepted the request, and keeps the lease alive while the request waits."""
         self.connector.hold(self)
 
     def lost(self) -> None:
-        """The other server is gone, and keeps the lease alive no more."""
+        """The reader is gone, so the lease will expire."""
         self.connector.lease(self, self.connector.times.extension_s)
 
     def release(self) -> bool:
-        """The blocks are needed no more; whether they were kept until now."""
+        """Release the blocks. Returns whether they were still pinned."""
         return self.connector.release(self)
 
 
 class KvConnector:
-    """The part of one server in transfers. `before` and `after` are called around each change of its engine."""
+    """The KV connector of one server. It calls `before` and `after` around each change of the engine."""
 
     def __init__(
         self, times: KvTransfer, loop: asyncio.AbstractEventLoop, before: Callable[[], None], after: Callable[[], None]
@@ -55,7 +55,7 @@ class KvConnector:
         self._fetching: dict[str, KeptKv] = {}
 
     def restarted(self, engine: Engine) -> None:
-        """A process begins with this engine, and what the one before it kept is gone."""
+        """A new process starts with this engine. The pinned blocks of the previous process are gone."""
         for lease in self._leases.values():
             if lease is not None:
                 lease.cancel()
@@ -69,27 +69,27 @@ class KvConnector:
     # --- KV that others fetch -----------------------------------------------------------------------------------------
 
     def keep(self, request_id: str, cached_tokens: int) -> KeptKv:
-        """The blocks of a request that has ended stay, for the time of a lease."""
+        """Pin the blocks of an ended request for the time of a lease."""
         assert self.engine is not None, "a server without an engine serves nothing"
         kept = KeptKv(self, self.engine, request_id, cached_tokens)
         self.lease(kept, self.times.lease_s)
         return kept
 
     def lease(self, kept: KeptKv, lease_s: float) -> None:
-        """Keep blocks for so long from now on, if they are still kept."""
+        """Set the lease of the blocks to `lease_s` from now, if they are still pinned."""
         if kept.reachable and kept.request_id in kept.engine.kv.kept:
             self.hold(kept)
             self._leases[kept] = self._loop.call_later(lease_s, self.release, kept)
 
     def hold(self, kept: KeptKv) -> None:
-        """Keep blocks until they are released."""
+        """Pin the blocks until their release."""
         if (lease := self._leases.pop(kept, None)) is not None:
             lease.cancel()
         if kept.reachable:
             self._leases[kept] = None
 
     def release(self, kept: KeptKv) -> bool:
-        """Give blocks away; whether they were kept until now."""
+        """Release the blocks. Returns whether they were still pinned."""
         if not kept.reachable:
             return False
         if (lease := self._leases.pop(kept, None)) is not None:
@@ -102,17 +102,17 @@ class KvConnector:
     # --- KV of others -------------------------------------------------------------------------------------------------
 
     def accepted(self, request_id: str, kept: KeptKv) -> None:
-        """A request came whose KV is elsewhere."""
+        """A request arrived with its KV cache on another server."""
         self._fetching[request_id] = kept
         kept.hold()
 
     def left(self, request_id: str) -> None:
-        """A request is over. A transfer that has begun goes on to its end."""
+        """A request ended. A transfer that has begun continues to its end."""
         if (kept := self._fetching.pop(request_id, None)) is not None:
             kept.release()
 
     def fetch(self, request_id: str, tokens: int, ended: Callable[[bool], None]) -> None:
-        """Read the KV of a request. `ended` is told whether it could be had, unless this server dies before."""
+        """Read the KV cache of a request. `ended` is called with the success, unless this server dies earlier."""
         kept, engine = self._fetching.pop(request_id), self.engine
         known = id(kept.engine) in self._known
         if kept.reachable:
@@ -122,7 +122,7 @@ class KvConnector:
             took_s = self.times.lost_s if known else self.times.unreachable_s
 
         def read() -> None:
-            # Only now is it certain that the blocks were its own to the end.
+            # Only after the read is it certain that the blocks were pinned all the time.
             right = kept.release()
             if self.engine is not engine:
                 return

@@ -1,4 +1,4 @@
-"""What one subscriber to the engines' KV events knows of their caches: a little late, and not what was lost."""
+"""The caches as one subscriber to the KV events of the engines sees them: 10 ms late, and without lost events."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from llmproxy.lab.fleet.world import World
 from llmproxy.lab.simulator.engine.kv_cache import Changes
 
 DELAY_S = 0.010
-"""From the end of a step until a subscriber has applied its batch."""
+"""From the end of a step until a subscriber has applied its batch of events."""
 
 
 class KvEvents:
-    """One proxy's subscription to every replica, and the index that it keeps: which blocks each is known to have.
+    """One proxy's subscriptions to all replicas, and its index of the cached blocks.
 
-    vLLM publishes one batch per step. A batch that is lost stays lost: what it stored is not known, and what it removed
-    is believed, until a later batch says otherwise or the replica's process ends.
+    vLLM publishes one batch per step. A lost batch is not repeated: the index misses its stored blocks and keeps its
+    removed ones, until a later batch corrects them or the process of the replica ends.
     """
 
     def __init__(self, world: World, clock: Callable[[], float]) -> None:
@@ -30,8 +30,8 @@ class KvEvents:
             world.replicas[name].subscribe(line)
 
     def cached_tokens(self, request_id: str) -> dict[str, int]:
-        """How many tokens of a live request's prompt each replica is known to have cached, if any."""
-        # Booking a request needs the same answer as placing it, and looking at every replica takes a while.
+        """Returns the cached prompt tokens of a live request by replica, without the replicas that have none."""
+        # `booked` needs the same answer as `place`, and the lookup at every replica is slow.
         key = request_id, self._clock()
         if key != self._found_for:
             self._found_for, self._found = key, self._look_up(*key)
@@ -39,7 +39,7 @@ class KvEvents:
 
     def _look_up(self, request_id: str, now: float) -> dict[str, int]:
         sequence, block_tokens = self._world.sequence_of(request_id), self._world.blocks.engine_block
-        # An engine computes the last token of a prompt in any case.
+        # An engine always computes the last token of a prompt.
         hashes = sequence.hashes[: (sequence.prompt_tokens - 1) // block_tokens]
         found = {}
         for name, line in self._lines.items():
@@ -51,7 +51,7 @@ class KvEvents:
 
 
 class _Subscription:
-    """The subscription to one replica: batches on their way, and the blocks that it is believed to hold."""
+    """The subscription to one replica: batches in transit, and the blocks of its cache as far as known."""
 
     def __init__(self) -> None:
         self.held: set[int] = set()
@@ -65,7 +65,7 @@ class _Subscription:
         self.held.clear()
 
     def apply(self, until_s: float) -> None:
-        """Take in every batch that was published at `until_s` or before."""
+        """Apply every batch that was published at `until_s` or before."""
         while self._coming and self._coming[0][0] <= until_s:
             _, changes = self._coming.popleft()
             self.held |= changes.stored

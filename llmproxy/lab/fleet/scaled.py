@@ -1,4 +1,4 @@
-"""The replicas of a fleet that scales: which serve, start or leave, and what that costs."""
+"""A fleet with an autoscaler: its serving, starting and leaving replicas, and their cost."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from llmproxy.lab.scaling.hpa import Hpa
 from llmproxy.lab.scaling.signals import SIGNALS, Look
 
 ZERO_ASK_S = 5.0
-"""How often a fleet without any replica is looked at: KEDA's `pollingInterval` of the exported manifests."""
+"""Interval of looks at a fleet without replicas: KEDA's `pollingInterval` of the exported manifests."""
 
 
 class ScaledFleet:
-    """Starts and ends `servers` as the autoscaler wants. A replica costs from the moment it is asked for until it is
-    gone; one that leaves takes nothing new and ends what it has."""
+    """Starts and ends `servers` as the autoscaler wants.
+
+    A replica costs from its request until its end. A leaving replica accepts no new requests and completes its own.
+    """
 
     def __init__(self, autoscale: Autoscale, servers: Mapping[str, SimulatedServer]) -> None:
         self.autoscale = autoscale
@@ -29,7 +31,7 @@ class ScaledFleet:
         self._serving: list[str] = []
         self._leaving: set[str] = set()
         self.trail: list[tuple[float, int, int]] = []
-        """(Second, replicas that are wanted, replicas that serve) at each look."""
+        """(Second, wanted replicas, serving replicas) at each look."""
         self.cost_s = 0.0
         self._looked_s: float | None = None
 
@@ -43,17 +45,17 @@ class ScaledFleet:
 
     @property
     def ask_s(self) -> float:
-        """When to look again."""
+        """Seconds until the next look."""
         return self.autoscale.ask_s if self.asked else min(ZERO_ASK_S, self.autoscale.ask_s)
 
     def begin(self) -> None:
-        """The first replicas serve at once."""
+        """Start the first replicas at once."""
         for name in list(self._servers)[: self.autoscale.min]:
             self._serving.append(name)
             self._servers[name].start()
 
     def look(self, look: Look, loop: asyncio.AbstractEventLoop) -> None:
-        """Follow the signal, and begin what it wants."""
+        """Follow the signal: start or remove replicas."""
         self._count(look.now)
         wanted = self._hpa.follow(self._value(look), self.signal.target, look.now)
         have = len(self._serving) + len(self._starting)
@@ -64,7 +66,7 @@ class ScaledFleet:
         self.trail.append((look.now, wanted, len(self._serving)))
 
     def end(self, now: float) -> None:
-        """Nothing starts any more."""
+        """Stop scaling and cancel starts."""
         self._count(now)
         for timer in self._starting.values():
             timer.cancel()
@@ -89,7 +91,7 @@ class ScaledFleet:
         self._servers[name].start()
 
     def _remove(self) -> None:
-        """Those that do not serve yet first, then the newest."""
+        """Remove a starting replica, or else the newest."""
         if self._starting:
             name, timer = self._starting.popitem()
             timer.cancel()

@@ -1,4 +1,4 @@
-"""One simulated vLLM server in virtual time: its engine stepped by timers, its requests, and what it publishes."""
+"""One simulated vLLM server in virtual time: its engine, requests, metrics and KV events."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ NOISE = Noise()
 
 
 class Subscriber(Protocol):
-    """One end of a subscription to a replica's KV events."""
+    """A subscriber to the KV events of a replica."""
 
     def published(self, at_s: float, changes: Changes) -> None:
-        """A step that ended at `at_s` changed which blocks are cached; called in the order of the steps."""
+        """A step that ended at `at_s` changed the cached blocks. Called in the order of the steps."""
 
     def broken(self) -> None:
-        """The process is gone, with its caches and with what it had not sent."""
+        """The process is gone, with its caches and its unsent events."""
 
 
 @dataclass(slots=True)
 class _Stretch:
-    """Pure decode steps under way: `steps` of them from `start_s` on, each `factor` times its noise-free time.
+    """A run of decode steps without other work: `steps` from `start_s` on, each `factor` times its noise-free time.
 
-    Those that had ended at `settled_s` are done and not among them.
+    Steps that ended until `settled_s` are already removed.
     """
 
     start_s: float
@@ -48,7 +48,7 @@ class _Stretch:
 
 @dataclass(slots=True)
 class _FaultsInForce:
-    """The faults in force. Gauges are remembered for `remembered_s`, the most that any fault to come will ask for."""
+    """The active faults. Past gauges are kept for `remembered_s`, the largest age of any `metric_age` fault."""
 
     slow: float = 1.0
     reset: float = 0.0
@@ -60,10 +60,10 @@ class _FaultsInForce:
 
 
 class SimulatedServer:
-    """A server that accepts jobs and can be scraped, and its faults.
+    """A simulated server that accepts requests and scrapes, with its faults.
 
-    The engine is advanced lazily: while nothing but decoding happens, a whole stretch of steps is one timer, and a
-    request or scrape in the middle of it finds the engine as it is at that moment.
+    The engine is advanced lazily: a run of pure decode steps needs one timer. A request or scrape in the middle first
+    advances the engine to that moment.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class SimulatedServer:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Serve, with cold caches."""
+        """Start with cold caches."""
         self.alive = True
         self._leaving_for_s = None
 
     def roll(self, gone_s: float) -> None:
-        """Take nothing new, end the answers under way, then stop, and serve again with cold caches `gone_s` later."""
+        """Drain: accept no new requests, complete the others, stop, and start again `gone_s` later with cold caches."""
         self._leaving_for_s = gone_s
         self._stop_when_done()
 
@@ -135,7 +135,7 @@ class SimulatedServer:
             self.kill()
 
     def kill(self) -> None:
-        """The process dies: its connections break, its caches are lost."""
+        """Kill the process: its connections break, and its caches are lost."""
         self._stop_timer()
         self._stretch = self._step = None
         self._earlier = self.counters
@@ -150,7 +150,7 @@ class SimulatedServer:
             subscriber.broken()
 
     def freeze(self, frozen: bool) -> None:
-        """Stop the engine's time, or let it go on; it accepts requests all the same."""
+        """Stop the engine, or continue it. The server accepts requests in both states."""
         if frozen == self.faults.frozen or not self.alive:
             return
         self.faults.frozen = frozen
@@ -165,17 +165,16 @@ class SimulatedServer:
             self._next()
 
     def slow_down(self, factor: float) -> None:
-        """Every step from the next one on takes `factor` times as long as it should."""
+        """From the next step on, each step takes `factor` times its normal time."""
         self._before_change()
         self.faults.slow = factor
 
     # --- what clients do ----------------------------------------------------------------------------------------------
 
     def open(self, request: EngineRequest, on_first: Callable[[], None], kept: KeptKv | None = None) -> ServerJob:
-        """Send a request; one that is `remote` comes with what another server has `kept` for it.
+        """Send a request. A `remote` request has its blocks `kept` on another server.
 
-        Raises Refusing when it is not alive, Leaving where the server is about to stop, and TooLong for a request that
-        it answers with 400.
+        Raises Refusing if the server is not alive, Leaving if it drains, and TooLong if it answers 400.
         """
         if not self.alive:
             raise Refusing
@@ -195,15 +194,15 @@ class SimulatedServer:
 
     @property
     def context_tokens(self) -> int:
-        """The longest prompt with its answer that this server takes."""
+        """The most tokens of prompt and answer that this server accepts."""
         return min(self.spec.max_model_len, self.engine.kv_room_tokens)
 
     def holds(self, request: EngineRequest) -> bool:
-        """Whether the context of this server is long enough."""
+        """Whether the request fits the context of this server."""
         return request.prompt_tokens + request.output_tokens <= self.context_tokens
 
     def answered_tokens(self, job: ServerJob) -> int:
-        """How many tokens of its answer have been sent by now."""
+        """Returns the tokens of the answer so far; 0 before the first token and after the end."""
         self.catch_up()
         if job.first_s is None or job.ended.done():
             return 0
@@ -212,7 +211,7 @@ class SimulatedServer:
         return job.request.output_tokens - 1 if answered is None else answered
 
     def leave(self, job: ServerJob) -> None:
-        """The client closed the connection; nothing where the job has ended."""
+        """The client closed the connection. No effect after the end of the job."""
         request_id = job.request.id
         if self._jobs.get(request_id) is not job:
             return
@@ -225,12 +224,13 @@ class SimulatedServer:
         self._kv.left(request_id)
 
     def kept(self, job: ServerJob) -> KeptKv:
-        """The blocks of a job that `pins` and has just ended, for another server."""
+        """Returns the pinned blocks of a prefill job that has just ended."""
         return self._kv.keep(job.request.id, job.hit_tokens or 0)
 
     def scrape(self) -> Gauges | None:
-        """What the metrics page shows; None where it is lost on its way. Raises Refusing, Leaving of a server whose
-        health says that it is about to stop, or TimeoutError of a hung one.
+        """Returns the gauges of the metrics page; None if the reading is lost.
+
+        Raises Refusing if the server is not alive, Leaving if it drains, and TimeoutError if it hangs.
         """
         if not self.alive:
             raise Refusing
@@ -252,28 +252,28 @@ class SimulatedServer:
             return self._visible
         old_s = now - self.faults.metric_age_s
         past = [gauges for seen_s, gauges in self._seen if seen_s <= old_s]
-        # A process younger than that has nothing older to show than what it showed first.
+        # A younger process shows its first gauges.
         return past[-1] if past else self._seen[0][1]
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Publish KV events to one more subscriber from now on, one batch per step."""
+        """Publish KV events to one more subscriber, one batch per step."""
         self._subscribers.append(subscriber)
         self.engine.publish_kv_events()
 
     @property
     def counters(self) -> Counters:
-        """Of the engines of all its lives."""
+        """The counters over all restarts."""
         return self._earlier + self.engine.counters
 
     def load(self) -> tuple[int, int]:
-        """(running, waiting) at this moment, for the recorder of a run."""
+        """Returns (running, waiting) at this moment."""
         gauges = self.engine.gauges()
         return gauges.running, gauges.waiting
 
     # --- the engine's time --------------------------------------------------------------------------------------------
 
     def catch_up(self) -> None:
-        """Do every step that has ended by now."""
+        """Advance the engine to the last step that has ended by now."""
         if self._stretch is not None and not self.faults.frozen:
             self._settle(self._loop.time())
 
@@ -287,7 +287,7 @@ class SimulatedServer:
         self._after_change()
 
     def _before_change(self) -> None:
-        """Something is about to change in the engine from outside."""
+        """Prepare for a change of the engine from outside."""
         if not self.faults.frozen:
             self._interrupt()
 
@@ -296,7 +296,7 @@ class SimulatedServer:
             self._next()
 
     def _fetched(self, request_id: str, found: bool) -> None:
-        """The KV of a request was read, or could not be had."""
+        """The KV cache of a request was read, or the transfer failed."""
         fails = not found and self._kv.times.on_failure == "fail"
         if fails and (job := self._jobs.pop(request_id, None)) is not None:
             del self._before_first_token[request_id]
@@ -315,7 +315,7 @@ class SimulatedServer:
             self._step = self.engine.step()
             for request_id, lacking_tokens in self._step.fetches:
                 self._kv.fetch(request_id, lacking_tokens, partial(self._fetched, request_id))
-            # Taken here, because what arrives while the step runs is unknown to its gauges.
+            # Read before the step runs: its gauges do not include requests that arrive later.
             self._coming = self.engine.gauges()
             self._timer = self._loop.call_at(now + self._step.duration_s * self.faults.slow, self._step_done)
         else:
@@ -339,20 +339,20 @@ class SimulatedServer:
         self._next()
 
     def _settle(self, now: float) -> None:
-        """Bring the engine up to the last step of the stretch that is complete at `now`."""
+        """Advance the engine by the steps of the stretch that are complete at `now`."""
         stretch = self._stretch
         assert stretch is not None
         if now == stretch.settled_s:
-            # All streams of a replica are looked at in one moment.
+            # All streams of a replica are counted at the same moment.
             return
         stretch.settled_s = now
-        # The last step of a stretch may end requests, and that is for its own timer to deliver.
+        # The last step of a stretch may end requests, so its timer delivers it.
         done = min(self.engine.steps_within((now - stretch.start_s) / stretch.factor), stretch.steps - 1)
         if done > 0:
             self._advance(stretch, done)
 
     def _advance(self, stretch: _Stretch, steps: int) -> StepResult:
-        """Do the first steps of a stretch, which begins behind them then."""
+        """Do the first `steps` of a stretch and remove them from it."""
         result = self.engine.advance(steps)
         for after_s, changes in result.kv_events:
             self._publish(stretch.start_s + after_s * stretch.factor, changes)
@@ -361,7 +361,7 @@ class SimulatedServer:
         return result
 
     def _interrupt(self) -> None:
-        """Something is about to change in the engine: of a stretch, only the step that is running now goes on."""
+        """End the stretch after its running step, because the engine is about to change."""
         if self._stretch is None:
             return
         self._settle(self._loop.time())
@@ -371,7 +371,7 @@ class SimulatedServer:
         self._step = self.engine.advance(1)
         self._coming = self.engine.gauges()
         end_s = stretch.start_s + self._step.duration_s * stretch.factor
-        # The step is taken as it was: what slowed it is in its factor already.
+        # The factor of the stretch already includes noise and slowness.
         self._timer = self._loop.call_at(max(end_s, self._loop.time()), self._step_done)
 
     def _publish(self, at_s: float, changes: Changes) -> None:
@@ -385,11 +385,11 @@ class SimulatedServer:
             self._timer = None
 
     def _deliver(self, step: StepResult) -> None:
-        """Hand out what a step that ended now has brought."""
+        """Deliver the results of a step that ended now to its requests."""
         now = self._loop.time()
         for request_id, cached_tokens in step.admitted:
             job = self._jobs.get(request_id)
-            # A preempted request finds its own blocks again, which is no hit.
+            # A preempted request finds its own blocks again, which does not count as a hit.
             if job is not None and job.hit_tokens is None:
                 job.hit_tokens = cached_tokens
         if self._before_first_token and step.emitted:

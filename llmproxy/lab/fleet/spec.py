@@ -18,15 +18,15 @@ KV_TRANSFER = KvTransfer()
 class FleetFaultKind(StrEnum):
     """A fault of a replica. All but `kill`, `restart` and `roll` end at `until_s`.
 
-    `kill`: the process dies, connections break and polls are refused; for good, or until a `restart`.
-    `restart`: the process dies (if it lives) and serves again, caches cold, `value` seconds later.
-    `roll`: it takes nothing new and says so, ends the answers under way, and then restarts as above: a rollout.
-    `hang`: it accepts requests and polls and answers neither; its engine stands still.
+    `kill`: the process dies, connections break and polls are refused, until a `restart` if there is one.
+    `restart`: the process dies (if it lives) and serves again, with cold caches, `value` seconds later.
+    `roll`: the server drains and then restarts like above, as in a rollout.
+    `hang`: the server accepts requests and polls but answers neither; its engine does not advance.
     `slow`: every step takes `value` times as long.
-    `reset`: each answer that starts is cut in mid-stream with probability `value`.
-    `metric_age`: readings are `value` seconds old when they arrive, and do not say so.
+    `reset`: each answer is cut in mid-stream with probability `value`.
+    `metric_age`: readings are `value` seconds old when they arrive, with a fresh timestamp.
     `lost_readings`: each poll of the metrics fails with probability `value`.
-    `lost_kv_events`: each batch of KV events fails to reach a subscriber with probability `value`, and never comes.
+    `lost_kv_events`: each batch of KV events is lost with probability `value`.
     """
 
     KILL = "kill"
@@ -42,7 +42,7 @@ class FleetFaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One entry of the timeline: `replica` is a name of the fleet, or None for all of them."""
+    """One entry of the timeline. `replica` is None for a fault of all replicas."""
 
     at_s: float
     kind: FleetFaultKind
@@ -53,7 +53,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """One simulated vLLM server. It is there from the start, or serves first `joins_s` seconds into the replay."""
+    """One simulated vLLM server. It starts `joins_s` seconds into the replay."""
 
     name: str
     profile_name: str
@@ -72,23 +72,25 @@ class ReplicaSpec:
 
 @dataclass(frozen=True, slots=True)
 class Autoscale:
-    """How a fleet scales: which signal it follows (`lab.scaling.signals`), from how many replicas on, how long a new
-    one takes to serve, and how often the autoscaler looks. The replicas of the fleet are the most.
-    """
+    """The autoscaler of a fleet. The fleet's replicas are the maximum."""
 
+    # A name of `lab.scaling.signals.SIGNALS`.
     policy: str
+    # The least replicas.
     min: int = 1
+    # Time until a new replica serves.
     start_s: float = 120.0
+    # Interval of the autoscaler's looks.
     ask_s: float = 15.0
 
 
 RTT_S = 0.0005
-"""Between two machines of one network."""
+"""Round trip between two machines of one network."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyCluster:
-    """Proxies that decide as one, over a network with this time for a round trip. `leader_dies_at_s` of the trace."""
+    """Proxies that schedule as one cluster. `leader_dies_at_s` counts from the start of the trace."""
 
     rtt_s: float = RTT_S
     leader_dies_at_s: float | None = None
@@ -96,22 +98,23 @@ class ProxyCluster:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """Replicas with distinct names, the faults of the timeline in the order of their times, and how many proxies stand
-    in front, each knowing only its own requests unless they are a `cluster`. All replicas serve, unless the fleet
-    scales. `kv_transfer` says what it takes to hand KV from one to another, where they have roles.
-    """
+    """Replicas, their faults, and the proxies in front of them."""
 
     name: str
+    # With distinct names. All serve, unless the fleet scales.
     replicas: tuple[ReplicaSpec, ...]
+    # In the order of their times.
     faults: tuple[Fault, ...] = ()
+    # Each proxy knows only its own requests, unless they are a `cluster`.
     proxies: int = 1
     cluster: ProxyCluster | None = None
     autoscale: Autoscale | None = None
+    # Durations of KV transfers between replicas with roles.
     kv_transfer: KvTransfer = KV_TRANSFER
+    # The first tenant of the trace uses one proxy, and the other tenants use the others.
     pinned: bool = False
-    """Whether all requests of the tenant that comes first come by one proxy, and those of others by the rest."""
 
     @property
     def split_up(self) -> bool:
-        """Whether any replica has a role of its own."""
+        """Whether any replica serves only prefill or only decode."""
         return any(spec.role is not Role.BOTH for spec in self.replicas)

@@ -1,4 +1,4 @@
-"""What all proxies of a run share: the replicas, and what is alive in front of them."""
+"""The state that all proxies of a run share: the replicas and the live requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmproxy.lab.traces.arrival import Arrival
 
 
 class Blocks:
-    """From the blocks of a trace to those of an engine, and to what a proxy can know of a prompt."""
+    """Converts the blocks of a trace to engine blocks and to the facts that a proxy can know."""
 
     def __init__(self, block_tokens: int, engine_block: int) -> None:
         assert block_tokens % engine_block == 0, "a block of the trace is no whole number of engine blocks"
@@ -27,11 +27,11 @@ class Blocks:
         return KnownPrompt(arrival.prompt_tokens, arrival.own_blocks()[:count], arrival.session)
 
     def cached(self, arrival: Arrival) -> tuple[int, ...]:
-        """The whole blocks of prompt and answer, as far as the trace knows them."""
+        """Returns the full blocks of prompt and answer, as far as the trace has them."""
         return arrival.own_blocks()[: (arrival.prompt_tokens + arrival.output_tokens) // self.block_tokens]
 
     def hashes(self, arrival: Arrival) -> tuple[int, ...]:
-        """One hash per full engine block of prompt and answer, as far as the trace knows them."""
+        """Returns one hash per full engine block of prompt and answer, as far as the trace has them."""
         parts = self._parts
         known_tokens = min(arrival.prompt_tokens + arrival.output_tokens, len(arrival.blocks) * self.block_tokens)
         hashes = [block * parts + i for block in arrival.own_blocks() for i in range(parts)]
@@ -40,28 +40,29 @@ class Blocks:
 
 @dataclass(slots=True)
 class World:
-    """`prompts` and `arrivals` are those of the live requests by request id: what a proxy can know of each, and what is
-    hidden from all but the oracle. `split_up`: replicas have roles.
-    """
+    """The replicas and the live requests by request id."""
 
     replicas: dict[str, SimulatedServer]
     adapters: tuple[str, ...]
     blocks: Blocks
+    # Replicas have roles (prefill, decode).
     split_up: bool = False
+    # The facts that a proxy can know.
     prompts: dict[str, KnownPrompt] = field(default_factory=dict)
+    # Only the oracle may read these.
     arrivals: dict[str, Arrival] = field(default_factory=dict)
     serial: Iterator[int] = field(default_factory=lambda: count(1))
     _last_sequence: tuple[str, EngineRequest] | None = None
 
     def enter(self, arrival: Arrival) -> str:
-        """A request begins to live; its id."""
+        """Add a live request. Returns its id."""
         request_id = str(next(self.serial))
         self.prompts[request_id] = self.blocks.known(arrival)
         self.arrivals[request_id] = arrival
         return request_id
 
     def sequence(self, request_id: str, name: str, stage: Stage = Stage.WHOLE) -> EngineRequest:
-        """A stage of a live request as an engine gets it, called `name` there."""
+        """Returns the request of an engine for a stage of a live request, with the id `name`."""
         arrival = self.arrivals[request_id]
         return EngineRequest(
             name,
@@ -74,8 +75,8 @@ class World:
         )
 
     def sequence_of(self, request_id: str) -> EngineRequest:
-        """A live request as an engine would get it."""
-        # Needed for every replica in turn, and again while the request waits: its hashes are many.
+        """Returns the request of an engine for a live request."""
+        # Cached because it is needed for every replica, and again while the request waits; the hashes are many.
         if self._last_sequence is None or self._last_sequence[0] != request_id:
             self._last_sequence = request_id, self.sequence(request_id, request_id)
         return self._last_sequence[1]

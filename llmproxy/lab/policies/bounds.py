@@ -1,4 +1,4 @@
-"""What no policy, or hardly any, can beat on a trace and a fleet: computed from both, without a simulation."""
+"""Bounds that no policy, or hardly any, can beat: computed from a trace and a fleet, without a simulation."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from llmproxy.lab.results.sums import ratio
 from llmproxy.lab.traces.arrival import Arrival, Trace
 
 BLOCKS_MAX = 1 << 21
-"""Distinct blocks that a cache without end may hold; about 200 MB."""
+"""Most distinct blocks of the unlimited cache; about 200 MB."""
 ADAPTERS_MAX = 10_000
 
 
 def vtc_bound_tokens(longest_prompt_tokens: int, fleet: SimulatedFleet) -> float:
-    """2 max(w_p L, w_q M): the most by which the weighted service of two backlogged tenants may differ under VTC.
+    """Returns 2 max(w_p L, w_q M): the largest difference of weighted service of two backlogged tenants under VTC.
 
-    From "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024), with its weights 1 per prompt and 2 per
-    output token. L is the longest prompt. M, there the tokens of a batch, is for a proxy all that can be dispatched and
-    unfinished, and more than all KV-caches together hold does not run: work that waits inside of engines comes on top,
-    so a proxy that dispatches early can do worse. With a smaller window of dispatched work it stays far below.
+    From "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024), with its weights 1 per prompt token and
+    2 per output token. L is the longest prompt. M, the tokens of a batch in the paper, is here the size of all KV
+    caches: no more tokens run at a time. Requests that wait inside engines are not included, so a proxy that dispatches
+    early can exceed the bound, and a proxy that dispatches little stays far below it.
     """
     unfinished_tokens = sum(spec.kv_tokens for spec in fleet.replicas)
     return 2 * max(PROMPT_WEIGHT * longest_prompt_tokens, OUTPUT_WEIGHT * unfinished_tokens)
 
 
 def static_lora(requests_by_adapter: Mapping[str, int], slots: int) -> float | None:
-    """The share of requests whose adapter is resident when the `slots` most popular ones stay where they are.
+    """Returns the share of requests for the `slots` most popular adapters; None without requests.
 
-    Every adapter is in one slot of one replica, and load is not looked at. It is the best of all static placements, and
-    of all others while popularity does not change and requests are independent; where it drifts, one that follows it
-    can do better. None without requests.
+    Each of these adapters stays in one slot of one replica, whatever the load. No static placement has more hits, and
+    no other placement either while popularity is constant and requests are independent. A placement that follows
+    changes of popularity can have more.
     """
     total = sum(requests_by_adapter.values())
     return ratio(sum(sorted(requests_by_adapter.values(), reverse=True)[:slots]), total)
@@ -56,11 +56,10 @@ def static_lora(requests_by_adapter: Mapping[str, int], slots: int) -> float | N
 def all_bounds(
     trace: Trace, fleet: SimulatedFleet, prefill_scale: float = 1.0, warmup_s: float = 0.0
 ) -> dict[str, Bound]:
-    """Every bound by name, in the order in which they should be shown. Requests before `warmup_s` are not counted.
+    """Returns all bounds by name, in display order. Requests before `warmup_s` are not counted. Raises TraceError.
 
-    The trace is read twice, and nothing is kept of it but the blocks in the caches. All replicas are taken to be there
-    and well all the time. Requests longer than every replica's context are refused by all policies and do no work;
-    they count in `goodput_max` alone. Raises TraceError.
+    The trace is read twice, and only the blocks in the caches are kept. All replicas are assumed healthy all the time.
+    Every policy refuses requests that are longer than every context; they count in `goodput_max` only.
     """
     longest = max(min(spec.max_model_len, room_tokens(spec.kv_tokens, spec.block_size)) for spec in fleet.replicas)
     cache_tokens = sum(spec.kv_tokens for spec in fleet.replicas)
@@ -121,16 +120,15 @@ def _queue_bounds(sums: _TraceSums, queue: QueueBounds, balance: float | None) -
 
 
 def _cache_bounds(sums: _TraceSums) -> dict[str, Bound]:
-    """Shares of all prompt tokens that are found cached, prompts being served one after the other; None without any.
+    """Returns the cached shares of prompt tokens if prompts are served one after the other; None without tokens.
 
-    A prompt hits up to its first missing block; the block that was used longest ago goes first, and of one prompt the
-    tail before the head. A partial block counts as a whole one, and all of a prompt may be a hit.
+    A prompt hits up to its first missing block. The least recently used block is evicted first, and the tail of a
+    prompt before its head. A partial block counts as a whole one, and all of a prompt may be a hit.
 
-    `hit_pooled_lru` is for one cache as large as all together: what perfect placement over caches of that size could
-    come to. It takes no account of running requests, whose answers need room as well and whose prompts are there only
-    once they are computed, so it mostly errs upwards. A policy that orders its queue by prefix, or that keeps one-shot
-    prompts apart, can still beat it. `hit_endless` is for a cache without end, a strict bound for all policies, unless
-    the trace has more distinct blocks than `BLOCKS_MAX`.
+    `hit_pooled_lru` has one cache as large as all caches together, as for a perfect placement. It ignores the KV cache
+    of answers and the time to compute a prompt, so it is mostly too high. A policy that orders its queue by prefix, or
+    that keeps one-shot prompts apart, can still beat it. `hit_endless` has an unlimited cache: a strict bound for all
+    policies, unless the trace has more than `BLOCKS_MAX` distinct blocks.
     """
     excess = "" if sums.endless_exact else f"; too low, since only {BLOCKS_MAX:,} distinct blocks are remembered"
     return {
@@ -170,10 +168,10 @@ def _fairness_bounds(sums: _TraceSums, fleet: SimulatedFleet) -> dict[str, Bound
 
 
 def in_order(arrivals: Iterator[Arrival]) -> Iterator[tuple[float, Arrival]]:
-    """All arrivals, later turns of closed loops included, each with the earliest time at which it can come.
+    """Yields all arrivals, with later turns of closed loops, and the earliest time of each.
 
-    A later turn comes `think_s` after the one before: as if answers took no time, which only a run can show. Those of
-    one time take turns, so that loops without a pause go on side by side.
+    A later turn comes `think_s` after the earlier turn, as if answers took no time. Arrivals of one time alternate
+    between the loops, so loops without a pause advance side by side.
     """
     serial = count()
     coming: list[tuple[float, int, Arrival]] = []
@@ -193,9 +191,9 @@ def _next_turn(coming: list[tuple[float, int, Arrival]], serial: Iterator[int]) 
 
 
 class _PooledCache:
-    """The blocks used last, of `block_tokens` tokens each, `capacity_tokens` in all, looked up in order of arrival.
+    """An LRU cache of `capacity_tokens`, in blocks of `block_tokens`.
 
-    Blocks are prefixes: a hit ends at the first block that is not there, and tails are evicted before heads.
+    Blocks are prefixes: a hit ends at the first missing block, and tails are evicted before heads.
     """
 
     def __init__(self, capacity_tokens: int, block_tokens: int) -> None:
@@ -204,9 +202,9 @@ class _PooledCache:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def serve(self, blocks: tuple[int, ...], prompt_tokens: int) -> int:
-        """How many of `prompt_tokens` are found, after which all `blocks` of the prompt are there."""
+        """Returns how many of `prompt_tokens` are cached, and adds all `blocks` of the prompt to the cache."""
         hits = _known(blocks, self._blocks)
-        # The head is touched last, so that it is the last to go.
+        # The head is used last, so it is evicted last.
         for block in reversed(blocks):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -216,7 +214,7 @@ class _PooledCache:
 
 
 class _EndlessCache:
-    """Every block ever seen, up to `BLOCKS_MAX`; `full` says that newer ones are not taken."""
+    """A cache that evicts nothing. It has up to `BLOCKS_MAX` blocks and drops later ones once it is `full`."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -234,12 +232,12 @@ class _EndlessCache:
 
 
 def _known(blocks: tuple[int, ...], cached: Container[int]) -> int:
-    """How many of `blocks` come before the first that is not cached."""
+    """Returns the number of `blocks` before the first missing one."""
     return next((i for i, block in enumerate(blocks) if block not in cached), len(blocks))
 
 
 class _OrderedRequests:
-    """All requests of a trace in order, each with what it finds in two caches; those that fit no replica touch none."""
+    """All requests of a trace in order, with their hits in two caches. Requests that fit no replica use no cache."""
 
     def __init__(self, trace: Trace, cache_tokens: int, room_tokens: float = inf, warmup_s: float = 0.0) -> None:
         self.endless = _EndlessCache(trace.block_tokens)
@@ -249,7 +247,7 @@ class _OrderedRequests:
         self._warmup_s = warmup_s
 
     def all(self) -> Iterator[tuple[Served, bool]]:
-        """(request, whether it fits)"""
+        """Yields (request, whether it fits a replica)."""
         for at_s, arrival in in_order(self._trace.arrivals()):
             counted = at_s >= self._warmup_s
             if arrival.prompt_tokens + arrival.output_tokens > self._room_tokens:
@@ -265,7 +263,7 @@ class _OrderedRequests:
 
 @dataclass(slots=True)
 class _TraceSums:
-    """Sums over the requests that are counted; `unlisted` ones have adapters beyond `ADAPTERS_MAX`."""
+    """Sums over the counted requests. `unlisted` requests have adapters beyond `ADAPTERS_MAX`."""
 
     offered: int = 0
     fitting: int = 0

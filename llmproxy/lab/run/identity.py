@@ -1,4 +1,4 @@
-"""What an arrival is worth to the waiting room: what a gateway would read from keys, headers and configuration."""
+"""Band, flow, tenant, objective and limits of an arrival: a gateway reads them from keys, headers and its file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmproxy.lab.traces.arrival import Arrival
 
 @dataclass(frozen=True, slots=True)
 class ArrivalIdentity:
-    """Its flow with the share `weight`, how long it may wait, its tenant, its objective, and its usage limits."""
+    """The scheduling identity of one arrival. It may wait `ttl_s` in the queue; `weight` is the share of its flow."""
 
     flow: str
     max_wait_s: float
@@ -23,7 +23,7 @@ class ArrivalIdentity:
 
 
 class IdentityReader:
-    """Reads the standing of arrivals, all of whose words are trusted. A tenant is known by its name in the trace."""
+    """Reads the identity of arrivals. All fields of the trace are trusted, and tenants match by name."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -34,7 +34,7 @@ class IdentityReader:
         self._band_max_waits_s = config.by_band(config.queue.band_max_wait_s)
 
     def band(self, arrival: Arrival) -> int:
-        """The band that the arrival names, within what its tenant may have."""
+        """Returns the band of the arrival, limited by `band_max` of its tenant."""
         band, tenant = self._config.band(arrival.band), self._tenants.get(arrival.tenant)
         if tenant is None or tenant.band_max is None:
             return band
@@ -57,11 +57,11 @@ class IdentityReader:
     def _flow_of(self, arrival: Arrival, target: Target) -> str:
         if self._flow == "model":
             return target.requested
-        # A header stands for the tenant here: a trace has no other.
+        # A trace has no headers, so a flow by header uses the tenant.
         return f"{arrival.tenant}+{target.requested}" if self._flow == "tenant+model" else arrival.tenant
 
     def _slo(self, arrival: Arrival, target: Target) -> Slo | None:
-        """Part by part, the first that says something: the arrival, its tenant, the name it asks for, its model."""
+        """Returns the objective. Each time is the first of: arrival, tenant, requested model, served model."""
         entries = (
             self._tenants.get(arrival.tenant),
             self._models.get(target.requested),

@@ -39,19 +39,19 @@ from llmproxy.scheduling.dispatcher import Dispatcher
 from llmproxy.scheduling.lease import Lease, Leasing
 
 BYTES_PER_TOKEN = 4.3
-"""Of the prompts of a replay, on average. The proxy has to learn it from the usage of answers, as in production."""
+"""Average of the prompts of a replay. As in production, the proxy learns it from the usage of answers."""
 BYTES_SIGMA = 0.1
 PROGRESS_S = 0.3
-"""How often the tokens of open streams are counted; the gateway does it every 32 tokens."""
+"""Interval at which the tokens of open streams are counted. The gateway counts every 32 tokens."""
 HEALTH_INTERVAL_S = 1.0
-"""How often a policy that reads no metrics checks whether its backends are alive."""
+"""Interval of health checks under a policy that reads no metrics."""
 
 
 class LabProxy:
     """Serves arrivals with the production waiting room, placements and attempt loop.
 
-    It knows of an arrival what a gateway can read from a request: names, tenant, band, and the bytes of the prompt.
-    Only the engine knows the length of the answer.
+    The proxy sees only the fields of an arrival that a gateway can read from a request: names, tenant, band and the
+    bytes of the prompt. Only the engine knows the length of the answer.
     """
 
     def __init__(self, config: Config, plan: PolicyPlan, world: World, rng: Random) -> None:
@@ -99,7 +99,7 @@ class LabProxy:
         self.dispatcher.close()
 
     def _poll(self, name: str, listed: float | None) -> None:
-        """Poll a replica once; `listed` is when its models were last read, None after a failure."""
+        """Poll a replica once. `listed` is the time of its last model list, None after a failure."""
         if self._stopped:
             return
         now, poll = self._loop.time(), self._config.poll
@@ -141,7 +141,7 @@ class LabProxy:
             self._loop.call_later(self._jittered(self._config.poll.interval_s), self._poll, name, None)
 
     def _count_streams(self) -> None:
-        """Report how far the answers are, as the gateway does while it relays them."""
+        """Report the tokens of open streams, as the gateway does while it relays them."""
         if self._stopped:
             return
         now, stall_s = self._loop.time(), self._config.timeouts.stall_s
@@ -156,13 +156,13 @@ class LabProxy:
         self._loop.call_later(PROGRESS_S, self._count_streams)
 
     def answers(self) -> Iterator[tuple[str, int]]:
-        """(Request id, tokens so far) of every answer that has begun."""
+        """Yields (request id, tokens so far) of every answer that has begun."""
         for request_id, (_, job, replica) in self._streams.items():
             if job.first_s is not None:
                 yield request_id, replica.answered_tokens(job)
 
     def uncached_tokens(self) -> int:
-        """Prompt tokens of requests without a first token, less what their engines found cached."""
+        """Returns the prompt tokens of requests without a first token, minus their cached tokens."""
         waiting = sum(request.prompt_tokens for request, _ in self.pools.audit.waiting.values())
         jobs = (job for _, job, _ in self._streams.values() if job.first_s is None)
         return waiting + sum(job.request.prompt_tokens - (job.hit_tokens or 0) for job in jobs)
@@ -176,7 +176,7 @@ class LabProxy:
     # --- one request --------------------------------------------------------------------------------------------------
 
     async def serve(self, arrival: Arrival) -> Record:
-        """Serve one request; raises for no failure that a request can meet."""
+        """Serve one request. Failures are in the record; none raises."""
         now = self._loop.time()
         record = Record(arrival, now, self.band(arrival))
         request_id = self._world.enter(arrival)
@@ -214,7 +214,7 @@ class LabProxy:
             band=record.band,
             flow=standing.flow,
             arrived_s=record.arrived_s,
-            # The time to wait begins when the name of the model is known.
+            # The wait counts from the moment at which the model name is resolved.
             deadline_s=self._loop.time() + standing.max_wait_s,
             body_bytes=prompt_bytes,
             prompt_tokens=prompt_tokens,
@@ -238,13 +238,13 @@ class LabProxy:
         else:
             self._learn(record, routing)
         finally:
-            # A preempted attempt is not counted: nothing was wrong with it.
+            # A preempted attempt is no failure, so it is not counted.
             record.attempts, record.preemptions = routing.attempts - routing.preemptions, routing.preemptions
             self._kept.pop(request.id, None)
             self.leasing.ended(request, _met(request, record))
 
     def _learn(self, record: Record, routing: Routing) -> None:
-        """Learn from an answer that was completed, as the gateway does."""
+        """Learn from a completed answer, as the gateway does."""
         request, lease = routing.request, routing.lease
         if record.outcome is Outcome.COMPLETED and lease is not None and lease.usage is not None:
             self.pools.estimator.learn(request.model, request.body_bytes, 1, lease.usage)
@@ -268,7 +268,7 @@ class LabProxy:
         return AttemptResult(lease.verdict, again, again is Again.ONCE, prefilled=prefilled)
 
     async def _run(self, record: Record, routing: Routing, lease: Lease) -> Again:
-        """Have the replica of the lease serve the request; whether another attempt may be made."""
+        """Serve the request on the replica of the lease. Returns whether another attempt may be made."""
         arrival, replica, request = record.arrival, self._replicas[lease.backend], routing.request
         if lease.preempted and not lease.revoked:
             lease.verdict = Verdict.PREEMPTED
@@ -297,10 +297,10 @@ class LabProxy:
         timers.append(self._loop.call_later(self._config.timeouts.first_byte_s, job.break_off, True))
 
         def cut() -> None:
-            # An answer that has begun is not preempted any more, but a dead backend ends every attempt.
+            # A running answer is not preempted, but a dead backend ends every attempt.
             if lease.revoked or job.first_s is None:
                 job.break_off()
-                # The engine drops the sequence at once, so that no token of it comes before this task runs again.
+                # Abort the sequence at once, so that it yields no token before this task runs again.
                 replica.leave(job)
 
         lease.on_cut = cut
@@ -346,7 +346,7 @@ class LabProxy:
             return Again.ONCE
         record.outcome = Outcome.BROKEN_STREAM
         self._measure(record, lease, job, job.heard_tokens)
-        # The tokens that were seen were computed, and are charged.
+        # The tokens that arrived were computed, so they are charged.
         lease.usage = Usage(request.prompt_tokens, job.heard_tokens)
         return Again.NO
 
@@ -361,7 +361,7 @@ class LabProxy:
 
 
 def _met(request: Request, record: Record) -> bool | None:
-    """Whether the request kept its objective; None where it has none, or exceeded a rate limit."""
+    """Whether the request met its objective; None without an objective or after a rate limit refusal."""
     if request.slo is None or record.outcome is Outcome.RATE_LIMITED:
         return None
     return record.outcome is Outcome.COMPLETED and request.slo.met(record.ttft_s, record.tpot_s)

@@ -25,7 +25,7 @@ LOCK_S = 4.0
 
 
 class _Pipe(asyncio.Transport):
-    """One end of a connection: what is written arrives at the other end after `delay_s`, unless it was cut."""
+    """One end of a connection. Bytes arrive at the other end after `delay_s` if that end is still open."""
 
     def __init__(self, protocol: asyncio.Protocol, delay_s: float) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _Pipe(asyncio.Transport):
 
     def write(self, data: Any) -> None:
         if self._open:
-            # Timers of one moment come in any order, and bytes do not.
+            # Timers of one moment run in any order; the queue keeps the order of the bytes.
             self._under_way.append(bytes(data))
             self._loop.call_later(self._delay_s, self._arrives)
 
@@ -100,20 +100,20 @@ class VirtualNetwork:
         return True
 
     def identified(self, transport: asyncio.BaseTransport) -> None:
-        """There are no strangers."""
+        """All connections are trusted."""
 
     def close(self) -> None:
         self._listening.pop(self.address, None)
 
     def die(self) -> None:
-        """All connections of this member end, and nobody can connect any more."""
+        """End all connections of this member and refuse new ones."""
         self.close()
         for pipe in self._pipes:
             pipe.close()
 
 
 class VirtualLock:
-    """The lock of all members, an answer of which takes `rtt_s`."""
+    """The leader lock of all members. An answer takes `rtt_s`."""
 
     name = "virtual"
 
@@ -161,7 +161,7 @@ class LabMember:
 
 
 class LabCluster:
-    """The cluster of these proxies, over a network with this time for a round trip."""
+    """The cluster of these proxies, over a network with the round trip time `rtt_s`."""
 
     def __init__(self, proxies: Sequence[LabProxy], rtt_s: float) -> None:
         self._lock = VirtualLock(rtt_s)
@@ -173,7 +173,7 @@ class LabCluster:
 
     def _member(self, name: str, proxy: LabProxy, network: VirtualNetwork) -> Cluster:
         proxy.leasing = leasing = ClusterLeasing(proxy.dispatcher, proxy.pools.backends)
-        # Without HTTP there are neither keys nor exits; only sessions of workers ask for them.
+        # Only sessions of workers use these fields, and there are none without HTTP.
         context = SchedulerContext(
             cast(Any, None), proxy.dispatcher, cast(Any, None), lambda: None, _no_page, lambda _: None, lambda *_: None
         )
@@ -195,7 +195,7 @@ class LabCluster:
 
     async def start(self) -> None:
         """Start all members. The first one leads."""
-        # A replay has hundreds of elections, and its reader wants a table.
+        # A replay has hundreds of elections, whose log lines would hide its table.
         logs.configure("text", "error")
         for member in self.members:
             await member.cluster.start(_no_page)
@@ -204,14 +204,14 @@ class LabCluster:
 
     @property
     def leader(self) -> LabMember | None:
-        """Who leads; None while nobody does."""
+        """The living leader; None during an election."""
         return next(
             (one for one in self.members if one.cluster.default.is_leader and one.cluster.id not in self._lock.dead),
             None,
         )
 
     def kill(self, member: LabMember) -> None:
-        """End a member as by kill -9: nobody hears of it but by its connections."""
+        """End a member as by kill -9: the other members notice only its closed connections."""
         self._lock.dead.add(member.cluster.id)
         member.network.die()
 

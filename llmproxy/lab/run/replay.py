@@ -30,24 +30,24 @@ from llmproxy.lab.scaling.signals import Future, Look
 from llmproxy.lab.traces.arrival import Arrival, Trace, turns_of
 
 SETTLE_S = 2.0
-"""How long the pollers may read the fleet before the first arrival, as a proxy that was started before its clients."""
+"""Time for polls before the first arrival, because a proxy starts before its clients."""
 SAMPLES = 120
-"""Looks at every replica's load over the length of a trace; as often until the last answer."""
+"""Samples of every replica's load over the length of a trace. Sampling goes on at this rate until the last answer."""
 SAMPLE_LEAST_S = 0.05
 DETECT_EVERY_S = 0.02
-"""How often a run checks whether a fault is detected."""
+"""Interval at which a run checks whether a fault is detected."""
 LATE_S = 60.0
-"""How far back an autoscaler looks that follows latencies."""
+"""Window of an autoscaler that follows latencies."""
 DETECTABLE = frozenset({FleetFaultKind.KILL, FleetFaultKind.RESTART, FleetFaultKind.HANG, FleetFaultKind.SLOW})
 """Faults that a proxy should detect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """All that one run depends on: two runs of equal setups give equal bytes.
+    """All inputs of one run. Two runs of equal setups give equal bytes.
 
-    `duration_s` is the trace's length, and `adapters` are the LoRA names that its arrivals ask for.
-    With `objectives_named` each request names the objectives that it is judged by.
+    `duration_s` is the length of the trace, and `adapters` are its LoRA names. With `objectives_named`, each request
+    sends its objectives to the proxy.
     """
 
     trace: Trace
@@ -64,9 +64,9 @@ class Setup:
 
 
 def replay(setup: Setup, progress: Callable[[int], None] = lambda _: None) -> RunRecorder:
-    """Run it. `progress` is called with the number of requests that ended, now and then. Raises TraceError."""
+    """Run `setup`. `progress` is called repeatedly with the number of ended requests. Raises TraceError."""
     frozen = gc.get_threshold()
-    # Live requests are many and die without cycles; looking at them often finds nothing.
+    # Requests have no reference cycles, so frequent garbage collections find nothing.
     gc.set_threshold(100_000, 20, 20)
     try:
         return run(Run(setup, progress).go())
@@ -75,14 +75,14 @@ def replay(setup: Setup, progress: Callable[[int], None] = lambda _: None) -> Ru
 
 
 def records_of(setup: Setup) -> list[Record]:
-    """Every request of a replay, in the order of their ends: for traces short enough to be held."""
+    """Returns every request of a replay in the order of the ends. All are in memory, so the trace must be short."""
     kept: list[Record] = []
     run(Run(setup, on_record=kept.append).go())
     return kept
 
 
 class Run:
-    """One run. `recorder` collects its figures; `proxies` exists once it runs."""
+    """One run. `recorder` collects its figures; `proxies` exists from its start on."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Run:
         progress: Callable[[int], None] = lambda _: None,
         on_record: Callable[[Record], None] = lambda _: None,
     ) -> None:
-        """`on_record` gets every record once it is complete."""
+        """`on_record` is called with every complete record."""
         self._setup = setup
         self._progress = progress
         self._on_record = on_record
@@ -109,7 +109,7 @@ class Run:
         self._first: str | None = None
         self.future: Future | None = None
         self._answers: deque[tuple[float, float, int, int]] = deque()
-        """(When it ended, time to first token over its objective, prompt tokens, output tokens) of the last ones."""
+        """(End, time to first token over its objective, prompt tokens, output tokens) of the last answers."""
 
     async def go(self) -> RunRecorder:
         setup, loop = self._setup, asyncio.get_running_loop()
@@ -179,7 +179,7 @@ class Run:
         return proxies
 
     def _watch_for(self, loop: asyncio.AbstractEventLoop, fault: Fault, replica: str) -> None:
-        """Look until some proxy knows of a fault, or it is over."""
+        """Check repeatedly until a proxy has detected the fault, or until the fault ends."""
         passed_s = loop.time() - SETTLE_S - fault.at_s
         healths = [proxy.pools.backends[replica].health for proxy in self.proxies]
         if any(health.down or health.ejected for health in healths):
@@ -190,7 +190,7 @@ class Run:
             loop.call_later(DETECT_EVERY_S, self._watch_for, loop, fault, replica)
 
     def _sample(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
-        """Look at every replica's load, and again while any request is live."""
+        """Sample every replica's load, repeatedly until the last answer."""
         if self._over:
             return
         queued: dict[int, int] = {}
@@ -203,7 +203,7 @@ class Run:
         loop.call_at(SETTLE_S + (number + 1) * every_s, self._sample, loop, number + 1)
 
     def _scale(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let the autoscaler look, and again while any request is live."""
+        """Run the autoscaler, repeatedly until the last answer."""
         if self._over or self.scaled is None:
             return
         now, pools = loop.time(), self.proxies[0].pools
@@ -227,10 +227,10 @@ class Run:
         loop.call_later(self.scaled.ask_s, self._scale, loop)
 
     def looked(self, look: Look, wanted: int) -> None:
-        """For those who want to know each look of an autoscaler."""
+        """Hook for subclasses, called after each look of the autoscaler."""
 
     def _look_at_service(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Record the service of each tenant so far and which tenants wait, while any request is live."""
+        """Record the service of each tenant so far and the backlogged tenants, repeatedly until the last answer."""
         under_way: dict[str, float] = {}
         waiting: dict[str, None] = {} if self._setup.plan.late else dict.fromkeys(self._world.arrivals)
         for proxy in self.proxies:
@@ -246,13 +246,13 @@ class Run:
             loop.call_later(LOOK_EVERY_S, self._look_at_service, loop)
 
     def _look_at_ratio(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Which part of the replicas should be for prompts, by what the first proxy has learned."""
+        """Record the share of replicas that prompts need, as the first proxy has learned it."""
         for need in self.proxies[0].pools.needs(loop.time()).values():
             if need.prefill + need.decode > 0.0:
                 self.recorder.prefill_share = Ratio(need.prefill, need.decode).share
 
     def _look_at_output(self) -> None:
-        """How many tokens were streamed by now, by band."""
+        """Record the tokens that were streamed by now, by band."""
         tokens = self._output_tokens.copy()
         for proxy in self.proxies:
             for request_id, answered_tokens in proxy.answers():
@@ -283,7 +283,7 @@ class Run:
             task.add_done_callback(self._by_proxy.pop)
 
     def _proxy_of(self, arrival: Arrival) -> LabProxy:
-        """Where a request comes in: anywhere. Where tenants are pinned, the first has a proxy, and others the rest."""
+        """Returns a random living proxy. If tenants are pinned, the first has one proxy and the others the rest."""
         living = [proxy for proxy in self.proxies if not proxy.dead]
         if len(living) == 1:
             return living[0]
@@ -293,7 +293,7 @@ class Run:
         return living[0] if arrival.tenant == self._first else self._rng.choice(living[1:])
 
     def _kill_leader(self) -> None:
-        """The leader dies with its connections."""
+        """Kill the leader with its connections."""
         assert self.cluster is not None
         leader = self.cluster.leader
         if leader is not None and sum(not proxy.dead for proxy in self.proxies) > 1:
@@ -324,7 +324,7 @@ class Run:
             self._give_up(arrival.then, record)
 
     def _give_up(self, turn: Arrival | None, failed: Record) -> None:
-        """The turns that a failed one leaves unasked count as offered and missed, or failing would pay."""
+        """Count the unsent turns after a failed one as offered and missed. Otherwise failures would improve figures."""
         for one in turns_of(turn):
             self._add(Record(one, failed.ended_s, failed.band, Outcome.CANCELLED, failed.ended_s))
 

@@ -1,4 +1,4 @@
-"""Many runs: every policy at every load with every seed, on all cores."""
+"""Many runs on all cores: every policy at every load with every seed."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ LOOK_EVERY_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What is to be simulated, in words that another process can read: `trace` is a file or a generator as
-    `trace_named` takes it, of which `requests` are used from number `skip` on (None for all), replicated `replicate`
-    times. `mix` says which of them are played. `warmup` is the share of the trace's time whose requests are not
-    counted. With `objectives_named` each request names the objectives that it is judged by, as in a trusted header.
-    `wanted` are objectives that replace those of the fleet and of the trace.
+    """The inputs of a simulation, which can be sent to another process.
+
+    `trace` is a file or a generator, as for `trace_named`. `requests` of it are used from number `skip` on (None for
+    all), `replicate` times, after the changes of `mix`. Requests in the first part `warmup` of the time are not
+    counted. With `objectives_named`, each request sends its objectives, as in a trusted header. `wanted` objectives
+    replace those of the fleet and of the trace.
     """
 
     trace: str
@@ -49,7 +50,7 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A run, and what its plots need."""
+    """A run with the data of its plots."""
 
     run: RunResult
     trail: Trail
@@ -58,16 +59,16 @@ class Finished:
 def points(
     policies: Sequence[str], seeds: Sequence[int], rate_scales: Sequence[float], prefill_scales: Sequence[float]
 ) -> list[Point]:
-    """Every combination, in the order of the results."""
+    """Returns every combination in the order of the results."""
     return [Point(p, s, r, f) for r, f, p, s in product(rate_scales, prefill_scales, policies, seeds)]
 
 
 def prepared(simulation: Simulation, seed: int, rate_scale: float) -> tuple[Trace, Survey]:
-    """The trace of one run, and what one pass over it found. Raises TraceError.
+    """Returns the trace of one run and its survey. Raises TraceError.
 
-    A part of a trace takes as long as the whole, so that both warm up together.
+    A part of a trace has the duration of the whole, so that both have the same warm-up.
     """
-    # A file without copies is the same for every seed, and reading a large one again takes a while.
+    # A file without copies is the same for every seed, so a large file is read once.
     loud = simulation.mix.loud
     seeded = simulation.trace.startswith(PREFIX) or simulation.replicate > 1 or loud is not None
     whole = Mix(loud=loud, factor=simulation.mix.factor)
@@ -121,8 +122,9 @@ def run_all(
     workers: int | None = None,
     progress: Callable[[Sequence[int]], None] = lambda _: None,
 ) -> Iterator[tuple[int, Finished]]:
-    """Simulate all tasks and answer (index, result) as each is ready. `progress` is called, now and then, with
-    how many requests of each task have ended.
+    """Simulate all tasks. Yields (index, result) of each when it is ready.
+
+    `progress` is called repeatedly with the number of ended requests of each task.
     """
     workers = min(len(tasks), workers or os.cpu_count() or 1)
     if workers <= 1:
@@ -131,7 +133,7 @@ def run_all(
     context = multiprocessing.get_context("spawn")
     ended: Any = context.Array(c_longlong, len(tasks), lock=False)
     todo = iter(enumerate(tasks))
-    # Each worker has a pipe of its own: they share no lock that a worker could take with it when it is ended.
+    # Each worker has its own pipe. A terminated worker could leave a shared lock locked.
     busy: dict[Connection, SpawnProcess] = {}
     try:
         for _ in range(workers):
@@ -158,7 +160,7 @@ def run_all(
                 yield answer
             progress(list(ended))
     finally:
-        # A caller that stops, by Ctrl-C or by an error, stops the runs too.
+        # If the caller stops, by Ctrl-C or by an error, the runs stop too.
         for process in busy.values():
             process.kill()
             process.join()
@@ -178,7 +180,7 @@ def _one_by_one(
 
 
 def _work(pipe: Connection, ended: Any) -> None:
-    """A worker: runs one task after the other until the other end is closed."""
+    """Run one task after the other until the other end of the pipe is closed."""
     while True:
         try:
             index, (simulation, point) = pipe.recv()

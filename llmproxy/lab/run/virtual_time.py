@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer: an hour of waiting takes no time, and always the same turns."""
+"""An event loop whose clock jumps to the next timer. An hour of waiting takes no time, and runs are deterministic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Answer = TypeVar("Answer")
 
 
 class _Jump(selectors.SelectSelector):
-    """Where a loop would sleep until its next timer, this one moves the clock there instead."""
+    """A selector that moves the clock to the next timer instead of sleeping."""
 
     loop: VirtualTimeLoop
 
@@ -24,7 +24,7 @@ class _Jump(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """For pure asyncio code only: sockets, subprocesses and threads never get a turn."""
+    """For pure asyncio code only: sockets, subprocesses and threads are never polled."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -36,18 +36,18 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._now_s
 
     def jump(self) -> None:
-        # The very float that the timer was set for, because a sum of differences may miss it by a hair.
+        # The exact float of the timer: a sum of differences would have rounding errors.
         scheduled: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
         self._now_s = max(self._now_s, scheduled[0].when())
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        # A callback that fails would otherwise be logged, and the run would wait for its effect in vain.
+        # By default a failed callback is only logged, and the run would wait forever for its effect.
         if "handle" in context:
             raise context["exception"]
         super().call_exception_handler(context)
 
 
 def run(main: Coroutine[Any, Any, Answer]) -> Answer:
-    """The result of `main` on a fresh loop at time 0. Raises RuntimeError when it waits for what cannot come."""
+    """Returns the result of `main` on a new loop at time 0. Raises RuntimeError if it waits without any timer."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

@@ -1,1 +1,1 @@
-"""What autoscalers follow, and the rules of Kubernetes' HPA by which they do."""
+"""Signals of autoscalers, and the scaling rules of Kubernetes' HPA."""

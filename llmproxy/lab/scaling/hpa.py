@@ -1,7 +1,7 @@
-"""The rules by which Kubernetes' HPA follows a metric, as its documentation and `replica_calculator.go` have them.
+"""The scaling rules of Kubernetes' HPA, from its documentation and `replica_calculator.go`.
 
-An external metric with an average value `target`: within the tolerance nothing changes, else ceil(value / target). What
-is wanted goes through a window of stabilisation, and no faster up or down than the policies allow.
+The metric is external, with an average value `target`. Within the tolerance nothing changes; otherwise the wanted
+number is ceil(value / target). Stabilisation windows and policies limit each change.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from math import ceil
 
 @dataclass(frozen=True, slots=True)
 class HpaRules:
-    """`up_pods` or `up_share` more may be added in `up_every_s`, whichever is more; down alike, None for no bound."""
+    """In `up_every_s`, at most `up_pods` or the share `up_share` of replicas are added, whichever is more.
+
+    The same holds for down; `down_pods` is None without a limit in pods.
+    """
 
     tolerance: float = 0.1
     up_window_s: float = 0.0
@@ -28,11 +31,11 @@ class HpaRules:
 
 DEFAULTS = HpaRules()
 FOLLOWING = HpaRules(tolerance=0.0, down_pods=1, down_share=0.0, down_every_s=60.0)
-"""Those of the manifests that `llmproxy export scaling` writes."""
+"""The rules of the manifests that `llmproxy export scaling` writes."""
 
 
 class Hpa:
-    """One autoscaler, asked every `ask_s`. The number of replicas starts at `least` and stays within both bounds."""
+    """One autoscaler. The number of replicas starts at `least` and stays within `least` and `most`."""
 
     def __init__(self, rules: HpaRules, least: int, most: int) -> None:
         self._rules = rules
@@ -42,7 +45,7 @@ class Hpa:
         self.replicas = least
 
     def follow(self, value: float | None, target: float, now: float) -> int:
-        """The number of replicas after a look at the metric; None is a metric that is missing, and changes nothing."""
+        """Returns the number of replicas after a look at the metric. A missing metric (None) changes nothing."""
         if value is None:
             return self.replicas
         tolerance = self._rules.tolerance
@@ -60,7 +63,7 @@ class Hpa:
         return self.replicas
 
     def _stabilised(self, wanted: int, now: float) -> int:
-        """Down to the most, and up to the least, that was wanted within the window of that direction."""
+        """Scale down to the largest number wanted in the down window, or up to the smallest in the up window."""
         rules = self._rules
         self._wanted.append((now, wanted))
         while self._wanted[0][0] < now - max(rules.up_window_s, rules.down_window_s):
@@ -72,7 +75,7 @@ class Hpa:
         return max(self.replicas, lowest)
 
     def _limited(self, wanted: int, now: float) -> int:
-        """No more than the policies allow to change, counted from where the replicas were when their period began."""
+        """Limit the change by the policies, from the number of replicas at the begin of their period."""
         rules = self._rules
         while self._changes and self._changes[0][0] <= now - max(rules.up_every_s, rules.down_every_s):
             self._changes.popleft()

@@ -1,4 +1,4 @@
-"""What autoscalers follow: our number, single gauges as people configure them, and one who knows the future."""
+"""Signals of autoscalers: the proxy's own number, common gauges, and the known future of the trace."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from llmproxy.lab.scaling.hpa import DEFAULTS, FOLLOWING, HpaRules
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What an autoscaler may see at one moment. `waiting` counts requests in the proxies' queues.
+    """The inputs of a signal at one moment. `waiting` counts requests in the proxies' queues.
 
-    `late` is the 90 % quantile of the time to the first token of the last minute over its objective, None without
-    requests. `prompt_tokens` and `output_tokens` are means of those requests, `uncached_tokens` what requests without a
-    first token have to be computed. `coming` is how many replicas the work of the near future needs.
+    `late` is the p90 of time to first token over its objective in the last minute, None without requests.
+    `prompt_tokens` and `output_tokens` are means of these requests. `uncached_tokens` is the prefill work of requests
+    without a first token. `coming` is the number of replicas that the work of the near future needs.
     """
 
     now: float
@@ -40,8 +40,7 @@ Value = Callable[[Look], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """A metric with its target for each replica, and the rules by which it is followed. Each run has a `reader` of its
-    own, which may remember what it saw."""
+    """A metric with its target per replica and its scaling rules. Each run creates a `reader`, which may have state."""
 
     about: str
     reader: Callable[[], Value]
@@ -54,10 +53,10 @@ def _gauge(about: str, value: Value, target: float, rules: HpaRules = DEFAULTS) 
 
 
 START_AHEAD_S = 30.0
-"""How much earlier than a replica takes to start the one who knows the future asks: two looks of an autoscaler."""
+"""Additional lead of the `oracle` signal over the start time of a replica: two looks of an autoscaler."""
 LATE_UP, LATE_DOWN = 0.55, 0.40
 PREFILL_TOKENS_PER_S, BACKLOG_S = 15_928.0, 1.5
-"""llm-d's calibration of `token_aware` for Qwen3-32B on two H100, and how much of it may wait at each replica."""
+"""llm-d's calibration of `token_aware` for Qwen3-32B on two H100, and the seconds of prefill that may wait."""
 
 
 def _ours(look: Look) -> float | None:
@@ -81,7 +80,7 @@ def _coming(look: Look) -> float | None:
 
 
 def _late(look: Look) -> float | None:
-    """Two-sided: more above `LATE_UP` of the objective, fewer below `LATE_DOWN` of it."""
+    """Returns more replicas above `LATE_UP` of the objective, and fewer below `LATE_DOWN` of it."""
     if look.late is None:
         return None
     late = min(look.late, 2.0)
@@ -91,15 +90,16 @@ def _late(look: Look) -> float | None:
 
 
 def _tokens(look: Look) -> float:
-    """Seconds of prompts that are not computed yet over `BACKLOG_S`, or KV-cache in use, whichever asks for more."""
+    """Returns the seconds of pending prefill over `BACKLOG_S`, or the KV cache usage over 0.8, whichever is larger."""
     return max(look.uncached_tokens / PREFILL_TOKENS_PER_S / BACKLOG_S, _kv_used(look) / 0.8)
 
 
 class _Saturation:
-    """The workload-variant autoscaler's second analyser: tokens in use and expected over what a replica holds.
+    """The second analyser of llm-d's workload-variant autoscaler: tokens in use and expected over the capacity.
 
-    A replica holds 0.8 of its KV-cache, or what was in use on average of ten looks at which five or more waited in it.
-    More are wanted where demand passes 0.85 of what there is, fewer below 0.70; not more while some start.
+    The capacity of a replica is 0.8 of its KV cache, or less: the mean usage of the last ten looks at replicas with
+    five or more waiting requests. The signal wants more replicas above 0.85 of the capacity, but not while some start,
+    and fewer below 0.70.
     """
 
     EVERY_S = 60.0
@@ -150,11 +150,11 @@ SIGNALS: Mapping[str, Signal] = {
     "instant": _gauge("the work that comes from now on, known without a measurement", _coming, 1.0, FOLLOWING),
     "oracle": _gauge("the work that will come, known in advance", _coming, 1.0, FOLLOWING),
 }  # fmt: skip
-"""By the names of `--scale`."""
+"""Signals by their names in `--scale`."""
 
 
 class Future:
-    """The work of a trace in seconds of a replica, for one who knows it. `works` are (second, work), in order."""
+    """The known work of a trace, in seconds of a replica. `works` are (second, work) in order."""
 
     def __init__(self, works: Sequence[tuple[float, float]], ahead_s: float, window_s: float) -> None:
         self._at_s = [at_s for at_s, _ in works]
@@ -164,7 +164,7 @@ class Future:
         self._ahead_s, self._window_s = ahead_s, window_s
 
     def most(self, now: float, utilisation: float) -> float:
-        """Replicas for the busiest window from now until one that is asked for now has served for a while."""
+        """Returns the replicas for the busiest window that begins within `ahead_s` from now."""
         found, at_s = 0.0, now
         while at_s <= now + self._ahead_s:
             found = max(found, self._between(at_s, at_s + self._window_s) / self._window_s)
