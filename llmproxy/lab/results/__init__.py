@@ -1,1 +1,1 @@
-"""What comes of a run: sums, tables, plots, the report."""
+"""Results of runs: sums, tables, plots and the report."""

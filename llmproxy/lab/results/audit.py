@@ -1,6 +1,6 @@
-"""An independent audit of a waiting room: priority inversions, and how far the counters of flows differed.
+"""An independent audit of the queue: priority inversions, and differences between the token counters of flows.
 
-It sees every call of the core and every decision, and counts by itself, so that it is the same for every policy.
+The audit sees every call of the core and every decision. It keeps its own counts, which are the same for every policy.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from llmproxy.core.queueing.charge import charges
 from llmproxy.core.settings import Settings
 
 FLOWS_MAX = 40
-"""Backlogged flows of a band whose counters are compared, the first ones: a pass must stay cheap in a crowd."""
+"""Most backlogged flows of a band whose counters are compared. The limit keeps a comparison cheap."""
 COUNTERS_MAX = 10_000
-"""Counters that are kept; when there are more, those of flows with nothing here are forgotten."""
+"""Most counters. Beyond it, the counters of flows without requests are dropped."""
 
 Flow = tuple[int, str]
 """(band, fairness key)"""
@@ -36,16 +36,17 @@ class _AuditedLease:
 
 
 class Audit:
-    """The counts of one waiting room.
+    """The counts of one queue.
 
-    `inversions` counts grants to a backend that a waiting request of a higher band could have had, as
-    `GrantReason.inverted` does, from an account of its own of who waits. Requests under a usage limit, full or not, are
-    not counted.
+    `inversions`: grants of a backend that a waiting request of a higher band could have used. Requests with a usage
+    limit are not counted. The audit keeps its own list of waiting requests.
 
-    `counter_difference` is the most by which the virtual token counters (Sheng et al., "Fairness in Serving Large
-    Language Models", OSDI 2024) of two backlogged flows of one band differed: all charges of a flow per unit of its
-    weight, lifted when it becomes backlogged. None where no two flows ever were. `unfinished_tokens_most` is the most
-    that was dispatched and unfinished at a time: prompts, and answers as estimated or as delivered, whichever is more.
+    `counter_difference`: the largest difference between the virtual token counters of two backlogged flows of one band
+    (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A counter is the charges of a flow divided
+    by its weight, and is lifted when the flow becomes backlogged. None if two flows were never backlogged together.
+
+    `unfinished_tokens_most`: the most tokens dispatched and unfinished at a time: prompts, and the estimated or
+    delivered tokens of answers, whichever is more.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -88,10 +89,10 @@ class Audit:
                 self._floors[request.band] = self._counters[request.band, request.flow]
 
     def granted(self, grant: Grant, view: View) -> None:
-        """`view` is the backend that was granted: of a request that is split, the one of its answer."""
+        """`view` is the granted backend; for a split request, its decode backend."""
         request = grant.request
         self.left(request)
-        # The place of an answer whose prompt is computed was given to it with the grant of the prompt.
+        # A decode stage got its place with the grant of its prefill stage, so it cannot be an inversion.
         if not grant.why.guaranteed and request.stage is not Stage.DECODE:
             self.inversions += any(
                 not other.limits and could_serve(other, excluded, view) for other, excluded in self._above(request.band)
@@ -102,7 +103,7 @@ class Audit:
         self._charge_to(lease, self._charge.estimate(request))
 
     def resumed(self, number: int, request: Request) -> None:
-        """`request` runs under a lease of another scheduler, which is booked here as this one."""
+        """`request` runs under a lease of another scheduler, and has the lease `number` here."""
         lease = self._leases[number] = _AuditedLease(request)
         self._unfinished_tokens += lease.tokens
         self._counters.setdefault((request.band, request.flow), 0.0)
@@ -124,7 +125,7 @@ class Audit:
         self._unfinished_tokens -= lease.tokens
 
     def compare(self) -> None:
-        """Look how far apart the counters of those that wait are."""
+        """Compare the counters of the backlogged flows."""
         for band, flows in self._backlogged.items():
             if len(flows) > 1:
                 counters = [self._counters[band, flow] for flow in islice(flows, FLOWS_MAX)]
@@ -152,7 +153,7 @@ class Audit:
 
 
 class AuditedPools(Pools):
-    """The production pools, every call of which an `Audit` sees."""
+    """The production pools, with an `Audit` of every call."""
 
     def __init__(self, settings: Settings, *others: Any) -> None:
         super().__init__(settings, *others)

@@ -1,4 +1,4 @@
-"""How the pictures of the laboratory look: colours, names, legends, and SVG text that follows the page's colours.
+"""The style of the laboratory's plots: colours, names, legends, and SVG in the colours of the page.
 
 This module needs the optional dependency matplotlib.
 """
@@ -20,11 +20,11 @@ from matplotlib.ticker import FuncFormatter, LogFormatter
 
 INK, MUTED, GRID, PAGE = "#1b1f24", "#6a737d", "#d8dee5", "#fefefe"
 SERIES = "#0060c0", "#c8500a", "#00805a", "#a8447f", "#2f9ac6", "#a87900", "#7a4b2a"
-"""Hues that people with the common colour blindnesses can distinguish; no two lines differ by hue alone."""
+"""Hues that people with common colour blindnesses can distinguish. No two lines differ by hue alone."""
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAGE: "--page"} | {
     h: f"--c{SERIES.index(h)}" for h in SERIES
 }
-"""The CSS variable that replaces each colour in the SVG, so that the page's style sheet decides."""
+"""The CSS variable that replaces each colour in the SVG, so that the page's style sheet sets it."""
 WIDTH_IN = 10.5
 NAME_MAX = 34
 _STYLE: Any = {
@@ -57,9 +57,9 @@ _STYLE: Any = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The look of a report, whatever this machine's own settings of matplotlib are."""
+    """The matplotlib style of a report, independent of the settings of this machine."""
     with mpl.rc_context(), warnings.catch_warnings():
-        # Names of tenants come in every script; what the font lacks is drawn as a box.
+        # Tenants may have names in any script. A missing glyph is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         mpl.rcdefaults()
         mpl.rcParams.update(_STYLE)
@@ -71,17 +71,18 @@ def new_figure(height_in: float) -> Figure:
 
 
 def short(name: str) -> str:
-    """A name that fits beside a plot, on one line. Long ones keep both ends: variants of a policy differ at the end of
-    their names, tenants often at the beginning.
+    """Returns a short form of a name for one line beside a plot.
+
+    Long names keep both ends: variants of a policy differ at the end, and tenants often at the beginning.
     """
     name = " ".join(name.split())
-    # A legend hides what begins with an underscore.
+    # A legend hides names that begin with an underscore.
     name = f" {name}" if name.startswith("_") else name
     return name if len(name) <= NAME_MAX else f"{name[: NAME_MAX // 2 - 1]}…{name[-NAME_MAX // 2 :]}"
 
 
 def log_ticks(axes: Axes) -> None:
-    """A logarithmic x axis with plain numbers, between the decades too where it is short."""
+    """Make the x axis logarithmic, with plain numbers. A short axis has numbers between the decades too."""
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(3, 1)))
@@ -96,7 +97,7 @@ def add_legend(figure: Figure, axes: Axes) -> None:
 
 
 def to_svg(figure: Figure, number: int) -> str:
-    """An `svg` element to stand in a page. `number` makes the ids of the plots of one page distinct."""
+    """Returns an `svg` element for a page. `number` makes the ids of the plots of one page distinct."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = text.getvalue().partition("<svg")[2]
@@ -104,7 +105,7 @@ def to_svg(figure: Figure, number: int) -> str:
         svg = svg.replace(color, f"var({variable})")
     svg = re.sub(r'id="series-(\d+)"', r'class="series s\1"', svg)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>p{number}-", svg)
-    # The page decides the size.
+    # The page sets the size.
     return re.sub(
         r'^[^>]*(viewBox="[^"]*")[^>]*>',
         r'<svg \1 role="img" xmlns:xlink="http://www.w3.org/1999/xlink">',

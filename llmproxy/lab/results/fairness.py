@@ -1,4 +1,4 @@
-"""How evenly tenants are served while they have something waiting, and how well they keep their objectives."""
+"""Fairness between backlogged tenants, and the share of their requests that meet their objectives."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ LOOK_EVERY_S = 1.0
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
 """Weights of prompt and output tokens in "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024)."""
 TENANTS_MAX = 40
-"""Tenants whose pairs are followed, the first ones that had to wait; pairs grow with the square."""
+"""Most tenants whose pairs are compared: the first ones that were backlogged. Pairs grow with the square."""
 WINDOW_S = 60.0
-"""Over which the index of Jain is taken."""
+"""Window of the index of Jain."""
 ADHERENCE_S = 300.0
 ADHERENCE_PARTS = 60
 ADHERENCE_LEAST = 20
-"""Requests of a tenant in a window below which its adherence says nothing."""
+"""Least requests of a tenant in a window for a meaningful adherence."""
 
 
 class ServiceDifference:
     """The largest difference of weighted service between two tenants over any time in which both were backlogged.
 
-    For each pair the difference of what both were served is followed from the moment at which both are
-    backlogged until one is not; how far it moves, up and down, is what the paper's bound limits.
+    For each pair, the difference of service is followed while both are backlogged. The bound of the paper limits the
+    range of this difference.
     """
 
     def __init__(self) -> None:
@@ -34,16 +34,17 @@ class ServiceDifference:
         self.windows = EvenWindows()
 
     def ended(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
-        """A request of `tenant` is over, and this much was served of it."""
+        """Add the service of an ended request of `tenant`."""
         if tenant not in self._followed:
-            # A difference counts only while both are backlogged, and an unknown tenant never was.
+            # This tenant was never backlogged, so no difference with it counts.
             return
         service = PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
         self._ended[tenant] = self._ended.get(tenant, 0.0) + service
 
     def look(self, under_way: Mapping[str, float], backlogged: Mapping[str, None]) -> None:
-        """`under_way` is the service of unfinished requests by tenant, `backlogged` has the backlogged tenants.
-        To be called every `LOOK_EVERY_S`.
+        """Compare the backlogged tenants. Call it every `LOOK_EVERY_S`.
+
+        `under_way` is the service of unfinished requests by tenant, and `backlogged` has the backlogged tenants.
         """
         for tenant in backlogged:
             if len(self._followed) < TENANTS_MAX:
@@ -59,19 +60,19 @@ class ServiceDifference:
             low, high = self._spans.get((a, b), (difference, difference))
             spans[a, b] = low, high = min(low, difference), max(high, difference)
             self.largest = max(self.largest or 0.0, high - low)
-        # Pairs of which one had nothing waiting begin anew.
+        # A pair starts again when one of its tenants was not backlogged.
         self._spans = spans
         self.windows.look(served)
 
 
 def jain(shares: Collection[float]) -> float:
-    """The index of fairness of Jain, Chiu and Hawe (1984): 1 where all shares are equal, 1/n where one has all."""
+    """Returns the fairness index of Jain, Chiu and Hawe (1984): 1 for equal shares, 1/n if one tenant has all."""
     squares = sum(share * share for share in shares)
     return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0
 
 
 class EvenWindows:
-    """The least index of Jain of what tenants were served in a window, of those that were backlogged all through it."""
+    """The least index of Jain over all windows, of the service of tenants backlogged during a whole window."""
 
     def __init__(self) -> None:
         self._looks = round(WINDOW_S / LOOK_EVERY_S)
@@ -80,7 +81,7 @@ class EvenWindows:
         self.least: float | None = None
 
     def look(self, served: Mapping[str, float]) -> None:
-        """`served` is the service so far of each tenant that is backlogged now."""
+        """`served` is the service so far of each tenant that is now backlogged."""
         self._served.append(served)
         self._in_a_row = Counter({tenant: self._in_a_row[tenant] + 1 for tenant in served})
         lasting = [tenant for tenant, looks in self._in_a_row.items() if looks > self._looks]
@@ -90,8 +91,10 @@ class EvenWindows:
 
 
 class Adherence:
-    """The least share of one tenant's requests that kept their objectives, of those that ended in a rolling window; and
-    the most requests that did.
+    """Adherence to objectives in a rolling window.
+
+    `least` is the least share of one tenant's ended requests that met their objectives. `most` is the largest number of
+    requests of all tenants that ended in a window.
     """
 
     def __init__(self, until_s: float) -> None:
@@ -105,7 +108,7 @@ class Adherence:
         self.most = 0
 
     def ended(self, tenant: str, met: bool, at_s: float) -> None:
-        """A request ended; to be called in the order of the ends. What ends after `until_s` is the tail of a trace."""
+        """Count an ended request. Call it in the order of the ends. Ends after `until_s` do not count."""
         part = int(at_s / self._part_s)
         if at_s > self._until_s:
             return
@@ -119,7 +122,7 @@ class Adherence:
             counts[tenant] += met
 
     def _look(self, part: int) -> None:
-        """The part before `part` is complete: look at the window that ends with it."""
+        """Evaluate the window that ends before `part`."""
         while self._parts and self._parts[0][0] < part - ADHERENCE_PARTS:
             _, counted, met = self._parts.popleft()
             self._counted -= counted

@@ -1,4 +1,4 @@
-"""What counts as a good answer: the objectives of time to first token and of time per output token."""
+"""The latency objectives of requests: time to first token and time per output token."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ TTFT_FACTOR = 3.0
 TPOT_SMALL_S = 0.040
 TPOT_LARGE_S = 0.075
 SMALL = re.compile(r"(?:^|[^0-9a-z.])8b(?:$|[^0-9a-z])", re.IGNORECASE)
-"""What the name of a profile of an 8B model looks like."""
+"""Matches the name of a profile of an 8B model."""
 PROMPTS_KEPT = 65_536
-"""Prompt lengths whose unloaded times are kept; beyond it the least recently used are computed again."""
+"""Size of the cache of unloaded times by prompt length."""
 
 
 def scaled_profile(spec: ReplicaSpec, prefill_scale: float) -> Profile:
-    """The replica's step times when a prefill token costs `prefill_scale` times what the profile says."""
+    """Returns the replica's step times with `prefill_scale` times the prefill cost of its profile."""
     return replace(spec.profile, prefill_factor=prefill_scale)
 
 
 def prefill_s(profile: Profile, step_tokens: int, first: int, end: int) -> float:
-    """Seconds that an idle engine takes for the prompt positions from `first` to `end`, in chunks of `step_tokens`."""
+    """Returns the seconds of an idle engine for the prompt positions `first` to `end`, in chunks of `step_tokens`."""
     starts = range(first, end, step_tokens)
     return sum(profile.step_s(0, 0, [(start, min(start + step_tokens, end))]) for start in starts)
 
 
 class Wanted(NamedTuple):
-    """What people want of a fleet: seconds that replace those of `Objectives` for every request (None: as there), and
-    the share of requests, 0..1, that should keep them."""
+    """Objectives that replace those of `Objectives` for every request (None: unchanged), and the share of requests,
+    0..1, that should meet them."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -42,7 +42,7 @@ class Wanted(NamedTuple):
 
     @classmethod
     def parsed(cls, text: str) -> Wanted:
-        """`ttft=1s,tpot=50ms,share=0.99`, each part optional. Raises ValueError with what is wrong."""
+        """Parses `ttft=1s,tpot=50ms,share=0.99`, each part optional. Raises ValueError with the reason."""
         found: dict[str, float] = {}
         for part in text.split(","):
             name, _, value = part.strip().partition("=")
@@ -70,22 +70,21 @@ NOTHING_WANTED = Wanted()
 class Objectives:
     """The objectives of a fleet.
 
-    The first token should be there within 1 s, or within three times what an idle replica, the fastest of the fleet
-    for this prompt, takes for it with nothing cached. The mean time per output token should be at most 40 ms where
-    every replica serves an 8B model, by the name of its profile, and 75 ms elsewhere. An arrival that names its own
-    objectives gets those; what is `wanted` goes before all.
+    Time to first token: 1 s, or three times the time of the fastest replica if it is idle and has nothing cached,
+    whichever is more. Mean time per output token: 40 ms if every replica has a profile of an 8B model, otherwise 75 ms.
+    Objectives of an arrival replace these, and `wanted` replaces both.
     """
 
     def __init__(self, fleet: SimulatedFleet, prefill_scale: float, wanted: Wanted = NOTHING_WANTED) -> None:
         self._wanted = wanted
-        # Of a thousand equal replicas one answers for all.
+        # Equal replicas have equal times.
         alike = dict.fromkeys((scaled_profile(spec, prefill_scale), spec.step_tokens) for spec in fleet.replicas)
         self._engines = tuple(alike)
         self._tpot_s = TPOT_SMALL_S if all(SMALL.search(r.profile_name) for r in fleet.replicas) else TPOT_LARGE_S
         self.unloaded_ttft_s = lru_cache(maxsize=PROMPTS_KEPT)(self._unloaded_ttft_s)
 
     def of(self, arrival: Arrival) -> tuple[float, float]:
-        """(time to first token, mean time per output token) that `arrival` should not exceed, in seconds."""
+        """Returns the objectives of `arrival`: (time to first token, mean time per output token) in seconds."""
         ttft_s = arrival.ttft_slo_s if self._wanted.ttft_s is None else self._wanted.ttft_s
         tpot_s = arrival.tpot_slo_s if self._wanted.tpot_s is None else self._wanted.tpot_s
         if ttft_s is None:
@@ -93,7 +92,7 @@ class Objectives:
         return ttft_s, self._tpot_s if tpot_s is None else tpot_s
 
     def _unloaded_ttft_s(self, prompt_tokens: int) -> float:
-        """Seconds to the first token on an idle replica, the fastest for such a prompt, with nothing cached."""
+        """Returns the time to first token on the fastest replica if it is idle and has nothing cached."""
         return min(
             profile.frontend_s + prefill_s(profile, step_tokens, 0, prompt_tokens)
             for profile, step_tokens in self._engines

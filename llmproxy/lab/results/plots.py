@@ -32,7 +32,7 @@ from llmproxy.lab.results.sums import OTHER
 HIT_BOUND = "hit_pooled_lru"
 """The bound that is a hit ratio."""
 WAIT_MIN_S = 0.001
-"""A request that is granted at once waits no longer than this."""
+"""Waits below this count as no wait."""
 DASHES: tuple[Any, ...] = ((0, (5, 1.6)), "-", (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (3, 1.2)))
 BOUND_STYLE: Any = {"color": INK, "linewidth": 1, "linestyle": (0, (4, 2))}
 LABEL: Any = {
@@ -44,7 +44,7 @@ PANELS_ACROSS = 4
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A figure and the sentence that says how to read it, or why there is nothing to see where `figure` is None."""
+    """A figure and its caption. Without a figure, the caption gives the reason."""
 
     title: str
     caption: str
@@ -53,24 +53,25 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class _Data:
-    """What every plot draws from. `looks` are the keyword arguments of each policy's line, its `gid` is what the page
-    finds it by. `at` is the load of the plots that show only one, `shown` its runs of one seed that have a trail.
-    """
+    """The data of all plots."""
 
     points: list[LoadPoint]
+    # Keyword arguments of each policy's line. The page finds a line by its `gid`.
     looks: dict[str, dict[str, Any]]
+    # The load of the plots that show a single load.
     at: LoadPoint
+    # The runs at this load with one seed and a trail.
     shown: list[tuple[RunResult, Trail]]
 
     def plot(self, title: str, text: str, figure: Figure, drawn: Collection[str], missing: str = "") -> Plot:
-        """`text` with the run that is shown, and the policies that are not `drawn` with the reason why."""
+        """Returns the plot. Its caption names the shown run, and the policies that are not `drawn` with the reason."""
         absent = [run.policy for run, _ in self.shown if run.policy not in drawn]
         reason = f" Not shown, because they {missing}: {', '.join(absent)}." if absent else ""
         return Plot(title, f"{text} At {self.at.label}, seed {self.shown[0][0].seed}.{reason}", figure)
 
 
 def draw_all(result: SimulationResult, trails: Mapping[Point, Trail], own: Collection[str]) -> list[Plot]:
-    """Every plot of a report, in its order; none for a result without runs. Call it within `style`."""
+    """Returns all plots of a report in order; none for a result without runs. Call it within `style`."""
     if not result.runs:
         return []
     points = load_points(result)
@@ -95,7 +96,7 @@ def _goodput_spread(point: LoadPoint) -> float:
 
 
 def _shown(result: SimulationResult, trails: Mapping[Point, Trail], at: LoadPoint) -> list[tuple[RunResult, Trail]]:
-    """The runs at one load with the seed that most of them have, in the order of the point's rows."""
+    """Returns the runs at one load with the most frequent seed, in the order of the point's rows."""
     here = [run for run in result.runs if (run.rate_scale, run.prefill_scale) == at[:2] and run.point in trails]
     seeds = sorted(run.seed for run in here)
     seed = max(seeds, key=seeds.count, default=None)
@@ -105,7 +106,7 @@ def _shown(result: SimulationResult, trails: Mapping[Point, Trail], at: LoadPoin
 
 
 def _looks(policies: list[str], own: Collection[str]) -> dict[str, dict[str, Any]]:
-    """A look for each policy: own ones solid and thick, references dotted, all others in hues and dashes in turn."""
+    """Returns a line style for each policy: own policies solid and thick, references dotted, others in turn."""
     looks: dict[str, dict[str, Any]] = {}
     ranked = sorted((policy for policy in policies if policy not in REFERENCES), key=lambda policy: policy not in own)
     for i, policy in enumerate(policies):
@@ -113,7 +114,7 @@ def _looks(policies: list[str], own: Collection[str]) -> dict[str, dict[str, Any
             color, dash, width, order = INK, (0, (1, 1)), 1.6, 2
         else:
             turn, hue = divmod(ranked.index(policy), len(SERIES))
-            # Dashes are shifted by one in every turn through the hues, or else the same pairs would come again.
+            # The dashes shift by one after all hues are used; otherwise the same pairs would repeat.
             dash, width, order = (DASHES[1 + turn], 2.6, 4) if policy in own else (DASHES[(hue + 8 * turn) % 5], 1.3, 3)
             color = SERIES[hue]
         looks[policy] = {
@@ -127,7 +128,7 @@ def _looks(policies: list[str], own: Collection[str]) -> dict[str, dict[str, Any
 
 
 def _goodput(data: _Data) -> Plot:
-    """Goodput against load, or bars where there is only one load for each cost of a prompt token."""
+    """Goodput against load, or bars for a single load."""
     title, text = "Goodput", "Share of all offered requests that kept both objectives: "
     prefills = sorted({point.prefill_scale for point in data.points})
     if all(row.goodput is None for point in data.points for row in point.rows):
@@ -173,7 +174,7 @@ def _cdf(data: _Data, title: str, field: str, label: str, unit: float) -> Plot:
     figure = new_figure(3.6)
     axes = figure.subplots()
     for policy, (pairs, run) in curves.items():
-        # The curve begins where it leaves the ground, so that a single answer is a step and not a dot.
+        # The curve begins at share 0, so that a single answer is a step and not a dot.
         x = [pairs[0][0] * unit, *(value * unit for value, _ in pairs)]
         y = [0.0, *(share * run.completed / run.offered for _, share in pairs)]
         look = data.looks[policy] | {"marker": None}
@@ -208,7 +209,7 @@ def _queue_waits(data: _Data) -> Plot:
         for band, color in zip(bands, SERIES, strict=False):
             points = rows.get(band, [])
             x = [point.at_s / 60 for point in points]
-            # A marker, so that a band with one point is seen too.
+            # The marker makes a band with a single point visible.
             axes.plot(x, [p.mean_s for p in points], ".-", color=color, markersize=2.5, linewidth=1.3, label=band)
             axes.plot(x, [p.max_s for p in points], color=color, linewidth=0.5, linestyle=(0, (2, 1)))
     # The panels share their axes.
@@ -258,7 +259,7 @@ def _loads(data: _Data) -> Plot:
 
 
 def _hits(data: _Data) -> Plot:
-    """Prefix-cache hits: by policy, and how they came about over time."""
+    """Prefix cache hits by policy, and over time."""
     title = "Prefix-cache hit ratio"
     ratios = {row.policy: row.hit for row in data.at.rows if row.hit is not None}
     if not any(ratios.values()):
@@ -290,7 +291,7 @@ def _hits(data: _Data) -> Plot:
 
 
 def _shares(data: _Data) -> Plot:
-    """Which share of the tokens each tenant got."""
+    """The share of tokens of each tenant."""
     title = "Share per tenant"
     asked = {name: group.asked_share or 0.0 for name, group in data.shown[0][0].by_tenant.items()}
     if len(asked) < 2:
@@ -330,7 +331,7 @@ def _shares(data: _Data) -> Plot:
 
 
 def _panels(names: list[str], height_in: float) -> tuple[Figure, list[Axes]]:
-    """One small panel with a title for each name, as many in a row as fit, all with the same axes."""
+    """Returns a figure with a small titled panel for each name. All panels share their axes."""
     rows = math.ceil(len(names) / PANELS_ACROSS)
     columns = math.ceil(len(names) / rows)
     figure = new_figure(0.5 + height_in * rows + (0.6 if rows == 1 else 0.0))
@@ -344,7 +345,7 @@ def _panels(names: list[str], height_in: float) -> tuple[Figure, list[Axes]]:
 
 
 def _bars(axes: Axes, data: _Data, values: Mapping[str, float], rows_min: int = 1) -> None:
-    """One horizontal bar for each policy, its value written at its end; room for at least `rows_min` of them."""
+    """Draw a horizontal bar with its value for each policy, with room for at least `rows_min` bars."""
     for row, (policy, value) in enumerate(values.items()):
         axes.barh(row, value, height=0.68, color=data.looks[policy]["color"], gid=data.looks[policy]["gid"])
         axes.annotate(f"{value:.1%}", (value, row), (4, 0), va="center", fontsize=8, **LABEL)

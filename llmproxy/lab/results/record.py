@@ -1,4 +1,4 @@
-"""What became of one request of a replay."""
+"""The record of one request of a replay."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ from llmproxy.lab.traces.arrival import Arrival
 
 @dataclass(slots=True)
 class Record:
-    """One request from its arrival to its end, in seconds of virtual time.
-
-    `arrived_s` is when it really arrived (a closed loop decides that late), `band` the resolved level. `backend` and
-    `hit_tokens` (prompt tokens found cached) are those of the last attempt. `tpot_s` is the mean time per output token
-    after the first, None for answers of one token. `backend_ttft_s` counts from the last grant; `predicted_ttft` of it
-    and `predicted_tpot` are what the placement expected, None where it predicts nothing. `preemptions` are leases that
-    were taken back, which are no attempts. `prefilled_on` computed the prompt, where another replica did. `met` says
-    whether a completed answer kept both objectives.
-    """
+    """One request from its arrival to its end, in seconds of virtual time."""
 
     arrival: Arrival
+    # The real arrival. In a closed loop it depends on earlier answers.
     arrived_s: float
+    # The resolved level.
     band: int
     outcome: Outcome = Outcome.INTERNAL
     ended_s: float = 0.0
+    # The backend of the last attempt.
     backend: str | None = None
+    # The prefill replica of a split request.
     prefilled_on: str | None = None
+    # Without preempted leases.
     attempts: int = 0
     preemptions: int = 0
     queue_wait_s: float | None = None
     ttft_s: float | None = None
+    # Mean time per output token after the first; None for answers of one token.
     tpot_s: float | None = None
+    # From the last grant to the first token.
     backend_ttft_s: float | None = None
+    # Predictions of `backend_ttft_s` and `tpot_s` by the placement; None without predictions.
     predicted_ttft: Predicted | None = None
     predicted_tpot: Predicted | None = None
+    # Cached prompt tokens in the last attempt.
     hit_tokens: int = 0
     output_tokens: int = 0
+    # The answer was completed within both objectives.
     met: bool = False

@@ -1,4 +1,4 @@
-"""The figures of one run, from every request's end and samples of the fleet, in bounded memory."""
+"""The figures of one run, from the records of its requests and samples of the fleet, in bounded memory."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from llmproxy.lab.simulator.engine.reports import Counters
 
 TENANTS_SHOWN = 100
 TENANTS_KEPT = 400
-"""When there are more, the smaller half counts as "(other)": a tenant that comes back after that starts at zero."""
+"""Most tenants with sums of their own. Beyond it, the smaller half is merged into "(other)"."""
 SAMPLES_MAX = 512
 CDF_POINTS = 80
 KEPT_SHARE = 0.95
-"""Fewer arrivals of a stretch of time that keep their objectives count as a violation."""
+"""An interval in which a smaller share of arrivals meets their objectives counts as a violation."""
 
 _NAMES = {level: name for name, level in reversed(list(BAND_NAMES.items()))}
 
 
 def band_name(band: int) -> str:
-    """The name of a band as the configuration has it, or its number."""
+    """Returns the configured name of a band, or its number."""
     return _NAMES.get(band, str(band))
 
 
@@ -64,8 +64,8 @@ class _Sample:
 class RunRecorder:
     """Collects the figures of one run.
 
-    `duration_s` is the length of the trace and only sets how fine the time axes are: a run may last longer.
-    `replicas` are all that were there, the idle ones too. Requests that arrived before `warmup_s` are in no figure.
+    `duration_s` is the length of the trace. It sets the resolution of the time axes; a run may last longer. `replicas`
+    are all replicas, also idle ones. Requests that arrived before `warmup_s` are in no figure.
     """
 
     def __init__(self, duration_s: float, replicas: Sequence[str], warmup_s: float = 0.0) -> None:
@@ -104,7 +104,7 @@ class RunRecorder:
         self._looks = 0
 
     def add(self, record: Record) -> None:
-        """A request ended. Raises KeyError for a backend that is none of the replicas."""
+        """Add an ended request. Raises KeyError for an unknown backend."""
         if record.arrived_s < self._warmup_s:
             return
         band = band_name(record.band)
@@ -134,9 +134,9 @@ class RunRecorder:
             self._prompts.add("all", record.arrived_s, record.arrival.prompt_tokens)
 
     def sample(self, at_s: float, load: Mapping[str, tuple[int, int]], queued: Mapping[int, int]) -> None:
-        """A look at the fleet: (running, waiting) inside each replica, and requests in the proxies by band.
+        """Add a sample of the fleet: (running, waiting) of each replica, and requests in the proxies by band.
 
-        Looks are expected at even distances; of too many, every second one is forgotten.
+        Samples come at equal intervals. If there are too many, every second one is dropped.
         """
         self._looks += 1
         if (self._looks - 1) % self._spacing:
@@ -149,7 +149,7 @@ class RunRecorder:
     def scaled(
         self, trail: list[tuple[float, int, int]], cost_s: float, turn_s: float, begin_s: float, end_s: float
     ) -> None:
-        """How the fleet scaled: (second, wanted, serving) at each look, and replica-seconds over the whole run."""
+        """Set the fleet's scaling: (second, wanted, serving) at each look, and replica-seconds of the whole run."""
         peak = max((wanted for _, wanted, _ in trail), default=0)
         turns = changes_of(trail, turn_s)
         mean = cost_s / max(1e-9, end_s - begin_s)
@@ -157,14 +157,14 @@ class RunRecorder:
         self._scale_trail = [(at_s - begin_s, wanted, serving) for at_s, wanted, serving in trail]
 
     def output(self, tokens: Mapping[int, int]) -> None:
-        """What was streamed so far by band; called when the warm-up is over, and again at the end of the trace."""
+        """Set the streamed tokens so far by band. Called at the end of the warm-up and at the end of the trace."""
         named: Counter[str] = Counter()
         for band, count in tokens.items():
             named[band_name(band)] += count
         self._outputs.append(named)
 
     def audited(self, audit: Audit) -> None:
-        """What another look at a proxy's waiting room found, over the whole run."""
+        """Add the audit of one proxy's queue over the whole run."""
         self._inversions += audit.inversions
         self._unfinished_tokens_most += audit.unfinished_tokens_most
         if audit.counter_difference is not None:
@@ -174,7 +174,7 @@ class RunRecorder:
         self._ejections += times
 
     def fault_detected(self, fault: Fault, replica: str, detected_s: float | None) -> None:
-        """How long after its begin a fault was detected; None where it ended before."""
+        """Record the seconds until a fault was detected; None if it ended undetected."""
         self._detections.append(FaultDetection(kind=fault.kind, replica=replica, at_s=fault.at_s, noticed_s=detected_s))
 
     def counted(self, replica: str, counters: Counters) -> None:
@@ -183,7 +183,7 @@ class RunRecorder:
         self._adapter_loads += counters.adapter_loads
 
     def result(self, policy: str, seed: int, rate_scale: float, prefill_scale: float) -> RunResult:
-        """The figures of the run, under the name that the caller gives it."""
+        """Returns the figures of the run."""
         total = self._total
         duration_s = max(self._duration_s, self._ended_s)
         return RunResult(
@@ -231,7 +231,7 @@ class RunRecorder:
         )
 
     def trail(self) -> Trail:
-        """What the plots of the run need beyond its figures."""
+        """Returns the additional data of the run's plots."""
         hits, hit_tokens, prompt_tokens = [], 0.0, 0.0
         hit_at = {at_s: stretch.total for at_s, stretch in self._prompts.of("hit")}
         for at_s, stretch in self._prompts.of("all"):

@@ -1,4 +1,4 @@
-"""The report of a simulation: one HTML file that needs no network, to be opened in a browser and shown to others."""
+"""The report of a simulation: one HTML file for a browser, which loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 FACTS_FIRST = ("workload", "case", "trace", "requests", "trace_duration_s", "fleet", "replicas", "proxies", "seeds")
 FACT_MAX = 120
-"""Longer values of the configuration are shown in full below the plots only."""
+"""Longer configuration values are shown below the plots only."""
 RULES = (
     "Every policy met the same arrivals. Goodput is the share of all <em>offered</em> requests that were completed "
     "within both of their objectives, time to first token and mean time per output token: refusals, timeouts and "
@@ -47,7 +47,7 @@ RULES = (
 
 @dataclass(frozen=True, slots=True)
 class ExtraTable:
-    """A table of one's own: plain text in every cell."""
+    """An additional table, with plain text in every cell."""
 
     title: str
     heads: Sequence[str]
@@ -56,7 +56,7 @@ class ExtraTable:
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """What a page shows beyond the figures of its runs; `draw` is called where plots can be drawn."""
+    """Additional parts of a page. `draw` is called within the plot style."""
 
     tables: Sequence[ExtraTable] = ()
     draw: Callable[[], Sequence[Plot]] | None = None
@@ -76,10 +76,10 @@ def page(
     own: Collection[str] = (),
     extra: Extra = NOTHING_MORE,
 ) -> str:
-    """`result` as an HTML page. Equal arguments give equal text.
+    """Returns `result` as an HTML page. Equal arguments give equal text.
 
-    `trails` are those of the runs that plots over time and distributions may choose from; `own` policies are drawn
-    thicker. Raises ReportUnavailable without matplotlib.
+    Plots over time and distributions use the runs in `trails`. `own` policies have thicker lines. Raises
+    ReportUnavailable without matplotlib.
     """
     figures = _figures(result, trails, own, extra)
     policies, points = policies_of(result), load_points(result)
@@ -135,14 +135,14 @@ def _text(tag: str, text: str) -> str:
 
 
 def _table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are HTML already."""
+    """Returns a table. The cells are HTML."""
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     head = f"<thead><tr>{''.join(heads)}</tr></thead>"
     return f"<div class=wide><table class=bounds>{head}<tbody>{body}</tbody></table></div>"
 
 
 def _facts(result: SimulationResult, points: list[LoadPoint], policies: list[str]) -> str:
-    """What was simulated, in short: the plain values of the configuration, and figures of the runs themselves."""
+    """Returns the summary of the inputs: simple values of the configuration, and figures of the runs."""
     ranks = {name: rank for rank, name in enumerate(FACTS_FIRST)}
     ordered = sorted(result.config, key=lambda name: ranks.get(name, len(ranks)))
     facts = {name: text for name in ordered if (text := _plain(result.config[name])) is not None}
@@ -158,7 +158,7 @@ def _facts(result: SimulationResult, points: list[LoadPoint], policies: list[str
 
 
 def _plain(value: object) -> str | None:
-    """A value on one line, None for what is too long or too deep for it."""
+    """Returns a value on one line; None if it is too long or too deep."""
     items = value if isinstance(value, list) else [value]
     if not all(isinstance(item, str | int | float) for item in items):
         return None
@@ -243,4 +243,4 @@ addEventListener('pointerover',event=>{
   document.querySelectorAll('.series').forEach(e=>e.classList.toggle('on',!!name&&e.classList.contains(name)));
 });
 """
-"""Who points at a policy, in a table or a plot, sees it stand out everywhere."""
+"""Highlights a policy in all tables and plots while the pointer is on it."""

@@ -1,4 +1,4 @@
-"""The result of a simulation: what `result.json` holds, and the same averaged over seeds for tables and plots."""
+"""The result of a simulation: the models of `result.json`, and means over seeds for tables and plots."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 FORMAT: Final = "llmproxy-simulate/1"
 SIGNIFICANT_DIGITS = 6
 REFERENCES = frozenset({"oracle"})
-"""Yardsticks among the policies: they see what no policy can, so being better than the others is no merit."""
+"""Policies with knowledge that no real policy has. They are never marked as the best."""
 
 
 def _by_key(value: Any) -> Any:
-    """The order in which a mapping was filled means nothing, so the bytes must not depend on it."""
+    """Sort mappings by key, so that the bytes do not depend on insertion order."""
     if isinstance(value, dict):
         return {key: _by_key(value[key]) for key in sorted(value)}
     return [_by_key(item) for item in value] if isinstance(value, list) else value
@@ -29,7 +29,7 @@ class _Model(BaseModel):
 
 
 class Quantiles(_Model):
-    """Mean and nearest-rank quantiles over completed requests, within 0.5 %; null where there was none."""
+    """Mean and nearest-rank quantiles over completed requests, accurate within 0.5 %; null without requests."""
 
     mean: float | None = None
     p50: float | None = None
@@ -41,8 +41,8 @@ class Quantiles(_Model):
 class GroupResult(_Model):
     """The requests of one band or one tenant.
 
-    Tokens and shares count completed requests (prompt and answer), except `asked_share`, which counts all that were
-    offered with the answers they would have had.
+    Tokens and `token_share` count prompts and answers of completed requests. `asked_share` counts all offered requests,
+    with the full length of their answers.
     """
 
     offered: int
@@ -61,11 +61,11 @@ class GroupResult(_Model):
 
 
 class BackendResult(_Model):
-    """One replica: the requests whose last answer it gave, and what it did for those that got a first token.
+    """One replica. `requests` had their last attempt there; tokens count requests with a first token.
 
-    `prefill_tokens` are prompt tokens that it computed, `hit_tokens` those that it found cached. `engine_preemptions`
-    are those of its engine in the whole run. The means are over samples taken all along the trace: sequences in the
-    batch, and requests waiting inside the engine.
+    `prefill_tokens` are computed prompt tokens, and `hit_tokens` cached ones. `engine_preemptions` are preemptions of
+    the engine in the whole run. The means are over samples of the whole trace: sequences in the batch, and requests
+    waiting inside the engine.
     """
 
     requests: int
@@ -78,10 +78,10 @@ class BackendResult(_Model):
 
 
 class Utilisation(_Model):
-    """Rates over the counted time, and means over samples taken all along the trace.
+    """Rates over the counted time, and means over samples of the whole trace.
 
-    `busy` is the share of samples at which a replica had something to do, `mean_running` and `mean_waiting` are per
-    replica, and `mean_queued` counts requests that waited in the proxies.
+    `busy` is the share of samples with a running or waiting request, `mean_running` and `mean_waiting` are per replica,
+    and `mean_queued` counts requests that waited in the proxies.
     """
 
     completed_per_s: float | None
@@ -94,9 +94,9 @@ class Utilisation(_Model):
 
 
 class Loaded(_Model):
-    """What came out between the warm-up and the last arrival: a trace's tail, in which the fleet drains, is left out.
+    """The output between the warm-up and the last arrival, without the tail in which the fleet completes its requests.
 
-    `output_tokens` are those that were streamed in that time, by band, whatever became of their requests.
+    `output_tokens` are the tokens streamed in that time, by band, also of requests that failed later.
     """
 
     duration_s: float
@@ -104,19 +104,21 @@ class Loaded(_Model):
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Of all bands together; 0 where there was no such time."""
+        """Tokens per second of all bands; 0 without such a time."""
         return sum(self.output_tokens.values()) / self.duration_s if self.duration_s > 0 else 0.0
 
 
 class FairnessResult(_Model):
-    """How evenly tenants were served; null where nothing was to be compared.
+    """Fairness between tenants; null where nothing can be compared.
 
-    `counter_difference` is the most by which the virtual token counters of two backlogged flows of one band differed,
-    for the whole run. `jain_least` is the least index of Jain (1 = all alike) of the weighted service (as in
-    `service_difference_tokens`) of the tenants that were backlogged all through 60 s, over all such times.
-    `adherence_least` is the least share of one tenant's requests that met their objectives, of those that ended within
-    5 minutes, and `ended_most` the most requests, of all tenants, that did. `prompt_tokens_most` is the longest prompt,
-    and `unfinished_tokens_most` the most that was dispatched and unfinished at a time.
+    * `counter_difference`: the largest difference between the virtual token counters of two backlogged flows of one
+      band in the whole run.
+    * `jain_least`: the least index of Jain (1: equal service) over all windows of 60 s. It compares the weighted
+      service (see `service_difference_tokens`) of the tenants that were backlogged during the whole window.
+    * `adherence_least`: the least share of one tenant's requests that met their objectives, over windows of 5 minutes.
+    * `ended_most`: the most requests of all tenants that ended in such a window.
+    * `prompt_tokens_most`: the longest prompt.
+    * `unfinished_tokens_most`: the most tokens dispatched and unfinished at a time.
     """
 
     counter_difference: float | None = None
@@ -128,10 +130,11 @@ class FairnessResult(_Model):
 
 
 class PredictionResult(_Model):
-    """How well a placement predicted the completed answers; null where it predicts nothing.
+    """Errors of a placement's predictions for completed answers; null without predictions.
 
-    The mean of |predicted - observed| / observed, and the share that took no longer than the predicted p90 (0.9 where
-    that is right), of the time from the grant to the first token and of the mean time per token after it.
+    `ttft` counts from the grant to the first token, and `tpot` is the mean time per later token. `mape` is the mean of
+    |predicted - observed| / observed. `p90_coverage` is the share of answers within the predicted p90, 0.9 if the
+    prediction is right.
     """
 
     ttft_mape: float | None = None
@@ -150,7 +153,7 @@ class Point(NamedTuple):
 
 
 class FaultDetection(_Model):
-    """A fault of one replica: `noticed_s` after it began a proxy had it down or ejected, null where none had."""
+    """A fault of one replica. A proxy had the replica down or ejected `noticed_s` after its begin; null if none had."""
 
     kind: str
     replica: str
@@ -159,9 +162,11 @@ class FaultDetection(_Model):
 
 
 class ScaledResult(_Model):
-    """A fleet that scaled: replicas on average (starting and leaving ones included) and at most, how often the wanted
-    number turned round within two start-up times, and for how long fewer than 95 % of the arrivals kept their
-    objectives (in sixtieths of the trace or longer).
+    """The scaling of a fleet.
+
+    `mean` and `peak` count replicas; the mean includes starting and leaving ones. `turns` counts how often the wanted
+    number changed its direction within two start-up times. `violated_s` is the time in which less than 95 % of the
+    arrivals met their objectives, in intervals of a sixtieth of the trace or longer.
     """
 
     mean: float
@@ -173,22 +178,24 @@ class ScaledResult(_Model):
 class RunResult(_Model):
     """One policy at one load with one seed. Requests that arrived during the warm-up are in no figure.
 
-    `offered` = `completed` + `refused` + `failed`, where refused ones left before a backend was given them, and
-    `goodput` is the share of the offered ones that were completed within both objectives: a refusal and a failure are
-    misses. `ttft_s` counts from the arrival, `tpot_s` is the mean time per output token after the first,
-    `queue_wait_s` the time in the proxy's own waiting room, `e2e_s` from arrival to end.
-    `hit_tokens_ratio` is over the prompt tokens of completed requests; `adapter_hit_ratio` is the share of requests
-    with an adapter that found it in a slot when they were admitted, over the whole run. `prefill_imbalance` is
-    max / mean over all replicas of the prompt tokens that they computed. `duration_s` is virtual time from the start of
-    the trace to the last end. `service_difference_tokens` is the most by which the weighted service (1 per prompt
-    token, 2 per output token) of two tenants differed over a time in which both were backlogged, null where there were
-    no two. A tenant is backlogged while a request of it waits in the proxy, or, under policies that bind at once, has
-    no first token. The last attempt of `split` requests had its prompt computed on one replica and its answer on
-    another one, and `prefill_share` is the part of the replicas that prompts need, by the work that the proxy saw.
-    `preemptions` are leases taken back for a request of a higher band, and `inversions` grants to a
-    request while one of a higher band could have had them. `ejections` counts how often a replica was ejected,
-    `noticed` says how soon each fault was detected, `replicas` how the fleet scaled, null where it did not. `by_tenant`
-    names the largest tenants by tokens, and all others together as "(other)".
+    * `offered` = `completed` + `refused` + `failed`. Refused requests left before they got a backend.
+    * `goodput`: the share of offered requests that were completed within both objectives.
+    * `ttft_s`: from the arrival to the first token. `tpot_s`: mean time per later token. `queue_wait_s`: time in the
+      proxy's queue. `e2e_s`: from the arrival to the end.
+    * `hit_tokens_ratio`: the cached share of the prompt tokens of completed requests.
+    * `adapter_hit_ratio`: the share of requests whose adapter was in a slot at their admission, in the whole run.
+    * `prefill_imbalance`: max / mean over all replicas of their computed prompt tokens.
+    * `duration_s`: virtual time from the start of the trace to the last end.
+    * `service_difference_tokens`: the largest difference of weighted service (1 per prompt token, 2 per output token)
+      between two tenants while both were backlogged; null if no two were. A tenant is backlogged while one of its
+      requests waits in the proxy or, under policies that bind at once, has no first token.
+    * `split`: requests whose last attempt had prefill and decode on different replicas.
+    * `prefill_share`: the share of replicas that prompts need, by the work that the proxy saw.
+    * `preemptions`: leases revoked for a request of a higher band. `inversions`: grants that a waiting request of a
+      higher band could have used.
+    * `ejections`: how often a replica was ejected. `noticed`: how soon each fault was detected.
+    * `replicas`: the scaling of the fleet; null without an autoscaler.
+    * `by_tenant`: the largest tenants by tokens, and all others together as "(other)".
     """
 
     policy: str
@@ -232,7 +239,7 @@ class RunResult(_Model):
 
 
 class WaitPoint(_Model):
-    """Waiting in the proxy of the requests that arrived within one stretch of time, which begins at `at_s`."""
+    """Waits in the proxy's queue of the requests that arrived in one interval, which begins at `at_s`."""
 
     at_s: float
     mean_s: float
@@ -240,12 +247,13 @@ class WaitPoint(_Model):
 
 
 class Trail(_Model):
-    """What the plots of one run need beyond its result; it is not part of `result.json`.
+    """Additional data of one run for plots. It is not part of `result.json`.
 
-    The CDFs are pairs (value, share of the completed requests that have one and are not above it), `hits` pairs (time
-    of arrival, hit ratio of all until then). `load` holds running plus waiting requests of each replica at the times
-    `load_at_s`, `queued` those in the proxies. `attained` are pairs (time of arrival, share that kept its objectives)
-    by stretch of time. `scaled` is (time, replicas wanted, replicas that serve) of a fleet that scales.
+    * CDFs: (value, share of the completed requests with such a value that are not above it).
+    * `hits`: (time of arrival, hit ratio of all requests until then).
+    * `load`: running plus waiting requests of each replica at the times `load_at_s`. `queued`: requests in the proxies.
+    * `attained`: (time of arrival, share of requests that met their objectives) by interval.
+    * `scaled`: (time, wanted replicas, serving replicas) of a fleet with an autoscaler.
     """
 
     ttft_cdf: list[tuple[float, float]]
@@ -260,9 +268,9 @@ class Trail(_Model):
 
 
 class Bound(_Model):
-    """A limit that follows from the trace and the fleet alone; `about` says of what and under which assumptions.
+    """A limit computed from the trace and the fleet alone; null if it cannot be computed for this trace.
 
-    Null where it cannot be computed for this trace.
+    `about` has its meaning and its assumptions.
     """
 
     value: float | None
@@ -273,7 +281,7 @@ class Bound(_Model):
 class SimulationResult(_Model):
     """All runs of one trace on one fleet.
 
-    `bounds` are by load, as `load_label` names it, and then by name, in the order in which they should be shown.
+    `bounds` are by load, as named by `load_label`, and then by name, in display order.
     """
 
     format: Literal["llmproxy-simulate/1"] = FORMAT
@@ -283,7 +291,7 @@ class SimulationResult(_Model):
 
 
 def load_label(rate_scale: float, prefill_scale: float) -> str:
-    """The key of one load in `SimulationResult.bounds`, such as `rate_scale 1, prefill_scale 1.9`."""
+    """Returns the key of one load in `SimulationResult.bounds`, such as `rate_scale 1, prefill_scale 1.9`."""
     return f"rate_scale {rate_scale:g}, prefill_scale {prefill_scale:g}"
 
 
@@ -291,7 +299,7 @@ def load_label(rate_scale: float, prefill_scale: float) -> str:
 
 
 def to_bytes(result: SimulationResult) -> bytes:
-    """`result.json`: equal results give equal bytes, in whatever order the runs were finished.
+    """Returns `result.json`. Equal results give equal bytes, in whatever order the runs ended.
 
     Raises ValueError for a figure that is infinite or not a number.
     """
@@ -301,7 +309,7 @@ def to_bytes(result: SimulationResult) -> bytes:
 
 
 def schema_bytes() -> bytes:
-    """The JSON schema of `result.json`, as it is kept in `docs/laboratory/simulate-result.schema.json`."""
+    """Returns the JSON schema of `result.json`: `docs/laboratory/simulate-result.schema.json`."""
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **SimulationResult.model_json_schema(mode="serialization"),
@@ -310,7 +318,7 @@ def schema_bytes() -> bytes:
 
 
 def rounded(value: Any, where: str = "") -> Any:
-    """Floats to six digits, however deep they are: the rest is what the arithmetic of machines leaves."""
+    """Rounds all floats of a nested value to six digits, because further digits are rounding errors."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError(f"{where.lstrip('.')} is {value}, which JSON cannot say")
@@ -324,7 +332,7 @@ def rounded(value: Any, where: str = "") -> Any:
 
 
 class Row(NamedTuple):
-    """One policy at one load: means over its seeds, of those where the figure exists; None where it never does."""
+    """One policy at one load: means over the seeds that have the figure; None if no seed has it."""
 
     policy: str
     seeds: int
@@ -355,13 +363,13 @@ class LoadPoint(NamedTuple):
 
 
 def policies_of(result: SimulationResult) -> list[str]:
-    """The policies in the order of their first run, the references after all others."""
+    """Returns the policies in the order of their first run, references last."""
     policies = list(dict.fromkeys(run.policy for run in result.runs))
     return sorted(policies, key=lambda policy: policy in REFERENCES)
 
 
 def load_points(result: SimulationResult) -> list[LoadPoint]:
-    """The runs by load, lighter ones first, and the policies of each in the order of `policies_of`."""
+    """Returns the runs by load, lighter loads first, with the policies in the order of `policies_of`."""
     policies = policies_of(result)
     loads = sorted({(run.prefill_scale, run.rate_scale) for run in result.runs})
     points = []
@@ -374,7 +382,7 @@ def load_points(result: SimulationResult) -> list[LoadPoint]:
 
 
 def best(rows: Iterable[Row], field: str) -> float | None:
-    """The best of one field of rows: the largest goodput or hit ratio, else the smallest; None where there is none."""
+    """Returns the best value of a field: the largest goodput or hit ratio, else the smallest; None without values."""
     figures = [figure for row in rows if (figure := getattr(row, field)) is not None]
     return (max if field in ("goodput", "hit") else min)(figures, default=None)
 

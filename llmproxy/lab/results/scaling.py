@@ -7,7 +7,7 @@ from math import inf
 
 
 def changes_of(trail: list[tuple[float, int, int]], within_s: float) -> int:
-    """How often the wanted number turned round within so many seconds: flapping."""
+    """Returns how often the wanted number changed its direction within `within_s`: flapping."""
     turns, last, last_s = 0, 0, -inf
     for (_, before, _), (at_s, after, _) in pairwise(trail):
         direction = (after > before) - (after < before)

@@ -1,4 +1,4 @@
-"""Plots of fleets that scale, of fleets of several sizes, and of fleets that are divided.
+"""Plots of autoscaling, of fleets of several sizes, and of fleets divided into prefill and decode.
 
 This module needs the optional dependency matplotlib; only the report imports it.
 """
@@ -20,7 +20,7 @@ DASHES = "-", (0, (5, 1.6)), (0, (1.2, 1.2))
 
 
 def replicas_plot(trails: Sequence[tuple[str, Trail]]) -> Plot:
-    """Replicas, queue and attainment over one axis of time, a line for each named trail."""
+    """Replicas, queue and attainment over time, with a line for each trail."""
     figure = new_figure(6.4)
     replicas, queue, kept = figure.subplots(3, 1, sharex=True, height_ratios=[1.6, 1.0, 1.0])
     for i, (name, trail) in enumerate(trails):
@@ -84,7 +84,7 @@ def sizes_plot(found: Sequence[Sizes], wanted: Wanted) -> Plot:
 
 
 def splits_plot(found: Sequence[Splits], wanted: Wanted) -> Plot:
-    """Attainment and both times by the number of replicas for prompts."""
+    """Attainment and both latencies by the number of prefill replicas."""
     figure = new_figure(3.6)
     kept, ttft, tpot = figure.subplots(1, 3)
     for look, splits in enumerate(found):

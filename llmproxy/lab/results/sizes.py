@@ -24,8 +24,9 @@ NOTE = (
 
 
 class Size(NamedTuple):
-    """Fleets of one size under one policy: means over seeds. Shares are of all offered requests, 0..1, `hours` are
-    replica-hours for 1,000 requests that kept their objectives, None where none did.
+    """Fleets of one size under one policy: means over seeds. Shares are of all offered requests, 0..1.
+
+    `hours` are replica-hours per 1,000 requests that met their objectives; None without such requests.
     """
 
     replicas: int
@@ -38,13 +39,13 @@ class Size(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """All sizes under one policy at one load, smallest first."""
+    """All sizes under one policy at one load, the smallest first."""
 
     name: str
     rows: list[Size]
 
     def advice(self, wanted: Wanted) -> str:
-        """How many replicas are enough, in a sentence."""
+        """Returns a sentence with the number of replicas that are enough."""
         enough = next((row for row in self.rows if row.kept >= wanted.share), None)
         if enough is None:
             last = self.rows[-1]
@@ -59,7 +60,7 @@ def _replicas(count: int) -> str:
 
 
 def sizes_of(runs: Sequence[tuple[str, RunResult]]) -> list[Sizes]:
-    """Tables from (plain name of the policy, run)."""
+    """Returns the tables of runs, each with the plain name of its policy."""
     groups: dict[str, dict[int, list[RunResult]]] = {}
     loads = {(run.rate_scale, run.prefill_scale) for _, run in runs}
     for policy, run in runs:
@@ -84,13 +85,13 @@ def _size(replicas: int, runs: Sequence[RunResult]) -> Size:
 
 
 def mean_of(values: Sequence[float | None]) -> float | None:
-    """The mean of what is known, None where nothing is."""
+    """Returns the mean of the values that are not None; None without values."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
 
 def print_sizes(found: Sequence[Sizes], wanted: Wanted, console: Console) -> None:
-    """One table for each policy and load, and the advice below it."""
+    """Print a table for each policy and load, with the advice below it."""
     for sizes in found:
         bands = sorted({band for row in sizes.rows for band in row.by_band})
         shown = bands if len(bands) > 1 else []

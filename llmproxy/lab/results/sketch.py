@@ -1,7 +1,7 @@
 """Quantiles of a stream in constant memory: DDSketch (Masson, Rim and Lee, VLDB 2019).
 
-Values are counted in buckets whose bounds grow by a constant factor, so that any value of a bucket stands for all of
-them within a known relative error.
+Values are counted in buckets whose bounds grow by a constant factor, so all values of a bucket are equal within a known
+relative error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 ACCURACY = 0.005
 """Relative error of a quantile."""
 BUCKETS_MAX = 2_048
-"""About nine decades at the accuracy above. Beyond it the lowest buckets become one, and only low quantiles suffer."""
+"""About nine decades at this accuracy. Beyond it the lowest buckets are merged, which affects low quantiles only."""
 ZERO = 1e-9
 """Values up to this count as zero, which no bucket of a logarithmic scale could hold."""
 _GAMMA = (1.0 + ACCURACY) / (1.0 - ACCURACY)
@@ -55,19 +55,17 @@ class Sketch:
 
     @property
     def mean(self) -> float | None:
-        """Exact, None without values."""
+        """The exact mean; None without values."""
         return self._sum / self.count if self.count else None
 
     def quantile(self, q: float) -> float | None:
-        """The nearest-rank quantile for q from 0 to 1: the value of rank ceil(q * count), at least the first; None
-        without values.
-        """
+        """Returns the nearest-rank quantile for q in 0..1, of rank max(1, ceil(q * count)); None without values."""
         return self._at_ranks([self._rank(q)])[0] if self.count else None
 
     def cdf(self, points: int) -> list[tuple[float, float]]:
-        """The distribution as at most `points` (>= 2) pairs (value, share of all values that are not above it).
+        """Returns the distribution as at most `points` (>= 2) pairs (value, share of all values up to it).
 
-        The pairs are evenly spaced in the share, and both ends are among them. Empty without values.
+        The pairs are evenly spaced in the share and include both ends. Empty without values.
         """
         if not self.count:
             return []
@@ -80,7 +78,7 @@ class Sketch:
         return max(1, math.ceil(share * self.count - 1e-9))
 
     def _at_ranks(self, ranks: list[int]) -> list[float]:
-        """The value at each of the ascending `ranks`, in one pass over the buckets."""
+        """Returns the value at each of the ascending `ranks`, in one pass over the buckets."""
         values: list[float] = []
         buckets = iter(sorted(self._buckets.items()))
         seen, value = self._zeros, 0.0
@@ -93,7 +91,7 @@ class Sketch:
         return values
 
     def _collapse(self) -> None:
-        """Make the lowest buckets one until there are few enough."""
+        """Merge the lowest buckets until there are `BUCKETS_MAX`."""
         excess = len(self._buckets) - BUCKETS_MAX
         if excess > 0:
             lowest = sorted(self._buckets)[: excess + 1]

@@ -1,4 +1,4 @@
-"""How many replicas for prompts: one trace on a fleet that is divided in every way."""
+"""The number of prefill replicas: one trace on a fleet in all divisions into prefill and decode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmproxy.lab.results.sizes import mean_of
 from llmproxy.lab.results.table import MISSING, milliseconds, seconds
 
 NEAR = 0.005
-"""Goodput that is as good: the division that is advised need not be better by chance."""
+"""Differences of goodput up to this are chance."""
 NOTE = (
     "Kept: share of all offered requests that kept the objectives; a refusal or a failure is a miss. Split: share of "
     "them in two stages. TTFT in seconds, TPOT in milliseconds. Wants: replicas for prompts by the work that the proxy "
@@ -26,8 +26,9 @@ NOTE = (
 
 
 class Split(NamedTuple):
-    """One division under one policy: means over seeds. `wants` is how many replicas for prompts `/scale` would say of
-    the same number of replicas, None where it does not know. With `prefill` 0 all replicas may do both.
+    """One division under one policy: means over seeds. With `prefill` 0, all replicas do both.
+
+    `wants` is the number of prefill replicas that `/scale` recommends for this fleet size; None if unknown.
     """
 
     prefill: int
@@ -40,19 +41,19 @@ class Split(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """All divisions under one policy at one load, the fewest replicas for prompts first."""
+    """All divisions under one policy at one load, the fewest prefill replicas first."""
 
     name: str
     rows: list[Split]
 
     @property
     def best(self) -> list[Split]:
-        """The division that keeps most, and those that keep as much."""
+        """The division with the largest goodput, and the divisions within `NEAR` of it."""
         most = max(row.kept for row in self.rows)
         return [row for row in self.rows if row.kept >= most - NEAR]
 
     def advice(self, wanted: Wanted) -> str:
-        """Which division is best, in a sentence."""
+        """Returns a sentence with the best division."""
         row = max(self.best, key=lambda one: one.kept)
         said = f"{_division(row)} {wanted} for {row.kept:.1%} of requests"
         return f"{said}, and no division for more." if len(self.best) == 1 else f"{said}; others are as good."
@@ -65,7 +66,7 @@ def _division(row: Split) -> str:
 
 
 def splits_of(runs: Sequence[tuple[str, int, RunResult]]) -> list[Splits]:
-    """Tables from (plain name of the policy, replicas for prompts, run)."""
+    """Returns the tables of runs, each with the plain name of its policy and its prefill replicas."""
     groups: dict[str, dict[int, list[RunResult]]] = {}
     loads = {(run.rate_scale, run.prefill_scale) for _, _, run in runs}
     for policy, prefill, run in runs:
@@ -89,7 +90,7 @@ def _split(prefill: int, runs: Sequence[RunResult]) -> Split:
 
 
 def print_splits(found: Sequence[Splits], wanted: Wanted, console: Console) -> None:
-    """One table for each policy and load, and the advice below it."""
+    """Print a table for each policy and load, with the advice below it."""
     for splits in found:
         table = Table(title=splits.name, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
         for title in ("prompts", "answers", "kept", "split", "TTFT\np99", "TPOT\np99", "wants"):

@@ -1,4 +1,4 @@
-"""Sums over requests: of a group of them, of a replica's, and over stretches of time."""
+"""Sums over requests: by group, by replica, and by time interval."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFUSALS = frozenset(Outcome) - {
     *(Outcome.COMPLETED, Outcome.CANCELLED, Outcome.CONNECT_FAILED, Outcome.UPSTREAM_TIMEOUT),
     *(Outcome.UPSTREAM_STATUS, Outcome.BROKEN_STREAM, Outcome.INTERNAL),
 }
-"""The ends of requests that no backend was to blame for: they were turned away, or left the waiting room."""
+"""Outcomes of requests that were refused or left the queue, without a failure of a backend."""
 
 
 def ratio(part: float, whole: float) -> float | None:
@@ -41,7 +41,7 @@ class BackendSums:
 
     def add(self, record: Record) -> None:
         self.requests += 1
-        # Without a first token it is unknown how much of the prompt was computed.
+        # Without a first token, the computed part of the prompt is unknown.
         if record.ttft_s is not None:
             self.output_tokens += record.output_tokens
 
@@ -53,7 +53,7 @@ class BackendSums:
 
 @dataclass(slots=True)
 class Group:
-    """Some of the requests: all of them, or those of one band or tenant."""
+    """Sums over all requests, or over one band or tenant."""
 
     offered: int = 0
     completed: int = 0
@@ -123,14 +123,14 @@ class Group:
 
 @dataclass(slots=True)
 class PredictionErrors:
-    """How well one time of answers was predicted: by how much it was missed, and how often its p90 held."""
+    """Errors of the predictions of one latency: mean relative error, and share of answers within the predicted p90."""
 
     count: int = 0
     error_ratios: float = 0.0
     covered: int = 0
 
     def add(self, predicted: Predicted | None, observed_s: float | None) -> None:
-        """Count one answer, unless its time was not predicted or not observed."""
+        """Count one answer if its time was predicted and observed."""
         if predicted is None or observed_s is None or observed_s <= 0.0:
             return
         self.count += 1
@@ -139,7 +139,7 @@ class PredictionErrors:
 
 
 class Groups:
-    """Groups by name, at most `kept` of them and one for all others."""
+    """Groups by name: at most `kept`, and one more for all other names."""
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
@@ -155,7 +155,7 @@ class Groups:
         return group
 
     def largest(self, count: int) -> Iterator[tuple[str, Group]]:
-        """The `count` largest by tokens, then all others as one, which is left out when there is nothing in it."""
+        """Yields the `count` largest groups by tokens, then all others as one group if there are any."""
         rest = Group()
         rest.merge(self._other)
         for rank, (name, group) in enumerate(self._ranked()):
@@ -184,7 +184,7 @@ class Stretch:
 
 
 class Timeline:
-    """Values by name and by stretch of time. The stretches are twice as long as soon as they would be too many."""
+    """Values by name and time interval. The length of the intervals doubles when there are too many."""
 
     def __init__(self, duration_s: float) -> None:
         self.width_s = duration_s / STRETCHES if duration_s > 0 else 1.0
@@ -204,7 +204,7 @@ class Timeline:
         return sorted(self._rows)
 
     def of(self, name: str) -> list[tuple[float, Stretch]]:
-        """The stretches that have a value, by the time at which they begin."""
+        """Returns (begin, interval) of the intervals with values."""
         return [(index * self.width_s, stretch) for index, stretch in sorted(self._rows.get(name, {}).items())]
 
     def _widen(self) -> None:

@@ -22,11 +22,11 @@ ORACLE_NOTE = (
 )
 MISSING = "-"
 LOADS_ACROSS = 5
-"""Loads whose bounds stand side by side in 80 columns."""
+"""Loads whose bounds fit side by side in 80 columns."""
 
 
 class Column(NamedTuple):
-    """One figure of a row: its name over two lines, the field of `Row`, and how it is written."""
+    """One figure of a row: its name in two lines, the field of `Row`, and the format."""
 
     title: str
     field: str
@@ -34,7 +34,7 @@ class Column(NamedTuple):
 
 
 def seconds(value: float) -> str:
-    """Three digits, at most five characters below 100,000 s."""
+    """Formats seconds with three digits: at most five characters below 100,000 s."""
     if value >= 99.95:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}" if value >= 0.9995 else f"{value:.3f}"
@@ -60,13 +60,13 @@ COLUMNS = (
 
 
 def write(column: Column, row: Row) -> str:
-    """The figure of `row` in `column`, as people read it."""
+    """Returns the formatted figure of `row` in `column`."""
     value = getattr(row, column.field)
     return MISSING if value is None else column.write(value)
 
 
 def is_best(column: Column, row: Row, point: LoadPoint) -> bool:
-    """Whether `row` reads as the best policy of `point` in `column`. Where most do, none is worth pointing at."""
+    """Whether `row` is the best policy of `point` in `column`. None is the best if most have the same figure."""
     rivals = [row for row in point.rows if row.policy not in REFERENCES]
     winner = best(rivals, column.field)
     if winner is None:
@@ -76,7 +76,7 @@ def is_best(column: Column, row: Row, point: LoadPoint) -> bool:
 
 
 def print_tables(result: SimulationResult, console: Console) -> None:
-    """One table for each load, and below them the bounds of all loads together."""
+    """Print a table for each load, and then the bounds of all loads."""
     points = load_points(result)
     if not points:
         console.print("Nothing was run.")
@@ -94,12 +94,12 @@ def print_tables(result: SimulationResult, console: Console) -> None:
 
 
 def has_oracle(points: Sequence[LoadPoint]) -> bool:
-    """Whether there is anything that looks as if it could not be beaten."""
+    """Whether the results include the oracle."""
     return any(row.policy == "oracle" for point in points for row in point.rows)
 
 
 def bounds_by_name(points: Sequence[LoadPoint]) -> dict[str, Bound]:
-    """Every bound that any load has, by name, for its unit and its meaning."""
+    """Returns every bound of any load by name, for its unit and meaning."""
     return {name: bound for point in reversed(points) for name, bound in point.bounds.items()}
 
 
@@ -121,7 +121,7 @@ def _table(point: LoadPoint, width: int) -> Table:
 
 
 def _bounds(points: Sequence[LoadPoint]) -> Table:
-    """One row for each bound, one column for each load."""
+    """Returns a table with a row for each bound and a column for each load."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("bound", overflow="fold")
     table.add_column("unit", no_wrap=True)
@@ -133,7 +133,7 @@ def _bounds(points: Sequence[LoadPoint]) -> Table:
 
 
 def bound_value(bound: Bound | None) -> str:
-    """The value of a bound to four digits."""
+    """Formats the value of a bound with four digits."""
     if bound is None or bound.value is None:
         return MISSING
     return f"{bound.value:.4g}" if bound.value < 10_000 else f"{bound.value:,.0f}"

@@ -31,7 +31,7 @@ class Simulation:
     """The inputs of a simulation, which can be sent to another process.
 
     `trace` is a file or a generator, as for `trace_named`. `requests` of it are used from number `skip` on (None for
-    all), `replicate` times, after the changes of `mix`. Requests in the first part `warmup` of the time are not
+    all), `replicate` times, and `mix` changes the result. Requests in the first part `warmup` of the time are not
     counted. With `objectives_named`, each request sends its objectives, as in a trusted header. `wanted` objectives
     replace those of the fleet and of the trace.
     """
