@@ -1,4 +1,4 @@
-"""Traces: read from files in the formats that people publish, generated from definitions, and transformed."""
+"""Traces: read from files in published formats, generated from definitions, and transformed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = [
 
 
 def trace_named(text: str, seed: int = 0) -> Trace:
-    """The trace that a command line names: `gen:NAME,key=value,...` or the path of a file.
+    """Returns the trace of `gen:NAME,key=value,...` or of a file. Raises TraceError.
 
-    `seed` is that of a generator whose words give none; a file has no use for it. Raises TraceError.
+    `seed` is the default seed of a generator. A file ignores it.
     """
     return generate(text, seed) if text.startswith(PREFIX) else open_trace(Path(text))

@@ -1,4 +1,4 @@
-"""The requests of a replay: arrivals, and the trace that they make."""
+"""Arrivals, the requests of a replay, and traces of them."""
 
 from __future__ import annotations
 
@@ -9,44 +9,48 @@ from heapq import heappop, heappush
 from itertools import count
 
 BASE_MODEL = "base"
-"""What the base model of every replay is called; a request for it has no adapter."""
+"""The name of the base model in every replay. A request for it has no adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a trace, with the length that its answer will have, which no policy may look at.
+    """One request of a trace."""
 
-    `at_s` counts from the start of the trace. `blocks` names the prompt's blocks of `Trace.block_tokens` tokens each,
-    the last perhaps partial: equal ids mean equal prompts from the first token to the end of that block. Ids beyond
-    the prompt are those of the answer, as far as it is known; without any id nothing is shared. `adapter` is None for
-    the base model. `band` is a name or an integer as in the configuration. `max_wait_s` is the longest wait in the
-    queue that the client asks for; `ttft_slo_s` and `tpot_slo_s` are its own objectives, None for the fleet's. `then`
-    is the next turn of a closed loop: it arrives `think_s` seconds after this answer ended, whatever its `at_s` says,
-    and never when this request failed. A client whose request failed or was refused sends it again `retry_after_s`
-    later, at most `retries` times: each is a request of its own. `guessed` says that the real one got none, and its
-    length is an assumption. `whole`: the answer comes in one piece.
-    """
-
+    # Seconds from the start of the trace.
     at_s: float
     prompt_tokens: int
+    # The length of the answer. No policy may read it.
     output_tokens: int
+    # Ids of the prompt's blocks of `Trace.block_tokens` tokens; the last block may be partial. Equal ids mean equal
+    # prompts from the first token to the end of that block. Further ids are blocks of the answer, as far as known.
+    # A prompt without ids shares nothing.
     blocks: tuple[int, ...] = ()
     tenant: str = "default"
+    # None for the base model.
     adapter: str | None = None
+    # A name or an integer, as in the configuration.
     band: str | int = "default"
     session: str | None = None
+    # The client's limit of the wait in the queue.
     max_wait_s: float | None = None
+    # The client's objectives; None for the objectives of the fleet.
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
+    # The next turn of a closed loop. It arrives `think_s` after this answer ends, whatever its `at_s`, and never if
+    # this request fails.
     think_s: float = 0.0
     then: Arrival | None = None
+    # After a failure or refusal, the client sends the request again `retry_after_s` later, at most `retries` times.
+    # Each is a request of its own.
     retries: int = 0
     retry_after_s: float = 0.0
+    # The real request got no answer, so `output_tokens` is an assumption.
     guessed: bool = False
+    # The answer is not streamed.
     whole: bool = False
 
     def own_blocks(self) -> tuple[int, ...]:
-        """`blocks`, distinct for each adapter: it changes all keys and values, so only its own requests share them."""
+        """Returns `blocks` with distinct ids for each adapter: requests of different adapters share no KV cache."""
         if self.adapter is None:
             return self.blocks
         salt = zlib.crc32(self.adapter.encode()) << 64
@@ -55,9 +59,9 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Arrivals in the order of their times, read anew by every run: `arrivals()` answers the same ones each time.
+    """Arrivals in the order of their times. Each call of `arrivals()` yields the same ones.
 
-    `name` is what reports call it. `block_tokens` is the size of a block in `Arrival.blocks`.
+    Reports show `name`. `block_tokens` is the size of a block in `Arrival.blocks`.
     """
 
     name: str
@@ -70,14 +74,14 @@ class TraceError(Exception):
 
 
 def turns_of(arrival: Arrival | None) -> Iterator[Arrival]:
-    """An arrival and all turns that are chained to it."""
+    """Yields an arrival and all later turns of its closed loop."""
     while arrival is not None:
         yield arrival
         arrival = arrival.then
 
 
 def chained(turns: Sequence[Arrival]) -> Arrival:
-    """The turns of a closed loop as one arrival."""
+    """Returns the turns of a closed loop as one arrival."""
     result = turns[-1]
     for turn in reversed(turns[:-1]):
         result = replace(turn, then=result)
@@ -85,10 +89,10 @@ def chained(turns: Sequence[Arrival]) -> Arrival:
 
 
 def in_time_order(batches: Iterable[tuple[float, Iterable[Arrival]]]) -> Iterator[Arrival]:
-    """The arrivals of all batches by their times; of one time, those given first come first.
+    """Yields the arrivals of all batches by their times; equal times keep the given order.
 
-    Each batch comes with a time before which neither it nor a later batch has any arrival: what is earlier is yielded,
-    so that only what may still change places is held.
+    Each batch has a time, and neither this batch nor a later one has an earlier arrival. So all earlier arrivals can be
+    yielded, and only the others are kept in memory.
     """
     due: list[tuple[float, int, Arrival]] = []
     serial = count()

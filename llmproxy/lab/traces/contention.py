@@ -1,4 +1,4 @@
-"""Generators of contention: tenants that exceed the capacity, critical requests on a full fleet."""
+"""Generators of contention: tenants that exceed the capacity, and critical requests on a full fleet."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def unequal_tenants(
     output_tokens: Tokens = 128,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Tenants of which each sends `ratio` times as many requests as the one before, all alike and with one objective.
+    """Tenants with equal requests, of which each sends `ratio` times as many as the previous tenant.
 
-    Together they send `rate` requests a second (Poisson), and the first token should come within `ttft_slo_s`; there
-    is no other objective. Requests cost the same, so a fleet can keep the objective of as many as it completes, of any
-    tenant, and the max-min optimum of the tenants' adherence is that number over those offered, for each of them.
+    Together they send `rate` requests per second (Poisson). The only objective is a first token within `ttft_slo_s`.
+    All requests cost the same. So the max-min optimum of adherence is equal for all tenants: the requests that the
+    fleet can complete in time, divided by all requests.
     """
     names = [f"tenant-{number}" for number in range(1, tenants + 1)]
     shares = list(accumulate(ratio**number for number in range(tenants)))
@@ -58,8 +58,9 @@ def critical_bursts(
     sheddable_prompt_tokens: Tokens = 4_096,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Sheddable requests at `sheddable_rate` per second (Poisson) all the time, and critical ones at `rate` during the
-    last `burst_s` of each `period_s`. Nothing is shared. Raises TraceError.
+    """Sheddable requests at a constant `sheddable_rate` per second (Poisson), with bursts of critical requests.
+
+    Critical requests come at `rate` in the last `burst_s` of each `period_s`. Prompts share nothing. Raises TraceError.
     """
     check(0, period_s, burst_s=burst_s)
 
@@ -89,11 +90,11 @@ def critical_and_flood(
     flood_output_tokens: Tokens = 512,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """One critical request every `every_s`, and `flood` sheddable ones that all come at once.
+    """One critical request every `every_s`, and `flood` sheddable requests at one moment.
 
-    Critical requests come until `both_s` after the later of the two beginnings. Their tenant says when they came:
-    `before` that beginning, within `first_s` of it (`first`), or `after` that. Answers of the flood have from half to
-    one and a half times `flood_output_tokens`. Nothing is shared.
+    Critical requests begin at `critical_from_s` and the flood at `flood_from_s`; critical requests end `both_s` after
+    the later of the two times. Their tenant is `before` until that time, `first` for the next `first_s`, and `after`
+    later. Answers of the flood have 0.5 to 1.5 times `flood_output_tokens`. Prompts share nothing.
     """
     both_from_s = max(critical_from_s, flood_from_s)
 

@@ -1,4 +1,4 @@
-"""Generators of many turns, whose prompts hold all that was said before."""
+"""Generators of conversations: each prompt has all earlier turns."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from llmproxy.lab.traces.parts import (
 )
 
 NOMINAL_TOKEN_S = 0.02
-"""The pace of answers from which chained turns get their nominal times; a replay uses the real ones."""
+"""Seconds per output token for the nominal times of chained turns. A replay uses the real times."""
 CHAIN_MAX = 200
-"""Turns of one closed loop: they are held at once, each inside the one before it."""
+"""Most turns of one closed loop, because all its turns are in memory at the same time."""
 
 
 def multi_round_chat(
@@ -49,11 +49,11 @@ def multi_round_chat(
 ) -> Iterator[Arrival]:
     """Multi-round question answering, as in production-stack's benchmark with its published sizes.
 
-    A prompt is a system prompt that all users share, a history of this user's own, and the dialogue so far. A user asks
-    every users/rate seconds, `rounds` times; one joins in every (rounds-1)/rate seconds, so that `users` are there at
-    any time and the rate is rate*rounds/(rounds-1). Users who joined before the start are amid their rounds.
-    When exactly a user joins is drawn, beyond the published definition, so that seeds differ. `closed` makes a user
-    wait for each answer and then the same time again.
+    A prompt is a system prompt that all users share, the user's own history, and the dialogue so far. A user asks
+    `rounds` times, every users/rate seconds. A new user joins every (rounds-1)/rate seconds, so `users` are active at
+    any time, and the request rate is rate*rounds/(rounds-1). Users who joined before the start begin with a later
+    round. Beyond the published definition, the exact time of joining is random, so that seeds differ. With `closed`, a
+    user waits for each answer and then users/rate seconds.
     """
     ask_gap_s, join_gap_s = users / rate, (rounds - 1) / rate
     rng, ids = Random(seed), count()
@@ -92,11 +92,11 @@ def interactive_chat(
     block_tokens: BlockTokens = 16,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Interactive chat of inference-perf's catalogue: people who read each answer before they reply.
+    """Interactive chat of inference-perf's catalogue: users read each answer before they reply.
 
-    A dialogue begins with a prompt that all share and a context of its own (log-normal, mean `context_tokens`); after
-    each answer its user thinks for a log-normal time (mean `think_s`, 5 to 300 s). Dialogues begin as a Poisson process
-    of rate/turns. `sigma`, the spread of both logarithms, is not published.
+    A dialogue begins with a shared prompt and its own context (log-normal, mean `context_tokens`). After each answer
+    the user thinks for a log-normal time (mean `think_s`, 5 to 300 s). Dialogues begin as a Poisson process with the
+    rate rate/turns. `sigma`, the standard deviation of both logarithms, is not published.
     """
     context, think = LogNormal(context_tokens, sigma), LogNormal(think_s, sigma, 5.0, 300.0)
     rng, ids = Random(seed), count()
@@ -128,13 +128,14 @@ def agent_loops(
     block_tokens: BlockTokens = 128,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Code generation of inference-perf's catalogue: agents in closed loops, each of which sends its next turn
-    `think_s` seconds after it has the answer, and begins another conversation when one is over.
+    """Code generation of inference-perf's catalogue: agents in closed loops.
 
-    A conversation begins with a prompt that all share and a context of its own (uniform); it has a normal number of
-    turns (2 to 20), each with log-normal input (mean `input_tokens`, 100 to 10,000) and output (mean `output_tokens`,
-    50 to 4,000). `concurrency` agents start evenly over `ramp_s`, and each leads `conversations` of them; one whose
-    request gets no answer stops. `turns_sigma` and `sigma` are not published. Raises TraceError.
+    An agent sends its next turn `think_s` after an answer, and has `conversations` one after the other. It stops after
+    a request without an answer. `concurrency` agents start evenly over `ramp_s`.
+
+    A conversation begins with a shared prompt and its own context (uniform). The number of turns is normal (2 to 20).
+    Each turn has log-normal input (mean `input_tokens`, 100 to 10,000) and output (mean `output_tokens`, 50 to 4,000).
+    `turns_sigma` and `sigma` are not published. Raises TraceError.
     """
     check(context_tokens_min, LENGTH_TOKENS_MAX, context_tokens_max=context_tokens_max)
     inputs, outputs = LogNormal(input_tokens, sigma, 100, 10_000), LogNormal(output_tokens, sigma, 50, 4_000)

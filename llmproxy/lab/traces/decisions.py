@@ -1,9 +1,9 @@
-"""Decision logs of the proxy, read as traces: what a day brought, replayed against another policy.
+"""Decision logs of the proxy as traces, to replay real traffic against another policy.
 
-A log has a line for each request that has ended, in the order of the ends, and a header wherever the proxy was started.
-Times count from the header above; here, from the first arrival of the file. What a replay has no use for is ignored,
-such as all that was decided. A request that got no answer, or none whose length is known, takes the mean length of its
-model's answers, and is marked as guessed. Its tenant is its flow where its client had none.
+A log has a line for each ended request, in the order of the ends, and a header at each start of the proxy. Times in the
+log count from the last header; times of arrivals count from the first arrival of the file. Decisions and other keys
+without a meaning for a replay are ignored. A request without an answer of known length gets the mean length of its
+model's answers, and is marked as guessed. A request without a tenant has its flow as tenant.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llmproxy.lab.traces.formats import LineError, count_of, object_of, optional
 HEADER = "llmproxy_decisions"
 VERSION = 1
 MARKS = ("request_id", "outcome")
-"""Keys by which a piece of a log is known, when its header stayed in another file."""
+"""Keys that identify a part of a log without a header."""
 TAKEN = ("tenant", "adapter", "session", "criticality", "max_wait_s", "ttft_slo_s", "tpot_slo_s")
 
 Lines = Callable[[], Iterator[tuple[int, str]]]
@@ -37,10 +37,10 @@ def is_log(first: str) -> bool:
 
 
 def arrivals(path: Path, lines: Lines) -> Iterator[Arrival]:
-    """The arrivals in a log, in the order of their times. Raises TraceError as `FILE:LINE: reason`.
+    """Yields the arrivals in a log in the order of their times. Raises TraceError as `FILE:LINE: reason`.
 
-    The file is read twice: first to learn how long answers are and how far its lines are out of order, so that then no
-    more has to be held than arrived within the longest of its requests.
+    The file is read twice. The first pass finds the lengths of answers and how far lines are out of order. So the
+    second pass keeps only the arrivals within the duration of the longest request in memory.
     """
     found = _FirstPass()
     for arrival, model in _logged(path, lines()):
@@ -53,7 +53,7 @@ def arrivals(path: Path, lines: Lines) -> Iterator[Arrival]:
 
 @dataclass(slots=True)
 class _FirstPass:
-    """What one pass over the whole file finds: `late_s` is the most by which a line is behind an earlier one."""
+    """The findings of the first pass. `late_s` is the largest time by which a line arrived before an earlier line."""
 
     count: int = 0
     first_s: float = inf
@@ -71,8 +71,9 @@ class _FirstPass:
             self._answers[model] = (answers + 1, tokens + arrival.output_tokens)
 
     def answered(self, path: Path, arrival: Arrival, model: str) -> Arrival:
-        """The arrival, counted from the first, with a length for its answer: the mean of its model's, of all models'
-        where that has none.
+        """Returns the arrival with its time from the first arrival and a length of its answer.
+
+        An unknown length is the mean of the model's answers, or of all answers if the model has none.
         """
         arrival = replace(arrival, at_s=arrival.at_s - self.first_s)
         if not arrival.guessed:
@@ -85,7 +86,7 @@ class _FirstPass:
 
 
 def _logged(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[tuple[Arrival, str]]:
-    """Each request, `guessed` where the length of its answer is not known, and its model."""
+    """Yields each request with its model. The request is `guessed` if the length of its answer is unknown."""
     start_s = newest_s = 0.0
     began: datetime | None = None
     torn: TraceError | None = None
@@ -102,7 +103,7 @@ def _logged(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[tuple[Arri
             if HEADER in given:
                 wall_time = _wall_time(given)
                 began = began or wall_time
-                # Wall clocks may be set back; what comes after a start came later all the same.
+                # A wall clock may be set back, but requests after a start arrived later than requests before it.
                 start_s = max(newest_s, (wall_time - began).total_seconds())
             elif torn is not None:
                 raise torn
@@ -111,7 +112,7 @@ def _logged(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[tuple[Arri
                 newest_s = max(newest_s, arrival.at_s)
                 model = given.get("model")
                 yield arrival, model if isinstance(model, str) else ""
-            # A line that a start or the end of the file follows was cut off when the proxy was killed.
+            # An invalid line before a header or the end of the file was cut off when the proxy was killed.
             torn = None
     except LineError as error:
         raise TraceError(f"{path}:{number}: {error}") from None
@@ -134,7 +135,7 @@ def _parsed(given: Mapping[str, Any], start_s: float) -> Arrival:
     prompt_tokens = count_of("prompt_tokens", given.get("prompt_tokens"))
     output_tokens = given.get("output_tokens")
     if output_tokens == 0:
-        # An embedding is complete without an answer; anything else without a token got none.
+        # An embedding is complete without output tokens. Any other request without tokens got no answer.
         output_tokens = 1 if given.get("outcome") == "completed" else None
     optional = optionals_of({key: given[key] for key in TAKEN if key in given})
     if "tenant" not in optional and given.get("flow"):

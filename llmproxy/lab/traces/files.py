@@ -1,4 +1,4 @@
-"""Trace files: streamed line by line, and every error names its file and line."""
+"""Trace files, read line by line. Every error names its file and line."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from llmproxy.lab.traces.formats import Layout, LineError, recognise
 LINE_BYTES_MAX = 16 << 20
 GZIP_MAGIC = b"\x1f\x8b"
 BOM = b"\xef\xbb\xbf"
-"""Some spreadsheets put it before the header."""
+"""Some spreadsheets write it before the header."""
 
 
 def open_trace(path: Path) -> Trace:
-    """The trace in a file, gzipped or not. Its first line shows its format; `formats` has those known.
+    """Returns the trace in a file, gzipped or not. Its first line shows its format; see `formats`.
 
-    Only that first line is looked at here. `Trace.arrivals` reads the file anew each time and holds one line at once;
-    of a decision log, whose lines are not in the order of their times, as many as one request may last. It raises
-    TraceError as `FILE:LINE: reason` for a line that cannot be replayed. Raises TraceError for a file that cannot be
-    read, holds nothing, or is in no known format.
+    Only the first line is read here. `Trace.arrivals` reads the file again at each call, with one line in memory. For a
+    decision log, whose lines are not in the order of arrival, it is the lines within the longest request.
+    `Trace.arrivals` raises TraceError as `FILE:LINE: reason` for an invalid line.
+
+    Raises TraceError for a file that cannot be read, is empty, or has an unknown format.
     """
     if path.exists() and not path.is_dir() and not path.is_file():
         raise TraceError(f"{path}: not a regular file; a trace is read once per run, so save it to a file first")
@@ -46,7 +47,7 @@ def _name(path: Path) -> str:
 
 
 def _begin(path: Path, lines: Iterator[tuple[int, str]]) -> tuple[tuple[int, str], Layout]:
-    """The first line that is not empty, and the layout of the file that begins with it."""
+    """Returns the first line that is not empty, and the layout of its file."""
     for number, line in lines:
         try:
             return (number, line), recognise(line)
@@ -79,11 +80,11 @@ def _read(path: Path) -> Iterator[Arrival]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines that hold anything, with their numbers. Raises TraceError for what is no text."""
+    """Yields the lines that are not empty, with their numbers. Raises TraceError for bytes that are no text."""
     number = 0
     try:
         with path.open("rb") as raw:
-            # Magic bytes, not the name: a download often loses or keeps the suffix wrongly.
+            # The magic bytes are checked, because the suffix of a download is often wrong.
             zipped = raw.peek(2)[:2] == GZIP_MAGIC
             stream = cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 16) if zipped else raw)
             while line := stream.readline(LINE_BYTES_MAX + 1):

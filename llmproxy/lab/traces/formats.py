@@ -1,15 +1,15 @@
-"""The lines of trace files, in the formats that people publish and in our own.
+"""The lines of trace files, in published formats and in this project's format.
 
-- Mooncake JSONL: `timestamp` in ms, `input_length`, `output_length`, `hash_ids` of 512-token blocks; the optional
-  fields of our own format may stand beside them.
+- Mooncake JSONL: `timestamp` in ms, `input_length`, `output_length`, `hash_ids` of 512-token blocks, and the optional
+  fields of this project's format.
 - Azure CSV: `TIMESTAMP` (absolute; counted from the first row), `ContextTokens`, `GeneratedTokens`.
-- ServeGen CSV: `t_s`, `client`, `input_tokens`, `output_tokens`, perhaps `reason_ratio`, which is not looked at.
-- arena CSV: `t_s`, `client`, `prompt_tokens`, `output_tokens`. A client is a tenant in both.
-- Our own JSONL: the fields of `Arrival` by name, of which `at_s`, `prompt_tokens` and `output_tokens` are required.
-  `criticality` is the band; `model` may be said for `adapter`, and `deadline_s` (after the arrival) for `max_wait_s`. A
-  first line `{"llmproxy_trace": 1, "block_tokens": 512}` may give the size of a block.
+- ServeGen CSV: `t_s`, `client`, `input_tokens`, `output_tokens`, and `reason_ratio`, which is ignored.
+- arena CSV: `t_s`, `client`, `prompt_tokens`, `output_tokens`. In both formats a client is a tenant.
+- This project's JSONL: the fields of `Arrival` by name. `at_s`, `prompt_tokens` and `output_tokens` are required.
+  `criticality` is the band. `model` is the same as `adapter`, and `deadline_s` (after the arrival) the same as
+  `max_wait_s`. A first line `{"llmproxy_trace": 1, "block_tokens": 512}` may set the size of a block.
 
-Decision logs of the proxy have a module of their own, `decisions`.
+The module `decisions` reads decision logs of the proxy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from llmproxy.lab.traces.arrival import BASE_MODEL, Arrival
 
 LENGTH_TOKENS_MAX = 10_000_000
 TIME_MAX_S = 366 * 86_400.0
-"""A time beyond it is a calendar's, which the replay would wait for."""
+"""A larger time is probably a calendar time. The replay would wait until then."""
 BLOCK_TOKENS_MAX = 1 << 20
 NAME_CHARS_MAX = 512
 MOONCAKE_BLOCK_TOKENS = 512
@@ -44,14 +44,14 @@ KNOWN = (
 
 
 class LineError(Exception):
-    """A line that cannot be replayed; the message is the reason alone."""
+    """A line that cannot be replayed. The message is the reason, without file and line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the lines of one file are read. `header` says that the first line holds no request.
+    """The parser of the lines of one file. With `header`, the first line is no request.
 
-    `parse` raises LineError, and may remember the first request: each reading of a file needs a layout of its own.
+    `parse` raises LineError. It may store the time of the first request, so each reading of a file needs a new layout.
     """
 
     parse: Callable[[str], Arrival]
@@ -60,7 +60,7 @@ class Layout:
 
 
 def recognise(line: str) -> Layout:
-    """The layout of a file that begins with this line. Raises LineError."""
+    """Returns the layout of a file that begins with this line. Raises LineError."""
     return _json_layout(object_of(line)) if line.startswith("{") else _csv_layout(_fields(line))
 
 
@@ -106,7 +106,7 @@ def _own(block_tokens: int, line: str) -> Arrival:
 
 
 def optionals_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What optional keys say, by field of an Arrival."""
+    """Returns the values of optional keys by field of `Arrival`."""
     optional: dict[str, Any] = {}
     for key, value in given.items():
         if value is None:
@@ -122,7 +122,7 @@ def optionals_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _optional(key: str, value: Any) -> tuple[str, Any]:
-    """The field of an Arrival that a key means, and its value."""
+    """Returns the field of `Arrival` for a key, and its value."""
     if key in SPANS:
         return SPANS[key], _span(key, value)
     if key in NAMES:
@@ -135,7 +135,7 @@ def _optional(key: str, value: Any) -> tuple[str, Any]:
 def _mooncake(line: str) -> Arrival:
     given = object_of(line)
     _all_there(given, MOONCAKE)
-    # Somebody else's format may say more than we know; what we know of it counts.
+    # Unknown keys of another project's format are ignored.
     more = {key: value for key, value in given.items() if key in MORE}
     prompt_tokens = count_of("input_length", given["input_length"])
     output_tokens = count_of("output_length", given["output_length"])
@@ -209,7 +209,7 @@ def _fit(name: str, ids: Sequence[int], tokens: int, block_tokens: int) -> None:
 
 
 def _quoted(value: Any) -> str:
-    """A value as JSON writes it, cut to what fits into a message."""
+    """Returns a value as JSON, cut for a message."""
     text = orjson.dumps(value, default=str).decode()
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -237,7 +237,7 @@ AZURE = _Columns("Azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 def _csv_layout(header: Sequence[str]) -> Layout:
     names = [name.strip() for name in header]
-    # The format that shares most columns is the one meant: ties go to the first.
+    # The format with the most columns in common is assumed; the first of equals.
     meant = max((SERVEGEN, ARENA, AZURE), key=lambda columns: len(set(columns.required()) & set(names)))
     if meant.at not in names and meant.prompt not in names:
         raise LineError(f"a trace of unknown format; {KNOWN}")
@@ -295,7 +295,7 @@ def _number(name: str, text: str) -> float:
 
 
 class _Stamps:
-    """Seconds since the first timestamp that it parsed."""
+    """Converts timestamps to seconds since the first one."""
 
     def __init__(self) -> None:
         self._first: datetime | None = None

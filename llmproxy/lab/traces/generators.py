@@ -1,4 +1,4 @@
-"""Generators of single requests: shared prompts, adapters, neighbours, bands and bursts."""
+"""Generators of single requests: shared prompts, adapters, noisy neighbours, bands and bursts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ B2B_STAGES = (
     (15, 50), (3, 20), (10, 20), (15, 20), (20, 38), (22, 34), (25, 30), (30, 25), (35, 21), (40, 38), (43, 36),
     (46, 33), (49, 30), (52, 29), (55, 27), (57, 26), (60, 25),
 )  # fmt: skip
-"""Requests per second, and for how many seconds: the published ramp of the b2b-saas benchmark, its warm-up first."""
+"""(Requests per second, seconds): the published ramp of the b2b-saas benchmark, with its warm-up first."""
 RAMP_RATES = (2.0, 4.0, 6.0, 8.0, 10.0, 4.0, 1.0)
 """Requests per second, one stage after another."""
 
@@ -49,12 +49,13 @@ def shared_system_prompts(
     block_tokens: BlockTokens = 16,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """llm-d's b2b-saas benchmark at a constant rate (Poisson): `prefixes` customers, each with a long system prompt
-    that its `users` share.
+    """llm-d's b2b-saas benchmark at a constant rate (Poisson).
 
-    As in the load generator of that benchmark each user has one question, and the prefixes x users prompts are
-    shuffled once and then sent in turns: with room for all of them, everything hits after the first round. The tenant
-    is the customer. Raises TraceError.
+    There are `prefixes` customers, and the `users` of each share a long system prompt. As in the published load
+    generator, each user has one question; the prefixes x users prompts are shuffled once and then sent again and again
+    in this order. If all fit the caches, every prompt after the first round is a hit. The tenant is the customer.
+
+    Raises TraceError.
     """
     stages = [(rate, duration_s)]
     return _shared_prompts(stages, prefixes, users, system_tokens, question_tokens, output_tokens, block_tokens, seed)
@@ -71,8 +72,9 @@ def shared_system_ramp(
     block_tokens: BlockTokens = 16,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """`shared_system_prompts` under the published ramp from 3 to 60 requests per second, after a warm-up of 50 s;
-    `rate_factor` times those rates. Raises TraceError.
+    """`shared_system_prompts` with the published ramp from 3 to 60 requests per second, after a warm-up of 50 s.
+
+    All rates are multiplied by `rate_factor`. Raises TraceError.
     """
     stages = [(rate * rate_factor, float(span_s)) for rate, span_s in B2B_STAGES]
     return _shared_prompts(stages, prefixes, users, system_tokens, question_tokens, output_tokens, block_tokens, seed)
@@ -122,9 +124,9 @@ def lora_zipf(
 ) -> Iterator[Arrival]:
     """Requests for LoRA adapters of power-law popularity, as in S-LoRA with its defaults.
 
-    Of all requests the adapter of rank i gets a share in proportion to i^-alpha, as a Gamma process with coefficient
-    of variation `cv`; prompts and answers are uniform in tokens_min..tokens_max, and no two prompts share anything.
-    Every `drift_s` seconds (0: never) the ranks are dealt anew. Raises TraceError.
+    The adapter of rank i gets a share of requests in proportion to i^-alpha, as a Gamma process with the coefficient of
+    variation `cv`. Lengths of prompts and answers are uniform in tokens_min..tokens_max, and prompts share nothing.
+    Every `drift_s` seconds (0: never) the ranks are shuffled. Raises TraceError.
     """
     check(tokens_min, LENGTH_TOKENS_MAX, tokens_max=tokens_max)
     if drift_s:
@@ -163,10 +165,10 @@ def noisy_neighbour(
     sigma: Sigma = 0.8,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """`tenants` with equal shares of `rate` requests per second (Poisson), one of which, called `noisy`, sends `factor`
-    times as many from `start_s` to `end_s`, growing to that and falling from it over `ramp_s`.
+    """`tenants` with equal shares of `rate` requests per second (Poisson), and a burst of the tenant `noisy`.
 
-    Lengths are log-normal with the given means and share nothing. Raises TraceError.
+    From `start_s` to `end_s`, `noisy` sends `factor` times as many requests, with ramps of `ramp_s`. Lengths are
+    log-normal with the given means, and prompts share nothing. Raises TraceError.
     """
     check(0, duration_s, end_s=end_s)
     check(0, end_s, start_s=start_s)
@@ -198,10 +200,10 @@ def priority_mix(
     block_tokens: BlockTokens = 16,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """llm-d-benchmark's mix of bands: 20 % critical, 60 % default, 20 % sheddable, alike in all else (Poisson).
+    """llm-d-benchmark's mix of bands: 20 % critical, 60 % default, 20 % sheddable, otherwise equal (Poisson).
 
-    As published all prompts are identical; of their length only the answer's is published. `shared_tokens` below
-    `prompt_tokens` makes the rest of each prompt its own. Raises TraceError.
+    All prompts are identical, as published. The length of answers is published, and the length of prompts is not. If
+    `shared_tokens` is less than `prompt_tokens`, the rest of each prompt is its own. Raises TraceError.
     """
     check(0, 1, critical_and_sheddable=round(critical + sheddable, 9))
     check(0, prompt_tokens, shared_tokens=shared_tokens)
@@ -229,9 +231,9 @@ def step_bursts(
     sigma: Sigma = 0.9,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """`rate` requests per second (Poisson), but `factor` times as many during the last `step_s` of each `period_s`.
+    """`rate` requests per second (Poisson), and `factor` times as many in the last `step_s` of each `period_s`.
 
-    Lengths are log-normal, with the means of Azure's conversations of 2023 unless given, and share nothing. Raises
+    Lengths are log-normal; the default means are from Azure's conversations of 2023. Prompts share nothing. Raises
     TraceError.
     """
     check(0, period_s, step_s=step_s)
@@ -253,9 +255,9 @@ def rate_ramp(
     output_tokens: Tokens = 1_000,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """The ramp with which llm-d published results of autoscaling (Poisson): `RAMP_RATES` one after another.
+    """The ramp of llm-d's published results of autoscaling (Poisson): the stages of `RAMP_RATES`.
 
-    Lengths are within a third of their means, and share nothing.
+    Lengths are within a third of their means, and prompts share nothing.
     """
     rng = Random(seed)
 
@@ -276,9 +278,9 @@ def day(
     output_tokens: Tokens = 1_000,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """The rate of a day, from `least` at its begin over `most` at its middle, in `period_s` (Poisson).
+    """Days of `period_s` seconds (Poisson): the rate is `least` at the begin and end, and `most` in the middle.
 
-    Lengths are within a third of their means, and share nothing.
+    Lengths are within a third of their means, and prompts share nothing.
     """
     rng = Random(seed)
 
@@ -307,7 +309,8 @@ def mixed_objectives(
 ) -> Iterator[Arrival]:
     """A share `tight` of short prompts with a narrow latency objective among longer ones with a wide one (Poisson).
 
-    Mean lengths are 800 prompt tokens (tight) or 2,400 (lax), and 110 of output; all log-normal. The tenant says which.
+    Lengths are log-normal, with means of 800 prompt tokens (tight) or 2,400 (lax) and 110 output tokens. The tenant is
+    the kind of request.
     """
     output = LogNormal(110, sigma)
     kinds = {
@@ -336,7 +339,7 @@ def mixed_lengths(
 ) -> Iterator[Arrival]:
     """A share `long` of long prompts with short answers among short prompts with long answers (Poisson).
 
-    Lengths are log-normal with these means, and share nothing. The tenant says which.
+    Lengths are log-normal with these means, and prompts share nothing. The tenant is the kind of request.
     """
     kinds = {
         "long": (LogNormal(long_prompt_tokens, sigma), LogNormal(long_output_tokens, sigma)),

@@ -1,4 +1,4 @@
-"""A part of a trace's requests, or one of its tenants many times as loud: the same arrivals at the same times."""
+"""Changes of a trace: a part of its requests, or a louder tenant. Arrival times stay the same."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from random import Random
 from llmproxy.lab.traces.arrival import Arrival, Trace, in_time_order
 
 SPREAD_S = 10.0
-"""A louder tenant's further requests come within so many seconds after the one that the trace has."""
+"""The additional requests of a louder tenant come within this time after the original request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What is made of a trace, in this order.
+    """The changes of a trace, in this order. A closed loop counts as one request, with the fields of its first turn.
 
-    Each request of the tenant `loud` comes `factor` times. Of bands only `band` is kept, of tenants all but `without`.
-    `level` puts what is left into one band. A closed loop is one request here, judged by its first turn.
+    Each request of the tenant `loud` comes `factor` times. Only requests of the band `band` are kept, and no requests
+    of the tenant `without`. `level` puts all requests into one band.
     """
 
     loud: str | None = None
@@ -31,7 +31,7 @@ AS_IT_IS = Mix()
 
 
 def mixed(trace: Trace, mix: Mix, seed: int) -> Trace:
-    """The trace with `mix` made of it; what is kept comes when it came before."""
+    """Returns the trace after the changes of `mix`. Kept requests keep their times."""
 
     def arrivals() -> Iterator[Arrival]:
         all_of_them = trace.arrivals() if mix.loud is None else _louder(trace, mix.loud, mix.factor, seed)
@@ -46,7 +46,7 @@ def _louder(trace: Trace, tenant: str, factor: int, seed: int) -> Iterator[Arriv
     rng = Random(seed)
 
     def said(arrival: Arrival) -> list[Arrival]:
-        # Nothing is known of a text that was never sent: it shares nothing.
+        # Additional requests have no known text, so they share nothing.
         more = range(1, factor if arrival.tenant == tenant else 1)
         late_s = [arrival.at_s + rng.uniform(0.0, SPREAD_S) for _ in more]
         return [arrival, *(replace(arrival, at_s=at_s, blocks=(), session=None, then=None) for at_s in late_s)]

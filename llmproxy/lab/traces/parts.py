@@ -1,4 +1,4 @@
-"""What generators are made of: growing texts, lengths, arrival processes and checks of parameters."""
+"""Parts of generators: growing texts, lengths, arrival processes and checks of parameters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from llmproxy.lab.traces.formats import BLOCK_TOKENS_MAX, LENGTH_TOKENS_MAX, TIM
 class Text:
     """A text that only grows, such as a dialogue, and the ids of its blocks.
 
-    It may begin with another text, whose full blocks it shares as they are at that moment; all other ids are drawn
-    from `ids` and are its own. A block keeps its id while it fills.
+    A text may begin with another text and share the full blocks that the other text has at that moment. Its other
+    blocks get new ids from `ids`. A partial block keeps its id while it fills.
     """
 
     def __init__(self, ids: Iterator[int], block_tokens: int, tokens: int, beginning: Text | None = None) -> None:
-        """`tokens` of its own, behind those of `beginning`."""
+        """`tokens` is the text's own length, after `beginning`."""
         self._ids = ids
         self._block_tokens = block_tokens
         self.tokens: int = beginning.tokens if beginning else 0
@@ -36,7 +36,7 @@ class Text:
         return tuple(self._blocks)
 
     def turn(self, at_s: float, question_tokens: int, answer_tokens: int, **facts: Any) -> Arrival:
-        """All of the text with a question after it, and the answer, both of which join the text."""
+        """Returns the arrival of a question after the text so far. Question and answer are added to the text."""
         self.grow(question_tokens)
         prompt_tokens = self.tokens
         self.grow(answer_tokens)
@@ -48,7 +48,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """A log-normal law by its mean, and the standard deviation of its logarithm; draws are moved into low..high."""
+    """A log-normal distribution by its mean and the standard deviation of its logarithm, clamped to low..high."""
 
     mean: float
     sigma: float
@@ -67,7 +67,7 @@ class LogNormal:
 
 
 def gamma_times(rng: Random, rate: float, cv: float, until_s: float) -> Iterator[float]:
-    """Times below `until_s` with Gamma gaps of coefficient of variation `cv`: 1 is Poisson."""
+    """Yields times below `until_s` with Gamma gaps of the coefficient of variation `cv`; 1 is Poisson."""
     shape = 1 / cv**2
     at_s = rng.gammavariate(shape, 1 / (rate * shape))
     while at_s < until_s:
@@ -80,7 +80,7 @@ def poisson_times(rng: Random, rate: float, until_s: float) -> Iterator[float]:
 
 
 def varying_times(rng: Random, rate_at: Callable[[float], float], rate_max: float, until_s: float) -> Iterator[float]:
-    """A Poisson process whose rate changes with time and stays below `rate_max`, by thinning (Lewis and Shedler)."""
+    """Yields the times of a Poisson process with a varying rate of at most `rate_max`, by thinning (Lewis, Shedler)."""
     for at_s in poisson_times(rng, rate_max, until_s):
         if rng.random() * rate_max < rate_at(at_s):
             yield at_s
@@ -90,8 +90,9 @@ def varying_times(rng: Random, rate_at: Callable[[float], float], rate_max: floa
 
 
 def interleaved(sessions: Iterable[list[Arrival]]) -> Iterator[Arrival]:
-    """The arrivals of all sessions by their times. Sessions come in the order of their first arrivals, and only those
-    that have begun and not ended are held.
+    """Yields the arrivals of all sessions by their times. Sessions must be in the order of their first arrivals.
+
+    Only sessions that have begun and not ended are in memory.
     """
     return in_time_order((session[0].at_s, session) for session in sessions)
 
@@ -100,7 +101,7 @@ def interleaved(sessions: Iterable[list[Arrival]]) -> Iterator[Arrival]:
 
 
 class Within(NamedTuple):
-    """The range of a generator's parameter; `generate` checks it before it calls the generator."""
+    """The range of a generator's parameter. `generate` checks it before the call."""
 
     low: float
     high: float
@@ -116,7 +117,7 @@ Share = Annotated[float, Within(0, 1)]
 
 
 def check(low: float, high: float, **given: float) -> None:
-    """Raises TraceError for a parameter that is not within low..high, or no number."""
+    """Raises TraceError for a parameter outside low..high, or NaN."""
     for name, value in given.items():
         if not low <= value <= high:
             raise TraceError(f"{name} is {value:g}; should be {low:,.12g} to {high:,.12g}")

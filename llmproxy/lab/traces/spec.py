@@ -1,4 +1,4 @@
-"""Generators by name, as they are written on a command line."""
+"""Generators by name, as on the command line."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ KINDS = {int: "an integer", float: "a number", bool: "true or false"}
 
 
 def generate(spec: str, seed: int = 0) -> Trace:
-    """The trace of `gen:NAME,key=value,key=value`: keys are the generator's parameters, a `seed` there goes before the
-    argument. Raises TraceError naming what is nearest to an unknown name or key.
+    """Returns the trace of `gen:NAME,key=value,key=value`. Keys are parameters of the generator; `seed` overrides the
+    argument.
+
+    Raises TraceError, which names the nearest known name for an unknown name or key.
     """
     name, *pairs = (part.strip() for part in spec.removeprefix(PREFIX).split(","))
     if name not in GENERATORS:
@@ -65,7 +67,7 @@ def generate(spec: str, seed: int = 0) -> Trace:
         for key, value in arguments.items():
             for low, high in getattr(hints[key], "__metadata__", ()):
                 check(low, high, **{key: value})
-        # What does not fit together is reported by the generator itself, before its first arrival.
+        # The generator itself reports parameters that do not fit together, before its first arrival.
         next(arrivals(), None)
     except TraceError as error:
         raise TraceError(f"{PREFIX}{name}: {error}") from None

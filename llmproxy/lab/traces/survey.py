@@ -1,4 +1,4 @@
-"""What a trace holds, found in one pass over it."""
+"""Figures of a trace from one pass over it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ BANDS_MAX = 100
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Sums over all requests, the chained turns of closed loops among them.
-
-    `duration_s` is the latest `at_s`; that of a chained turn is when it would come if answers took their nominal time.
-    `adapters` has the requests of each adapter, the base model left out. `bands` are those named, as they first came.
-    `guessed` requests got no answer when the trace was taken, so that its length is an assumption.
-    """
+    """Sums over all requests, with all turns of closed loops."""
 
     count: int
+    # The latest `at_s`. For a chained turn it assumes nominal answer times.
     duration_s: float
+    # Requests of each adapter, without the base model.
     adapters: Mapping[str, int]
+    # In the order of their first request.
     bands: tuple[str | int, ...]
+    # Requests that got no answer in reality, so its length is an assumption.
     guessed: int
 
 
 def survey(trace: Trace) -> Survey:
-    """Read all of `trace`, so that any error in it shows before a run. Raises TraceError, also for a trace without any
-    request, of more than 10,000 adapters or of more than 100 bands.
+    """Read all of `trace`, so that errors show before a run.
+
+    Raises TraceError, also for a trace without requests, with more than 10,000 adapters or with more than 100 bands.
     """
     count = guessed = 0
     duration_s = 0.0

@@ -1,4 +1,4 @@
-"""Traces made from traces, each streaming: faster, manifold, or only a part."""
+"""Transformations of traces: scaled, replicated or sliced. All of them stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OFFSET_MAX_S = 60.0
 
 
 def scaled(trace: Trace, rate_scale: float) -> Trace:
-    """The same requests at `rate_scale` times the rate: every arrival's time is divided by it, think times are not."""
+    """Returns the trace with all arrival times divided by `rate_scale`. Think times stay the same."""
     if not 0 < rate_scale < float("inf"):
         raise TraceError(f"rate scale is {rate_scale:g}; should be above 0")
 
@@ -27,11 +27,11 @@ def scaled(trace: Trace, rate_scale: float) -> Trace:
 
 
 def replicated(trace: Trace, copies: int, seed: int, shared: int = 1) -> Trace:
-    """`copies` of a trace at once: more requests and as much more text, with the pace of every session as it was.
+    """Returns `copies` of a trace at the same time: more requests with different text. Each session keeps its pace.
 
-    Each copy but the first comes a random 0 to 60 s late, with block ids and sessions of its own; tenants, adapters and
-    the blocks with ids below `shared` are common to all. One is right for Mooncake's traces, where block 0 opens every
-    prompt. The trace is read once; what is held at a time are the arrivals of 60 s.
+    Each copy except the first is delayed by a random 0 to 60 s and has its own block ids and sessions. All copies share
+    tenants, adapters and the blocks with ids below `shared`. The default 1 fits Mooncake's traces, where block 0 begins
+    every prompt. The trace is read once, with the arrivals of 60 s in memory.
     """
     if not 1 <= copies <= COPIES_MAX:
         raise TraceError(f"{copies} copies; should be 1 to {COPIES_MAX:,}")
@@ -39,9 +39,9 @@ def replicated(trace: Trace, copies: int, seed: int, shared: int = 1) -> Trace:
 
 
 def sliced(trace: Trace, start: int, count: int | None = None) -> Trace:
-    """`count` arrivals from number `start` (from 0) on, None for all that follow; the first of them comes at 0 s.
+    """Returns `count` arrivals (None: all) from number `start` on, counted from 0. The first of them comes at 0 s.
 
-    A closed loop counts as one arrival and stays whole. Reading raises TraceError where nothing is left.
+    A closed loop counts as one arrival and stays whole. Reading raises TraceError if no arrival is left.
     """
     if start < 0 or (count is not None and count < 1):
         raise TraceError(f"requests {start} to {start + (count or 0)} of a trace; should be at least one, from 0 on")
@@ -69,7 +69,7 @@ def _copies(trace: Trace, copies: int, seed: int, shared: int) -> Iterator[Arriv
 
 def _copied(arrival: Arrival, at_s: float, copy: int, copies: int, shared: int) -> Arrival:
     def own(turn: Arrival) -> Arrival:
-        # Interleaved rather than shifted: ids of two copies differ however large a trace's ids are.
+        # Interleaved ids, not shifted ones: the ids of two copies differ, however large the ids of the trace are.
         blocks = tuple(b if b < shared else b * copies + copy for b in turn.blocks)
         return replace(turn, blocks=blocks, session=turn.session and f"{turn.session}/{copy}")
 
@@ -77,7 +77,7 @@ def _copied(arrival: Arrival, at_s: float, copy: int, copies: int, shared: int) 
 
 
 def _at(arrival: Arrival, at_s: float) -> Arrival:
-    """The arrival at another time, the nominal times of its chained turns shifted with it."""
+    """Returns the arrival at another time. The nominal times of its chained turns shift too."""
     if at_s == arrival.at_s:
         return arrival
     if arrival.then is None:
