@@ -132,7 +132,7 @@ def _numbered(stem: str, count: int) -> list[str]:
 
 
 def room_tokens(kv_tokens: int, block_size: int) -> int:
-    """Returns the longest sequence that a KV cache can hold: vLLM reserves one of its blocks."""
+    """Returns the longest sequence that a KV cache can hold: vLLM reserves a block for itself."""
     return (kv_tokens // block_size - 1) * block_size
 
 
@@ -222,7 +222,7 @@ class _ReplicaEntry(Section):
             )
 
     def findings(self) -> Iterator[tuple[str, str]]:
-        """What no single key shows, as (key, reason)."""
+        """Yields errors in combinations of keys, as (key, reason)."""
         longest = room_tokens(self.cache_tokens, self.block_size)
         if self.max_num_seqs > self.step_tokens:
             yield "max_num_seqs", f"should be at most step_tokens, {self.step_tokens}, not {self.max_num_seqs}"
@@ -250,7 +250,7 @@ class _FaultEntry(Section):
         return Fault(self.at_s, self.what, replica, self.until_s, 0.0 if self.value is None else self.value)
 
     def findings(self) -> Iterator[tuple[str, str]]:
-        """What no single key shows, as (key, reason)."""
+        """Yields errors in combinations of keys, as (key, reason)."""
         if self.until_s is not None and self.what in ENDLESS:
             yield "until_s", f"means nothing to a {self.kind}"
         elif self.until_s is not None and self.until_s <= self.at_s:

@@ -1,4 +1,4 @@
-"""One request at a simulated server, and the exceptions of a request that fails there."""
+"""A request at a simulated server, and the exceptions of a request that fails there."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TooLong(Exception):  # noqa: N818
 
 @dataclass(slots=True, eq=False)
 class ServerJob:
-    """One request at a replica. Times are the loop's."""
+    """A request at a replica. Times are the loop's."""
 
     request: EngineRequest
     # Called at the first token.

@@ -14,7 +14,7 @@ DELAY_S = 0.010
 
 
 class KvEvents:
-    """One proxy's subscriptions to all replicas, and its index of the cached blocks.
+    """The subscriptions of a proxy to all replicas, and its index of the cached blocks.
 
     vLLM publishes one batch per step. A lost batch is not repeated: the index misses its stored blocks and keeps its
     removed ones, until a later batch corrects them or the process of the replica ends.

@@ -1,4 +1,4 @@
-"""One simulated vLLM server in virtual time: its engine, requests, metrics and KV events."""
+"""A simulated vLLM server in virtual time: its engine, requests, metrics and KV events."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class FleetFaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One entry of the timeline. `replica` is None for a fault of all replicas."""
+    """An entry of the timeline. `replica` is None for a fault of all replicas."""
 
     at_s: float
     kind: FleetFaultKind
@@ -53,7 +53,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """One simulated vLLM server. It starts `joins_s` seconds into the replay."""
+    """A simulated vLLM server. It starts `joins_s` seconds into the replay."""
 
     name: str
     profile_name: str

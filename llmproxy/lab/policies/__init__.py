@@ -1,1 +1,1 @@
-"""What a run can be placed by: our policies, other routers', an oracle, analytic bounds."""
+"""Placement policies of runs: this proxy's and other routers' policies, an oracle, and analytic bounds."""

@@ -94,7 +94,7 @@ def _queue_bounds(sums: _TraceSums, queue: QueueBounds, balance: float | None) -
         "utilisation": Bound(
             value=queue.utilisation,
             unit="share",
-            about="work that the trace offers over what the fleet can do at rate_max" + untimed,
+            about="work of the trace over the capacity of the fleet at rate_max" + untimed,
         ),
         "service_s": Bound(
             value=queue.service_s, unit="s", about="mean time of the whole fleet per request, at rate_max"

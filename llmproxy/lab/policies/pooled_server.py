@@ -140,7 +140,7 @@ class PooledServer:
             costs = [mix.cost(one) for one in prices]
             return 1 / sum(count / cost for count, cost in zip(kinds.values(), costs, strict=True)) if all(costs) else 0
 
-        # The division of work among unequal replicas is a linear program. One list for each kind of replica, with
+        # The division of work among unequal replicas is a linear program. A list for each kind of replica, with
         # weights that add up to 1, solves its dual, so it is a bound. These weights are optimal if every replica gets
         # the same mix. All kinds use the list of the same limits; otherwise one kind would seem cheap for prompts and
         # another for answers only because their lists differ.

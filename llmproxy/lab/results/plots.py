@@ -222,12 +222,12 @@ def _queue_waits(data: _Data) -> Plot:
     figure.supylabel("seconds")
     add_legend(figure, grid[0])
     text = (
-        "Solid: mean of the requests that arrived in that stretch of time; thin dashes: the longest wait. "
-        "Lower is better, and a higher band should lie below a lower one."
+        "Solid: mean of the requests that arrived in that interval; thin dashes: the longest wait. "
+        "Lower is better, and a higher band should be below a lower one."
     )
     if len(bands) > len(SERIES):
         text += f" The {len(SERIES)} highest of {len(bands)} bands."
-    return data.plot(title, text, figure, waiting, "never let a request wait in the proxy")
+    return data.plot(title, text, figure, waiting, "had no request waiting in the proxy")
 
 
 def _loads(data: _Data) -> Plot:
@@ -252,8 +252,8 @@ def _loads(data: _Data) -> Plot:
     bar = figure.colorbar(image, ax=grid, aspect=30, pad=0.015, label="running + waiting in the engine")
     bar.outline.set_visible(False)
     text = (
-        "One row for each backend: brighter is busier. An even picture is a balanced fleet; a bright row beside dark "
-        "ones is a hot spot."
+        "Each row is a backend: brighter is busier. An even picture is a balanced fleet; a bright row beside dark "
+        "rows is a hot spot."
     )
     return data.plot(title, text, figure, busy, "used no backend")
 
@@ -285,7 +285,7 @@ def _hits(data: _Data) -> Plot:
             axes.annotate(HIT_BOUND, (0.01, bound), (0, 3), ("axes fraction", "data"), fontsize=7.5, **LABEL)
     for axes in over_time:
         axes.set_ylim(0, min(1.02, axes.get_ylim()[1]))
-    bound_text = " The dashed line is what a cache shared by all replicas would find." if bounds else ""
+    bound_text = " The dashed line is the hit ratio of a cache shared by all replicas." if bounds else ""
     text = f"Longer and higher is better: tokens found need not be computed.{bound_text}"
     return data.plot(title, text, figure, data.looks)
 
@@ -321,8 +321,8 @@ def _shares(data: _Data) -> Plot:
     axes.set(xlim=(0, 1), xlabel="share of the prompt and output tokens of completed requests")
     add_legend(figure, axes)
     text = (
-        "Each bar is everything that was completed, by tenant; the first one is what was asked for. "
-        "A tenant whose part shrinks was served less than the others."
+        "Each bar has the completed tokens by tenant; the first bar has the offered tokens. "
+        "A tenant with a smaller part than in the first bar was served less than the others."
     )
     return data.plot(title, text, figure, served, "completed nothing")
 

@@ -10,7 +10,7 @@ from llmproxy.lab.traces.arrival import Arrival
 
 @dataclass(slots=True)
 class Record:
-    """One request from its arrival to its end, in seconds of virtual time."""
+    """A request from its arrival to its end, in seconds of virtual time."""
 
     arrival: Arrival
     # The real arrival. In a closed loop it depends on earlier answers.

@@ -202,9 +202,7 @@ def _bounds(points: list[LoadPoint]) -> str:
         ]
         for name, bound in bounds.items()
     )
-    return _section(
-        "Bounds", _table(["<th>bound</th>", *loads, _text("th", "unit"), _text("th", "what it bounds")], rows)
-    )
+    return _section("Bounds", _table(["<th>bound</th>", *loads, _text("th", "unit"), _text("th", "meaning")], rows))
 
 
 # --- the look of the page ---------------------------------------------------------------------------------------------

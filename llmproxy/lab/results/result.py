@@ -61,7 +61,7 @@ class GroupResult(_Model):
 
 
 class BackendResult(_Model):
-    """One replica. `requests` had their last attempt there; tokens count requests with a first token.
+    """A replica. `requests` had their last attempt there; tokens count requests with a first token.
 
     `prefill_tokens` are computed prompt tokens, and `hit_tokens` cached ones. `engine_preemptions` are preemptions of
     the engine in the whole run. The means are over samples of the whole trace: sequences in the batch, and requests
@@ -176,7 +176,7 @@ class ScaledResult(_Model):
 
 
 class RunResult(_Model):
-    """One policy at one load with one seed. Requests that arrived during the warm-up are in no figure.
+    """A run: one policy at one load with one seed. Requests that arrived during the warm-up are in no figure.
 
     * `offered` = `completed` + `refused` + `failed`. Refused requests left before they got a backend.
     * `goodput`: the share of offered requests that were completed within both objectives.
@@ -332,7 +332,7 @@ def rounded(value: Any, where: str = "") -> Any:
 
 
 class Row(NamedTuple):
-    """One policy at one load: means over the seeds that have the figure; None if no seed has it."""
+    """A policy at one load: means over the seeds that have the figure; None if no seed has it."""
 
     policy: str
     seeds: int

@@ -42,9 +42,9 @@ def replicas_plot(trails: Sequence[tuple[str, Trail]]) -> Plot:
     kept.yaxis.set_major_formatter(PercentFormatter(1.0))
     add_legend(figure, replicas)
     text = (
-        "Replicas that serve (solid) and that are wanted (dots), requests that wait in the proxy, and the share of the "
-        "requests that arrived in that stretch of time and kept their objectives. A good signal asks for replicas "
-        "before the queue grows, and lets them go when the work is over."
+        "Serving replicas (solid) and wanted replicas (dots), requests waiting in the proxy, and the share of the "
+        "requests of that interval that met their objectives. A good signal adds replicas before the queue grows, and "
+        "removes them when the work is over."
     )
     return Plot("Replicas over time", text, figure)
 
@@ -109,7 +109,7 @@ def splits_plot(found: Sequence[Splits], wanted: Wanted) -> Plot:
     add_legend(figure, kept)
     advice = " ".join(f"{splits.name}: {splits.advice(wanted)}" for splits in found)
     text = (
-        f"Left: share of all offered requests that kept {wanted}; the dashed line is the share that is wanted. Then "
-        f"the time to the first token and that of each further one. At 0 all replicas may do both. {advice}"
+        f"Left: share of all offered requests that kept {wanted}; the dashed line is the wanted share. Then "
+        f"the time to the first token and the time per later token. At 0 all replicas do both. {advice}"
     )
     return Plot("How many replicas for prompts", text, figure)

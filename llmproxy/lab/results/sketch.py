@@ -31,7 +31,7 @@ class Sketch:
         self._max = 0.0
 
     def add(self, value: float) -> None:
-        """Count one value. Raises ValueError for one that is negative, infinite or not a number."""
+        """Count a value. Raises ValueError if it is negative, infinite or not a number."""
         if not 0.0 <= value < math.inf:
             raise ValueError(f"a sketch counts finite values from 0 on, not {value}")
         self.count += 1

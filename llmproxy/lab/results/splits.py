@@ -21,12 +21,12 @@ NEAR = 0.005
 NOTE = (
     "Kept: share of all offered requests that kept the objectives; a refusal or a failure is a miss. Split: share of "
     "them in two stages. TTFT in seconds, TPOT in milliseconds. Wants: replicas for prompts by the work that the proxy "
-    "saw. Bold: the best, and what is as good."
+    "saw. Bold: the best, and divisions that are as good."
 )
 
 
 class Split(NamedTuple):
-    """One division under one policy: means over seeds. With `prefill` 0, all replicas do both.
+    """A division under a policy: means over seeds. With `prefill` 0, all replicas do both.
 
     `wants` is the number of prefill replicas that `/scale` recommends for this fleet size; None if unknown.
     """

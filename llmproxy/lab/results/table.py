@@ -17,8 +17,8 @@ NOTE = (
     "in seconds, TPOT in milliseconds. Bold: best of its column."
 )
 ORACLE_NOTE = (
-    "The oracle knows lengths, caches and engines, but gives each request what is best at that moment: a policy that "
-    "keeps caches warm for those to come may beat it. None can beat the bounds, except those that are not strict."
+    "The oracle knows lengths, caches and engines, but makes the best choice for each request alone: a policy that "
+    "keeps caches warm for later requests may beat it. No policy can beat a strict bound."
 )
 MISSING = "-"
 LOADS_ACROSS = 5
@@ -26,7 +26,7 @@ LOADS_ACROSS = 5
 
 
 class Column(NamedTuple):
-    """One figure of a row: its name in two lines, the field of `Row`, and the format."""
+    """A figure of a row: its name in two lines, the field of `Row`, and the format."""
 
     title: str
     field: str

@@ -1,1 +1,1 @@
-"""One run: a trace through the production scheduler onto simulated engines."""
+"""Runs: traces through the production scheduler onto simulated engines."""

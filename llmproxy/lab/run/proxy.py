@@ -1,4 +1,4 @@
-"""One proxy of a replay: the production dispatcher, core and attempt loop, with pollers in virtual time."""
+"""A proxy of a replay: the production dispatcher, core and attempt loop, with pollers in virtual time."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ class LabProxy:
             record.queue_wait_s = self._loop.time() - record.arrived_s
 
     async def _attempt(self, record: Record, routing: Routing, lease: Lease) -> AttemptResult:
-        """One attempt on one backend. Sets the verdict and usage of the lease, and the outcome of the record."""
+        """Attempt the request on one backend. Sets the verdict and usage of the lease, and the record's outcome."""
         record.queue_wait_s, record.backend = routing.waited_s, lease.backend
         record.predicted_ttft, record.predicted_tpot = lease.grant.placed.ttft, lease.grant.placed.tpot
         stage = lease.grant.request.stage

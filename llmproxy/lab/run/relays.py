@@ -25,7 +25,7 @@ LOCK_S = 4.0
 
 
 class _Pipe(asyncio.Transport):
-    """One end of a connection. Bytes arrive at the other end after `delay_s` if that end is still open."""
+    """An end of a connection. Bytes arrive at the other end after `delay_s` if that end is still open."""
 
     def __init__(self, protocol: asyncio.Protocol, delay_s: float) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class VirtualLock:
 
 @dataclass(slots=True)
 class LabMember:
-    """One proxy of the cluster."""
+    """A proxy of the cluster."""
 
     proxy: LabProxy
     cluster: Cluster

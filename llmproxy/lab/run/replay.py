@@ -1,4 +1,4 @@
-"""One run: a trace through the production scheduler onto simulated engines, in virtual time."""
+"""A run in virtual time: a trace through the production scheduler onto simulated engines."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def records_of(setup: Setup) -> list[Record]:
 
 
 class Run:
-    """One run. `recorder` collects its figures; `proxies` exists from its start on."""
+    """A run. `recorder` collects its figures; `proxies` exists from its start on."""
 
     def __init__(
         self,

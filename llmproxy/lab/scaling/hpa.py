@@ -35,7 +35,7 @@ FOLLOWING = HpaRules(tolerance=0.0, down_pods=1, down_share=0.0, down_every_s=60
 
 
 class Hpa:
-    """One autoscaler. The number of replicas starts at `least` and stays within `least` and `most`."""
+    """An autoscaler. The number of replicas starts at `least` and stays within `least` and `most`."""
 
     def __init__(self, rules: HpaRules, least: int, most: int) -> None:
         self._rules = rules

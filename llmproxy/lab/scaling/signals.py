@@ -145,7 +145,7 @@ SIGNALS: Mapping[str, Signal] = {
     "hpa_batch_100": _gauge("the same, 100 for each replica", _running, 100.0),
     "kv_threshold": _gauge("KV-cache in use, 0.8 of each replica", _kv_used, 0.8),
     "token_aware": _gauge("seconds of prompts (Qwen3-32B on two H100), or KV-cache", _tokens, 1.0),
-    "wva": Signal("tokens in use and in queues over what a replica holds, two-sided", _Saturation, 1.0),
+    "wva": Signal("tokens in use and in queues over the capacity of a replica, two-sided", _Saturation, 1.0),
     "slo_p90": _gauge("90 % quantile of the time to the first token over its objective", _late, 1.0),
     "instant": _gauge("the work that comes from now on, known without a measurement", _coming, 1.0, FOLLOWING),
     "oracle": _gauge("the work that will come, known in advance", _coming, 1.0, FOLLOWING),

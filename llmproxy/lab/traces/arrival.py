@@ -14,7 +14,7 @@ BASE_MODEL = "base"
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a trace."""
+    """A request of a trace."""
 
     # Seconds from the start of the trace.
     at_s: float

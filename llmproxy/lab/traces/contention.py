@@ -31,7 +31,7 @@ def unequal_tenants(
     output_tokens: Tokens = 128,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Tenants with equal requests, of which each sends `ratio` times as many as the previous tenant.
+    """Tenants with equal requests. Each tenant sends `ratio` times as many as the previous one.
 
     Together they send `rate` requests per second (Poisson). The only objective is a first token within `ttft_slo_s`.
     All requests cost the same. So the max-min optimum of adherence is equal for all tenants: the requests that the
@@ -90,7 +90,7 @@ def critical_and_flood(
     flood_output_tokens: Tokens = 512,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """One critical request every `every_s`, and `flood` sheddable requests at one moment.
+    """A critical request every `every_s`, and `flood` sheddable requests at one moment.
 
     Critical requests begin at `critical_from_s` and the flood at `flood_from_s`; critical requests end `both_s` after
     the later of the two times. Their tenant is `before` until that time, `first` for the next `first_s`, and `after`

@@ -308,5 +308,5 @@ class _Stamps:
         except (ValueError, TypeError):
             raise LineError(f"{name} is {_quoted(text)}; should be like 2023-11-16 18:15:46.6805900") from None
         if at_s < 0:
-            raise LineError(f"{name} {text} is before that of the first request: sort the file by time")
+            raise LineError(f"{name} {text} is before the first request: sort the file by time")
         return seconds_of(name, at_s)
