@@ -28,7 +28,7 @@ def invented_run(
     tenants: int = 5,
     count: int = 400,
 ) -> tuple[RunResult, Trail]:
-    """One run of `count` requests; `skill` from 0 to 1 makes it better, `rate` worse. Skill 0 completes nothing."""
+    """A run of `count` requests. Figures improve with `skill`, 0..1, and worsen with `rate`. Skill 0 completes none."""
     rng = Random(f"{policy} {rate} {seed}")
     names = [f"gpu-{i:02d}" for i in range(REPLICAS)]
     recorder = RunRecorder(DURATION_S, names)

@@ -22,7 +22,7 @@ from tests import ROOT
 
 
 def printed_with_hash_seeds(code: str) -> tuple[str, str]:
-    """What a script prints under two seeds of the hashes of strings."""
+    """Returns the output of a script under two seeds of string hashes."""
     one, other = (
         subprocess.run(
             [sys.executable, "-c", code],
@@ -59,7 +59,7 @@ def trace(arrivals: Iterable[Arrival]) -> Trace:
 
 
 def traffic(count: int = 300, rate: float = 30.0, **given: Any) -> list[Arrival]:
-    """Poisson arrivals of short prompts, a third of which begin alike."""
+    """Poisson arrivals of short prompts. A third of them share a prefix."""
     rng = Random(0)
     made, at_s = [], 0.0
     for number in range(count):

@@ -1,4 +1,4 @@
-"""`llmproxy simulate` as people meet it: what it writes, and what it says of words that mean nothing."""
+"""`llmproxy simulate` on the command line: its files and tables, and its messages for invalid options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLEET = "2xtiny"
 def _own_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("LLMPROXY_")]:
         monkeypatch.delenv(name)
-    # What was read of one test's file must not be found by another test at the same path.
+    # A test must not get the cached trace of another test's file at the same path.
     runs._prepared.cache_clear()
 
 
@@ -58,7 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# --- what it writes ---------------------------------------------------------------------------------------------------
+# --- files and tables -------------------------------------------------------------------------------------------------
 
 
 def test_it_prints_tables_and_writes_a_result_and_a_report(trace: str, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_every_load_is_run_once_with_bounds_of_its_own(trace: str, folder: Path)
     assert all(0 < one.offered < 20 for one in result.runs)
 
 
-# --- what it says of mistakes -----------------------------------------------------------------------------------------
+# --- messages for mistakes --------------------------------------------------------------------------------------------
 
 
 def refused(done: Result) -> str:

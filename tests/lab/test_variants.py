@@ -1,4 +1,4 @@
-"""One trace on several fleets: what is run, and what is said of it."""
+"""Runs of a trace on several fleets, and their tables and advice."""
 
 from __future__ import annotations
 

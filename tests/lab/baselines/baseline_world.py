@@ -30,7 +30,7 @@ BLOCK = 512
 
 
 class World:
-    """Time stands still unless a test moves it, and so every request has arrived just now."""
+    """A fleet with a clock that only the test moves. Every request arrives at the current time."""
 
     def __init__(self, baseline: str, seed: int = 7) -> None:
         self.now = 100.0
@@ -80,7 +80,7 @@ class World:
         return placed.backend, self._leases
 
     def serve(self, asked: Request, views: Sequence[View]) -> str:
-        """Send, and let the answer end at once."""
+        """Send a request and end its answer at once."""
         backend, lease = self.send(asked, views)
         self.policy.started(lease, self.now)
         self.policy.finished(lease, Verdict.SERVED, None, self.now)

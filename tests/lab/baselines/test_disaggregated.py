@@ -1,4 +1,4 @@
-"""Routers that split requests: what they split, and where both parts go."""
+"""Routers with disaggregated prefill and decode: the split requests, and the replicas of both stages."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Look = Callable[[SimulatedServer], float]
 
 
 def seen(count: int, faults: Sequence[Fault], of: Look, looks_s: Sequence[float]) -> list[list[float]]:
-    """What `of` says of each of `count` replicas, at each of `looks_s` after the beginning of the trace."""
+    """Returns `of` for each of `count` replicas, at each time of `looks_s` from the start of the trace."""
 
     async def body() -> list[list[float]]:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""A fleet is what its name or its file says, and a wrong one is message with line, key and the nearest known word."""
+"""Fleets from names and files. Errors have line, key and the nearest known word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV events: what a subscriber knows of the caches is a little late, lacks what was lost, and ends with the process."""
+"""KV events: a subscriber's index of the caches is late, misses lost events, and is emptied when a process ends."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_a_lost_batch_stays_lost_whether_it_stored_or_removed() -> None:
     await asyncio.sleep(10.0)
     assert [here.true(asked) for asked in (one, two, three)] == [320, 624, 624]
     assert [here.known(asked) for asked in (one, two, three)] == [624, 624, 0]
-    # Computed anew, the tail is published again, and so is what it displaces.
+    # The tail is computed again, so its blocks and the evicted ones are published again.
     await here.serve(one)
     await asyncio.sleep(1.0)
     assert here.known(one) == here.true(one) == 624

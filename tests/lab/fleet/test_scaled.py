@@ -1,4 +1,4 @@
-"""A fleet that scales in virtual time: what it starts, ends and costs."""
+"""Autoscaling in virtual time: starts, ends and costs of replicas."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ async def test_old_readings_show_the_past() -> None:
         observed.append(None if gauges is None else gauges.running)
         await asyncio.sleep(0.1)
     await task
-    # Nothing is two seconds old at first: until then the page shows what it showed at its start.
+    # In the first two seconds no gauges are old enough, so the page shows its first ones.
     assert observed[:21] == [0] * 21
     assert observed[22:] == [1] * 28
 

@@ -152,7 +152,7 @@ def test_a_closed_loop_has_hits_and_a_rate_but_no_queue() -> None:
 
 
 def engine_s(fleet: SimulatedFleet, arrivals: Sequence[Arrival], prefill_scale: float) -> float:
-    """What one engine without noise takes for all of them when it is never without work."""
+    """Returns the seconds of a busy engine without noise for all of the requests."""
     (spec,) = fleet.replicas
     engine = Engine(replace(spec.profile, prefill_factor=prefill_scale), kv_tokens=spec.kv_tokens)
     for i, arrival in enumerate(arrivals):
@@ -198,7 +198,7 @@ def test_shared_prompts_make_room_for_larger_batches() -> None:
 def test_a_prompt_that_is_all_cached_still_computes_its_last_token() -> None:
     work = work_of(served(100, 11, hit_tokens=100))
     assert work[:3] == (1.0, 1.0, 100**2 - 99**2)
-    # Ten decodes attend to 101 .. 110 tokens, of which 1 .. 10 are their own.
+    # Ten decodes attend to 101 .. 110 tokens: 100 shared ones and 1 .. 10 of their own.
     assert work[3:] == (10.0, 1_055.0, 55.0)
 
 
@@ -270,7 +270,7 @@ def test_utilisation_is_the_work_over_the_time() -> None:
 @pytest.mark.parametrize(
     ("servers", "requests", "waits"),
     [
-        # One makes everyone wait for all before; of several, the first that is free is taken.
+        # With a single server each request waits for all earlier ones; with several, for the first free server.
         (1, ((0.0, 3.0), (1.0, 2.0), (4.5, 1.0), (9.0, 1.0)), [0.0, 2.0, 0.5, 0.0]),
         (2, ((0.0, 10.0), (0.0, 1.0), (0.5, 4.0), (2.0, 1.0)), [0.0, 0.0, 0.5, 3.0]),
     ],

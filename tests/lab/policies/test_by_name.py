@@ -1,4 +1,4 @@
-"""From the name of a policy to its plan: every name means one thing, and a wrong one is refused with what is known."""
+"""Plans of policies by name. The error for an unknown name lists the known names."""
 
 from __future__ import annotations
 

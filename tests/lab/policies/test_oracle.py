@@ -1,4 +1,4 @@
-"""The oracle: from what is hidden to all others it finds who answers first, and its own books stay true."""
+"""The oracle: it chooses the fastest replica from the true engine states, and counts its own requests correctly."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_oracle_waits_for_a_place_only_for_a_warm_cache() -> None:
     stand = Stand(fleet(1, max_num_seqs=1))
     warm, cold = Arrival(0.0, 3_200, 500, tuple(range(50))), Arrival(0.0, 3_200, 500)
     await stand.hold(warm, "gpu-0")
-    # One second of the answer is over.
+    # The answer has run for a second.
     left_s = 500 * stand.world.replicas["gpu-0"].engine.profile.step_s(1, 3_200, []) - 1.0
     await asyncio.sleep(left_s - BEGIN_WITHIN_S - 0.1)
     assert stand.place(warm) is NO_CAPACITY
@@ -148,7 +148,7 @@ async def test_it_waits_for_room_in_the_cache() -> None:
 async def test_it_leaves_out_who_is_down_excluded_or_too_small() -> None:
     small, large = fleet(1, max_model_len=1_000).replicas[0], fleet(1).replicas[0]
     stand = Stand(SimulatedFleet("mixed", (replace(small, name="a"), replace(large, name="b"))))
-    # Its own length, not the one that the request claims.
+    # The true length of the answer, not `max_tokens` of the request.
     assert stand.chosen(Arrival(0.0, 600, 600)) == "b"
     assert stand.chosen(Arrival(0.0, 600, 100)) == "a"
     stand.down.add("a")

@@ -91,7 +91,7 @@ def test_counters_are_charged_by_estimate_then_corrected() -> None:
     audit.compare()
     assert audit.counter_difference == 260.0
     audit.finished(granted(asked("0", flow="a")), Verdict.SERVED, 2.0, Usage(100, 90, 40))
-    # The most is kept: 60 + 2 x 90 is less than what was charged in between.
+    # The maximum is kept: 60 + 2 x 90 is less than the charges in between.
     audit.compare()
     assert audit.counter_difference == 260.0
     assert audit._counters[0, "a"] == 240.0
@@ -113,7 +113,7 @@ def test_a_flow_that_comes_back_is_lifted_and_one_in_debt_stays_there() -> None:
     audit.left(asked("2", flow="a"))
     audit.granted(granted(asked("3", flow="b"), 2), X)
     audit.entered(asked("4", flow="a"), NOBODY)
-    # Nobody waited: it is lifted to where the flow that emptied last stood before its charge.
+    # No flow is backlogged, so the counter is lifted to the counter of the last backlogged flow before its charge.
     assert audit._counters[0, "a"] == 200.0
     assert audit._counters[0, "b"] == 400.0
 

@@ -93,7 +93,7 @@ def test_only_those_backlogged_all_through_a_window_are_compared() -> None:
     assert indexes[:60] == [None] * 60
     # a had 60 and b 180; c was not there all the time.
     assert indexes[60] == pytest.approx(0.8)
-    # Of what comes later, b has nothing: what it was served before does not count any more.
+    # In the later window b has no service; its earlier service no longer counts.
     assert indexes[-1] == pytest.approx(0.5)
     assert indexes == sorted(indexes, key=lambda index: -(index or 2.0))
 

@@ -1,4 +1,4 @@
-"""Objectives follow from what an idle replica takes, and from what the client itself asked for."""
+"""Objectives follow from the times of an idle replica, and from the objectives of the client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the production scheduler is calls in a replay, recorded call by call."""
+"""Records the calls of the production scheduler in a replay."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.lab.small import fleet
 
 @dataclass(slots=True)
 class SchedulerCalls:
-    """All that the production side was calls, in its order; `published` are the gauges on their way there.
+    """The calls of the production scheduler in order. `published` are gauges on their way to it.
 
-    `attempts` has, for every request that was let in, how many backends were excluded and how it came.
+    `attempts` has the number of excluded backends and the `AdmissionKind` of every admitted request.
     """
 
     requests: list[Request] = field(default_factory=list)

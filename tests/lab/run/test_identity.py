@@ -1,4 +1,4 @@
-"""What an arrival is worth: flow, weight, objective, limits and time to wait, as a gateway would read them."""
+"""The identity of an arrival: flow, weight, objective, limits and longest wait, as a gateway would read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request in a replay: what the proxy knows, when it gives up, and what it charges."""
+"""A request in a replay: the facts that the proxy sees, its timeouts, and its charges."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_predictions_are_held_against_the_time_at_the_backend() -> None:
     assert (found.ttft_mape, found.tpot_p90_coverage) == (None, None)
 
 
-# --- what the proxy knows ---------------------------------------------------------------------------------------------
+# --- the facts that the proxy sees ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_cached_blocks_are_reported_when_the_answer_has_ended(monkeypatch: pytes
     ends = records_of(setup([*arrivals, Arrival(41.0, 100, 10)], on=fleet(2, max_loras=1)))
     assert [backend for _, backend, _ in seen] == [end.backend for end in ends]
     assert [at_s for at_s, _, _ in seen] == pytest.approx([SETTLE_S + end.ended_s for end in ends])
-    # Whole blocks of 64 tokens, and none of what the trace says nothing of.
+    # Full blocks of 64 tokens, without blocks that have no id in the trace.
     assert [len(hashes) for _, _, hashes in seen] == [11, 14, 25, 27, 0]
     for arrival, (_, _, hashes) in zip(arrivals, seen, strict=False):
         assert hashes == arrival.own_blocks()[: len(hashes)]

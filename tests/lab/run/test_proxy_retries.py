@@ -1,4 +1,4 @@
-"""One request in a replay that is tried again, preempted, held, or limited."""
+"""A request in a replay that is retried, preempted, held, or limited."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_retry_goes_to_a_backend_that_has_not_failed_it(calls: SchedulerCalls, e
         tried.setdefault(grant.request.id, []).append(grant.placed.backend)
         assert verdict is Verdict.TIMED_OUT
     assert [len(set(backends)) for backends in tried.values()] == [attempts] * 12
-    # A retry is marked as one: it was let in before, and is not held to the limits of the waiting room anew.
+    # A retry was admitted before, so the limits of the queue do not apply again.
     assert Counter(calls.attempts) == {
         (failed, AdmissionKind.RETRY if failed else AdmissionKind.NEW): 12 for failed in range(attempts)
     }
@@ -68,7 +68,7 @@ def test_retries_stay_within_their_budget(monkeypatch: pytest.MonkeyPatch, ratio
 
 
 def overloaded(band: str = "critical") -> list[Arrival]:
-    """Sheddable requests that fill one engine's batch and its look-ahead, then one of another band."""
+    """Sheddable requests that fill an engine's batch and its look-ahead, then a request of another band."""
     crowd = [Arrival(0.001 * i, 4_000, 200, band="sheddable") for i in range(20)]
     return [*crowd, Arrival(0.3, 100, 10, band=band)]
 
@@ -89,7 +89,7 @@ def test_sheddable_request_is_preempted_for_a_critical_one(calls: SchedulerCalls
     assert {one.attempts for one in ends} == {1}
     assert replay(what).result("blend", 1, 1.0, 1.0).preemptions == sum(one.preemptions for one in ends)
     if on:
-        # It comes back as one that was preempted, nothing is held against its backend, and its wait goes on.
+        # It returns as a preempted request: its backend is not excluded, and its wait continues.
         assert calls.attempts.count((0, AdmissionKind.PREEMPTED)) >= len(preempted)
         assert all(one.queue_wait_s is not None and one.queue_wait_s > 0.0 for one in preempted)
 

@@ -21,7 +21,7 @@ from tests.lab.small import fleet, setup
 pytestmark = pytest.mark.slow
 
 SMALL = fleet(1, max_num_seqs=4)
-"""One replica with four places."""
+"""A replica with four places."""
 
 
 BY_TENANT = Config.model_validate(
@@ -63,7 +63,7 @@ def test_nothing_but_its_own_is_lost_with_the_leader(rtt_s: float, monkeypatch: 
         return booked(of, request, placed, at_s)
 
     monkeypatch.setattr(AuditedPools, "resume", resume)
-    # Answers of some 8 s outlive the lock of the one that died.
+    # Answers of some 8 s outlive the lock of the dead leader.
     what = setup(backlog(60, 1_200), "cost", clustered(3, rtt_s=rtt_s, leader_dies_at_s=1.0), BY_TENANT)
     one = Run(what, on_record=ends.append)
     recorder = run(one.go())

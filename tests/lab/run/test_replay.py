@@ -181,7 +181,7 @@ def test_a_client_whose_request_failed_sends_it_again_some_times() -> None:
     arrivals = [Arrival(0.0, 100, 10, retries=retries, retry_after_s=1.0) for retries in (0, 2, 9)]
     ends = records_of(setup(arrivals, "blend", late, patient))
     by_client = [sum(one.arrival.retries <= most for one in ends) for most in (0, 2, 9)]
-    # One refusal; three; and one every two seconds until there is a replica.
+    # A refusal, then three, then a refusal every two seconds until there is a replica.
     assert Counter(one.outcome for one in ends) == {Outcome.REJECTED_NO_BACKENDS: 1 + 3 + 3, Outcome.COMPLETED: 1}
     assert by_client == [2, 4, 8]
     assert [one.arrived_s for one in ends if one.outcome is Outcome.COMPLETED] == [pytest.approx(6.0)]

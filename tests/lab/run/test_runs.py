@@ -1,4 +1,4 @@
-"""Many runs: in which order, what is read how often, and the same bytes from one process and from several."""
+"""Many runs: their order, the reads of their traces, and equal bytes from one process and from several."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _nothing_read_yet() -> Iterator[None]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """One request every 0.1 s for 4 s."""
+    """A request every 0.1 s for 4 s."""
     path = tmp_path / "trace.jsonl"
     lines = ({"at_s": i / 10, "prompt_tokens": 100 + i, "output_tokens": 20, "tenant": f"t{i % 3}"} for i in range(41))
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -91,7 +91,7 @@ def test_a_run_is_reported_under_its_point_and_without_its_warm_up(file: Path) -
     point = Point("least_request", 7, 2.0, 1.9)
     run = run_one(simulation(file, warmup=0.48), point).run
     assert (run.policy, run.seed, run.rate_scale, run.prefill_scale) == ("least_request", 7, 2.0, 1.9)
-    # Those that came in the last 2.0 of 4 seconds.
+    # The requests of the last 2.0 of 4 seconds.
     assert (run.offered, run.completed) == (21, 21)
     assert run_one(simulation(file), point).run.offered == 41
 

@@ -71,7 +71,7 @@ def test_usage_says_what_the_first_replica_found_cached(calls: SchedulerCalls) -
 @pytest.mark.parametrize("replica", ["gpu-0", "gpu-1"])
 @pytest.mark.parametrize("kind", [FleetFaultKind.KILL, FleetFaultKind.ROLL])
 def test_no_request_is_lost_before_its_first_token(replica: str, kind: FleetFaultKind) -> None:
-    """Wherever a replica dies, only answers that had begun are broken; with one that leaves in order, none."""
+    """A replica that dies breaks only answers that had begun. A replica that drains breaks none."""
     fault = Fault(2.0, kind, replica, value=1.0 if kind is FleetFaultKind.ROLL else 0.0)
     kept = served(ALWAYS, split_up(2, 2, (fault,)), count=200)
     others = [one for one in kept if one.outcome is not Outcome.COMPLETED]

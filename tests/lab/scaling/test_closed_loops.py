@@ -23,7 +23,7 @@ MOST = 8
 
 
 def loop(rng: Random) -> Arrival:
-    """One client, which asks again two seconds after each answer."""
+    """A client that sends a request two seconds after each answer."""
     turn: Arrival | None = None
     for _ in range(TURNS):
         prompt, output = rng.randint(2_700, 5_300), rng.randint(200, 400)

@@ -36,7 +36,7 @@ MOST = 8
 
 
 def milli_of(body: bytes, location: str) -> int:
-    """What the trigger reads, in thousandths. Raises ValueError for what it would call an error."""
+    """Returns the value that the trigger reads, in thousandths. Raises ValueError for an error of the trigger."""
     value = json.loads(body)
     for key in location.split("."):
         value = value.get(key) if isinstance(value, dict) else None

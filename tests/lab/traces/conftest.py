@@ -17,7 +17,7 @@ Saved = Callable[..., Path]
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Saved:
-    """Writes a file of these lines, text and bytes as they are; its name says nothing of what it holds."""
+    """Writes a file of these lines, text or bytes. Its name does not show its format."""
 
     def save(*lines: dict[str, Any] | str | bytes) -> Path:
         path = tmp_path / "trace.data"
@@ -33,7 +33,7 @@ def read(path: Path) -> list[Arrival]:
 
 
 def complaint(path: Path) -> str:
-    """What is said of a file, its folder left out."""
+    """Returns the error message of a file without its folder."""
     with pytest.raises(TraceError) as caught:
         read(path)
     return str(caught.value).removeprefix(f"{path.parent}/")

@@ -87,7 +87,7 @@ def test_no_more_is_held_than_arrived_within_the_longest_request(saved: Saved, m
         ((NEXT_DAY, line(1.0), line(2.0), START, line(0.5)), [0.0, 1.0, 1.5]),
         # A piece of a log has no header.
         ((line(7.0), line(6.0), START, line(1.0)), [0.0, 1.0, 2.0]),
-        # What was cut off when the proxy was killed is left out.
+        # A line that was cut off when the proxy was killed is skipped.
         ((START, line(1.0), '{"at_s": 1.5, "pro', NEXT_DAY, line(0.0), '{"at_s"'), [0.0, 86_399.0]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Trace files: what is read from each format, and what is message of a file that cannot be replayed."""
+"""Trace files: the arrivals of each format, and the error messages of invalid files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OWN = """\
 HEAD = "t_s,client,prompt_tokens,output_tokens\n"
 
 
-# --- what is read -----------------------------------------------------------------------------------------------------
+# --- arrivals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_a_name_is_the_files_without_its_suffixes(tmp_path: Path) -> None:
 
 
 def test_reading_holds_one_line_at_a_time(saved: Saved) -> None:
-    # A line beyond what is asked for cannot have been looked at.
+    # The invalid last line must not be read.
     path = saved(ARENA + "torn")
     assert len(list(islice(open_trace(path).arrivals(), 2))) == 2
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def mooncake(**changed: object) -> str:
