@@ -135,7 +135,7 @@ def test_every_key_that_needs_a_restart_is_one() -> None:
 
 
 def test_the_page_names_what_needs_a_restart() -> None:
-    page = (ROOT / "docs/how-to/reload.md").read_text()
+    page = (ROOT / "docs/how-to/configure.md").read_text()
     named = set(re.findall(r"`([\w.]+)`", page.partition("## What needs a restart")[2]))
     assert {key.removeprefix("scheduling.") for key in NEEDS_RESTART if not key.startswith("clients.")} <= {
         key.removeprefix("scheduling.") for key in named

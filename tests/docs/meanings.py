@@ -198,7 +198,7 @@ EVENTS = {
     "pair_not_warmed_up": "A prefill and a decode backend did not transfer a short prompt, and why. The first request shows whether they can.",
     "pair_warmed_up": "A prefill and a decode backend transferred a short prompt, so that the first request does not wait for them to connect.",
     "no_backend_up": "No backend is up, with the answer of each.",
-    "no_such_objects": "The cluster has no objects of this kind of the [inference extension](../how-to/inference-extension.md), so none are used.",
+    "no_such_objects": "The cluster has no objects of this kind of the [inference extension](../how-to/kubernetes.md#objects-of-the-inference-extension), so none are used.",
     "reload_failed": "The new configuration is wrong. Nothing changed.",
     "object_refused": "An object of the cluster, or an address of DNS, is left out, with the reason. The others count.",
     "notify_failed": "A state could not be sent to the service manager.",
