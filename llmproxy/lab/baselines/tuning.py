@@ -27,7 +27,7 @@ def variants_of(name: str) -> tuple[str, ...]:
     return tuple(baseline_named(_spelled(name, parameters)).name for parameters in combined)
 
 
-def taken_apart(text: str) -> tuple[str, list[tuple[str, str]]]:
+def split_policy(text: str) -> tuple[str, list[tuple[str, str]]]:
     """Returns the name and the parameters of a policy like `blend(look_ahead=0,fairness=fcfs)`. Raises ValueError."""
     name, bracket, rest = text.partition("(")
     if not bracket:
@@ -45,7 +45,7 @@ def baseline_named(text: str) -> Baseline:
 
     Raises ValueError with the reason and the nearest known name.
     """
-    name, pairs = taken_apart(text)
+    name, pairs = split_policy(text)
     factory, given = baselines.get(name), _numbers(text, pairs)
     documented = {key: parameter.default for key, parameter in signature(factory).parameters.items()}
     for key in given:

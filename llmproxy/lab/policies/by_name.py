@@ -18,7 +18,7 @@ from llmproxy.core.settings import Settings
 from llmproxy.lab.baselines import baseline_named, baselines
 from llmproxy.lab.baselines.endpoint_picker import ENDPOINT_PICKERS
 from llmproxy.lab.baselines.policy import Surroundings
-from llmproxy.lab.baselines.tuning import taken_apart
+from llmproxy.lab.baselines.tuning import split_policy
 from llmproxy.lab.fleet.world import World
 from llmproxy.lab.policies.oracle import Oracle
 
@@ -77,7 +77,7 @@ def plan_named(text: str, config: Config) -> PolicyPlan:
 
     Raises ValueError, which lists the known policies.
     """
-    name, pairs = taken_apart(text)
+    name, pairs = split_policy(text)
     given = dict(pairs)
     if name in _own():
         without = _without(text, given.pop("without", ""))

@@ -83,7 +83,7 @@ class Objectives:
         self._tpot_s = TPOT_SMALL_S if all(SMALL.search(r.profile_name) for r in fleet.replicas) else TPOT_LARGE_S
         self.unloaded_ttft_s = lru_cache(maxsize=PROMPTS_KEPT)(self._unloaded_ttft_s)
 
-    def of(self, arrival: Arrival) -> tuple[float, float]:
+    def for_arrival(self, arrival: Arrival) -> tuple[float, float]:
         """Returns the objectives of `arrival`: (time to first token, mean time per output token) in seconds."""
         ttft_s = arrival.ttft_slo_s if self._wanted.ttft_s is None else self._wanted.ttft_s
         tpot_s = arrival.tpot_slo_s if self._wanted.tpot_s is None else self._wanted.tpot_s

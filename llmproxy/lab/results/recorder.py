@@ -108,7 +108,7 @@ class RunRecorder:
         if record.arrived_s < self._warmup_s:
             return
         band = band_name(record.band)
-        for group in (self._total, self._bands.of(band), self._tenants.of(record.arrival.tenant)):
+        for group in (self._total, self._bands.group(band), self._tenants.group(record.arrival.tenant)):
             group.add(record)
         if record.ttft_s is not None:
             self.service.ended(record.arrival.tenant, record.arrival.prompt_tokens, record.output_tokens)
@@ -233,8 +233,8 @@ class RunRecorder:
     def trail(self) -> Trail:
         """Returns the additional data of the run's plots."""
         hits, hit_tokens, prompt_tokens = [], 0.0, 0.0
-        hit_at = {at_s: stretch.total for at_s, stretch in self._prompts.of("hit")}
-        for at_s, stretch in self._prompts.of("all"):
+        hit_at = {at_s: stretch.total for at_s, stretch in self._prompts.intervals("hit")}
+        for at_s, stretch in self._prompts.intervals("all"):
             hit_tokens += hit_at[at_s]
             prompt_tokens += stretch.total
             if prompt_tokens:
@@ -245,7 +245,7 @@ class RunRecorder:
             queue_wait={
                 band: [
                     WaitPoint(at_s=at_s, mean_s=stretch.total / stretch.count, max_s=stretch.peak)
-                    for at_s, stretch in self._waits.of(band)
+                    for at_s, stretch in self._waits.intervals(band)
                 ]
                 for band in self._waits.names()
             },
@@ -253,14 +253,14 @@ class RunRecorder:
             load_at_s=[sample.at_s for sample in self._samples],
             load={name: [sum(sample.load.get(name, (0, 0))) for sample in self._samples] for name in self._backends},
             queued=[sample.queued for sample in self._samples],
-            attained=[(at_s, stretch.total / stretch.count) for at_s, stretch in self._met.of("all")],
+            attained=[(at_s, stretch.total / stretch.count) for at_s, stretch in self._met.intervals("all")],
             scaled=self._scale_trail,
         )
 
     # --- parts of the result ------------------------------------------------------------------------------------------
 
     def _violated_s(self) -> float:
-        below = sum(stretch.total < KEPT_SHARE * stretch.count for _, stretch in self._met.of("all"))
+        below = sum(stretch.total < KEPT_SHARE * stretch.count for _, stretch in self._met.intervals("all"))
         return below * self._met.width_s
 
     def _loaded(self) -> Loaded:

@@ -146,7 +146,7 @@ class Groups:
         self._groups: dict[str, Group] = {}
         self._other = Group()
 
-    def of(self, name: str) -> Group:
+    def group(self, name: str) -> Group:
         group = self._groups.get(name)
         if group is None:
             if len(self._groups) >= self._kept:
@@ -203,7 +203,7 @@ class Timeline:
     def names(self) -> list[str]:
         return sorted(self._rows)
 
-    def of(self, name: str) -> list[tuple[float, Stretch]]:
+    def intervals(self, name: str) -> list[tuple[float, Stretch]]:
         """Returns (begin, interval) of the intervals with values."""
         return [(index * self.width_s, stretch) for index, stretch in sorted(self._rows.get(name, {}).items())]
 

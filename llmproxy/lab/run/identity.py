@@ -40,7 +40,7 @@ class IdentityReader:
             return band
         return min(band, self._config.band(tenant.band_max))
 
-    def of(self, arrival: Arrival, target: Target, band: int) -> ArrivalIdentity:
+    def identity(self, arrival: Arrival, target: Target, band: int) -> ArrivalIdentity:
         tenant = self._tenants.get(arrival.tenant)
         max_wait_s = self._band_max_waits_s.get(band, self._config.queue.max_wait_s)
         flow = self._flow_of(arrival, target)

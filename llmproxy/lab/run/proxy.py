@@ -61,7 +61,7 @@ class LabProxy:
         self._scrape_s = plan.scrape_s
         self._rng = rng
         self._budget = RetryBudget(config.retry.budget_ratio)
-        self._standings = IdentityReader(config)
+        self._identities = IdentityReader(config)
         self._loop = asyncio.get_running_loop()
         around = Surroundings(
             Random(rng.getrandbits(32)),
@@ -168,7 +168,7 @@ class LabProxy:
         return waiting + sum(job.request.prompt_tokens - (job.hit_tokens or 0) for job in jobs)
 
     def band(self, arrival: Arrival) -> int:
-        return self._standings.band(arrival)
+        return self._identities.band(arrival)
 
     def _jittered(self, interval_s: float) -> float:
         return interval_s * self._rng.uniform(0.8, 1.0)
@@ -205,25 +205,25 @@ class LabProxy:
         target = await self.leasing.resolve(facts.model, self._config.queue.no_backend_wait_s, prompt_bytes)
         self._budget.request()
         prompt_tokens, output_tokens = self.pools.estimator.tokens(target.model, facts)
-        standing = self._standings.of(arrival, target, record.band)
+        identity = self._identities.identity(arrival, target, record.band)
         request = Request(
             id=request_id,
             pool=target.pool,
             model=target.model,
             adapter=target.adapter,
             band=record.band,
-            flow=standing.flow,
+            flow=identity.flow,
             arrived_s=record.arrived_s,
             # The wait counts from the moment at which the model name is resolved.
-            deadline_s=self._loop.time() + standing.max_wait_s,
+            deadline_s=self._loop.time() + identity.max_wait_s,
             body_bytes=prompt_bytes,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             stream=not arrival.whole,
-            tenant=standing.tenant,
-            weight=standing.weight,
-            slo=standing.slo,
-            limits=standing.limits,
+            tenant=identity.tenant,
+            weight=identity.weight,
+            slo=identity.slo,
+            limits=identity.limits,
             prefix=self._world.prompts[request_id].blocks[: arrival.prompt_tokens // self._world.blocks.block_tokens],
             prefix_tokens=self._world.blocks.block_tokens * prompt_tokens / arrival.prompt_tokens,
             session=arrival.session,

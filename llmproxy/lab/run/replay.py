@@ -272,7 +272,7 @@ class Run:
 
     def _begin(self, arrival: Arrival) -> None:
         if self._setup.objectives_named:
-            ttft_slo_s, tpot_slo_s = self._objectives.of(arrival)
+            ttft_slo_s, tpot_slo_s = self._objectives.for_arrival(arrival)
             arrival = replace(arrival, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
         proxy = self._proxy_of(arrival)
         task = asyncio.get_running_loop().create_task(self._serve(proxy, arrival))
@@ -334,7 +334,7 @@ class Run:
 
     def _judge(self, record: Record) -> None:
         if record.outcome is Outcome.COMPLETED and record.ttft_s is not None:
-            ttft_slo_s, tpot_slo_s = self._objectives.of(record.arrival)
+            ttft_slo_s, tpot_slo_s = self._objectives.for_arrival(record.arrival)
             tokens = record.arrival.prompt_tokens, record.output_tokens
             self._answers.append((record.ended_s, record.ttft_s / ttft_slo_s, *tokens))
             record.met = record.ttft_s <= ttft_slo_s and (record.tpot_s or 0.0) <= tpot_slo_s

@@ -41,10 +41,10 @@ def test_a_step_budget_cuts_the_prompt_into_chunks() -> None:
 
 def test_first_token_objective_is_a_second_or_three_times_unloaded() -> None:
     objectives = Objectives(fleet_named("1xllama-8b-h100"), 1.0)
-    assert objectives.of(prompt(100))[0] == 1.0
+    assert objectives.for_arrival(prompt(100))[0] == 1.0
     long_s = objectives.unloaded_ttft_s(60_000)
     assert long_s > 1.0
-    assert objectives.of(prompt(60_000))[0] == 3 * long_s
+    assert objectives.for_arrival(prompt(60_000))[0] == 3 * long_s
 
 
 def test_the_fastest_replica_counts_wherever_it_stands() -> None:
@@ -72,11 +72,11 @@ def test_the_fastest_replica_counts_wherever_it_stands() -> None:
 def test_small_models_by_the_names_of_their_profiles_owe_their_tokens_sooner(profiles: str, tpot_s: float) -> None:
     (spec,) = fleet_named("1xtiny").replicas
     fleet = SimulatedFleet("own", tuple(replace(spec, profile_name=name) for name in profiles.split()))
-    assert Objectives(fleet, 1.0).of(prompt(10))[1] == tpot_s
+    assert Objectives(fleet, 1.0).for_arrival(prompt(10))[1] == tpot_s
 
 
 def test_what_a_client_asks_for_wins() -> None:
     objectives = Objectives(fleet_named("1xllama-8b-h100"), 1.0)
-    fleet_ttft_s, fleet_tpot_s = objectives.of(prompt(60_000))
-    assert objectives.of(replace(prompt(60_000), ttft_slo_s=0.2)) == (0.2, fleet_tpot_s)
-    assert objectives.of(replace(prompt(60_000), tpot_slo_s=0.5)) == (fleet_ttft_s, 0.5)
+    fleet_ttft_s, fleet_tpot_s = objectives.for_arrival(prompt(60_000))
+    assert objectives.for_arrival(replace(prompt(60_000), ttft_slo_s=0.2)) == (0.2, fleet_tpot_s)
+    assert objectives.for_arrival(replace(prompt(60_000), tpot_slo_s=0.5)) == (fleet_ttft_s, 0.5)
