@@ -1,7 +1,7 @@
-"""Makes all backends load or unload an adapter on request, and again a backend that has lost it by a restart.
+"""Loads or unloads an adapter on all backends, and again on a backend that lost the change by a restart.
 
-A backend gets one order at a time. Its models are read after each, so that an adapter can be requested as soon as its
-loading was reported.
+A backend gets one order at a time. Its model list is read after each order, so that requests for the adapter work as
+soon as its loading was reported.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _log = structlog.get_logger()
 
 
 class Lister(Protocol):
-    """Reads the models of a backend at once; a poller does."""
+    """Reads the models of a backend at once, as `Poller` does."""
 
     async def list_now(self) -> None: ...
 
 
 class AdapterKeeper(BackendObserver):
-    """Carries out changes of adapters, and repeats them on backends that come back without them.
+    """Carries out changes of adapters, and repeats them on backends that come back without them. Ended by `close`.
 
-    `backends` and `listers` are by name, and may change. `on_order` is called after every order: backend, kind of
-    change, and whether the backend carried it out. Ended by `close`.
+    `backends` and `listers` are by name, and may change. `on_order` is called after every order, with the backend, the
+    kind of change, whether it was a repetition, and whether the backend carried it out.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class AdapterKeeper(BackendObserver):
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def carry_out(self, plan: AdapterPlan) -> Report:
-        """Send the orders of a plan to all its backends at once. It goes on to its end if the caller is cancelled."""
+        """Send the orders of a plan to all its backends at once. The orders continue if the caller is cancelled."""
         return await asyncio.shield(self._spawn(self._carry_out(plan)))
 
     def listed(self, backend: str, listing: Listing) -> None:
@@ -155,7 +155,8 @@ class AdapterKeeper(BackendObserver):
             return Reply(backend, None, taken=False, message=message)
         if backend in self._listers:
             await self._listers[backend].list_now()
-        # A backend refuses to load what it has, and to unload what it has not. Its listing says whether that is so.
+        # A backend refuses to load a present adapter, and to unload a missing one. Its model list shows whether the
+        # order is met.
         taken = 200 <= status < 300 or self._adapters.is_met(change, backend)
         return Reply(backend, status, taken, _message(status, body))
 

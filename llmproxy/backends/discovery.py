@@ -1,7 +1,7 @@
-"""Backends that are found while the proxy runs: in a file that others write, by names in DNS, or in Kubernetes.
+"""Discovers backends while the proxy runs: in a watched file, by names in DNS, or in Kubernetes.
 
-Every source returns its whole set of backends at each look; the registry acts on the differences. A source that fails
-changes nothing: its last set holds.
+Every source returns its whole set of backends at each look; the registry applies the differences. After a failed look
+the last set stays.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from llmproxy.upstream.resolver import Resolver
 FILE_LOOK_S = 1.0
 LOOK_UP_TIMEOUT_S = 5.0
 EMPTY_TIMES = 4
-"""How many times as long an empty answer is doubted: whole services vanish from DNS by mistake."""
+"""Multiplies the number of misses for empty answers: whole services vanish from DNS by mistake."""
 
 Address = tuple[str, int]
 LookUp = Callable[[str, int], Awaitable[list[Address]]]
-"""Answers (host, port) of everything behind a name, none where it does not exist. Raises SourceFailedError."""
+"""Returns (host, port) of every server behind a name, none for a name that does not exist. Raises SourceFailedError."""
 
 _log = structlog.get_logger()
 
@@ -76,10 +76,10 @@ class FileSource:
 
 
 class DnsSource:
-    """All servers behind one name, each of them configured like `template`.
+    """All servers behind one name, each configured like `template`.
 
-    A server is named by its address and port, so that its name does not depend on the order of answers. A server that
-    is missing from `misses_before_removal` answers in a row is gone. Of empty answers, `EMPTY_TIMES` as many are
+    A server is named by its address and port, so that its name does not depend on the order of answers. A server leaves
+    after `misses_before_removal` answers in a row without it. If the answers are empty, `EMPTY_TIMES` as many are
     needed.
     """
 
@@ -123,7 +123,7 @@ class DnsSource:
 
 
 async def addresses(resolver: Resolver, host: str, port: int) -> list[Address]:
-    """All servers that A and AAAA records name."""
+    """All servers in the A and AAAA records of `host`."""
     try:
         found = await resolver.look_up(host)
     except socket.gaierror as error:
@@ -136,7 +136,7 @@ async def addresses(resolver: Resolver, host: str, port: int) -> list[Address]:
 
 
 async def services(name: str, _: int) -> list[Address]:
-    """All servers that SRV records of the best priority name (RFC 2782). Weights are ignored: the scheduler decides how
+    """All servers in the SRV records of the best priority (RFC 2782). Weights are ignored: the scheduler decides how
     many requests each server gets."""
     from dns import asyncresolver, exception, resolver
 
@@ -151,7 +151,7 @@ async def services(name: str, _: int) -> list[Address]:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for a source that needs a library which is not installed."""
+    """Raise ConfigError for a source whose library is not installed."""
     if find_spec("dns") is None:
         lacking = [b.url for b in config.backends if b.url.startswith(SRV)]
         if lacking:
@@ -166,11 +166,14 @@ class _Running:
 
 
 class Discovery:
-    """Asks every source at its own interval, and updates the registry. Started by `reconfigure`, ended by `close`.
+    """Queries every source at its own interval, and updates the registry. Started by `reconfigure`, ended by `close`.
 
-    `expects` is called with whether some source has not answered yet: a model that no backend lists may then still come
-    up. `on_look` is called after every look with the source and whether it succeeded. `look_ups` are the look-ups for A
-    and AAAA records, and for SRV records. `take_entries` gets what objects of a cluster say beside its InferencePools.
+    Args:
+        registry: The registry to update.
+        expects: Called with True while a source has not answered yet, so that requests for unlisted models wait.
+        on_look: Called after every look, with the source and whether it succeeded.
+        look_ups: The look-ups of A and AAAA records, and of SRV records.
+        take_entries: Gets the configuration entries of Kubernetes objects beside InferencePools.
     """
 
     def __init__(
@@ -190,7 +193,7 @@ class Discovery:
         self.objects = ExtensionObjects(take_entries, self._tell_expected)
 
     def reconfigure(self, config: Config) -> None:
-        """Ask these sources from now on. Backends of a source that is missing leave."""
+        """Apply a configuration. Backends of removed sources leave."""
         chosen = config.discovery
         wanted: dict[str, tuple[object, Callable[[], BackendSource]]] = {}
         if (file := chosen.file) is not None:
@@ -255,7 +258,7 @@ class Discovery:
             await asyncio.sleep(source.interval_s)
 
     async def close(self) -> None:
-        """Ask no source any more; the backends stay."""
+        """Stop all sources; the backends stay."""
         tasks = [running.task for running in self._running.values()]
         for task in tasks:
             task.cancel()

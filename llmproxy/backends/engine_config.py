@@ -1,12 +1,12 @@
-"""How many sequences an engine runs at once, by its own configuration, where it publishes that. Pure."""
+"""Reads the most sequences that an engine runs at once from the configuration that it publishes. Pure."""
 
 from __future__ import annotations
 
 import msgspec
 
 SERVER_INFO_PATH = "/server_info?config_format=json"
-"""vLLM answers it in development mode alone (VLLM_SERVER_DEV_MODE=1), SGLang always, and neither minds the other's
-parameter."""
+"""vLLM answers it only in development mode (VLLM_SERVER_DEV_MODE=1), SGLang always. Each ignores the other's parameter.
+"""
 SEQUENCES_MAX = 1 << 20
 
 
@@ -23,7 +23,7 @@ class _VllmParallel(msgspec.Struct):
 
     @property
     def engines(self) -> int:
-        """How many stand behind this one server."""
+        """The number of engines behind this server."""
         if self.data_parallel_external_lb:
             return 1
         return self.data_parallel_size_local if self.data_parallel_hybrid_lb else self.data_parallel_size
@@ -47,7 +47,7 @@ class _Sglang(msgspec.Struct):
 
 
 def parse_sequences(body: bytes) -> int | None:
-    """The most that runs at once behind one server, all its engines together; None where the answer does not say."""
+    """The most sequences that run at once behind one server, over all its engines; None if the answer does not say."""
     try:
         config = msgspec.json.decode(body, type=_Vllm).vllm_config
         scheduler = config.scheduler_config

@@ -1,4 +1,4 @@
-"""What polls find out about backends: it goes to the dispatcher first, and then to everybody who observes backends."""
+"""The events of polls about backends: the dispatcher gets each event first, then all observers."""
 
 from __future__ import annotations
 
@@ -17,39 +17,41 @@ _log = structlog.get_logger()
 
 
 class BackendObserver:
-    """A base for those who want to know of backends; each method does nothing unless it is overridden.
+    """The base class of observers of backends. Each method does nothing unless it is overridden.
 
     The methods are synchronous and quick. They are called on the event loop, after the dispatcher has taken the event
     in, in the order of a poll.
     """
 
     def listed(self, backend: str, listing: Listing) -> None:
-        """The backend's models, as it lists them now."""
+        """The backend listed its models."""
 
     def observe(self, backend: str, reading: Reading) -> None:
-        """The backend's load. Called before `answered`; never called for a server that publishes no vLLM metrics."""
+        """The backend's load was read. Called before `answered`; never called for a server that publishes no vLLM
+        metrics."""
 
     def published(self, backend: str, limit: int) -> None:
-        """How many sequences the backend runs at once by its own configuration; called where it publishes that."""
+        """The backend published how many sequences it runs at once."""
 
     def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
-        """The backend's load could not be read, which says nothing of its health; the verdict of the poll follows."""
+        """The backend's load could not be read, which says nothing of its health. `answered` or `troubled` follows."""
 
     def answered(self, backend: str) -> None:
-        """A poll ended in good health, whether or not it brought a reading."""
+        """A poll ended and the backend is healthy, with or without a reading."""
 
     def timed_out(self, backend: str) -> None:
-        """A question had no answer within `poll.timeout_s`. `unread` or `troubled` follows."""
+        """A request of a poll had no answer within `poll.timeout_s`. `unread` or `troubled` follows."""
 
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
-        """A poll ended early. `detail` is one line for people: what was asked, and what came."""
+        """A poll failed. `detail` is one line for people: the request and its result."""
 
     def removed(self, backend: str) -> None:
-        """The backend is no member any more, and nothing of it needs to be remembered."""
+        """The backend was removed: forget it."""
 
 
 class BackendEvents(BackendObserver):
-    """Where pollers and the registry report to. `observers` may be added to until the first backend joins."""
+    """Passes events of pollers and the registry to the dispatcher and to `observers`, a list that may grow until the
+    first backend joins."""
 
     def __init__(self, dispatcher: Dispatcher, observers: Sequence[BackendObserver] = ()) -> None:
         self._dispatcher = dispatcher
@@ -58,7 +60,7 @@ class BackendEvents(BackendObserver):
 
     def listed(self, backend: str, listing: Listing) -> None:
         if backend not in self._pools.backends:
-            # It was removed while it was asked for its models, which it had just been asked to change.
+            # The backend was removed during a read of its models that followed a change of adapters.
             return
         self._dispatcher.listed(backend, listing)
         for observer in self.observers:
@@ -116,7 +118,7 @@ class PollCounter(BackendObserver):
 
 
 class BackendLog(BackendObserver):
-    """Logs what changed about backends, and knows when every backend of the start was polled once."""
+    """Logs changes of backends, and knows when every backend of the start was polled once."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -125,10 +127,10 @@ class BackendLog(BackendObserver):
         self._unread: set[str] = set()
         self._unpolled: set[str] = set()
         self.all_polled = asyncio.Event()
-        """Every backend of `expect` has answered a poll, or failed one."""
+        """Set when every backend of `expect` has answered a poll or failed one."""
 
     def expect(self, backends: Iterable[str]) -> None:
-        """These backends are there from the start."""
+        """Add backends that are configured at the start."""
         self._unpolled.update(backends)
         if not self._unpolled:
             self.all_polled.set()
@@ -166,7 +168,7 @@ class BackendLog(BackendObserver):
         self._polled(backend)
 
     def health_changed(self, backend: str, event: EjectionEvent) -> None:
-        """Outlier detection ejected a backend, spared it, or took it back."""
+        """Log that outlier detection ejected a backend, skipped its ejection, or took it back."""
         if isinstance(event, Ejected):
             _log.warning("backend_ejected", backend=backend, why=event.why, pause_s=event.pause_s)
         elif isinstance(event, EjectionSkipped):

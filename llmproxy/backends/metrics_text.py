@@ -1,7 +1,7 @@
-"""One page of a backend's `/metrics` becomes one `Reading`, in slices that do not hold the event loop. Pure.
+"""Parses a backend's `/metrics` page into a `Reading`, in slices that do not block the event loop. Pure.
 
-Only the lines that matter are looked at. A page of vLLM is some 70 kB of histograms, scraped up to five times a second
-from every backend, so a general parser would cost more than the proxying itself.
+The parser looks only at the lines that matter. A page of vLLM is some 70 kB of histograms, scraped up to five times a
+second from every backend, so a general parser would cost more than the proxying itself.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _OTHER_NAMES = (
     (b"sglang:num_queue_reqs", WAITING),
     (b"sglang:token_usage", KV_USED),
 )
-"""Names on pages of Ray Serve, of collectors that allow no colon, and of SGLang, and those of vLLM for the same."""
+"""Names of Ray Serve, of collectors that allow no colon, and of SGLang, each with the name of vLLM for the same series.
+"""
 
 LABELS_BYTES_MAX = 64 << 10
-"""Of one series: vLLM's longest are 1 KB, and as many adapter names as wait."""
+"""The most bytes of labels in a series. vLLM's longest labels have 1 KB, plus the names of the waiting adapters."""
 
 _LINES_PER_SLICE = 256
 _LABELS_BYTES_PER_SLICE = 4 << 10
@@ -53,9 +54,9 @@ _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 def parse_reading(text: bytes, taken_at_s: float) -> Generator[None, None, Reading | None]:
     """Read the load of one backend from its metrics page; `taken_at_s` is when the scrape was sent.
 
-    Several engines behind one page are summed (requests, tokens) or averaged (KV use). None where neither running
-    nor waiting requests are there: it is no vLLM page, and a reading of zeroes would mean an idle engine. Yields
-    after at most some milliseconds of work. Raises ValueError with a reason for people beyond LABELS_BYTES_MAX.
+    Several engines behind one page are summed (requests, tokens) or averaged (KV use). Returns None for a page without
+    running and waiting requests: it is no vLLM page, and a reading of zeroes would mean an idle engine. Yields after at
+    most some milliseconds of work. Raises ValueError with a reason for people beyond LABELS_BYTES_MAX.
     """
     if RUNNING not in text:
         text = yield from _in_our_names(text)
@@ -89,16 +90,16 @@ def _in_our_names(text: bytes) -> Generator[None, None, bytes]:
 
 
 def is_filtered(text: bytes) -> bool:
-    """Whether the page holds nothing but the series asked for, that is, whether the server honoured the filter.
+    """True if the page holds only the requested series, that is, if the server honoured the filter.
 
-    The beginning of the page shows it: without a filter it is about the server's own process.
+    The beginning of the page shows it: an unfiltered page begins with metrics of the server's own process.
     """
     end = len(text) if len(text) <= _JUDGED_BYTES else text.rfind(b"\n", 0, _JUDGED_BYTES) + 1
     return _FOREIGN_LINE.search(text, 0, end) is None
 
 
 def _samples(text: bytes, name: bytes) -> Iterator[tuple[bytes, bytes] | None]:
-    """Each line of the metric `name`, as (labels, rest of the line); None where it is time for a pause."""
+    """Yield each line of the metric `name` as (labels, rest of the line), and None when it is time for a pause."""
     at, names = -1, 0
     while (at := text.find(name, at + 1)) >= 0:
         names += 1
@@ -109,7 +110,7 @@ def _samples(text: bytes, name: bytes) -> Iterator[tuple[bytes, bytes] | None]:
         end = text.find(b"\n", at)
         line = text[at + len(name) : end if end >= 0 else len(text)]
         if line[:1] == b"{":
-            # A label may hold any character, a brace too; what follows the labels is but a number.
+            # A label may hold any character, a brace too; only a number follows the labels.
             close = line.rfind(b"}")
             if close > 0:
                 yield line[1:close], line[close + 1 :]
@@ -118,7 +119,8 @@ def _samples(text: bytes, name: bytes) -> Iterator[tuple[bytes, bytes] | None]:
 
 
 def _number(rest: bytes) -> float | None:
-    """The value that opens `rest` (a time stamp may follow); None for NaN, infinity, negative or absurd values."""
+    """The number at the beginning of `rest` (a time stamp may follow). None for NaN, infinity, negative or absurd
+    values."""
     try:
         value = float(rest[:_NUMBER_BYTES_MAX].split(None, 1)[0])
     except (ValueError, IndexError):
@@ -147,8 +149,8 @@ def _deferred(text: bytes) -> Generator[None, None, float]:
 
 
 def _newest_adapters(text: bytes) -> Generator[None, None, tuple[frozenset[str], int | None]]:
-    # The engine never removes a series of this metric: each combination of adapters leaves one behind, whose value is
-    # the time when it was last true.
+    # The engine never removes a series of this metric: each combination of adapters leaves a series, whose value is the
+    # time when the combination last ran.
     newest_s, newest = -1.0, None
     for sample in _samples(text, LORA_INFO):
         if sample is None:
@@ -183,7 +185,7 @@ def _kv_tokens(text: bytes) -> Generator[None, None, int | None]:
 
 
 def _whole(text: str | None) -> int | None:
-    """A label value as an integer; None for the `"None"` that vLLM writes for whatever is not set."""
+    """A label value as an integer; None for `"None"`, which vLLM writes for an unset value."""
     number = _number(text.encode()) if text is not None else None
     return None if number is None else int(number)
 

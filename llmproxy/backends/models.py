@@ -1,4 +1,4 @@
-"""One answer of a backend's `/v1/models` becomes one `Listing`, in slices that do not hold the event loop. Pure."""
+"""Parses an answer of a backend's `/v1/models` into a `Listing`, in slices that do not block the event loop. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CARDS_MAX = 10_000
 CARD_BYTES_MAX = 32 << 10
 """A card of vLLM is 0.5 KB."""
 COMMAS_MAX = 1 << 18
-"""Of the whole answer; a card of vLLM has 23. Each may stand before a value, which costs an object."""
+"""The most commas in an answer; a card of vLLM has 23. A value, which costs an object, may follow each comma."""
 
 _SLICE_BYTES = 32 << 10
 
 
 class _List(msgspec.Struct):
-    """The answer, with its cards as they were sent: to find them costs a tenth of what reading them does."""
+    """The answer with its cards unparsed: finding them costs a tenth of parsing them."""
 
     data: list[msgspec.Raw]
 
@@ -30,11 +30,11 @@ _DECODER = msgspec.json.Decoder(_List)
 
 
 def parse_listing(body: bytes, taken_at_s: float) -> Generator[None, None, Listing]:
-    """Read the model cards in their own order, every field of them kept.
+    """Read the model cards in their order, with all their fields.
 
     A card whose `parent` is null (or absent) is a base model. Yields after at most some milliseconds of work. Raises
-    ValueError with a reason for people when the answer is not a model list, or is one beyond `CARDS_MAX` cards,
-    `COMMAS_MAX` or, in one card, `CARD_BYTES_MAX`.
+    ValueError with a reason for people if the answer is no model list, or exceeds `CARDS_MAX`, `COMMAS_MAX` or, in one
+    card, `CARD_BYTES_MAX`.
     """
     if (commas := body.count(b",")) > COMMAS_MAX:
         raise ValueError(f"the model list has {commas} commas, more than the {COMMAS_MAX} that are accepted")
@@ -75,6 +75,6 @@ def _card(entry: Any, index: int) -> ModelCard:
         raise ValueError(f'entry {index} of the model list has no usable "id"')
     if parent is not None and not isinstance(parent, str):
         raise ValueError(f'entry {index} of the model list has a "parent" that is not a name')
-    # JSON's true is an int to Python, and no length.
+    # JSON's true is an int in Python, but no length.
     has_len = isinstance(max_model_len, int) and not isinstance(max_model_len, bool) and max_model_len > 0
     return ModelCard(name, parent or None, max_model_len if has_len else None, entry)

@@ -1,7 +1,7 @@
-"""Lets new pairs of engines meet before a client's request needs it.
+"""Warms up new pairs of prefill and decode engines before a client's request needs them.
 
 The first transfer of KV between two engines takes longer than any later one, because they connect and compare their
-layouts. So a backend that starts is sent one short prompt with each partner.
+layouts. So a new backend gets one short prompt with each partner.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken
 
 PATH = "/v1/completions"
 PROMPT_TOKENS = 256
-"""More than a block of the KV-cache of any engine: less than one block may not be handed over."""
+"""More than a block of the KV cache of any engine: an engine may not transfer less than a block."""
 TOKENS_KNOWN = 1_000
-"""Every vocabulary has so many tokens. Prompts of different ones are in no cache, so that KV is read."""
+"""Every vocabulary has this many tokens. Each warm-up repeats another token, so that no prefix cache has its prompt and
+KV is transferred."""
 FIRST_TOKENS = 8
-"""Less than a block, so that nothing of the prompt above is in a cache."""
+"""Less than a block, so that no part of the full prompt gets cached."""
 LIMIT_S = 30.0
 ANSWER_BYTES_MAX = 64 << 10
 
@@ -40,8 +41,8 @@ _log = structlog.get_logger()
 class PairWarmUp(BackendObserver):
     """Warms each pair up once after a start of either backend, one pair at a time. Ended by `close`.
 
-    `backends` are by name and may change, `config` is the one in force. A pair that fails is not tried again: the
-    first request that is split shows what is wrong.
+    `backends` are by name and may change; `config` returns the configuration in force. A failed pair is not tried
+    again: the first split request shows the error.
     """
 
     def __init__(
@@ -65,16 +66,16 @@ class PairWarmUp(BackendObserver):
         self._listed.add(backend)
 
     def answered(self, backend: str) -> None:
-        """Only now a backend that was down is known to be up; its models were listed before."""
+        """Warm up the pairs of a backend at its first `answered` after `listed`: only now it is up."""
         if backend not in self._listed:
             return
-        # Its partners may still be down; their own first answer comes here too.
+        # Partners may still be down; their own first answer starts the warm-up then.
         self._listed.remove(backend)
         if (self._task is None or self._task.done()) and next(self._new(self._config()), None) is not None:
             self._task = spawned(self._warm_up(), "warm up pairs")
 
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
-        """An engine that is down comes back as another process, which knows nobody."""
+        """Forget the pairs of a backend that is down: the engine comes back as a new process without connections."""
         del trouble, detail
         if self._pools.backends[backend].health.down:
             self.removed(backend)
@@ -84,13 +85,13 @@ class PairWarmUp(BackendObserver):
         self._met = {pair for pair in self._met if backend not in pair}
 
     async def close(self) -> None:
-        """Cancel what is under way."""
+        """Cancel a running warm-up."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def _new(self, config: Config) -> Iterator[Pair]:
-        """Pairs of one pool that may be asked and have not met."""
+        """Pairs of one pool whose backends are up and that are not warmed up."""
         scheduling = config.scheduling
         if not scheduling.warm_up_pairs or scheduling.disaggregation == "never" or not _connector(config).asks:
             return
@@ -124,7 +125,7 @@ class PairWarmUp(BackendObserver):
                 _log.warning("pair_not_warmed_up", **facts, why=why[:500])
 
     async def _meet(self, first: str, second: str) -> str | None:
-        """Have one prompt computed by one backend and read by the other; None, or why that failed."""
+        """Prefill a prompt on one backend and decode it on the other. Returns None, or why that failed."""
         connector = _connector(self._config())
         listing = self._pools.backends[first].listing
         name = next((card.name for card in listing.cards if card.parent is None), None) if listing else None
@@ -132,7 +133,7 @@ class PairWarmUp(BackendObserver):
             return "It lists no base model."
         token = next(self._serials) % TOKENS_KNOWN
         body = {"model": name, "prompt": [token] * PROMPT_TOKENS, "max_tokens": 1, "temperature": 0}
-        # vLLM 0.32 on a CPU with AMX dies where the first thing that an engine computes is an answer to KV it fetched.
+        # vLLM 0.32 on a CPU with AMX crashes if the first prompt of an engine uses fetched KV.
         for asked, one, transfer in (
             (second, body | {"prompt": [token] * FIRST_TOKENS}, None),
             (first, body, connector.asks),

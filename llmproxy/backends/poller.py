@@ -1,9 +1,9 @@
-"""One task per backend asks for its health, its models and its load, apart from all requests.
+"""Polls the health, models and load of each backend, in one task per backend, apart from all requests.
 
-A poll asks in a fixed order (health, models, metrics; the first two only when they are due). It ends with exactly one
-event: `answered`, or `troubled` by the first question that failed. Metrics that cannot be read are no failure: readings
-go stale by themselves, and `/health`, which is then asked once more, says whether the backend is well. The load of a
-busy backend is read several times a second. An idle backend has the same load each time: it is read with its health.
+A poll sends its requests in a fixed order (health, models, metrics; the first two only when they are due). It ends with
+exactly one event: `answered`, or `troubled` after the first failed request. Unreadable metrics are no failure: readings
+go stale by themselves, and a further request to `/health` shows whether the backend is healthy. The load of a busy
+backend is read several times a second. The load of an idle backend does not change: it is read with its health.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from llmproxy.lifecycle.descriptors import errno_reason
 from llmproxy.upstream.port import ConnectFailed, InvalidResponse, Upstream, UpstreamBroken, read_response_body
 
 BODY_BYTES_MAX = 4 << 20
-"""No answer is read beyond this: a page of vLLM has 0.1 MB, a list of 8,000 adapters 4 MB, and a wrong URL may lead to
-anything. Answers are parsed in slices, so that no step holds the loop for more than about 10 ms."""
+"""The most bytes read of an answer: a page of vLLM has 0.1 MB, a list of 8,000 adapters 4 MB, and a wrong URL may lead
+to anything. Answers are parsed in slices, so that no step blocks the loop for more than about 10 ms."""
 
 FAST_BYTES_MAX = 32 << 10
-"""A longer filtered answer is no longer cheap for the engine: it is asked for as often as the full page."""
+"""A longer filtered answer is not cheap for the engine: it is requested as rarely as the full page."""
 
 HEALTH_INTERVAL_S = 1.0
 REPROBE_INTERVAL_S = 10.0
 """How often a better source of readings is tried: a backend may be replaced without ever refusing a poll."""
 
 LIMIT_ASKS_MAX = 3
-"""How often the configuration is asked for without an answer: vLLM inspects its machine before the first answer."""
+"""The most requests for the configuration without an answer: vLLM inspects its machine before the first answer."""
 LIMIT_PAUSE_S = 10.0
-"""The pause between two such questions, also where a backend restarts again and again."""
+"""The pause between two such requests, also if a backend restarts again and again."""
 
 GZIP_OR_ZLIB = 32
-"""Added to the window size, it lets zlib recognize either header."""
+"""Added to the window size of zlib, which then recognizes either header."""
 
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
-"""What OpenSSL calls an answer that is no TLS."""
+"""OpenSSL's reasons for an answer that is no TLS."""
 
 FILTERED_PATH = "/metrics/?" + "&".join(f"name[]={quote(name, safe=':')}" for name in METRIC_NAMES)
-# The slash matters: without it vLLM serves another handler, which ignores the filter and costs the engine twenty times
-# as much of its event loop.
+# The slash matters: without it vLLM serves another handler, which ignores the filter and costs the engine's event loop
+# twenty times as much.
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ _log = structlog.get_logger()
 
 
 class _MetricsSource(Enum):
-    """Where readings come from, best first. The value is the path, None for a backend that has no metrics."""
+    """The sources of readings, best first. The value is the path, None for a backend without metrics."""
 
     FILTERED = FILTERED_PATH
     PAGE = "/metrics"
@@ -84,11 +84,11 @@ class _PollTimedOut(_PollFailed):
 
 
 class Poller:
-    """Polls one backend for as long as `run` runs.
+    """Polls one backend while `run` runs.
 
-    `url` is the backend's base URL without a trailing slash, `api_key` its bearer key or None. `has_work` says whether
-    requests are in flight there. `clock` gives the time stamps of readings in seconds: it is the scheduler's clock, and
-    the event loop's unless given.
+    `url` is the backend's base URL without a trailing slash, `api_key` its bearer key or None. `has_work` returns
+    whether requests are in flight there. `clock` gives the time stamps of readings in seconds: the scheduler's clock,
+    by default the event loop's.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Poller:
     ) -> None:
         self._backend = backend
         self._url = url
-        # A compressed answer would be paid for on the engine's event loop.
+        # Compressing the answer would cost time of the engine's event loop.
         self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._has_key = bool(api_key)
         self._upstream = upstream
@@ -135,15 +135,15 @@ class Poller:
             asking.cancel()
 
     async def list_now(self) -> None:
-        """Report the backend's models at once, after they were changed. Polls go on at the same time.
+        """Report the backend's models at once, after a change of adapters. Polls continue meanwhile.
 
-        A failure is not reported: the next poll does so.
+        A failure is not reported here: the next poll reports it.
         """
         with suppress(_PollFailed):
             await self._ask_models()
 
     async def _ask_limit(self) -> None:
-        """Ask for the batch limit each time the backend comes up, apart from polls: the answer may take seconds."""
+        """Request the batch limit each time the backend comes up, apart from polls: the answer may take seconds."""
         while True:
             await self._came_up.wait()
             self._came_up.clear()
@@ -161,7 +161,7 @@ class Poller:
     # --- one poll ------------------------------------------------------------------------------------------------
 
     async def poll_once(self) -> float:
-        """Ask what is due, report the answers, and return the seconds to wait before the next poll."""
+        """Send the requests that are due, report the answers, and return the seconds to wait before the next poll."""
         try:
             await self._ask_what_is_due()
         except _PollFailed as failure:
@@ -170,8 +170,8 @@ class Poller:
             if timed_out:
                 self._events.timed_out(self._backend)
             self._events.troubled(self._backend, failure.trouble, failure.detail)
-            # A refusal costs the machine nothing, and it is good to know soon that it is repeated or has ended. A poll
-            # that ran out of time was itself a pause.
+            # A refused connection is cheap, and a quick retry shows soon whether it persists. A poll that ran out of
+            # time was itself a pause.
             soon = timed_out or failure.trouble is Trouble.REFUSED
             return self._jittered(self._times.interval_s if soon else self._times.page_interval_s)
         return max(0.0, min(self._health_due_s, self._models_due_s, self._metrics_due_s) - self._clock())
@@ -190,7 +190,7 @@ class Poller:
                 return
 
     def _reset(self) -> None:
-        """Forget what was learned of a backend that failed: another server may come up in its place."""
+        """Forget the state of a failed backend: another server may come up in its place."""
         self._metrics_source: _MetricsSource | None = None
         self._idle = self._well = False
         self._health_due_s = self._models_due_s = self._metrics_due_s = self._probe_due_s = -inf
@@ -200,7 +200,7 @@ class Poller:
         return interval_s * self._rng.uniform(0.8, 1.0)
 
     async def _ask_what_is_due(self) -> None:
-        """Ask what is due. Intervals begin with the answer, so that a slow server is not asked without a pause."""
+        """Send the requests that are due. Intervals begin with the answer, so that a slow server gets a pause."""
         if self._clock() >= self._health_due_s:
             await self._ask_health()
             self._health_due_s = self._clock() + self._jittered(HEALTH_INTERVAL_S)
@@ -225,7 +225,8 @@ class Poller:
             if isinstance(failure, _PollTimedOut):
                 self._events.timed_out(self._backend)
             self._events.unread(self._backend, failure.trouble, failure.detail)
-            # Its last good answer is older than this failure, and a machine that is gone fails in the same way.
+            # The last good answer to `/health` is older than this failure, and a machine that is gone fails in the same
+            # way.
             await self._ask_health()
             self._health_due_s = self._clock() + self._jittered(HEALTH_INTERVAL_S)
         self._metrics_due_s = self._clock() + self._jittered(interval_s)
@@ -237,7 +238,7 @@ class Poller:
             self._events.observe(self._backend, reading)
 
     async def _ask_health(self) -> None:
-        # A server without this route is not ill. Only a status of 5xx says that it is.
+        # A server without this route counts as healthy. Only a status of 5xx means unhealthy.
         status, _ = await self._get("/health")
         if status >= 500:
             raise _PollFailed(Trouble.UNHEALTHY, f"GET {self._url}/health answered {status}")
@@ -246,7 +247,8 @@ class Poller:
         sent_at_s = self._clock()
         status, body = await self._get("/v1/models")
         if status != 200:
-            # An engine has this route: what answers in its place, such as a front that waits for it, serves nothing.
+            # Every engine has this route: a server without it, such as a front that waits for its engine, serves
+            # nothing.
             trouble = Trouble.UNHEALTHY if status >= 500 or status == 404 else Trouble.GARBAGE
             asks = "; is the backend's api_key right?" if self._has_key else "; set backend_api_key, or its own api_key"
             hint = asks if status in (401, 403) else "; does it speak TLS (https://)?" if status == 400 else ""
@@ -256,15 +258,16 @@ class Poller:
         except ValueError as error:
             raise _PollFailed(Trouble.GARBAGE, f"GET {self._url}/v1/models: {error}") from None
         if all(card.parent is not None for card in listing.cards):
-            # The names of before stay known, so that requests for them wait.
+            # The previous names stay known, so that requests for them wait.
             raise _PollFailed(Trouble.UNHEALTHY, f"GET {self._url}/v1/models lists no base model")
-        # The answer to an earlier question may arrive later. It must not replace a newer one.
+        # The answer to an earlier request may arrive later. It must not replace a newer answer.
         if sent_at_s >= self._listed_at_s:
             self._listed_at_s = sent_at_s
             self._events.listed(self._backend, listing)
 
     async def _ask_metrics(self) -> tuple[Reading | None, float]:
-        """The reading of the best source that has one, beginning with the last that had, and when to ask again."""
+        """Return the reading of the best source that has it, and the seconds until the next. Starts with the source of
+        the last reading."""
         sources = list(_MetricsSource)
         if self._metrics_source is not None and self._clock() < self._probe_due_s:
             sources = sources[sources.index(self._metrics_source) :]
@@ -292,20 +295,20 @@ class Poller:
     # --- one question --------------------------------------------------------------------------------------------
 
     async def _get(self, path: str) -> tuple[int, bytes]:
-        """Status and body of one answer, redirects not followed. Raises _LapFailed where no readable answer came."""
+        """Status and body of one answer, redirects not followed. Raises _PollFailed without a readable answer."""
         what = f"GET {self._url}{path.partition('?')[0]}"
         timeout_s = self._times.timeout_s
         answers = False
         try:
             async with asyncio.timeout(timeout_s):
-                # The time limit for connecting is the one for the whole question.
+                # The timeout above includes connecting, so this limit is never reached.
                 exchange = await self._upstream.open(self._url, "GET", path, self._headers, (), 2 * timeout_s)
                 answers = True
                 body = _decompressed(await read_response_body(exchange, BODY_BYTES_MAX), exchange.headers)
         except TimeoutError:
             raise _PollTimedOut(Trouble.TIMEOUT, f"{what}: no answer within {timeout_s:g} s") from None
         except (ConnectFailed, UpstreamBroken, ValueError, zlib.error) as error:
-            # The client names the backend, and the question does so already.
+            # The message of the client names the backend, as `what` does.
             why = str(error).removeprefix(f"{self._url}: ")
             if answers or isinstance(error, InvalidResponse | ValueError):
                 raise _PollFailed(Trouble.GARBAGE, f"{what}: {why}") from None
@@ -317,7 +320,7 @@ class Poller:
         return exchange.status, body
 
     def _log_bug(self, bug: Exception) -> None:
-        # A bug repeats with every poll; it is logged again only when it is another one.
+        # A bug repeats with every poll. Only a different bug is logged again.
         where = traceback.extract_tb(bug.__traceback__)[-1]
         description = f"{type(bug).__name__} at {where.filename}:{where.lineno}"
         if description != self._last_bug:
@@ -326,7 +329,7 @@ class Poller:
 
 
 async def _in_slices(slices: Generator[None, None, T]) -> T:
-    """The result of a computation that pauses now and then; in each pause, other tasks have a turn."""
+    """Run a computation in slices and return its result. Other tasks run between the slices."""
     while True:
         try:
             next(slices)
@@ -337,7 +340,7 @@ async def _in_slices(slices: Generator[None, None, T]) -> T:
 
 
 def _decompressed(body: bytes, headers: list[tuple[str, str]]) -> bytes:
-    """The body without the gzip or deflate coding that a server applied unasked. At most one byte too many is unpacked.
+    """The body without gzip or deflate, which a server may apply unasked. At most one byte too many is unpacked.
 
     Raises zlib.error.
     """
@@ -348,7 +351,7 @@ def _decompressed(body: bytes, headers: list[tuple[str, str]]) -> bytes:
 
 
 def _hint(error: Exception) -> str:
-    """What may be wrong with the URL of a backend that never answered."""
+    """A hint for people about a wrong URL, for a backend that never answered."""
     cause = error.__cause__
     if isinstance(cause, ssl.SSLError):
         return "; it does not speak TLS: should its URL begin with http://?" if cause.reason in NO_TLS else ""
@@ -361,8 +364,8 @@ def _trouble(error: Exception) -> Trouble:
     cause = error.__cause__
     if isinstance(cause, OSError) and errno_reason(cause) is not None:
         return Trouble.LOCAL_FAILURE
-    # Only a refusal proves that no process listens, and open streams are given up on that proof: a name that does not
-    # resolve, or an unreachable network, must never be mistaken for it.
+    # Only a refused connection proves that no process listens, and open streams are ended on that proof. A name that
+    # does not resolve, or an unreachable network, must never count as a refusal.
     return Trouble.REFUSED if _is_refused(cause) else Trouble.TIMEOUT
 
 

@@ -1,8 +1,8 @@
-"""The registry of backends: the one place where backends join, change, drain and leave.
+"""The registry of backends: backends join, change, drain and leave only here.
 
-Each source (the configuration, a watched file, DNS) says which backends it wants; the registry holds the union. A
-backend that is missing joins. A backend that no source wants any more leaves: it gets no new requests, those in flight
-end in their own time (`timeouts.total_s` at the most), and then it is removed.
+Each source (the configuration, a watched file, DNS, Kubernetes) wants a set of backends; the registry holds the union.
+A new backend joins. A backend that no source wants any more leaves: it gets no new requests, its requests in flight end
+(within `timeouts.total_s`), and then it is removed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = structlog.get_logger()
 
 
 class Instance(BackendConfig):
-    """A backend whose platform knows which process it is (`uid`), and whether it is ready for requests."""
+    """A backend whose platform reports its process (`uid`), and whether it is ready for requests."""
 
     uid: str
     ready: bool
@@ -59,7 +59,7 @@ class _Member:
 
 
 class BackendRegistry:
-    """The backends, with the poller of each, which runs until the backend is removed or `close` is called.
+    """The backends, each with a poller that runs until the backend is removed or `close` is called.
 
     `endpoints` is kept up to date for the clients that send requests. `events` gets all events of polls and removals.
     """
@@ -91,37 +91,36 @@ class BackendRegistry:
 
     @property
     def backends(self) -> Mapping[str, BackendConfig]:
-        """Every backend by its name; one mapping that follows all changes.
-
-        Backends that leave are included. They come before those that were wanted again."""
+        """A live mapping of every backend by its name, backends that leave included. A backend that is wanted again
+        moves to the end."""
         return MappingProxyType(self._backends)
 
     @property
     def pollers(self) -> Mapping[str, Poller]:
-        """The poller of every backend, in the same way."""
+        """A live mapping of every poller by the name of its backend."""
         return MappingProxyType(self._pollers)
 
     # --- what sources and operators want --------------------------------------------------------------------------
 
     def update(self, source: str, backends: Sequence[BackendConfig]) -> None:
-        """`source` wants these backends and no others. Of two with one name or URL, the first one counts.
+        """Set the backends that `source` wants. Of two with the same name or URL, the first one counts.
 
-        Raises ConfigError for a file of authorities that cannot be read, and then nothing has changed.
+        Raises ConfigError if a CA file cannot be read, and then nothing has changed.
         """
         if self._wanted.get(source) == tuple(backends):
-            # Most answers of DNS are the same again, and to read the authorities takes 34 ms for each backend.
+            # Most answers of DNS repeat the last one, and reading the CA files takes 34 ms for each backend.
             return
         peers_tls(backends)
         self._wanted[source] = tuple(backends)
         self._reconcile()
 
     def remove_source(self, source: str) -> None:
-        """`source` does not exist any more, and wants no backends."""
+        """Remove a source. Its backends leave, unless another source wants them."""
         if self._wanted.pop(source, None) is not None:
             self._reconcile()
 
     def reconfigure(self, poll: PollConfig, api_key: str | None) -> None:
-        """Poll at other intervals, or with another key where a backend has none of its own."""
+        """Set the intervals of polls, and the key of backends without a key of their own."""
         if (poll, api_key) == (self._poll, self._api_key):
             return
         self._poll, self._api_key = poll, api_key
@@ -133,27 +132,27 @@ class BackendRegistry:
         self._set_drained(self._members[name], drained=True)
 
     def undrain(self, name: str) -> None:
-        """Let a backend have requests again, unless it leaves. Raises KeyError."""
+        """End the drain of a backend. A backend that leaves still gets no requests. Raises KeyError."""
         self._set_drained(self._members[name], drained=False)
 
     def drain_on_join(self, names: Iterable[str]) -> None:
-        """Drain these backends as soon as they join, because they were drained in the predecessor of this process."""
+        """Drain these backends as soon as they join, because an operator drained them in the previous process."""
         self._drained_before.update(names)
 
     def restore_limits(self, known: Mapping[str, KnownLimit]) -> None:
-        """Let backends start from the batch limits that another process learned, by URL."""
+        """Set the batch limits that another process learned, by URL, also for backends that join later."""
         self._restored = known
         for name, backend in self._backends.items():
             if backend.url in known:
                 self._pools.backends[name].restore(known[backend.url])
 
     def known_limits(self, among: Callable[[str], bool] = lambda _: True) -> dict[str, KnownLimit]:
-        """The learned batch limits by URL, of the backends of which `among` says yes."""
+        """The learned batch limits by URL, for backends whose name passes `among`."""
         known = self._pools.known_limits().items()
         return {self._backends[name].url: limit for name, limit in known if name in self._backends and among(name)}
 
     def drained(self) -> set[str]:
-        """The backends that an operator drained, those that are still to join included."""
+        """The names of backends that an operator drained, also of backends that have not joined yet."""
         return {name for name, member in self._members.items() if member.drained} | self._drained_before
 
     def _set_drained(self, member: _Member, *, drained: bool) -> None:
@@ -278,11 +277,11 @@ class BackendRegistry:
     # --- what the admin API shows ---------------------------------------------------------------------------------
 
     def statuses(self) -> list[BackendStatus]:
-        """Every backend, in the order of names."""
+        """The status of every backend, sorted by name."""
         return [self._status(member) for _, member in sorted(self._members.items())]
 
     def status(self, name: str) -> BackendStatus:
-        """One backend. Raises KeyError."""
+        """The status of a backend. Raises KeyError."""
         return self._status(self._members[name])
 
     def _status(self, member: _Member) -> BackendStatus:

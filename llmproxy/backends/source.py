@@ -1,4 +1,4 @@
-"""What a source of backends is: it returns its whole set of them at each look."""
+"""The interface of a source of backends. Each look returns the whole set."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class SourceFailedError(Exception):
 
 
 class RefusedLog:
-    """Logs the objects of one source that are left out: each reason once, until the object is well or gone."""
+    """Logs the rejected objects of one source: each reason once, until the object is valid or gone."""
 
     def __init__(self) -> None:
         self._logged: Mapping[str, str] = {}
 
     def log(self, source: str, refused: Mapping[str, str]) -> None:
-        """`refused` has the reason of every object that is left out now, by name."""
+        """`refused` maps the name of every rejected object to the reason."""
         for name, why in refused.items():
             if self._logged.get(name) != why:
                 _log.warning("object_refused", object=name, source=source, why=why)
@@ -41,7 +41,7 @@ class RefusedLog:
 
 
 def place_of(host: str, port: int) -> str:
-    """HOST:PORT as in a URL. Raises ValueError for a host that is no address and no name, and for a wrong port."""
+    """HOST:PORT as in a URL. Raises ValueError for an invalid host or port."""
     if not 0 < port < 1 << 16:
         raise ValueError(f"{port} is no port")
     if _HOST_NAME.fullmatch(host):
@@ -60,7 +60,7 @@ class BackendSource(Protocol):
         """Time between two looks."""
 
     async def look(self) -> Sequence[BackendConfig] | None:
-        """All backends of the source, None where nothing has changed since the last look. Raises SourceFailedError."""
+        """All backends of the source, None if nothing has changed since the last look. Raises SourceFailedError."""
 
     async def close(self) -> None:
-        """Stop what goes on between looks."""
+        """Stop the work between looks."""

@@ -1,4 +1,4 @@
-"""How long new replicas take to serve: from the first poll that fails to the first list of models."""
+"""Measures how long new replicas take to start: from the first failed poll to the first list of models."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from llmproxy.core.domain import Listing, Trouble
 from llmproxy.core.pools import Pools
 
 LEAST_S = 2.0
-"""A backend that answers sooner than this after its first failed poll was there before, and a connection failed."""
+"""A backend that answers sooner after its first failed poll ran before, and only a connection failed."""
 
 
 class StartTimes(BackendObserver):
-    """Tells the scaling of its pool, and `on_start` (pool, seconds), about each backend that started.
+    """Reports each start of a backend to the scaling of its pool, and to `on_start` (pool, seconds).
 
-    A backend that answers its first poll was there before: nothing is known of its start.
+    A backend that answers its first poll ran before: its start is unknown.
     """
 
     def __init__(self, pools: Pools, clock: Callable[[], float], on_start: Callable[[str, float], None]) -> None:

@@ -1,4 +1,4 @@
-"""The state file: what was learned of backends, kept for the next process, so that it need not learn it again."""
+"""The state file: batch limits and capacities that a process learned, kept for the next process."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ from llmproxy.core.domain import KnownCapacity, KnownLimit
 AUTO, NONE = "auto", "none"
 FORMAT = "llmproxy-state/1"
 OLD_NAME = "state.json"
-"""What all proxies of a user shared in earlier versions. Nobody can tell whose numbers are in it."""
+"""The file that all proxies of a user shared in earlier versions. It does not name the proxy that learned its numbers.
+"""
 AGE_MAX_S = 7 * 86_400.0
-"""A backend that was not seen for so long is forgotten: engines are restarted with other options."""
+"""A backend that was not seen for so long is dropped: engines are restarted with other options."""
 ENTRIES_MAX = 4_096
-"""The most backends; those that were seen last stay."""
+"""The most backends in the file, by last seen."""
 FILE_BYTES_MAX = 4 << 20
 LOOK_S = 5.0
-"""How often limits are compared with those that were written."""
+"""How often limits are compared with the written limits."""
 REFRESH_S = 3_600.0
-"""How often entries are written although nothing is new, so that they do not age."""
+"""How often entries are written without a change, so that they do not expire."""
 POOLS_MAX = 256
 POOLS_EVERY_S = 60.0
-"""How often capacities, which change with every answer, are a reason to write."""
+"""The least time between two writes because of capacities alone, which change with every answer."""
 
 _log = structlog.get_logger()
 _Seen = TypeVar("_Seen", bound="_Entry | _Pool")
 
 
 class _Entry(msgspec.Struct):
-    """What is kept of one backend; `seen_s` is seconds since the epoch."""
+    """The stored values of a backend. `seen_s` is a Unix time."""
 
     limit: int
     settled: bool
@@ -52,7 +53,7 @@ class _Entry(msgspec.Struct):
 
 
 class _Pool(msgspec.Struct):
-    """What is kept of one pool; see `KnownCapacity`."""
+    """The stored capacity of a pool; see `KnownCapacity`."""
 
     sums: tuple[float, ...]
     sizes: tuple[tuple[int, int, float, float], ...]
@@ -67,7 +68,7 @@ class _Content(msgspec.Struct):
 
 
 class State(NamedTuple):
-    """What is kept: batch limits by the URL of the backend, and capacities by pool."""
+    """The content of the file: batch limits by the URL of the backend, and capacities by pool."""
 
     limits: Mapping[str, KnownLimit] = {}
     capacities: Mapping[str, KnownCapacity] = {}
@@ -78,9 +79,11 @@ class _Unusable(Exception):  # noqa: N818 - it is found in a file, and logged
 
 
 def place(setting: str, environ: Mapping[str, str], host: str, port: int) -> Path | None:
-    """The file that `state_file` means, None for none. By default it is in systemd's StateDirectory, else by XDG base
-    directories, and is named after the address where the proxy listens, so that no other proxy's numbers are taken. A
-    port that the system chooses is another one at each start, so there is no file then.
+    """The path of the file for the setting `state_file`, None for no file.
+
+    By default it is in systemd's StateDirectory, else in the XDG base directories, and is named after the address where
+    the proxy listens, so that proxies do not mix their numbers. There is no file for a port that the system chooses,
+    because the port changes with each start.
     """
     if setting == NONE:
         return None
@@ -92,14 +95,14 @@ def place(setting: str, environ: Mapping[str, str], host: str, port: int) -> Pat
     if directory := environ.get("STATE_DIRECTORY"):
         return Path(directory.split(":")[0]) / name
     for base in (Path(environ.get("XDG_STATE_HOME", "")), Path(environ.get("HOME", "")) / ".local" / "state"):
-        # A relative one is to be ignored.
+        # The XDG specification ignores relative paths.
         if base.is_absolute():
             return base / "llmproxy" / name
     return None
 
 
 def warn_of_old(path: Path | None) -> None:
-    """Log that the file of earlier versions beside the one by default is not read."""
+    """Log that the file of earlier versions, beside the default file, is not read."""
     if path is not None and path.name != OLD_NAME and (old := path.with_name(OLD_NAME)).exists():
         _log.info("old_state_ignored", path=str(old), hint="proxies shared it: delete it, or name it as state_file")
 
@@ -107,9 +110,9 @@ def warn_of_old(path: Path | None) -> None:
 class StateFile:
     """A `State` on disk.
 
-    It is written as a whole, to a new file that replaces it. Several proxies may share it: entries of backends and
-    pools that this proxy does not know stay. A file of another format is logged once, and neither read nor written.
-    Nothing here raises: a proxy without its file learns all of it again.
+    Each write replaces the whole file. Several proxies may share it: entries of backends and pools that this proxy does
+    not know stay. A file of another format is logged once, and neither read nor written. No method raises: a proxy
+    without its file learns everything again.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:  # noqa: TID251 - for other processes
@@ -118,11 +121,11 @@ class StateFile:
         self._logged: str | None = None
         self._written = State()
         self._written_s = 0.0
-        # The last write may begin while a thread has not ended the one before it.
+        # The last write may begin while a thread still writes.
         self._writing = Lock()
 
     def read(self) -> State:
-        """What is in the file, without what is too old."""
+        """The content of the file without expired entries; empty if the file is unusable."""
         try:
             content = self._content()
         except (OSError, _Unusable) as error:
@@ -137,7 +140,7 @@ class StateFile:
         )
 
     def write(self, known: State, *, last: bool = False) -> None:
-        """Write this, unless it is what was written before. `last`: nothing is written after it."""
+        """Write `known`, unless it has not changed. `last` says that no later write follows."""
         now = self._clock()
         if not self._is_news(known, now, last):
             return
@@ -154,7 +157,7 @@ class StateFile:
                 kept = _Content(FORMAT, _last_seen(limits, ENTRIES_MAX), _last_seen(pools, POOLS_MAX))
                 self._replace(msgspec.json.format(msgspec.json.encode(kept)))
         except BlockingIOError:
-            # Another proxy writes now. It is not waited for, because it may have been stopped.
+            # Another proxy writes now. Waiting might never end, because that proxy may be stopped.
             return
         except (OSError, _Unusable) as error:
             self._warn("written", error)
@@ -169,7 +172,7 @@ class StateFile:
         return known.capacities != self._written.capacities and (last or now >= self._written_s + POOLS_EVERY_S)
 
     async def follow(self, known: Callable[[], State]) -> None:
-        """Write the result of `known` whenever it has changed, until cancelled, and once more at the end."""
+        """Write the result of `known` whenever it changes, until cancelled, and once more at the end."""
         try:
             while True:
                 await asyncio.sleep(LOOK_S)
@@ -179,7 +182,7 @@ class StateFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """No other process writes meanwhile. Raises BlockingIOError where one does."""
+        """Lock the file against writes of other processes. Raises BlockingIOError if another process has the lock."""
         parent = Path(os.path.realpath(self.path)).parent
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = os.open(parent, os.O_RDONLY)
@@ -190,7 +193,7 @@ class StateFile:
             os.close(folder)
 
     def _content(self) -> _Content:
-        """The file without entries that are too old or that no engine has. Raises OSError and _Unusable."""
+        """The file without expired entries, and without limits that no engine has. Raises OSError and _Unusable."""
         if not self.path.exists():
             return _Content(FORMAT, {})
         if not self.path.is_file():
@@ -219,7 +222,7 @@ class StateFile:
         return read
 
     def _replace(self, content: bytes) -> None:
-        # A link stays a link: its target may be on a volume that is kept when the place of the link is not.
+        # A symbolic link stays: its target may be on a volume that survives when the folder of the link does not.
         path = Path(os.path.realpath(self.path))
         with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             try:
@@ -241,5 +244,5 @@ class StateFile:
 
 
 def _last_seen(entries: Mapping[str, _Seen], most: int) -> dict[str, _Seen]:
-    """At most so many, those that were seen last, by name."""
+    """The `most` entries that were seen last, sorted by name."""
     return dict(sorted(sorted(entries.items(), key=lambda item: item[1].seen_s)[-most:]))

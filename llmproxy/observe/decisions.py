@@ -1,8 +1,8 @@
-"""The decision log: one line of JSON for each request that was scheduled, written when it has ended.
+"""The decision log: one line of JSON for each scheduled request, written when the request has ended.
 
-A line is a line of the laboratory's trace format. It also says what was decided and why, so that a log can be replayed
-against another policy. Times are seconds since the log was opened, at the `wall_time` of the header. No line holds a
-prompt, an answer or a key. A request whose answer has no known length has no `output_tokens`.
+Each line has the laboratory's trace format, with the decision and its reasons, so that a log can be replayed against
+another policy. Times are seconds since the log was opened, at the `wall_time` of the header. No line holds a prompt, an
+answer or a key. A request whose answer has no known length has no `output_tokens`.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from llmproxy.observe.writer import LineWriter
 
 VERSION = 1
 LINES_MAX = 8_192
-"""Lines that may wait for the disk; further ones are lost, and counted."""
+"""The most lines that wait for the disk; further lines are dropped and counted."""
 
 _log = structlog.get_logger()
 
 
 def open_to_append(path: Path) -> FileIO:
-    """The file, open at its end. Raises OSError, also for a path that is no regular file."""
+    """Open a file at its end. Raises OSError, also for a path that is no regular file."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is not a regular file")
-    # Readable too, because its last byte is looked at.
+    # Readable too: the last byte shows whether the last line is complete.
     return FileIO(path, "ab+")
 
 
 class DecisionLog(LineWriter[RequestExit]):
-    """The lines of one file.
+    """Writes the decision log to one file, on a thread.
 
-    Times count from `origin_s` on the clock of the exit records. `on_lost` is called, on any thread, with the number of
-    lines that could not be written. A share of `sample` (0..1) of the requests is written, chosen by a hash of their
-    ids, so that all logs with one share hold the same requests. Raises OSError when the file does not take the header;
-    a later failure is logged once and loses only its lines.
+    `sample` (0..1) is the share of requests to write, chosen by a hash of the request id, so that all logs with the
+    same share hold the same requests. Times count from `origin_s` on the clock of the exit records. `on_lost` is
+    called, on any thread, with the number of lines that could not be written. Raises OSError if the header cannot be
+    written; a later failure is logged once and loses only its lines.
     """
 
     def __init__(self, file: FileIO, sample: float, origin_s: float, on_lost: Callable[[int], None]) -> None:
@@ -60,7 +60,7 @@ class DecisionLog(LineWriter[RequestExit]):
         self.start()
 
     def record(self, ended: RequestExit) -> None:
-        """Take one request that has ended; never waits."""
+        """Queue the line of a request that was scheduled and is in the sample. Never waits."""
         if ended.input.expected_prompt_tokens is not None and self._sampled(ended.input.request_id):
             self.put(ended)
 
@@ -77,7 +77,7 @@ class DecisionLog(LineWriter[RequestExit]):
         try:
             return orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE)
         except TypeError:
-            # A header that is no UTF-8 named a flow. That is rare, and its other bytes still distinguish the flow.
+            # A header that is not UTF-8 named the flow, which is rare. The other bytes still distinguish the flow.
             return json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
     def _failed(self, error: OSError) -> None:
@@ -88,7 +88,7 @@ class DecisionLog(LineWriter[RequestExit]):
 
 
 def _ends_in_mid_line(file: FileIO) -> bool:
-    """Whether the last line was cut short, as by a full disk."""
+    """True if the last line is incomplete, as after a full disk."""
     if not file.seek(0, 2):
         return False
     file.seek(-1, 2)

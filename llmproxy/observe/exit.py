@@ -1,4 +1,4 @@
-"""The record of a request that has ended. Log line, decision log and metrics are made from it; see `exit_fields`."""
+"""The exit record of a request. Log line, decision log and metrics are made from it; see `exit_fields`."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from llmproxy.observe.trace_context import TraceContext
 from llmproxy.scheduling.attempts import AttemptRecord
 
 UNKNOWN_MODEL = "unknown"
-"""The `model` of a request whose name is not in the catalogue: names that clients invent never become labels."""
+"""Replaces a model name that is not in the catalogue: names that clients invent never become labels."""
 ATTEMPTS_MAX = 16
-"""Attempts in one record; a request with more of them has its latest ones."""
+"""The most attempts in a record; the latest ones are kept."""
 ERROR_CHARS_MAX = 2_000
-"""Of the error in a record, which may quote a client: a pipe may mix a line that is longer than it takes at once (4 KB)
-with the lines of other processes."""
+"""The most characters of an error, which may quote a client. A pipe may mix a line of more than 4 KB with lines of
+other processes."""
 _BEGINNING_CHARS = 160
 
 
 class Split(StrEnum):
-    """How a request was served in a pool whose backends have roles, or what kept it from being split.
+    """How a request was served in a pool with roles, or why it was not split.
 
-    `split`: in two stages. `whole`: by one backend, because that was cheaper, or nothing else was possible. All others
-    name the stage that failed, or the parameters between the two, after which one backend served the whole.
+    All values except the first two name a failure, after which one backend served the whole request.
     """
 
-    SPLIT = "split"
-    WHOLE = "whole"
+    SPLIT = "split"  # Prefill and decode on two backends.
+    WHOLE = "whole"  # A single backend, because that was cheaper or the only possibility.
     PREFILL_FAILED = "prefill_failed"
     PREFILL_REFUSED = "prefill_refused"
     NO_PARAMETERS = "no_parameters"
@@ -45,41 +44,33 @@ class Split(StrEnum):
 
 
 class RequestInput(Struct, kw_only=True, omit_defaults=True):
-    """What was asked for, and as what it was scheduled. It holds no prompt and no key: `key` is the name of one.
+    """The request, and the inputs of its scheduling. Holds no prompt and no key, only the name of the key.
 
-    `path` has no query. `model` is the requested name where the catalogue knows it, else `UNKNOWN_MODEL`; `target` is
-    the base model or adapter that it stands for, None where it is the same name; `adapter` is None for a base model.
-    `unknown_model` begins the requested name where the catalogue does not know it; it is never a label.
-    `tenant` is "" for clients without one. `level` is the band as an integer, `weight` the share of its
-    flow, `max_wait_s` the longest wait for a backend, `unknown_objective` the name in the objective header that nobody
-    configured. `arrived_s` is an instant on the scheduler's clock. `expected_prompt_tokens` is the estimate that the
-    scheduler used.
-
-    A request that was refused before it was scheduled has None for what was not known yet: its band, its estimate.
+    If a request is refused before it is scheduled, values that are not known yet are None, such as band and estimate.
     """
 
     request_id: str
     method: str
-    path: str
-    model: str = UNKNOWN_MODEL
-    unknown_model: str | None = None
-    target: str | None = None
-    adapter: str | None = None
-    tenant: str = ""
-    key: str | None = None
+    path: str  # Without the query.
+    model: str = UNKNOWN_MODEL  # The requested name, if the catalogue knows it.
+    unknown_model: str | None = None  # Beginning of a name that the catalogue does not know; never a label.
+    target: str | None = None  # Base model or adapter behind an alias; None if `model` is no alias.
+    adapter: str | None = None  # None for a base model.
+    tenant: str = ""  # "" without a tenant.
+    key: str | None = None  # The name of the key.
     client: str | None = None
     user_agent: str | None = None
     band: str | None = None
-    level: int | None = None
+    level: int | None = None  # The band as an integer.
     flow: str | None = None
-    weight: float = 1.0
-    max_wait_s: float | None = None
+    weight: float = 1.0  # Fair-share weight of the flow.
+    max_wait_s: float | None = None  # Longest wait for a backend.
     slo: Slo | None = None
-    unknown_objective: str | None = None
+    unknown_objective: str | None = None  # Name in the objective header that is not configured.
     stream: bool = False
-    arrived_s: float | None = None
+    arrived_s: float | None = None  # On the scheduler's clock.
     body_bytes: int = 0
-    expected_prompt_tokens: int | None = None
+    expected_prompt_tokens: int | None = None  # The scheduler's estimate.
 
     @property
     def ttft_slo_s(self) -> float | None:
@@ -94,29 +85,21 @@ _NEVER_GRANTED = AttemptRecord()
 
 
 class RequestRouting(Struct, kw_only=True, omit_defaults=True):
-    """Where it waited and which backends it tried.
+    """Where the request waited, and which backends it tried."""
 
-    `attempts` counts the backends tried, `preemptions` those given back for a request of a higher band; `tried` has the
-    latest ATTEMPTS_MAX of them, in their order. Both stages of a split request are one attempt and have a record each.
-    `queue_wait_s` is the time in the waiting room over all attempts, or from arrival to the end without a grant.
-    `queued_s` is since when it waited at its end, None where it did not wait.
-
-    `split` is None in a pool without roles. Where it is `split`, `prefill_backend` took `prefill_s` for the prompt from
-    its grant on, and the first token came `handover_s` after that; without a stream, the second backend was asked then.
-    """
-
-    tried: tuple[AttemptRecord, ...] = ()
-    attempts: int = 0
-    preemptions: int = 0
-    queue_wait_s: float | None = None
-    queued_s: float | None = None
-    split: Split | None = None
-    prefill_backend: str | None = None
-    prefill_s: float | None = None
+    tried: tuple[AttemptRecord, ...] = ()  # The latest ATTEMPTS_MAX, oldest first; two for a split request.
+    attempts: int = 0  # Backends tried; the two stages of a split request count once.
+    preemptions: int = 0  # Attempts ended for a request of a higher band.
+    queue_wait_s: float | None = None  # Queue time over all attempts; without a grant, from arrival to the end.
+    queued_s: float | None = None  # Start of a wait that had no grant at the end of the request, else None.
+    split: Split | None = None  # None in a pool without roles.
+    prefill_backend: str | None = None  # Set for split requests, like the next two fields.
+    prefill_s: float | None = None  # From the grant of the prefill to its end.
+    # From the end of the prefill to the first token; without a stream, to the grant of the decode.
     handover_s: float | None = None
 
     def note_split(self, split: Split) -> None:
-        """Say how the request was split, by the records of its attempts."""
+        """Set `split`, and for a split request the prefill fields from the last two attempts."""
         self.split = split
         if len(self.tried) < 2 or self.last.stage is not Stage.DECODE:
             return
@@ -130,24 +113,19 @@ class RequestRouting(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def last(self) -> AttemptRecord:
-        """The last attempt; without any, one in which nothing is known."""
+        """The last attempt; an empty record without any attempt."""
         return self.tried[-1] if self.tried else _NEVER_GRANTED
 
 
 class RequestResult(Struct, kw_only=True, omit_defaults=True):
-    """What became of it. It holds no text of the answer.
-
-    All durations are seconds: `duration_s` from arrival to the end, `ttft_s` from arrival to the first body byte handed
-    to the client, `max_gap_s` the longest wait between two consecutive chunks. `met` says whether it kept its
-    objective; None where it had none, or where its client is why it did not.
-    """
+    """The result of a request. Holds no text of the answer. All durations are in seconds."""
 
     outcome: Outcome
     status: int
-    duration_s: float
-    met: bool | None = None
-    ttft_s: float | None = None
-    max_gap_s: float | None = None
+    duration_s: float  # From arrival to the end.
+    met: bool | None = None  # Whether the objective was met; None without one, or if the client caused the miss.
+    ttft_s: float | None = None  # From arrival to the first body byte handed to the client.
+    max_gap_s: float | None = None  # Longest wait between two consecutive chunks.
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
@@ -157,7 +135,7 @@ class RequestResult(Struct, kw_only=True, omit_defaults=True):
 
 
 class RequestExit(Struct):
-    """One request, from what came in to what became of it."""
+    """The exit record of one request."""
 
     input: RequestInput
     result: RequestResult
@@ -166,11 +144,11 @@ class RequestExit(Struct):
 
     @property
     def ended_s(self) -> float | None:
-        """The end as an instant on the scheduler's clock."""
+        """When the request ended, on the scheduler's clock."""
         return None if self.input.arrived_s is None else self.input.arrived_s + self.result.duration_s
 
     def later(self, by_s: float) -> RequestExit:
-        """The same with all instants `by_s` later, as another clock has them."""
+        """Return a copy with all instants `by_s` seconds later, to convert between clocks."""
 
         def moved(at_s: float | None) -> float | None:
             return None if at_s is None else at_s + by_s
@@ -188,12 +166,12 @@ class RequestExit(Struct):
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Tokens of the prompt as the engine counted them, else as they were estimated."""
+        """Prompt tokens as the engine counted them, else the estimate."""
         return self.result.prompt_tokens or self.input.expected_prompt_tokens
 
     @property
     def backend_ttft_s(self) -> float | None:
-        """Seconds from the last grant to the first body byte of a stream; None where there was no such byte."""
+        """Seconds from the last grant to the first body byte of a stream; None without such a byte."""
         ttft_s, arrived_s, granted_s = self.result.ttft_s, self.input.arrived_s, self.routing.last.granted_s
         if ttft_s is None or arrived_s is None or granted_s is None or not self.input.stream:
             return None
@@ -201,13 +179,13 @@ class RequestExit(Struct):
 
     @property
     def streaming_s(self) -> float | None:
-        """Seconds from the first body byte of a stream to its end; None where there was no such byte."""
+        """Seconds from the first body byte of a stream to its end; None without such a byte."""
         ttft_s = self.result.ttft_s
         return None if ttft_s is None or not self.input.stream else max(0.0, self.result.duration_s - ttft_s)
 
     @property
     def time_per_output_token_s(self) -> float | None:
-        """Mean seconds per token after the first; None unless a stream of two or more known tokens was completed."""
+        """Mean seconds per token after the first. None unless a stream completed with two or more counted tokens."""
         output_tokens, streaming_s = self.result.output_tokens or 0, self.streaming_s
         if self.result.outcome is not Outcome.COMPLETED or streaming_s is None or output_tokens < 2:
             return None
@@ -221,18 +199,18 @@ class RequestExit(Struct):
 
 
 def shortened(error: str) -> str | None:
-    """An error for a record; None for an empty one."""
-    # Measured as JSON, which makes up to twelve characters of one.
+    """Limit the length of an error for a record; None for an empty one."""
+    # The limit holds for JSON, whose escapes make up to twelve characters of one.
     if len(error) > _BEGINNING_CHARS and len(json.dumps(error)) > ERROR_CHARS_MAX:
         return f"{error[:_BEGINNING_CHARS]}... ({len(error)} characters)"
     return error or None
 
 
 class ExitSink(Protocol):
-    """Takes note of what has ended."""
+    """Receives exit records and counts."""
 
     def record(self, ended: RequestExit) -> None:
-        """Take note of one request."""
+        """Record one finished request."""
 
     def attempted(self, backend: str, verdict: Verdict) -> None:
         """Count one attempt."""
@@ -242,7 +220,7 @@ class ExitSink(Protocol):
 
 
 class Exits:
-    """The `ExitSink` of the scheduler process: `counted` counts, and each of the `readers` gets every request too."""
+    """The `ExitSink` of the scheduler process: passes each record to the metrics (`counted`) and to all `readers`."""
 
     def __init__(self, counted: ExitSink, *readers: Callable[[RequestExit], None]) -> None:
         self.attempted, self.log_lines_lost = counted.attempted, counted.log_lines_lost

@@ -15,7 +15,8 @@ _names, _agents = ShownNames(), ShownNames()
 
 
 class Shape(NamedTuple):
-    """How values of a field are written: as text, as JSON of the log, and in the decision log; None leaves them be."""
+    """How to write the values of a field: as text of the log, as JSON of the log, and in the decision log. None writes
+    the value unchanged."""
 
     text: Callable[[Any], str]
     json: Callable[[Any], Any] | None = None
@@ -23,34 +24,30 @@ class Shape(NamedTuple):
 
 
 class Feed(NamedTuple):
-    """A metric that a field changes, by its name in `metrics`, which has its kind, buckets and labels.
+    """A metric that a field changes. `metric` is its name in `metrics`, which defines its kind, buckets and labels.
 
-    Labels that are no key of `_NAMES` have the `given` values, in their order. Counters add the expression `amount`,
-    other kinds observe it, where `when` holds. A request without tenant or backend is in no series with that label.
+    A request without tenant or backend changes no series with that label.
     """
 
     metric: str
-    given: tuple[str, ...] = ()
-    amount: str = "value"
-    when: str = "True"
+    given: tuple[str, ...] = ()  # Values of the labels that are not in `_NAMES`, in order.
+    amount: str = "value"  # Expression that counters add and histograms observe.
+    when: str = "True"  # Expression: the condition of the change.
 
 
 class Field(NamedTuple):
-    """One field: where `RequestExit` has it, and its names in the log line and the decision log, "" for not in there.
+    """A field of the exit record. Fields that are None are left out everywhere."""
 
-    A field that is None is left out everywhere; one that is `optional` also where it is 0 or empty.
-    """
-
-    source: str
+    source: str  # Path of the attribute in `RequestExit`.
     shape: Shape
-    log: str = ""
-    decision: str = ""
-    optional: bool = False
+    log: str = ""  # Name in the log line, "" to leave it out.
+    decision: str = ""  # Name in the decision log, "" to leave it out.
+    optional: bool = False  # Left out also if 0 or empty.
     feeds: tuple[Feed, ...] = ()
 
 
 def why_fields(why: GrantReason) -> dict[str, Any]:
-    """Why it was a request's turn, by the names that logs have for it; bands are integers here."""
+    """The reasons of a grant as log fields. Bands are integers."""
     return {
         "waiting": {str(level): waiting for level, waiting in why.waiting},
         "flows": why.flows,
@@ -68,18 +65,18 @@ def _microseconds(value_s: float) -> float:
 
 
 def _tokens(direction: str) -> tuple[Feed, ...]:
-    # An engine may report fewer than none, and a counter never goes down.
+    # An engine may report a negative number, and a counter never goes down.
     return tuple(Feed(name, (direction,), when="value > 0") for name in ("tokens_total", "tenant_tokens_total"))
 
 
 def _comparisons(time: str, predicted: str, observed: str = "True") -> tuple[Feed, ...]:
-    """Of a time with its prediction, where it was `observed`."""
+    """Feeds that compare a time with its prediction. `observed` is a further condition."""
     when = f"{predicted} is not None and value > 0.0 and {observed}"
     return (
         Feed("prediction_seconds_total", (time, "predicted"), f"{predicted}.expected_s", when),
         Feed("prediction_seconds_total", (time, "observed"), "value", when),
         Feed("prediction_error_ratio", (time,), f"{predicted}.error_ratio(value)", when),
-        # Also where it adds 0: the quotient of a missing series is missing too, and not 0.
+        # Also added if 0, so that the series exists: a quotient with a missing series would be missing, not 0.
         Feed("predictions_covered_total", (time,), f"{predicted}.covers(value)", when),
     )
 
@@ -87,11 +84,11 @@ def _comparisons(time: str, predicted: str, observed: str = "True") -> tuple[Fee
 NUMBER = Shape(str)
 TEXT = Shape(shown)
 NAME = Shape(_names.__getitem__)
-"""A text that most requests repeat."""
+"""A text that many requests share; its printable form is cached."""
 AGENT = Shape(_agents.__getitem__)
 SECONDS = Shape(shown_seconds, lambda value: round(value, 4), _microseconds)
 INSTANT = SECONDS._replace()
-"""An instant on the scheduler's clock; in the decision log, seconds since that was opened."""
+"""An instant on the scheduler's clock; in the decision log, seconds since the log was opened."""
 PREDICTED = Shape(shown, None, lambda predicted: {name: _microseconds(value) for name, value in predicted.items()})
 WHY = Shape(lambda why: shown(why_fields(why)), why_fields, why_fields)
 TERMS = Shape(
@@ -179,15 +176,15 @@ _BEGIN = ("def fill(ended):", "    last = ended.routing.last")
 
 
 def _read(field: Field) -> str:
-    """The expression for the value of a field, behind `_BEGIN`."""
+    """The expression for the value of a field, valid after the lines of `_BEGIN`."""
     return f"ended.{field.source}".replace("ended.routing.last.", "last.")
 
 
 def _compiled(begin: str, step: Callable[[int, Field], str]) -> Callable[[RequestExit], Any]:
-    """A function that adds the fields of the log line to `begin` one after the other, as if it were written by hand.
+    """Compile a function that adds the fields of the log line to `begin`, one statement per field.
 
-    Every request pays for its line, and a loop over the table costs half as much again. `step` gives the statement for
-    the field of this number, whose value is `value` and whose result is `made`.
+    A loop over the table would cost half as much again for every request. `step` returns the statement for a field by
+    its number. The statement reads `value` and changes `made`.
     """
     scope: dict[str, Any] = {}
     lines = [*_BEGIN, f"    made = {begin}"]
@@ -233,13 +230,13 @@ _NAMES = {
     "expected": "last.expected_cached_tokens", "ttft": "last.predicted_ttft",
     "tpot": "last.predicted_tpot", "longest_s": "ended.result.max_gap_s",
 }  # fmt: skip
-"""What expressions of feeds and labels of metrics may name."""
+"""Names that feed expressions and metric labels use, with their expressions."""
 
 
 def exit_recorder(
     series: Mapping[str, Counts | Distributions], models: Callable[[str], str], tenants: Callable[[str], str]
 ) -> Callable[[RequestExit], None]:
-    """A function that counts one request in `series`; `models` and `tenants` bound the values of their labels."""
+    """Compile a function that counts one request in `series`. `models` and `tenants` bound the values of labels."""
     scope: dict[str, Any] = {"models": models, "tenants": tenants, **series}
     lines = [*_BEGIN, *(f"    {label} = {source}" for label, source in _NAMES.items())]
     for field in FIELDS:

@@ -1,7 +1,7 @@
-"""The server metrics of OpenTelemetry's GenAI conventions, as Prometheus histograms, for dashboards that know those.
+"""The server metrics of OpenTelemetry's GenAI conventions as Prometheus histograms, for existing dashboards.
 
-Names and labels are those that OpenTelemetry's exporter for Prometheus makes of the conventions. They repeat what our
-own metrics say, so they are kept only where they are asked for.
+Names and labels are the same as from OpenTelemetry's exporter for Prometheus. These metrics repeat our own metrics, so
+they are optional.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GenAiMetrics:
         registry.register(series)
 
     def record(self, ended: RequestExit) -> None:
-        """Count one request, if it is one that the conventions know."""
+        """Count one request, if the conventions have its operation."""
         asked, result = ended.input, ended.result
         operation = OPERATIONS.get(asked.path)
         if operation is None:

@@ -1,4 +1,4 @@
-"""Requests by key, so that an unused key is seen. Each key is a series, so they are kept only where asked for."""
+"""Requests by key, which show unused keys. Optional, because each key is a series."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmproxy.observe.series import Counts
 
 
 class KeyMetrics(Collector):
-    """The counter, in the registry of the process. `keys` are tenant and name of the keys that are configured now."""
+    """Counts requests by key. `keys` returns (tenant, name) of each configured key."""
 
     def __init__(self, registry: CollectorRegistry, keys: Callable[[], Iterable[tuple[str, str]]]) -> None:
         self._keys = keys
@@ -26,7 +26,7 @@ class KeyMetrics(Collector):
             self._requests[ended.input.tenant, ended.input.key] += 1
 
     def collect(self) -> Iterator[Metric]:
-        """The counter with a series for each key, also for those that were never used, and for no others."""
+        """The counter with one series for each configured key, also for unused keys, and no others."""
         known = set(self._keys())
         for gone in self._requests.keys() - known:
             del self._requests[gone]

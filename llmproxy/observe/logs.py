@@ -1,8 +1,8 @@
-"""Logs: one line for each request that has ended, and one for each change of state that a person should know of.
+"""Logs: one line for each finished request, and one line for each change of state that matters to an operator.
 
 Everything goes to standard error, as text for people or as JSON for machines, one event per line. No event holds a
 prompt, an answer or a key: callers pass names, numbers and reasons only. A serving process writes to standard error on
-a thread (`write_by_thread`), so that a stalled reader holds up nothing.
+a thread (`write_by_thread`), so that a stalled reader blocks nothing.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 FORMATS = ("text", "json")
 EXIT_EVENT = "request"
 BYTES_MAX = 4 << 20
-"""Of lines that may wait for the reader of standard error; further ones are lost, and counted."""
+"""The most bytes of lines that wait for the reader of standard error; further lines are dropped and counted."""
 EXIT_S = 1.0
-"""How long the end of the process waits for that reader."""
+"""How long the process waits for the reader at its end."""
 
 _COLOURS = {"debug": "\x1b[2m", "info": "\x1b[32m", "warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31m"}
 _RESET = "\x1b[0m"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-# A bug of the proxy, and a stream that broke after its client had the first byte.
+# INTERNAL is a bug of the proxy. A BROKEN_STREAM broke after its client had the first byte.
 _ALARMING = {Outcome.INTERNAL: "error", Outcome.BROKEN_STREAM: "warning"}
 
 Listener = Callable[[str, str, Mapping[str, Any]], None]
 _listeners: list[Listener] = []
 
-# One object for all lines: it has no state.
+# Shared by all lines: it has no state.
 _surviving = suppress(OSError, ValueError)
 
 _log = structlog.get_logger()
@@ -77,7 +77,7 @@ def configure(log_format: str, log_level: str, stream: TextIO | None = None) -> 
             structlog.processors.format_exc_info,
             render,
         ],
-        # Who listens hears of changes also where the log is quieter.
+        # Listeners get lines from `info` on, also if the log begins at a higher level.
         wrapper_class=structlog.make_filtering_bound_logger(min(level, LEVELS["info"])),
         logger_factory=structlog.WriteLoggerFactory(cast(TextIO, out)),
         cache_logger_on_first_use=False,
@@ -88,7 +88,8 @@ def configure(log_format: str, log_level: str, stream: TextIO | None = None) -> 
 
 @contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
-    """Meanwhile, `listener` gets the level, the name and the fields of each line from `info` on, except of requests."""
+    """Within this context, `listener` gets the level, name and fields of each line from `info` on, except lines of
+    requests."""
     _listeners.append(listener)
     try:
         yield
@@ -97,7 +98,7 @@ def heard_by(listener: Listener) -> Iterator[None]:
 
 
 def _heard_at(level: int, _logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """Tell the listeners of a line, and drop it where the log begins at a higher level."""
+    """Pass a line to the listeners, and drop it if it is below the level of the log."""
     if event["event"] != EXIT_EVENT and LEVELS.get(method, LEVELS["error"]) >= LEVELS["info"]:
         for listener in _listeners:
             listener(method, str(event["event"]), event)
@@ -107,7 +108,7 @@ def _heard_at(level: int, _logger: WrappedLogger, method: str, event: EventDict)
 
 
 def write_by_thread() -> None:
-    """Have a thread write everything that this process writes to standard error, until it ends.
+    """Move all writes of this process to standard error to a thread, until the process ends.
 
     Called once, before `configure`, by a process that is going to serve.
     """
@@ -124,19 +125,16 @@ def write_by_thread() -> None:
 
 
 def take_lines_lost() -> int:
-    """The number of lines that the standard error of this process could not take since the last call."""
+    """The number of lines that standard error could not take since the last call."""
     return _standard_error.take_lost() if _standard_error is not None else 0
 
 
 def log_exit(ended: RequestExit) -> None:
-    """Write the one line of a request that has ended.
-
-    At the level `debug` it also says why it was this request's turn.
-    """
-    # Most are completed, and to hash an outcome is a call of its own.
+    """Write the log line of a finished request, at the level `debug` with the reasons of its grant."""
+    # Most requests complete, and hashing an outcome costs a call.
     outcome = ended.result.outcome
     level = "info" if outcome is Outcome.COMPLETED else _ALARMING.get(outcome, "info")
-    # Past the library, which takes as long as the line itself. Where its last processor was replaced, it is used.
+    # Bypasses structlog, which takes as long as the line itself. Its path is used if its last processor was replaced.
     if _exits is not None and structlog.get_config()["processors"][-1] is _exits.render:
         _exits.write(level, ended)
         return
@@ -146,7 +144,7 @@ def log_exit(ended: RequestExit) -> None:
 
 
 def log_replaced_id(request_id: str) -> None:
-    """Log that the request of this id had another one, which fits no log line."""
+    """Log that a client's id was replaced by `request_id`, because the client's id does not fit a log line."""
     hint = "x-request-id should be 1 to 256 printable ASCII characters without spaces"
     _log.warning("request_id_replaced", request_id=request_id, hint=hint)
 
@@ -157,7 +155,7 @@ def log_internal(request_id: str, error: BaseException) -> None:
 
 
 class _WallClock:
-    """The time of day of a line. The part that changes once a second is made once a second."""
+    """The time stamps of lines. The text up to the second is made once a second."""
 
     __slots__ = ("_at", "_format", "_local", "_prefix")
 
@@ -178,12 +176,12 @@ class _WallClock:
 
 
 class _Render(Protocol):
-    """The last processor of the library, which makes the line of an event, and a shorter way for an exit."""
+    """The last processor of structlog, which makes the line of an event. `exit` is a shortcut for finished requests."""
 
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict, /) -> str: ...
 
     def exit(self, level: str, ended: RequestExit, why: GrantReason | None) -> str:
-        """The same line as the event of this exit would get."""
+        """The same line as for the event of this request."""
 
 
 class _JsonRender:
@@ -206,7 +204,7 @@ class _JsonRender:
         try:
             return orjson.dumps(event, default=_plain).decode()
         except TypeError:
-            # Bytes of a path that are no UTF-8, or a number beyond 64 bits.
+            # A path that is not UTF-8, or a number beyond 64 bits.
             return json.dumps(event, default=_plain)
 
 
@@ -273,7 +271,7 @@ class _StandardError(LineWriter[bytes]):
 
 
 class _LinesToWriter(RawIOBase):
-    """Below the text stream of standard error: hands each line to the writer."""
+    """The raw stream below the text stream of standard error: passes each line to the writer."""
 
     def __init__(self, writer: _StandardError) -> None:
         self._writer = writer
@@ -297,7 +295,7 @@ _standard_error: _StandardError | None = None
 
 
 class _Exits:
-    """Writes the lines of requests that have ended."""
+    """Writes the lines of finished requests."""
 
     __slots__ = ("_debug", "_level", "_out", "render")
 
@@ -317,7 +315,7 @@ _exits: _Exits | None = None
 
 
 class _LibraryHandler(logging.Handler):
-    """Logs what libraries log through the standard module, which is rare and never part of a request."""
+    """Logs records of libraries, from the standard `logging` module. They are rare and never part of a request."""
 
     def emit(self, record: logging.LogRecord) -> None:
         level = next((name for name in ("error", "warning", "info") if record.levelno >= LEVELS[name]), "debug")

@@ -1,7 +1,7 @@
-"""The `llmproxy_` metrics, all of them; `docs/reference/metrics.md` says how to read each.
+"""All `llmproxy_` metrics; `docs/reference/metrics.md` explains each.
 
-Counters and histograms are counted as things happen, from the exit record of each request. Gauges are read from the
-dispatcher at the moment of a scrape, so that they never drift from its state.
+Counters and histograms change as things happen, most of them with the exit record of a request. Gauges are read from
+the dispatcher at a scrape, so that they never drift from its state.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from llmproxy.observe.series import Counts, Distributions, SeriesCollector
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 LABELS_MAX = 200
-"""Distinct values of a label that configurations or clients bring (`model`, `tenant`, `limit`), `other` included;
-further values are counted as `other`."""
+"""The most values of a label that comes from configurations or clients (`model`, `tenant`, `limit`), `other` included.
+Further values are counted as `other`."""
 
 OTHER = "other"
 
@@ -41,7 +41,7 @@ DECISION_BUCKETS_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """The waiting requests of one band; `longest_s` is how long the one that came first has waited."""
+    """The waiting requests of one band. `longest_s` is the wait of the oldest request."""
 
     band: str
     requests: int
@@ -51,58 +51,49 @@ class QueueState:
 
 @dataclass(frozen=True, slots=True)
 class BackendState:
-    """What is known of one backend at this moment; None where no reading had it. `pool` is "" before its first listing.
-
-    `saturation` is load over `limit` (1 is full), `kv_used` is 0..1, `reading_age_s` counts from when it was asked for.
-    """
+    """A backend at the moment of a scrape. Values of a reading are None if no reading had them."""
 
     backend: str
     in_flight: int
     limit: int
-    saturation: float
+    saturation: float  # Load over `limit`; 1 is full.
     available: bool
     drained: bool = False
     running: int | None = None
     waiting: int | None = None
-    kv_used: float | None = None
-    reading_age_s: float | None = None
+    kv_used: float | None = None  # 0..1
+    reading_age_s: float | None = None  # Since the reading was requested.
     ejected: bool = False
     down: bool = False
-    pool: str = ""
+    pool: str = ""  # "" before the first model list.
 
 
 @dataclass(frozen=True, slots=True)
 class ShardState:
-    """What one leader decides about, as one member of a cluster sees it: a `pool`, or "" for all that have no lock of
-    their own. `changes` counts leaders, `gap_s` is the time without one before the last."""
+    """A shard (the pools of one leader) as one member of a cluster sees it."""
 
-    pool: str
+    pool: str  # "" for all pools without a lock of their own.
     leads: bool
     led: bool
     epoch: int
     members: int
-    changes: int
-    gap_s: float | None
+    changes: int  # Leaders so far.
+    gap_s: float | None  # Time without a leader before the current leader.
     lock_away: bool
 
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """The state that all gauges show. `blocked` counts the blocked requests by what they wait for.
-
-    `work_s` are the seconds of work that wait, by pool; `inversions` is a count since the start. `needs` are the
-    replicas that pools need. `shards` is empty for a proxy that is alone, `limits_store_up` None for one that keeps its
-    limits alone.
-    """
+    """The state behind all gauges."""
 
     queues: tuple[QueueState, ...] = ()
-    blocked: Mapping[str, int] = field(default_factory=dict)
+    blocked: Mapping[str, int] = field(default_factory=dict)  # Blocked requests, by the limit that they wait for.
     backends: tuple[BackendState, ...] = ()
     buffered_body_bytes: int = 0
-    work_s: Mapping[str, float] = field(default_factory=dict)
-    inversions: int = 0
-    needs: Mapping[str, Need] = field(default_factory=dict)
-    shards: tuple[ShardState, ...] = ()
+    work_s: Mapping[str, float] = field(default_factory=dict)  # Seconds of queued work, by pool.
+    inversions: int = 0  # Since the start.
+    needs: Mapping[str, Need] = field(default_factory=dict)  # Needed replicas, by pool.
+    shards: tuple[ShardState, ...] = ()  # Empty without a cluster.
     limits_store_up: bool | None = None
 
 
@@ -223,7 +214,7 @@ def _gauge(name: str, text: str, label: str, values: Iterable[tuple[str, float |
 
 
 def _most(blocked: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Each limit with its count, the largest first; the ones beyond LABELS_MAX are summed up."""
+    """Each limit with its count, the largest first; limits beyond LABELS_MAX are summed up as `other`."""
     ordered = sorted(blocked.items(), key=lambda one: (-one[1], one[0]))
     named = LABELS_MAX - 1
     yield from ordered[:named]
@@ -232,7 +223,7 @@ def _most(blocked: Mapping[str, int]) -> Iterator[tuple[str, int]]:
 
 
 class Capped:
-    """The values of one label, bounded; values beyond the bound become `other`."""
+    """The values of one label; values beyond LABELS_MAX become `other`."""
 
     def __init__(self, *known: str) -> None:
         self._known = {*known, OTHER}
@@ -266,7 +257,7 @@ _COUNTERS = (
     ("prediction_seconds_total", "backend time kind", "Sums of predicted and observed times."),
     ("predictions_covered_total", "backend time", "Times that did not exceed their predicted p90."),
 )
-"""Name, labels and help of each counter; `exit_fields` says what requests add to it."""
+"""Name, labels and help of each counter. `exit_fields` defines how requests change it."""
 _HISTOGRAMS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
     ("queue_wait_seconds", "band", "From arrival to the last grant, or to leaving the queue.", WAIT_BUCKETS_S),
     ("tenant_queue_wait_seconds", "tenant", "The same by tenant.", WAIT_BUCKETS_S),
@@ -292,7 +283,7 @@ class Metrics:
     """The metrics of one process, in a registry of their own. `state` is called by every scrape, on its thread."""
 
     def __init__(self, state: Callable[[], LiveState]) -> None:
-        # The library would add its time of creation to every series, a third more lines of no use.
+        # The library would add a time of creation to every series, a third more lines of no use.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
         series = SeriesCollector()
@@ -307,8 +298,8 @@ class Metrics:
         self._starts, self._pool = distributions["replica_start_seconds"], Capped()
         self._series: dict[str, Counts | Distributions] = {**self._counts, **distributions}
         self.record = exit_recorder(self._series, Capped(UNKNOWN_MODEL), Capped())
-        """Count one request that has ended. Called exactly once for each."""
-        # The library's own counters may be changed on the threads of the decision log and of the spans too.
+        """Count one finished request. Called exactly once for each request."""
+        # These are counters of the library, because the threads of the decision log and of the spans change them too.
         self._decisions_lost = Counter(
             "llmproxy_decision_log_lines_lost_total", "Lines that the decision log could not take.", registry=registry
         )
@@ -336,18 +327,18 @@ class Metrics:
         self._counts["poll_failures_total"][backend, trouble.value] += 1
 
     def adapter_changed(self, backend: str, action: str, ok: bool) -> None:
-        """Count one order to a backend to `load` or `unload` an adapter, and whether the backend did it."""
+        """Count one order to a backend to `load` or `unload` an adapter; `ok` is True if the backend carried it out."""
         self._counts["adapter_changes_total"][backend, action, _result(ok)] += 1
 
     def reloaded(self, ok: bool) -> None:
-        """Count one reload of the configuration; `ok` says whether the new one is in use."""
+        """Count one reload of the configuration; `ok` is True if the new one is in use."""
         self._counts["config_reloads_total"][_result(ok),] += 1
         self._reload_ok.set(ok)
         if ok:
             self._reloaded_at.set_to_current_time()
 
     def replica_started(self, pool: str, took_s: float) -> None:
-        """Count one new backend that serves, `took_s` after it was known."""
+        """Record that a new backend serves, `took_s` after its first failed poll."""
         self._starts[self._pool(pool),].observe(took_s)
 
     def looked(self, source: str, ok: bool) -> None:
@@ -355,7 +346,7 @@ class Metrics:
         self._counts["discovery_lookups_total"][source, _result(ok)] += 1
 
     def forget_backend(self, backend: str) -> None:
-        """Drop the series of a removed backend; with addresses that come and go, they would grow without end."""
+        """Drop the series of a removed backend. Otherwise they grow without limit as addresses come and go."""
         for series in self._series.values():
             for labels in [labels for labels in series if series.labels[:1] == ("backend",) and labels[0] == backend]:
                 del series[labels]
@@ -381,6 +372,6 @@ class Metrics:
         self._decision.observe(seconds)
 
     def page(self) -> bytes:
-        """The whole page as text; its content type is `CONTENT_TYPE`."""
+        """The metrics page as text, of the content type `CONTENT_TYPE`."""
         self.log_lines_lost(logs.take_lines_lost())
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""Records and messages as MessagePack. Clients may send texts that are no UTF-8, and integers beyond 64 bits."""
+"""Records and messages as MessagePack, also with texts that are not UTF-8 and integers beyond 64 bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ INTEGER_MAX = (1 << 64) - 1
 
 
 def packed(value: object) -> bytes:
-    """`value` as MessagePack, with such texts escaped and such integers bounded. Texts that differ still differ."""
+    """Encode `value` as MessagePack. Texts that are not UTF-8 are escaped, and different texts stay different. Larger
+    integers become INTEGER_MAX."""
     try:
         return _ENCODER.encode(value)
     except (UnicodeEncodeError, OverflowError):
@@ -18,7 +19,7 @@ def packed(value: object) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A string of a subclass, as header names are, as a plain string."""
+    """Convert a string of a subclass, such as a header name, to a plain string."""
     if isinstance(value, str):
         return str(value)
     raise NotImplementedError(type(value).__name__)

@@ -1,7 +1,7 @@
-"""Counters and histograms that are changed on one thread, and become metrics of the library at a scrape.
+"""Fast counters and histograms for one thread, exported as metrics of prometheus_client.
 
-The library's own take a lock for each addition and search their buckets from the first one, which was half the cost of
-counting a request. Here an addition changes a number in a dict. Scrapes must run on the same thread.
+The library's own metrics take a lock for each addition and search their buckets from the first one, which was half the
+cost of counting a request. Here an addition changes a number in a dict. Scrapes must run on the same thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Labels = tuple[str, ...]
 
 
 class Counts(defaultdict[Labels, float]):
-    """One counter by the values of its labels. A series appears with its first addition, without labels at once."""
+    """A counter: values by label values. A series appears with its first addition; without labels, at once."""
 
     def __init__(self, name: str, text: str, labels: Labels) -> None:
         super().__init__(float)
@@ -36,7 +36,7 @@ class Counts(defaultdict[Labels, float]):
 
 
 class Distribution:
-    """How many values fell into each bucket, and their sum; a bucket includes its upper bound."""
+    """A series of a histogram: the number of values per bucket, and their sum. A bucket includes its upper bound."""
 
     __slots__ = ("_bounds", "counts", "sum")
 
@@ -51,9 +51,9 @@ class Distribution:
 
 
 class Distributions(dict[Labels, Distribution]):
-    """One histogram by the values of its labels, or a summary of count and sum where `bounds` is empty.
+    """A histogram: series by label values. A summary of count and sum if `bounds` is empty.
 
-    `bounds` are the upper bounds of its buckets, ascending, without the infinite one.
+    `bounds` are the upper bounds of the buckets, ascending, without infinity.
     """
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...], labels: Labels) -> None:
@@ -82,7 +82,7 @@ class Distributions(dict[Labels, Distribution]):
 
 
 class SeriesCollector(Collector):
-    """Collects its series in the order in which they were made."""
+    """Collects its metrics in the order of their creation."""
 
     def __init__(self) -> None:
         self._series: list[Counts | Distributions] = []
@@ -100,5 +100,5 @@ class SeriesCollector(Collector):
             yield series.family()
 
     def describe(self) -> Iterator[Metric]:
-        # Called when it is registered, for the names.
+        # The registry reads the names from this at registration.
         return self.collect()

@@ -1,6 +1,6 @@
-"""The spans of one request, made of its record: the request, its waits, and its attempts. They hold no prompt or key.
+"""The spans of one request, made from its exit record: the request, its waits, and its attempts. No prompt or key.
 
-Names of attributes are those of the OpenTelemetry conventions (HTTP, stable; GenAI, in development), others begin with
+Attributes follow the OpenTelemetry conventions (HTTP, stable; GenAI, in development). All others begin with
 `llmproxy.`.
 """
 
@@ -30,7 +30,7 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-"""The `gen_ai.operation.name` of a path; that of others is the last part of the path."""
+"""`gen_ai.operation.name` by path. For other paths it is the last part of the path."""
 _NO_FAILURES = frozenset({Verdict.SERVED, Verdict.CLIENT_GONE, Verdict.PREEMPTED})
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
@@ -45,12 +45,12 @@ class SpanTree:
         self._scope = InstrumentationScope("llmproxy", __version__)
 
     def spans(self, ended: RequestExit) -> list[ReadableSpan]:
-        """The spans of a sampled request, the one of the whole request first."""
+        """The spans of a sampled request. The first span covers the whole request."""
         trace, arrived_s, ended_s = ended.trace, ended.input.arrived_s, ended.ended_s
         assert trace is not None
         assert arrived_s is not None
         assert ended_s is not None
-        # Clocks are set while a proxy runs, so that the difference is taken anew.
+        # Computed for each request, because the wall clock may be set while a proxy runs.
         made = _Spans(trace, self._resource, self._scope, time_ns() - monotonic_ns())
         parent = made.context(trace.parent_id, is_remote=True) if trace.parent_id else None
         links = [Link(_context(*trace.linked, is_remote=True))] if trace.linked is not None else []
@@ -113,7 +113,7 @@ class SpanTree:
 
 
 class _Spans:
-    """Makes spans of one trace. `epoch_ns` is when the scheduler's clock began."""
+    """Makes spans of one trace. `epoch_ns` is the Unix time at which the scheduler's clock was 0."""
 
     def __init__(self, trace: TraceContext, resource: Resource, scope: InstrumentationScope, epoch_ns: int) -> None:
         self._trace_id = trace.trace_id
@@ -136,7 +136,7 @@ class _Spans:
         events: list[tuple[str, float]] | None = None,
         links: list[Link] | None = None,
     ) -> ReadableSpan:
-        """One span; without an id it gets a new one. Attributes that are None are left out."""
+        """Make a span, with a new id if `span_id` is None. Attributes that are None are left out."""
         kept = {key: value for key, value in attributes.items() if value is not None}
         if error is not None:
             kept["error.type"] = error
@@ -172,7 +172,7 @@ def _named(ended: RequestExit) -> str:
 
 
 def _of_queue(ended: RequestExit, attempt: AttemptRecord) -> dict[str, Any]:
-    """Of a wait; one that ended without a grant has an attempt in which nothing is known."""
+    """The attributes of a wait. For a wait without a grant, `attempt` is an empty record."""
     attributes: dict[str, Any] = {
         "llmproxy.band": ended.input.band,
         "llmproxy.flow": ended.input.flow,
@@ -225,7 +225,7 @@ def _predicted(time: str, predicted: Predicted | None) -> dict[str, float]:
 
 
 def _error_of(attempt: AttemptRecord) -> str | None:
-    """The `error.type` of an attempt that failed. One that was withdrawn, or left by its client, did not."""
+    """The `error.type` of a failed attempt. Preempted attempts, and attempts whose client left, have not failed."""
     if attempt.status is not None and attempt.status >= 400:
         return str(attempt.status)
     return None if attempt.verdict is None or attempt.verdict in _NO_FAILURES else attempt.verdict.value

@@ -1,4 +1,4 @@
-"""Late spans: a thread makes the spans of requests that have ended and sends them by OTLP, so that no request waits."""
+"""Exports the spans of finished requests by OTLP, on a thread, so that no request waits."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 BATCH_SPANS = 32
-"""The most spans in one message: to encode more at once would hold up the event loop, which shares the interpreter."""
+"""The most spans in one message: encoding more at once would block the event loop, which shares the interpreter."""
 REQUESTS_MAX = 2_048
-"""Requests that may wait for the thread; the spans of further ones are lost, and counted."""
+"""The most requests that wait for the thread; the spans of further requests are dropped and counted."""
 LINGER_S = 0.5
 """How long a batch that is not full waits for the next request."""
 CLOSE_S = 5.0
@@ -36,7 +36,7 @@ _log = structlog.get_logger()
 
 
 def exporter_class(environ: Mapping[str, str] = os.environ) -> Any:
-    """The exporter of the protocol that the environment asks for. Raises ConfigError where it is not installed."""
+    """The exporter class for the protocol in the environment. Raises ConfigError if it is unknown or not installed."""
     variables = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
     protocol = next((environ[name].strip() for name in variables if environ.get(name, "").strip()), "http/protobuf")
     if protocol not in _EXPORTERS:
@@ -52,20 +52,21 @@ def exporter_class(environ: Mapping[str, str] = os.environ) -> Any:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError where the library or the environment does not allow the tracing that is configured."""
+    """Raise ConfigError if the configured tracing lacks its library, or if the environment is invalid."""
     if Sampler.of(config) is not None:
         exporter_class()
 
 
 def started(scheme: str, on_lost: Callable[[int], None]) -> SpanExport:
-    """The export of what comes in by `scheme`; see `SpanExport`. Its libraries are loaded now, which takes a moment."""
+    """Start the export for requests that come in by `scheme` (http or https). Loads its libraries, which takes a
+    moment."""
     from llmproxy.observe.span_tree import SpanTree
 
     return SpanExport(exporter_class()(), SpanTree(scheme).spans, on_lost)
 
 
 class _Reasons(logging.Handler):
-    """Keeps what the library last said. It says so for each attempt to send, and the log has it once."""
+    """Keeps the last log message of the library, which logs each failed attempt to send. Our log has it once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,9 +77,10 @@ class _Reasons(logging.Handler):
 
 
 class SpanExport:
-    """Sends the spans that `spans` makes of sampled requests through `exporter`, on a thread of its own.
+    """Sends the spans of sampled requests through `exporter`, on a thread of its own.
 
-    `on_lost` is called, on any thread, with a number of spans that were not sent.
+    `spans` makes the spans of a request. `on_lost` is called, on any thread, with the number of spans that were not
+    sent.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class SpanExport:
         self._thread.start()
 
     def record(self, ended: RequestExit) -> None:
-        """Take one request that has ended; never waits."""
+        """Queue a sampled request that has ended; never waits."""
         if ended.trace is None or not ended.trace.sampled:
             return
         if self._ended.qsize() < REQUESTS_MAX:
@@ -108,7 +110,7 @@ class SpanExport:
             self._on_lost(_count(ended))
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Send what waits, unless that takes longer than `timeout_s`; what is left then is lost."""
+        """Send the queued spans within `timeout_s`. The rest is lost."""
         self._ended.put(None)
         self._thread.join(timeout_s)
         # Ends the pause between two attempts to send, and refuses every further batch.
@@ -158,5 +160,5 @@ class SpanExport:
 
 
 def _count(ended: RequestExit) -> int:
-    """How many spans a request has: its own, two for each attempt, and one for a wait without a grant."""
+    """The number of spans of a request: its own, two for each attempt, and another for a wait without a grant."""
     return 1 + 2 * len(ended.routing.tried) + (ended.routing.queued_s is not None)

@@ -1,6 +1,6 @@
-"""The trace that a request belongs to (W3C Trace Context): whose it is, whether it is sampled, and what backends get.
+"""The trace context of a request (W3C Trace Context): its parent, whether it is sampled, and the headers for backends.
 
-This is all that requests pay for tracing. Spans are made of their records, on a thread; see `spans`.
+Requests pay for nothing else. Their spans are made later from exit records, on a thread; see `spans`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from llmproxy.config import Config, ConfigError
 
 TRACE_FIELDS = frozenset({"traceparent"})
 BEGUN_FIELDS = TRACE_FIELDS | {"tracestate"}
-"""What a backend does not get of a client whose trace does not go on: the state would be that of another trace."""
+"""Client headers that backends do not get if the trace begins here: `tracestate` belongs to the client's trace."""
 RATIO = 0.1
-"""Share of the traces begun here that are sampled, where the environment does not say it."""
+"""The default share of sampled traces, of all traces that begin here."""
 SAMPLERS: Mapping[str, tuple[bool, float | None]] = {
     "always_on": (False, 1.0),
     "always_off": (False, 0.0),
@@ -26,42 +26,39 @@ SAMPLERS: Mapping[str, tuple[bool, float | None]] = {
     "parentbased_always_off": (True, 0.0),
     "parentbased_traceidratio": (True, None),
 }
-"""The samplers of the OpenTelemetry specification: whether the parent decides, and the ratio, None for the argument."""
+"""The samplers of the OpenTelemetry specification: whether the parent decides, and the ratio. The ratio None is read
+from the argument."""
 
-# Version 00 ends behind the flags, later ones may go on. Version ff and ids of zeros are invalid.
+# Version 00 ends after the flags, later ones may go on. Version ff and ids of zeros are invalid.
 _TRACEPARENT = re.compile(
     r"(?!ff|00.{53}.)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?"
 )
 
 
 class TraceContext(Struct, frozen=True):
-    """The place of one request in its trace; ids are hexadecimal.
-
-    `span_id` is the request here, `parent_id` the client's span, "" where the trace begins here. `linked` are the trace
-    and the span of a client that is not believed.
-    """
+    """The place of one request in its trace. Ids are hexadecimal."""
 
     trace_id: str
-    span_id: str
-    parent_id: str
+    span_id: str  # The request at this proxy.
+    parent_id: str  # The client's span, "" if the trace begins here.
     sampled: bool
-    linked: tuple[str, str] | None = None
+    linked: tuple[str, str] | None = None  # (trace, span) of a client that is not trusted.
 
     def traceparent(self, span_id: str) -> str:
-        """The header field that makes this span the parent of what its reader does."""
+        """The `traceparent` header that makes `span_id` the parent of the receiver's spans."""
         return f"00-{self.trace_id}-{span_id}-{'01' if self.sampled else '00'}"
 
     @property
     def replaced(self) -> frozenset[str]:
-        """The header fields of the client that backends do not get."""
+        """The client headers that backends do not get."""
         return TRACE_FIELDS if self.parent_id else BEGUN_FIELDS
 
 
 class Sampler:
-    """Says which trace a request belongs to, and whether it is sampled.
+    """Decides the trace of a request, and whether it is sampled.
 
-    Where it is `by_parent`, the client's span decides, and a share `ratio` of the traces that begin here is sampled;
-    else that share of all. Two processes agree about a trace, because its id decides.
+    With `by_parent`, the client's span decides, and `ratio` applies only to traces that begin here. Otherwise `ratio`
+    applies to all traces. Two processes agree about a trace, because its id decides.
     """
 
     def __init__(self, by_parent: bool, ratio: float) -> None:
@@ -70,7 +67,7 @@ class Sampler:
 
     @classmethod
     def of(cls, config: Config, environ: Mapping[str, str] = os.environ) -> Sampler | None:
-        """The sampler that the environment asks for, None without tracing. Raises ConfigError for an unknown one."""
+        """The sampler of the environment, None without tracing. Raises ConfigError for an unknown sampler."""
         if not config.tracing or environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
             return None
         name = environ.get("OTEL_TRACES_SAMPLER", "").strip() or "parentbased_traceidratio"
@@ -80,9 +77,9 @@ class Sampler:
         return cls(by_parent, _ratio(environ.get("OTEL_TRACES_SAMPLER_ARG", "")) if ratio is None else ratio)
 
     def begin(self, traceparents: Sequence[str], believed: bool) -> TraceContext:
-        """The context of one request with these `traceparent` fields; only what is `believed` goes on.
+        """The context of one request, which continues the client's trace only if the client is `believed`.
 
-        More than one field is as none, and so is one that is not valid.
+        An invalid `traceparent`, or more than one, counts as none.
         """
         parent = _TRACEPARENT.fullmatch(traceparents[0]) if len(traceparents) == 1 else None
         if parent is not None and believed:
@@ -94,7 +91,7 @@ class Sampler:
         return TraceContext(trace_id, new_span_id(), "", self._picks(trace_id), linked)
 
     def _picks(self, trace_id: str) -> bool:
-        # As the specification has it: by the lower half, which is random in every kind of id.
+        # By the specification, the lower half decides: it is random in every kind of id.
         return int(trace_id[16:], 16) < self._below
 
 

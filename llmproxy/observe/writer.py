@@ -1,4 +1,4 @@
-"""Lines written to a file or a pipe by a thread, so that no disk and no reader ever holds up the event loop."""
+"""Writes lines to a file or a pipe on a thread, so that no slow disk or reader blocks the event loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from threading import Event, RLock, Thread
 from typing import Generic, TypeVar
 
 WRITE_BYTES = PIPE_BUF
-"""The most bytes of whole lines in one write: a pipe that several processes share does not mix such writes."""
+"""The most bytes of whole lines in one write: writes of this size to a shared pipe do not mix."""
 LINGER_S = 0.02
 """How long the thread gathers lines between two writes. The first line after a pause is written at once."""
 CLOSE_S = 5.0
@@ -22,9 +22,8 @@ Line = TypeVar("Line")
 class LineWriter(ABC, Generic[Line]):
     """Writes lines in order on a thread of its own, which `start` starts once.
 
-    The sizes of the waiting lines add up to `size_max` at most. Further lines, and lines that the file does not take,
-    are lost and counted. A blocking descriptor is not made non-blocking, because other processes may share the open
-    file.
+    Lines beyond a total size of `size_max`, and lines that the file refuses, are dropped and counted. A blocking
+    descriptor stays blocking, because other processes may share the open file.
     """
 
     def __init__(self, name: str, file: FileIO, size_max: int) -> None:
@@ -48,17 +47,17 @@ class LineWriter(ABC, Generic[Line]):
 
     @abstractmethod
     def _failed(self, error: OSError) -> None:
-        """The file has begun to refuse lines; called on the thread, once until it takes some again."""
+        """Called on the thread when writes begin to fail, once until a write succeeds."""
 
     @abstractmethod
     def _resumed(self, lost: int) -> None:
-        """Lines are written again after `lost` ones; called on the thread."""
+        """Called on the thread when lines can be written again; `lost` lines were dropped."""
 
     def start(self) -> None:
         self._thread.start()
 
     def put(self, line: Line, size: int = 1) -> None:
-        """Take one line; never waits. May be called from any thread."""
+        """Queue one line; never waits. May be called from any thread."""
         with self._lock:
             if self._size + size > self._size_max:
                 self._lose(1)
@@ -92,7 +91,7 @@ class LineWriter(ABC, Generic[Line]):
         closing = False
         while not closing:
             self._wake.get()
-            # Read before the flush, which then surely has all lines that came before closing.
+            # Read before the flush, so that the flush has all lines from before `close`.
             closing = self._closing.is_set()
             self._flush()
             while (self._unreported and not self._failing) or (closing and self._waiting):
@@ -106,7 +105,7 @@ class LineWriter(ABC, Generic[Line]):
             unreported = 0 if self._failing else self._unreported
             self._unreported -= unreported
         if unreported:
-            # The line that reports the loss has room by now, and comes after all lines from before the loss.
+            # The queue is empty now, so the report of the loss fits. It follows all lines from before the loss.
             self._resumed(unreported)
         data, count = b"", 0
         for line in lines:
@@ -140,7 +139,7 @@ class LineWriter(ABC, Generic[Line]):
                 ready.register(self._file, POLLOUT)
                 ready.poll()
                 continue
-            # Some bytes are out: after a failure from here on, the next write has to begin a line of its own.
+            # Some bytes are out: after a failure from here on, the next write must begin with a newline.
             self._begin = b"\n"
             view = view[taken:]
         self._begin = b""

@@ -1,4 +1,4 @@
-"""The API server of a cluster: who this process is there, and requests to it."""
+"""A client of the Kubernetes API server, with the service account of this process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod finds the token, the CA and the namespace of its service account."""
 ANSWER_S = 30.0
 SILENCE_S = 330.0
-"""A watch brings a bookmark about once a minute, and the server ends it earlier. So it is lost after this silence."""
+"""A watch that is silent for so long is lost: bookmarks come about once a minute, and the server ends it earlier."""
 BUFFER_BYTES = 4 << 20
 """A slice of 1,000 endpoints has 286 kB."""
 
 
 class ApiError(Exception):
-    """The API server refused a request, or did not answer. `status` is 0 where it did not; `cut` where it had begun."""
+    """The API server refused a request, or did not answer. `status` is 0 without an answer. `cut` is True if the
+    connection broke during the answer."""
 
     def __init__(self, why: str, status: int = 0, *, cut: bool = False) -> None:
         super().__init__(why)
@@ -32,7 +33,7 @@ class ApiError(Exception):
 class KubernetesApi:
     """Requests with the rights of this process. Closed by `close`.
 
-    `url` is that of the server, None for the cluster in which this process runs.
+    `url` is the URL of the server, None for the cluster in which this process runs.
     """
 
     def __init__(self, url: str | None, account: Path = ACCOUNT) -> None:
@@ -42,12 +43,12 @@ class KubernetesApi:
 
     @property
     def namespace(self) -> str:
-        """That of this process; `default` outside of a cluster."""
+        """The namespace of this process; `default` outside of a cluster."""
         return self._read("namespace") or "default"
 
     @asynccontextmanager
     async def get(self, path: str, query: Mapping[str, str], silence_s: float) -> AsyncIterator[aiohttp.StreamReader]:
-        """The body of an answer 200, as it comes. Raises ApiError before the first byte, and while it is read."""
+        """Stream the body of an answer 200. Raises ApiError before the first byte, and while the body is read."""
         server, begun = self._server(), False
         try:
             async with self._opened().get(
@@ -65,7 +66,7 @@ class KubernetesApi:
             raise ApiError(f"the API server {server} cannot be asked: {str(error) or repr(error)}", cut=begun) from None
 
     async def send(self, method: str, path: str, content: object = None) -> Any:
-        """The object of an answer. Raises ApiError, with the status of any answer that is no success."""
+        """Return the JSON of an answer. Raises ApiError, with the status of any answer that is no success."""
         server = self._server()
         try:
             async with self._opened().request(

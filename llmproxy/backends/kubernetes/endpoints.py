@@ -1,6 +1,6 @@
-"""From objects of Kubernetes to backends. Pure: the same objects in any order give the same backends.
+"""Converts Kubernetes objects to backends. Pure: the same objects in any order give the same backends.
 
-What is terminating is no backend any more: it gets nothing new, and the streams on it end in their own time.
+Terminating pods are no backends: they get no new requests, and their streams end in their own time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ROLES = {
     "encode-prefill-decode": Role.BOTH,
 }
 ENCODERS = "encode"
-"""The role of pods that answer no requests of clients."""
+"""The role of encode-only workers, which answer no requests of clients."""
 ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
 _PORT = re.compile("[0-9]{1,5}")
 ENDED = ("Succeeded", "Failed")
 DEFAULT_PORT_NAME = "http"
 
 Refuse = Callable[[str, str], object]
-"""Called with the name of an object that is left out, and why. The other objects count."""
+"""Called with the name of a rejected object, and why. The other objects count."""
 
 
 def _ignored(name: str, why: str) -> None:
@@ -45,25 +45,21 @@ class UnclearPortError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How the backends of one source are made: each like `template`.
-
-    `port` is a number, a name, or empty where there is only one. `suffix` is put behind the names of pods, which are
-    unique in their namespace only.
-    """
+    """Makes the backends of one source, each like `template`."""
 
     template: BackendConfig
     scheme: str
-    port: str
-    suffix: str = ""
+    port: str  # A number, a name, or "" for the only port.
+    suffix: str = ""  # Appended to pod names, which are unique in their namespace only.
 
     def backend(self, name: str, host: str, port: int, uid: str, *, ready: bool, **differs: object) -> Instance:
-        """Raises ValueError for what is no address or no port."""
+        """Make a backend. Raises ValueError for an invalid address or port."""
         place = place_of(host, port)
         changed = {"name": name + self.suffix if name else place, "url": f"{self.scheme}://{place}", **differs}
         return Instance.model_construct(**dict(self.template) | changed, uid=uid, ready=ready)
 
     def chosen(self, ports: Iterable[tuple[str, int]]) -> int:
-        """The one of these names and numbers that is meant. Raises UnclearPortError."""
+        """Return the number of the wanted port among `ports` (name, number). Raises UnclearPortError."""
         known = list(dict.fromkeys(ports))
         wanted = self.port or (DEFAULT_PORT_NAME if len(known) > 1 else "")
         fitting = [number for name, number in known if wanted in (name, str(number), "")]
@@ -78,10 +74,10 @@ class Place:
 
 
 def of_slices(place: Place, slices: Iterable[EndpointSlice], refuse: Refuse = _ignored) -> list[Instance]:
-    """The servers behind a Service. Raises UnclearPortError where that leaves none.
+    """The servers behind a Service. Raises UnclearPortError if no server is left because of its ports.
 
-    An address may be in two slices for a moment, and a pod has one for each family of addresses: its best state counts,
-    and its first address.
+    An address may be in two slices for a moment, and a dual-stack pod is in a slice of each family. The best state
+    counts, then the IPv4 address.
     """
     found: dict[tuple[str, int], tuple[bool, Instance]] = {}
     unclear: UnclearPortError | None = None
@@ -116,7 +112,8 @@ TCP = (None, "TCP")
 
 
 def _state(endpoint: Endpoint) -> tuple[bool, bool]:
-    """Whether it is ready, and whether it terminates. What is not said is ready, and stays (KEP-1672)."""
+    """Whether the endpoint is ready, and whether it is terminating. Missing conditions mean ready and not terminating
+    (KEP-1672)."""
     conditions = endpoint.conditions
     return conditions.ready is not False, bool(conditions.terminating)
 
@@ -127,7 +124,7 @@ def _worse(state: tuple[bool, Instance]) -> tuple[bool, bool, bool, str]:
 
 
 def of_pods(place: Place, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
-    """These pods. Raises UnclearPortError where that leaves none."""
+    """The servers of these pods. Raises UnclearPortError if no server is left because of its ports."""
     found: list[Instance] = []
     unclear: UnclearPortError | None = None
     for pod in filter(_serves, pods):
@@ -148,7 +145,7 @@ def of_pods(place: Place, pods: Iterable[Pod], refuse: Refuse = _ignored) -> lis
 
 
 def of_pool(place: Place, pool: InferencePool, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
-    """The pods of an InferencePool: each of its ports is a server of its own, unless a pod leaves it out."""
+    """The servers of an InferencePool: each pod has one per port, unless the pod leaves the port out."""
     numbers = [port.number for port in pool.spec.target_ports if port.number]
     found = []
     for pod in filter(_serves, pods):
@@ -174,13 +171,13 @@ def _backend(place: Place, pod: Pod, port: int, name: str | None = None) -> Inst
 
 
 def _serves(pod: Pod) -> bool:
-    """Whether it has an address and neither ends nor encodes only."""
+    """True if the pod has an IP, is not terminating and is not an encode-only worker."""
     ends = pod.metadata.deletion_timestamp is not None or pod.status.phase in ENDED
     return bool(pod.status.pod_ip) and not ends and (pod.metadata.labels or {}).get(ROLE_LABEL) != ENCODERS
 
 
 def _active_ports(pod: Pod, refuse: Refuse) -> set[int] | None:
-    """The ports that a pod serves on, None where it does not say. A part that is no port is left out."""
+    """The ports that a pod serves on, None without the annotation. `refuse` gets invalid parts, which are left out."""
     annotations = pod.metadata.annotations or {}
     text = next((annotations[name] for name in ACTIVE_PORTS if name in annotations), None)
     if text is None:

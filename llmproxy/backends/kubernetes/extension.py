@@ -1,8 +1,8 @@
-"""From objects of the Gateway API Inference Extension to entries of the configuration.
+"""Converts objects of the Gateway API Inference Extension to entries of the configuration.
 
-Pure: the same objects in any order give the same entries. An InferenceObjective is an objective whose band is its
-priority. A rule of an InferenceModelRewrite is an alias for each name that it matches, or for every other name. Among
-several, the oldest object counts, then the first by name, and in it the first rule.
+Pure: the same objects in any order give the same entries. An InferenceObjective becomes an objective whose band is its
+priority. A rule of an InferenceModelRewrite becomes an alias for each name that it matches, without matches for every
+other name. If several objects define a name, the oldest one counts, then the first by name, and in it the first rule.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from llmproxy.core.backends.catalogue import ANY
 
 OBJECTIVE, REWRITE = "InferenceObjective", "InferenceModelRewrite"
 POOL_GROUPS = ("inference.networking.k8s.io", "inference.networking.x-k8s.io")
-"""The groups of InferencePools: that of today, and the one before, which references may still name."""
+"""The groups of InferencePools: the current one, and the former one, which references may still name."""
 
 
 class WrongObjectError(Exception):
-    """An object says something that has no meaning here."""
+    """An object is invalid, or not supported here."""
 
 
 def entries_of(objects: Iterable[tuple[str, CustomObject]], pools: Collection[tuple[str, str]]) -> Entries:
-    """What these objects (kind, object) say for `pools` (namespace, name).
+    """The entries of these objects (kind, object) for `pools` (namespace, name).
 
-    Of two objects with one kind, namespace and name, as in an old and a new group, the first one counts. An object that
-    is wrong is left out as a whole.
+    Of two objects with the same kind, namespace and name, as in an old and a new group, the first one counts. An
+    invalid object is left out as a whole, and is among the problems.
     """
     found: dict[tuple[str, str, str], CustomObject] = {}
     for kind, one in objects:
@@ -65,13 +65,14 @@ def entries_of(objects: Iterable[tuple[str, CustomObject]], pools: Collection[tu
 
 
 def _age(key: tuple[str, str, str], one: CustomObject) -> tuple[str, ...]:
-    # Timestamps are all in UTC, to the second, so that texts compare as they do.
+    # All timestamps are in UTC, to the second, so that their texts sort by time.
     _, namespace, name = key
     return one.metadata.creation_timestamp or "", name, namespace
 
 
 def _is_for(one: CustomObject, namespace: str, pools: Collection[tuple[str, str]]) -> bool:
-    """Whether an object names one of these pools. Raises for one that cannot be understood so far."""
+    """True if an object names one of these pools. Raises WrongObjectError and msgspec.ValidationError for invalid
+    references."""
     refs = msgspec.convert(one.spec, PoolRefs)
     named = [*([refs.pool_ref] if refs.pool_ref is not None else []), *(refs.pool_refs or ())]
     if any(
@@ -105,7 +106,7 @@ def _models(spec: RewriteSpec) -> list[ModelConfig]:
 
 
 def _targets(rule: RewriteRule, place: str) -> dict[str, float]:
-    """The targets of a rule with their weights; equal ones where none is given."""
+    """The targets of a rule with their weights; equal weights if it gives none."""
     given = rule.targets or []
     if not given:
         raise WrongObjectError(f"{place} is empty")

@@ -1,4 +1,4 @@
-"""Follows the objects of the Gateway API Inference Extension beside the InferencePools that are backends."""
+"""Watches the Gateway API Inference Extension's objects for the InferencePools that are backends."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from llmproxy.lifecycle.background import supervised
 
 RESOURCES = {OBJECTIVE: "inferenceobjectives", REWRITE: "inferencemodelrewrites"}
 GROUPS = ("llm-d.ai", "inference.networking.x-k8s.io")
-"""Where objects are looked for. Of one that is in both groups, that in the first one counts."""
+"""The groups to watch. If an object is in both groups, the first group counts."""
 PATH = "/apis/{}/v1alpha2/namespaces/{}/{}"
 NEVER = (401, 403, 404)
-"""With these answers, there is nothing to wait for."""
+"""Statuses after which nothing is awaited."""
 
 Pools = frozenset[tuple[str | None, str]]
-"""InferencePools by namespace (None: that of the proxy) and name."""
+"""InferencePools as (namespace, name); None is the namespace of the proxy."""
 _log = structlog.get_logger()
 
 
@@ -41,7 +41,7 @@ class _Collection:
 
     @property
     def absent(self) -> bool:
-        """Whether the cluster does not know the kind, as the extension is optional."""
+        """True if the cluster does not know the kind: the extension is optional."""
         return self.watched.status == 404
 
     @property
@@ -50,10 +50,10 @@ class _Collection:
 
 
 class ExtensionObjects:
-    """Passes on to `take` what the objects say, whenever that changes. Started by `reconfigure`, ended by `close`.
+    """Passes the entries of the objects to `take` at every change. Started by `reconfigure`, ended by `close`.
 
-    `on_answer` is called when `awaited` may have changed: whether names may become known that objects of the cluster
-    stand for. `answered` is set while it is known what they say, or why not.
+    `awaited` is True while unread objects may still define names of models. `on_answer` is called when `awaited` may
+    have changed. `answered` is set while all objects were read, or could not be read.
     """
 
     def __init__(self, take: Callable[[Entries], None], on_answer: Callable[[], None]) -> None:
@@ -70,7 +70,7 @@ class ExtensionObjects:
         self._task: asyncio.Task[None] | None = None
 
     def reconfigure(self, config: Config) -> None:
-        """Follow the objects of these pools from now on. What was read stays until others are."""
+        """Watch the objects of the configured pools. The former entries stay in use until the new objects are read."""
         urls = (PodsUrl.of(backend.url) for backend in config.backends if backend.url.startswith(KUBERNETES))
         pools = frozenset((url.namespace, url.name) for url in urls if url.kind == INFERENCE_POOL)
         definition = config.discovery.kubernetes_api, pools
@@ -80,7 +80,7 @@ class ExtensionObjects:
         if self._task is not None:
             self._task.cancel()
         self.awaited = bool(pools)
-        # What was read for other pools stays while the API server is away.
+        # The entries of former pools stay in use while the API server is away.
         self._keeps = self._taken != Entries()
         self.answered.clear()
         self._task = supervised(partial(self._follow, *definition), "follow the inference extension")
@@ -102,7 +102,7 @@ class ExtensionObjects:
             while True:
                 try:
                     self._read(collections, pools)
-                except Exception as bug:  # noqa: BLE001 - what comes next may be read again
+                except Exception as bug:  # noqa: BLE001 - the next change may be readable
                     _log.error("discovery_failed", source="objects", why=repr(bug), exc_info=bug)
                 await changed.wait()
                 await asyncio.sleep(GATHER_S)
@@ -150,7 +150,7 @@ class ExtensionObjects:
         self._absent = absent
 
     async def close(self) -> None:
-        """Follow nothing any more; what was read stays."""
+        """Stop all watches; the entries stay."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -1,7 +1,7 @@
-"""The parts of Kubernetes' objects that say where requests may go.
+"""Kubernetes objects, reduced to the fields that say where requests may go.
 
-EndpointSlice is that of discovery.k8s.io/v1, Pod that of v1, and InferencePool that of inference.networking.k8s.io/v1.
-InferenceObjective and InferenceModelRewrite are those of v1alpha2. Lists and mappings without entries may be null.
+EndpointSlice is of discovery.k8s.io/v1, Pod of v1, InferencePool of inference.networking.k8s.io/v1, and
+InferenceObjective and InferenceModelRewrite are of v1alpha2. Lists and mappings without entries may be null.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class InferencePool(Struct, frozen=True):
 
 
 class CustomObject(Struct, frozen=True):
-    """An object whose `spec` is read by itself, so that one that is wrong does not hide the others."""
+    """An object with an undecoded `spec`, so that an invalid object does not hide the others."""
 
     metadata: Metadata
     spec: Any = None
@@ -116,14 +116,14 @@ class PoolRef(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PoolRefs(Struct, rename="camel", frozen=True):
-    """The InferencePools that an object is for; other fields are not looked at."""
+    """The InferencePools that an object is for; other fields are ignored."""
 
     pool_ref: PoolRef | None = None
     pool_refs: list[PoolRef] | None = None
     pool_selector: dict[str, Any] | None = None
 
 
-# A field that is not known may say that less is meant, so that an object with one is not taken for what is left of it.
+# An unknown field may narrow the meaning of an object, so an object with unknown fields is rejected.
 class ObjectiveSpec(PoolRefs, frozen=True, forbid_unknown_fields=True):
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
 
@@ -146,7 +146,7 @@ class TargetModel(Struct, rename="camel", frozen=True, forbid_unknown_fields=Tru
 
 
 class RewriteRule(Struct, frozen=True, forbid_unknown_fields=True):
-    """Without matches, it is for every model."""
+    """Without matches, the rule is for every model."""
 
     matches: list[Match] | None = None
     targets: list[TargetModel] | None = None

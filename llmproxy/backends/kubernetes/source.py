@@ -16,14 +16,14 @@ from llmproxy.config.pods_url import PODS, SERVICE, PodsUrl
 from llmproxy.lifecycle.background import supervised
 
 GATHER_S = 0.05
-"""Changes are gathered for so long, because a roll-out brings many at once."""
+"""Changes are gathered for so long, because a rollout brings many at once."""
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices"
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
 PODS_PATH = "/api/v1/namespaces/{}/pods"
 
 
 class KubernetesSource:
-    """Each look waits until something changed. Between looks the collections are followed, until `close`."""
+    """Each look waits for a change. Between looks the collections are watched, until `close`."""
 
     interval_s = GATHER_S
 

@@ -1,7 +1,7 @@
-"""One collection of objects, listed once and then followed for months.
+"""A collection of objects, listed once and then watched for months.
 
-The protocol is that of Kubernetes' API concepts: list, watch from the version of the list, take the version of each
-event and bookmark, watch again from the last one when a watch ends, and list again when that version is gone (410).
+The protocol is in Kubernetes' API concepts: list, watch from the version of the list, take the version of each event
+and bookmark, watch again from the last version when a watch ends, and list again when that version is gone (410).
 """
 
 from __future__ import annotations
@@ -61,18 +61,23 @@ class _Name(Struct, rename="camel", frozen=True):
 
 
 class _Unread(Struct, frozen=True):
-    """An object of which only the name can be read."""
+    """An invalid object: only its name is read."""
 
     metadata: _Name = _Name()
 
 
 class Watched(Generic[T]):
-    """The objects of one path, by namespace and name; None until they were listed once. Followed by `run`.
+    """The objects of one path. Watched while `run` runs.
 
-    An object that makes no sense is logged, and stays as it was before. `refused` says why, by namespace and name.
+    An invalid object is logged, and its last valid version stays. The objects stay while the API server is away.
 
-    `on_change` is called after every change of `objects` or `trouble`, which says why the API server cannot be asked.
-    The objects stay meanwhile. `status` is that of the answer which is the trouble, 0 for none.
+    Attributes:
+        objects: By namespace and name; None before the first list.
+        trouble: Why the API server does not answer, else None.
+        status: The HTTP status of that trouble, 0 without an answer.
+        refused: Why an object is invalid, by namespace and name.
+
+    `on_change` is called after every change of `objects` or `trouble`.
     """
 
     def __init__(
@@ -100,7 +105,7 @@ class Watched(Generic[T]):
         self._log = RefusedLog()
 
     async def run(self) -> None:
-        """Follow the collection until cancelled. No answer ends it."""
+        """Watch the collection until cancelled. No answer ends it."""
         while True:
             try:
                 if self._version is None:
@@ -110,10 +115,10 @@ class Watched(Generic[T]):
                 if error.status == GONE:
                     self._version = None
                 elif not (error.cut and self._following):
-                    # A watch that is cut is one that ends; whether the server is away shows next.
+                    # A cut watch counts as ended. The next request shows whether the server is away.
                     self._set_trouble(str(error), error.status)
             except (msgspec.MsgspecError, RecursionError) as error:
-                # What comes next would rest on an object that is not known.
+                # Later events refer to objects that could not be read, so the collection is listed again.
                 self._version = None
                 self._set_trouble(f"{self._path} makes no sense: {error}")
             await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))
@@ -155,7 +160,7 @@ class Watched(Generic[T]):
                     self._on_change()
 
     def _apply(self, line: bytes) -> bool:
-        """Apply one event. Whether an object changed."""
+        """Apply one event. Returns whether an object changed."""
         event = msgspec.json.decode(line, type=_Event)
         if event.type in ("BOOKMARK", "ERROR"):
             told = msgspec.json.decode(event.object, type=_Bookmark)
@@ -169,7 +174,7 @@ class Watched(Generic[T]):
         return True
 
     def _take(self, raw: msgspec.Raw, before: Mapping[tuple[str, str], T], *, deleted: bool = False) -> str:
-        """Add, replace or remove one object. Returns its version, empty where that cannot be read."""
+        """Add, replace or remove one object. Returns its version, empty if it cannot be read."""
         assert self.objects is not None
         found: T | _Unread
         try:

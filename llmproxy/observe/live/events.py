@@ -1,7 +1,6 @@
-"""The last log lines about the state of the proxy and its fleet, so that a page can say what happened, and when.
+"""Recent log lines about the state of the proxy and its backends, for the live page.
 
-They are taken where lines are written, so that the page and the log never differ. Lines of single requests are not
-among them.
+They are collected where lines are written, so that page and log agree. Lines of single requests are not included.
 """
 
 from __future__ import annotations
@@ -17,28 +16,28 @@ from llmproxy.observe.text import shown
 EVENTS_MAX = 500
 TEXT_CHARS_MAX = 400
 HIDDEN = frozenset({"exception", "exc_info", "level", "event"})
-"""Fields of a log line that are no part of the text of an event."""
+"""Log fields that are not part of an event's text."""
 EJECTED = "backend_ejected"
 STATE_EVENTS = frozenset(
     {"backend_down", EJECTED, "backend_up", "backend_back", "backend_drained", "backend_undrained"}
 )
-"""Events after which a backend takes requests, or takes none."""
+"""Events that change whether a backend takes requests."""
 
 
 class Event(Struct, frozen=True):
-    """One log line. `at_s` is on the clock of the history, `text` has the fields as in the log, `why` one of them."""
+    """A log line about the state of the proxy."""
 
     serial: int
-    at_s: float
+    at_s: float  # On the clock of the history.
     level: str
     name: str
     backend: str | None
-    why: str
-    text: str
+    why: str  # The field `why` of the line.
+    text: str  # All fields, as in the log.
 
 
 class Events:
-    """The last `EVENTS_MAX` of them."""
+    """The last `EVENTS_MAX` events."""
 
     def __init__(self) -> None:
         self._kept: deque[Event] = deque(maxlen=EVENTS_MAX)

@@ -1,7 +1,7 @@
-"""The last day in numbers, in memory: a quarter of an hour by the second, a day by ten seconds.
+"""Time series in memory: the last 15 minutes by the second, the last day by ten seconds.
 
-Each number is a column of 32-bit floats, so that it leaves the process as it is, and a browser draws it as it comes. A
-column takes 38 KB. `NaN` says that there was no value, and a gap stays a gap.
+Each series is a column of 32-bit floats, which a browser can draw without conversion. A column takes 38 KB. `NaN` means
+no value, so that gaps stay visible.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ SECONDS = 900
 TENS = 8_640
 TEN_S = 10
 COLUMNS_MAX = 560
-"""Together 21.4 MB."""
+"""All columns take 21.4 MB."""
 
 
 class Stretch(Struct, frozen=True):
-    """Columns over one stretch of time: `rows` values each, one every `step_s`, the first at the second `from_s`.
+    """Columns over one range of time: `rows` values each, one every `step_s`, the first at the second `from_s`.
 
-    `values` are the columns one after the other, as little-endian 32-bit floats.
+    `values` holds the columns one after the other, as little-endian 32-bit floats.
     """
 
     names: tuple[str, ...]
@@ -42,8 +42,11 @@ class _Column:
 
 
 class History:
-    """Rows by the second of a clock that never goes back. `worst` columns keep their highest value over ten seconds,
-    the others their mean. Columns whose names begin as one of `fleeting` are the first to make room for new ones."""
+    """Rows of a monotonic clock, one per second.
+
+    Over ten seconds, the columns `*/NAME` for each NAME in `worst` keep their highest value, all others their mean.
+    Columns with a prefix in `fleeting` are the first to be dropped for new columns.
+    """
 
     def __init__(self, worst: Iterable[str] = (), fleeting: tuple[str, ...] = ()) -> None:
         self._fleeting = fleeting
@@ -62,14 +65,14 @@ class History:
         return tuple(self._columns)
 
     def append(self, second: int, row: Mapping[str, float]) -> None:
-        """Add the row of this second. A second row of the same second, or of an earlier one, is ignored."""
+        """Add the row of a second. A row that is not newer than the last row is ignored."""
         if second <= self._last_s:
             return
         if self._last_s < 0:
             self._first_s = self._last_s = second - 1
         begin = self._last_s + 1
         if second - begin > SECONDS:
-            # The process stood still for longer than the seconds reach back.
+            # The process was stopped for longer than the columns of seconds cover.
             self._put_gap(begin, end=(self._last_s // TEN_S + 1) * TEN_S)
             begin = (second - SECONDS) // TEN_S * TEN_S
             self._forget_tens(self._last_s // TEN_S + 1, begin // TEN_S)
@@ -85,8 +88,7 @@ class History:
     def read(self, prefixes: Iterable[str], span_s: int) -> Stretch:
         """The columns whose names begin with one of `prefixes`, over the last `span_s` seconds.
 
-        By the second where that reaches back far enough, else by ten seconds. Of ten seconds that are not over there
-        is no value yet.
+        By the second up to SECONDS, else by ten seconds; the current ten seconds have no value yet.
         """
         wanted = tuple(prefixes)
         names = tuple(name for name in self._columns if name.startswith(wanted))
@@ -105,7 +107,8 @@ class History:
         return Stretch(names, first * step_s, step_s, rows, bytes(values))
 
     def _make_room(self, row: Mapping[str, float]) -> None:
-        """Add the columns that the row needs. What got no value for longest makes room for what has one now."""
+        """Add the columns of the row. If there are too many, drop idle columns: fleeting ones first, then the longest
+        idle."""
         new = [name for name in row if name not in self._columns]
         lacking = len(self._columns) + len(new) - COLUMNS_MAX
         if lacking > 0:

@@ -8,20 +8,20 @@ from typing import NamedTuple
 
 
 class Claim(NamedTuple):
-    """The weight of a flow (> 0), and the most that it would take; infinite for a flow that waits."""
+    """The weight of a flow, and its demand."""
 
-    weight: float
-    demand: float
+    weight: float  # > 0
+    demand: float  # The most that the flow can use; infinite for a flow with waiting requests.
 
 
 def max_min(capacity: float, claims: Mapping[str, Claim]) -> dict[str, float]:
-    """The part of `capacity` that each flow gets, in the unit of `capacity`.
+    """Return the share of `capacity` of each flow, in the unit of `capacity`.
 
-    No flow gets more than its demand. Flows that get less than theirs have equal parts per unit of weight, and no flow
-    has more. This is progressive filling (Bertsekas and Gallager, "Data Networks", section 6.5.2).
+    No flow gets more than its demand. Flows that get less than their demand get equal shares per unit of weight, and no
+    other flow gets more per unit. This is progressive filling (Bertsekas and Gallager, "Data Networks", section 6.5.2).
     """
     ordered = sorted(claims, key=lambda flow: claims[flow].demand / claims[flow].weight)
-    # Summed from the end: taking weights away from their sum would lose the small ones.
+    # Summed from the end: subtracting weights from their sum would lose small weights to rounding.
     weights = list(accumulate(claims[flow].weight for flow in reversed(ordered)))[::-1]
     shares: dict[str, float] = {}
     for flow, weight in zip(ordered, weights, strict=True):

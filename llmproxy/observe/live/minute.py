@@ -1,7 +1,7 @@
-"""What ended within the last minute: waits and first tokens by band, tokens by backend and by flow, outcomes.
+"""Requests that ended in the last minute: waits and first tokens by band, tokens by backend and by flow, outcomes.
 
 Each request is counted when it ends, in the sums of its second and nowhere else. When a second is over, its sums are
-added to those of the minute, and those of the second that leaves it are taken away.
+added to the sums of the minute, and the sums of the oldest second are subtracted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llmproxy.observe.exit import RequestExit
 
 SPAN_S = 60
 FLOWS_MAX = 1_000
-"""Flows counted within one second, `OTHER` included."""
+"""The most flows counted within one second, `OTHER` included."""
 OTHER = "other"
 NO_BAND = "none"
 
@@ -36,10 +36,10 @@ REFUSED = frozenset(
 CLIENT_ERRORS = frozenset({Outcome.BAD_REQUEST, Outcome.UNKNOWN_MODEL, Outcome.UNAUTHORIZED, Outcome.TOO_LARGE})
 
 NO_FAILURES = frozenset({Verdict.SERVED, Verdict.CLIENT_GONE, Verdict.PREEMPTED, Verdict.LOCAL_FAILURE})
-"""Ends of attempts for which their backend cannot be blamed."""
+"""Verdicts for which the backend cannot be blamed."""
 
 LEAST_S = 1e-4
-"""Times up to this are one bucket."""
+"""Times up to this are in the first bucket."""
 _GROWTH = 1.02
 _SCALE = 1.0 / log(_GROWTH)
 _OFFSET = -log(LEAST_S) * _SCALE + 1.0
@@ -47,9 +47,9 @@ _HALF = 2.0 / (1.0 + 1.0 / _GROWTH)
 
 
 def kind_of(ended: RequestExit) -> str:
-    """How it ended, in five kinds: `completed`, `refused` by the proxy, `client_error`, `cancelled`, else `failed`.
+    """The kind of a request's end: `completed`, `refused` by the proxy, `client_error`, `cancelled`, else `failed`.
 
-    An engine's own answer of 4xx is the client's error.
+    An engine's own 4xx answer is a client error.
     """
     outcome = ended.result.outcome
     if outcome is Outcome.COMPLETED:
@@ -62,12 +62,12 @@ def kind_of(ended: RequestExit) -> str:
 
 
 def bucket_of(seconds: float) -> int:
-    """The bucket of a time. Buckets grow by 2 %, so that any value of one stands for all within 1 %."""
+    """The bucket of a time. Buckets grow by 2 %, so that the middle of a bucket is within 1 % of each of its times."""
     return int(log(seconds) * _SCALE + _OFFSET) if seconds > LEAST_S else 0
 
 
 def quantile(buckets: Counter[int], share: float) -> float | None:
-    """The time that so large a share of those in `buckets` does not exceed, within 1 %; None without any."""
+    """The quantile `share` of the times in `buckets`, within 1 %; None without any time."""
     total = buckets.total()
     if not total:
         return None
@@ -93,10 +93,10 @@ class BandSums:
 
 
 class BackendSums:
-    """The attempts that one backend had, and the tokens of the requests whose last one it was.
+    """The attempts of one backend, and the tokens of the requests that ended on it.
 
-    `firsts` of them had a first token, `streams` a time per token after it. The sums of both times are in microseconds,
-    because sums of floats would keep a rest.
+    `firsts` requests had a time to first token, `streams` a time per token. The sums of both times are integer
+    microseconds, to avoid float drift when values are subtracted.
     """
 
     __slots__ = (
@@ -109,19 +109,19 @@ class BackendSums:
 
     @property
     def ttft_s(self) -> float | None:
-        """The mean time from the grant to the first token, None without any."""
+        """The mean time from the grant to the first token; None without any."""
         return self.first_us / self.firsts * 1e-6 if self.firsts else None
 
     @property
     def tpot_s(self) -> float | None:
-        """The mean time per token after the first, None without any."""
+        """The mean time per token after the first; None without any."""
         return self.token_us / self.streams * 1e-6 if self.streams else None
 
 
 class FlowSums:
-    """The requests of one flow of a band, their tokens, and their time in the queue in microseconds.
+    """The requests of one flow of a band, their tokens, and their queue time in microseconds.
 
-    `weight` is that of the newest.
+    `weight` is the weight of the newest request.
     """
 
     __slots__ = ("ends", "tokens", "wait_us", "weight")
@@ -137,8 +137,11 @@ class FlowSums:
 
 
 class Sums:
-    """What ended within some time; flows are by (band, flow). `error_ratio` sums the errors of predicted first tokens,
-    of which there are `errors`. `outcomes` counts requests that the proxy refused or that failed."""
+    """Sums over requests that ended within some time. Flows are by (band, flow).
+
+    `error_ratio` is the sum of the relative errors of `errors` predicted first tokens. `outcomes` counts only requests
+    that the proxy refused or that failed.
+    """
 
     def __init__(self) -> None:
         self.bands: dict[str, BandSums] = {}
@@ -155,7 +158,7 @@ class Sums:
         return self.backends.get(name) or BackendSums()
 
     def kind(self, kind: str) -> int:
-        """How many requests ended so, of all bands."""
+        """The number of requests of a kind, over all bands."""
         return sum(band.kinds[kind] for band in self.bands.values())
 
     def add(self, ended: RequestExit) -> None:
@@ -222,7 +225,7 @@ class Sums:
         flow.weight = weight
 
     def merge(self, other: Sums, sign: int) -> None:
-        """Add `other`, or take it away where `sign` is -1; what nothing is left of is forgotten."""
+        """Add `other`, or subtract it if `sign` is -1. Backends and flows that become empty are dropped."""
         for name, one in other.bands.items():
             band = self.bands.setdefault(name, BandSums())
             band.met += sign * one.met
@@ -253,7 +256,7 @@ class Sums:
         self.retries += sign * other.retries
         self.preemptions += sign * other.preemptions
         self.errors += sign * other.errors
-        # Sums of floats would keep a rest.
+        # Float sums drift when values are subtracted, so an empty sum is reset.
         self.error_ratio = self.error_ratio + sign * other.error_ratio if self.errors else 0.0
 
 
@@ -267,7 +270,7 @@ def _merge(mine: Counter[str] | Counter[int], theirs: Counter[str] | Counter[int
 
 
 class Minute:
-    """`total` holds for the last `span_s` whole seconds, `second` for the one that was over last."""
+    """The sums of the last minute. `total` covers the last `span_s` whole seconds, `second` the last whole second."""
 
     def __init__(self) -> None:
         self.total = Sums()
@@ -278,7 +281,7 @@ class Minute:
         self._began_s: int | None = None
 
     def record(self, ended: RequestExit) -> None:
-        """Count one request, within the second that runs."""
+        """Count one request in the current second."""
         self._running.add(ended)
 
     def tokens_per_s(self, backend: str, since_s: float | None) -> tuple[float, float]:
@@ -293,7 +296,7 @@ class Minute:
         return sum(one.prompt for one in sums) / span_s, sum(one.output for one in sums) / span_s
 
     def roll(self, second: int) -> None:
-        """This second is over."""
+        """End a second: add its sums to `total`, and subtract seconds that are too old."""
         self._began_s = second if self._began_s is None else self._began_s
         self.second, self._running = self._running, Sums()
         self.total.merge(self.second, 1)

@@ -1,6 +1,6 @@
-"""The requests that ended in the last ten minutes, so that the story of each can be told from its id.
+"""The requests of the last ten minutes, so that a page can explain each request by its id.
 
-They are kept as bytes: a third of the memory of their objects, and the garbage collector never looks at them.
+They are stored as bytes, which take a third of the memory of objects and cost the garbage collector nothing.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ _waited = msgspec.msgpack.Decoder(Waited).decode
 
 KEPT_S = 600.0
 BYTES_MAX = 32 << 20
-"""Of all records. Beyond it, the oldest are forgotten earlier."""
+"""The most bytes of all records; beyond it, the oldest records are dropped early."""
 RECORD_BYTES = 240
-"""What a record takes beside its bytes: an instant, an id, and the objects around them."""
+"""Overhead of a record: an instant, an id, and the objects around them."""
 
 
 class RecentRequests:
-    """The exit records of recent requests, and why those that ended without a backend waited."""
+    """The exit records of recent requests, and wait reasons of requests that left without a backend."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[float, str, type, bytes]] = deque()
         self._bytes = 0
 
     def record(self, ended: RequestExit) -> None:
-        """Remember one request."""
+        """Store one finished request."""
         at_s = ended.ended_s
         if at_s is None:
-            # It was refused before its time was noted.
+            # The request was refused before its arrival time was set.
             at_s = self._kept[-1][0] if self._kept else 0.0
         self._keep(at_s, ended.input.request_id, ended)
 
     def left(self, request_id: str, waited: Waited, at_s: float) -> None:
-        """Remember why a request waited that left without a backend at `at_s`, on the clock of the loop."""
+        """Store why a request waited. It left without a backend at `at_s`, on the clock of the loop."""
         self._keep(at_s, request_id, waited)
 
     def _keep(self, at_s: float, request_id: str, value: RequestExit | Waited) -> None:
@@ -54,12 +54,12 @@ class RecentRequests:
         return (_ended(data) for _, _, kind, data in reversed(self._kept) if kind is RequestExit)
 
     def find(self, request_id: str) -> RequestExit | None:
-        """The newest request of this id, None if none is remembered."""
+        """The newest request of this id, None if none is stored."""
         data = self._newest(request_id, RequestExit)
         return None if data is None else _ended(data)
 
     def waited(self, request_id: str) -> Waited | None:
-        """Return why the newest request of this id without a backend waited, None if none is remembered."""
+        """Why the newest request of this id without a backend waited, None if none is stored."""
         data = self._newest(request_id, Waited)
         return None if data is None else _waited(data)
 

@@ -21,9 +21,9 @@ from llmproxy.observe.live.recent import RecentRequests
 from llmproxy.scheduling.dispatcher import Dispatcher
 
 BACKENDS_MAX = 64
-"""Backends that have columns of their own in the history; a page shows the present state of all."""
+"""The most backends with columns in the history; a page shows the current state of all."""
 FLOWS_MAX = 20
-"""Flows that have columns of their own: those with most tokens of the last minute, and those that waited longest."""
+"""The most flows with columns by tokens of the last minute, and the same number by longest wait."""
 STATES = {"up": 0.0, "starting": 1.0, "drained": 2.0, "leaving": 3.0, "ejected": 4.0, "down": 5.0}
 """The states of a backend as numbers, the worst last."""
 
@@ -33,7 +33,7 @@ Statuses = Callable[[], Sequence[BackendStatus]]
 
 
 class Recorder:
-    """Everything that is remembered for people who look. `statuses` are those of the backends."""
+    """Collects everything that the live pages show. `statuses` returns the status of every backend."""
 
     def __init__(self, dispatcher: Dispatcher, statuses: Statuses, band_names: Callable[[], Mapping[int, str]]) -> None:
         self.dispatcher = dispatcher
@@ -48,12 +48,12 @@ class Recorder:
         self._loop, self._thread = asyncio.get_running_loop(), get_ident()
 
     def heard(self, level: str, name: str, fields: Mapping[str, object]) -> None:
-        """Remember a log line of any thread."""
+        """Store a log line. May be called from any thread."""
         note = partial(self.events.note, level, name, dict(fields), self._loop.time())
         if get_ident() == self._thread:
             note()
         else:
-            # The pages read the events on the loop. A line that comes after its end is in the log alone.
+            # The pages read the events on the loop. A line after the end of the loop is in the log only.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(note)
 
@@ -66,7 +66,7 @@ class Recorder:
             self.tick(loop.time())
 
     def tick(self, now: float) -> None:
-        """Write the row of the second that ends now."""
+        """Write the row of the second that ends at `now`."""
         second = round(now) - 1
         if second <= self.history.last_s:
             return
@@ -75,12 +75,12 @@ class Recorder:
         self.history.append(second, self._row(now, passed_s))
 
     def record(self, ended: RequestExit) -> None:
-        """Remember one request that has ended."""
+        """Store one finished request."""
         self.recent.record(ended)
         self.minute.record(ended)
 
     def left(self, request: Request, waited: Waited) -> None:
-        """Remember why a request waited that left without a backend."""
+        """Store why a request waited, for a request that left without a backend."""
         self.recent.left(request.label, waited, self._loop.time())
 
     def band(self, level: int) -> str:
@@ -131,7 +131,7 @@ class Recorder:
             sums = minute.total.backend(status.name)
             row[begin + "state"] = STATES[status.state]
             row[begin + "saturation"] = view.saturation
-            # As in the snapshot: nothing comes from a replica that went away.
+            # As in the snapshot: a replica that is gone produces no tokens.
             if status.state == "up" or status.in_flight:
                 row[begin + "tokens_per_s"] = sums.output / minute.span_s
             if sums.ttft_s is not None:

@@ -1,4 +1,4 @@
-"""The state of this moment as one JSON document, built at most once a second however many look."""
+"""The current state as one JSON document, built at most once a second for all readers."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ EVENTS_MAX = 40
 
 
 class LiveSnapshot:
-    """The document of the present second. `instance` names this process, `clock` is the loop's, `wall` that of the day.
+    """Builds the document of the current second.
 
-    `nameless` counts requests that wait for a model that no backend lists yet. `cluster` says who leads the cluster of
-    this proxy; None for a proxy that is alone.
+    `instance` names this process. `clock` is the event loop's clock, `wall` the time of day. `cluster` returns who
+    leads the cluster of this proxy, None for a proxy without a cluster. In the document, `nameless` counts requests
+    that wait for a model that no backend lists yet.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class LiveSnapshot:
         self._packed: bytes | None = None
 
     def document(self, *, packed: bool = False) -> bytes:
-        """JSON, compressed by gzip where it is `packed`."""
+        """The document as JSON, compressed by gzip if `packed`."""
         if self._second != self._recorder.history.last_s or not self._plain:
             self._second = self._recorder.history.last_s
             self._plain, self._packed = dumped(self.content()), None
@@ -73,7 +74,7 @@ class LiveSnapshot:
         recorder, now = self._recorder, self._clock()
         pools = recorder.dispatcher.pools
         seen = pools.snapshot(now, FLOWS_WAITING_MAX)
-        # Backends of pools about which other processes decide are shown by those.
+        # Other processes show the backends of the pools that they schedule.
         shown = {None, *(pool.pool for pool in seen.pools)}
         statuses = [status for status in recorder.statuses() if pools.pool_of(status.name) in shown]
         changes = self._changes()
@@ -119,7 +120,7 @@ class LiveSnapshot:
         }
 
     def _changes(self) -> dict[str, Event]:
-        """The event that began the state of each backend. One that fails its probes is ejected again and again."""
+        """The event that began the state of each backend: of repeated ejections after failed probes, the first one."""
         found: dict[str, Event] = {}
         settled: set[str] = set()
         for event in self._recorder.events.newest_first():
@@ -212,7 +213,7 @@ class LiveSnapshot:
         reading, minute = view.reading, recorder.minute
         sums = minute.total.backend(name)
         since_s = max(status.since_s, change.at_s if change is not None else 0.0)
-        # Tokens of the time before a replica went away say nothing of it now.
+        # Tokens from before a replica went away say nothing about it now.
         prompt_s, output_s = minute.tokens_per_s(name, None if status.state == "up" else since_s)
         return {
             "backend": name,
@@ -256,7 +257,7 @@ class LiveSnapshot:
         }
 
     def _flows(self, seen: Snapshot) -> list[dict[str, Any]]:
-        """The flows of the last minute, with the share of their band's tokens that each got, and is due by weight."""
+        """The flows of the last minute, each with its share of its band's tokens and the share due by weight."""
         recorder, minute = self._recorder, self._recorder.minute
         total = minute.total
         waiting: dict[tuple[str, str], FlowSnapshot] = {
@@ -293,7 +294,7 @@ class LiveSnapshot:
 
 
 def dumped(content: object) -> bytes:
-    """JSON. Names of clients may be no UTF-8."""
+    """`content` as JSON. Names from clients may not be UTF-8."""
     try:
         return orjson.dumps(content)
     except TypeError:
@@ -357,5 +358,5 @@ def _quantiles(buckets: Counter[int]) -> dict[str, float | None]:
 
 
 def _rounded(value: float | None, digits: int) -> float | None:
-    """JSON has no infinity."""
+    """Round a value; None for infinity and NaN, which JSON does not have."""
     return None if value is None or not isfinite(value) else round(value, digits)

@@ -1,4 +1,4 @@
-"""One sentence that says how the proxy is, the worst first."""
+"""A short text about the state of the proxy."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from llmproxy.observe.live.minute import REFUSED, Sums
 OK, WARNING, BAD = "ok", "warning", "bad"
 NAMES_SHOWN = 3
 SLOWER = 1.5
-"""A replica is named that takes so many times as long as its pool. With several kinds of GPU that is no fault."""
+"""The text names replicas that take at least this many times as long as their pool. With several kinds of GPU, this is
+normal."""
 FAILS, FAILURES_MIN = 0.05, 3
-"""A replica is named that failed so large a share of its attempts in the last minute, and at least so many."""
+"""The text names replicas that failed at least this share and this number of attempts in the last minute."""
 
 
 def summary_of(
@@ -29,11 +30,17 @@ def summary_of(
     led: bool = True,
     alone: bool = False,
 ) -> tuple[str, str]:
-    """(Level, sentence). `reasons` says of a backend why it is in its state, `bands` names the bands.
+    """Return the level and the text.
 
-    `nameless` requests wait for a model that no backend lists yet. `learned` has the paces that the placement learned.
-    `minute` has the requests that ended lately.
-    `led`: False for a member of a cluster without a leader, which is `alone` where it decides nevertheless.
+    Args:
+        pools, statuses: The current state.
+        reasons: Why each backend is in its state.
+        bands: The names of bands by level.
+        nameless: Requests that wait for a model that no backend lists yet.
+        learned: Paces that the placement learned.
+        minute: Requests that ended in the last minute.
+        led: False for a member of a cluster without a leader.
+        alone: True if such a member decides by itself.
     """
     parts: list[tuple[str, str]] = []
     up = [one for one in statuses if one.state == "up"]
@@ -106,7 +113,7 @@ def _failing(up: Sequence[BackendStatus], minute: Sums) -> list[tuple[str, str]]
 
 
 def _ended(minute: Sums) -> list[tuple[str, str]]:
-    """Requests that were refused or failed, with their most frequent outcome. A used-up rate is no trouble."""
+    """Requests that were refused or failed, with their most frequent outcome. A used-up rate limit is no warning."""
     parts = []
     total = _count(sum(band.kinds.total() for band in minute.bands.values()), "request")
     for kind, word in (("refused", "were refused"), ("failed", "failed")):
