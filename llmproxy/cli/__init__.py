@@ -9,7 +9,7 @@ def main() -> None:
     """Run the command line. `serve` handles signals before it imports anything else."""
     if sys.argv[1:2] == ["serve"]:
         early_signals.remember()
-        # From now on no output may block on a slow reader, not even that of a wrong configuration.
+        # From here on no output may block on a slow reader, not even the message about a wrong configuration.
         from llmproxy.observe.logs import write_by_thread
 
         write_by_thread()

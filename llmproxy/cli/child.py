@@ -29,7 +29,7 @@ def _end_with_standard_input() -> None:
 
 
 def run() -> None:
-    """Run the command of this process's arguments."""
+    """Run `llmproxy` with the arguments of this process."""
     _end_with_standard_input()
     main()
 

@@ -80,7 +80,7 @@ def _root(
 
 
 class _Serve(PanelHelp):
-    """Names all unknown flags, and what to write instead, before the parser stops at the first."""
+    """Reports all unknown flags with their replacements, before the parser stops at the first."""
 
     common_panels = ("Arguments", *COMMON, "Options")
 
@@ -188,7 +188,7 @@ def _summary(file: Path, config: Config) -> str:
 
 
 def _objectives(config: Config) -> Iterator[str]:
-    """The latency objectives in force. An alias takes what it does not say from its target."""
+    """The latency objectives in force. An alias inherits missing objectives from its target."""
     models = {model.name: model for model in config.models}
     for model in config.models:
         yield from _objective(model.name, model, models.get(model.target or "", model))

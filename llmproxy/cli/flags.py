@@ -1,4 +1,4 @@
-"""The flags and variables of `serve`: the key that each sets, and messages for unknown ones."""
+"""The flags and variables of `serve`, the keys that they set, and messages for unknown flags and variables."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from llmproxy.lifecycle.sockets import PREDECESSOR
 
 PREFIX = "LLMPROXY_"
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
-"""Names the configuration file, as --config does."""
+"""Path of the configuration file, like --config."""
 ADMIN_KEY_VARIABLE = f"{PREFIX}ADMIN_KEY_PLAIN"
 """The admin key itself, for commands that ask a proxy. LLMPROXY_ADMIN_KEY is its hash, for `serve`."""
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, ADMIN_KEY_VARIABLE, DRAINED, PREDECESSOR})
-"""Variables that set no key. With the last two, a process informs its successor."""
+"""Variables that set no key. A process passes the last two to its successor."""
 OF_KUBERNETES = re.compile(
     rf"{PREFIX}(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
@@ -67,7 +67,7 @@ LIST_SEPARATORS = {
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag of `serve`, its variable, and the keys that it overrides."""
+    """A flag of `serve`, its variable, and the keys that both override."""
 
     name: str
     keys: tuple[str, ...]
@@ -96,7 +96,7 @@ BACKENDS = next(flag for flag in FLAGS if flag.keys == ("backends",))
 
 
 def _overrides(given: Iterable[tuple[Flag, str, Sequence[str]]]) -> list[Override]:
-    """The overrides of flags or variables, given with their origin and texts. Raises ConfigError."""
+    """The overrides of flags or variables; `given` has each flag with its origin and texts. Raises ConfigError."""
     found: dict[str, Override] = {}
     for flag, origin, texts in given:
         for key in flag.keys:
@@ -121,9 +121,9 @@ def _overrides(given: Iterable[tuple[Flag, str, Sequence[str]]]) -> list[Overrid
 
 
 def from_environment(environment: Mapping[str, str]) -> list[Override]:
-    """The overrides of variables. Raises ConfigError with all unknown ones.
+    """The overrides of variables. Raises ConfigError with all unknown variables.
 
-    An empty variable is ignored, except that of API keys: an empty secret must not accept every client.
+    Empty variables are ignored, except the variables of API keys: an empty secret must not accept every client.
     """
     ours = {name: text for name, text in environment.items() if name.startswith(PREFIX) and not _injected(name, text)}
     known = {flag.variable: flag for flag in FLAGS}
@@ -145,35 +145,36 @@ def _of_variable(name: str, known: Sequence[str]) -> str:
 
 
 def from_flags(flags: Mapping[str, Sequence[str] | str | None], urls: Sequence[str]) -> list[Override]:
-    """The overrides of flags, given by parameter, and of plain arguments. Raises ConfigError."""
+    """The overrides of `flags` (by parameter name) and of plain arguments, `urls`. Raises ConfigError."""
     given = [(flag, flag.name, flags.get(flag.parameter)) for flag in FLAGS]
     texts = [(flag, name, [value] if isinstance(value, str) else value or []) for flag, name, value in given]
     return _overrides(one for one in [*texts, (BACKENDS, "URL", urls)] if one[2])
 
 
 def unknown_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]:
-    """One line for each flag of another program, of a key that only a file can hold, and without its section."""
+    """Advice, a line each, for flags of other programs, of keys that only a file can hold, and of keys without their
+    section."""
     names = dict.fromkeys(word.partition("=")[0] for word in takewhile(lambda word: word != "--", arguments))
     advice = {name: what_to_write(name) or _with_section(name) for name in names if name not in known}
     return [f"{name}: {text}" for name, text in advice.items() if text]
 
 
 def _with_section(flag: str) -> str | None:
-    """The flags of the keys that have this name in their section, None where no key has it."""
+    """Advice for a flag that lacks its section; None if no section has a key of this name."""
     if found := [shown for key, shown in SHOWN.items() if flag_of(key.rpartition(".")[2]) == flag]:
         return f"is not a known flag; write {' or '.join(found)} (--help-all shows all flags)"
     return None
 
 
 def what_to_write(flag: str) -> str | None:
-    """What to write instead of an unknown flag, None if it can only be misspelled."""
+    """Advice for an unknown flag; None if the flag is only misspelled."""
     if places := _ONLY_IN_FILES.get(flag):
         return f"only a file can hold {' or '.join(places)}: write it into the one that --config names"
     return replacement_for(flag)
 
 
 def _only_in_files() -> dict[str, list[str]]:
-    """Keys that only a file can hold, by the flags that a user might try: the whole key, or its last part."""
+    """Keys that only a file can hold, by flags that a user might try: the whole key, or the last part of the key."""
     found: dict[str, list[str]] = {}
     for key in keys_of_files():
         for name in dict.fromkeys((flag_of(key.replace("[]", "")), flag_of(key.rpartition(".")[2]))):

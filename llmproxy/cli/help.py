@@ -1,4 +1,4 @@
-"""The help of the command line in panels, whole at 80 columns."""
+"""The help of the command line in panels, which fit 80 columns."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from rich.text import Text
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 NAMES_COLUMNS_MAX = 27
-"""Longest names of an option that leave room for its description beside them."""
+"""Longest names of an option that leave room for a description beside them."""
 HELP_ALL = "help_all"
-"""Key of a click context that asks for the flags in every panel, not only for the common ones."""
+"""Key in the `meta` of a click context: the help shows every panel, not only the common ones."""
 
 
 class PanelHelp(TyperCommand):
-    """A command whose options stand in panels, named by their `rich_help_panel`.
+    """A command whose help groups options in panels, by their `rich_help_panel`.
 
     Typer's own panels cut long option names at 80 columns.
     """
 
     common_panels: tuple[str, ...] = ()
-    """The panels that a short help shows, in this order; without any, all panels."""
+    """Panels of the short help, in order. Empty: all panels."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - the library's signature
-        """Print the help, in colours where the terminal has them."""
+        """Print the help, in colours if the terminal has them."""
         _print_help(self, ctx, () if ctx.meta.get(HELP_ALL) else self.common_panels)
 
 
 class PanelHelpGroup(TyperGroup):
-    """A group of commands with such a help."""
+    """A group of commands with the same kind of help."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - the library's signature
-        """Print the help, and what each command is for."""
+        """Print the help, and the purpose of each command."""
         console = _print_help(self, ctx, ())
         named = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         _print_panel(
@@ -50,7 +50,10 @@ Rows = list[tuple[str, str]]
 
 
 def panels(command: TyperCommand | TyperGroup, ctx: Any, only: tuple[str, ...] = ()) -> list[tuple[str, Rows]]:
-    """The visible parameters of a command by panel: names and description of each. `only` limits and orders them."""
+    """The visible parameters of a command by panel, each with its names and description.
+
+    `only` selects and orders the panels.
+    """
 
     def panel(parameter: Any) -> tuple[int, str]:
         name = "Arguments" if isinstance(parameter, TyperArgument) else parameter.rich_help_panel or "Options"

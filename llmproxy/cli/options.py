@@ -1,4 +1,4 @@
-"""The options of the commands that have many: one table for each."""
+"""The options of `replica`, `simulate` and `serve`, as tables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REPLICA: Options = {
     "profile": (_option(str, help="Model and GPU that set the step times."), "llama-8b-h100"),
     "max_num_seqs": (_option(int, min=1, help="Most sequences in one batch."), 256),
     "max_loras": (_option(int, min=1, help="Most adapters in one batch."), 4),
-    "kv_tokens": (_option(int | None, min=16, help="Size of the KV cache; that of the profile unless given."), None),
+    "kv_tokens": (_option(int | None, min=16, help="Size of the KV cache. Default: the size in the profile."), None),
     "max_model_len": (_option(int | None, min=1, help="Longest sequence, in tokens."), None),
     "speed": (_option(float, help="10 is ten times faster than real."), 1.0),
     "seed": (_option(int, help="Seed of the random variation of step times."), 0),
@@ -54,7 +54,7 @@ REPLICA: Options = {
         _option(
             Literal["nixl", "store"] | None,
             metavar="nixl|store",
-            help="Pass KV to other replicas: kept until one reads it, or in a store that they share.",
+            help="Pass KV to other replicas: nixl keeps it until another replica reads it, store uses a shared store.",
         ),
         None,
     ),
@@ -64,13 +64,16 @@ REPLICA: Options = {
         _option(
             Literal["fail", "recompute"],
             metavar="fail|recompute",
-            help="What becomes of a request whose KV cannot be had.",
+            help="Requests whose KV cannot be loaded: fail, or recompute the prompt.",
         ),
         "fail",
     ),
-    "kv_gb_per_s": (_option(float, help="Gigabytes of KV that are moved in a second."), 25.0),
-    "kv_latency_s": (_option(float, min=0, help="Seconds that each transfer takes besides."), 0.005),
-    "kv_handshake_s": (_option(float, min=0, help="Seconds more for the first one between two replicas."), 0.5),
+    "kv_gb_per_s": (_option(float, help="Gigabytes of KV transferred per second."), 25.0),
+    "kv_latency_s": (_option(float, min=0, help="Latency of each transfer in seconds."), 0.005),
+    "kv_handshake_s": (
+        _option(float, min=0, help="Additional seconds for the first transfer between two replicas."),
+        0.5,
+    ),
 }
 SIMULATE: Options = {
     "trace": (_option(str, metavar="FILE", help="A trace (.gz too), or a generator: gen:NAME,key=value,..."), REQUIRED),
@@ -103,17 +106,17 @@ SIMULATE: Options = {
     ),
     "replicate": (_option(int, min=1, help="Copies of the clients of the trace that run at once."), 1),
     "skip": (_option(int, min=0, help="Requests to leave out at the start of the trace."), 0),
-    "requests": (_option(int | None, min=1, help="Requests of the trace to use; all unless given."), None),
+    "requests": (_option(int | None, min=1, help="Requests of the trace to use. Default: all."), None),
     "warmup": (_option(float, min=0.0, max=0.9, help="Share of the time that is not counted."), 0.0),
     "seeds": (_option(int, min=1, max=1000, help="Runs of each policy, each with a seed of its own."), 1),
-    "first_seed": (_option(int, help="The first of those seeds."), 1),
-    "proxies": (_option(int | None, min=1, max=64, help="Proxies that know nothing of each other."), None),
+    "first_seed": (_option(int, help="The first seed."), 1),
+    "proxies": (_option(int | None, min=1, max=64, help="Number of independent proxies."), None),
     "scales": (
         _option(
             list[str] | None,
             "--scale",
             metavar="SIGNAL",
-            help="The fleet scales, up to its replicas, by this signal (ours, hpa_queue, ...); repeat it to compare.",
+            help="Scale the fleet, up to its replicas, by this signal (ours, hpa_queue, ...); repeat it to compare.",
         ),
         None,
     ),
@@ -122,30 +125,30 @@ SIMULATE: Options = {
             str | None,
             "--fleet-size",
             metavar="N..M",
-            help="Try each number of replicas, and say how many are enough: 2..12, or 2,4,8.",
+            help="Try each number of replicas, and report how many are enough: 2..12, or 2,4,8.",
         ),
         None,
     ),
-    "roles": (_option(bool, "--roles", help="Try each number of replicas for prompts, and say which is best."), False),
+    "roles": (_option(bool, "--roles", help="Try each number of prefill replicas, and report the best."), False),
     "objective": (
         _option(
             str | None,
             metavar="ttft=1s,tpot=50ms",
-            help="What answers should keep, and by which share of requests (share=0.95); by the fleet unless given.",
+            help="Latency objective, and share of requests that must meet it (share=0.95). Default: by the fleet.",
         ),
         None,
     ),
-    "workers": (_option(int | None, min=1, help="Processes; one for each core unless given."), None),
+    "workers": (_option(int | None, min=1, help="Number of processes. Default: one for each core."), None),
     "oracle": (_option(bool, help="Run the oracle beside the policies."), True),
     "out": (
-        _option(Path | None, metavar="DIR", help="Folder for result.json and report.html; none unless given."),
+        _option(Path | None, metavar="DIR", help="Folder for result.json and report.html. Default: no files."),
         None,
     ),
 }
 
 
 def with_options(options: Options) -> Callable[[Command], Command]:
-    """A decorator that replaces the `**` parameter of a command by these options."""
+    """Returns a decorator that replaces the `**` parameter of a command by these options."""
 
     def replace(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
@@ -160,10 +163,10 @@ def with_options(options: Options) -> Callable[[Command], Command]:
 
 
 def flag_options() -> Options:
-    """One option for each flag of `serve`: the schema is their only list."""
+    """The options of `serve`: every flag, from the schema."""
     fields, panel_of = keys(), {name: panel for panel, names in COMMON.items() for name in names}
     options: dict[str, tuple[Any, Any]] = {}
-    # The common flags come in their order, and the others in that of the schema.
+    # The common flags come in the order of the panels, the other flags in the order of the schema.
     for flag in sorted(FLAGS, key=lambda flag: [*panel_of, flag.name].index(flag.name)):
         key = flag.keys[0]
         option = _option(
@@ -180,7 +183,7 @@ def flag_options() -> Options:
 
 
 def with_default(field: FieldInfo) -> str:
-    """What a key does, and what it is unless given."""
+    """The meaning and the default of a key."""
     return meaning(field) + (f" [{as_text(field.default)}]" if isinstance(field.default, int | float | str) else "")
 
 

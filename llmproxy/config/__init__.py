@@ -28,7 +28,7 @@ from llmproxy.config.watched import WatchedFile
 from llmproxy.core.placement.policy import presets
 
 PLACEMENT_PRESETS = presets.names()
-"""The presets that need no plugin."""
+"""Placements that need no plugin."""
 
 __all__ = [
     "AUTO_SALT",

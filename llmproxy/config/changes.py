@@ -1,4 +1,4 @@
-"""What differs between two configurations, and which changes need a restart."""
+"""The differences between two configurations, and the keys whose change needs a restart."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ TEXT_CHARS_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One changed key, with both values as text. None stands for a missing value, and for both values of a secret."""
+    """A changed key with both values as text. A missing value is None, and so are both values of a secret."""
 
     key: str
     old: str | None
@@ -76,7 +76,7 @@ def with_reloadable(old: Config, new: Config) -> Config:
     for section in {key.partition(".")[0] for key in NEEDS_RESTART if "." in key}:
         was, now = getattr(old, section), getattr(new, section)
         kept = {key.partition(".")[2] for key in NEEDS_RESTART if key.startswith(f"{section}.")}
-        # What is copied counts as given, also where it is a default.
+        # A copied value counts as given, so only different values are copied.
         changed = {key: getattr(was, key) for key in kept if getattr(was, key) != getattr(now, key)}
         top[section] = now.model_copy(update=changed)
     return new.model_copy(update=top)

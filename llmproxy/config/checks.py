@@ -15,11 +15,11 @@ from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE
 CEILINGS: Mapping[int, float] = {CRITICAL: 1.0, DEFAULT: 0.95, SHEDDABLE: 0.85}
 
 Problem = tuple[Place, str]
-"""A place below the validated field, and what is wrong there."""
+"""A place below the validated field, and the problem there."""
 
 
 def report(problems: Iterable[Problem]) -> None:
-    """Raise all problems as one error of pydantic, each at its place."""
+    """Raises all problems as one ValidationError, each at its place."""
     errors = [
         InitErrorDetails(type="value_error", loc=place, input="", ctx={"error": ValueError(reason)})
         for place, reason in problems
@@ -29,12 +29,12 @@ def report(problems: Iterable[Problem]) -> None:
 
 
 def repeated(texts: Sequence[str], key: str) -> list[Problem]:
-    """Texts that stand in a list before, at the `key` of their entry."""
+    """Problems for texts that an earlier entry has too, at the `key` of the later entry."""
     return [((i, key), f"{text!r} is given twice") for i, text in enumerate(texts) if text in texts[:i]]
 
 
 def band_of(criticality: str | int, bands: Mapping[str, int]) -> int:
-    """The band of a name or an integer; `bands` are the further names. Raises ValueError for an unknown name."""
+    """The band of a name or an integer. `bands` adds configured names. Raises ValueError for an unknown name."""
     if isinstance(criticality, int):
         return criticality
     known = {**BAND_NAMES, **bands}
@@ -47,7 +47,7 @@ def band_of(criticality: str | int, bands: Mapping[str, int]) -> int:
 
 
 def unknown_bands(entries: Iterable[object], key: str, bands: Mapping[str, int]) -> list[Problem]:
-    """The values of `key` in a list that are no band."""
+    """Problems for entries whose value of `key` is no band."""
     problems: list[Problem] = []
     for i, entry in enumerate(entries):
         try:
@@ -58,7 +58,7 @@ def unknown_bands(entries: Iterable[object], key: str, bands: Mapping[str, int])
 
 
 def bands_in(section: Mapping[str, float], key: str, bands: Mapping[str, int]) -> tuple[dict[int, str], list[Problem]]:
-    """The bands that a mapping has, each with the name that it has there, and the problems of its names."""
+    """The bands in the keys of `section` with the name used for each, and the problems of these names."""
     problems: list[Problem] = []
     given: dict[int, str] = {}
     for name in section:
@@ -75,7 +75,7 @@ def bands_in(section: Mapping[str, float], key: str, bands: Mapping[str, int]) -
 
 
 def rising_ceilings(ceilings: Mapping[str, float], given: Mapping[int, str]) -> list[Problem]:
-    """Ceilings of a lower band above those of a higher one. `given` has the name of each band in `ceilings`."""
+    """Problems for ceilings of lower bands above ceilings of higher bands. `given` is the name of each band."""
     values = {**CEILINGS, **{band: ceilings[name] for band, name in given.items()}}
     problems: list[Problem] = []
     for upper, lower in pairwise(sorted(values, reverse=True)):

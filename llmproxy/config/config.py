@@ -97,20 +97,20 @@ class Config(Section):
     drain_timeout_s: Annotated[Number, Field(ge=0)] = 30.0
     """Longest time for running requests to finish after SIGTERM."""
     drain_delay_s: Annotated[Number, Field(ge=0)] = 0.0
-    """After SIGTERM, time to accept requests with /ready at 503, until load balancers send no new clients."""
+    """Time after SIGTERM in which requests are accepted but /ready is 503, so that load balancers move clients."""
     drain_queued: Annotated[str, one_of(DRAIN_QUEUED)] = "refuse"
     """Waiting requests after SIGTERM: refuse (503, so that clients retry) or finish (within drain_timeout_s)."""
     trust_headers: Trust = Field(default=AUTO_TRUST, examples=["10.1.2.3"])
     """Clients whose objective, fairness and SLO headers count: loopback, all, none, or a list of addresses and
     networks. auto: loopback where clients need no key, else none."""
     trust_proxy_headers: bool = False
-    """These headers count in all requests from clients.trusted_proxies. Only for proxies that set or remove them
-    themselves."""
+    """The headers of trust_headers count in all requests from clients.trusted_proxies. Only for proxies that set or
+    remove these headers themselves."""
     admin_key: KeyHash | None = Field(default=None, repr=False)
     """Hash of the key for /debug, /admin and adapters, from `llmproxy hash-key`. null: only this machine may read
     /debug."""
     admin: AdminConfig = AdminConfig()
-    """A port of its own for operators."""
+    """A separate port for operators."""
     decision_log: Path | None = None
     """File to which each decision is appended as one JSON line. null: no file."""
     decision_log_sample: Annotated[Number, Field(ge=0, le=1)] = 1.0
@@ -118,7 +118,7 @@ class Config(Section):
     genai_metrics: bool = False
     """Count requests by OpenTelemetry's GenAI conventions (gen_ai_server_*) too."""
     key_metrics: bool = False
-    """Count requests by key too (llmproxy_key_requests_total), so that a key nobody uses any more is seen."""
+    """Count requests by key too (llmproxy_key_requests_total), to find unused keys."""
     tracing: bool = False
     """Send traces by OpenTelemetry, as its OTEL_* environment variables say. Needs the extra otel."""
     state_file: str = Field(default="auto", examples=["/var/lib/llmproxy/limits.json"])
@@ -132,7 +132,7 @@ class Config(Section):
     discovery: DiscoveryConfig = DiscoveryConfig()
     """Where further backends are found while the proxy runs."""
     cluster: ClusterConfig = ClusterConfig()
-    """Several proxies that decide as one."""
+    """A cluster of proxies that schedule as one."""
     bands: dict[str, Integer] = Field(default_factory=dict, examples=[{"urgent": 50}])
     """Names for further bands, beside critical 100, default 0 and sheddable -100. Larger integers go first."""
     shared_limits: SharedLimitsConfig = SharedLimitsConfig()
@@ -148,9 +148,9 @@ class Config(Section):
     queue: QueueConfig = Field(default=QueueConfig(), validate_default=True)
     """Limits of the queue."""
     replica_groups: tuple[ReplicaGroupConfig, ...] = ()
-    """Kinds of replicas and what they cost, for `/scale`."""
+    """Kinds of replicas with their costs, for `/scale`."""
     scaling: ScalingConfig = ScalingConfig()
-    """The number of replicas that each pool needs, as `/scale` says it."""
+    """The number of replicas that each pool needs, as `/scale` reports it."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
     """Timeouts of one attempt."""
     retry: RetryConfig = RetryConfig()
@@ -326,7 +326,7 @@ class Config(Section):
         return self
 
     def _sound_locks(self) -> None:
-        """Raises ValueError for a store of rates that is missing or of no use, and for locks of what is no pool."""
+        """Raises ValueError for a missing or useless store of rates, and for locks of aliases."""
         shared, apart = self.shared_limits.store is not None, self.cluster.pools
         if shared and not apart:
             reason = "is of no use beside cluster.listen: limits already hold for all members together; leave it out"
@@ -349,18 +349,18 @@ class Config(Section):
             report([(("cluster", "pools"), reason)])
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
-        """Import the plugins: another process that gets this configuration needs their policies."""
+        """Import the plugins: a process that unpickles this configuration needs their policies."""
         super().__setstate__(state)
         for module in self.plugins:
             import_module(module)
 
     def __eq__(self, other: object) -> bool:
-        """Whether the values are equal, wherever they come from."""
+        """Whether the values are equal; origins are ignored."""
         return isinstance(other, Config) and self.__dict__ == other.__dict__
 
     @property
     def old_names(self) -> tuple[str, ...]:
-        """One line for each key that was given under an old name: where, and what to write instead."""
+        """Warnings for keys given under an old name, with the place and the new name."""
         return self._old_names
 
     def with_old_names(self, warnings: Sequence[str]) -> Config:
@@ -370,7 +370,7 @@ class Config(Section):
 
     @property
     def origins(self) -> Mapping[Place, str]:
-        """Where each given value comes from, by its place: a file with its line, a flag or a variable."""
+        """The origin of each given value, by its place: a file with a line, a flag or a variable."""
         return self._origins
 
     def with_origins(self, origins: Mapping[Place, str]) -> Config:
@@ -379,7 +379,7 @@ class Config(Section):
         return self
 
     def band(self, criticality: str | int | None) -> int:
-        """The band that a name or integer means; None is the default band. Raises ValueError for an unknown name."""
+        """The band of a name or integer; None is the default band. Raises ValueError for an unknown name."""
         return DEFAULT if criticality is None else band_of(criticality_of(criticality), self.bands)
 
     def band_names(self) -> dict[int, str]:
@@ -392,11 +392,11 @@ class Config(Section):
         return {**CEILINGS, **self.by_band(self.scheduling.ceilings)}
 
     def by_band(self, section: Mapping[str, float]) -> dict[int, float]:
-        """A mapping with names of bands as keys, by band."""
+        """`section`, whose keys are names of bands, with bands as keys."""
         return {self.band(name): value for name, value in section.items()}
 
     def key_names(self) -> Iterator[tuple[str, str]]:
-        """Tenant and name of each key, as records of requests have them. Plain keys have no tenant."""
+        """Tenant and name of each API key, as in records of requests. Keys of `api_keys` have an empty tenant."""
         yield from (("", f"api_keys[{i}]") for i in range(len(self.api_keys)))
         yield from ((tenant.name, name) for tenant in self.tenants for name in tenant.key_names())
 
@@ -405,7 +405,7 @@ class Config(Section):
         return bool(self.api_keys or self.tenants)
 
     def trusted_networks(self) -> tuple[Network, ...]:
-        """The addresses of clients whose headers count."""
+        """Networks of clients whose objective, fairness and SLO headers count."""
         if isinstance(self.trust_headers, str):
             return TRUST_WORDS["none" if self.needs_key() else "loopback"]
         return self.trust_headers
@@ -426,7 +426,7 @@ class BackendsFile(Section):
 
 
 def repeated_backends(backends: Iterable[BackendConfig]) -> list[Problem]:
-    """Backends with the URL or the name of another backend."""
+    """Problems for backends that have the URL or the name of an earlier backend."""
     urls, names = [backend.url for backend in backends], [backend.name for backend in backends]
     problems = repeated(urls, "url")
     repeated_urls = {place[0] for place, _ in problems}
@@ -434,7 +434,7 @@ def repeated_backends(backends: Iterable[BackendConfig]) -> list[Problem]:
 
 
 def _unknown(entries: Iterable[object], key: str, info: ValidationInfo) -> list[Problem]:
-    # Wrong bands are missing here. They are reported once, not at every use.
+    # `bands` is missing if it is wrong, which is already reported.
     return unknown_bands(entries, key, info.data["bands"]) if "bands" in info.data else []
 
 

@@ -1,4 +1,4 @@
-"""What a configuration says to the core."""
+"""The settings of the scheduling core, from a configuration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llmproxy.core.settings import (
 
 
 def settings_of(config: Config) -> Settings:
-    """The settings of the core."""
+    """The settings of the core for this configuration."""
     scheduling, health = config.scheduling, config.health
     return Settings(
         **_same_names(Settings, scheduling, but=("ceilings", "min_shares", "disaggregation")),
@@ -58,7 +58,7 @@ def _disaggregation(scheduling: SchedulingConfig) -> Disaggregation:
 
 
 def _same_names(settings: type, section: Section, but: Sequence[str] = ()) -> dict[str, Any]:
-    """The values of a section for the fields of the same name."""
+    """The values of a section whose names are also fields of `settings`."""
     names = {field.name for field in fields(settings)} & type(section).model_fields.keys()
     return {name: getattr(section, name) for name in names - set(but)}
 
@@ -69,7 +69,7 @@ def tenant_limit(name: str) -> str:
 
 
 def model_limit(name: str) -> str:
-    """The name of the usage limit of a model there."""
+    """The name of a model's usage limit in `Settings.limits` and `Request.limits`."""
     return f"model:{name}"
 
 

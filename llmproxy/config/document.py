@@ -1,4 +1,4 @@
-"""A YAML file whose values know their lines, and the keys that have a new name."""
+"""A YAML file with the line of each value, and the old names of keys."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def advice(key: str, instead: str) -> str:
 
 
 def current(key: str) -> str:
-    """The present name of a dotted key."""
+    """The present name of a dotted key, which may be an old name."""
     return OLD_KEYS.get(key, key)
 
 
 FILE_BYTES_MAX = 4 << 20
 
 Place = tuple[str | int, ...]
-"""The way from the top of a file to one value: keys, and indexes of list items."""
+"""The path from the top of a file to a value: keys, and indexes of list items."""
 OLD_PLACES: dict[Place, tuple[str, ...]] = {
     tuple(old.split(".")): tuple(new.split(".")) for old, new in OLD_KEYS.items()
 }
 
 
 class ConfigError(Exception):
-    """A configuration that cannot be used. `problems` has one line for each thing wrong, ready to be printed."""
+    """A configuration that cannot be used. `problems` has a line to print for each error."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
@@ -63,15 +63,15 @@ class ConfigError(Exception):
 
 
 def dotted(place: Place) -> str:
-    """A place as a message begins with it: `models[0].name: `."""
-    # A key may hold what controls a terminal.
+    """A place as the start of a message: `models[0].name: `."""
+    # A key may contain control characters of terminals.
     shown = (part if isinstance(part, int) or part.isprintable() else ascii(part)[1:-1] for part in place)
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in shown if part != "[key]")
     return f"{text.lstrip('.')}: " if text else ""
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain scalars as YAML 1.2 does, so that `no`, `12:30` and `2024-01-01` are the texts they look like."""
+    """Reads plain scalars as YAML 1.2 does, so that `no`, `12:30` and `2024-01-01` stay texts."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -94,9 +94,9 @@ for _tag, _pattern, _first in (
 
 
 class Document:
-    """A file as `values`, with the line of each, and its keys that are given twice as `problems` (line, text).
+    """The content of a file as `values`; `problems` (line, text) are keys that are given twice.
 
-    Raises ConfigError if the file cannot be read or is no YAML. Without a path, it is empty.
+    Without a path, the document is empty. Raises ConfigError if the file cannot be read or is no YAML.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -124,12 +124,12 @@ class Document:
             raise ConfigError([f"{path}: is nested too deeply"]) from None
 
     def at(self, line: int) -> str:
-        """How a message names a line of the file; line 0 is the whole file."""
+        """A line of the file as messages name it; line 0 is the whole file."""
         name = str(self._path or "configuration")
         return f"{name}:{line}" if line else name
 
     def line(self, place: Place) -> int:
-        """The line of the last part of `place` that is in the file, from 1; 0 without a file."""
+        """The line, from 1, of the longest part of `place` that the file has; 0 without a file."""
         if self._root is None:
             return 0
         node, line = self._root, self._root.start_mark.line
@@ -149,7 +149,7 @@ class Document:
             place, node = pending.pop()
             if node is None or id(node) in seen:
                 continue
-            # Anchors may make a small file endless.
+            # Anchors may make a document endless.
             seen.add(id(node))
             for part, line, child in _children(node):
                 found.setdefault((*place, part), self.at(line + 1))
@@ -157,11 +157,11 @@ class Document:
         return found | {tuple(key.split(".")): self.at(line) for key, (line, _) in self._old.items()}
 
     def as_written(self, place: Place) -> Place:
-        """`place` under the old name of its key, where the file has that."""
+        """`place` with the old name of its key, if the file uses the old name."""
         return next((old for key, (_, old) in self._old.items() if place == tuple(key.split("."))), place)
 
     def old_names(self) -> list[tuple[int, str]]:
-        """The line of each key that the file has under an old name, and what to write there instead."""
+        """A warning for each key under an old name, with its line and the new name."""
         return [(line, f"{dotted(old)}{advice(key, key)}") for key, (line, old) in self._old.items()]
 
     def _text(self, path: Path) -> str:
@@ -198,12 +198,12 @@ class Document:
             for key, _ in node.value:
                 if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
                     continue
-                key.tag = _TEXT  # Names of keys are texts, also where they look like numbers, as bands may.
+                key.tag = _TEXT  # Keys are texts, even if they look like numbers, as names of bands may.
                 line = key.start_mark.line + 1
                 written: Place = (*place, key.value)
-                # A key of a merged mapping (`<<`) is one of the mapping around it.
+                # A key of a merged mapping (`<<`) belongs to the mapping around it.
                 merged = tuple(part for part in written if part != "<<" and isinstance(part, str))
-                # The node gets the new name, so that what is wrong with the value is found in this line.
+                # The node gets the new name, so that problems of the value name this line.
                 if merged in OLD_PLACES:
                     self._old.setdefault(".".join(OLD_PLACES[merged]), (line, merged))
                     key.value = OLD_PLACES[merged][-1]
@@ -218,7 +218,7 @@ class Document:
 
 
 def _children(node: yaml.Node) -> Iterator[tuple[str | int, int, yaml.Node]]:
-    """The values inside `node`: key or index, line from 0, and node."""
+    """The values inside `node`, each as key or index, line from 0, and node."""
     if isinstance(node, yaml.MappingNode):
         yield from ((key.value, key.start_mark.line, value) for key, value in reversed(node.value))
     elif isinstance(node, yaml.SequenceNode):

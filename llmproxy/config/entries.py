@@ -1,4 +1,4 @@
-"""Entries that a cluster keeps beside those of the configuration: objectives, and names that stand for models."""
+"""Objectives and aliases from objects of a Kubernetes cluster, added to the configuration."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from llmproxy.config.config import Config
 from llmproxy.config.schema import ModelConfig, ObjectiveConfig
 from llmproxy.core.domain import BAND_NAMES
 
-Told = tuple[str, str]
-"""Where something comes from, and what is wrong with it."""
+EntryProblem = tuple[str, str]
+"""The origin of an entry that is left out, and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Entries with where each comes from; names are distinct. `problems` are those of entries that are left out."""
+    """Entries with their origins. Names are distinct."""
 
     objectives: tuple[tuple[str, ObjectiveConfig], ...] = ()
     models: tuple[tuple[str, ModelConfig], ...] = ()
-    problems: frozenset[Told] = frozenset()
+    problems: frozenset[EntryProblem] = frozenset()
+    """Entries that are left out."""
 
 
-def with_entries(config: Config, entries: Entries) -> tuple[Config, frozenset[Told]]:
-    """The configuration with these entries beside its own, and the problems of those that are left out.
+def with_entries(config: Config, entries: Entries) -> tuple[Config, frozenset[EntryProblem]]:
+    """The configuration with these entries beside its own, and the entries that are left out.
 
-    What the configuration says itself counts. A band of an objective has the name of that objective where it has none.
+    On a conflict, the entry of the configuration counts. A band without a name gets the name of its first objective.
     """
     problems, origins = set(entries.problems), dict(config.origins)
     objectives, models, bands = list(config.objectives), list(config.models), dict(config.bands)
@@ -46,7 +47,7 @@ def with_entries(config: Config, entries: Entries) -> tuple[Config, frozenset[To
         if i == len(models):
             models.append(model)
         elif models[i].stands_for is None:
-            # What the configuration says of the name holds for it as an alias, too.
+            # The configured band, objectives and limits of the name hold for the alias too.
             models[i] = models[i].model_copy(update={"target": model.target, "targets": model.targets})
         else:
             del origins["models", i]

@@ -1,4 +1,4 @@
-"""The configuration that is in force, key by key, and where each value comes from."""
+"""The configuration in force, key by key, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ HIDDEN = "***"
 
 @dataclass(frozen=True, slots=True)
 class SettingInForce:
-    """One key with its value as text, `***` for a secret. `origin` is a file with its line, a flag, a variable, or
-    `default`; `restart` says that a change of the key needs one.
-    """
+    """A key of the configuration with its value."""
 
     key: str
+    # As text; `***` for a secret.
     value: str
+    # A file with its line, a flag, a variable, or `default`.
     origin: str
+    # Whether a change of the key needs a restart.
     restart: bool
 
 
@@ -33,7 +34,7 @@ def in_force(config: Config) -> list[SettingInForce]:
 
 
 def origins_in_force(old: Config, new: Config) -> dict[Place, str]:
-    """The origins of `new`, but those of `old` for values that stay in force until a restart."""
+    """The origins of `new`, except for values of `old` that stay in force until a restart: these keep their origins."""
     was = dict(_settings(old, "", (), old.origins))
     now = _settings(new, "", (), new.origins)
     kept = {place: was[place].origin for place, one in now if one.restart and was.get(place, one).value != one.value}
@@ -43,7 +44,7 @@ def origins_in_force(old: Config, new: Config) -> dict[Place, str]:
 def _settings(
     value: Any, key: str, place: Place, origins: Mapping[Place, str], given: bool = True
 ) -> Iterator[tuple[Place, SettingInForce]]:
-    """`given` says that somebody wrote the value; the rest of a section that was written has defaults."""
+    """Settings below `value`. `given` is False for a default, which does not inherit the origin of its section."""
     if isinstance(value, Section):
         for name in type(value).model_fields:
             part = f"{key}.{name}".lstrip(".")

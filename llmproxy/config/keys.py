@@ -22,19 +22,19 @@ FILE_ONLY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key. `name` is dotted, and `[]` stands for the entries of a list: `models[].target`.
+    """A key of the configuration."""
 
-    `owner` is the section that has it. `section` is the section below it: of the value, or of each entry of a list.
-    """
-
+    # Dotted, with `[]` for the entries of a list: `models[].target`.
     name: str
     field: FieldInfo
+    # The section that contains the key.
     owner: type[Section]
+    # The type of the value, or of the entries of a list, if it is a section.
     section: type[Section] | None = None
 
     @property
     def last(self) -> str:
-        """The part of the name that a file has in one line."""
+        """The last part of the name."""
         return self.name.rpartition(".")[2]
 
     @property
@@ -44,7 +44,7 @@ class Key:
 
 
 def walk(section: type[Section], prefix: str = "") -> Iterator[Key]:
-    """All keys of a section, in the order of the schema; each is followed by the keys below it."""
+    """All keys of a section, in the order of the schema; the keys of a section follow the section."""
     for name, field in section.model_fields.items():
         key = Key(f"{prefix}{name}", field, section, next(sections_in(field.annotation), None))
         yield key
@@ -53,7 +53,7 @@ def walk(section: type[Section], prefix: str = "") -> Iterator[Key]:
 
 
 def sections_in(annotation: Any) -> Iterator[type[Section]]:
-    """The sections that a type has in it: itself, or that of its entries."""
+    """The sections in a type: the type itself, or the types of its entries."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     for argument in get_args(annotation):
@@ -61,17 +61,17 @@ def sections_in(annotation: Any) -> Iterator[type[Section]]:
 
 
 def leaves(top: type[Section]) -> dict[str, FieldInfo]:
-    """Every key outside lists that is no section itself, dotted."""
+    """Every key outside lists whose value is no section, by dotted name."""
     return {key.name: key.field for key in walk(top) if "[]" not in key.name and not key.is_section}
 
 
 def keys() -> dict[str, FieldInfo]:
-    """Every key that a flag or a variable can hold, dotted, in the order of the schema."""
+    """Every key that a flag or a variable can set, by dotted name, in the order of the schema."""
     return {name: field for name, field in leaves(Config).items() if name not in FILE_ONLY}
 
 
 def keys_of_files() -> Iterator[str]:
-    """Every key that only a file can hold, dotted, those of entries as `models[].target`."""
+    """Every key that only a file can hold, by dotted name; keys of list entries as `models[].target`."""
     for key in walk(Config):
         if key.name in FILE_ONLY or ("[]" in key.name and not key.is_section):
             yield key.name

@@ -21,22 +21,21 @@ from llmproxy.config.schema import BackendConfig, Section, may_be_null
 from llmproxy.config.unused import find_unused
 
 NULLS = frozenset({"null", "none"})
-"""What a flag or a variable says for null, in any case, if its key may be null."""
+"""Texts for null in flags and variables of keys that may be null; case is ignored."""
 
 S = TypeVar("S", bound=Section)
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """A value that replaces the one in the file.
+    """A value that replaces the value in the file."""
 
-    `key` is dotted, `value` a text or a list of texts, `origin` the flag or variable. If that is an old name, `instead`
-    is the new one.
-    """
-
+    # Dotted.
     key: str
     value: str | list[str]
+    # The flag or the variable.
     origin: str
+    # The new name, if `origin` is an old name.
     instead: str = ""
 
 
@@ -67,7 +66,7 @@ def load_backends(path: Path) -> tuple[BackendConfig, ...]:
 
 
 def validated(top: type[S], document: Document, origins: Mapping[Place, str]) -> S:
-    """The document as the section `top`. Raises ConfigError with all problems."""
+    """The document, validated as the section `top`. Raises ConfigError with all problems."""
     problems = document.problems
     found: S | None = None
     try:
@@ -84,19 +83,19 @@ def validated(top: type[S], document: Document, origins: Mapping[Place, str]) ->
 
 
 def warnings_of(path: Path, config: Config) -> list[str]:
-    """One line for each setting of the file that has no effect or an old name. `config` was loaded from the file."""
+    """A line for each setting of the file without effect or with an old name. `config` was loaded from the file."""
     document = Document(path)
     found = [(document.line(place), f"{dotted(place)}{reason}") for place, reason in find_unused(config)]
     return [f"{document.at(line)}: warning: {warning}" for line, warning in sorted(found + document.old_names())]
 
 
 def unused_settings(config: Config) -> list[str]:
-    """One line for each setting that has no effect."""
+    """A line for each setting without effect."""
     return [f"{dotted(place)}{reason}" for place, reason in find_unused(config)]
 
 
 def _put(values: dict[Any, Any], place: Place, value: str | list[str] | None) -> bool:
-    """Set the value at `place`. False if the file has no section there; validation then reports that."""
+    """Set the value at `place`. Returns False if no section is there, which validation reports."""
     for part in place[:-1]:
         if values.get(part) is None:
             values[part] = {}
@@ -116,7 +115,7 @@ MESSAGES = {
     "tuple_type": "should be a list",
     "string_pattern_mismatch": "should be printable ASCII characters without spaces",
 }
-"""Messages for errors of pydantic that its own do not explain."""
+"""Messages that replace unclear ones of pydantic, by error type."""
 
 
 def _reasons(error: ValidationError, top: type[Section]) -> Iterator[tuple[Place, str]]:
@@ -124,7 +123,7 @@ def _reasons(error: ValidationError, top: type[Section]) -> Iterator[tuple[Place
         if detail["type"] == "extra_forbidden":
             meant = _nearest_key(detail["loc"], top)
             yield detail["loc"], "is not a known key" + (f' (nearest known key: "{meant}")' if meant else "")
-        # A default that could not be derived follows from another problem, which is reported.
+        # A default cannot be derived only after another problem, which is reported.
         elif detail["type"] != "default_factory_not_called":
             yield detail["loc"], _reason_of(detail)
 
@@ -137,16 +136,17 @@ def _reason_of(detail: ErrorDetails) -> str:
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     reason = re.sub(r"^\w+ should", "should", detail["msg"]).partition(", unable to")[0]
-    # A wrong key may still be a secret, and this text may be logged.
+    # A rejected API key may still be a secret, and this text may be logged.
     secret = any(part in SECRET for part in detail["loc"])
     return reason if secret else f"{reason}, not {reprlib.repr(detail['input'])}"
 
 
 def _nearest_key(place: Place, top: type[Section]) -> str | None:
-    """The key that was probably meant; None where no key is similar.
+    """The most similar key, None if no key is similar.
 
-    In this order: a very similar key of the same section, the same key of another section, a similar key of this
-    section, one of this section with such initials (rpm is requests_per_min), a very similar key of another section.
+    In this order: a very similar key of the same section, the same key of another section, a similar key of the same
+    section, a key of the same section with these initials (rpm: requests_per_min), a very similar key of another
+    section.
     """
     word, here = str(place[-1]), tuple(_section_at(top, place[:-1]).model_fields)
     elsewhere = {key.rpartition(".")[2]: key for key in leaves(top)}

@@ -1,4 +1,4 @@
-"""Words of other routers and of vLLM itself that people use here, and what to write instead of them."""
+"""Flags and policies of other routers and of vLLM, with their replacements here."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ import yaml
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What `other_routers.yaml` holds.
+    """The content of `other_routers.yaml`."""
 
-    `flags` has a pattern, the program it belongs to, and what to write instead; the first pattern that fits counts.
-    `placements` leads from a policy of another router to the nearest placement.
-    """
-
+    # Pattern of a flag, its program, and the replacement. The first matching pattern counts.
     flags: tuple[tuple[str, str, str], ...]
+    # Policy of another router -> nearest placement.
     placements: Mapping[str, str]
 
 
 @cache
 def table() -> Words:
-    """Read the file, at the first word that is not known."""
+    """Read the file, at the first unknown word."""
     data = yaml.safe_load(files(__package__).joinpath("other_routers.yaml").read_text())
     flags = ((pattern, row["of"], row["instead"]) for row in data["flags"] for pattern in row["flags"].split())
     placements = {name: nearest for nearest, names in data["placements"].items() for name in names.split()}
@@ -33,12 +31,12 @@ def table() -> Words:
 
 
 def nearest_placement(name: str) -> str | None:
-    """The placement that is nearest to a policy of another router, None where the name is unknown."""
+    """The placement nearest to a policy of another router, None if the policy is unknown."""
     return table().placements.get(name.lower().replace("-", "_"))
 
 
 def replacement_for(flag: str) -> str | None:
-    """What to write instead of a flag of another program, None where the flag is unknown."""
+    """Advice for a flag of another program, None if the flag is unknown."""
     for pattern, program, instead in table().flags:
         if fnmatchcase(flag, pattern):
             return f"is a setting of {program}; here: {instead}"

@@ -1,4 +1,4 @@
-"""URLs that stand for pods of a Kubernetes cluster, in the notation of kubectl: TYPE/NAME."""
+"""URLs that name pods of a Kubernetes cluster, in the notation of kubectl: TYPE/NAME."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 KUBERNETES = "kubernetes+"
-"""Prefix of such a URL."""
+"""Prefix of a URL that names pods."""
 SERVICE, PODS, INFERENCE_POOL = "service", "pods", "inferencepool"
 NAMES = {
     **dict.fromkeys(("service", "services", "svc"), SERVICE),
     **dict.fromkeys(("pods", "pod", "po"), PODS),
     **dict.fromkeys(("inferencepool", "inferencepools", "infpool"), INFERENCE_POOL),
 }
-"""What kubectl understands, and the type that it means."""
+"""Names of types that kubectl accepts, with the type."""
 
 _URL = re.compile(r"kubernetes\+(https?)://([^/]+)/(.+?)(?::([a-z0-9-]+))?/?", re.IGNORECASE)
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
@@ -23,20 +23,21 @@ _SHAPE = "should be kubernetes+http://[NAMESPACE/]TYPE/NAME[:PORT], such as kube
 
 @dataclass(frozen=True, slots=True)
 class PodsUrl:
-    """The pods of a Service or an InferencePool, or those that a label selector selects (`kind` and `name`).
-
-    `namespace` is None for that of the proxy. `port` is a number, a name, or empty where there is only one.
-    """
+    """A URL that names the pods of a Service or an InferencePool, or of a label selector."""
 
     scheme: str
+    # None: the namespace of the proxy.
     namespace: str | None
+    # `SERVICE`, `PODS` or `INFERENCE_POOL`.
     kind: str
+    # For `PODS`, a label selector.
     name: str
+    # A number, a name, or empty for the only port.
     port: str
 
     @classmethod
     def of(cls, url: str) -> PodsUrl:
-        """Raises ValueError."""
+        """Parse a URL. Raises ValueError."""
         found = _URL.fullmatch(url)
         if found is None:
             raise ValueError(f"{url!r} {_SHAPE}")

@@ -26,7 +26,7 @@ SAMPLE = {
     "replica_groups": [{"name": "spot"}],
     "tenants": [{"name": "acme", "keys": [{"hash": hash_of("acme"), "expires": "2027-01-31"}]}],
 }
-"""Entries that show the keys of lists which are empty by default."""
+"""Sample entries for lists that are empty by default, to show the keys of an entry."""
 HEAD = """\
 # Every key of llmproxy with its default, or with a sample where there is none. Each key outside lists is a flag and a
 # variable too: queue.max_wait_s is --queue-max-wait-s and LLMPROXY_QUEUE_MAX_WAIT_S. Only a file can hold mappings,
@@ -97,7 +97,7 @@ def _lines(section: Section, indent: str, *, secrets: bool, comments: bool = Tru
                 lines = list(_lines(entry, f"{indent}    ", secrets=secrets, comments=comments and not i))
                 first = next(i for i, line in enumerate(lines) if not line.lstrip().startswith("#"))
                 lines[first] = f"{indent}  - {lines[first].lstrip()}"
-                # The comment of the first key stands above the dash.
+                # The comment of the first key goes above the dash.
                 yield from (line.removeprefix("  ") if i < first else line for i, line in enumerate(lines))
         else:
             text = as_text(values[name]) if field.repr or secrets or not value else "'***'"
@@ -150,7 +150,7 @@ def _row(key: Key) -> list[str]:
 
 
 def default(key: Key) -> str:
-    """The default of a key as it is written in a file."""
+    """The default of a key as YAML."""
     if key.field.is_required():
         return "required"
     if key.field.default_factory_takes_validated_data:

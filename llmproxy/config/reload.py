@@ -1,4 +1,4 @@
-"""The configuration is read again while the proxy runs, and applied as a whole or not at all."""
+"""Reloads: reads the configuration again while the proxy runs, and applies it as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import structlog
 
 from llmproxy.config import Config, ConfigError, WatchedFile
 from llmproxy.config.changes import Change, changes_between, read_at_start, with_reloadable
-from llmproxy.config.entries import Entries, Told, with_entries
+from llmproxy.config.entries import Entries, EntryProblem, with_entries
 from llmproxy.config.in_force import origins_in_force
 
 LOOK_S = 0.25
-"""Time between two looks at the file. A change is applied at the second look that finds it."""
+"""Time between two checks of the file. A change is applied when two checks in a row see the same."""
 
 CLUSTER = "cluster"
-"""The cause of what objects of a cluster change."""
+"""The cause, in log lines, of changes by objects of a cluster."""
 
 T = TypeVar("T")
 _log = structlog.get_logger()
@@ -26,7 +26,7 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """What a new configuration changed, and which changes have no effect before a restart."""
+    """The changes of a new configuration, and those without effect before a restart."""
 
     changes: tuple[Change, ...]
     needs_restart: tuple[Change, ...]
@@ -34,15 +34,17 @@ class Reloaded:
 
 @dataclass(frozen=True, slots=True)
 class Reread:
-    """Where the configuration comes from. `read` reads and checks it as at the start, with the same flags and
-    variables. It raises ConfigError, and is called on another thread. `file` was taken before it was read first."""
+    """The source of the configuration."""
 
+    # Marked as seen (`take`) before the first read.
     file: WatchedFile
+    # Reads and checks the configuration with the flags and variables of the start, on another thread. Raises
+    # ConfigError.
     read: Callable[[], Config]
 
 
 class Combined:
-    """What is read from the configuration, with the entries that a cluster keeps beside it. `apply` gets both as one.
+    """Combines the configuration with the entries from objects of a cluster, and passes the result to `apply`.
 
     An entry that is left out is logged once.
     """
@@ -51,15 +53,15 @@ class Combined:
         self._given = self._config = config
         self._entries = Entries()
         self._apply = apply
-        self._told: frozenset[Told] = frozenset()
+        self._logged: frozenset[EntryProblem] = frozenset()
 
     def take(self, config: Config) -> None:
-        """Apply another configuration, with the same entries. Raises ConfigError, and then nothing has changed."""
+        """Apply another configuration with the same entries. Raises ConfigError and then changes nothing."""
         self._combine(config)
         self._given = config
 
     def take_entries(self, entries: Entries) -> None:
-        """Apply the same configuration with other entries. What changes is logged, as is why it cannot be applied."""
+        """Apply the same configuration with other entries. Logs the changes, or the reasons against them."""
         before, self._entries = self._config, entries
         try:
             self._combine(self._given)
@@ -77,16 +79,17 @@ class Combined:
         config, problems = with_entries(given, self._entries)
         self._apply(config)
         self._config = config
-        for origin, why in sorted(problems - self._told):
+        for origin, why in sorted(problems - self._logged):
             _log.warning("object_refused", object=origin, why=why)
-        self._told = problems
+        self._logged = problems
 
 
 class Reloader:
-    """Reads the configuration again, applies it, and logs what has changed or what is wrong. One at a time.
+    """Reads the configuration again, applies it, and logs the changes or the problems. Reloads run in turn.
 
-    `apply` applies a configuration; if it raises ConfigError, it has changed nothing. `on_end` is called with whether
-    the new configuration was applied.
+    Args:
+        apply: Applies a configuration, or raises ConfigError and changes nothing.
+        on_end: Called after each reload; True if the new configuration was applied.
     """
 
     def __init__(
@@ -102,10 +105,9 @@ class Reloader:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def reload(self, cause: str) -> Reloaded:
-        """Apply the configuration as it is now. Raises ConfigError, and then nothing has changed.
+        """Read and apply the configuration. Raises ConfigError and then changes nothing.
 
-        It goes on to its end when the caller is cancelled: when a client leaves, a change must not be seen and then not
-        applied.
+        A cancelled caller does not stop the reload: a change of the file must not be taken and then not applied.
         """
         return await asyncio.shield(self._spawn(self._reload(cause)))
 
@@ -147,11 +149,11 @@ class Reloader:
                 await self.try_reload("file")
 
     def reload_on_signal(self) -> None:
-        """SIGHUP came: reload after the reloads that are under way."""
+        """Start a reload for SIGHUP; a running reload ends first."""
         self._spawn(self.try_reload("signal"))
 
     async def try_reload(self, cause: str) -> None:
-        """Reload without a caller that gets the result: errors are logged."""
+        """Reload, and log errors instead of raising them."""
         try:
             await self.reload(cause)
         except ConfigError:

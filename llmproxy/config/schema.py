@@ -120,7 +120,7 @@ class TlsConfig(Section):
 
 class BackendTlsConfig(Section):
     ca: Path | None = None
-    """CA certificates (PEM) to verify the backend with. A changed file is read again. null: those of the system."""
+    """CA certificates (PEM) to verify the backend with. A changed file is read again. null: the CAs of the system."""
     server_name: Name | None = None
     """Name that the certificate must hold, also sent as SNI. null: the host of the URL."""
     insecure_skip_verify: bool = False
@@ -129,7 +129,7 @@ class BackendTlsConfig(Section):
 
 class BackendConfig(Section):
     url: Annotated[str, AfterValidator(backend_url)] = Field(examples=["http://gpu-0:8000"])
-    """Base URL of a vLLM server; a path goes before that of each request. dns+http://HOST:PORT: every address of HOST.
+    """Base URL of a vLLM server; its path precedes the path of requests. dns+http://HOST:PORT: every address of HOST.
     srv+http://NAME: its SRV records. kubernetes+http://service/NAME, pods/SELECTOR, inferencepool/NAME: their pods."""
     name: Name = Field(default_factory=lambda data: _place_of(data.get("url", "")), examples=["gpu-0"])
     """Name in logs, metrics and the x-llmproxy-backend header. Without it: the URL without its scheme, or the name of
@@ -138,20 +138,21 @@ class BackendConfig(Section):
     """How many requests the server runs at once (its --max-num-seqs). The proxy sends a few more (look_ahead), so that
     the engine is never idle. null: the proxy learns the number."""
     prompt_tokens: PromptRange | None = Field(default=None, examples=[[1, 4000]])
-    """Prompt lengths that the backend is meant for: [from, to]. Others only if the rest is much slower. null: any."""
+    """Prompt tokens for which the backend is preferred: [from, to]. Other prompts go there only if all other backends
+    are much slower. null: any."""
     group: Name | None = None
     """Group of equal replicas that an autoscaler scales as one; see replica_groups."""
     group_label: Name | None = Field(default=None, examples=["pool"])
     """Label of pods whose value is the group. null, and for pods without it: group."""
     role: Annotated[str, one_of(tuple(Role))] = "both"
-    """What the server is meant to compute: both, prefill (prompts for others) or decode (answers to them)."""
+    """Role of the server: both, prefill (computes prompts for other servers) or decode (generates their answers)."""
     api_key: ApiKey | None = Field(default=None, repr=False)
     """API key sent to this backend. null: backend_api_key."""
     forward_priority: bool = False
     """Send vLLM its own priority field. The server must run with --scheduling-policy priority."""
     ask_usage: bool = True
-    """Ask for the usage of streams whose client did not, and take it out of the answer. false: for servers that send it
-    to everybody (--enable-force-include-usage). One that refuses the question is not asked for an hour."""
+    """Request the usage of streams whose client did not, and remove the usage from the answer. false: for servers that
+    always send usage (--enable-force-include-usage). A server that refuses is not asked again for an hour."""
     tls: BackendTlsConfig = BackendTlsConfig()
     """How to verify a backend with an https URL."""
 
@@ -171,7 +172,7 @@ class BackendConfig(Section):
 
     @property
     def looked_up(self) -> bool:
-        """Whether DNS or Kubernetes names the servers. Each of them gets this configuration."""
+        """Whether DNS or Kubernetes names the servers. Each server gets this configuration."""
         return self.url.startswith(LOOKED_UP)
 
 
@@ -189,11 +190,12 @@ class DiscoveryConfig(Section):
     dns_interval_s: Seconds = 5.0
     """Time between two DNS lookups of a backend whose url begins with dns+ or srv+."""
     misses_before_removal: Count = 3
-    """Lookups in a row without an address that remove its backend; four times as many if a lookup finds none."""
+    """Lookups in a row without the address of a backend that remove the backend; four times as many if lookups find no
+    address at all."""
     kubernetes_api: Annotated[str, AfterValidator(base_url)] | None = Field(
         default=None, examples=["http://127.0.0.1:8001"]
     )
-    """URL of the API server, such as that of `kubectl proxy`. null: that of the cluster in which the proxy runs."""
+    """URL of the API server, for example of `kubectl proxy`. null: the API server of the proxy's own cluster."""
 
 
 class ClusterTlsConfig(Section):
@@ -209,32 +211,32 @@ class ClusterTlsConfig(Section):
 
 class ClusterConfig(Section):
     listen: Annotated[str, AfterValidator(host_and_port)] | None = Field(default=None, examples=["0.0.0.0:8090"])
-    """HOST:PORT for the other members of a cluster of proxies that decide as one. null: this proxy is alone."""
+    """HOST:PORT to listen on for the other members of the cluster. null: this proxy is in no cluster."""
     advertise: Annotated[str, AfterValidator(host_and_port)] | None = Field(default=None, examples=["10.0.0.7:8090"])
     """HOST:PORT at which other members reach this one. null: `listen`, with the address of this machine's name."""
     lock: Annotated[str, AfterValidator(lock_of)] = Field(
         default="kubernetes", examples=["valkey://valkey:6379"], repr=False
     )
-    """Where the lock is that makes one member the leader: kubernetes (a Lease), or valkey://HOST:PORT (Redis too)."""
+    """Lock that elects the leader: kubernetes (a Lease), or valkey://HOST:PORT (Redis too)."""
     lock_s: Annotated[Number, Field(ge=1)] = 4.0
-    """Time for which the lock is held without a renewal. When a leader dies, grants pause for it and up to 1 s more."""
+    """Time after which a lock without a renewal expires. If a leader dies, grants pause so long and up to 1 s more."""
     standalone_after_s: Seconds | None = None
     """Time without a leader after which each member decides alone, with its part of every limit: 1/N with N members.
     null: requests wait, and get 503 after `lock_s` and 5 s."""
     name: LockName = "llmproxy"
     """Name of the cluster, and of its lock."""
     pools: Names = Field(default=(), examples=[["llama-3.3-70b"]])
-    """Base models with a lock of their own each, so that another member may lead each of them. All others share one."""
+    """Base models that each have a separate lock, and so perhaps different leaders. All other models share one lock."""
     member: Name | None = None
-    """Name of this member. null: that of its machine."""
+    """Name of this member. null: the host name."""
     plaintext: bool = False
-    """Let members talk without TLS where they listen on more than this machine. Anyone who can connect is trusted."""
+    """Allow connections between members without TLS from other machines. Anyone who can connect is trusted."""
     tls: ClusterTlsConfig = ClusterTlsConfig()
     """TLS between members, with certificates on both sides."""
 
     @model_validator(mode="after")
     def _is_guarded(self) -> ClusterConfig:
-        """Raises ValueError for members that would trust anyone without having been told to."""
+        """Raises ValueError for members that would trust anyone without `plaintext`."""
         tls, listen = self.tls, self.listen
         if listen is None:
             return self
@@ -258,60 +260,59 @@ class SharedLimitsConfig(Section):
     store: Annotated[str, AfterValidator(store_of)] | None = Field(
         default=None, examples=["valkey://valkey:6379"], repr=False
     )
-    """Where several proxies keep requests_per_min and tokens_per_min together: valkey://HOST:PORT (Redis too). null:
-    each proxy has the limits for itself."""
+    """Store for requests_per_min and tokens_per_min that several proxies share: valkey://HOST:PORT (Redis too). null:
+    each proxy counts alone."""
     name: LockName = "llmproxy"
-    """Proxies with the same name share. It is part of the keys in the store."""
+    """Proxies with the same name share their limits. The name is part of the keys in the store."""
     on_failure: Annotated[str, AfterValidator(failure_of)] = Field(default=CLOSED, examples=["1/3"])
-    """While the store is away: closed (requests with a rate get 503), or 1/N (each of N proxies lets pass that part of
-    each rate)."""
+    """While the store is unreachable: closed (requests under a rate limit get 503), or 1/N (each of N proxies applies
+    this part of each rate limit)."""
 
     @property
     def proxies(self) -> int | None:
-        """Among how many proxies limits are divided while the store is away; None where nothing passes then."""
+        """Number of proxies that divide the limits while the store is unreachable; None: requests are refused."""
         return None if self.on_failure == CLOSED else int(self.on_failure.partition("/")[2])
 
 
 class LimitsConfig(Section):
     in_flight: Count | None = None
-    """Most requests in flight at once. More of them wait. null: no limit."""
+    """Most requests in flight at once. Further requests wait. null: no limit."""
     requests_per_min: Rate | None = None
     """Most requests per minute. More are refused with 429. null: no limit."""
     tokens_per_min: Rate | None = None
     """Most prompt and output tokens per minute. Further requests are refused with 429. null: no limit."""
     prompt_tokens_max: Count | None = None
-    """Most tokens of the prompt of one request, as the proxy estimates them. Longer ones are refused with 400. null:
-    what the engine takes."""
+    """Most tokens of the prompt of one request, as the proxy estimates them. Longer prompts are refused with 400. null:
+    only the limit of the engine."""
     max_tokens_max: Count | None = None
-    """Most tokens that one request may ask for (max_tokens and its other names). More is refused with 400. It is
-    written into chats, completions, responses and messages that give no limit. null: what the engine allows."""
+    """Most tokens that one request may ask for (max_tokens and its other names). Higher values are refused with 400.
+    Chats, completions, responses and messages without a limit get this one. null: only the limit of the engine."""
 
 
 class ModelConfig(Section):
     name: Name = Field(examples=["gpt-4"])
     """Name that clients request: a base model, an adapter or an alias. *: every name that has no other entry here."""
     target: Name | None = Field(default=None, examples=["llama-3.1-8b"])
-    """Base model or adapter that an alias stands for. null: the name is no alias, or has targets."""
+    """Base model or adapter behind an alias. null: the name is no alias, or has targets."""
     targets: dict[str, Weight] = Field(default={}, examples=[{"llama-3.1-8b": 9, "llama-3.3-8b": 1}])
-    """Base models or adapters that share the requests of an alias, with their weights. Its own name may be one of
-    them. Requests of one session get the same one. What no backend serves gets none."""
+    """Base models or adapters that share the requests of an alias, with their weights. The name of the alias may be one
+    of the targets. Requests of one session get the same target. A target that no backend serves gets no requests."""
     base: Name | None = Field(default=None, examples=["llama-3.1-8b"])
-    """Base model whose engines load an adapter of this name when it is first asked for (a LoRA resolver). Requests go
-    to all of them, also while none lists the name. Such a name may end in *, for every name that begins so: all of
-    these share the bands, objectives and limits of the entry. null: only listed names are served."""
+    """Base model whose engines load the adapter of this name at its first request (a LoRA resolver). All engines of the
+    base model may get requests, even if no engine lists the name. The name may end in * and then matches all names with
+    this prefix; they share the band, objectives and limits of the entry. null: only listed names are served."""
     criticality: Criticality | None = Field(default=None, examples=["critical"])
-    """Band of its requests: a name or an integer. null: that of the target, else the default band."""
+    """Band of requests: a name or an integer. null: the band of the target, else the default band."""
     ttft_s: Seconds | None = None
-    """Objective for the time to first token, from arrival. null: that of the target; of a name that is no alias,
-    none."""
+    """Objective for the time to first token, from arrival. null: the objective of the target, else none."""
     tpot_s: Seconds | None = None
-    """Objective for the mean time per further token. null: that of the target; of a name that is no alias, none."""
+    """Objective for the mean time per further token. null: the objective of the target, else none."""
     limits: LimitsConfig = LimitsConfig()
     """Limits for all requests of this name together. A request for an alias counts for the alias and its target."""
 
     @property
     def stands_for(self) -> str | Mapping[str, float] | None:
-        """The name or the names behind an alias; None where it is none."""
+        """The name or the names behind an alias; None if the name is no alias."""
         return self.target if self.target is not None else self.targets or None
 
 
@@ -319,16 +320,16 @@ class ObjectiveConfig(Section):
     name: Name = Field(examples=["interactive"])
     """Value of the header x-llm-d-inference-objective that selects this objective. Only trusted clients may send it."""
     criticality: Criticality | None = None
-    """Band of such requests: a name or an integer. null: the band that they have without the header."""
+    """Band of the requests: a name or an integer. null: the band without the header."""
     ttft_s: Seconds | None = None
-    """Objective for the time to first token, from arrival. null: that of the tenant or the model."""
+    """Objective for the time to first token, from arrival. null: the objective of the tenant or the model."""
     tpot_s: Seconds | None = None
-    """Objective for the mean time per further token. null: that of the tenant or the model."""
+    """Objective for the mean time per further token. null: the objective of the tenant or the model."""
 
 
 class KeyConfig(Section):
     hash: KeyHash = Field(repr=False)
-    """Hash of the API key, as `llmproxy hash-key` prints it. A plain hash may stand for the whole entry."""
+    """Hash of the API key, as `llmproxy hash-key` prints it. A plain hash may replace the whole entry."""
     expires: Moment | None = Field(default=None, examples=["2027-01-31"])
     """The key is refused from this moment on: a date or a timestamp, in UTC without a time zone. null: never."""
     name: Name | None = Field(default=None, examples=["laptop"])
@@ -339,28 +340,29 @@ class TenantConfig(Section):
     name: Name = Field(examples=["research"])
     """Name of the tenant in logs and metrics."""
     keys: tuple[Annotated[KeyConfig, from_text("hash")], ...]
-    """Hashes of its API keys. With two keys, one can be replaced without an interruption."""
+    """Hashes of the API keys. A tenant with two keys can replace a key without an interruption."""
     criticality: Criticality | None = None
-    """Band of its requests, unless a trusted header names another one. null: the band of the model."""
+    """Band of requests of the tenant, unless a trusted header names another band. null: the band of the model."""
     band_max: Criticality | None = None
-    """Highest band that its requests can have. null: headers do not raise the band, or, if it is trusted, no limit."""
+    """Highest band of requests of the tenant. null: no limit if the tenant is trusted, else headers do not raise the
+    band."""
     weight: Weight = 1.0
-    """Share of its flows, relative to other flows of the same band."""
+    """Weight of flows of the tenant, relative to other flows of the same band."""
     limits: LimitsConfig = LimitsConfig()
-    """Limits for all its requests together."""
+    """Limits for all requests of the tenant together."""
     models: tuple[Name, ...] | None = Field(default=None, examples=[["llama-3.1-8b"]])
-    """Names that it may request. Other names are unknown to it. null: all names."""
+    """Model names that the tenant may request; other names are refused as unknown. null: all names."""
     cache_salt: Annotated[str, AfterValidator(salt_of)] | None = Field(default=None, repr=False)
-    """Separates its prompts in prefix caches: auto, or a secret that tenants can share. null: not separated."""
+    """Separates the tenant's prompts in prefix caches: auto, or a secret that tenants can share. null: none."""
     trusted: bool = False
-    """Its objective, fairness and SLO headers count, whatever address it comes from. See trust_headers."""
+    """Objective, fairness and SLO headers of the tenant count, from any address. See trust_headers."""
     ttft_s: Seconds | None = None
-    """Objective for the time to first token, from arrival. null: that of the model."""
+    """Objective for the time to first token, from arrival. null: the objective of the model."""
     tpot_s: Seconds | None = None
-    """Objective for the mean time per further token. null: that of the model."""
+    """Objective for the mean time per further token. null: the objective of the model."""
 
     def key_names(self) -> list[str]:
-        """The names of its keys, in their order."""
+        """The names of the keys, in order."""
         return [key.name or f"keys[{i}]" for i, key in enumerate(self.keys)]
 
     @field_validator("keys")
@@ -388,7 +390,7 @@ class AdminConfig(Section):
     """Port for /metrics, /debug, /admin and adapters. The client port then does not serve them. null: the client
     port."""
     public_metrics: bool = False
-    """Show /metrics on the client port to everybody, also where there are tenants or an admin key."""
+    """Serve /metrics on the client port without a key, even with tenants or an admin key."""
 
 
 class SchedulingConfig(Section):
@@ -399,14 +401,14 @@ class SchedulingConfig(Section):
     placement: Annotated[str, named_in(presets.names, nearest_placement)] = "cost"
     """Which backend gets a request: cost, blend, least_request, power_of_two, round_robin, random or session."""
     flow: Annotated[str, AfterValidator(flow_of)] = Field(default="model", examples=["header:x-team"])
-    """What forms a flow: model (the requested name), tenant, tenant+model or header:NAME (a trusted header)."""
+    """Key of a flow: model (the requested name), tenant, tenant+model or header:NAME (a trusted header)."""
     session: Sessions = Field(default=SESSIONS, examples=[["header:x-user-id", "cookie:SID"]])
-    """Where the placement `session` finds the session: header:NAME, cookie:NAME or body:NAME. The first one present
-    counts."""
+    """Where the placement `session` finds the session: header:NAME, cookie:NAME or body:NAME. The first
+    place with a value counts."""
     fairness_cost: Annotated[str, named_in(charges.names)] = "tokens"
-    """What fair_share and locality_fair_share divide: tokens, requests or kv_seconds (KV cache held over time)."""
+    """Cost that fair_share and locality_fair_share divide: tokens, requests or kv_seconds (KV cache held over time)."""
     ceilings: dict[str, Fraction] = {"critical": 1.0, "default": 0.95, "sheddable": 0.85}
-    """Saturation (above 0, at most 1) from which a band waits. Other bands use that of the next lower band."""
+    """Saturation (above 0, at most 1) from which a band waits. Other bands use the ceiling of the next lower band."""
     headroom_s: Annotated[Number, Field(ge=0)] = 60.0
     """After a request, its band keeps one slot or more free of lower bands for this time. 0: none."""
     min_shares: dict[str, Annotated[Number, Field(ge=0, le=1)]] = Field(default={}, examples=[{"sheddable": 0.05}])
@@ -428,21 +430,21 @@ class SchedulingConfig(Section):
     refuse_late: bool = False
     """Refuse a request at once (429) if it could not meet its objective even as the next one served."""
     look_ahead: Annotated[Integer, Field(ge=0)] | None = None
-    """Requests in flight above the batch limit of an engine, so that it never runs dry. null: measured."""
+    """Requests in flight above the batch limit of an engine, so that the engine is never idle. null: measured."""
     prompt_window_s: Seconds | None = 0.3
-    """A backend gets no more prompts while those it has take longer than this to compute. They wait in the queue, where
-    a request may still go to another backend. Placement `cost` only. null: no such limit."""
+    """A backend gets no further prompts while its present prompts take longer than this to compute. Requests then wait
+    in the queue, and may still go to another backend. Placement `cost` only. null: no limit."""
     disaggregation: Disaggregated = Field(default="auto", examples=[512])
-    """Whether a backend with the role prefill computes a prompt for another one, which answers: auto (where that costs
-    less time), always, never, or for prompts of which so many tokens are in no cache of a backend for answers."""
+    """Whether a prefill backend computes the prompt of a request that a decode backend answers: auto (if this takes
+    less time), always, never, or a number: if so many tokens of the prompt or more are in no decode backend's cache."""
     kv_connector: Annotated[str, named_in(connectors.names)] = "nixl"
     """How backends hand the KV cache of a prompt over: nixl (NixlConnector, the second engine pulls) or store (a store
     that they share: LMCache, Mooncake, a folder)."""
     kv_lease_s: Seconds = 30.0
-    """How long an engine keeps a prompt for another one: kv_lease_duration of vLLM."""
+    """Time for which an engine keeps the KV cache of a prompt for another engine: kv_lease_duration of vLLM."""
     warm_up_pairs: bool = True
-    """Send each pair of a backend for prompts and one for answers a short prompt after a start, because the first
-    transfer between two engines takes longer than any later one."""
+    """Send a short prompt through each pair of a prefill and a decode backend after a start, because the first transfer
+    between two engines takes longer than later transfers."""
     initial_batch_limit: Count = 4
     """Batch limit assumed for an engine until its own numbers are known."""
     kv_full_ratio: Fraction = 1.0
@@ -459,7 +461,7 @@ class QueueConfig(Section):
     no_backend_wait_s: Annotated[Number, Field(ge=0)] = 30.0
     """Longest wait while no backend for the request is up, in addition to max_wait_s. 0: refuse at once."""
     startup_wait_s: Annotated[Number, Field(ge=0)] = 10.0
-    """As no_backend_wait_s, until the first backend has answered since the start; the shorter time counts."""
+    """Replaces no_backend_wait_s until the first backend has answered after the start; the shorter time counts."""
     requests_max: Count = 20_000
     """Most waiting requests in all bands together."""
     bytes_max: Count = 1 << 30
@@ -489,9 +491,9 @@ def _not_below_min(value: int | None, info: ValidationInfo) -> int | None:
 
 class ReplicaGroupConfig(Section):
     name: Name = Field(examples=["spot"])
-    """Name that backends[].group has."""
+    """Name of the group in backends[].group."""
     cost: Annotated[Number, Field(gt=0)] = 1.0
-    """Price of a replica, in any unit. The cheapest work is taken first."""
+    """Price of a replica, in any unit. Groups that do the work most cheaply come first."""
     min: Annotated[Integer, Field(ge=0)] = 0
     """Fewest replicas of the group."""
     max: Annotated[Integer, Field(ge=1)] | None = None
@@ -502,22 +504,23 @@ class ReplicaGroupConfig(Section):
 
 class ScalingConfig(Section):
     pools: Names = Field(default=(), examples=[["llama-3.1-8b"]])
-    """Base models that may have no replica at the moment. Their requests are held for queue.no_backend_wait_s, and ask
-    for one."""
+    """Base models that may have no replica at the moment. Requests for them are held for queue.no_backend_wait_s, and
+    ask for one replica."""
     from_band: Criticality = "default"
-    """Requests of this band and higher ones ask for replicas. Lower ones use what is there."""
+    """Requests of this band and higher bands ask for replicas. Lower bands use the existing replicas."""
     min: Annotated[Integer, Field(ge=0)] = 1
     """Fewest replicas of a pool."""
     max: Annotated[Integer, Field(ge=1)] | None = None
     """Most replicas of a pool; null for any number."""
     target_wait_s: Seconds = 60.0
-    """Requests that wait should be served within this time."""
+    """Target for the time until all waiting requests are served."""
     utilisation: Annotated[Number, Field(gt=0, le=1)] = 0.8
     """Share of a replica (above 0, to 1) that planned work may take."""
     target_tpot_s: Seconds | None = None
     """Time per output token that replicas should keep. null: the mean objective of the requests, if they have one."""
     start_s: Seconds | None = None
-    """How long a new replica takes until it serves: a trend is followed so far. null: what was seen, or 120."""
+    """Time from the start of a replica until it serves. The trend of the load is extended by this time. null: the
+    observed time, or 120."""
     idle_s: Seconds = 900.0
     """After this time without a request a pool needs no replica, if `min` is 0."""
 
@@ -534,8 +537,8 @@ class TimeoutsConfig(Section):
     total_s: Seconds = 3600.0
     """Longest time of one attempt, from dispatch to the last byte."""
     keep_alive_s: Seconds | None = None
-    """A stream that has not begun gets a comment (`: keep-alive`) after each such time. The first one sends status 200,
-    so that a later error is an event of the stream. null: no comments."""
+    """Time between comments (`: keep-alive`) to the client while its stream has not begun. The first comment sends
+    status 200, so that a later error is an event of the stream. null: no comments."""
     adapter_s: Seconds = 120.0
     """Longest time in which one backend loads or unloads an adapter."""
 
@@ -557,10 +560,10 @@ class HealthConfig(Section):
     misses_before_down: Count = 2
     """Polls in a row without an answer that mark a backend as down."""
     ejected_ratio_max: Annotated[Number, Field(ge=0, le=1)] = 0.5
-    """Largest share of a pool (0 to 1) ejected for failed, hung or slow requests. One backend may always be ejected,
-    but never the last that serves a model."""
+    """Largest share of a pool (0 to 1) ejected for failed, hung or slow requests. A single backend may always be
+    ejected, but never the last that serves a model."""
     slow_start_s: Annotated[Number, Field(ge=0)] = 5.0
-    """A backend that comes back reaches its full share after this time, if others have room. 0: at once."""
+    """A backend that comes back reaches its full share after this time, if other backends have room. 0: at once."""
     hung_s: Seconds | None = 1.5
     """A backend is ejected if its first bytes are this late and long prompts do not explain it. null: never."""
     slow_factor: Annotated[Number, Field(gt=1)] | None = 5.0

@@ -1,4 +1,4 @@
-"""Settings that are correct but have no effect beside the others. `llmproxy check` warns of them."""
+"""Settings that are valid but have no effect beside other settings. `llmproxy check` warns of them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from llmproxy.core.domain import Role
 WEIGHTLESS = frozenset({"fcfs", "round_robin"})
 """Fairness policies that ignore weights."""
 COUNTING = frozenset({"fair_share", "locality_fair_share"})
-"""Fairness policies that divide what is charged."""
+"""Fairness policies that divide the charged cost."""
 DUE_FIRST = frozenset({"least_slack", "edf"})
 """Orderings that look at `ttft_s`."""
 PLAUSIBLE_MOST_S = {"ttft_s": 600.0, "tpot_s": 10.0}
-"""Longer objectives were probably meant in milliseconds, as they are in headers."""
+"""Longer objectives are probably in milliseconds, the unit of headers."""
 DEFAULTS = Config()
 
 
 def find_unused(config: Config) -> list[Problem]:
-    """The place of every such setting, and why it has no effect."""
+    """The place of every setting without effect, with the reason."""
     return _weights(config) + _objectives(config) + _tls(config) + _unread(config)
 
 
@@ -78,7 +78,7 @@ def _unlikely(given: Mapping[Place, float]) -> list[Problem]:
 
 
 def _counted_only(config: Config, given: Iterable[Place]) -> list[Problem]:
-    """Objectives that no chosen policy looks at."""
+    """Objectives that no chosen policy reads."""
     chosen = config.scheduling
     # A policy of a plugin may look at them.
     if config.plugins or chosen.placement == "cost" or chosen.fairness == "slo":
@@ -133,7 +133,7 @@ def _unread(config: Config) -> list[Problem]:
 
 
 def _alone(config: Config) -> list[Problem]:
-    """Roles without a partner, so that nothing can be split."""
+    """Roles of backends that are all prefill or all decode, so that no request can be split."""
     roles = {backend.role for backend in config.backends}
     if len(roles) != 1 or roles == {Role.BOTH} or _others_may_come(config):
         return []
@@ -143,12 +143,12 @@ def _alone(config: Config) -> list[Problem]:
 
 
 def _others_may_come(config: Config) -> bool:
-    """Whether a file, or labels of pods, may bring other roles."""
+    """Whether discovery may add backends with other roles, from a file or labels of pods."""
     return config.discovery.file is not None or any(one.url.startswith(KUBERNETES) for one in config.backends)
 
 
 def _read_by_policies(config: Config) -> dict[str, tuple[bool, str]]:
-    """For keys of `scheduling`: whether the chosen policies read it, and the reason if they do not."""
+    """For keys of `scheduling`: whether the chosen policies read the key, and the reason if not."""
     chosen = config.scheduling
     fairness, ordering = f"fairness is {chosen.fairness}", f"ordering is {chosen.ordering}"
     counts = chosen.fairness in COUNTING or bool(chosen.min_shares)

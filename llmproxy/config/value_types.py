@@ -32,7 +32,7 @@ CLOSED = "closed"
 
 
 class TypeName(str):
-    """What the reference page calls a type, as metadata of it."""
+    """Metadata of a type: its name on the reference page."""
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -43,9 +43,10 @@ def nearest(word: str, known: Sequence[str]) -> str:
 def named_in(
     names: Callable[[], Sequence[str]], elsewhere: Callable[[str], str | None] = lambda _: None
 ) -> AfterValidator:
-    """One of these names. They are asked for when a value is validated, because plugins register policies before that.
+    """A validator that accepts one of these names, in any case.
 
-    `elsewhere` gives the name that is nearest to one of another program.
+    `names` is called at each validation, because plugins register policies. `elsewhere` translates a name of another
+    program for the message.
     """
 
     def check(value: str) -> str:
@@ -60,7 +61,7 @@ def named_in(
 
 
 def one_of(known: Sequence[str]) -> AfterValidator:
-    """One of these words."""
+    """A validator that accepts one of these words, in any case."""
     return named_in(lambda: known)
 
 
@@ -71,7 +72,7 @@ def _no_bool(value: object) -> object:
 
 
 def integer_of(text: object) -> int | None:
-    """The integer that a value is or spells, else None."""
+    """The integer of a value or of its text, None if it is no integer."""
     if isinstance(text, str) and re.fullmatch(r"\s*[-+]?\d{1,9}\s*", text):
         return int(text)
     return text if isinstance(text, int) and not isinstance(text, bool) else None
@@ -118,7 +119,7 @@ def trust_of(value: object) -> tuple[Network, ...] | str:
 
 
 def words_of(networks: tuple[Network, ...] | str) -> str:
-    """These networks as text, which `networks_of` reads."""
+    """Networks as text that `networks_of` and `trust_of` accept."""
     if isinstance(networks, str):
         return networks
     word = next((word for word, meant in TRUST_WORDS.items() if meant == networks), None)
@@ -129,8 +130,8 @@ _BASE_PATH = re.compile(r"(/[\w.~-]+)*", re.ASCII)
 
 
 def base_url(value: str) -> str:
-    """A URL without user, query and trailing slash; a path goes before that of each request. `/v1` is left out, because
-    requests have it."""
+    """A URL without user, query and trailing slash. Its path precedes the path of each request, so a final `/v1`, which
+    requests have, is removed."""
     example = "; write it like http://gpu-0:8000"
     if "@" in value:
         raise ValueError(f"should hold no user name or password; an engine's key goes into api_key{example}")
@@ -154,12 +155,11 @@ def base_url(value: str) -> str:
 DNS, SRV = "dns+", "srv+"
 """Prefixes of a URL that DNS resolves: to all addresses of a host, or to its SRV records."""
 LOOKED_UP = (DNS, SRV, KUBERNETES)
-"""Prefixes of a URL that stands for all servers which are found by it."""
+"""Prefixes of a URL that names several servers, found by lookups."""
 
 
 def backend_url(value: str) -> str:
-    """The base URL of one server; with the prefix `dns+` or `srv+`, of all servers that DNS names; with `kubernetes+`,
-    of all pods that it describes."""
+    """The base URL of a server. With `dns+` or `srv+`, of all servers that DNS names; with `kubernetes+`, of pods."""
     if value.lower().startswith(KUBERNETES):
         return PodsUrl.of(value).text
     prefix = next((prefix for prefix in (DNS, SRV) if value.lower().startswith(prefix)), "")
@@ -189,12 +189,12 @@ SESSIONS = (
     "header:x-session-affinity",
     "body:prompt_cache_key",
 )
-"""Default places of the session: set by hand, by Claude Code, by Codex, by aiperf, by other clients of OpenAI's API."""
+"""Default places of the session: of manual clients, Claude Code, Codex, aiperf, other clients of OpenAI's API."""
 
 
 def session_of(value: str) -> str:
     place, _, name = value.partition(":")
-    # Names of header fields ignore case; those of cookies and of body members do not.
+    # Names of header fields ignore case; names of cookies and body members do not.
     place, name = place.lower(), name.lower() if place.lower() == "header" else name
     if place in SESSION_PLACES and re.fullmatch(r"[\w!#$%&'*+.^`|~-]+", name, re.ASCII):
         return f"{place}:{name}"
@@ -239,7 +239,7 @@ def lock_of(value: str) -> str:
 
 
 def store_of(value: str, *others: str) -> str:
-    """The URL of a Valkey or Redis server. A message names what else the value may be."""
+    """The URL of a Valkey or Redis server. `others` are further allowed values, for the message."""
     scheme, found, _ = value.partition("://")
     if not found or scheme not in _STORE_SCHEMES:
         near = nearest(scheme, (*others, *_STORE_SCHEMES))
@@ -265,7 +265,7 @@ def failure_of(value: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether who listens on this host, with brackets around an IPv6 address, is reached from its own machine only."""
+    """Whether only this machine reaches a listener on this host. An IPv6 address may have brackets."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -276,17 +276,17 @@ _STORE_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
 
 
 def listed(value: object) -> object:
-    """The items of a list, also if it is one text with commas."""
+    """A list as it is, or the items of a text with commas."""
     return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
 
 
 def is_api_key(text: str) -> bool:
-    """Whether a client can present this as its key in a header field."""
+    """Whether a client can send this text as its key in a header field."""
     return len(text) <= KEY_CHARS_MAX and re.fullmatch(KEY_PATTERN, text) is not None
 
 
 def hash_of(key: str) -> str:
-    """The hash of a client's key, which a configuration holds in its place."""
+    """The hash of a client's key, for the configuration."""
     return f"sha256:{sha256(key.encode()).hexdigest()}"
 
 
@@ -294,11 +294,11 @@ def key_hash(value: object) -> str:
     if isinstance(value, str) and re.fullmatch(r"sha256:[0-9a-fA-F]{64}", value):
         return value.lower()
     # The value may be a key, so the message must not repeat it.
-    raise ValueError("should be sha256: and 64 hex digits; `llmproxy hash-key` makes that of a key")
+    raise ValueError("should be sha256: and 64 hex digits; `llmproxy hash-key` prints the hash of a key")
 
 
 def moment_of(value: object) -> datetime:
-    """A timestamp, or the first moment of a date; in UTC if it names no time zone."""
+    """A timestamp, or the first moment of a date; in UTC if the text has no time zone."""
     if isinstance(value, str) and re.match(r"\d{4}-\d\d-\d\d", value):
         try:
             moment = datetime.fromisoformat(value.strip())

@@ -1,4 +1,4 @@
-"""Whether a file has changed, and the change is complete."""
+"""Detects complete changes of a file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ Stamp = tuple[int, int, int, int]
 
 
 class WatchedFile:
-    """A file that is looked at again and again, by its metadata and not by its content.
+    """A file that is checked for changes by its metadata.
 
-    A change counts when two looks in a row have found the same: while a file is written it is often empty or half
-    complete, and half a configuration may be a valid one. Links are followed, because a volume of Kubernetes changes by
-    replacing a link. A missing file is taken for one that is being replaced, so it is no change, unless
-    `missing_counts`.
+    A change counts when two checks in a row see the same metadata: a file that is being written is often empty or
+    incomplete, and half a configuration may be valid. Links are followed, because a Kubernetes volume changes by
+    replacing a link. A missing file is probably being replaced, so it counts as a change only with `missing_counts`.
     """
 
     def __init__(self, path: Path, *, missing_counts: bool = False) -> None:
@@ -24,11 +23,11 @@ class WatchedFile:
         self._seen: Stamp | None = None
 
     def take(self) -> None:
-        """Call this before reading: only changes after this count."""
+        """Mark the present state as seen. Call this before reading, so that only later changes count."""
         self._taken = self._seen = self._stamp()
 
     def has_changed(self) -> bool:
-        """Look at it: True once for each complete change."""
+        """Check the file. Returns True once for each complete change."""
         stamp, before = self._stamp(), self._seen
         self._seen = stamp
         if stamp is None or stamp != before or stamp == self._taken:

@@ -1,4 +1,4 @@
-"""The terminal of a person: keys that are pressed, and text of others that cannot control it."""
+"""The terminal of a user: pressed keys, and foreign text without control characters."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 NAME_MAX = 256
-"""Most characters of a name that are looked at."""
+"""Most characters of a name that are shown."""
 SEQUENCE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|O[@-~])")
-"""What arrows and function keys send: no key that means anything here, and its first character is Escape."""
+"""Sequences of arrows and function keys. They are ignored; else their first character would count as Escape."""
 
 
 def can_draw() -> bool:
@@ -25,9 +25,9 @@ def can_draw() -> bool:
 
 @contextmanager
 def pressed(on_key: Callable[[str], None]) -> Iterator[None]:
-    """Call `on_key` with each key that is pressed meanwhile, if standard input is a terminal. Ctrl-C stays what it is.
+    """Call `on_key` with each pressed key inside the block, if standard input is a terminal.
 
-    Where the terminal is gone, it is not read again.
+    Ctrl-C still sends SIGINT. After the end of the input, nothing more is read.
     """
     if not sys.stdin.isatty():
         yield
@@ -56,7 +56,7 @@ def pressed(on_key: Callable[[str], None]) -> Iterator[None]:
 
 
 def printable(text: str, limit: int = NAME_MAX) -> str:
-    """One line of `text` without what could control a terminal or turn the order of its characters."""
+    """`text` as one line of at most `limit` characters, without characters that control a terminal or reverse text."""
     cut = text if len(text) <= limit else text[: limit - 1] + "…"
     return "".join(_shown(character) for character in cut)
 

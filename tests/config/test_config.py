@@ -74,7 +74,7 @@ OTHER = hash_of("second")
         ("models: [{name: a, limits: {rpm: 1}}]", ":1: models[0].limits.rpm: is not a known key (nearest known key:"),
         ("models: [{name: a, tpot_s: -1}]", ":1: models[0].tpot_s: should be greater than 0, not -1"),
         ("decision_log_sample: 1.5", ":1: decision_log_sample: should be less than or equal to 1, not 1.5"),
-        ("admin_key: letmein", ":1: admin_key: should be sha256: and 64 hex digits; `llmproxy hash-key` makes that"),
+        ("admin_key: letmein", ":1: admin_key: should be sha256: and 64 hex digits; `llmproxy hash-key` prints"),
         ("plugins: [no-module]", ":1: plugins[0]: 'no-module' should be the name of a Python module"),
         (
             "plugins:\n- json\n- no_such.module",

@@ -20,7 +20,7 @@ from llmproxy.backends.kubernetes.objects import (
     RewriteSpec,
 )
 from llmproxy.config import Entries, ModelConfig, ObjectiveConfig
-from llmproxy.config.entries import Told
+from llmproxy.config.entries import EntryProblem
 from llmproxy.core.backends.catalogue import ANY
 
 OBJECTIVE, REWRITE = "InferenceObjective", "InferenceModelRewrite"
@@ -43,7 +43,7 @@ def entries_of(objects: Iterable[tuple[str, CustomObject]], pools: Collection[tu
         found.setdefault((kind, one.metadata.namespace, one.metadata.name), one)
     objectives: dict[str, tuple[str, ObjectiveConfig]] = {}
     models: dict[str, tuple[str, ModelConfig]] = {}
-    problems: set[Told] = set()
+    problems: set[EntryProblem] = set()
     for (kind, namespace, name), one in sorted(found.items(), key=lambda item: _age(*item)):
         origin = f"{kind} {namespace}/{name}"
         try:

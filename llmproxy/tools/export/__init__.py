@@ -1,6 +1,6 @@
 """Files for Prometheus and Grafana that fit this version: dashboards, rules and a scrape configuration.
 
-They are made by code, so that a test can compare each query with the metrics that the process has.
+The files are generated, so that a test can compare each query with the metrics of the process.
 """
 
 from llmproxy.tools.export.files import KINDS, files_of

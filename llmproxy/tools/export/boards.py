@@ -1,4 +1,4 @@
-"""The three dashboards: overview, waiting room and fairness, replicas and placement."""
+"""The four dashboards: overview, waiting room and fairness, replicas and placement, cluster."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def gauge(metric: str, labels: str, by: str, how: str = "sum") -> str:
 
 
 def share(part: str, whole: str) -> str:
-    """A part of a whole that is 0, not missing, where there was no such part."""
+    """An expression for `part` / `whole`: 0, not missing, if there is no series of the part."""
     return f"(({part}) or 0 * ({whole})) / ({whole})"
 
 
 def known_prefix(of: str) -> str:
-    """Of the prompt tokens that were `expected` or found `cached`, the part that was both."""
+    """An expression for the share of the prompt tokens of a kind (`expected` or `cached`) that were both."""
     both, one = (rate("prefix_tokens_total", f'{BACKEND},kind="{kind}"', "backend") for kind in ("both", of))
     return f"{both} / {one}"
 
 
 def bias() -> str:
-    """What was predicted over what was observed."""
+    """An expression for predicted over observed seconds."""
     predicted, observed = (
         rate("prediction_seconds_total", f'{BACKEND},kind="{kind}"', "backend, time")
         for kind in ("predicted", "observed")
@@ -65,7 +65,7 @@ OVERVIEW = Board(
               kind="stat"),
         Panel("Oldest", "Longest time that a waiting request has waited.",
               ((gauge("oldest_waiting_seconds", BAND, "", "max"), "oldest"),), "s", "stat"),
-        Panel("Backends", "Backends that may be given work.", ((gauge("backend_available", BACKEND, ""), "available"),),
+        Panel("Backends", "Backends that may get requests.", ((gauge("backend_available", BACKEND, ""), "available"),),
               kind="stat"),
         Panel("Inversions", "Grants to a lower band that a higher one could have had, in the range shown. Must be 0.",
               ((f"sum(increase(llmproxy_priority_inversions_total{{{HERE}}}[$__range]))", "inversions"),), kind="stat"),
@@ -96,7 +96,7 @@ OVERVIEW = Board(
               ((rate("requests_total", MODEL, "model"), "{{model}}"),), "reqps", stacked=True),
         Panel("In flight", "Requests that were sent to backends and have not ended.",
               ((gauge("in_flight_requests", BACKEND, "backend"), "{{backend}}"),), stacked=True),
-        Panel("Retries and losses", "Attempts after one that failed, lost lines and spans, workers that died.",
+        Panel("Retries and losses", "Attempts after a failed one, lost lines and spans, workers that died.",
               ((rate("retries_total", HERE), "retries"), (rate("log_lines_lost_total", HERE), "log lines lost"),
                (rate("decision_log_lines_lost_total", HERE), "decisions lost"),
                (rate("spans_lost_total", HERE), "spans lost"),
@@ -118,21 +118,21 @@ OVERVIEW = Board(
 CLUSTER = Board(
     "llmproxy-cluster",
     "llmproxy: cluster",
-    "Several proxies that decide as one: who leads, and how long there was nobody. Limits that proxies share.",
+    "Proxies that schedule as one: the leader, the time without a leader, and shared limits.",
     (
-        Panel("Cluster", "Of several proxies: who leads, whether members have a leader, how many there are, and "
-              "whether the lock is out of reach.",
+        Panel("Cluster", "The leader, whether each member has a leader, the number of members, and whether the "
+              "lock is unreachable.",
               ((gauge("cluster_leader", HERE, "instance, pool", "max"), "{{instance}} leads {{pool}}"),
                (gauge("cluster_has_leader", HERE, "instance, pool", "min"), "{{instance}} has a leader {{pool}}"),
                (gauge("cluster_members", HERE, "instance", "max"), "members by {{instance}}"),
                (gauge("cluster_lock_unreachable", HERE, "instance", "max"), "{{instance}} misses the lock"))),
-        Panel("Changes of the leader", "The number of the leader's turn, changes, and seconds without a leader before "
-              "the last one.",
+        Panel("Changes of the leader", "Epoch and changes of the leader, and seconds without a leader before the last "
+              "change.",
               ((gauge("cluster_epoch", HERE, "job, pool", "max"), "epoch {{pool}}"),
                (f"increase(llmproxy_cluster_leader_changes_total{{{HERE}}}{RATE})", "changes {{instance}} {{pool}}"),
                (gauge("cluster_last_leaderless_seconds", HERE, "instance, pool", "max"),
                 "leaderless {{instance}} {{pool}}"))),
-        Panel("Shared limits", "Of proxies that share limits and nothing else: 1 while their store answers.",
+        Panel("Shared limits", "For proxies that share only limits: 1 while their store answers.",
               ((gauge("limits_store_up", HERE, "instance", "min"), "{{instance}}"),)),
     ),
 )  # fmt: skip
@@ -140,40 +140,40 @@ CLUSTER = Board(
 WAITING = Board(
     "llmproxy-waiting",
     "llmproxy: waiting room and fairness",
-    "Who waits and for how long, whether priority works, and who gets how much.",
+    "Waiting requests and their wait, priority between bands, and the shares of tenants.",
     (
         Panel("Waiting by band", "Requests in the waiting room.",
               ((gauge("queued_requests", BAND, "band"), "{{band}}"),), stacked=True),
         Panel("Oldest by band", "How long the request that came first has waited. It must stay below "
               "`queue.max_wait_s`.",
               ((gauge("oldest_waiting_seconds", BAND, "band", "max"), "{{band}}"),), "s"),
-        Panel("Work that waits", "Seconds until what waits would be served if nothing else came, by pool: a signal "
-              "for autoscaling.", ((gauge("queue_backlog_seconds", HERE, "pool", "max"), "{{pool}}"),), "s"),
-        Panel("Replicas needed", "What the work of a pool needs, and how many it should have; they hold what there is "
-              "while too little is known.",
+        Panel("Work that waits", "Seconds until the waiting requests would be served if no others came, by pool: a "
+              "signal for autoscaling.", ((gauge("queue_backlog_seconds", HERE, "pool", "max"), "{{pool}}"),), "s"),
+        Panel("Replicas needed", "Replicas that the work of a pool needs, and the desired number. Both keep the "
+              "present number while the estimate is not valid.",
               ((gauge("scale_need_replicas", HERE, "pool", "max"), "{{pool}} need"),
                (gauge("scale_desired_replicas", HERE, "pool", "max"), "{{pool}} desired"),
                (gauge("scale_estimate_valid", HERE, "pool", "max"), "{{pool}} estimate valid"))),
-        Panel("Why so many replicas", "What each part of the work alone would need, in replicas.",
+        Panel("Why so many replicas", "Replicas that each part of the work would need alone.",
               ((gauge("scale_term_replicas", HERE, "pool, term", "max"), "{{pool}} {{term}}"),)),
-        Panel("Replicas needed by group", "The same by kind of replica, the cheapest work first.",
+        Panel("Replicas needed by group", "Replicas needed by group of replicas, the cheapest work first.",
               ((gauge("scale_group_need_replicas", HERE, "pool, group", "max"), "{{pool}} {{group}}"),)),
-        Panel("Replicas needed by role", "The same for prompts and for answers, where a pool has roles.",
+        Panel("Replicas needed by role", "Replicas needed for prompts and for answers, in pools with roles.",
               ((gauge("scale_role_need_replicas", HERE, "pool, role", "max"), "{{pool}} {{role}}"),)),
-        Panel("Start of replicas", "From when a new backend is known until it serves.",
+        Panel("Start of replicas", "Time from the discovery of a new backend until it serves.",
               quantiles("replica_start_seconds", HERE, "pool"), "s"),
-        Panel("What a replica can do", "Requests per second that one replica can serve, of those that come now.",
+        Panel("Capacity of a replica", "Requests per second, of the present kind, that one replica can serve.",
               ((gauge("replica_capacity_requests_per_second", HERE, "pool", "max"), "{{pool}}"),), "reqps"),
         Panel("Queue wait by band", "Time waiting for a backend. Higher bands must wait less.",
               quantiles("queue_wait_seconds", BAND, "band"), "s"),
         Panel("Inversions", "Grants to a lower band that a waiting request of a higher one could have had. Must be 0.",
               ((rate("priority_inversions_total", HERE, "instance"), "{{instance}}"),)),
-        Panel("Preemptions", "Requests that gave up their backend for one of a higher band, before they answered.",
+        Panel("Preemptions", "Requests that a higher band preempted at their backend, before they answered.",
               ((rate("preemptions_total", BAND, "band"), "{{band}}"),)),
         Panel("Refused and expired", "Requests per second that got no backend.",
               ((rate("requests_total", f'{MODEL},outcome=~"{REFUSED}"', "outcome"), "{{outcome}}"),), "reqps",
               stacked=True),
-        Panel("Blocked", "Waiting requests whose tenant or model has as many in flight as it may.",
+        Panel("Blocked", "Waiting requests whose tenant or model has reached its limit of requests in flight.",
               ((f'topk(10, {gauge("blocked_requests", HERE, "limit")})', "{{limit}}"),)),
         Panel("Objectives kept", "Requests with an objective that kept or missed it, per second.",
               ((rate("objectives_total", BAND, "band, result"), "{{band}} {{result}}"),), "reqps"),
@@ -182,14 +182,14 @@ WAITING = Board(
         Panel("Tokens by tenant", "Tokens per second, prompts and answers, of the ten largest tenants.",
               ((f'topk(10, {rate("tenant_tokens_total", TENANT, "tenant")})', "{{tenant}}"),),
               stacked=True),
-        Panel("Share by tenant", "Part of all tenants' tokens. Compare it with the weights.",
+        Panel("Share by tenant", "Share of the tokens of all tenants. Compare the shares with the weights.",
               ((f'topk(10, {rate("tenant_tokens_total", TENANT, "tenant")} / scalar('
                 f'{rate("tenant_tokens_total", TENANT)}))', "{{tenant}}"),), "percentunit"),
         Panel("Requests by tenant", "Requests of tenants that ended per second, by outcome.",
               ((rate("tenant_requests_total", HERE, "tenant, outcome"), "{{tenant}} {{outcome}}"),), "reqps"),
         Panel("Unknown objectives", "Requests per second whose header named an objective that is not configured.",
               ((rate("unknown_objectives_total", HERE), "unknown"),), "reqps"),
-        Panel("Bytes in memory", "Bodies of requests: waiting by band, and all that the process holds.",
+        Panel("Bytes in memory", "Request bodies: waiting by band, and all in the process.",
               ((gauge("queued_bytes", BAND, "band"), "waiting {{band}}"),
                (gauge("buffered_body_bytes", HERE, "instance"), "held {{instance}}")), "bytes"),
         Panel("Decision time", "Duration of one decision pass of a scheduler.",
@@ -205,25 +205,25 @@ WAITING = Board(
 REPLICAS = Board(
     "llmproxy-replicas",
     "llmproxy: replicas and placement",
-    "How each backend is, what it is given, and whether predictions and the prefix index are right.",
+    "State and load of each backend, and the accuracy of predictions and the prefix index.",
     (
-        Panel("Available", "1: healthy, and may be given work.",
+        Panel("Available", "1: healthy, and may get requests.",
               ((gauge("backend_available", BACKEND, "backend", "min"), "{{backend}}"),), kind="state-timeline"),
-        Panel("Down", "1: its polls fail, because nothing answers or its /health does not.",
+        Panel("Down", "1: polls of the backend fail: no answer at all, or none from /health.",
               ((gauge("backend_down", BACKEND, "backend", "max"), "{{backend}}"),), kind="state-timeline"),
-        Panel("Ejected", "1: requests failed, hung or became slow there.",
+        Panel("Ejected", "1: ejected, because requests failed, hung or became slow there.",
               ((gauge("backend_ejected", BACKEND, "backend", "max"), "{{backend}}"),), kind="state-timeline"),
-        Panel("Drained", "1: nothing new is sent there, because somebody drains it.",
+        Panel("Drained", "1: an operator drains the backend, which gets no new requests.",
               ((gauge("backend_drained", BACKEND, "backend", "max"), "{{backend}}"),), kind="state-timeline"),
         Panel("Saturation", "Load divided by the limit; 1 is full.",
               ((gauge("backend_saturation", BACKEND, "backend", "max"), "{{backend}}"),), "percentunit"),
-        Panel("In flight and limit", "Requests sent and not ended, and how many the backend runs at once.",
+        Panel("In flight and limit", "Requests in flight, and how many the backend runs at once.",
               ((gauge("in_flight_requests", BACKEND, "backend"), "{{backend}}"),
                (gauge("backend_limit", BACKEND, "backend", "max"), "limit {{backend}}"))),
         Panel("Running in the engine", "By the last reading of the engine's metrics.",
               ((gauge("backend_running", BACKEND, "backend", "max"), "{{backend}}"),)),
-        Panel("Waiting in the engine", "Above 0 for long: the limit is too high, and requests wait where nobody can "
-              "reorder them.", ((gauge("backend_waiting", BACKEND, "backend", "max"), "{{backend}}"),)),
+        Panel("Waiting in the engine", "Above 0 for long: the limit is too high, and requests wait in the engine, "
+              "which does not reorder them.", ((gauge("backend_waiting", BACKEND, "backend", "max"), "{{backend}}"),)),
         Panel("KV-cache", "Part of the KV-cache in use.",
               ((gauge("backend_kv_used_ratio", BACKEND, "backend", "max"), "{{backend}}"),), "percentunit"),
         Panel("Age of readings", "Time since the last reading of the engine was requested.",
@@ -236,21 +236,21 @@ REPLICAS = Board(
               ((f"sum by (pool, backend) (llmproxy_backend_info{{{BACKEND}}})", ""),), kind="table"),
         Panel("Attempts", "Attempts that ended per second, by backend.",
               ((rate("attempts_total", BACKEND, "backend"), "{{backend}}"),), "ops", stacked=True),
-        Panel("Attempts by verdict", "What attempts proved of their backends, per second, without those that were "
-              "served.", ((rate("attempts_total", f'{BACKEND},verdict!="served"', "backend, verdict"),
-                           "{{backend}} {{verdict}}"),), "ops"),
-        Panel("Stages of split requests", "From the grant of a prompt to its answer, and from that to the first token.",
+        Panel("Attempts by verdict", "Verdicts of attempts about their backends, per second, except served.",
+              ((rate("attempts_total", f'{BACKEND},verdict!="served"', "backend, verdict"),
+                "{{backend}} {{verdict}}"),), "ops"),
+        Panel("Stages of split requests", "From the grant of the prefill to its answer; then to the first token.",
               (*((query, f"prefill {name}") for query, name in quantiles("prefill_seconds", HERE, "instance")),
                *((query, f"handover {name}") for query, name in quantiles("handover_seconds", HERE, "instance"))), "s"),
         Panel("Failed polls", "Readings of backends that failed, per second.",
               ((rate("poll_failures_total", BACKEND, "backend, reason"), "{{backend}} {{reason}}"),), "ops"),
         Panel("Looks at sources of backends", "Looks at DNS and files per second, by their success.",
               ((rate("discovery_lookups_total", HERE, "source, result"), "{{source}} {{result}}"),), "ops"),
-        Panel("Expected blocks that were cached", "Of the prompt tokens that were expected in a cache, the part that "
-              "was there.", ((known_prefix("expected"), "{{backend}}"),), "percentunit"),
-        Panel("Cached blocks that were known", "Of the prompt tokens that were cached, the part that was expected.",
+        Panel("Expected blocks that were cached", "Share of the prompt tokens expected in a cache that were cached.",
+              ((known_prefix("expected"), "{{backend}}"),), "percentunit"),
+        Panel("Cached blocks that were known", "Share of the cached prompt tokens that were expected.",
               ((known_prefix("cached"), "{{backend}}"),), "percentunit"),
-        Panel("Cached prompt tokens", "Prompt tokens per second that were found in the prefix cache.",
+        Panel("Cached prompt tokens", "Prompt tokens per second from the prefix cache.",
               ((rate("prefix_tokens_total", f'{BACKEND},kind="cached"', "backend"), "{{backend}}"),)),
         Panel("Error of predictions", "Mean absolute error as a part of what was observed: 0.2 is 20 %.",
               ((f'{rate("prediction_error_ratio_sum", BACKEND, "backend, time")} / '

@@ -51,7 +51,7 @@ KINDS: dict[str, tuple[Callable[[], dict[str, str]], str]] = {
                    "prometheus --config.file FILE"),
     "scaling": (scaling.files, "Change the names, the address and MODEL in one of them, and: kubectl apply -f FILE"),
 }  # fmt: skip
-"""What makes the files of each kind, and what to do with them."""
+"""By kind: the function that makes the files, and the next step for the user."""
 
 
 def files_of(kind: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ SCHEMA_VERSION = 41
 COLUMNS = 24
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 HERE = 'job=~"$job",instance=~"$instance"'
-"""The labels that Prometheus itself gives to a proxy."""
+"""The labels by which Prometheus tells proxies apart."""
 VARIABLES = (
     ("job", "llmproxy_build_info", "Job"),
     ("instance", 'llmproxy_build_info{job=~"$job"}', "Proxy"),
@@ -18,7 +18,7 @@ VARIABLES = (
     ("band", f"llmproxy_queued_requests{{{HERE}}}", "Band"),
     ("backend", f"llmproxy_backend_info{{{HERE}}}", "Backend"),
 )
-"""Name, series whose label of that name has the values, and title of each variable."""
+"""Each variable of a dashboard: its name, the series whose label of this name has the values, its title."""
 RELOADS = f"changes(llmproxy_config_last_reload_timestamp_seconds{{{HERE}}}[1m]) > 0"
 SIZES = {"stat": (4, 4), "timeseries": (8, 8), "state-timeline": (8, 8), "table": (8, 8)}
 """Width and height of each kind of panel."""
@@ -26,7 +26,7 @@ SIZES = {"stat": (4, 4), "timeseries": (8, 8), "state-timeline": (8, 8), "table"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel. `queries` are pairs of an expression and the name that its series have in the legend."""
+    """A panel. `queries` are pairs of an expression and the legend of its series."""
 
     title: str
     description: str
@@ -71,7 +71,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """One dashboard; `uid` is fixed, so that an import replaces the dashboard of an earlier version."""
+    """A dashboard; `uid` is fixed, so that an import replaces the dashboard of an earlier version."""
 
     uid: str
     title: str

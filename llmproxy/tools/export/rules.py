@@ -11,15 +11,15 @@ ERROR_BUDGET = 0.001
 OBJECTIVE_MISSED_MAX = 0.1
 """Share of critical requests that may miss their objective."""
 FAILURES_MIN = 5
-"""Failures in the long window below which no budget alerts: one failure is a large share of a quiet hour."""
+"""Fewest failures in the long window for an alert: a single failure is a large share of a quiet hour."""
 
 FAILED = (
     "rejected_capacity|rejected_no_backends|expired|expired_no_backends|connect_failed|upstream_timeout|broken_stream|"
     "internal"
 )
-"""Outcomes that use up the error budget. So does `upstream_status` with 5xx; with 4xx it is the client's error."""
+"""Outcomes that use up the error budget, as does `upstream_status` with 5xx. With 4xx the client is at fault."""
 NOT_OURS = "cancelled|bad_request|too_large|unauthorized|unknown_model|rate_limited|upstream_status"
-"""Outcomes for which the proxy and its backends cannot be blamed, and `upstream_status`, which is added by its code."""
+"""Outcomes that are not the fault of the proxy or its backends, and `upstream_status`, which `_ended` adds for 5xx."""
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 
 PROXY = "job, instance"
@@ -27,17 +27,17 @@ PROXY = "job, instance"
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One alert. `severity` is page (now), ticket (in working hours) or info; `lasts` is how long it must hold.
-
-    `window` tells rules of one name from each other.
-    """
+    """An alert rule."""
 
     name: str
     expression: str
+    # Time for which the expression must hold (`for`). Empty: none.
     lasts: str
+    # page (now), ticket (in working hours) or info
     severity: str
     summary: str
     description: str
+    # Label that distinguishes rules of the same name.
     window: str = ""
 
     def rule(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def _ended(function: str, window: str, outcomes: str, by: str = "job, band", ban
 
 
 def _errors(window: str) -> str:
-    """By band. What failed before it had a band is a share of everything, since only that has the band `none`."""
+    """Error ratio by band. Failures without a band yet have the band `none`, and are divided by all requests."""
     named, none = 'band!="none"', 'band="none"'
     of_band = _ended("rate", window, _COUNTED, band=named)
     return (
@@ -124,7 +124,7 @@ ALERTS = (
         "LlmproxyNoBackend",
         f"(sum by ({PROXY}) (llmproxy_backend_available) or 0 * sum by ({PROXY}) (llmproxy_build_info)) == 0",
         "1m", "page", "{{ $labels.instance }} has no backend",
-        "No backend may be given work. Requests are held for `queue.no_backend_wait_s`, and then refused.",
+        "No backend can get requests. Requests are held for `queue.no_backend_wait_s`, and then refused.",
     ),
     Alert(
         "LlmproxyCriticalWaits",
@@ -157,20 +157,20 @@ ALERTS = (
         "LlmproxyBackendDown",
         f"llmproxy_backend_down == 1 and on ({PROXY}, backend) llmproxy_backend_drained == 0",
         "5m", "ticket", "Backend {{ $labels.backend }} is down",
-        "It does not answer the polls of {{ $labels.instance }}, and nobody drained it.",
+        "The backend does not answer the polls of {{ $labels.instance }}, and is not drained.",
     ),
     Alert(
         "LlmproxyBackendEjected",
-        # One that died is ejected by the requests that it had.
+        # A backend that died is ejected too, by the failures of its running requests.
         f"avg_over_time(llmproxy_backend_ejected[15m]) > 0.5 unless on ({PROXY}, backend) llmproxy_backend_down == 1",
         "", "ticket", "Backend {{ $labels.backend }} is ejected",
-        "It was ejected for most of the last 15 minutes, because requests failed, hung or became slow there.",
+        "The backend was ejected for most of the last 15 minutes, because requests failed, hung or became slow there.",
     ),
     Alert(
         "LlmproxyKvPressure",
         "avg_over_time(llmproxy_backend_kv_used_ratio[10m]) > 0.95",
         "5m", "ticket", "The KV-cache of {{ $labels.backend }} is full",
-        "{{ $value | humanizePercentage }} of it was in use in the last ten minutes: its engine preempts.",
+        "{{ $value | humanizePercentage }} of the KV cache was in use in the last ten minutes: the engine preempts.",
     ),
     Alert(
         "LlmproxyEngineQueues",
@@ -212,7 +212,7 @@ ALERTS = (
         "LlmproxyClusterLockUnreachable",
         "max by (job, instance) (llmproxy_cluster_lock_unreachable) == 1",
         "1m", "ticket", "The lock of the cluster does not answer {{ $labels.instance }}",
-        "A leader that cannot renew it decides no more.",
+        "A leader that cannot renew the lock stops scheduling.",
     ),
     Alert(
         "LlmproxyLimitsStoreDown",
@@ -244,7 +244,7 @@ ALERTS = (
 
 
 def rules() -> dict[str, Any]:
-    """The file of rules."""
+    """The content of the rules file."""
     recorded = [{"record": name, "expr": expression} for name, expression in RECORDED]
     alerts = [alert.rule() for alert in ALERTS]
     return {"groups": [{"name": "llmproxy-recorded", "rules": recorded}, {"name": "llmproxy", "rules": alerts}]}

@@ -1,4 +1,4 @@
-"""Manifests for autoscalers that follow the number of `/scale`: KEDA with and without Prometheus, and a plain HPA."""
+"""Manifests for autoscalers that follow the need in `/scale`: KEDA with and without Prometheus, and a plain HPA."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from textwrap import indent
 
 BEHAVIOUR = """\
 scaleUp:
-  # The number is already what is needed: nothing has to be smoothed. Without this line an HPA ignores a need that
-  # is within a tenth of what there is, which from ten replicas on is a whole replica.
+  # The need requires no smoothing. Without this line an HPA ignores a need within a tenth of the present replicas,
+  # which is a whole replica from ten replicas on.
   tolerance: "0"
   stabilizationWindowSeconds: 0
   policies:
@@ -36,7 +36,7 @@ spec:
   scaleTargetRef: {{name: vllm}}
   minReplicaCount: 1
   maxReplicaCount: 8
-  # How soon the first replica is asked for when there is none.
+  # Seconds until KEDA asks for the first replica if there is none.
   pollingInterval: 5
   triggers:
     - type: metrics-api
@@ -47,7 +47,7 @@ spec:
         targetValue: "1"
         authMode: bearer
       authenticationRef: {{name: llmproxy-scale}}
-  # While the proxy does not answer, or does not know yet (503), what there is stays.
+  # The present replicas stay while the proxy does not answer, or does not know the need yet (503).
   fallback: {{failureThreshold: 3, replicas: 1, behavior: currentReplicasIfHigher}}
   advanced:
     horizontalPodAutoscalerConfig:
@@ -70,7 +70,7 @@ spec:
         serverAddress: http://prometheus.monitoring.svc:9090
         query: max(max_over_time(llmproxy_scale_need_replicas{{pool="MODEL"}}[30s]))
         threshold: "1"
-        # A missing series is no zero.
+        # A missing series does not mean zero.
         ignoreNullValues: "false"
   fallback: {{failureThreshold: 3, replicas: 1, behavior: currentReplicasIfHigher}}
   advanced:

@@ -1,4 +1,4 @@
-"""Questions to a running proxy, and its refusals in words for people."""
+"""Requests to the pages of a running proxy, with refusals as messages for people."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmproxy.tools.terminal import printable
 
 TIMEOUT_S = 5.0
 ANSWER_BYTES_MAX = 16 << 20
-"""More than any page of the proxy has: what says more is something else, and is not read to its end."""
+"""Larger than any page of the proxy. A larger answer comes from another program, and is not read to its end."""
 LIVE = "/debug/live"
 EXPLAIN = "/debug/explain"
 REQUESTS = "/debug/requests"
@@ -23,7 +23,7 @@ SCALE = "/scale"
 
 
 class AskError(Exception):
-    """The proxy does not answer the question; says why."""
+    """The proxy gives no usable answer; the message has the reason."""
 
 
 class UnreachableError(AskError):
@@ -32,16 +32,16 @@ class UnreachableError(AskError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A proxy and the key that opens its pages."""
+    """A proxy and the key to its pages."""
 
     url: URL
     admin_key: str | None = None
     pool: str | None = None
-    """Of a cluster: the pool with a leader of its own that is asked about."""
+    """Pool of a cluster whose leader answers, if the pool has a leader of its own."""
 
     @classmethod
     def parsed(cls, url: str, admin_key: str | None) -> Target:
-        """From what a person writes; `http://` may be left out. Raises AskError."""
+        """The target of a URL that a person writes, perhaps without `http://`. Raises AskError."""
         full = url if "://" in url else f"http://{url}"
         try:
             base = URL(full)
@@ -60,7 +60,7 @@ class Target:
 
 
 class Asker:
-    """Asks one proxy over one session."""
+    """Client of one proxy, over one HTTP session."""
 
     def __init__(self, target: Target, session: aiohttp.ClientSession) -> None:
         self.target = target
@@ -114,14 +114,14 @@ class Asker:
                 f"{target} shows {path} to those with its admin key (--admin-key); where it has none, to clients on its"
                 " own machine; if it has an admin_port, only there"
             )
-        # A proxy that starts, ends or is asked too often will answer later.
+        # A proxy that starts, stops or limits requests will answer later.
         kind = UnreachableError if status == 429 or status >= 500 else AskError
         return kind(f"{target} answers {status}" + (f": {message}" if message else ""))
 
 
 @asynccontextmanager
 async def asking(target: Target) -> AsyncIterator[Asker]:
-    """One session for all questions to the proxy."""
+    """An `Asker` with one HTTP session for all its requests."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
         yield Asker(target, session)
 

@@ -1,4 +1,4 @@
-"""The commands that ask a running proxy: one picture, or one that is drawn anew until it is left."""
+"""The commands `top`, `explain`, `scale` and `whatif`, which ask a running proxy and print its answers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from llmproxy.tools.top.whatif import whatif as shares
 PLAIN_WIDTH = 80
 CHOICES = 20
 CHOICES_FILTERED = 100
-"""All that the proxy remembers of a pool."""
+"""As many choices as the proxy keeps of a pool."""
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 async def top(target: Target, interval_s: float, *, once: bool, as_json: bool) -> None:
-    """Show the proxy until `q`; one picture where `once` or no terminal. Raises AskError."""
+    """Show the proxy until `q` is pressed, or once if `once` or without a terminal. Raises AskError."""
     async with asking(target) as asker:
         if once or as_json or not can_draw():
             found = await asker.get(LIVE)
@@ -80,7 +80,7 @@ def _console() -> Console:
 
 
 class _Screen:
-    """The terminal while `top` has it."""
+    """The full-screen mode of `top`."""
 
     def __init__(self, asker: Asker, interval_s: float) -> None:
         self._asker = asker
@@ -95,7 +95,7 @@ class _Screen:
         self._stopped = False
 
     async def run(self) -> None:
-        """Ask and draw until the person leaves. Raises AskError for what no waiting mends."""
+        """Ask and draw until the user quits. Raises AskError for errors other than an unreachable proxy."""
         await self._ask()
         polls = asyncio.create_task(self._poll())
         try:
@@ -174,7 +174,7 @@ class _Screen:
         self._changed.set()
 
     def _suspend(self) -> None:
-        """Stop as any program does: not at all where no shell could continue it, as below `ssh -t`."""
+        """Stop by the default action of SIGTSTP, which does nothing without a shell (`ssh -t`)."""
         loop = asyncio.get_running_loop()
         loop.remove_signal_handler(signal.SIGTSTP)
         signal.raise_signal(signal.SIGTSTP)
@@ -182,7 +182,7 @@ class _Screen:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """However it ends or pauses, the terminal is given back first."""
+        """Handle the signals that end or stop `top`, so that the terminal is restored first."""
         loop = asyncio.get_running_loop()
         handlers = dict.fromkeys(ENDS, self._end) | {
             signal.SIGTSTP: self._stop,

@@ -1,4 +1,4 @@
-"""What `top` reads of `/debug/live` and `/debug/explain`, checked once, so that drawing cannot meet anything else."""
+"""The fields of `/debug/live` and `/debug/explain` that `top` reads, checked once before they are drawn."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from llmproxy.tools.top.ask import AskError
 
 
 class Summary(Struct, frozen=True):
-    """How the proxy is, in one sentence."""
+    """The state of the proxy in a sentence."""
 
     level: str
     text: str
 
 
 class ClusterSeen(Struct, frozen=True):
-    """Who leads the cluster, None where nobody is known to, and who is there."""
+    """The leader of the cluster (None if unknown) and its members."""
 
     leader: str | None
     members: tuple[str, ...]
 
 
 class Minute(Struct, frozen=True):
-    """What happened in the last `span_s` seconds."""
+    """Counts of the last `span_s` seconds."""
 
     span_s: float
     completed: int
@@ -88,7 +88,7 @@ class Flow(Struct, frozen=True):
 
 
 class Event(Struct, frozen=True):
-    """Something that happened."""
+    """An event of the proxy or its fleet. `at_s` is on the clock of `now_s`."""
 
     at_s: float
     level: str
@@ -97,7 +97,7 @@ class Event(Struct, frozen=True):
 
 
 class Document(Struct, frozen=True):
-    """The state of one second."""
+    """The answer of `/debug/live`."""
 
     version: str
     now_s: float
@@ -114,7 +114,7 @@ class Document(Struct, frozen=True):
 
 
 class Candidate(Struct, frozen=True):
-    """A replica that a request could have gone to, and the parts of its price in seconds."""
+    """A replica that could have got a request, with its price and the terms of the price, in seconds."""
 
     backend: str
     total_s: float
@@ -150,7 +150,7 @@ Read = TypeVar("Read", bound=Struct)
 
 
 def read(found: dict[str, Any], kind: type[Read]) -> Read:
-    """Raises AskError for what a proxy of another version might send."""
+    """Convert an answer of the proxy. Raises AskError if the answer does not fit, as from another version."""
     try:
         return msgspec.convert(found, kind)
     except (msgspec.ValidationError, UnicodeError) as error:

@@ -1,4 +1,4 @@
-"""The picture of `llmproxy top`: pure functions from the document to what rich draws."""
+"""The screen of `llmproxy top`: pure functions from the document to renderables of rich."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ LEVEL_STYLES = {"ok": "green", "info": "", "warning": "yellow", "bad": "red", "e
 STATE_STYLES = {"up": "green", "down": "red"}
 EVENTS_MAX = 8
 NEGLIGIBLE_S = 0.0005
-"""A part of the price that is less for all candidates has no column."""
+"""A term below this for all candidates has no column."""
 SUMMARY_LINES_MAX = 3
 ENDED_LINES_MAX = 2
 FIRST_COLUMN = 10
-"""Narrowest first column, so that sections with short names stand alike."""
+"""Narrowest first column, so that the columns of all sections align."""
 LINES_MIN = 2
-"""Fewest lines of a section below its titles: one row, and how many more there are."""
+"""Fewest lines of a section below its titles: one row, and the number of further rows."""
 ROOMY = 30
-"""From this height on, there is a blank line between sections."""
+"""Least height for blank lines between sections."""
 TALL = 40
-"""From this height on, there may be lines left for choices below everything else."""
+"""Least height for choices below the other sections."""
 BELOW_MIN = 5
-"""Fewest lines for them: one choice among three replicas, and how many more there are."""
+"""Fewest lines for choices: a choice among three replicas, and the number of further lines."""
 PRICE = 7
-"""Width of a column of prices, if its title is not wider."""
+"""Least width of a column of prices."""
 PLAIN, WIDE = 60, 110
-"""Widths from which on there is room for more columns."""
+"""Least widths for further columns."""
 HELP = {
     "waiting": "requests in the queue of the proxy; oldest: how long the first waits",
     "TTFT": "time to first token in the last minute, median and 99th percentile",
@@ -48,12 +48,12 @@ HELP = {
     "share, due": "its part of the band's tokens in the last minute; its part by weight",
     "choices": "price in seconds and its parts; → is chosen, × takes no request now",
 }
-"""What columns mean whose title does not say it."""
+"""Meanings of column titles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a section. A name is cut at a fifth of the width, the last column takes the rest."""
+    """A column of a section: at most a fifth of the width, except the last column, which gets the rest."""
 
     title: str
     words: bool = False
@@ -63,7 +63,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A table that may lose rows where the terminal is small."""
+    """A table that loses rows on a small terminal."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Text]]
@@ -72,7 +72,7 @@ class Section:
 
     @property
     def wanted(self) -> int:
-        """Lines below the titles, where there is room for all."""
+        """Lines below the titles if all rows are shown."""
         return len(self.rows) + (self.more > 0)
 
 
@@ -85,10 +85,10 @@ def picture(
     choices: Explained | None = None,
     trouble: str = "",
 ) -> RenderableType:
-    """The state of one second in `width` columns and `height` lines, None: as many as it takes.
+    """The document in `width` columns and `height` lines. Without a height, all lines are shown.
 
-    `choices` are shown in the place of everything else if the person asked for them, otherwise in the lines that are
-    left below it. `trouble` says that the document is old.
+    `choices` replace the other sections if the view shows choices, and otherwise fill the lines that are left below.
+    `trouble` is a warning that the document is old.
     """
     head = _head(document, view, width, height, trouble)
     if view.help:
@@ -120,7 +120,7 @@ def picture(
 
 
 def _shares(wanted: Sequence[int], room: int | None) -> list[int]:
-    """Rows for each section, one at a time in turn until all have what they want or the room is used up."""
+    """Rows for each section, given in turn until every section has its wanted rows or `room` is used up."""
     if room is None:
         return list(wanted)
     given = [0] * len(wanted)
@@ -166,7 +166,7 @@ def _head(document: Document, view: View, width: int, height: int | None, troubl
 
 
 def _wrapped(text: Text, width: int, most: int) -> list[Text]:
-    """At most so many lines of the text; the last one says if there were more."""
+    """At most `most` lines of the text; an ellipsis marks a cut."""
     # The width is known, so a console of that width wraps as the terminal's will.
     lines = text.wrap(Console(width=width), width)
     if len(lines) > most:
@@ -183,7 +183,7 @@ def _foot(view: View) -> Text:
 
 
 def _help() -> list[Section]:
-    """What keys do and columns mean."""
+    """The sections about keys and columns."""
     keys = [[Text(key), Text(does)] for key, (_, does) in KEYS.items()]
     meanings = [[Text(name), Text(meaning)] for name, meaning in HELP.items()]
     return [
@@ -254,7 +254,7 @@ def _replica(one: Backend) -> list[Text]:
 
 
 def _pace(one: Backend) -> Text:
-    """A slow replica has a mark beside the colour."""
+    """The pace of a replica; a slow replica has a mark beside the colour."""
     if one.tokens_slower is None or one.state != "up":
         return Text("-")
     slow = one.tokens_slower >= SLOWER
@@ -301,7 +301,7 @@ def _event(one: Event, document: Document) -> list[Text]:
 
 
 def _choices(explained: Explained, view: View, width: int) -> Section:
-    """The newest choices of all pools, each with the prices of its candidates below each other."""
+    """The newest choices of all pools, each with a line per candidate and its prices."""
     found = sorted((one for pool in explained.pools for one in pool.choices), key=lambda one: one.age_s)
     candidates = [each for one in found for each in one.candidates]
     names = min(max([FIRST_COLUMN, *(cell_len(printable(each.backend)) for each in candidates)]), width // 3)
@@ -318,7 +318,7 @@ def _choices(explained: Explained, view: View, width: int) -> Section:
 
 
 def _terms(candidates: Sequence[Candidate], width: int) -> list[str]:
-    """The terms that have a column, always in one order. Where not all fit, light ones have none."""
+    """The terms that get a column, in a fixed order. If not all fit, the smallest terms are left out."""
     most: dict[str, float] = {}
     for name, seconds in (term for each in candidates for term in each.terms.items()):
         most[name] = max(most.get(name, 0.0), seconds)
@@ -347,12 +347,12 @@ def _candidate(each: Candidate, choice: Choice, terms: Sequence[str], names: int
 
 
 def _seconds(each: Candidate, term: str) -> float:
-    """As it is shown: what rounds to nothing has no sign."""
+    """A term as it is shown: adding 0.0 turns -0.0 into 0.0."""
     return round(each.terms.get(term, 0.0), 3) + 0.0
 
 
 def _table(section: Section, count: int, width: int) -> Table:
-    """The first `count` lines; the last of them says how many more there are."""
+    """The first `count` lines of a section; if rows are left out, the last line has their number."""
     table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="reverse", expand=True)
     shown = [index for index, column in enumerate(section.columns) if width >= column.least]
     for index in shown:

@@ -1,4 +1,4 @@
-"""The table of `llmproxy scale`: how many replicas each pool has, how many its work needs, and what asks for them."""
+"""The tables of `llmproxy scale`: the replicas of each pool, the need of its work, and the reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TERMS = ("work", "ahead", "queue", "seats", "kv", "adapters")
 
 
 def scale(found: dict[str, Any]) -> RenderableType:
-    """The table of `/scale`. Raises AskError for what another version might send."""
+    """The answer of `/scale` as tables. Raises AskError if the answer does not fit, as from another version."""
     try:
         pools = found["pools"]
         if not pools:
@@ -53,14 +53,14 @@ def _pools(pools: list[dict[str, Any]]) -> Table:
         reason = REASONS.get(pool["reason"], printable(str(pool["reason"])))
         waits = f"{waiting['requests']:,}" + (f" ({waiting['seconds']:,.1f} s)" if waiting["seconds"] else "")
         need = f"{pool['need']:.2f}" if pool["sure"] else "-"
-        # A text that is no Text would be taken for rich's markup.
+        # rich would read markup in a plain str.
         name, up, because = Text(printable(pool["pool"])), f"{pool['replicas']['up']:,}", Text(reason)
         table.add_row(name, up, need, wants, because, serves, waits)
     return table
 
 
 def _terms(pools: list[dict[str, Any]]) -> Table:
-    """What each part of the work alone would need, in replicas."""
+    """Replicas that each part of the work would need alone."""
     table = _table("replicas for", *TERMS, "prompts", "answers")
     for pool in pools:
         if pool["terms"]:
@@ -70,7 +70,7 @@ def _terms(pools: list[dict[str, Any]]) -> Table:
 
 
 def _groups(pools: list[dict[str, Any]]) -> Table:
-    """Which replicas, where a pool has several kinds."""
+    """The groups of replicas of all pools that have groups."""
     table = _table("group", "pool", "up", "needs", "wants", "cost")
     for pool in pools:
         for name, one in pool["groups"].items():
@@ -81,7 +81,7 @@ def _groups(pools: list[dict[str, Any]]) -> Table:
 
 
 def _roles(pools: list[dict[str, Any]]) -> Table:
-    """How many for prompts and how many for answers, where a pool has roles."""
+    """The replicas for prompts and for answers, of all pools that have roles."""
     table = _table("role", "pool", "up", "needs", "wants")
     for pool in pools:
         for name, one in pool["roles"].items():

@@ -16,12 +16,12 @@ from llmproxy.tools.top.picture import duration
 
 TERM_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red", "white")
 TERM_MARKS = "█▓▒░▞▚▤"
-"""Marks beside the colours, for those who see none."""
+"""Marks that distinguish terms without colours."""
 BAR_MIN = 10
 
 
 def story(found: Mapping[str, Any], width: int) -> RenderableType:
-    """The answer of `/debug/requests?request=`, drawn. Raises AskError for what another version might send."""
+    """The answer of `/debug/requests?request=`, drawn. Raises AskError if it does not fit, as from another version."""
     try:
         lines = [Text(f"request {printable(found['request'])}", "bold")]
         lines += [] if found["ended"] is None else [_asked(found["ended"])]
@@ -58,7 +58,7 @@ def _waits(waits: Mapping[str, Any]) -> Text:
 
 
 def _attempt(number: int, attempt: Mapping[str, Any]) -> Iterator[Text]:
-    """What happened when; times are from the arrival of the request."""
+    """The moments of an attempt, in seconds from the arrival of the request."""
     what = f"attempt {number}" if attempt["stage"] == Stage.WHOLE else f"{number}. {attempt['stage']}"
     yield Text(printable(what + (f" on {attempt['backend']}" if attempt["backend"] else "")), "bold")
     ahead = attempt["queued_ahead"]
@@ -120,7 +120,7 @@ def _choice(choice: Mapping[str, Any], width: int) -> RenderableType:
     table.add_column(no_wrap=True, justify="right")
     table.add_column(no_wrap=True, overflow="ellipsis")
     room = max(BAR_MIN, width - max(10, width // 4) - 34)
-    # Terms may be larger than their total in a document of another program, and a bar never exceeds its room.
+    # Another program may send terms that exceed their total, and a bar must not exceed its room.
     totals = [max(one["total_s"], sum(max(0.0, s) for s in one["terms"].values())) for one in candidates]
     highest = max(totals, default=0.0)
     for one in candidates:
@@ -135,7 +135,7 @@ def _choice(choice: Mapping[str, Any], width: int) -> RenderableType:
 
 
 def _bar(terms: Mapping[str, float], names: list[str], columns_per_s: float) -> Text:
-    """The terms side by side; rounding is carried on, so that the length is that of the sum."""
+    """The terms side by side. Ends are rounded, not lengths, so that the bar is as long as the rounded sum."""
     bar, end_s = Text(), 0.0
     for index, name in enumerate(names):
         end_s += max(0.0, terms.get(name, 0.0))

@@ -1,4 +1,4 @@
-"""What a person chose to see: the order of the replicas, a filter, a pause."""
+"""The user's choices in `top`: the order of the replicas, a filter, a pause."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS = {
     "e": ("choices", "show the last choices with the price of each replica, and go back"),
     "p": ("pause", "keep this picture, and go on"),
 }
-"""What each key does, in one word and in a line."""
+"""Each key, with a word for the foot line and a line for the help."""
 COLUMNS: dict[str, tuple[Callable[[Backend], Any], bool]] = {
     "replica": (lambda one: one.backend, False),
     "state": (lambda one: STATES.index(one.state) if one.state in STATES else -1, False),
@@ -29,12 +29,12 @@ COLUMNS: dict[str, tuple[Callable[[Backend], Any], bool]] = {
     "tokens/s": (lambda one: one.output_tokens_per_s, True),
     "pace": (lambda one: one.tokens_slower, True),
 }
-"""Columns by which replicas can be sorted, and whether the largest comes first."""
+"""Columns by which replicas can be sorted: the value, and whether the largest comes first."""
 
 
 @dataclass(slots=True)
 class View:
-    """Changed by keys, read by the picture."""
+    """State that keys change and `picture` draws."""
 
     column: str = "replica"
     reverse: bool = False
@@ -46,7 +46,7 @@ class View:
     quit: bool = False
 
     def press(self, key: str) -> None:
-        """One key."""
+        """Handle a pressed key."""
         if self.typing:
             self._type(key)
         elif self.help and key != "q":
@@ -80,7 +80,7 @@ class View:
             self.filter += key
 
     def shows(self, *names: str) -> bool:
-        """Whether a row with these names passes the filter."""
+        """Whether the filter matches one of these names."""
         return any(self.filter.casefold() in name.casefold() for name in names)
 
     @property
@@ -89,7 +89,7 @@ class View:
         return COLUMNS[self.column][1] is not self.reverse
 
     def ordered(self, backends: tuple[Backend, ...]) -> list[Backend]:
-        """The replicas to show, in order; those without a value last."""
+        """The replicas to show, in order; replicas without a value come last."""
         value = COLUMNS[self.column][0]
         shown = sorted((one for one in backends if self.shows(one.backend)), key=lambda one: one.backend)
         known = [one for one in shown if value(one) is not None]

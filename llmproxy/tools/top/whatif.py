@@ -1,4 +1,4 @@
-"""The tables of `llmproxy whatif`: tokens per second of each flow, by the weights of today and by others."""
+"""The table of `llmproxy whatif`: tokens per second of each flow, by the present weights and by other weights."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Event(Struct, frozen=True):
 
 
 class Minute(Struct, frozen=True):
-    """The window of the figures, in seconds."""
+    """The window of the figures."""
 
     span_s: float
 
@@ -74,7 +74,7 @@ class Shared(Struct, frozen=True):
 
 
 def weights_of(given: Sequence[str]) -> dict[str, float]:
-    """Flow -> weight, of texts such as `team-a=3`. Raises AskError."""
+    """Weights by flow, parsed from texts such as `team-a=3`. Raises AskError."""
     weights = {}
     for text in given:
         flow, _, value = text.rpartition("=")
@@ -89,7 +89,7 @@ def weights_of(given: Sequence[str]) -> dict[str, float]:
 
 
 def whatif(seen: Shared, weights: Mapping[str, float]) -> RenderableType:
-    """What each flow gets now, and what it would get. Raises AskError for what has no answer."""
+    """The present rate of each flow, and its rate under `weights`. Raises AskError without shared weights or flows."""
     if seen.fairness not in WEIGHED:
         raise AskError(f"scheduling.fairness is {seen.fairness}, which shares no tokens by weight")
     known = sorted({one.flow for one in seen.flows})
@@ -133,7 +133,7 @@ def _changes(seen: Shared) -> list[str]:
 
 
 def _shares(flows: Sequence[Flow], weights: Mapping[str, float]) -> dict[str, float]:
-    """What the flows of one band would get of what they get together now."""
+    """The present total rate of the flows of a band, divided by weight."""
     claims = {
         one.flow: Claim(weights.get(one.flow, one.weight), inf if one.waiting else one.tokens_per_s) for one in flows
     }
