@@ -170,7 +170,8 @@ class Discovery:
 
     Args:
         registry: The registry to update.
-        expects: Called with True while a source has not answered yet, so that requests for unlisted models wait.
+        expects: Called with whether a source has not answered yet, so that requests for unlisted models wait
+            meanwhile.
         on_look: Called after every look, with the source and whether it succeeded.
         look_ups: The look-ups of A and AAAA records, and of SRV records.
         take_entries: Gets the configuration entries of Kubernetes objects beside InferencePools.

@@ -274,7 +274,7 @@ class BackendRegistry:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # --- what the admin API shows ---------------------------------------------------------------------------------
+    # --- the status for the admin API -----------------------------------------------------------------------------
 
     def statuses(self) -> list[BackendStatus]:
         """The status of every backend, sorted by name."""

@@ -94,7 +94,7 @@ class LiveState:
     inversions: int = 0  # Since the start.
     needs: Mapping[str, Need] = field(default_factory=dict)  # Needed replicas, by pool.
     shards: tuple[ShardState, ...] = ()  # Empty without a cluster.
-    limits_store_up: bool | None = None
+    limits_store_up: bool | None = None  # None if the limits are not shared.
 
 
 _BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], ...] = (
@@ -102,13 +102,17 @@ _BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], 
     ("backend_saturation", "Load over limit; 1 is full.", lambda b: b.saturation),
     ("backend_limit", "Requests the backend is thought to run at once.", lambda b: b.limit),
     ("backend_available", "1 while the backend is healthy and may be given work.", lambda b: b.available),
-    ("backend_drained", "1 while nothing new is to be sent there, because somebody drains it.", lambda b: b.drained),
-    ("backend_ejected", "1 while requests speak against the backend, half open included.", lambda b: b.ejected),
+    (
+        "backend_drained",
+        "1 while the backend gets no new requests: drained, leaving or not ready.",
+        lambda b: b.drained,
+    ),
+    ("backend_ejected", "1 while outlier detection has ejected the backend, half open included.", lambda b: b.ejected),
     ("backend_down", "1 while polls find that the backend does not answer, or is unhealthy.", lambda b: b.down),
     ("backend_running", "Requests running, by the backend's last reading.", lambda b: b.running),
     ("backend_waiting", "Requests waiting in the engine, by the backend's last reading.", lambda b: b.waiting),
     ("backend_kv_used_ratio", "KV-cache in use, 0 to 1, by the backend's last reading.", lambda b: b.kv_used),
-    ("backend_reading_age_seconds", "Time since the last reading was asked for.", lambda b: b.reading_age_s),
+    ("backend_reading_age_seconds", "Time since the last reading was requested.", lambda b: b.reading_age_s),
 )
 
 
@@ -158,7 +162,7 @@ _SHARD_GAUGES: tuple[tuple[str, str, Callable[[ShardState], float | None]], ...]
     ("has_leader", "1 while there is a leader that this member can ask.", lambda one: one.led),
     ("epoch", "The number of the leader's turn, which only rises.", lambda one: one.epoch),
     ("members", "Members that the leader knows.", lambda one: one.members),
-    ("last_leaderless_seconds", "How long there was no leader before the one that there is.", lambda one: one.gap_s),
+    ("last_leaderless_seconds", "Time without a leader before the current leader.", lambda one: one.gap_s),
     ("lock_unreachable", "1 while the lock of the cluster cannot be asked.", lambda one: one.lock_away),
 )
 """Each has the label `pool`, which is empty for all pools without a lock of their own."""
@@ -182,7 +186,7 @@ def _scale(needs: Mapping[str, Need]) -> Iterator[GaugeMetricFamily]:
     )
     for name, text, value_of in values:
         yield _gauge(name, text, "pool", ((pool, value_of(need)) for pool, need in needs.items()))
-    term_text = "What each part of the work alone would need."
+    term_text = "Replicas that each part of the work alone would need."
     terms = GaugeMetricFamily("llmproxy_scale_term_replicas", term_text, labels=["pool", "term"])
     for pool, need in needs.items():
         for term, replicas in need.terms.items():
@@ -201,7 +205,7 @@ def _scale(needs: Mapping[str, Need]) -> Iterator[GaugeMetricFamily]:
             roles.add_metric([pool, role], of_role.need)
     yield roles
     capacity = ((pool, need.capacity.requests_per_s) for pool, need in needs.items() if need.capacity is not None)
-    text = "Requests per second that one replica can serve, of those that come now."
+    text = "Requests per second that a replica can serve, at the current mix of requests."
     yield _gauge("replica_capacity_requests_per_second", text, "pool", capacity)
 
 
@@ -238,8 +242,8 @@ class Capped:
 
 _COUNTERS = (
     ("requests_total", "outcome code band model", "Requests ended, by their one outcome."),
-    ("attempts_total", "backend verdict", "Attempts ended, by what they proved of their backend."),
-    ("retries_total", "", "Attempts after one that failed."),
+    ("attempts_total", "backend verdict", "Attempts ended, by their verdict about the backend."),
+    ("retries_total", "", "Attempts that followed a failed attempt."),
     ("preemptions_total", "band", "Leases preempted for a request of a higher band."),
     ("disaggregation_total", "mode", "Requests in pools with roles, by how they were served or what kept them whole."),
     ("objectives_total", "band result", "Requests that kept or missed their objective."),
@@ -260,18 +264,18 @@ _COUNTERS = (
 """Name, labels and help of each counter. `exit_fields` defines how requests change it."""
 _HISTOGRAMS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
     ("queue_wait_seconds", "band", "From arrival to the last grant, or to leaving the queue.", WAIT_BUCKETS_S),
-    ("tenant_queue_wait_seconds", "tenant", "The same by tenant.", WAIT_BUCKETS_S),
+    ("tenant_queue_wait_seconds", "tenant", "From arrival to the last grant, by tenant.", WAIT_BUCKETS_S),
     ("time_to_first_token_seconds", "band model", "From arrival to the first body byte, streams only.", TTFT_BUCKETS_S),
     ("time_per_output_token_seconds", "band model", "Mean time per token after the first, completed streams only.",
      TOKEN_BUCKETS_S),
     ("inter_chunk_seconds", "band gap", "Mean and longest wait between chunks of a stream.", GAP_BUCKETS_S),
     ("prefill_seconds", "", "From the grant of a prefill to its answer, of split requests.", TTFT_BUCKETS_S),
-    ("handover_seconds", "", "From that to the first token, of split requests.", TTFT_BUCKETS_S),
+    ("handover_seconds", "", "From the answer of a prefill to the first token.", TTFT_BUCKETS_S),
     ("request_seconds", "band model", "From arrival to the end, completed requests only.", REQUEST_BUCKETS_S),
     ("prediction_error_ratio", "backend time", "Difference of predicted and observed times, as a part of the observed.",
      ()),
-    ("decision_seconds", "", "One decision pass.", DECISION_BUCKETS_S),
-    ("replica_start_seconds", "pool", "From when a new backend is known until it serves.", START_BUCKETS_S),
+    ("decision_seconds", "", "Time of a decision pass.", DECISION_BUCKETS_S),
+    ("replica_start_seconds", "pool", "From the first failed poll of a new backend until it serves.", START_BUCKETS_S),
 )  # fmt: skip
 
 

@@ -74,7 +74,7 @@ async def explode(_: web.Request) -> web.StreamResponse:
 
 
 class FakeVllm:
-    """Answers by path; what is not set is 404. `asked` keeps the paths in order."""
+    """Answers by path; other paths answer 404. `asked` keeps the paths in order."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = {

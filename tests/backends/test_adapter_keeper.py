@@ -1,4 +1,4 @@
-"""What backends are sent when an adapter is loaded or unloaded, and what is made of their answers."""
+"""The orders that backends get when an adapter is loaded or unloaded, and the use of their answers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FakeExchange:
 
 
 class Fleet:
-    """Backends `a` and `b` behind a fake client. What is left in `answers` is answered next, then success."""
+    """Backends `a` and `b` behind a fake client. It answers with the rest of `answers` in order, then with success."""
 
     def __init__(self) -> None:
         self.pools = pools({"a": None, "b": None})
@@ -93,7 +93,7 @@ class Fleet:
         return self.exchanges[-1]
 
     def lists(self, backend: str) -> None:
-        """A poll brought what the backend has by now."""
+        """A poll read the adapters that the backend has now."""
         cards = [ModelCard(name, BASE, None) for name in self.loaded[backend]]
         listing = Listing(0.0, (ModelCard(BASE, None, 4096), *cards))
         self.pools.listed(backend, listing)

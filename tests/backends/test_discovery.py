@@ -28,7 +28,7 @@ Answer = list[Address] | Exception
 
 
 class Names:
-    """A resolver that answers what it is given."""
+    """A resolver with the given answers."""
 
     def __init__(self, *answers: Answer) -> None:
         self.answers = list(answers)
@@ -164,7 +164,7 @@ def test_service_records_need_their_library(monkeypatch: pytest.MonkeyPatch) -> 
     check(config)
 
 
-# --- what the registry does with it -----------------------------------------------------------------------------------
+# --- effects on the registry -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def known(registry: BackendRegistry) -> dict[str, tuple[str, str]]:
 
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
+        while not condition():  # noqa: ASYNC110 - the condition has no event of its own
             await asyncio.sleep(0)
 
 

@@ -1,4 +1,4 @@
-"""One metrics page becomes one reading, whatever the page is."""
+"""Every page of metrics becomes a reading, None, or an error with a reason for people."""
 
 from __future__ import annotations
 

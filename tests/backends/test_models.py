@@ -1,4 +1,4 @@
-"""One model list becomes one listing, or a reason for people."""
+"""A model list becomes a listing, or an error with a reason for people."""
 
 from __future__ import annotations
 

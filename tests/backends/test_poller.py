@@ -110,7 +110,7 @@ async def test_an_idle_backend_is_read_at_once_when_it_gets_work(bench: Bench, m
     async with bench.running():
         await read.get()
         # Not before its answer was taken in.
-        while "answered" not in bench.sink.seen:  # noqa: ASYNC110 - what is waited for has no event of its own
+        while "answered" not in bench.sink.seen:  # noqa: ASYNC110 - the condition has no event of its own
             await asyncio.sleep(0)
         bench.works = True
         await read.get()
@@ -292,7 +292,7 @@ async def test_a_url_of_the_wrong_scheme_is_reported(bench: Bench) -> None:
     def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    # As uvicorn with a certificate does with what is no TLS.
+    # Like uvicorn with a certificate, which closes connections without TLS.
     async with await asyncio.start_server(close, "127.0.0.1", 0) as server:
         await bench.poller(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}").poll_once()
     assert bench.sink.details[-1].endswith("; if it speaks TLS, its URL should begin with https://")
@@ -391,7 +391,7 @@ async def test_a_server_that_does_not_publish_it_is_left_alone(bench: Bench, mon
     monkeypatch.setattr(poller_module, "LIMIT_PAUSE_S", 0.0)
     async with bench.running():
         await bench.sink.enough.wait()
-        while "/server_info" not in bench.vllm.asked:  # noqa: ASYNC110 - what is waited for has no event of its own
+        while "/server_info" not in bench.vllm.asked:  # noqa: ASYNC110 - the condition has no event of its own
             await asyncio.sleep(0)
         for _ in range(100):
             await asyncio.sleep(0)

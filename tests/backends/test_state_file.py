@@ -214,7 +214,7 @@ async def test_it_follows_what_is_known_and_writes_once_more_at_the_end(
     monkeypatch.setattr(state_file, "LOOK_S", 0.0)
     path, known = tmp_path / "state.json", {"http://a": ONE}
     following = asyncio.create_task(at(path).file.follow(lambda: State(known)))
-    while not path.exists():  # noqa: ASYNC110 - what is waited for has no event of its own
+    while not path.exists():  # noqa: ASYNC110 - the file has no event of its own
         await asyncio.sleep(0)
     monkeypatch.setattr(state_file, "LOOK_S", 3_600.0)
     known["http://a"] = OTHER

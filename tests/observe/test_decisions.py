@@ -1,4 +1,4 @@
-"""The decision log: what a line holds, which requests it samples, and that no disk holds up or fails a request."""
+"""The decision log: the content of a line, the sample of requests, and that no disk blocks or fails a request."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ UNREAD = exit_of(
 
 
 class Log:
-    """A decision log in a file; what it lost is counted in `lost`."""
+    """A decision log in a file; `lost` counts the lines that it lost."""
 
     def __init__(self, path: Path, sample: float = 1.0, file: FileIO | None = None) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""The log line of a request: it is written past the logging library, and must be the one that the library writes."""
+"""The log line of a request, written past structlog, is the same as the line that structlog writes."""
 
 from __future__ import annotations
 

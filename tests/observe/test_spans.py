@@ -1,4 +1,4 @@
-"""The thread that sends spans: batches, what is lost, and its end."""
+"""The thread that sends spans: batches, lost spans, and its end."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Piped:
         self.writer = logs._standard_error
 
     def ended(self, seen: bytes = b"") -> list[dict[str, Any]]:
-        """All lines, beginning with what was `seen`, when the process has ended and the reader has read to the end."""
+        """All lines after `seen`, read to the end after the process has ended."""
         pieces = [seen]
         reader = Thread(target=self._read_to_end, args=(pieces,))
         reader.start()
@@ -152,7 +152,7 @@ def test_several_processes_that_share_a_pipe_tear_no_line() -> None:
     writer.close(30.0)
     os.close(reads)
     os.close(writes)
-    # What is written in one go does not exceed what a pipe takes in one piece, but for a line that does by itself.
+    # A write does not exceed PIPE_BUF, except for a single line that is longer.
     assert sizes == [6] + [4_000] * 25 + [10_001]
 
 

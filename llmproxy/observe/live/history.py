@@ -16,7 +16,7 @@ SECONDS = 900
 TENS = 8_640
 TEN_S = 10
 COLUMNS_MAX = 560
-"""All columns take 21.4 MB."""
+"""The most columns, which take 21.4 MB."""
 
 
 class Stretch(Struct, frozen=True):

@@ -39,12 +39,18 @@ def selects(selector: str, labels: dict[str, str]) -> bool:
 
 
 class ApiServer:
-    """Objects that tests put and delete, and everything that may go wrong on the way.
+    """A Kubernetes API server whose objects tests put and delete, with all its failures.
 
-    `refuses` answers every request with this status, `silent` sends nothing more on open watches, `bookmarks` sends one
-    at the start of each watch. Kinds that are `missing` answer 404, and those that are `refused` a status of their
-    own. `asked` are the queries in their order, `tokens` what came with them. `before` is called with the method before
-    an object is read or written; it may wait, and returns a status that refuses, or None.
+    Attributes:
+        refuses: Status of the answer to every request, None for normal answers.
+        silent: Open watches get no more events.
+        bookmarks: Each watch begins with a bookmark.
+        missing: Kinds that answer 404.
+        refused: Kinds with a status of their own.
+        asked: The queries, in order.
+        tokens: The token of each query.
+        before: Called with the method before an object is read or written. It may wait, and returns a status for a
+            refusal, or None.
     """
 
     def __init__(self) -> None:
@@ -201,7 +207,7 @@ class ApiServer:
 
 
 def _invalid(lease: Object) -> str | None:
-    """What the API server finds wrong with a Lease."""
+    """Why the API server rejects a Lease, None for a valid one."""
     spec = lease["spec"]
     if (spec.get("leaseDurationSeconds") or 0) <= 0 or not isinstance(spec["leaseDurationSeconds"], int):
         return "spec.leaseDurationSeconds: must be greater than 0"
@@ -222,7 +228,7 @@ def status_of(code: int, message: str) -> Object:
 
 
 def documents() -> dict[str, Object]:
-    """What kubectl reads before it asks for objects."""
+    """The answers that kubectl reads before it asks for objects."""
     groups = dict.fromkeys(tuple(version.split("/")) for version, _ in KINDS.values() if "/" in version)
     found: dict[str, Object] = {
         "/api": {"kind": "APIVersions", "versions": ["v1"]},
@@ -288,7 +294,7 @@ def pod(name: str, ip: str | None = "10.0.0.1", *, ready: bool = True, uid: str 
 
 
 def endpoint(name: str, ip: str = "10.0.0.1", **conditions: bool | None) -> Object:
-    """One endpoint of a slice; conditions that are not given are absent."""
+    """An endpoint of a slice, with the given conditions only."""
     target = {"kind": "Pod", "name": name, "namespace": "default", "uid": f"uid-{name}"} if name else None
     return {"addresses": [ip], "conditions": conditions, **({"targetRef": target} if target else {})}
 

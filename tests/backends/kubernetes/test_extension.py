@@ -1,4 +1,4 @@
-"""What objects of the inference extension say: which of them count, and which are left out."""
+"""Objects of the inference extension: their entries, their order, and rejected objects."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_order_of_objects_changes_nothing(data: st.DataObject) -> None:
     assert said(*data.draw(st.permutations(objects))) == said(*objects)
 
 
-# --- what is wrong ----------------------------------------------------------------------------------------------------
+# --- wrong objects ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Follower:
-    """What was taken, and each line of the log as `event field=value ...`."""
+    """The taken entries, and each line of the log as `event field=value ...`."""
 
     def __init__(self, server: ApiServer, lines: list[Any]) -> None:
         self.server = server
@@ -175,7 +175,7 @@ async def test_objects_stay_while_the_api_server_is_away(follower: Follower, unu
     server.cut()
     await until(lambda: len(follower.lines("discovery_failed")) == 4)
     assert follower.objects.awaited is False
-    # Also those that were read for another set of pools, or from another server.
+    # Also entries of another set of pools, or of another server.
     follower.follow(POOL, "kubernetes+http://inferencepool/llama", api=f"http://127.0.0.1:{unused_tcp_port}")
     await follower.objects.answered.wait()
     assert (follower.says, follower.objects.awaited) == ({"batch": 1}, True)

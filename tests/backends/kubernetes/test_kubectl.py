@@ -1,4 +1,4 @@
-"""kubectl reads what the API server of the tests says, so that it says nothing of its own invention."""
+"""kubectl can read the answers of the tests' API server, so that server invents no protocol."""
 
 from __future__ import annotations
 

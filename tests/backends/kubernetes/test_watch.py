@@ -1,4 +1,4 @@
-"""A collection followed for months: what each rule of the protocol does to the backends."""
+"""A collection watched for months: the effect of each rule of the protocol on the backends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def server() -> AsyncIterator[ApiServer]:
 
 
 class Follower:
-    """A source, with what its last look found or what it said instead."""
+    """A source, with the result of its last look or its failure."""
 
     def __init__(self, server: ApiServer, url: str, account: Path) -> None:
         self.source = KubernetesSource(BackendConfig(url=url), KubernetesApi(server.url, account))
@@ -77,7 +77,7 @@ async def follow(server: ApiServer, tmp_path: Path) -> AsyncIterator[Callable[..
 
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
+        while not condition():  # noqa: ASYNC110 - the condition has no event of its own
             await asyncio.sleep(0.001)
 
 
@@ -283,7 +283,7 @@ async def test_nonsense_is_said_and_changes_nothing(
     await until(lambda: one.failures)
     server.put(SLICES, has("a", "b"))
     await one.until("a", "b")
-    # What follows an event that nobody understood would rest on what nobody knows.
+    # Later events refer to objects that could not be read, so the collection is listed again.
     lists = len(asked(server, kind=SLICES)) - len(asked(server, watch="true"))
     assert ("makes no sense" in one.failures[0], lists) == (True, 2) or "etcd has no leader" in one.failures[0]
 

@@ -1,4 +1,4 @@
-"""What the log says of the fleet is remembered, however quiet the log is."""
+"""Log lines about the state of backends are stored, at every level of the log."""
 
 from __future__ import annotations
 

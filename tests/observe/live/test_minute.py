@@ -1,4 +1,4 @@
-"""What ended within the last minute is counted once, and forgotten when it is a minute old."""
+"""Requests that ended in the last minute are counted once, and forgotten when they are a minute old."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One sentence says how the proxy is, the worst first."""
+"""The text about the state of the proxy, the worst first."""
 
 from __future__ import annotations
 
