@@ -12,7 +12,7 @@ import structlog
 import uvloop
 
 from llmproxy.app import Proxy, running
-from llmproxy.backends.state_file import AUTO, NONE, StateFile, place, warn_of_old
+from llmproxy.backends.state_file import AUTO, NONE, StateFile, log_old_file, place
 from llmproxy.config import Config, ConfigError, unused_settings
 from llmproxy.config.reload import Reread
 from llmproxy.lifecycle import GC_THRESHOLDS, early_signals
@@ -43,7 +43,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
         signals = ProcessSignals(sockets)
         path = place(config.state_file, os.environ, config.host, config.port)
         if config.state_file == AUTO:
-            warn_of_old(path)
+            log_old_file(path)
         state = None if path is None else StateFile(path)
         async with running(config, reread, sockets, inherited_drains(os.environ), state) as proxy:
             # Needed also without a file, because the default action of SIGHUP ends the process.

@@ -153,10 +153,10 @@ async def services(name: str, _: int) -> list[Address]:
 def check(config: Config) -> None:
     """Raise ConfigError for a source whose library is not installed."""
     if find_spec("dns") is None:
-        lacking = [b.url for b in config.backends if b.url.startswith(SRV)]
-        if lacking:
+        missing = [b.url for b in config.backends if b.url.startswith(SRV)]
+        if missing:
             need = "SRV records need dnspython, which is not installed: pip install 'llmproxy-lb[srv]'"
-            raise ConfigError([f"backends: {url}: {need}" for url in lacking])
+            raise ConfigError([f"backends: {url}: {need}" for url in missing])
 
 
 @dataclass(slots=True)
@@ -191,7 +191,7 @@ class Discovery:
         self._look_ups = look_ups
         self._running: dict[str, _Running] = {}
         self._unanswered: set[str] = set()
-        self.objects = ExtensionObjects(take_entries, self._tell_expected)
+        self.objects = ExtensionObjects(take_entries, self._report_expected)
 
     def reconfigure(self, config: Config) -> None:
         """Apply a configuration. Backends of removed sources leave."""
@@ -216,9 +216,9 @@ class Discovery:
                 self._unanswered.add(name)
             self._running[name] = _Running(definition, supervised(partial(self._ask, name, make), f"ask {name}"))
         self.objects.reconfigure(config)
-        self._tell_expected()
+        self._report_expected()
 
-    def _tell_expected(self) -> None:
+    def _report_expected(self) -> None:
         self._expects(bool(self._unanswered) or self.objects.awaited)
 
     def _looked_up(self, template: BackendConfig, chosen: DiscoveryConfig) -> Callable[[], BackendSource]:
@@ -241,7 +241,7 @@ class Discovery:
                 backends = await source.look()
                 if backends is not None:
                     self._unanswered.discard(name)
-                    self._tell_expected()
+                    self._report_expected()
                     self._registry.update(name, backends)
                     self._on_look(name, True)
                     if wrong:

@@ -101,7 +101,7 @@ def place(setting: str, environ: Mapping[str, str], host: str, port: int) -> Pat
     return None
 
 
-def warn_of_old(path: Path | None) -> None:
+def log_old_file(path: Path | None) -> None:
     """Log that the file of earlier versions, beside the default file, is not read."""
     if path is not None and path.name != OLD_NAME and (old := path.with_name(OLD_NAME)).exists():
         _log.info("old_state_ignored", path=str(old), hint="proxies shared it: delete it, or name it as state_file")
@@ -142,7 +142,7 @@ class StateFile:
     def write(self, known: State, *, last: bool = False) -> None:
         """Write `known`, unless it has not changed. `last` says that no later write follows."""
         now = self._clock()
-        if not self._is_news(known, now, last):
+        if not self._is_due(known, now, last):
             return
         try:
             with self._writing, self._locked():
@@ -164,7 +164,7 @@ class StateFile:
             return
         self._written, self._written_s, self._logged = State(dict(known.limits), dict(known.capacities)), now, None
 
-    def _is_news(self, known: State, now: float, last: bool) -> bool:
+    def _is_due(self, known: State, now: float, last: bool) -> bool:
         if not known.limits and not known.capacities:
             return False
         if known.limits != self._written.limits or now >= self._written_s + REFRESH_S:

@@ -58,7 +58,7 @@ class SpanTree:
         spans = [
             made.span(
                 f"{ended.input.method} {ended.input.path}", SpanKind.SERVER, trace.span_id, parent, arrived_s, ended_s,
-                self._of_request(ended), error=ended.result.outcome.value if failed else None, links=links,
+                self._request_attributes(ended), error=ended.result.outcome.value if failed else None, links=links,
             )
         ]  # fmt: skip
         routing, request = ended.routing, made.context(trace.span_id)
@@ -70,25 +70,25 @@ class SpanTree:
             spans.append(
                 made.span(
                     "queue", SpanKind.INTERNAL, None, request, attempt.queued_s, attempt.granted_s,
-                    _of_queue(ended, attempt),
+                    _queue_attributes(ended, attempt),
                 )
             )  # fmt: skip
             is_last = attempt is routing.last
             spans.append(
                 made.span(
-                    _named(ended), SpanKind.CLIENT, attempt.span_id, request, attempt.granted_s,
+                    _attempt_name(ended), SpanKind.CLIENT, attempt.span_id, request, attempt.granted_s,
                     ended_s if attempt.ended_s is None else attempt.ended_s,
-                    _of_attempt(ended, attempt, number, is_last=is_last), error=_error_of(attempt),
+                    _attempt_attributes(ended, attempt, number, is_last=is_last), error=_attempt_error(attempt),
                     events=list(_events(attempt, retried=not is_last and attempt.verdict is not Verdict.SERVED)),
                 )
             )  # fmt: skip
         if routing.queued_s is not None:
             refused = {"llmproxy.outcome": ended.result.outcome.value}
-            attributes = _of_queue(ended, AttemptRecord()) | refused
+            attributes = _queue_attributes(ended, AttemptRecord()) | refused
             spans.append(made.span("queue", SpanKind.INTERNAL, None, request, routing.queued_s, ended_s, attributes))
         return spans
 
-    def _of_request(self, ended: RequestExit) -> dict[str, Any]:
+    def _request_attributes(self, ended: RequestExit) -> dict[str, Any]:
         request, result = ended.input, ended.result
         return {
             "http.request.method": request.method,
@@ -167,11 +167,11 @@ def _operation(path: str) -> str:
     return OPERATIONS.get(path) or path.rpartition("/")[2]
 
 
-def _named(ended: RequestExit) -> str:
+def _attempt_name(ended: RequestExit) -> str:
     return f"{_operation(ended.input.path)} {ended.input.model}"
 
 
-def _of_queue(ended: RequestExit, attempt: AttemptRecord) -> dict[str, Any]:
+def _queue_attributes(ended: RequestExit, attempt: AttemptRecord) -> dict[str, Any]:
     """The attributes of a wait. For a wait without a grant, `attempt` is an empty record."""
     attributes: dict[str, Any] = {
         "llmproxy.band": ended.input.band,
@@ -185,7 +185,7 @@ def _of_queue(ended: RequestExit, attempt: AttemptRecord) -> dict[str, Any]:
     return attributes
 
 
-def _of_attempt(ended: RequestExit, attempt: AttemptRecord, number: int, *, is_last: bool) -> dict[str, Any]:
+def _attempt_attributes(ended: RequestExit, attempt: AttemptRecord, number: int, *, is_last: bool) -> dict[str, Any]:
     request, result = ended.input, ended.result
     observed_s = None
     if attempt.first_byte_s is not None and attempt.granted_s is not None and request.stream:
@@ -224,7 +224,7 @@ def _predicted(time: str, predicted: Predicted | None) -> dict[str, float]:
     return {f"llmproxy.predicted.{time}_s": predicted.expected_s, f"llmproxy.predicted.{time}_p90_s": predicted.p90_s}
 
 
-def _error_of(attempt: AttemptRecord) -> str | None:
+def _attempt_error(attempt: AttemptRecord) -> str | None:
     """The `error.type` of a failed attempt. Preempted attempts, and attempts whose client left, have not failed."""
     if attempt.status is not None and attempt.status >= 400:
         return str(attempt.status)

@@ -19,8 +19,8 @@ from llmproxy.backends.state_file import (
     FORMAT,
     State,
     StateFile,
+    log_old_file,
     place,
-    warn_of_old,
 )
 from llmproxy.core.domain import KnownCapacity, KnownLimit
 
@@ -254,11 +254,11 @@ def test_the_file_that_proxies_shared_is_not_read_and_that_is_logged(tmp_path: P
     own = place("auto", {"XDG_STATE_HOME": str(tmp_path)}, "127.0.0.1", 8080)
     assert own is not None
     with capture_logs() as logs:
-        warn_of_old(own)
+        log_old_file(own)
     assert logs == []
     StateFile(own.with_name("state.json")).write(State({"http://a": ONE}))
     with capture_logs() as logs:
-        warn_of_old(own)
+        log_old_file(own)
     assert [line["event"] for line in logs] == ["old_state_ignored"]
     assert StateFile(own).read() == State()
 

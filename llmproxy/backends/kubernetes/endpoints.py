@@ -58,7 +58,7 @@ class Place:
         changed = {"name": name + self.suffix if name else place, "url": f"{self.scheme}://{place}", **differs}
         return Instance.model_construct(**dict(self.template) | changed, uid=uid, ready=ready)
 
-    def chosen(self, ports: Iterable[tuple[str, int]]) -> int:
+    def choose_port(self, ports: Iterable[tuple[str, int]]) -> int:
         """Return the number of the wanted port among `ports` (name, number). Raises UnclearPortError."""
         known = list(dict.fromkeys(ports))
         wanted = self.port or (DEFAULT_PORT_NAME if len(known) > 1 else "")
@@ -73,7 +73,7 @@ class Place:
         raise UnclearPortError(f"{advice}; the ports are: {said}")
 
 
-def of_slices(place: Place, slices: Iterable[EndpointSlice], refuse: Refuse = _ignored) -> list[Instance]:
+def service_backends(place: Place, slices: Iterable[EndpointSlice], refuse: Refuse = _ignored) -> list[Instance]:
     """The servers behind a Service. Raises UnclearPortError if no server is left because of its ports.
 
     An address may be in two slices for a moment, and a dual-stack pod is in a slice of each family. The best state
@@ -87,7 +87,7 @@ def of_slices(place: Place, slices: Iterable[EndpointSlice], refuse: Refuse = _i
             if not endpoint.addresses:
                 continue
             try:
-                port = place.chosen(ports)
+                port = place.choose_port(ports)
             except UnclearPortError as error:
                 unclear = error
                 refuse(one.metadata.name, str(error))
@@ -123,7 +123,7 @@ def _worse(state: tuple[bool, Instance]) -> tuple[bool, bool, bool, str]:
     return ends, not backend.ready, "[" in backend.url, backend.url
 
 
-def of_pods(place: Place, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
+def pod_backends(place: Place, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
     """The servers of these pods. Raises UnclearPortError if no server is left because of its ports."""
     found: list[Instance] = []
     unclear: UnclearPortError | None = None
@@ -135,7 +135,7 @@ def of_pods(place: Place, pods: Iterable[Pod], refuse: Refuse = _ignored) -> lis
             if port.protocol in TCP
         )
         try:
-            found.append(_backend(place, pod, place.chosen(ports)))
+            found.append(_backend(place, pod, place.choose_port(ports)))
         except (UnclearPortError, ValueError) as error:
             unclear = error if isinstance(error, UnclearPortError) else unclear
             refuse(pod.metadata.name, str(error))
@@ -144,7 +144,7 @@ def of_pods(place: Place, pods: Iterable[Pod], refuse: Refuse = _ignored) -> lis
     return _sorted(found)
 
 
-def of_pool(place: Place, pool: InferencePool, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
+def pool_backends(place: Place, pool: InferencePool, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
     """The servers of an InferencePool: each pod has one per port, unless the pod leaves the port out."""
     numbers = [port.number for port in pool.spec.target_ports if port.number]
     found = []

@@ -85,7 +85,7 @@ def _is_for(one: CustomObject, namespace: str, pools: Collection[tuple[str, str]
         return False
     if any(refs.pool_selector.values()):
         raise WrongObjectError("spec.poolSelector is not read: name the InferencePool by spec.poolRef")
-    return any(namespace == of for of, _ in pools)
+    return any(namespace == pool_namespace for pool_namespace, _ in pools)
 
 
 def _objective(name: str, spec: ObjectiveSpec) -> ObjectiveConfig:

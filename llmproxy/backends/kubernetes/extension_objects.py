@@ -114,8 +114,8 @@ class ExtensionObjects:
             await api.close()
 
     def _read(self, collections: Sequence[_Collection], pools: Collection[tuple[str, str]]) -> None:
-        self._say_troubles(collections)
-        self._say_absent(collections)
+        self._log_troubles(collections)
+        self._log_absent(collections)
         if any(one.watched.objects is None and one.watched.trouble is None for one in collections):
             return
         objects = (
@@ -130,21 +130,21 @@ class ExtensionObjects:
         self.answered.set()
         self._on_answer()
 
-    def _say_troubles(self, collections: Sequence[_Collection]) -> None:
+    def _log_troubles(self, collections: Sequence[_Collection]) -> None:
         now = {one.name: one.watched.trouble for one in collections if one.watched.trouble and not one.absent}
         for why in dict.fromkeys(now.values()):
-            news = [name for name, trouble in now.items() if trouble == why != self._said.get(name)]
-            if news:
-                _log.warning("discovery_failed", source=", ".join(news), why=why)
+            new = [name for name, trouble in now.items() if trouble == why != self._said.get(name)]
+            if new:
+                _log.warning("discovery_failed", source=", ".join(new), why=why)
         if over := [name for name in self._said if name not in now]:
             _log.info("discovery_recovered", source=", ".join(over))
         self._said = now
 
-    def _say_absent(self, collections: Sequence[_Collection]) -> None:
-        of: dict[tuple[str, str], list[bool]] = {}
+    def _log_absent(self, collections: Sequence[_Collection]) -> None:
+        by_kind: dict[tuple[str, str], list[bool]] = {}
         for one in collections:
-            of.setdefault((one.kind, one.namespace), []).append(one.absent)
-        absent = {key for key, groups in of.items() if all(groups)}
+            by_kind.setdefault((one.kind, one.namespace), []).append(one.absent)
+        absent = {key for key, groups in by_kind.items() if all(groups)}
         for kind, namespace in sorted(absent - self._absent):
             _log.info("no_such_objects", objects=RESOURCES[kind], namespace=namespace, groups=", ".join(GROUPS))
         self._absent = absent

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmproxy.backends.kubernetes.api import KubernetesApi
-from llmproxy.backends.kubernetes.endpoints import Place, UnclearPortError, of_pods, of_pool, of_slices
+from llmproxy.backends.kubernetes.endpoints import (
+    Place,
+    UnclearPortError,
+    pod_backends,
+    pool_backends,
+    service_backends,
+)
 from llmproxy.backends.kubernetes.objects import EndpointSlice, InferencePool, Pod
 from llmproxy.backends.kubernetes.watched import Watched
 from llmproxy.backends.source import BACKENDS_MAX, RefusedLog, SourceFailedError
@@ -89,16 +95,16 @@ class KubernetesSource:
         refused: dict[str, str] = {}
         try:
             if self._slices is not None:
-                found = of_slices(self._place, (self._slices.objects or {}).values(), refused.__setitem__)
+                found = service_backends(self._place, (self._slices.objects or {}).values(), refused.__setitem__)
             elif self._pool is None:
-                found = of_pods(self._place, pods, refused.__setitem__)
+                found = pod_backends(self._place, pods, refused.__setitem__)
             else:
                 pool = self._the_pool()
                 if pool is None and self._pool.refused:
                     raise SourceFailedError(
                         f"the InferencePool makes no sense: {next(iter(self._pool.refused.values()))}"
                     )
-                found = of_pool(self._place, pool, pods, refused.__setitem__) if pool is not None else []
+                found = pool_backends(self._place, pool, pods, refused.__setitem__) if pool is not None else []
         except UnclearPortError as error:
             raise SourceFailedError(str(error)) from None
         self._refused.log(self._url.text, refused)

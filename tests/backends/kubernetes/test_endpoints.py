@@ -8,7 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from llmproxy.backends.kubernetes.endpoints import ACTIVE_PORTS, Place, UnclearPortError, of_pods, of_pool, of_slices
+from llmproxy.backends.kubernetes.endpoints import (
+    ACTIVE_PORTS,
+    Place,
+    UnclearPortError,
+    pod_backends,
+    pool_backends,
+    service_backends,
+)
 from llmproxy.backends.kubernetes.objects import EndpointSlice, InferencePool, Pod
 from llmproxy.backends.registry import Instance
 from llmproxy.config import BackendConfig
@@ -23,15 +30,15 @@ def place(url: str = "kubernetes+http://service/vllm", suffix: str = "", **given
 
 
 def slices(where: Place, *objects: Object) -> list[Instance]:
-    return of_slices(where, [msgspec.convert(one, EndpointSlice) for one in objects])
+    return service_backends(where, [msgspec.convert(one, EndpointSlice) for one in objects])
 
 
 def pods(where: Place, *objects: Object) -> list[Instance]:
-    return of_pods(where, [msgspec.convert(one, Pod) for one in objects])
+    return pod_backends(where, [msgspec.convert(one, Pod) for one in objects])
 
 
 def pool(where: Place, one: Object, *objects: Object) -> list[Instance]:
-    return of_pool(where, msgspec.convert(one, InferencePool), [msgspec.convert(each, Pod) for each in objects])
+    return pool_backends(where, msgspec.convert(one, InferencePool), [msgspec.convert(each, Pod) for each in objects])
 
 
 def shown(backends: list[Instance]) -> dict[str, tuple[str, bool]]:
@@ -203,7 +210,7 @@ def test_ports_that_are_none_are_left_out_and_no_other_pod(text: str) -> None:
     where, one = place("kubernetes+http://inferencepool/qwen"), inference_pool("qwen", {}, 8000)
     made = [pod("a"), pod("bad", annotations={ACTIVE_PORTS[0]: text})]
     refused: dict[str, str] = {}
-    found = of_pool(
+    found = pool_backends(
         where, msgspec.convert(one, InferencePool), [msgspec.convert(each, Pod) for each in made], refused.__setitem__
     )
     assert shown(found) == {"a": ("10.0.0.1:8000", True)}
