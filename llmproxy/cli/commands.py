@@ -163,7 +163,7 @@ def _summary(file: Path, config: Config) -> str:
         + (f", at most {backend.max_in_flight} in flight" if backend.max_in_flight else "")
         for backend in config.backends
     ]
-    elsewhere = "none here: serve needs one from a flag or LLMPROXY_BACKEND"
+    elsewhere = "none here: serve needs a backend from a flag or LLMPROXY_BACKEND"
     if config.discovery.file is not None:
         elsewhere = f"those in {config.discovery.file}"
     names = config.band_names()
@@ -238,7 +238,7 @@ def config(
 ) -> None:
     """Print every key of the configuration as YAML, with its meaning, its type and its default.
 
-    With FILE, the values are those of the file; secrets are hidden.
+    With FILE, print the values of the file; secrets are hidden.
     """
     if sum((file is not None, markdown, cli)) > 1:
         _fail(["llmproxy config: give only one of FILE, --markdown and --cli"])
@@ -285,8 +285,10 @@ def replica(
 
 @app.command(cls=PanelHelp, short_help="Write dashboards, alerts or a scrape configuration.")
 def export(
-    kind: Annotated[str, typer.Argument(metavar="grafana|alerts|prometheus", help="What to write.")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; made if it is missing.")] = Path(),
+    kind: Annotated[str, typer.Argument(metavar="grafana|alerts|prometheus", help="Kind of files.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of the files; created if it is missing.")
+    ] = Path(),
 ) -> None:
     """Write files for monitoring that fit this version: Grafana dashboards, Prometheus rules, or its configuration.
 
@@ -310,11 +312,12 @@ def export(
 def top(
     url: ProxyUrl = PROXY,
     once: Annotated[
-        bool, typer.Option("--once", help="Print one picture and exit; so it is without a terminal.")
+        bool, typer.Option("--once", help="Print the state once and exit. Default without a terminal.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print /debug/live once and exit.")] = False,
     interval_s: Annotated[
-        float, typer.Option("--interval", "-n", metavar="SECONDS", min=1.0, max=3600.0, help="How often it is drawn.")
+        float,
+        typer.Option("--interval", "-n", metavar="SECONDS", min=1.0, max=3600.0, help="Time between two updates."),
     ] = 1.0,
     admin_key: AdminKey = None,
 ) -> None:
@@ -337,7 +340,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
     admin_key: AdminKey = None,
 ) -> None:
-    """Tell the story of one request: how long it waited, on which replicas it was, what each would have cost."""
+    """Tell the story of one request: its wait, its replicas, and the prices of all candidates."""
     from llmproxy.tools import top as asked
 
     _ask(lambda: asked.explain(asked.Target.parsed(url, admin_key), request, as_json=as_json), "explain")
@@ -366,7 +369,7 @@ def whatif(
 ) -> None:
     """Say how many tokens per second each flow of a running proxy gets, and would get under other weights.
 
-    A flow is a tenant, a model or what else scheduling.flow says. Nothing is changed.
+    A flow is a tenant, a model or another key of scheduling.flow. Nothing is changed.
     """
     from llmproxy.tools import top as asked
 

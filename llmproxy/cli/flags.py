@@ -169,7 +169,7 @@ def _with_section(flag: str) -> str | None:
 def what_to_write(flag: str) -> str | None:
     """Advice for an unknown flag; None if the flag is only misspelled."""
     if places := _ONLY_IN_FILES.get(flag):
-        return f"only a file can hold {' or '.join(places)}: write it into the one that --config names"
+        return f"only a file can hold {' or '.join(places)}: write it into the file that --config names"
     return replacement_for(flag)
 
 

@@ -1,4 +1,4 @@
-"""The command line: every flag and variable sets its key, and every mistake exits with 2 and a helpful line."""
+"""The command line: each flag and variable sets its key, and each mistake exits with 2 and a helpful message."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """What `serve` would have run, which it does not: its exit code is 3."""
+    """Configurations that `serve` would run. A fake `run` records them and exits with 3."""
     configs: list[Config] = []
     process = ModuleType("llmproxy.process")
 
@@ -56,7 +56,7 @@ def serve(served: list[Config]) -> Serve:
 
 
 def refused(arguments: Sequence[str]) -> str:
-    """What a command that ends with 2 says on standard error, and nowhere else."""
+    """Run a command that must exit with 2, print nothing on standard output, and return its standard error."""
     result = CliRunner().invoke(cli.app, arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "Traceback" not in result.stderr
@@ -90,7 +90,7 @@ def test_backends_are_given_by_variables(serve: Serve, monkeypatch: pytest.Monke
     assert [backend.url for backend in serve(flag.name, "http://d", "http://e").backends] == ["http://d", "http://e"]
 
 
-def test_a_role_stands_before_the_url(serve: Serve) -> None:
+def test_a_role_precedes_the_url(serve: Serve) -> None:
     given = serve("--backend", "prefill=http://a,decode=http://b", "--backend", "http://c", "both=http://d")
     assert [(one.url, one.role) for one in given.backends] == [
         ("http://a", "prefill"),
@@ -199,7 +199,7 @@ def test_flags_override_variables_file_and_defaults(
 
 def test_unknown_variable_or_flag_is_refused(served: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused(["serve", "http://a", "--weight=1"]) == (
-        "--weight: only a file can hold tenants[].weight: write it into the one that --config names\n"
+        "--weight: only a file can hold tenants[].weight: write it into the file that --config names\n"
     )
     monkeypatch.setenv("LLMPROXY_BAKCENDS", "http://a")
     assert refused(["serve", "http://a"]) == (
@@ -278,7 +278,7 @@ def test_help_shows_the_common_flags_in_panels() -> None:
     assert len(common) < 20
 
 
-def test_help_all_shows_one_flag_of_every_key() -> None:
+def test_help_all_shows_every_key_once() -> None:
     text = help_of("serve", "--help-all")
     assert SHOWN.keys() == keys().keys()
     assert sorted(flags_in(text)) == sorted([*SHOWN.values(), "--config", "--help-all", "--help"])
@@ -294,7 +294,7 @@ def test_help_is_whole_at_80_columns(command: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_commands_and_flags(shell: str, tmp_path: Path) -> None:
-    # A shell asks by a variable, which the command only looks at under its own name.
+    # Completion uses a variable, which the command reads only under its own name.
     def message(**environment: str) -> str:
         command = [sys.executable, "-m", "llmproxy", *([] if environment else ["--show-completion", shell])]
         shell_known = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
@@ -384,9 +384,7 @@ def test_hash_key_refuses_an_impossible_key_without_repeating_it(text: str | byt
     assert result.stderr.strip() == message
 
 
-def test_hash_key_does_not_show_what_is_typed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hash_key_does_not_echo_typed_keys(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

@@ -1,4 +1,4 @@
-"""`llmproxy export` as a person calls it."""
+"""The command `llmproxy export`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmproxy.tools.export import KINDS, files_of
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_writes_its_files_and_says_what_is_next(kind: str, tmp_path: Path) -> None:
+def test_export_writes_its_files_and_names_the_next_step(kind: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["export", kind, str(tmp_path / "new" / "folder")])
     assert done.exit_code == 0, done.output
     written = {path.name: path.read_text() for path in (tmp_path / "new" / "folder").iterdir()}

@@ -1,4 +1,4 @@
-"""Variables and flags that set no key: ignored if Kubernetes sets them, else refused with advice."""
+"""Variables and flags that set no key: ignored if Kubernetes set them, else refused with advice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_address_of_kubernetes_is_ignored_only_in_a_port_variable() -> None:
     ]
 
 
-def test_empty_variables_and_those_for_a_successor_are_ignored() -> None:
+def test_empty_variables_and_variables_for_a_successor_are_ignored() -> None:
     given = {"LLMPROXY_PORT": "", PREDECESSOR: "{}", DRAINED: "[]", "LLMPROXY_CONFIG": "c.yaml", "OTHER": "1"}
     assert from_environment(given) == []
 
@@ -54,9 +54,9 @@ def test_empty_secret_is_refused(variable: str) -> None:
         ("LLMPROXY_HUNG_S", 'is not a known variable (nearest known variable: "LLMPROXY_HEALTH_HUNG_S")'),
         ("LLMPROXY_CONFIGFILE", 'is not a known variable (nearest known variable: "LLMPROXY_CONFIG")'),
         ("LLMPROXY_", 'is not a known variable (nearest known variable: "LLMPROXY_'),
-        ("LLMPROXY_TENANTS", "only a file can hold tenants: write it into the one that --config names"),
-        ("LLMPROXY_SCHEDULING_WEIGHTS", "only a file can hold scheduling.weights: write it into the one"),
-        ("LLMPROXY_BACKENDS_MAX_IN_FLIGHT", "only a file can hold backends[].max_in_flight: write it into the one"),
+        ("LLMPROXY_TENANTS", "only a file can hold tenants: write it into the file that --config names"),
+        ("LLMPROXY_SCHEDULING_WEIGHTS", "only a file can hold scheduling.weights: write it into the file"),
+        ("LLMPROXY_BACKENDS_MAX_IN_FLIGHT", "only a file can hold backends[].max_in_flight: write it into the file"),
         ("LLMPROXY_STATIC_MODELS", "is a setting of the production-stack router; here: leave it out"),
     ],
 )
@@ -78,7 +78,7 @@ def test_flag_of_a_key_of_files_is_refused_with_the_key() -> None:
     assert [problem.partition(": only a file can hold ")[0] for problem in message] == list(dict.fromkeys(names))
     assert unknown_flags(["--criticality=1", "7", "--criticality", "2", "--", "--weight"], ()) == [
         "--criticality: only a file can hold models[].criticality or objectives[].criticality or"
-        " tenants[].criticality: write it into the one that --config names"
+        " tenants[].criticality: write it into the file that --config names"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Changes between two configurations, which of them need a restart, and when a file has changed."""
+"""Differences between configurations, keys that need a restart, and changes of files."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_reload_keeps_the_values_that_need_a_restart() -> None:
     assert {key.partition(":")[0] for key in message(merged, new)} == {"port", "scheduling.placement"}
 
 
-def test_what_stays_in_force_until_a_restart_keeps_its_origin() -> None:
+def test_a_value_that_needs_a_restart_keeps_its_origin() -> None:
     old = config(port=1).with_origins({("port",): "flag"})
     new = config(port=2, workers=2, queue={"max_wait_s": 2.0}).with_origins(
         {("port",): "file:1", ("workers",): "file:2", ("queue",): "file:3"}
@@ -114,7 +114,7 @@ def test_what_stays_in_force_until_a_restart_keeps_its_origin() -> None:
     assert new.origins["port",] == "file:1"
 
 
-def test_only_what_was_written_comes_from_a_file_or_a_flag(tmp_path: Path) -> None:
+def test_only_written_values_come_from_a_file_or_a_flag(tmp_path: Path) -> None:
     file = tmp_path / "llmproxy.yaml"
     file.write_text("queue: {requests_max: 9}\nscheduling:\n  initial_batch_limit: 4\nbackends: [http://a]\n")
     first = load(file, [Override("backends", ["http://b"], "--backend")])
@@ -134,7 +134,7 @@ def test_every_key_that_needs_a_restart_is_one() -> None:
     assert known | {key.partition(".")[0] for key in known} >= NEEDS_RESTART
 
 
-def test_the_page_names_what_needs_a_restart() -> None:
+def test_the_page_marks_keys_that_need_a_restart() -> None:
     page = (ROOT / "docs/how-to/configure.md").read_text()
     named = set(re.findall(r"`([\w.]+)`", page.partition("## What needs a restart")[2]))
     assert {key.removeprefix("scheduling.") for key in NEEDS_RESTART if not key.startswith("clients.")} <= {

@@ -1,4 +1,4 @@
-"""What is wrong with a cluster is said at the key where it is, and a password of its lock nowhere."""
+"""Problems of `cluster` are reported at their key, and never show the password of the lock."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_members_have_no_workers(write: Any) -> None:
         f"{LOCAL}, lock: kubernetes", f"{LOCAL}, standalone_after_s: 4",
     ],
 )  # fmt: skip
-def test_what_is_right_is_read(write: Any, text: str) -> None:
+def test_valid_values_are_read(write: Any, text: str) -> None:
     assert load(write(f"cluster: {{{text}}}")).cluster.lock_s == 4.0
 
 
@@ -108,7 +108,7 @@ def test_members_are_reached_where_they_listen(
 
 
 @pytest.mark.parametrize("own", ["127.0.1.1", None])
-def test_an_address_that_nobody_reaches_is_a_problem(monkeypatch: pytest.MonkeyPatch, own: str | None) -> None:
+def test_an_unreachable_address_is_a_problem(monkeypatch: pytest.MonkeyPatch, own: str | None) -> None:
     def resolve(_: str) -> str:
         if own is None:
             raise OSError

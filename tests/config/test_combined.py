@@ -1,4 +1,4 @@
-"""What a file and a cluster say, applied as one: what is logged, and what holds where it cannot be applied."""
+"""A file combined with objects of a cluster: the result, the log lines, and the state after a refusal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lines() -> Iterator[list[Any]]:
 
 
 class Applied:
-    """The configurations that were applied; `refuses` the next ones."""
+    """Records applied configurations. While `refuses` is set, raises ConfigError instead."""
 
     def __init__(self, **given: Any) -> None:
         self.configs: list[Config] = []
@@ -50,18 +50,18 @@ def test_each_change_of_the_cluster_is_logged(lines: list[Any]) -> None:
     assert lines == [{"event": "object_refused", "log_level": "warning", "object": "object x", "why": "is wrong"}]
 
 
-def test_what_is_wrong_is_logged_once_and_again_after_it_was_right(lines: list[Any]) -> None:
+def test_a_problem_is_logged_once_and_again_after_it_was_solved(lines: list[Any]) -> None:
     applied = Applied(objectives=[{"name": "batch"}])
     for entries in (Entries((BATCH,)), Entries((BATCH,), (CHAT,)), Entries(), Entries((BATCH,))):
         applied.combined.take_entries(entries)
     refused = [line for line in lines if line["event"] == "object_refused"]
     assert [line["object"] for line in refused] == ["object batch"] * 2
-    # A file that is read again says the same of the same objects.
+    # A reload with the same objects logs nothing again.
     applied.combined.take(Config.model_validate({"objectives": [{"name": "batch", "ttft_s": 1}]}))
     assert lines.count(refused[0]) == 2
 
 
-def test_what_cannot_be_applied_changes_nothing_until_it_can(lines: list[Any]) -> None:
+def test_a_refused_change_has_no_effect_until_it_is_accepted(lines: list[Any]) -> None:
     applied = Applied()
     applied.combined.take_entries(Entries((BATCH,)))
     lines.clear()

@@ -23,7 +23,7 @@ HASH = hash_of("first")
 OTHER = hash_of("second")
 
 
-# --- what is wrong, and where -----------------------------------------------------------------------------------------
+# --- problems and their places ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ tenants:
     ]
 
 
-# --- what it means ----------------------------------------------------------------------------------------------------
+# --- values and meanings ----------------------------------------------------------------------------------------------
 
 
 def test_expiry_is_a_date_or_timestamp_in_utc_or_its_zone(write: Any) -> None:
@@ -179,7 +179,7 @@ def test_flow_is_one_of_four_kinds(write: Any, flow: str) -> None:
     assert load(write(f"scheduling: {{flow: {flow.title()!r}}}")).scheduling.flow == flow
 
 
-def test_default_settings_are_those_of_the_core() -> None:
+def test_default_settings_equal_the_defaults_of_the_core() -> None:
     assert settings_of(Config()) == Settings()
 
 
@@ -264,7 +264,7 @@ class Mine(FairnessPolicy):
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes a module that can be imported, and forgets it and the policies that it registered afterwards."""
+    """Writes a module that can be imported. Afterwards, the module and its registered policies are removed."""
     before = dict(policies._factories)
     monkeypatch.syspath_prepend(tmp_path)
     written: list[str] = []
@@ -288,7 +288,7 @@ def test_policy_of_a_plugin_can_be_chosen(write: Any, module: Any) -> None:
     assert load(write(f"plugins: [{plugin}]")).plugins == (plugin,), "imported once, and usable again"
 
 
-def test_unknown_policy_is_refused_with_those_of_plugins(write: Any, module: Any) -> None:
+def test_refusal_of_an_unknown_policy_names_policies_of_plugins(write: Any, module: Any) -> None:
     plugin = module("my_policies", PLUGIN.format(name="mine"))
     (message,) = problems(write(f"plugins: [{plugin}]\nscheduling:\n  fairness: mien"))
     assert message.startswith(":3: scheduling.fairness: 'mien' is none of ")

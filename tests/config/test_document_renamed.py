@@ -1,4 +1,4 @@
-"""Old names of keys work for one release, are warned of, and cannot stand beside the new ones."""
+"""Old names of keys work until 0.1.0, cause a warning, and are an error beside the new name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A configuration reports all problems with their lines, and means what its file says."""
+"""Loading reports all problems with their lines, and reads values as the file has them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_session_name_keeps_its_case_except_for_headers(write: Any, text: str, m
     assert load(write(f"scheduling: {{session: '{text}'}}")).scheduling.session == (message,)
 
 
-# --- what is wrong, and where -----------------------------------------------------------------------------------------
+# --- problems and their places ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_broken_files_name_the_line(write: Any, text: str | bytes, message: str)
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        # Keys of other programs, whose letters are by chance those of a key that has nothing to do with them.
+        # Keys of other programs whose letters happen to match an unrelated key.
         ("max_num_seqs: 8", None),
         ("max_num_batched_tokens: 8192", None),
         ("zzz: 1", None),
@@ -276,7 +276,7 @@ def test_any_text_is_a_configuration_or_a_problem(tmp_path_factory: pytest.TempP
     assert message is None or (message and all(problem.startswith(f"{path}:") for problem in message))
 
 
-# --- what it means ----------------------------------------------------------------------------------------------------
+# --- values and meanings ----------------------------------------------------------------------------------------------
 
 
 def test_overrides_replace_the_file_and_the_defaults(write: Any) -> None:
@@ -427,7 +427,7 @@ def test_configuration_is_frozen() -> None:
         Config().port = 1
 
 
-def test_roles_are_read_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
+def test_roles_are_read_and_an_unknown_role_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("backends: [{url: http://a:1, name: a, role: prefill}, {url: http://b:1, role: both}, http://c:1]")
     assert settings_of(load(path)).roles == {"a": Role.PREFILL}

@@ -1,4 +1,4 @@
-"""Null is a value of each nullable key, however it is given, and an error elsewhere."""
+"""Null is accepted for each nullable key in files, flags and variables, and is an error elsewhere."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def nested(key: str, value: object) -> dict[str, Any]:
 
 
 def entries() -> Iterator[tuple[str, type[Section], str]]:
-    """Every key that may be null of every kind of entry of a list, with the list."""
+    """Every nullable key of list entries, with the list."""
     for name, field in Config.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             continue

@@ -1,4 +1,4 @@
-"""Flags and policies of other routers: accepted, or refused with advice that can be pasted."""
+"""Flags and policies of other routers are accepted, or refused with a replacement to paste."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _stopped_before_it_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setitem(sys.modules, "llmproxy.process", process)
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         monkeypatch.delenv(name)
-    # What the answers name as files.
+    # Files that the advice names.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llmproxy.yaml").touch()
 

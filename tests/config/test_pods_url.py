@@ -1,4 +1,4 @@
-"""URLs that stand for pods: what they say, and what is wrong with others."""
+"""URLs that name pods: parts of valid URLs, and messages for wrong URLs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_it_is_read_as_kubectl_writes(url: str, expected: tuple[str | None, ...]
         ("kubernetes+http://inferencepool/q:8000", "should hold no port: an InferencePool has its own"),
     ],
 )
-def test_what_is_wrong_is_said(url: str, words: str) -> None:
+def test_wrong_urls_are_refused_with_the_reason(url: str, words: str) -> None:
     with pytest.raises(ValueError, match="url") as caught:
         BackendConfig(url=url)
     assert words in str(caught.value)

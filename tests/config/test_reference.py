@@ -1,4 +1,4 @@
-"""The pages that the schema and the commands generate are those in the repository, and the example is a sound file."""
+"""The generated pages in the repository are current, and the example configuration is valid."""
 
 from __future__ import annotations
 

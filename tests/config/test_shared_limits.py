@@ -1,4 +1,4 @@
-"""What is wrong with shared limits is said at the key where it is, and a password of the store nowhere."""
+"""Problems of `shared_limits` are reported at their key, and never show the password of the store."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_members_of_a_cluster_share_limits_already(write: Any) -> None:
 
 
 @pytest.mark.parametrize(("on_failure", "proxies"), [("closed", None), ("1/2", 2), ("1/10", 10), ("1/999999", 999_999)])
-def test_what_is_right_is_read(write: Any, on_failure: str, proxies: int | None) -> None:
+def test_valid_values_are_read(write: Any, on_failure: str, proxies: int | None) -> None:
     assert load(write(f"shared_limits: {{{STORE}, on_failure: {on_failure}}}")).shared_limits.proxies == proxies
 
 
@@ -89,7 +89,7 @@ def test_leaders_of_several_pools_need_a_store_for_the_rates_of_a_name_of_severa
     load(write(f"{POOLS}models: [{{name: chat, target: code, limits: {{tokens_per_min: 60}}}}]\n"))
 
 
-def test_what_a_tenant_has_in_flight_needs_no_store(write: Any) -> None:
+def test_a_limit_in_flight_needs_no_store(write: Any) -> None:
     load(write(f"{POOLS}tenants: [{{name: a, keys: ['{hash_of('k')}'], limits: {{in_flight: 6}}}}]\n"))
 
 

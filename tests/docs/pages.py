@@ -24,7 +24,7 @@ _ANCHOR = re.compile(r"<a id=\"([^\"]+)\">")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One fenced code block: its language, its `title`, its text, and the line of the page where it begins."""
+    """A fenced code block: its language, its `title`, its text, and the line of the page where it begins."""
 
     language: str
     title: str | None
@@ -44,7 +44,7 @@ def tokens(page: Path) -> tuple[Token, ...]:
 
 
 def links(page: Path) -> Iterator[str]:
-    """The targets of all links and images of a page, as they are written."""
+    """The targets of all links and images of a page, as written."""
     for token in tokens(page):
         for inner in token.children or ():
             if inner.type in ("link_open", "image"):
@@ -75,7 +75,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def broken(page: Path) -> Iterator[str]:
-    """Each link of a page that leads to no file or no heading of this repository, with the reason."""
+    """Each link of a page to a missing file or heading of this repository, with the reason."""
     for link in links(page):
         target, _, anchor = link.partition("#")
         if target.startswith(REPOSITORY):

@@ -1,7 +1,7 @@
-"""Tables of the reference that are written from the code: `python -m tests.docs.reference` writes them anew.
+"""Tables of the reference, generated from the code: `python -m tests.docs.reference` writes them.
 
-Each stands in its page between `<!-- generated: NAME -->` and `<!-- end -->`; what is around them is written by hand.
-Names, types, labels, statuses and fields come from the code, and what they mean from here where the code does not say.
+Each table is in its page between `<!-- generated: NAME -->` and `<!-- end -->`; the rest is written by hand.
+Names, types, labels, statuses and fields come from the code; meanings that the code lacks are in `meanings.py`.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ PAGES = (
 
 
 def generated(text: str) -> str:
-    """A page with every generated part written anew."""
+    """The text of a page with new generated parts."""
     return _PART.sub(lambda part: part[1] + PARTS[part[2]]() + "\n" + part[3], text)
 
 

@@ -1,6 +1,6 @@
-"""Runs the shell commands of a page as a reader would, and compares what they print.
+"""Runs the shell commands of a page as a reader would, and compares their output.
 
-A `sh` block is run, the `text` block behind it is what it must print, and a block with a `title` is a file. All blocks
+A `sh` block is run, the `text` block after it is the expected output, and a block with a `title` is a file. All blocks
 of a page run in one bash, in an empty folder. Blocks in other languages, such as `shell`, are not run.
 """
 
@@ -24,7 +24,7 @@ PORTS = ("6379", "8001", "8002", "8080", "8081", "8090", "8091")
 
 
 def free_ports(count: int) -> list[str]:
-    """Ports of this machine that nobody listens on, ascending."""
+    """Free ports of this machine, ascending."""
     taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     try:
         return [str(port) for port in sorted(one.getsockname()[1] for one in taken)]
@@ -34,9 +34,9 @@ def free_ports(count: int) -> list[str]:
 
 
 def run(page: Path, folder: Path) -> Iterator[tuple[int, str, str]]:
-    """Line of the block, what it should print and what it printed, of each block with an expected output.
+    """Run a page. Returns line, expected output and output of each block with an expected output.
 
-    Raises AssertionError where a block ends with an error or the page takes longer than TIMEOUT_S.
+    Raises AssertionError if a block fails or the page takes longer than TIMEOUT_S.
     """
     ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
     names = re.compile("|".join(PORTS))
@@ -85,7 +85,7 @@ def _end_session(session: int) -> None:
 
 
 def matches(expected: str, printed: str) -> bool:
-    """Whether the output is as expected, where `...` stands for anything, also for whole lines."""
+    """Whether the output is as expected; `...` matches anything, also whole lines."""
     pattern = ".*?".join(
         re.escape(part) for part in re.sub(r"\n\.\.\.\n|^\.\.\.\n", "...", expected.strip()).split("...")
     )

@@ -1,4 +1,4 @@
-"""The commands of README.md, of the tutorial and of some how-tos do what these pages say."""
+"""The commands of README.md, the tutorial and some how-tos print the output in these pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links and anchors of all pages lead somewhere, and every page of docs/ is in the menu of the site."""
+"""Links and anchors of all pages are valid, and every page of docs/ is in the menu of the site."""
 
 from __future__ import annotations
 

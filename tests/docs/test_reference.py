@@ -1,4 +1,4 @@
-"""The generated tables of docs/ are those that the code gives."""
+"""The generated tables of docs/ are current."""
 
 from __future__ import annotations
 

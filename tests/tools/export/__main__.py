@@ -1,6 +1,6 @@
-"""The dashboards and rules on a real Prometheus that reads the demo: first of `make monitoring`, a minute and a half.
+"""The dashboards and rules on a real Prometheus that reads the demo: first part of `make monitoring`, 90 s.
 
-Each query of each panel must have data, but for those in `EMPTY`, and each rule must be evaluated without an error.
+Each query of each panel must have data, except the panels in `EMPTY`, and each rule must evaluate without an error.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from tests.tools.export.beside import asked, begin, play, watched
 from tests.tools.export.promql import plain
 
 LASTS_S = 60.0
-"""How long the demo is watched; its rates are over 30 s."""
+"""Duration of the demo; rates cover 30 s."""
 SCENES = ("kill", "adapter")
-"""What is played first, so that there are failures and orders to see; then the demo leads."""
+"""Scenes that are played first, for failures and changes of adapters."""
 EMPTY = {
     "Blocked": "no usage limit is used up in the demo",
     "Preemptions": "only if a critical request finds all full, which is up to chance",
@@ -39,7 +39,7 @@ EMPTY = {
 
 
 def without_data(prometheus: str) -> dict[str, list[str]]:
-    """Panel -> its queries that have no data now."""
+    """The queries without data now, by panel."""
     empty: dict[str, list[str]] = {}
     for board in BOARDS:
         for panel in board.panels:

@@ -34,7 +34,7 @@ def free_port() -> int:
 
 @contextmanager
 def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is ended with the block, and killed where it does not end."""
+    """A process that is terminated after the block, and killed if it does not exit."""
     with log.open("wb") as out, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=out) as process:
         try:
             yield process
@@ -47,7 +47,7 @@ def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def asked(url: str, **query: str) -> Any:
-    """The JSON that `url` answers to those with the key of the demo."""
+    """The JSON at `url`, requested with the key of the demo."""
     key = {"authorization": f"Bearer {ADMIN_KEY}"}
     with urlopen(Request(f"{url}?{urlencode(query)}", headers=key), timeout=10) as response:
         return json.load(response)
@@ -67,7 +67,7 @@ def until_it_answers(url: str, log: Path) -> None:
 
 
 def faster(rules: str, times: int) -> str:
-    """The rules with all their durations divided, so that what takes minutes is seen in seconds."""
+    """The rules with all durations divided, so that minutes become seconds."""
 
     def shorter(found: re.Match[str]) -> str:
         return f"{int(found[2]) * SECONDS[found[3]] // times}s"
@@ -77,13 +77,13 @@ def faster(rules: str, times: int) -> str:
 
 
 def play(proxy: str, scene: str) -> None:
-    """Play a scene; one that is under way goes on."""
+    """Play a scene, beside running ones."""
     key = {"authorization": f"Bearer {ADMIN_KEY}"}
     urlopen(Request(f"{proxy}/admin/scenes/{scene}", method="POST", headers=key), timeout=10).close()
 
 
 def begin(proxy: str, scene: str) -> None:
-    """Play a scene until it begins: the proxy listens before the demo hears of scenes."""
+    """Request a scene until it begins: the proxy listens before the demo accepts scenes."""
     ends = time.monotonic() + TRIES_S
     while not any(
         one["event"] == "scene" and f"name={scene} " in one["text"] for one in asked(f"{proxy}/debug/events")["events"]
@@ -96,7 +96,7 @@ def begin(proxy: str, scene: str) -> None:
 
 @contextmanager
 def watched(interval_s: int, times: int = 1) -> Iterator[tuple[str, str]]:
-    """The URLs of the demo's proxy and of a Prometheus that reads it each `interval_s`, its rules so much faster."""
+    """The URLs of the demo's proxy and of a Prometheus that scrapes it each `interval_s`, with faster rules."""
     with TemporaryDirectory() as made:
         port, log = free_port(), Path(made) / "demo.log"
         demo = [sys.executable, "-m", "llmproxy", "demo", "--port", str(port)]
@@ -107,7 +107,7 @@ def watched(interval_s: int, times: int = 1) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def read_by(proxy: int, folder: Path, interval_s: int, times: int = 1) -> Iterator[str]:
-    """The URL of a Prometheus that reads the proxy on this port."""
+    """The URL of a Prometheus that scrapes the proxy on this port."""
     port = free_port()
     for kind in ("alerts", "prometheus"):
         for name, text in files_of(kind).items():

@@ -1,8 +1,8 @@
-"""Alerts about damage that the demo does not play: the last part of `make monitoring`, about two minutes.
+"""Alerts about faults that the demo does not play: the last part of `make monitoring`, about two minutes.
 
-A proxy may write so many bytes into a file, as on a full disk; one of its two workers is killed; its only replica
-becomes slower each second; others use the replica past it until the KV-cache is full; it ends. Each alert must be
-silent before, and fire then, with a second in the place of each minute of its rule.
+The faults: a limit on the bytes of a file, as on a full disk; a killed worker (of two); a replica that becomes slower
+each second; a KV cache filled by requests past the proxy; the end of the replica. Each alert must be silent before its
+fault and fire after it. The minutes of its rule are seconds here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from urllib.request import Request, urlopen
 
 from tests.tools.export.beside import free_port, read_by, running, until_it_answers
-from tests.tools.export.scenes import Alert, fires_in, told
+from tests.tools.export.scenes import Alert, fires_in, report
 
 CLIENTS = 40
 KV_TOKENS = 16_384
@@ -30,13 +30,13 @@ KV_TOKENS = 16_384
 FILE_BLOCKS = 64
 """Of 512 or 1,024 bytes, by the shell: some dozens of requests in the log."""
 SLOWER = 1.06
-"""By so much each second. An answer that began before takes longer than was predicted when it began."""
+"""Factor per second. A running answer then takes longer than its prediction."""
 
 
 def ask_on(urls: list[str]) -> None:
-    """One client, which asks at the first of `urls` as long as there is one."""
+    """A client that sends requests to the first of `urls` until `urls` is empty."""
     while urls:
-        # No two prompts are alike, or they would share blocks of the cache.
+        # Every prompt differs, so that prompts share no blocks of the cache.
         text = " ".join(str(random.random()) for _ in range(60))
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": random.randint(200, 600), "stream": True}
         with suppress(OSError, HTTPException):
@@ -50,7 +50,7 @@ def post(url: str, body: object) -> None:
 
 
 class Slow:
-    """A fault of a simulated replica, `SLOWER` each time that it is called."""
+    """A fault of a simulated replica: each call makes it slower by `SLOWER`."""
 
     def __init__(self, replica: str) -> None:
         self._url, self._factor = f"{replica}/sim/fault", 1.0
@@ -64,7 +64,7 @@ class Slow:
 
 
 def once(act: Callable[[], object]) -> Callable[[], object]:
-    """What acts only when it is called for the first time."""
+    """A function whose second and later calls do nothing."""
     acts = [act]
     return lambda: acts.pop()() if acts else None
 
@@ -105,7 +105,7 @@ def main() -> int:
                     found = {name: fires_in(name, again, alert, prometheus) for name, again, alert in damage}
                 finally:
                     urls.clear()
-    return told(found)
+    return report(found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a query of Prometheus returns, and what is wrong with it, by the metrics that the process has."""
+"""Labels and errors of PromQL queries, checked against the metrics of the process."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Labels = frozenset[str]
 
 
 class QueryError(Exception):
-    """A query names what is not there, or joins what never matches."""
+    """A query names an unknown series or label, or joins series that never match."""
 
 
 def exported() -> dict[str, tuple[str, Labels]]:
-    """Name -> kind and labels of every series of the process, by its families: not all have samples."""
+    """Kind and labels of every series of the process, by name. From families, because some have no samples."""
     found: dict[str, tuple[str, Labels]] = {}
     for family in Metrics(live_state).registry.collect():
         names = getattr(family, "_labelnames", None)
         if names is None:
-            # The library's own objects always have a sample.
+            # Collectors of the library always have a sample.
             names = {label for sample in family.samples for label in sample.labels}
         labels = frozenset(names) | TARGET
         match family.type:
@@ -44,7 +44,7 @@ def exported() -> dict[str, tuple[str, Labels]]:
 
 
 def known() -> dict[str, tuple[str, Labels]]:
-    """The same with the recording rules."""
+    """Exported series and recording rules."""
     return exported() | {name: ("gauge", frozenset({"job", "band"})) for name, _ in RECORDED}
 
 
@@ -55,7 +55,7 @@ def plain(expression: str) -> str:
 
 
 def labels_of(expression: str, series: Mapping[str, tuple[str, Labels]]) -> Labels:
-    """The labels of what a query returns. Raises QueryError."""
+    """The labels of the result of a query. Raises QueryError."""
     try:
         parsed = promql_parser.parse(expression)
     except ValueError as error:

@@ -1,8 +1,7 @@
-"""Alerts in the scenes of the demo that they are for: the second part of `make monitoring`, one to four minutes.
+"""Alerts in their scenes of the demo: the second part of `make monitoring`, one to four minutes.
 
-A real Prometheus has the rules of `llmproxy export alerts` with a second in the place of each minute. Each alert must
-be silent before its scene, and fire in it. The demo plays no damage (`damage.py`), and no wrong file; `test_rules.py`
-has all of them.
+A real Prometheus has the rules of `llmproxy export alerts`, with minutes as seconds. Each alert must be silent before
+its scene, and fire in the scene. `damage.py` tests alerts without a scene; `test_rules.py` tests all alerts.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ SCENES: tuple[tuple[tuple[str, ...], str, dict[str, str]], ...] = (
     (("slow",), "LlmproxyBackendEjected", {"backend": "replica-3"}),
     (("kill",), "LlmproxyBackendDown", {"backend": "replica-3"}),
 )
-"""The scenes that are played at once, again and again, and the alert that must fire in them, with its labels."""
+"""Scenes that are played together and repeatedly, the alert that must fire in them, and its labels."""
 WAIT_S = 60.0
 CALM_S = 150.0
-"""An hour of a rule is a minute here; what is over must have left it."""
+"""An hour of a rule is a minute here; the windows of rules must no longer cover an earlier scene."""
 
 
 Alert = tuple[str, dict[str, str]]
@@ -37,7 +36,7 @@ def firing(prometheus: str, alert: Alert) -> bool:
 
 
 def fires_in(name: str, again: Callable[[], object], alert: Alert, prometheus: str) -> str:
-    """What is wrong, or empty. Does it `again` and again, and prints after how many seconds the alert fires."""
+    """Returns a problem, or an empty text. Calls `again` until the alert fires, and prints the seconds until then."""
     ends = time.monotonic() + CALM_S
     while firing(prometheus, alert):
         if time.monotonic() > ends:
@@ -67,11 +66,11 @@ def main() -> int:
             return fires_in(" and ".join(scenes), again, alert, prometheus)
 
         found = {" and ".join(scenes): played(scenes, (name, labels)) for scenes, name, labels in SCENES}
-    return told(found)
+    return report(found)
 
 
-def told(found: dict[str, str]) -> int:
-    """Prints what is wrong, and returns the status of the process."""
+def report(found: dict[str, str]) -> int:
+    """Prints the problems, and returns the exit status."""
     for name, problem in found.items():
         if problem:
             print(f"WRONG: {name}: {problem}")

@@ -1,4 +1,4 @@
-"""Every query of the dashboards and rules names series and labels that the process has."""
+"""Every query of the dashboards and rules names only series and labels of the process."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def test_variables_and_annotations_ask_for_what_there_is() -> None:
 
 
 def test_every_metric_is_shown_somewhere() -> None:
-    """One that nobody looks at need not be exported."""
+    """A metric without a panel or rule need not be exported."""
     written = "".join(json.dumps(board.json()) for board in BOARDS) + "".join(expression for _, expression in RECORDED)
     shown = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in names_in(written)}
     families = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in exported() if name.startswith("llmproxy_")}
-    # The overview marks reloads, and says whether the last one failed.
+    # The overview marks reloads, and shows whether the last reload failed.
     assert families - shown == {"llmproxy_config_reloads"}
 
 

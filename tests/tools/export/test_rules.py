@@ -1,4 +1,4 @@
-"""The rules under Prometheus' own tool: each alert fires where it is to, and not beside it."""
+"""The rules under promtool: each alert fires in its case, and not in similar cases."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ Series = dict[str, str]
 
 @dataclass(frozen=True)
 class Case:
-    """What an alert fires for after `at`, with the labels of what fires, and what it does not fire for."""
+    """An alert with series that fire it and series that do not."""
 
     alert: str
+    # Time of evaluation, in promtool's notation.
     at: str
     fires: Series
+    # Labels of the alert that `fires` causes.
     labels: dict[str, str]
     silent: Series
 
@@ -52,7 +54,7 @@ def objectives(missed: int, band: str = "critical") -> Series:
 
 
 def waits(band: str, within: str) -> Series:
-    """Waits of a band that all end in the bucket `within`."""
+    """Series of waits of a band that all fall into the bucket `within`."""
     ends = ("1.0", "2.5", "5.0", "+Inf")
     return {
         proxy(
@@ -173,18 +175,18 @@ def promtool(folder: Path, *arguments: str, stdin: bytes | None = None) -> tuple
 
 
 def firing(folder: Path, case: Case, series: Series) -> set[frozenset[tuple[str, str]]]:
-    """The labels of the alerts of this name that promtool says are firing: it names them where none is expected."""
+    """Labels of the firing alerts of this name. promtool prints them, because the test expects none."""
     test: dict[str, Any] = {
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in series.items()],
         "alert_rule_test": [{"eval_time": case.at, "alertname": case.alert, "exp_alerts": []}],
     }
-    # A rule over days would take a minute of this machine if it were evaluated each minute of them.
+    # A rule over days takes a minute of CPU if it is evaluated for each minute of the days.
     every = "1m" if case.at.endswith("m") else "20m"
     content = {
         "rule_files": [RULES],
         "evaluation_interval": every,
-        # In any order, an alert would now and then see what was recorded an evaluation before.
+        # Without an order, an alert may read values that were recorded one evaluation earlier.
         "group_eval_order": [group["name"] for group in rules()["groups"]],
         "tests": [test],
     }

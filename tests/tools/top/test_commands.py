@@ -1,4 +1,4 @@
-"""The commands against a server: what they print, what they say of errors, and how they leave the terminal."""
+"""The commands against a server: output, error messages, and the state of the terminal at the end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEY = "secret"
 
 
 def proxy_at(port: int | None = None) -> TestServer:
-    """Answers as an llmproxy would a client with the admin key."""
+    """A server that answers like an llmproxy to a client with the admin key."""
 
     async def answer(request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != f"Bearer {KEY}":
@@ -116,7 +116,7 @@ async def test_a_body_without_end_is_left(unused_tcp_port: int) -> None:
 
 
 class AlternateScreen(pyte.Screen):
-    """pyte has no alternate screen: here it is empty when it is left, and how often it was left is counted."""
+    """An emulation of the alternate screen, which pyte lacks: empty after it is left, and exits are counted."""
 
     left = 0
 
@@ -128,7 +128,7 @@ class AlternateScreen(pyte.Screen):
 
 
 class OnTerminal:
-    """`llmproxy top` on a pseudo terminal of 80 columns; `screen` is what a person sees there."""
+    """`llmproxy top` on a pseudo terminal of 80 columns; `screen` is the visible text."""
 
     def __init__(self, *arguments: str, lines: int = 24) -> None:
         self.master, self.slave = pty.openpty()
@@ -165,7 +165,7 @@ class OnTerminal:
         return "\n".join(self._screen.display)
 
     async def shows(self, text: str, *, left: int = 0) -> None:
-        """Wait until the screen has the text, after the program has left it so many times."""
+        """Wait until the screen has the text, after this many exits from the alternate screen."""
         async with asyncio.timeout(20.0):
             while self._screen.left < left or text not in self.screen:
                 await self._read_more.wait()
@@ -175,7 +175,7 @@ class OnTerminal:
         os.write(self.master, keys.encode())
 
     async def ended(self) -> int:
-        """The exit status; the terminal is as it was, with its cursor."""
+        """The exit status. Asserts that the terminal and its cursor are restored."""
         async with asyncio.timeout(20.0):
             status = await self.process.wait()
         assert termios.tcgetattr(self.slave) == self.before

@@ -1,4 +1,4 @@
-"""What another server, or an llmproxy of another version, may answer: it is said in one line, and nothing breaks."""
+"""Answers of another server or another version of llmproxy: a one-line message, and no traceback."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DRAWN: dict[str, tuple[dict[str, Any], Callable[[Any], RenderableType]]] = {
 
 
 def short(found: Any) -> Any:
-    """The same with one entry in each list: only the first is made wrong, and each takes its time to draw."""
+    """The document with at most one entry in each list: only first entries are damaged, and drawing costs time."""
     if isinstance(found, dict):
         return {key: short(value) for key, value in found.items()}
     return [short(value) for value in found[:1]] if isinstance(found, list) else found

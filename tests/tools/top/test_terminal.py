@@ -1,4 +1,4 @@
-"""Keys, and text of others."""
+"""Pressed keys, and foreign text in the terminal."""
 
 from __future__ import annotations
 

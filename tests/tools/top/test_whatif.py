@@ -1,4 +1,4 @@
-"""What flows would get under other weights, in words for people."""
+"""The table of `whatif`: rates of flows under other weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shared(*flows: Flow, fairness: str = "fair_share", pools: int = 1, events: t
 
 
 def lines(seen: Shared, *weights: str) -> list[list[str]]:
-    """The lines that were printed, each in its cells."""
+    """The printed lines, split into cells."""
     console = Console(width=200, record=True, file=StringIO())
     console.print(whatif(seen, weights_of(weights)))
     return [re.split(r"\s{2,}", line.strip()) for line in console.export_text().splitlines()]
