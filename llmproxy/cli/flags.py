@@ -140,7 +140,7 @@ def _injected(name: str, text: str) -> bool:
 def _of_variable(name: str, known: Sequence[str]) -> str:
     words = name.removeprefix(PREFIX)
     likest = nearest(words, [one.removeprefix(PREFIX).lower() for one in known])
-    advice = what_to_write("--" + words.lower().replace("_", "-"))
+    advice = advice_for("--" + words.lower().replace("_", "-"))
     return advice or f'is not a known variable (nearest known variable: "{PREFIX}{likest.upper()}")'
 
 
@@ -155,7 +155,7 @@ def unknown_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]
     """Advice, a line each, for flags of other programs, of keys that only a file can hold, and of keys without their
     section."""
     names = dict.fromkeys(word.partition("=")[0] for word in takewhile(lambda word: word != "--", arguments))
-    advice = {name: what_to_write(name) or _with_section(name) for name in names if name not in known}
+    advice = {name: advice_for(name) or _with_section(name) for name in names if name not in known}
     return [f"{name}: {text}" for name, text in advice.items() if text]
 
 
@@ -166,7 +166,7 @@ def _with_section(flag: str) -> str | None:
     return None
 
 
-def what_to_write(flag: str) -> str | None:
+def advice_for(flag: str) -> str | None:
     """Advice for an unknown flag; None if the flag is only misspelled."""
     if places := _ONLY_IN_FILES.get(flag):
         return f"only a file can hold {' or '.join(places)}: write it into the file that --config names"

@@ -210,7 +210,7 @@ class Config(Section):
                 problems.append(((i, key), f"{model.name!r} is an alias for itself"))
             given = {(i, "target"): model.target} | {(i, "targets", name): name for name in model.targets}
             problems += [
-                (place, f"{name!r} is an alias too; name the model that it stands for")
+                (place, f"{name!r} is an alias too; name its model")
                 for place, name in given.items()
                 if name in aliases and name != model.name
             ]
@@ -315,9 +315,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _keeps_to_itself(self) -> Config:
         if self.admin.port and self.admin.port == self.port:
-            report([(("admin", "port"), f"{self.port} is the port of clients; null lets them share it")])
+            report([(("admin", "port"), f"{self.port} is the port of clients; null: both share it")])
         if self.forward_credentials and self.needs_key():
-            reason = "would send the keys of this proxy to every backend; backend_api_key is what they should get"
+            reason = "would send the keys of this proxy to every backend; set backend_api_key for the backends"
             report([(("forward_credentials",), reason)])
         if self.cluster.listen is not None and self.workers > 1:
             report([(("workers",), "a member of a cluster is one process; run more members in the place of workers")])
@@ -336,7 +336,7 @@ class Config(Section):
         aliases = {model.name for model in self.models if model.stands_for is not None}
         report(
             [
-                (("cluster", "pools", i), f"{name!r} is an alias; name the model that it stands for")
+                (("cluster", "pools", i), f"{name!r} is an alias; name its model")
                 for i, name in enumerate(apart)
                 if name in aliases
             ]
@@ -419,7 +419,7 @@ class BackendsFile(Section):
     @field_validator("backends")
     @classmethod
     def _plain(cls, backends: tuple[BackendConfig, ...]) -> tuple[BackendConfig, ...]:
-        reason = "is to be looked up: such backends stand in the configuration itself"
+        reason = "needs a lookup: such backends belong in the configuration itself"
         report([((i, "url"), reason) for i, one in enumerate(backends) if one.looked_up])
         report(repeated_backends(backends))
         return backends

@@ -77,7 +77,7 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, KeyError, AttributeError):
-            reason = f"{reprlib.repr(node.value)} is not what its tag {node.tag} says"
+            reason = f"{reprlib.repr(node.value)} does not match its tag {node.tag}"
             raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from None
 
 

@@ -50,7 +50,7 @@ def load(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
     for override in overrides:
         place: Place = tuple(override.key.split("."))
         null = override.key in nullable and isinstance(override.value, str) and override.value.lower() in NULLS
-        if _put(document.values, place, None if null else override.value):
+        if _set_value(document.values, place, None if null else override.value):
             origins[place] = override.origin
     config = validated(Config, document, origins)
     warnings = [f"{document.at(line)}: {warning}" for line, warning in document.old_names()]
@@ -94,7 +94,7 @@ def unused_settings(config: Config) -> list[str]:
     return [f"{dotted(place)}{reason}" for place, reason in find_unused(config)]
 
 
-def _put(values: dict[Any, Any], place: Place, value: str | list[str] | None) -> bool:
+def _set_value(values: dict[Any, Any], place: Place, value: str | list[str] | None) -> bool:
     """Set the value at `place`. Returns False if no section is there, which validation reports."""
     for part in place[:-1]:
         if values.get(part) is None:

@@ -242,7 +242,7 @@ class ClusterConfig(Section):
             return self
         problems: list[Problem] = []
         if tls.cert is not None and tls.ca is None:
-            problems = [(("tls", "ca"), "is missing: members are those with a certificate of that authority")]
+            problems = [(("tls", "ca"), "is missing: this authority must sign the certificate of each member")]
         elif tls.cert is None and (tls.ca is not None or tls.key is not None):
             problems = [(("tls", "cert"), "is missing")]
         elif tls.cert is None and not self.plaintext and not is_loopback(listen.rpartition(":")[0]):

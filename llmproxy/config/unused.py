@@ -119,7 +119,7 @@ def _unread(config: Config) -> list[Problem]:
         for key, (is_read, reason) in rules.items()
         if not is_read and attrgetter(key)(config) != attrgetter(key)(DEFAULTS)
     ]
-    idle += _alone(config)
+    idle += _lone_roles(config)
     idle += [
         (("backends", i, "group_label"), f"has no effect: {one.url} names no pods with labels")
         for i, one in enumerate(config.backends)
@@ -132,7 +132,7 @@ def _unread(config: Config) -> list[Problem]:
     return idle
 
 
-def _alone(config: Config) -> list[Problem]:
+def _lone_roles(config: Config) -> list[Problem]:
     """Roles of backends that are all prefill or all decode, so that no request can be split."""
     roles = {backend.role for backend in config.backends}
     if len(roles) != 1 or roles == {Role.BOTH} or _others_may_come(config):

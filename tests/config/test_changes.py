@@ -156,7 +156,7 @@ def test_backends_file_is_read_as_the_section_backends(tmp_path: Path) -> None:
     [
         ("backends:\n- {url: http://a, max_in_fligt: 3}\n", ":2: backends[0].max_in_fligt: is not a known key"),
         ("backends: [http://a, http://a]\n", ":1: backends[1].url: "),
-        ("backends: [dns+http://a:1]\n", "such backends stand in the configuration itself"),
+        ("backends: [dns+http://a:1]\n", "such backends belong in the configuration itself"),
         ("- http://a\n", "should be lines of the form"),
         ("{}", "backends: is missing"),
     ],

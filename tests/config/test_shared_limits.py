@@ -95,4 +95,4 @@ def test_a_limit_in_flight_needs_no_store(write: Any) -> None:
 
 def test_an_alias_has_no_lock(write: Any) -> None:
     text = "models: [{name: code, target: qwen}]\n" + POOLS
-    assert ":2: cluster.pools[0]: 'code' is an alias; name the model" in problem(write, text)
+    assert ":2: cluster.pools[0]: 'code' is an alias; name its model" in problem(write, text)
