@@ -61,7 +61,7 @@ class Active:
                 self._index.remove(backend, block)
                 self._sums[backend] -= _blocks_of(tokens)
 
-    def of(self, backend: str) -> int:
+    def amount(self, backend: str) -> int:
         return self._sums.get(backend, 0)
 
 

@@ -95,14 +95,14 @@ async def test_what_comes_encoded_is_not_kept(monkeypatch: pytest.MonkeyPatch) -
     zipped = whole(b"\x1f\x8b...", extra=b"content-encoding: gzip\r\n")
     sizes: list[int] = []
 
-    def ended(answers: Answers, kept: CapturedAnswer, _: Grant | None) -> None:
+    def finish(answers: Answers, captured: CapturedAnswer, _: Grant | None) -> None:
         sizes.append(answers.captured_bytes)
-        kept.drop()
+        captured.drop()
 
     async def script(peer: Peer, request: bytes) -> None:
         await peer.send(zipped if b"x-hop: zips" in request.lower() else whole(b'{"x":1}'))
 
-    monkeypatch.setattr(Answers, "ended", ended)
+    monkeypatch.setattr(Answers, "finish", finish)
     async with serving_script(script, scheduling={"placement": "cost"}) as (proxy, _):
         for hop in ("zips", "does not"):
             headers = {"x-hop": hop}

@@ -86,7 +86,7 @@ def test_nothing_stays_counted_when_all_leases_ended(name: str) -> None:
         policy.finished(lease, Verdict.LOST, None, world.now)
     for counter in ("in_flight", "tokens_in_flight", "prefill_tokens", "active"):
         if hasattr(policy, counter):
-            assert [getattr(policy, counter).of(backend) for backend in "ab"] == [0, 0]
+            assert [getattr(policy, counter).amount(backend) for backend in "ab"] == [0, 0]
 
 
 def test_one_seed_always_chooses_alike(name: str) -> None:

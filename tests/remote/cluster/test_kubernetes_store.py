@@ -275,7 +275,7 @@ async def test_an_answer_that_is_no_lease_is_an_error(locks: list[KubernetesLock
 
     locks[0]._api = Api()  # type: ignore[assignment]
     for call in (locks[0].take(wanted("b"), LOCK_S), locks[0].holder(), locks[0].release("a")):
-        assert "no Lease" in await refused(call)
+        assert "not a Lease" in await refused(call)
 
 
 @pytest.mark.parametrize("transitions", [None, "x", 1.5, [], True])

@@ -349,7 +349,7 @@ async def test_a_page_is_not_passed_on_for_ever_where_members_differ_about_whose
         for one in found:
             answer = await one.post("/admin/backends/b1/drain", {}, headers={"Authorization": "Bearer k"})
             assert (answer.status, answer.headers["retry-after"]) == (503, "5")
-            assert "passed it on" in answer.json["error"]["message"]
+            assert "forwarded the request twice" in answer.json["error"]["message"]
 
 
 async def test_scale_says_nothing_where_a_pool_has_no_leader(monkeypatch: pytest.MonkeyPatch) -> None:
