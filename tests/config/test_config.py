@@ -335,5 +335,5 @@ def test_example_on_the_page_is_correct(write: Any) -> None:
 
 
 def test_page_lists_exactly_the_privileged_headers() -> None:
-    believed = PAGE.read_text().partition("## Who is believed")[2]
+    believed = PAGE.read_text().partition("## Trusted clients")[2]
     assert set(re.findall(r"`(x-[a-z-]+)`", "\n".join(re.findall(r"^\|.*$", believed, re.MULTILINE)))) == PRIVILEGED
