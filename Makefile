@@ -133,10 +133,10 @@ live: .venv
 # The workloads under every policy in virtual time: four to five minutes on two free cores, and the decisive points
 # with intervals, an hour or more.
 lab: .venv
-	$(BIN)/python -m benchmarks.scenarios.run
+	$(BIN)/python -m benchmarks.lab.scenarios.run
 
 lab-full: .venv
-	$(BIN)/python -m benchmarks.scenarios.run --full
+	$(BIN)/python -m benchmarks.lab.scenarios.run --full
 
 # The documentation as a web site, in site/index.html. A link or an anchor that leads nowhere ends it with an error;
 # `make test` checks the same links without this environment.

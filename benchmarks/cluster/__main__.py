@@ -19,15 +19,12 @@ from statistics import median
 
 from benchmarks.cluster.load import Load, now
 from benchmarks.cluster.order import order
-from benchmarks.cluster.pools import pools
 from benchmarks.cluster.rig import Member, Rig, rig
-from benchmarks.cluster.speed import memory, speed
+from benchmarks.cluster.speed import speed
 
 CLIENTS = 10
 """Of each member: three members have 30, for 16 places."""
 AFTER_S = 3.0
-BETWEEN_S = 3.0
-"""From one restart of the API server to the next."""
 BOUND_S = 900.0
 Judged = dict[str, list[Member]]
 Act = Callable[[Rig], Awaitable[tuple[Judged, float]]]
@@ -36,11 +33,11 @@ Act = Callable[[Rig], Awaitable[tuple[Judged, float]]]
 
 @asynccontextmanager
 async def under_load(
-    *flags: str, members: int = 3, roaming: bool = False, balanced: bool = False, kubernetes: bool = False,
+    *flags: str, members: int = 3, roaming: bool = False, balanced: bool = False,
     tree: Path | None = None,
 ) -> AsyncIterator[tuple[Rig, Load]]:  # fmt: skip
     """A cluster with clients at every member. Those that roam use members that are ready alone if `balanced`."""
-    async with rig(members, *flags, kubernetes=kubernetes, tree=tree) as made:
+    async with rig(members, *flags, tree=tree) as made:
         load = Load(made.session)
         watching = asyncio.create_task(made.watch_replicas())
         balancing = asyncio.create_task(load.balance(made.members if balanced else []))
@@ -230,22 +227,6 @@ async def two_builds(other: Path) -> None:
             )  # fmt: skip
 
 
-def api_away(lasts_s: float, times: int) -> Act:
-    """The API server is restarted so often, and away for so long each time."""
-
-    async def restart(made: Rig) -> tuple[Judged, float]:
-        assert made.api is not None
-        at_s = now()
-        for _ in range(times):
-            await made.api.close()
-            await asyncio.sleep(lasts_s)
-            await made.api.open()
-            await asyncio.sleep(BETWEEN_S)
-        return {"all": made.members}, at_s
-
-    return restart
-
-
 async def restart_members(made: Rig) -> tuple[Judged, float]:
     at_s = now()
     for member in made.members:
@@ -255,53 +236,9 @@ async def restart_members(made: Rig) -> tuple[Judged, float]:
     return {"all": made.members}, at_s
 
 
-async def restart_both(made: Rig) -> tuple[Judged, float]:
-    """No member can free its lock when it is told to end."""
-    assert made.api is not None
-    at_s = now()
-    for member in made.members:
-        await made.api.close()
-        member.kill(signal.SIGTERM)
-        await asyncio.sleep(1.0)
-        await made.api.open()
-        await member.start_again()
-        await made.together()
-    return {"all": made.members}, at_s
-
-
-API_SERVER: dict[str, Act] = {
-    "restarted 10 times, away for 1 s each": api_away(1.0, 10),
-    "restarted 5 times, away for 2 s each": api_away(2.0, 5),
-    "away for 8 s": api_away(8.0, 1),
-    "there, and each member in turn is ended by `SIGTERM` and started again": restart_members,
-    "away for 1 s from the moment when each of them is told to end": restart_both,
-}
-
-
-async def api_server() -> None:
-    """The same clients, members whose lock is a Lease and whose backends are those of a Service."""
-    print("| the API server is | served | not served | longest gap, s | turns of leaders | looks with more than 8 |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    flags = UPGRADES["members that are ready"]
-    async with under_load(*flags, roaming=True, balanced=True, kubernetes=True) as (made, load):
-        assert made.api is not None
-        for what, act in API_SERVER.items():
-            made.over.clear()
-            looks, epoch = made.looks, made.api.epoch
-            _, at_s = await act(made)
-            await made.together()
-            await asyncio.sleep(AFTER_S)
-            names = [one.name for one in made.members]
-            outcomes, gap_s = load.outcomes(*names, since_s=at_s), load.gap_s(names, at_s - 1.0, now())
-            print(
-                f"| {what} | {outcomes['ok']} | {bad(outcomes)} | {gap_s:.2f} | {made.api.epoch - epoch} "
-                f"| {len(made.over)} of {made.looks - looks} |", flush=True,
-            )  # fmt: skip
-
-
 async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    known = ["kill-leader", "pools", "order", "upgrade", "api-server", *BROKEN, "speed", "memory"]
+    known = ["kill-leader", "order", "upgrade", *BROKEN, "speed"]
     parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=", ".join(known))
     parser.add_argument("--times", type=int, default=20, help="kills of the leader")
     parser.add_argument(
@@ -316,12 +253,9 @@ async def main() -> None:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     runs = {
         "kill-leader": lambda: kill_leader(given.times),
-        "pools": lambda: pools(given.times),
         "order": order,
         "upgrade": upgrade if given.other is None else lambda: two_builds(given.other),
-        "api-server": api_server,
         "speed": speed,
-        "memory": memory,
     }
     for name in chosen:
         if name in runs:

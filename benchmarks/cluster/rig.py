@@ -15,7 +15,6 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.cluster.api_server import SERVICE, RestartedApiServer
 from benchmarks.fleet import Process, free_port, ready, start, value_of
 
 SERVERS = ("valkey-server", "redis-server")
@@ -146,14 +145,13 @@ class Rig:
     store_port: int
     folder: Path
     store: Process | None = None
-    api: RestartedApiServer | None = None
     over: list[tuple[float, float]] = field(default_factory=list)
     looks: int = 0
 
     @property
     def lock(self) -> str:
         """`cluster.lock` of the members."""
-        return f"valkey://127.0.0.1:{self.store_port}" if self.api is None else "kubernetes"
+        return f"valkey://127.0.0.1:{self.store_port}"
 
     async def start_store(self) -> None:
         """Start the store, which keeps nothing on a disk."""
@@ -222,13 +220,12 @@ class Rig:
 @asynccontextmanager
 async def rig(
     members: int, *flags: str, clustered: bool = True, more: str = "", replica_flags: Sequence[str] = REPLICA_FLAGS,
-    replicas: Sequence[str] = (), places: int = PLACES, forwarded: bool = True, kubernetes: bool = False,
+    replicas: Sequence[str] = (), places: int = PLACES, forwarded: bool = True,
     tree: Path | None = None,
 ) -> AsyncIterator[Rig]:  # fmt: skip
     """So many members over two simulated replicas, or over `replicas`. `more` is configuration beside the backends.
 
     Where they are not `clustered`, they know nothing of each other. `forwarded`: connections between them can be cut.
-    `kubernetes`: an API server has their lock and says where the replicas are, in the place of Valkey and a list.
     `tree` is the checkout whose program the members are; this one if None.
     """
     async with AsyncExitStack() as stack:
@@ -237,8 +234,7 @@ async def rig(
         made = Rig([], [], session, free_port(), folder)
         processes: list[Process] = []
         try:
-            if not kubernetes:
-                await made.start_store()
+            await made.start_store()
             made.replica_urls.extend(replicas)
             for number in range(0 if replicas else REPLICAS):
                 port = free_port()
@@ -247,10 +243,6 @@ async def rig(
                 )
                 made.replica_urls.append(f"http://127.0.0.1:{port}")
             urls = made.replica_urls
-            if kubernetes:
-                made.api = RestartedApiServer(made.store_port, urls)
-                await made.api.open()
-                urls, more = [SERVICE], f"{more}discovery: {{kubernetes_api: {made.api.url!r}}}\n"
             backends = folder / "proxy.yaml"
             listed = "".join(f"  - {{url: {url!r}, max_in_flight: {places}}}\n" for url in urls)
             backends.write_text(f"backends:\n{listed}{more}")
@@ -269,8 +261,6 @@ async def rig(
                     await member.process.stop(signal.SIGKILL)
             for process in [*processes, *([made.store] if made.store else [])]:
                 await process.stop(signal.SIGKILL)
-            if made.api is not None:
-                await made.api.close()
 
 
 async def _member(made: Rig, name: str, flags: Sequence[str], clustered: bool, forwarded: bool) -> Member:

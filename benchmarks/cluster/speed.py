@@ -1,10 +1,9 @@
-"""The cost of the additional hop: TTFT, CPU time, bytes and memory, and the capacity of one leader."""
+"""The cost of the additional hop: TTFT, CPU time and bytes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import tempfile
 from asyncio.subprocess import PIPE
 from collections import defaultdict
@@ -14,20 +13,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.cluster.load import Load, now
+from benchmarks.cluster.load import Load
 from benchmarks.cluster.rig import Member, Rig, rig
 from benchmarks.peers.cases import CASES
 from benchmarks.peers.measure import built
-from benchmarks.proxy import Child, cpu_s, rss_bytes
+from benchmarks.proxy import Child, cpu_s
 
 ROUNDS = 7
 ONE_BY_ONE = 150
 WINDOW_S = 3.0
 IDLE_S = 5.0
 PLACES = 4096
-MINUTES = 5
-MEMORY_RATE = 100.0
-ASKING_S = 6.0
 JSON = next(case for case in CASES if case.name == "json64")
 
 
@@ -55,7 +51,6 @@ async def speed() -> None:
             files = JSON.requests(Path(folder))
             await _first_byte(made, places)
             await _cpu(places, files)
-            await _asks(leader)
         async with cheap_replicas(Path(folder)) as replicas, rig(2, replicas=replicas, places=PLACES) as made:
             await _bytes(made, files)
 
@@ -134,53 +129,6 @@ async def _loaded(
     if window["failures"]:
         raise RuntimeError(f"failed: {window['failures']}")
     return window, {name: books[1][name] - books[0][name] for name in looked_at}
-
-
-async def _asks(leader: Member) -> None:
-    """Members that only ask, at the leader's own port."""
-    print("| members that ask | at once | asks/s | CPU of the leader | per ask, µs |\n| --- | --- | --- | --- | --- |")
-    for members, at_once in ((1, 16), (1, 64), (2, 64), (4, 64)):
-        words = [sys.executable, "-m", "benchmarks.cluster.asks", f"127.0.0.1:{leader.cluster_port}"]
-        asking = [
-            await asyncio.create_subprocess_exec(
-                *words, f"ask{number}", str(at_once), str(ASKING_S), stdin=PIPE, stdout=PIPE
-            )
-            for number in range(members)
-        ]
-        for one in asking:
-            assert one.stdout is not None
-            await one.stdout.readline()
-        before, from_s = cpu_s([leader.pid]), now()
-        said = await asyncio.gather(*(one.communicate(b"go\n") for one in asking))
-        lasted_s = now() - from_s
-        spent_s = cpu_s([leader.pid]) - before
-        done = sum(int(out) for out, _ in said)
-        busy, each_us = 100 * spent_s / lasted_s, 1e6 * spent_s / done
-        print(f"| {members} | {at_once} | {done / ASKING_S:,.0f} | {busy:.0f} % | {each_us:.0f} |", flush=True)
-    print()
-
-
-async def memory() -> None:
-    """Resident memory of a leader and a member that follows, by which requests come for minutes."""
-    with tempfile.TemporaryDirectory(prefix="llmproxy-cluster-") as folder:
-        async with (
-            cheap_replicas(Path(folder)) as replicas,
-            rig(2, replicas=replicas, places=PLACES, forwarded=False) as made,
-        ):
-            leader = await made.leader()
-            (follower,) = [one for one in made.members if one is not leader]
-            looked_at, files = {"leader": leader, "follower": follower}, JSON.requests(Path(folder))
-            rows = {name: [rss_bytes([one.pid]) / 1e6] for name, one in looked_at.items()}
-            requests = 0
-            for _ in range(MINUTES):
-                window, _ = await _loaded(follower, files, {}, 64, 60.0, MEMORY_RATE)
-                requests += window["requests"]
-                for name, one in looked_at.items():
-                    rows[name].append(rss_bytes([one.pid]) / 1e6)
-    print(f"| memory, MB | before | after each minute: {requests:,} requests |\n| --- | --- | --- |")
-    for name, (first, *later) in rows.items():
-        print(f"| {name} | {first:.1f} | {', '.join(f'{one:.1f}' for one in later)} |", flush=True)
-    print()
 
 
 def _range(values: Sequence[float], digits: int = 2) -> str:

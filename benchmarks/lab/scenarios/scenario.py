@@ -1,0 +1,327 @@
+"""What a scenario is: traffic, a fleet, what befalls it, the loads to look at, and the figure that decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from llmproxy.config import BackendConfig, Config, Override, load
+from llmproxy.lab.fleet.fleet_file import fleet_named
+from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
+from llmproxy.lab.policies.bounds import all_bounds
+from llmproxy.lab.results.result import Bound, Point, RunResult
+from llmproxy.lab.run.runs import Simulation, prepared
+from llmproxy.lab.traces.mix import AS_IT_IS, Mix
+
+if TYPE_CHECKING:
+    from llmproxy.lab.results.plots import Plot
+
+TRACES = Path(__file__).resolve().parents[2] / "traces"
+OURS = ("cost", "blend")
+BASELINES = (
+    "random",
+    "round_robin",
+    "least_request",
+    "power_of_two",
+    "cache_aware",
+    "epp_blend",
+    "epp_sticky",
+    "dynamo_cost",
+    "session",
+)
+POLICIES = (*OURS, "late_least_request", *BASELINES, "oracle")
+TELLING = (
+    *OURS,
+    "late_least_request",
+    "round_robin",
+    "cache_aware",
+    "epp_blend",
+    "epp_sticky",
+    "dynamo_cost",
+    "oracle",
+)
+"""For the further cases of a workload: the others end between these, and each runs in the workload's quick case."""
+TUNING_FIRST = 101
+SLICES = 6
+"""Stretches of a trace file that comparisons may take; those behind them are for tuning."""
+WARMUP = 0.1
+"""Share of each trace whose requests are not counted, because caches are cold and limits not yet learned."""
+
+
+def critical_goodput(run: RunResult) -> float | None:
+    """Goodput of the critical band alone."""
+    return run.by_band["critical"].goodput if "critical" in run.by_band else None
+
+
+def victims_goodput(run: RunResult) -> float | None:
+    """Mean goodput of all tenants but the one that asked for most."""
+    tenants = sorted(run.by_tenant.values(), key=lambda group: group.asked_share or 0.0)[:-1]
+    return fmean(group.goodput for group in tenants if group.goodput is not None) if tenants else None
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A figure of a run that can decide; `higher` says which end is good."""
+
+    name: str
+    of: Callable[[RunResult], float | None]
+    higher: bool = True
+
+
+GOODPUT = Metric("goodput", lambda run: run.goodput)
+CRITICAL_GOODPUT = Metric("goodput of critical", critical_goodput)
+VICTIMS_GOODPUT = Metric("goodput of the victims", victims_goodput)
+TTFT_P99 = Metric("TTFT p99 in s", lambda run: run.ttft_s.p99, higher=False)
+
+Shape = Callable[[SimulatedFleet, float], SimulatedFleet]
+"""What is special about a fleet, given the length of the trace in seconds."""
+
+
+def plain(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
+    """The fleet as its name says."""
+    del duration_s
+    return fleet
+
+
+def sized(**given: int) -> Shape:
+    """The same fields for every replica, such as max_num_seqs=16."""
+
+    def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
+        del duration_s
+        return replace(fleet, replicas=tuple(replace(spec, **given) for spec in fleet.replicas))  # type: ignore[arg-type]
+
+    return shape
+
+
+def with_fault(at: float, kind: FleetFaultKind, first: int, value: float = 0.0, until: float | None = None) -> Shape:
+    """A fault of the replicas up to number `first`, from share `at` of the trace on."""
+
+    def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
+        until_s = None if until is None else until * duration_s
+        faults = [Fault(at * duration_s, kind, spec.name, until_s, value) for spec in fleet.replicas[:first]]
+        return replace(fleet, faults=(*fleet.faults, *faults))
+
+    return shape
+
+
+def joining(last: int, at: float) -> Shape:
+    """The last so many replicas serve only from share `at` of the trace on."""
+
+    def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
+        early, late = fleet.replicas[:-last], fleet.replicas[-last:]
+        return replace(fleet, replicas=(*early, *(replace(spec, joins_s=at * duration_s) for spec in late)))
+
+    return shape
+
+
+def behind(proxies: int) -> Shape:
+    """So many proxies in front, which know nothing of each other."""
+
+    def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
+        del duration_s
+        return replace(fleet, proxies=proxies)
+
+    return shape
+
+
+def both(*shapes: Shape) -> Shape:
+    def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
+        for one in shapes:
+            fleet = one(fleet, duration_s)
+        return fleet
+
+    return shape
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """One more run of a place, for comparison: another part of the same arrivals, at the same rate.
+
+    It is on the same fleet unless `reshaped` makes another of it, and counts the requests from share `warmup` of the
+    trace on.
+    """
+
+    name: str
+    policy: str
+    mix: Mix = AS_IT_IS
+    reshaped: Callable[[SimulatedFleet], SimulatedFleet] | None = None
+    warmup: float = WARMUP
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a figure should be, and what it is; `measured` is None where the run has no such figure.
+
+    `about` says where the wanted value comes from, if not from a person.
+    """
+
+    name: str
+    measured: float | None
+    wanted: float
+    at_least: bool = True
+    about: str = ""
+
+    @property
+    def met(self) -> bool:
+        if self.measured is None:
+            return False
+        return self.measured >= self.wanted if self.at_least else self.measured <= self.wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was run at one place: by policy, and by the name of what was run beside; one run for each seed."""
+
+    place: Place
+    runs: Mapping[str, Sequence[RunResult]]
+    beside: Mapping[str, Sequence[RunResult]]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One trace on one fleet.
+
+    `trace` is a generator, or a file beside this package; `loads` are shares of the rate that the fleet can balance
+    (see `rate_balance` in `llmproxy.lab.policies.bounds`), None for the trace's own rate. Of a file, each seed takes
+    `requests` of its own. `mix` says which of a trace's requests are played; those before share `warmup` of its time
+    are not counted, or before `warmup_s` seconds of it where those are given, beside it too. With `known_limits` the
+    proxy knows the batch limit of every replica (`max_in_flight`) and need not learn it. With `objectives_named` each
+    request names the objectives that it is judged by. `goals` judges what was found
+    at each place, and `plots` draws it, over all places. `quick` cases belong to `make lab`.
+    """
+
+    name: str
+    trace: str
+    fleet: str
+    loads: tuple[float | None, ...]
+    requests: int | None = None
+    replicate: int = 1
+    shape: Shape = plain
+    policies: tuple[str, ...] = POLICIES
+    overrides: Mapping[str, str] | None = None
+    mix: Mix = AS_IT_IS
+    known_limits: bool = False
+    beside: tuple[Beside, ...] = ()
+    goals: Callable[[Found], list[Goal]] | None = None
+    plots: Callable[[Sequence[Found]], list[Plot]] | None = None
+    quick: bool = True
+    quick_loads: tuple[float | None, ...] | None = None
+    warmup: float = WARMUP
+    warmup_s: float | None = None
+    objectives_named: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A workload and its cases. `about` says what is asked, and what stands in for data that cannot be had."""
+
+    key: str
+    title: str
+    about: str
+    decides: Metric
+    cases: tuple[Case, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One case at one load: what to run, how fast, and what bounds it. All seeds run at the rate of the first."""
+
+    scenario: Scenario
+    case: Case
+    load: float | None
+    prefill_scale: float
+    rate_scale: float
+    fleet: SimulatedFleet
+    bounds: Mapping[str, Bound]
+
+    @property
+    def quick(self) -> bool:
+        """Whether it belongs to the quick set."""
+        return self.case.quick and self.load in (self.case.quick_loads or self.case.loads)
+
+    def simulation(self, seed: int) -> Simulation:
+        """The traffic of one seed."""
+        simulation = replace(_simulation(self.case, seed), fleet=self.fleet)
+        if self.case.warmup_s is not None:
+            duration_s = prepared(simulation, seed, self.rate_scale)[1].duration_s
+            simulation = replace(simulation, warmup=min(1.0, self.case.warmup_s / duration_s))
+        if not self.case.known_limits:
+            return simulation
+        backends = tuple(
+            BackendConfig(url=f"http://{spec.name}:8000", name=spec.name, max_in_flight=spec.max_num_seqs)
+            for spec in self.fleet.replicas
+        )
+        return replace(simulation, config=simulation.config.model_copy(update={"backends": backends}))
+
+    def beside(self, one: Beside) -> Place:
+        """The place of one more run."""
+        name = f"{self.case.name}, {one.name}"
+        case = replace(self.case, name=name, mix=one.mix, policies=(one.policy,), beside=(), warmup=one.warmup)
+        return replace(self, case=case, fleet=self.fleet if one.reshaped is None else one.reshaped(self.fleet))
+
+    def point(self, policy: str, seed: int) -> Point:
+        return Point(policy, seed, self.rate_scale, self.prefill_scale)
+
+    @property
+    def label(self) -> str:
+        load = "" if self.load is None else f", load {self.load:g}"
+        return f"{self.scenario.key} {self.case.name}{load}, prefill x{self.prefill_scale:g}"
+
+
+def config_of(case: Case) -> Config:
+    """The configuration under which a case runs: a trace's tenants are the flows."""
+    overrides = {"scheduling.flow": "header:x-tenant", **(case.overrides or {})}
+    return load(None, [Override(key, value, case.name) for key, value in overrides.items()])
+
+
+def _simulation(case: Case, seed: int) -> Simulation:
+    trace = case.trace if case.trace.startswith("gen:") else str(TRACES / case.trace)
+    return Simulation(
+        trace,
+        fleet_named(case.fleet),
+        config_of(case),
+        skip=(case.requests or 0) * _slice(seed),
+        requests=case.requests,
+        replicate=case.replicate,
+        warmup=case.warmup,
+        mix=case.mix,
+        objectives_named=case.objectives_named,
+    )
+
+
+def _slice(seed: int) -> int:
+    """Test seeds are 1, 2, ...; tuning seeds 101, 102, ... take the stretches behind all of theirs."""
+    return seed - 1 if seed <= SLICES else SLICES + seed - TUNING_FIRST
+
+
+def placed(scenario: Scenario, case: Case, load: float | None, prefill_scale: float, seed: int) -> Place:
+    """Find the rate that is `load` of what the fleet can balance, for the traffic of `seed`."""
+    simulation = _simulation(case, seed)
+    rate_scale = 1.0
+    arrivals, found = prepared(simulation, seed, rate_scale)
+    # Sizes of replicas decide the balance, faults and late joins do not.
+    fleet = case.shape(simulation.fleet, found.duration_s)
+    bounds = all_bounds(arrivals, fleet, prefill_scale, WARMUP * found.duration_s)
+    if load is not None:
+        balance = bounds["rate_balance"].value
+        assert balance is not None
+        rate_scale = round(load * balance * found.duration_s / found.count, 4)
+        arrivals, found = prepared(simulation, seed, rate_scale)
+        fleet = case.shape(simulation.fleet, found.duration_s)
+        bounds = all_bounds(arrivals, fleet, prefill_scale, WARMUP * found.duration_s)
+    return Place(scenario, case, load, prefill_scale, rate_scale, fleet, bounds)
+
+
+def places(scenarios: Sequence[Scenario], quick: bool, prefill_scales: Sequence[float], seed: int) -> list[Place]:
+    """Every case of `scenarios` at each of its loads."""
+    found = []
+    for scenario in scenarios:
+        for case in scenario.cases:
+            if quick and not case.quick:
+                continue
+            loads = (case.quick_loads or case.loads) if quick else case.loads
+            found += [placed(scenario, case, load, scale, seed) for load in loads for scale in prefill_scales]
+    return found

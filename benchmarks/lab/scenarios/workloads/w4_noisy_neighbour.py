@@ -1,0 +1,135 @@
+"""W4: one tenant asks for ten times as much as before; do the others notice?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+from benchmarks.lab.scenarios.goals import Figure, least, mean, versus, worst
+from benchmarks.lab.scenarios.scenario import VICTIMS_GOODPUT, Beside, Case, Found, Goal, Scenario, config_of, sized
+from llmproxy.lab.results.result import RunResult
+from llmproxy.lab.traces.mix import Mix
+
+FCFS, ROUND_ROBIN = "cost(fairness=fcfs)", "cost(fairness=round_robin)"
+QUANTA = tuple(f"cost(fairness=locality_fair_share,quantum_tokens={quantum})" for quantum in (2_048, 16_384, 65_536))
+FAIRNESS = (FCFS, ROUND_ROBIN, "least_request", "epp_sticky", "cache_aware")
+POLICIES = ("cost", *FAIRNESS, "oracle")
+SHARED = ("cost", FCFS, ROUND_ROBIN, *QUANTA, "least_request")
+ALONE = "victims alone"
+VICTIM_REQUESTS = 30
+
+COUNTER: Figure = lambda run: run.fairness.counter_difference  # noqa: E731
+SERVICE: Figure = lambda run: run.service_difference_tokens  # noqa: E731
+JAIN: Figure = lambda run: run.fairness.jain_least  # noqa: E731
+
+
+def victims_ttft_p99(run: RunResult, noisy: str) -> float | None:
+    """TTFT p99 of the median tenant, of those other than `noisy` with requests enough to have one."""
+    figures = [
+        group.ttft_s.p99
+        for name, group in run.by_tenant.items()
+        if name not in (noisy, "(other)") and group.offered >= VICTIM_REQUESTS and group.ttft_s.p99 is not None
+    ]
+    return median(figures) if figures else None
+
+
+def against(found: Found, figure: Figure) -> str:
+    """The same figure of the policies that promise nothing."""
+    about = [(name, worst(found.runs[policy], figure)) for name, policy in (("fcfs", FCFS), ("in turn", ROUND_ROBIN))]
+    return ", ".join(f"{name} {value:.3g}" for name, value in about if value is not None)
+
+
+def shared(found: Found) -> list[Goal]:
+    """What is hoped for wherever tenants want more than there is."""
+    ours, fcfs = found.runs["cost"], found.runs[FCFS]
+    chosen = config_of(found.place.case).scheduling
+    longest = max((run.fairness.prompt_tokens_most for run in ours), default=0)
+    in_flight = max((run.fairness.unfinished_tokens_most for run in ours), default=0)
+    bound = max(chosen.input_weight * longest, chosen.output_weight * in_flight)
+    measured = f"L {longest:,}, M {in_flight:,}"
+    return [
+        Goal("counter difference", worst(ours, COUNTER), bound, False, f"{measured}; {against(found, COUNTER)}"),
+        Goal("service difference", worst(ours, SERVICE), 2 * bound, False, against(found, SERVICE)),
+        Goal("service difference, half the bound", worst(ours, SERVICE), bound, False),
+        Goal("least Jain index of 60 s", least(ours, JAIN), 0.99, True, against(found, JAIN)),
+        Goal("output tokens/s / fcfs", versus(ours, fcfs, lambda run: run.loaded.output_tokens_per_s), 0.98),
+    ]
+
+
+def noisy(tenant: str) -> Callable[[Found], list[Goal]]:
+    """What is hoped for where `tenant` asks too often, too: that nobody else notices."""
+
+    def goals(found: Found) -> list[Goal]:
+        ours, fcfs = (
+            versus(found.runs[policy], found.beside[ALONE], lambda run: victims_ttft_p99(run, tenant))
+            for policy in ("cost", FCFS)
+        )
+        with_it_s = mean(found.runs["cost"], lambda run: victims_ttft_p99(run, tenant))
+        about = f"fcfs {fcfs or 0.0:.3g}; {with_it_s or 0.0:.3g} s with it"
+        return [*shared(found), Goal("median victim's TTFT p99 / alone", ours, 1.2, False, about)]
+
+    return goals
+
+
+SCENARIO = Scenario(
+    "W4",
+    "Noisy neighbour",
+    "Eight tenants alike until one of them asks for ten times as much; the tenants of a production hour (ServeGen), of"
+    " whom one makes 41 % of the requests and the next comes ten times as often; 27 tenants of a chat arena, the first"
+    " of them as often as it is, or ten times. Both files at 1.2 times what the fleet can do. `cost` shares by"
+    " tokens here.",
+    VICTIMS_GOODPUT,
+    (
+        Case(
+            "aggressor x10, 2 x 8B",
+            "gen:noisy_neighbour,tenants=8,rate=30,start_s=20,end_s=70,ramp_s=10,duration_s=90",
+            "2xllama-8b-h100",
+            (None,),
+            shape=sized(max_num_seqs=64),
+            policies=POLICIES,
+        ),
+        Case(
+            "nobody noisy, 2 x 8B",
+            "gen:noisy_neighbour,tenants=8,rate=30,factor=1,start_s=20,end_s=70,ramp_s=10,duration_s=90",
+            "2xllama-8b-h100",
+            (None,),
+            shape=sized(max_num_seqs=64),
+            policies=("cost", "least_request"),
+            quick=False,
+        ),
+        Case(
+            "ServeGen m-large, second tenant x10, 1 x 8B",
+            "servegen_mlarge_1h.csv.gz",
+            "1xllama-8b-h100",
+            (1.2,),
+            requests=3_000,
+            mix=Mix(loud="142"),
+            beside=(Beside(ALONE, "cost", Mix(loud="142", without="142")),),
+            goals=noisy("142"),
+            shape=sized(max_num_seqs=64),
+            policies=SHARED,
+            quick=False,
+        ),
+        Case(
+            "arena, first tenant x10, 1 x 8B",
+            "lmsys_arena_vtc_real.csv.gz",
+            "1xllama-8b-h100",
+            (1.2,),
+            mix=Mix(loud="2"),
+            beside=(Beside(ALONE, "cost", Mix(loud="2", without="2")),),
+            goals=noisy("2"),
+            shape=sized(max_num_seqs=32),
+            policies=SHARED,
+            quick=False,
+        ),
+        Case(
+            "arena, 1 x 8B",
+            "lmsys_arena_vtc_real.csv.gz",
+            "1xllama-8b-h100",
+            (1.2,),
+            goals=shared,
+            shape=sized(max_num_seqs=16),
+            policies=(*SHARED, "epp_sticky"),
+        ),
+    ),
+)

@@ -1,0 +1,73 @@
+"""W4b: more work than the fleet can do in time, of tenants with one objective; do all keep it as well as can be?"""
+
+from __future__ import annotations
+
+from benchmarks.lab.scenarios.goals import least, worst
+from benchmarks.lab.scenarios.scenario import Case, Found, Goal, Metric, Scenario, sized
+from llmproxy.lab.results.fairness import ADHERENCE_S
+from llmproxy.lab.results.result import RunResult
+
+OUTPUT_TOKENS = 128
+ROOM = "ceilings=1/1/1"
+"""There is one band, and nobody to hold room back for."""
+OURS = f"cost(fairness=slo,ordering=least_slack,{ROOM})"
+OTHERS = (
+    f"cost(fairness=fair_share,ordering=least_slack,{ROOM})",
+    f"cost(fairness=fcfs,{ROOM})",
+    "least_request",
+)
+POINTS = 0.02
+
+
+def adherence(run: RunResult) -> float | None:
+    """The least share of a tenant's requests that kept their objective, over all its 5 minutes."""
+    return run.fairness.adherence_least
+
+
+def optimum(found: Found) -> float | None:
+    """The max-min optimum in the fullest 5 minutes: what the fleet completes when it is never idle, over what ended.
+
+    All requests cost the same and have one objective, so whoever is served keeps it as well as any other: at best all
+    tenants have the same share. The most that any policy completed a second is taken for what the fleet can do.
+    """
+    runs = [run for some in found.runs.values() for run in some]
+    done = max((run.loaded.output_tokens_per_s / OUTPUT_TOKENS for run in runs), default=0.0)
+    ended = worst(found.runs[OURS], lambda run: float(run.fairness.ended_most))
+    return min(1.0, ADHERENCE_S * done / ended) if ended and done else None
+
+
+def goals(found: Found) -> list[Goal]:
+    """How far the worst off tenant may be from where it could be."""
+    best = optimum(found)
+    others = [(policy, least(found.runs[policy], adherence)) for policy in OTHERS]
+    about = ", ".join(f"{policy} {value:.3f}" for policy, value in others if value is not None)
+    return [
+        Goal(
+            "least adherence of a tenant in 5 min",
+            least(found.runs[OURS], adherence),
+            (best or 1.0) - POINTS,
+            about=f"the optimum {best or 1.0:.3f} less 2 points; {about}",
+        )
+    ]
+
+
+SCENARIO = Scenario(
+    "W4b",
+    "Objectives",
+    "Four tenants, each of whom asks twice as often as the one before, all for the same and with a first token due"
+    " within 2 s, at 1.3 times what the fleet can do. The best that the worst off can have is known: the same for all.",
+    Metric("least adherence", adherence),
+    (
+        Case(
+            "four tenants, 1 x 8B",
+            f"gen:unequal_tenants,tenants=4,ratio=2,rate=20,ttft_slo_s=2,duration_s=480,output_tokens={OUTPUT_TOKENS}",
+            "1xllama-8b-h100",
+            (1.3,),
+            # What is late is of no use to anybody, and should leave soon enough to be counted in its own 5 minutes.
+            overrides={"queue.max_wait_s": "4"},
+            shape=sized(max_num_seqs=16),
+            policies=(OURS, *OTHERS),
+            goals=goals,
+        ),
+    ),
+)

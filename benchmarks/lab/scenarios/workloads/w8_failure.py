@@ -1,0 +1,148 @@
+"""W8: replicas that die, hang, crawl or cut their answers; what is lost, and how soon is it noticed?"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from benchmarks.lab.scenarios.goals import least, mean, versus, worst
+from benchmarks.lab.scenarios.scenario import (
+    GOODPUT,
+    POLICIES,
+    TELLING,
+    Beside,
+    Case,
+    Found,
+    Goal,
+    Scenario,
+    Shape,
+    both,
+    sized,
+    with_fault,
+)
+from llmproxy.core.domain import Outcome
+from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
+from llmproxy.lab.results.result import RunResult
+
+SIZES = sized(max_num_seqs=16)
+WITHIN_S = {FleetFaultKind.KILL: 1.0, FleetFaultKind.RESTART: 1.0, FleetFaultKind.HANG: 2.0, FleetFaultKind.SLOW: 5.0}
+"""By when a fault is to be noticed. Of one that hangs it is five times the TTFT p99 of the run, where that is more."""
+SETTLED_S = 10.0
+"""How long after a fault everything should be as if its replica had never been there."""
+ATTEMPTS_MOST = 1.05
+BEFORE_A_BYTE = frozenset(Outcome) - {Outcome.COMPLETED, Outcome.CANCELLED, Outcome.BROKEN_STREAM}
+LATER, WITHOUT = "later", "later, without it"
+FAULT_AT = 0.4
+
+
+def rolling(kind: FleetFaultKind, first: float, apart: float, count: int, value: float) -> Shape:
+    """The same fault of one replica after the other."""
+
+    def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
+        faults = [
+            Fault((first + apart * i) * duration_s, kind, spec.name, None, value)
+            for i, spec in enumerate(fleet.replicas[:count])
+        ]
+        return replace(fleet, faults=(*fleet.faults, *faults))
+
+    return shape
+
+
+def flapping(first: float, apart: float, count: int) -> Shape:
+    """One replica dies and is back a second later, again and again."""
+
+    def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
+        name = fleet.replicas[0].name
+        moments = [(first + apart * i) * duration_s for i in range(count)]
+        return replace(fleet, faults=tuple(Fault(at_s, FleetFaultKind.RESTART, name, None, 1.0) for at_s in moments))
+
+    return shape
+
+
+def without_first(fleet: SimulatedFleet) -> SimulatedFleet:
+    """The fleet as if the replica that all befalls had never been part of it."""
+    return replace(fleet, replicas=fleet.replicas[1:], faults=())
+
+
+def lost(run: RunResult) -> float:
+    """Requests that ended in an error before their first byte."""
+    return float(sum(count for outcome, count in run.outcomes.items() if Outcome(outcome) in BEFORE_A_BYTE))
+
+
+def attempts(run: RunResult) -> float | None:
+    """Attempts for each request."""
+    return run.attempts / run.offered if run.offered else None
+
+
+def noticed_s(kind: FleetFaultKind) -> Callable[[RunResult], float | None]:
+    """The longest that a fault of this kind went unnoticed; None where there was none, or one never was."""
+
+    def of(run: RunResult) -> float | None:
+        times = [one.noticed_s for one in run.noticed if one.kind == kind]
+        return None if not times or None in times else max(time for time in times if time is not None)
+
+    return of
+
+
+def survived(found: Found) -> list[Goal]:
+    """Nothing lost, soon noticed, few retries, and as good as without the replica soon after."""
+    ours = found.runs["cost"]
+    judged = [
+        Goal("requests lost before their first byte", worst(ours, lost), 0.0, False),
+        Goal("attempts for each request", worst(ours, attempts), ATTEMPTS_MOST, False),
+    ]
+    for kind in sorted({FleetFaultKind(one.kind) for run in ours for one in run.noticed}):
+        within_s, about = WITHIN_S[kind], ""
+        if kind is FleetFaultKind.HANG:
+            within_s = max(within_s, 5.0 * (least(ours, lambda run: run.ttft_s.p99) or 0.0))
+            about = "2 s, or five times the TTFT p99"
+        judged.append(Goal(f"seconds until a {kind} is noticed", worst(ours, noticed_s(kind)), within_s, False, about))
+    if found.beside:
+        goodput = mean(found.beside[LATER], GOODPUT.of) or 0.0
+        about = f"{goodput:.3f}, of requests that came {SETTLED_S:g} s after it or later"
+        ratio = versus(found.beside[LATER], found.beside[WITHOUT], GOODPUT.of)
+        judged.append(Goal("goodput over the oracle's without the replica", ratio, 0.98, True, about))
+    return judged
+
+
+def _case(name: str, shape: Shape, quick: bool = False, *, later: float | None = None, load: float = 0.7) -> Case:
+    """`later`: from which share of the trace on it is compared with the fleet without the replica."""
+    beside: tuple[Beside, ...] = ()
+    if later is not None:
+        beside = (
+            Beside(LATER, "cost", warmup=later),
+            Beside(WITHOUT, "oracle", reshaped=without_first, warmup=later),
+        )
+    return Case(
+        f"{name}, 8 x 8B",
+        "azure2023_conv.csv.gz",
+        "8xllama-8b-h100",
+        (load,),
+        requests=2_000,
+        shape=both(SIZES, shape),
+        policies=POLICIES if quick else TELLING,
+        beside=beside,
+        goals=survived,
+        quick=quick,
+    )
+
+
+AFTER = 0.58
+"""Share of the trace, of about 58 s, that is `SETTLED_S` after a fault at `FAULT_AT`."""
+
+SCENARIO = Scenario(
+    "W8",
+    "Failures",
+    "Azure's conversations while one of eight replicas is killed, hangs for a quarter of the time, takes ten times as"
+    " long, restarts cold or flaps, while all restart in turn, or all cut 5 % of their answers; and all restart in turn"
+    " while half as much again comes as they can do, which is when retries pile up.",
+    GOODPUT,
+    (
+        _case("kill", with_fault(FAULT_AT, FleetFaultKind.KILL, 1), quick=True, later=AFTER),
+        _case("hang", with_fault(FAULT_AT, FleetFaultKind.HANG, 1, until=0.65), later=AFTER),
+        _case("slow x10", with_fault(FAULT_AT, FleetFaultKind.SLOW, 1, 10.0, until=0.8), later=AFTER),
+        _case("5 % resets", with_fault(0.2, FleetFaultKind.RESET, 8, 0.05)),
+        _case("restart", with_fault(FAULT_AT, FleetFaultKind.RESTART, 1, 5.0), later=AFTER),
+        _case("rolling restart", rolling(FleetFaultKind.RESTART, 0.2, 0.09, 8, 3.0)),
+        _case("flapping", flapping(0.2, 0.1, 6)),
+        _case("retry storm", rolling(FleetFaultKind.RESTART, 0.2, 0.09, 8, 3.0), load=1.5),
+    ),
+)

@@ -1,0 +1,33 @@
+"""Makes every step of a vLLM last: `--logits-processors benchmarks.lab.validation.slow_steps:SlowSteps`.
+
+A tiny model on a CPU computes tokens faster than its own HTTP server hands them out. The server then neither shows its
+gauges nor obeys a pause until the engine has nothing left to do. The sleep changes no rule of the scheduler.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.v1.sample.logits_processor import LogitsProcessor  # type: ignore[import-not-found]
+
+STEP_S = 0.01
+
+
+class SlowSteps(LogitsProcessor):  # type: ignore[misc]
+    """Sleeps, and leaves the logits unchanged."""
+
+    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
+        """Takes the arguments that vLLM passes, and uses none."""
+
+    def apply(self, logits: Any) -> Any:
+        """Sleeps once in every step that samples a token."""
+        time.sleep(STEP_S)
+        return logits
+
+    def is_argmax_invariant(self) -> bool:
+        """Returns False, because vLLM skips other processors for greedy requests."""
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        """Keeps no state."""

@@ -1,0 +1,310 @@
+"""Does the engine model follow the rules of a real vLLM? One recorded list of requests, sent to both, compared.
+
+What is compared is rules, never times: which prompt tokens were cached, how many tokens, steps and preemptions it took,
+how many requests ran and waited, in which order they ended, and whether a batch kept to its adapter slots. The list has
+three parts, each begun with an empty prefix cache:
+
+- **serial**: one request at a time (prompts that share nothing, something, everything or whole blocks; next turns of a
+  conversation; salts; adapters; more documents than the cache holds). Cached tokens must be equal for every request.
+- **burst**: three times as many requests as may run, whose answers overflow the KV cache.
+- **adapters**: requests of two adapters and the base model, where only one adapter fits a batch.
+
+The requests of the last two parts queue up while the engine is held still, and it is then let go a few steps at a time,
+so that what happens depends on rules alone. The model is given the tokens of each real answer, since vLLM caches those,
+too. Start the replicas like this, with other small numbers if you like; benchmarks/ must be importable for vLLM:
+
+    VLLM_SERVER_DEV_MODE=1 PYTHONPATH=. python -m vllm.entrypoints.openai.api_server --port 18001 \\
+        --model tiny/model --enable-lora --lora-modules lora-0=tiny/lora-0 lora-1=tiny/lora-1 --max-loras 1 \\
+        --max-cpu-loras 4 --block-size 32 --num-gpu-blocks-override 64 --max-num-seqs 4 --max-model-len 1024 \\
+        --max-num-batched-tokens 256 --no-async-scheduling --enable-prompt-tokens-details \\
+        --logits-processors benchmarks.lab.validation.slow_steps:SlowSteps
+    python -m benchmarks.lab.validation.vllm_rules --backend http://127.0.0.1:18001 --backend http://127.0.0.1:18002
+
+It takes about a minute. How to read it: one row for each figure, part and replica. `band` is what the model keeps
+to; a row outside of it says BROKEN, what differs is listed below the table, and the exit status is 1. Tokens are
+counted as vLLM counts them; `token steps` are steps that gave a token. `... in order` takes the distinct neighbouring
+states that the real gauges showed between the steps and says how many of them the model went through, in the same
+order; the gauges are not read after every step, so the model may have more. `deferred` are requests that wait for an
+adapter slot. Exit status 2: a replica cannot be compared with, and what to change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass, field
+
+import aiohttp
+
+from benchmarks.lab.validation.request_list import Part, recorded_list
+from benchmarks.lab.validation.vllm_replica import Answer, Replica, Settings, State, UnfitError
+from llmproxy.lab.simulator.engine.engine import Engine
+from llmproxy.lab.simulator.engine.kv_cache import block_hashes
+from llmproxy.lab.simulator.engine.profiles import profile_named
+from llmproxy.lab.simulator.engine.sequence import EngineRequest
+from tests.lab.simulator.engine.invariants import check_engine
+
+SEED = 7
+PART_WITHIN_S = 180.0
+SAMPLED_SHARE_MIN = 0.3
+
+
+# --- the two sides ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one side did with one part of the list.
+
+    `cached_tokens` is by name; `ended` are the names in the order of their last tokens, in groups whose members may
+    have ended in one step; `states` has no two equal neighbours; `counters` are differences over the part.
+    """
+
+    cached_tokens: dict[str, int] = field(default_factory=dict)
+    ended: list[list[str]] = field(default_factory=list)
+    states: list[State] = field(default_factory=lambda: [State()])
+    counters: dict[str, int] = field(default_factory=dict)
+
+    def add_state(self, state: State) -> None:
+        """Append a state, unless it is the last one still."""
+        if state != self.states[-1]:
+            self.states.append(state)
+
+
+async def ask_replica(replica: Replica, model: str, part: Part) -> tuple[Seen, dict[str, Answer]]:
+    """Send a part to a real replica; what was seen of it, and its answers by name. TimeoutError when it is stuck."""
+    await replica.forget()
+    seen, answers = Seen(), dict[str, Answer]()
+    before = await replica.counters()
+    async with asyncio.timeout(PART_WITHIN_S):
+        if part.at_once:
+            await _ask_at_once(replica, model, part, seen, answers)
+        else:
+            for request in part.requests:
+                earlier = answers[request.after] if request.after else Answer((), (), 0)
+                prompt = earlier.prompt + earlier.tokens + request.prompt
+                answers[request.name] = await replica.read(request, prompt, await replica.send(model, request, prompt))
+        # The gauges and counters of the last step are set a moment after its tokens were sent.
+        while await replica.state() != State():
+            pass
+    after = await replica.counters()
+    seen.counters = {name: after[name] - before[name] for name in after}
+    seen.cached_tokens = {name: answer.cached_tokens for name, answer in answers.items()}
+    return seen, answers
+
+
+async def _ask_at_once(replica: Replica, model: str, part: Part, seen: Seen, answers: dict[str, Answer]) -> None:
+    """Queue up all requests, then let the engine do a few steps at a time and look at it in between."""
+    await replica.hold()
+    try:
+        responses = [await replica.send(model, request, request.prompt) for request in part.requests]
+        reading = {
+            request.name: asyncio.create_task(replica.read(request, request.prompt, response))
+            for request, response in zip(part.requests, responses, strict=True)
+        }
+        while reading:
+            await replica.pulse()
+            # What was computed may still be on its way here.
+            while True:
+                state = await replica.state()
+                ended = [name for name, task in reading.items() if task.done()]
+                if state.running + state.waiting == len(reading) - len(ended):
+                    break
+            seen.add_state(state)
+            if ended:
+                seen.ended.append(ended)
+                answers |= {name: await reading.pop(name) for name in ended}
+    finally:
+        await replica.go_on()
+
+
+def ask_model(settings: Settings, part: Part, answers: dict[str, Answer]) -> Seen:
+    """Send the same part to a model of that replica, knowing what the real one answered."""
+    engine = Engine(
+        profile_named("tiny"),
+        max_num_seqs=settings.max_num_seqs,
+        max_loras=settings.max_loras,
+        max_cpu_loras=settings.max_cpu_loras,
+        kv_tokens=settings.blocks * settings.block_size,
+        block_size=settings.block_size,
+        step_tokens=settings.step_tokens,
+        async_scheduling=False,
+    )
+    seen, token_steps = Seen(), 0
+    for index, request in enumerate(part.requests):
+        answer = answers[request.name]
+        hashes = block_hashes(answer.prompt + answer.tokens, settings.block_size, request.adapter, request.salt)
+        engine.add(EngineRequest(request.name, len(answer.prompt), request.answer_tokens, hashes, request.adapter))
+        if part.at_once and index + 1 < len(part.requests):
+            continue
+        while engine.busy:
+            result = engine.step()
+            token_steps += bool(result.emitted)
+            for name, cached_tokens in result.admitted:
+                seen.cached_tokens.setdefault(name, cached_tokens)
+            if result.finished:
+                seen.ended.append(list(result.finished))
+            gauges = engine.gauges()
+            adapters = tuple(sorted(gauges.running_adapters))
+            seen.add_state(State(gauges.running, gauges.waiting, gauges.deferred, adapters))
+            check_engine(engine)
+    totals = asdict(engine.counters)
+    names = ("prefix_queries", "prefix_hits", "preemptions", "prompt", "generation")
+    seen.counters = {name: totals[name] for name in names} | {"token_steps": token_steps}
+    return seen
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure of one part; `lines` say what differs."""
+
+    figure: str
+    real: str
+    model: str
+    band: str
+    kept: bool
+    lines: Sequence[str] = ()
+
+
+def equal(figure: str, real: object, model: object) -> Row:
+    return Row(figure, str(real), str(model), "equal", real == model)
+
+
+def compare(part: Part, real: Seen, model: Seen) -> list[Row]:
+    """All figures of one part."""
+    differing = [
+        f"{part.name}: {request.name!r} ({request.adapter or 'base'}, salt {request.salt}) "
+        f"had {real.cached_tokens[request.name]} "
+        f"tokens cached in vLLM, {model.cached_tokens[request.name]} in the model"
+        for request in part.requests
+        if real.cached_tokens[request.name] != model.cached_tokens[request.name]
+    ]
+    agreeing = f"{len(part.requests) - len(differing)} of {len(part.requests)}"
+    rows = [
+        Row("requests with equal cached tokens", agreeing, str(len(part.requests)), "all", not differing, differing)
+    ]
+    rows += [equal(name.replace("_", " "), real.counters[name], model.counters[name]) for name in real.counters]
+    if part.overflows:
+        both = min(real.counters["preemptions"], model.counters["preemptions"])
+        rows.append(
+            Row(
+                "preemptions happen",
+                str(real.counters["preemptions"]),
+                str(model.counters["preemptions"]),
+                "1 or more",
+                both > 0,
+            )
+        )
+    if part.at_once:
+        rows += [
+            equal("most running", _most_running(real), _most_running(model)),
+            equal("most waiting while most run", _plateau(real), _plateau(model)),
+            equal("most adapters in a batch", _most_adapters(real), _most_adapters(model)),
+            _order(part, real, model),
+            _states(part, "running, waiting, adapters", real, model, lambda s: (s.running, s.waiting, s.adapters)),
+        ]
+    if any(state.deferred for state in model.states):
+        rows.append(_states(part, "running, deferred", real, model, lambda s: (s.running, s.deferred)))
+    return rows
+
+
+def _most_running(seen: Seen) -> int:
+    return max(state.running for state in seen.states)
+
+
+def _plateau(seen: Seen) -> int:
+    return max(state.waiting for state in seen.states if state.running == _most_running(seen))
+
+
+def _most_adapters(seen: Seen) -> int:
+    return max(len(state.adapters) for state in seen.states)
+
+
+def _order(part: Part, real: Seen, model: Seen) -> Row:
+    """Whether groups that ended one after the other in vLLM end so in the model, too."""
+    step = {name: number for number, names in enumerate(model.ended) for name in names}
+    lines = []
+    for earlier, later in itertools.pairwise(real.ended):
+        last, first = max(earlier, key=step.__getitem__), min(later, key=step.__getitem__)
+        if step[last] >= step[first]:
+            lines.append(f"{part.name}: {first!r} ended after {last!r} in vLLM, not so in the model")
+    return Row("order of ends", f"{len(real.ended)} groups", f"{len(lines)} swapped", "0 swapped", not lines, lines)
+
+
+def _states(part: Part, figure: str, real: Seen, model: Seen, of: Callable[[State], Hashable]) -> Row:
+    """How many of the sampled states the model went through in the same order."""
+    sampled, gone = ([key for key, _ in itertools.groupby(map(of, seen.states))] for seen in (real, model))
+    at = 0
+    lines = []
+    for state in sampled:
+        if state in gone[at:]:
+            at = gone.index(state, at)
+        else:
+            lines.append(f"{part.name}: {figure} were {state} in vLLM, and not in the model after {gone[at]}")
+    found = f"{len(sampled) - len(lines)} of {len(sampled)}"
+    enough = len(sampled) >= SAMPLED_SHARE_MIN * len(gone)
+    band = f"all, at least {SAMPLED_SHARE_MIN:.0%} sampled"
+    return Row(f"{figure} in order", found, f"of {len(gone)}", band, enough and not lines, lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Everything that one real replica did."""
+
+    url: str
+    settings: Settings
+    parts: Sequence[tuple[Part, Seen, dict[str, Answer]]]
+
+    def rows(self) -> list[tuple[str, str, Row]]:
+        """All figures, each with URL and part, beside those of a model of this replica."""
+        return [
+            (self.url, part.name, row)
+            for part, real, answers in self.parts
+            for row in compare(part, real, ask_model(self.settings, part, answers))
+        ]
+
+
+async def ask_all(replica: Replica, seed: int) -> Asked:
+    """Send the whole list to a real replica. UnfitError where it cannot be compared with."""
+    settings = await replica.settings()
+    print(f"{replica.url}: {settings}", file=sys.stderr)
+    parts = recorded_list(settings, seed)
+    return Asked(replica.url, settings, [(part, *await ask_replica(replica, settings.model, part)) for part in parts])
+
+
+async def main() -> int:
+    """Print the table. 1 when a band was broken, 2 when a replica is not fit to be compared with."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", action="append", required=True, metavar="URL", help="a real vLLM; repeatable")
+    parser.add_argument("--seed", type=int, default=SEED, help="of the recorded list")
+    options = parser.parse_args()
+    # vLLM closes connections that were idle for 5 s.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
+    timeout = aiohttp.ClientTimeout(total=PART_WITHIN_S)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        try:
+            replicas = [Replica(url, session) for url in options.backend]
+            asked = await asyncio.gather(*(ask_all(replica, options.seed) for replica in replicas))
+        except (UnfitError, aiohttp.ClientError, TimeoutError) as error:
+            print(f"no comparison: {error or 'a replica was stuck'}", file=sys.stderr)
+            return 2
+    # Only now, since a model that computes would keep a replica from being held in time.
+    rows = [row for one in asked for row in one.rows()]
+    print("| replica | part | figure | vLLM | model | band | |\n| --- | --- | --- | --: | --: | --- | --- |")
+    for url, part_name, row in rows:
+        kept = "kept" if row.kept else "BROKEN"
+        print(f"| {url} | {part_name} | {row.figure} | {row.real} | {row.model} | {row.band} | {kept} |")
+    for url, _, row in rows:
+        for line in row.lines:
+            print(f"{url}, {line}")
+    return 0 if all(row.kept for _, _, row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))
