@@ -186,7 +186,7 @@ async def deadly(tree: Path | None) -> list[Check]:
             seen = await others.ask(stage.proxy())
         await asyncio.sleep(4.0)
         failed = failures(clients.seen)
-        died = sum(replica.child.returncode is not None for replica in stage.fleet.replicas)
+        died = sum([await stage.refuses(index) for index in range(4)])
     return [
         Check("replicas that died", died, most=2),
         Check("failed requests of others", len(failed), most=0, note=details(failed)),

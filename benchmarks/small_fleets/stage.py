@@ -89,6 +89,14 @@ class Stage:
         async with self.session.post(url, json={"kind": kind, **more}) as answer:
             answer.raise_for_status()
 
+    async def refuses(self, index: int) -> bool:
+        """Whether a replica refuses connections. A simulated replica whose engine died closes its port and runs on."""
+        try:
+            await self.text(self.fleet.replica_urls[index] + "/health")
+        except aiohttp.ClientConnectionError:
+            return True
+        return False
+
     def named(self, event: str, index: int) -> int:
         """How many log lines of one kind name a replica."""
         return sum(entry.get("backend") == self.fleet.name(index) for entry in self.fleet.events(event))
