@@ -145,7 +145,7 @@ async def flapping(stage: Stage) -> str:
 
 
 @scene(
-    name="a worker is frozen: `/health` is 200, the gauges stand still, nothing answers",
+    name="a worker is frozen: `/health` is 200, the gauges do not change, nothing answers",
     clients="10 times 200; the stream that ran there: 200, then one error event",
     replicas="the frozen one nothing more after its silence was noticed; its requests without a byte, the other one",
     outcomes={"completed": 10, "broken_stream": 1, "cancelled": 1},

@@ -24,9 +24,8 @@ from tests.faults.scenes import SCENES, perform
 PAGE = ROOT / "docs" / "reference" / "faults.md"
 TEXT_MAX = 110
 STAGES = """\
-The replica has one stage of a [split request](../how-to/disaggregation.md). The client asks for one piece where the
-prefill is faulty, and for a stream where the decode is. The other replicas are well: one decode, and one prefill beside
-a faulty decode. A client saw nothing of a faulty prefill: 200 from another replica each time."""
+The faulty replica has one stage of a [split request](../how-to/disaggregation.md), and the other replicas are healthy.
+A faulty prefill is invisible to the client: it got 200 from another replica each time."""
 
 
 def client_saw(received: Received, seen: Seen) -> str:
@@ -49,13 +48,15 @@ def backend_saw(seen: Seen) -> str:
     return f"{times}; its connection is cut" if seen.cut else times
 
 
-def joined(rows: Sequence[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
-    """One line for each outcome, with the names of all faults that have it."""
+def joined(rows: Sequence[tuple[str, tuple[str, ...]]], rest: str = "") -> Iterator[str]:
+    """One line for each outcome, with the names of all faults that have it, or `rest` in place of the longest list."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, outcome in rows:
         names.setdefault(outcome, []).append(name)
+    longest = max(names.values(), key=len)
     for outcome, faults in names.items():
-        yield "| " + " | ".join((*outcome, _cell("; ".join(faults)))) + " |"
+        listed = rest if rest and faults is longest else _cell("; ".join(faults))
+        yield "| " + " | ".join((*outcome, listed)) + " |"
 
 
 def log_line(line: Mapping[str, Any]) -> str:
@@ -83,7 +84,7 @@ def _cell(text: str) -> str:
 async def page() -> str:
     """The whole page: the words that it begins with, and the tables."""
     lines = [PAGE.read_text().partition("## Replicas")[0] + "## Replicas", ""]
-    columns = ("client saw, beside another", "client saw, alone", "the replica saw", "held against it",
+    columns = ("client saw, beside another", "client saw, alone", "the replica saw", "verdict",
                "log (alone)", "a replica that…")  # fmt: skip
     lines += ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
     replicas: list[tuple[str, tuple[str, ...]]] = []
@@ -106,7 +107,7 @@ async def page() -> str:
         second = await play(fault, "stream", stage=Stage.DECODE)
         hows = [f"`{seen.exit['disaggregation']}`" for seen in (first, second)]
         stages.append((fault.name, (hows[0], client_saw(second.received, second), hows[1])))
-    lines += joined(stages)
+    lines += joined(stages, "has any other fault of the first table")
     lines += [
         "",
         "## Clients",
@@ -116,7 +117,7 @@ async def page() -> str:
     ]
     for client in CLIENT_FAULTS:
         lines.append("| " + " | ".join((_cell(client.name), *client_row(await observe(client)))) + " |")
-    lines += ["", "## Polls", "", "There is one replica. One good poll brings it back.", ""]
+    lines += ["", "## Polls", "", "There is one replica. A good poll makes it available again.", ""]
     lines += ["| a replica that… | client saw | available | known of its load | log said |", "| --- " * 5 + "|"]
     lines += ["| " + " | ".join(row) + " |" async for row in poll_rows()]
     lines += [

@@ -18,8 +18,8 @@ PAGE = ROOT / "docs" / "reference" / "strictness.md"
 ANSWERS_HEAD = """
 ### Answers of backends
 
-"after" is the state of the backend's connection. The next request got its own answer each time, and no answer hidden in
-another one (`evil`) reached a client.
+"after" is the state of the backend's connection. The next request got its own answer each time, and no hidden second
+answer (`evil`) reached a client.
 
 | client saw | after | the backend answers |
 | --- | --- | --- |
@@ -31,7 +31,7 @@ def page(rows: Mapping[str, Sequence[tuple[str, str]]], answer_rows: Sequence[tu
     parts = [PAGE.read_text().partition("\n### ")[0]]
     for group, lines in rows.items():
         parts.append(
-            f"\n### {group}\n\n| client saw | after | backend | the client sends |\n| --- | --- | --- | --- |\n"
+            f"\n### {group}\n\n| client saw | after | requests | the client sends |\n| --- | --- | --- | --- |\n"
         )
         parts += _joined(lines)
     parts.append(ANSWERS_HEAD)
@@ -50,7 +50,7 @@ def _joined(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 def row(vector: Vector, statuses: Sequence[int], closed: bool, reached: int) -> tuple[str, str]:
     """The name of one vector, and its outcome in cells of the table."""
-    backend = {0: "nothing", 1: "one request"}.get(reached, f"{reached} requests")
+    backend = str(reached)
     if vector.seen:
         backend += f", with `{_shown(vector.seen)}`"
     if vector.unseen:

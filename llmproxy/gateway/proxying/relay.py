@@ -165,7 +165,7 @@ class Relay:
             if len(body) <= BUFFERED_BYTES_MAX:
                 attempt.answer = Answer(status, exchange.reason, to_client(exchange.headers), body)
             else:
-                message += f" What it said is not passed on: it is longer than {BUFFERED_BYTES_MAX} bytes."
+                message += f" Its answer is longer than {BUFFERED_BYTES_MAX} bytes and is not passed on."
         attempt.fail(Outcome.UPSTREAM_STATUS, cause, message)
 
     # --- a prefill ---------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class Relay:
             if len(events) <= BUFFERED_BYTES_MAX:
                 attempt.answer = Answer(exchange.status, exchange.reason, event_fields(exchange), events)
             else:
-                message += f" What it said is not passed on: it is longer than {BUFFERED_BYTES_MAX} bytes."
+                message += f" Its answer is longer than {BUFFERED_BYTES_MAX} bytes and is not passed on."
                 attempt.status = 502
             attempt.fail(
                 Outcome.UPSTREAM_STATUS,
