@@ -30,7 +30,7 @@ A faulty prefill is invisible to the client: it got 200 from another replica eac
 
 def client_saw(received: Received, seen: Seen) -> str:
     if seen.client == "other":
-        return f"200 from the other, attempt {received.headers['x-llmproxy-attempts']}"
+        return f"200, attempt {received.headers['x-llmproxy-attempts']}"
     if seen.client == "own":
         return "200, as it came"
     if seen.client == "event":
@@ -42,10 +42,7 @@ def client_saw(received: Received, seen: Seen) -> str:
 
 
 def backend_saw(seen: Seen) -> str:
-    if not seen.requests:
-        return "nothing"
-    times = "one request" if seen.requests == 1 else f"{seen.requests} requests"
-    return f"{times}; its connection is cut" if seen.cut else times
+    return f"{seen.requests}, cut" if seen.cut else str(seen.requests)
 
 
 def joined(rows: Sequence[tuple[str, tuple[str, ...]]], rest: str = "") -> Iterator[str]:
@@ -84,7 +81,7 @@ def _cell(text: str) -> str:
 async def page() -> str:
     """The whole page: the words that it begins with, and the tables."""
     lines = [PAGE.read_text().partition("## Replicas")[0] + "## Replicas", ""]
-    columns = ("client saw, beside another", "client saw, alone", "the replica saw", "verdict",
+    columns = ("client saw, beside another", "client saw, alone", "requests", "verdict",
                "log (alone)", "a replica that…")  # fmt: skip
     lines += ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
     replicas: list[tuple[str, tuple[str, ...]]] = []
