@@ -54,7 +54,7 @@ METRICS = {
     "llmproxy_adapter_changes_total": "Orders to a backend to `load` or `unload` an adapter. `result` is `success` or `failure`.",
     "llmproxy_prediction_seconds_total": "Sums of predictions (`kind` is `predicted`) and measurements (`observed`): from the dispatch to the first byte of a stream (`time` is `ttft`), and per output token (`tpot`). Only for the placement `cost`.",
     "llmproxy_prediction_error_ratio": "Error of these predictions relative to the measurement. `_sum` / `_count` is the MAPE: 0.2 is 20 %.",
-    "llmproxy_predictions_covered_total": "Measurements within the predicted p90. Nine of ten are right.",
+    "llmproxy_predictions_covered_total": "Measurements within the predicted p90. Nine of ten would be right.",
     "llmproxy_decision_seconds": "Duration of a decision pass.",
     "llmproxy_decision_log_lines_lost_total": "Lines of the decision log that the disk did not take.",
     "llmproxy_buffered_body_bytes": "Bytes of request bodies in memory, at most `body_bytes_total_max`. Values of workers are up to a second old.",
@@ -64,6 +64,13 @@ METRICS = {
     "llmproxy_config_last_reload_successful": "0 while the newest configuration is wrong and so not in use.",
     "llmproxy_config_last_reload_timestamp_seconds": "Time of the last successful reload, in seconds since 1970.",
     "llmproxy_discovery_lookups_total": "Lookups of the sources of backends, by `result`: DNS lookups, reads of the file, changes of pods.",
+    "llmproxy_scale_desired_replicas": "Replicas that the pool should have: `llmproxy_scale_need_replicas` rounded up, within `scaling.min` and `scaling.max`.",
+    "llmproxy_scale_need_replicas": "Replicas that the work of the pool needs, neither rounded nor bounded.",
+    "llmproxy_scale_estimate_valid": "1 if the need is an estimate. At 0 it is the present number of replicas.",
+    "llmproxy_scale_term_replicas": "Replicas that a [part of the work](../how-to/autoscaling.md#meaning-of-the-numbers) alone needs.",
+    "llmproxy_scale_group_need_replicas": "Replicas of a group that the pool needs, not rounded.",
+    "llmproxy_scale_role_need_replicas": "Replicas of a role that the pool needs, not rounded.",
+    "llmproxy_replica_capacity_requests_per_second": "Requests per second of a replica, with the present mix of requests.",
     "llmproxy_build_info": "Always 1. The version is in the label.",
 }
 

@@ -15,8 +15,10 @@ from itertools import product
 from typing import Any
 
 from llmproxy.core.domain import GrantReason, Outcome, Predicted, Slo, Trouble, Verdict
+from llmproxy.core.scaling.groups import GroupNeed
+from llmproxy.core.scaling.need import Capacity, Need, RoleNeed
 from llmproxy.gateway.http.errors import STATUS, error_fields
-from llmproxy.observe.exit import RequestExit
+from llmproxy.observe.exit import RequestExit, Split
 from llmproxy.observe.exit_fields import FIELDS as EXIT_FIELDS
 from llmproxy.observe.logs import LEVELS
 from llmproxy.observe.metrics import BackendState, LiveState, Metrics, QueueState, ShardState
@@ -48,7 +50,8 @@ def full_exit() -> RequestExit:
         slo=Slo(ttft_s=1.0), met=True, unknown_objective="x", unknown_model="m", stream=True, backend="b", attempts=2,
         preemptions=1,
         why=GrantReason(waiting=((0, 1),), flows=1, standing=(("counter", 0.0),), passed_over=0, guaranteed=False),
-        candidates=1, terms=(("queue", 0.0),), predicted_ttft=Predicted(0.1, 0.2), predicted_tpot=Predicted(0.01, 0.02),
+        split=Split.SPLIT, candidates=1, terms=(("queue", 0.0),),
+        predicted_ttft=Predicted(0.1, 0.2), predicted_tpot=Predicted(0.01, 0.02),
         arrived_s=0.0, granted_s=0.1, queued_ahead=1, queue_wait_s=0.1, ttft_s=0.5, max_gap_s=0.1,
         expected_prompt_tokens=1, expected_cached_tokens=1, prompt_tokens=2, cached_tokens=1, output_tokens=3,
         body_bytes=1, response_bytes=1, chunks=2, error="e",
@@ -58,10 +61,15 @@ def full_exit() -> RequestExit:
 def live_state() -> LiveState:
     """A state in which every gauge has a series."""
     backend = BackendState("b", 1, 1, 1.0, True, running=1, waiting=1, kv_used=0.5, reading_age_s=0.1, pool="m")
+    need = Need(
+        desired=1, need=0.9, reason="work", sure=True, up=1, terms={"work": 0.9}, prefill=0.1, decode=0.8,
+        capacity=Capacity(seats=4.0, prompt_s=0.1, output_s=0.2), waiting=0, waiting_s=0.0, start_s=120.0, own=0.9,
+        groups={"spot": GroupNeed(1, 0.9, 1, 1.0)}, roles={"decode": RoleNeed(1, 0.8, 1)},
+    )  # fmt: skip
     return LiveState(
         queues=(QueueState("default", 1, 1),), blocked={"limit": 1}, backends=(backend,), work_s={"m": 1.0},
         shards=(ShardState("m", leads=True, led=True, epoch=1, members=1, changes=1, gap_s=0.0, lock_away=False),),
-        limits_store_up=True,
+        limits_store_up=True, needs={"m": need},
     )  # fmt: skip
 
 
