@@ -1,385 +1,252 @@
-"""Replicas die, hang, become slow and come back under load: which requests notice, and how soon does the proxy?
+"""Replicas die, hang, become slow and come back under load: lost requests, broken streams, seconds to detection.
 
-Real processes: four simulated replicas, the proxy, and an open loop of streams. In each scenario something breaks after
-some seconds of good health and is whole again later; the proxy is left alone. Run `python -m benchmarks.failover`; it
-takes about three minutes. The goals: no request fails before its first byte; a stream that breaks after it (which only
-its own replica could go on with) ends in exactly one error event; who is killed is found within 1 s, who is ten times
-as slow within 5 s, and who hangs within 2 s of the first byte that it owes, or five times the 99th percentile of the
-time to one; and requests take no more than 1.05 attempts each.
+    python -m benchmarks.failover [--only killed]
+
+Four simulated replicas, the proxy, and streams at random moments. In each scene a replica breaks after some seconds of
+health, and recovers later. The exit status is 1 when a goal is missed: no request fails before its first byte; a stream
+that breaks after it ends in exactly one error event; a killed replica is found within 1 s, a slow one within 5 s, and a
+hung one 2 s after its first byte is due, or after five times the p99 of the time to the first byte; and requests take
+no more than 1.05 attempts each.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import re
-import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from math import inf
-from typing import Any
 
-import aiohttp
-
-from benchmarks.fleet import Fleet, fleet, value_of
-from benchmarks.overload import percentile
-from llmproxy.config.value_types import hash_of
+from benchmarks.faults import Fault, broken, killed, stopped
+from benchmarks.fleet import WITH_ADMIN, Fleet, fleet
+from benchmarks.load import Clients, Seen, Work, percentile
+from benchmarks.table import Table
 from llmproxy.lab.simulator.server.metrics import unix_now_s
 
 REPLICAS = 4
-MODEL = "sim"
-TOKENS = 96
-REPLICA_FLAGS = ("--model", MODEL, "--profile", "llama-8b-h100", "--max-num-seqs", "16", "--speed", "0.4")
-MESSAGES = [{"role": "user", "content": "Tell me how things break."}]
-BODY = {"model": MODEL, "messages": MESSAGES, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
-ADMIN_KEY = "for-the-rolling-restart"
-PROXY_FLAGS = ("--admin-key", hash_of(ADMIN_KEY))
+FLAGS = ("--model", "sim", "--profile", "llama-8b-h100", "--max-num-seqs", "16", "--speed", "0.4")
+WORK = Work(tokens=(96,), words=5)
 ATTEMPTS_MAX = 1.05
 EVENTS = ("backend_ejected", "backend_back", "backend_down", "backend_up")
-RESET_SHARE = 0.05
+RESET_SHARE, RESETS_S = 0.05, 10.0
 RESET_AFTER_BYTES = 4_000
 """About a third of an answer."""
 AFTER_S = 6.0
-"""How long the load goes on when all is well again."""
-UP_S = 60.0
-"""How long a process may take to be up again."""
-
-
-@dataclass(slots=True)
-class Seen:
-    """What a client saw of one request; times are those of the loop, None for what never came."""
-
-    sent_s: float
-    first_byte_s: float | None = None
-    backend: str | None = None
-    whole: bool = False
-    errors: int = 0
-    detail: str = ""
+"""Load that goes on after recovery."""
 
 
 @dataclass(slots=True)
 class Run:
-    """One scenario as it was. `broken_s` is when replica 0 broke, of the loop and of the clock that the log has."""
+    """A scene: the fleet, its load, and the times at which replica 0 broke and recovered."""
 
-    seen: list[Seen] = field(default_factory=list)
+    running: Fleet
+    clients: Clients
+    rate: float
     broken_s: float = inf
-    healed_s: float = inf
     broken_unix_s: float = 0.0
+    healed_s: float = inf
     events: list[tuple[float, str]] = field(default_factory=list)
-    retries: int = 0
-    back_s: float | None = None
+    retries: float = 0.0
 
+    def breaks(self) -> None:
+        self.broken_s, self.broken_unix_s = asyncio.get_running_loop().time(), unix_now_s()
+
+    def heals(self) -> None:
+        self.healed_s = asyncio.get_running_loop().time()
+
+    async def available(self, index: int) -> None:
+        await self.running.becomes(f'llmproxy_backend_available{{backend="{self.running.name(index)}"}}', 1.0)
+
+    # --- figures ------------------------------------------------------------------------------------------------------
+
+    @property
     def lost(self) -> list[Seen]:
-        return [request for request in self.seen if request.first_byte_s is None]
+        return [one for one in self.clients.seen if one.byte_s is None]
 
+    @property
     def cut(self) -> list[Seen]:
-        return [request for request in self.seen if request.first_byte_s is not None and not request.whole]
+        return [one for one in self.clients.seen if one.byte_s is not None and not one.whole]
 
-    def ttft_before_s(self) -> float:
-        """The 99th percentile of the time to the first byte of those that had it before anything broke."""
-        before = [r.first_byte_s - r.sent_s for r in self.seen if r.first_byte_s and r.first_byte_s < self.broken_s]
-        return percentile(before, 0.99)
-
-    def ttft_after_s(self) -> float:
-        """The same of those that were sent in the three seconds after."""
-        after = [r for r in self.seen if self.broken_s <= r.sent_s < self.broken_s + 3.0]
-        return percentile([r.first_byte_s - r.sent_s for r in after if r.first_byte_s], 0.99)
+    def ttft_p99_s(self) -> float:
+        """The p99 of the time to the first byte of requests that were sent before the fault."""
+        sent = [one for one in self.clients.seen if one.sent_s < self.broken_s]
+        return percentile([one.byte_s - one.sent_s for one in sent if one.byte_s], 0.99)
 
     @property
     def found_s(self) -> float | None:
-        """When the proxy first knew, in seconds since it broke."""
-        return next(
-            (at_s for at_s, words in self.events if words.startswith(("backend_ejected", "backend_down"))), None
-        )
+        """Seconds from the fault to the first line of the log about it."""
+        named = (at_s for at_s, words in self.events if words.startswith(("backend_ejected", "backend_down")))
+        return next(named, None)
+
+    @property
+    def back_s(self) -> float | None:
+        """Seconds from recovery to the first byte of replica 0."""
+        name = self.running.name(0)
+        times = (one.byte_s for one in self.clients.seen if one.backend == name and one.byte_s)
+        return min((at_s - self.healed_s for at_s in times if at_s > self.healed_s), default=None)
 
     @property
     def attempts(self) -> float:
-        """For each request."""
-        return 1.0 + self.retries / len(self.seen)
+        """Attempts for each request."""
+        return 1.0 + self.retries / len(self.clients.seen)
+
+    def read_log(self) -> None:
+        """Read the events of replica 0 since it broke."""
+        for event in EVENTS:
+            for entry in self.running.events(event):
+                at_s = datetime.fromisoformat(entry["timestamp"]).timestamp() - self.broken_unix_s
+                if entry["backend"] == self.running.name(0) and at_s >= 0.0:
+                    self.events.append((at_s, f"{event} {entry.get('why', '')}".strip()))
+        self.events.sort()
 
 
-@dataclass(slots=True)
-class Stage:
-    """The fleet that a scenario breaks, and the load on it while it does."""
-
-    running: Fleet
-    session: aiohttp.ClientSession
-    run: Run
-    rng: random.Random
-    on_send: Callable[[], Awaitable[None]] | None = None
-
-    def name(self, index: int) -> str:
-        """What the proxy calls a replica."""
-        return self.running.replica_urls[index].removeprefix("http://")
-
-    def breaks(self) -> None:
-        """Replica 0 is about to break."""
-        self.run.broken_s, self.run.broken_unix_s = asyncio.get_running_loop().time(), unix_now_s()
-
-    def heals(self) -> None:
-        """What broke becomes whole now."""
-        self.run.healed_s = asyncio.get_running_loop().time()
-
-    async def fault(self, index: int, kind: str | None, **how: Any) -> None:
-        url = self.running.replica_urls[index] + "/sim/fault"
-        # A broken replica may close a kept connection, and a POST is not sent twice.
-        close = {"connection": "close"}
-        async with self.session.post(url, json={"kind": kind} | how, headers=close, raise_for_status=True):
-            pass
-
-    async def restart(self, index: int) -> None:
-        """End what is left of a replica, start it anew, and wait until the proxy may give it work."""
-        await self.running.replicas[index].stop(signal.SIGKILL)
-        self.heals()
-        await self.running.restart_replica(index)
-        await self.metric_is("llmproxy_backend_available", index, 1.0)
-
-    async def metric_is(self, series: str, index: int, value: float) -> None:
-        async with asyncio.timeout(UP_S):
-            while await self.metric(f'{series}{{backend="{self.name(index)}"}}') != value:  # noqa: ASYNC110 - it is another process
-                await asyncio.sleep(0.1)
-
-    async def metric(self, series: str) -> float:
-        async with self.session.get(self.running.url + "/metrics") as answer:
-            found = value_of(await answer.text(), series)
-        if found is None:
-            raise RuntimeError(f"the proxy has no series {series}")
-        return found
-
-    async def admin(self, index: int, verb: str) -> None:
-        url = f"{self.running.url}/admin/backends/{self.name(index)}/{verb}"
-        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-        async with self.session.post(url, headers=headers, raise_for_status=True):
-            pass
+# --- scenes -----------------------------------------------------------------------------------------------------------
 
 
-# --- what happens -----------------------------------------------------------------------------------------------------
+def during(fault: Fault, lasts_s: float, times: int = 1) -> Callable[[Run], Awaitable[None]]:
+    """Replica 0 has a fault for some seconds."""
 
-
-async def killed(stage: Stage) -> None:
-    stage.breaks()
-    await stage.running.replicas[0].stop(signal.SIGKILL)
-    await asyncio.sleep(3.0)
-    await stage.restart(0)
-
-
-async def stopped(stage: Stage) -> None:
-    """SIGSTOP, and later SIGCONT: sockets accept, and nothing answers, polls included."""
-    stage.breaks()
-    stage.running.replicas[0].child.send_signal(signal.SIGSTOP)
-    await asyncio.sleep(5.0)
-    stage.heals()
-    stage.running.replicas[0].child.send_signal(signal.SIGCONT)
-
-
-def faulted(kind: str, lasts_s: float, *, restarted: bool = False, **how: Any) -> Callable[[Stage], Awaitable[None]]:
-    """Replica 0 has a fault for so long, until it is taken away or the replica is started anew."""
-
-    async def happens(stage: Stage) -> None:
-        stage.breaks()
-        await stage.fault(0, kind, **how)
-        await asyncio.sleep(lasts_s)
-        if restarted:
-            await stage.restart(0)
-        else:
-            stage.heals()
-            await stage.fault(0, None)
+    async def happens(run: Run) -> None:
+        run.breaks()
+        for _ in range(times):
+            async with fault(run.running, 0):
+                await asyncio.sleep(lasts_s)
+            run.heals()
+            await run.available(0)
 
     return happens
 
 
-async def resets(stage: Stage) -> None:
-    """Of all streams, a share is reset in mid-answer, wherever it is."""
-
-    async def reset_one() -> None:
-        if stage.rng.random() < RESET_SHARE:
-            await stage.fault(stage.rng.randrange(REPLICAS), "reset", after_bytes=RESET_AFTER_BYTES, times=1)
-
-    stage.on_send = reset_one
-    await asyncio.sleep(10.0)
-    stage.on_send = None
+async def resets(run: Run) -> None:
+    """A share of all streams is reset in mid-answer, at any replica."""
+    rng, loop = random.Random(7), asyncio.get_running_loop()
+    ends_s = loop.time() + RESETS_S
+    while loop.time() < ends_s:
+        await asyncio.sleep(rng.expovariate(RESET_SHARE * run.rate))
+        await run.running.fault(rng.randrange(REPLICAS), "reset", after_bytes=RESET_AFTER_BYTES, times=1)
 
 
-async def flapping(stage: Stage) -> None:
-    """Killed anew as soon as it is up again, three times."""
-    stage.breaks()
-    for _ in range(3):
-        await stage.running.replicas[0].stop(signal.SIGKILL)
-        await stage.restart(0)
-
-
-async def rolling(stage: Stage) -> None:
-    """Each in its turn: drained, ended once it is empty, started anew, given work again."""
+async def rolling(run: Run) -> None:
+    """Each replica in turn is drained, ended once it is empty, started, and used again."""
     for index in range(REPLICAS):
-        await stage.admin(index, "drain")
-        await stage.metric_is("llmproxy_in_flight_requests", index, 0.0)
-        await stage.running.replicas[index].stop(signal.SIGTERM)
-        await stage.running.restart_replica(index)
-        await stage.admin(index, "undrain")
-        await stage.metric_is("llmproxy_backend_available", index, 1.0)
+        await run.running.admin(index, "drain")
+        await run.running.becomes(f'llmproxy_in_flight_requests{{backend="{run.running.name(index)}"}}', 0.0)
+        await run.running.replicas[index].stop()
+        await run.running.start_replica(index)
+        await run.running.admin(index, "undrain")
+        await run.available(index)
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
-    """`healthy_s` is how long all is well before; `found_within_s` is a goal, None where nothing is to be found."""
+class Scene:
+    """A fault and its goals."""
 
     name: str
-    happens: Callable[[Stage], Awaitable[None]]
+    happens: Callable[[Run], Awaitable[None]]
     found_within_s: float | None = None
+    """None where the proxy has nothing to find."""
     healthy_s: float = 3.0
+    """Time before the fault."""
     breaks_streams: bool = True
 
 
-SCENARIOS = (
-    Scenario("killed (`kill -9`)", killed, 1.0),
-    Scenario("stopped (SIGSTOP, SIGCONT 5 s later)", stopped, 2.0, breaks_streams=False),
-    # Polls are answered as ever, and no stream moves.
-    Scenario("frozen, with /health 200", faulted("frozen", 5.0), 2.0, breaks_streams=False),
-    # What vLLM does on SIGTERM: the port refuses, and open streams get no byte and no end.
-    Scenario("hangs, as after SIGTERM", faulted("hang", 3.0, restarted=True), 2.0),
-    # 500 for what is new under a `/health` that says 200.
-    Scenario("drains, with /health 200", faulted("draining_500", 3.0, restarted=True), 1.0),
+SCENES = (
+    Scene("killed (`kill -9`)", during(killed, 3.0), 1.0),
+    Scene("stopped (SIGSTOP, SIGCONT 5 s later)", during(stopped(), 5.0), 2.0, breaks_streams=False),
+    # Polls are answered as before, and no stream moves.
+    Scene("frozen, with /health 200", during(broken("frozen"), 5.0), 2.0, breaks_streams=False),
+    # As vLLM on SIGTERM: the port refuses, and open streams get no byte and no end.
+    Scene("hangs, as after SIGTERM", during(broken("hang", restarted=True), 3.0), 2.0),
+    # 500 for new requests under a `/health` of 200.
+    Scene("drains, with /health 200", during(broken("draining_500", restarted=True), 3.0), 1.0),
     # Slowness is measured against the time before, which takes ten observations of 0.8 s.
-    Scenario("ten times as slow", faulted("slow", 8.0, factor=10), 5.0, healthy_s=14.0, breaks_streams=False),
-    Scenario("5 % of streams reset in mid-answer", resets),
-    Scenario("flapping: killed three times", flapping, 1.0),
-    Scenario("rolling restart", rolling, breaks_streams=False),
+    Scene("ten times as slow", during(broken("slow", factor=10), 8.0), 5.0, healthy_s=14.0, breaks_streams=False),
+    Scene("5 % of streams reset in mid-answer", resets),
+    Scene("flapping: killed three times", during(killed, 0.0, times=3), 1.0),
+    Scene("rolling restart", rolling, breaks_streams=False),
 )
 
 
-# --- the load ---------------------------------------------------------------------------------------------------------
-
-
-async def play(scenario: Scenario, rate: float, seed: int) -> Run:
-    """Run one scenario on a fleet of its own, under `rate` streams per second."""
-    connector = aiohttp.TCPConnector(limit=0)
-    async with (
-        fleet([REPLICA_FLAGS] * REPLICAS, PROXY_FLAGS) as running,
-        aiohttp.ClientSession(connector=connector) as session,
-    ):
-        run = Run()
-        stage = Stage(running, session, run, random.Random(seed))
-        async with asyncio.TaskGroup() as clients:
-            offering = clients.create_task(_offer(stage, rate, random.Random(seed + 1), clients))
-            await asyncio.sleep(scenario.healthy_s)
-            await scenario.happens(stage)
+async def play(scene: Scene, rate: float, seed: int) -> Run:
+    """Run a scene on a fleet of its own, under `rate` streams per second."""
+    async with fleet([FLAGS] * REPLICAS, settings=WITH_ADMIN) as running:
+        async with Clients(running.session, WORK, seed) as clients:
+            run = Run(running, clients, rate)
+            clients.poisson(rate, lambda: running.url)
+            await asyncio.sleep(scene.healthy_s)
+            await scene.happens(run)
             await asyncio.sleep(AFTER_S)
-            offering.cancel()
-        run.retries = int(await stage.metric("llmproxy_retries_total"))
-        if scenario.found_within_s is not None:
-            run.events = _events(stage)
-            times = (r.first_byte_s for r in run.seen if r.backend == stage.name(0) and r.first_byte_s)
-            run.back_s = min((at - run.healed_s for at in times if at > run.healed_s), default=None)
+            await clients.ended()
+        run.retries = await running.metric("llmproxy_retries_total") or 0.0
+        if scene.found_within_s is not None:
+            run.read_log()
     return run
-
-
-def _events(stage: Stage) -> list[tuple[float, str]]:
-    """What the log says of replica 0 since it broke, and how long after that."""
-    found = []
-    for line in stage.running.proxy.log.read_text(errors="replace").splitlines():
-        entry = json.loads(line) if line.startswith("{") else {}
-        if entry.get("event") in EVENTS and entry["backend"] == stage.name(0):
-            at_s = datetime.fromisoformat(entry["timestamp"]).timestamp() - stage.run.broken_unix_s
-            found.append((at_s, f"{entry['event']} {entry.get('why', '')}".strip()))
-    return [(at_s, words) for at_s, words in found if at_s >= 0.0]
-
-
-async def _offer(stage: Stage, rate: float, rng: random.Random, clients: asyncio.TaskGroup) -> None:
-    loop = asyncio.get_running_loop()
-    at_s = loop.time()
-    while True:
-        at_s += rng.expovariate(rate)
-        await asyncio.sleep(at_s - loop.time())
-        if stage.on_send is not None:
-            await stage.on_send()
-        seen = Seen(loop.time())
-        stage.run.seen.append(seen)
-        clients.create_task(_one(seen, stage.session, stage.running.url))
-
-
-async def _one(seen: Seen, session: aiohttp.ClientSession, url: str) -> None:
-    loop = asyncio.get_running_loop()
-    data = b""
-    try:
-        async with asyncio.timeout(45.0), session.post(url + "/v1/chat/completions", json=BODY) as answer:
-            seen.backend = answer.headers.get("x-llmproxy-backend")
-            if answer.status != 200:
-                seen.detail = f"{answer.status} {(await answer.text())[:200]}"
-                return
-            async for piece in answer.content.iter_any():
-                seen.first_byte_s = seen.first_byte_s or loop.time()
-                data += piece
-    except (aiohttp.ClientError, TimeoutError) as error:
-        seen.detail = f"{type(error).__name__}: {error}"
-    seen.errors = sum(event.startswith(b'data: {"error"') for event in data.split(b"\n\n"))
-    seen.whole = data.endswith(b"data: [DONE]\n\n") and not seen.errors and not seen.detail
-    if not seen.whole and not seen.detail:
-        seen.detail = data.strip().rpartition(b"\n\n")[2].decode(errors="replace")
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
-HEAD = (
-    "| scenario | requests | lost before the first byte | broken after it | of these with one error event "
-    "| found after s | attempts for each request "
-    "| TTFT p99 before s | TTFT p99 of the 3 s after s | load again after s |"
+COLUMNS = (
+    "scene",
+    "requests",
+    "lost before the first byte",
+    "broken after it",
+    "of these with one error event",
+    "found after s",
+    "attempts for each request",
+    "load again after s",
 )
 
 
-def row(scenario: Scenario, run: Run) -> str:
-    one_error = sum(request.errors == 1 for request in run.cut())
-    cells = [scenario.name, len(run.seen), len(run.lost()), len(run.cut()), one_error]
-    if scenario.found_within_s is None:
-        cells += ["–", f"{run.attempts:.3f}", f"{run.ttft_before_s():.3f}", "–", "–"]
-    else:
+def row(scene: Scene, run: Run) -> list[object]:
+    one_error = sum(one.errors == 1 for one in run.cut)
+    found, back = "–", "–"
+    if scene.found_within_s is not None:
         found, back = ("never" if at_s is None else f"{at_s:.2f}" for at_s in (run.found_s, run.back_s))
-        cells += [found, f"{run.attempts:.3f}", f"{run.ttft_before_s():.3f}", f"{run.ttft_after_s():.3f}", back]
-    return f"| {' | '.join(map(str, cells))} |"
+    counts = [len(run.clients.seen), len(run.lost), len(run.cut), one_error]
+    return [scene.name, *counts, found, f"{run.attempts:.3f}", back]
 
 
-def missed(scenario: Scenario, run: Run) -> list[str]:
-    """The goals that were not reached."""
-    problems = [f"lost: {request.detail}" for request in run.lost()]
-    cut = run.cut()
-    problems += [f"{request.errors} error events: {request.detail}" for request in cut if request.errors != 1]
-    if cut and not scenario.breaks_streams:
-        problems.append(f"{len(cut)} streams broke: {cut[0].detail}")
+def missed(scene: Scene, run: Run) -> list[str]:
+    """The goals that were missed."""
+    problems = [f"lost: {one.detail}" for one in run.lost]
+    problems += [f"{one.errors} error events: {one.detail}" for one in run.cut if one.errors != 1]
+    if run.cut and not scene.breaks_streams:
+        problems.append(f"{len(run.cut)} streams broke: {run.cut[0].detail}")
     if run.attempts > ATTEMPTS_MAX:
         problems.append(f"{run.attempts:.3f} attempts for each request")
-    if scenario.found_within_s is not None:
-        goal_s, found_s = scenario.found_within_s, run.found_s
+    if scene.found_within_s is not None:
+        goal_s, found_s = scene.found_within_s, run.found_s
         silent = re.search(r"silent for (\S+) s", run.events[0][1]) if run.events else None
         if silent is not None:
-            # A silent replica cannot be found before it owes a byte.
-            goal_s, found_s = max(goal_s, 5.0 * run.ttft_before_s()), float(silent[1])
+            # A silent replica cannot be found before its next byte is due.
+            goal_s, found_s = max(goal_s, 5.0 * run.ttft_p99_s()), float(silent[1])
         if found_s is None or found_s > goal_s:
             problems.append(f"found after {found_s} s, not within {goal_s:.1f} s")
         if run.back_s is None:
-            problems.append("never given work again")
+            problems.append("never used again")
     return problems
 
 
 async def main() -> int:
-    """Print one row for each scenario, and what the log said. 1 when a goal was not reached."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print a row for each scene, and the lines of the log. 1 when a goal was missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=16.0, help="streams per second")
-    parser.add_argument("--only", default="", help="those scenarios whose name has this in it")
+    parser.add_argument("--only", default="", help="part of a scene's name")
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
-    print(f"{options.rate:g} streams/s of {TOKENS} tokens on {REPLICAS} replicas\n\n{HEAD}\n| --- |" + " --: |" * 9)
-    events, problems = [], []
-    for scenario in SCENARIOS:
-        if options.only not in scenario.name:
-            continue
-        run = await play(scenario, options.rate, options.seed)
-        print(row(scenario, run), flush=True)
-        if run.events:
-            events.append(f"{scenario.name}: " + "; ".join(f"{at_s:.2f} s {words}" for at_s, words in run.events))
-        problems += [f"MISSED {scenario.name}: {problem}" for problem in missed(scenario, run)]
-    print("\n" + "\n".join(events + problems))
+    table, lines = Table(*COLUMNS), list[str]()
+    problems: list[str] = []
+    for scene in SCENES:
+        if options.only in scene.name:
+            run = await play(scene, options.rate, options.seed)
+            table.row(*row(scene, run))
+            if run.events:
+                lines.append(f"{scene.name}: " + "; ".join(f"{at_s:.2f} s {words}" for at_s, words in run.events))
+            problems += [f"MISSED {scene.name}: {problem}" for problem in missed(scene, run)]
+    print("\n" + "\n".join(lines + problems))
     return int(bool(problems))
 
 

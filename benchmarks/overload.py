@@ -1,217 +1,130 @@
-"""What a critical client notices while the fleet is offered twice what it can serve, and who gets how much of it.
+"""Clients of a critical band while the fleet is offered twice its capacity, and the shares of two flows.
 
-Real processes: simulated replicas, the proxy, and this load. Everything is read from the proxy's own request lines.
-Run `python -m benchmarks.overload`; it takes about three minutes. `benchmarks/README.md` says how to read it.
+    python -m benchmarks.overload
+
+Simulated replicas, the proxy and the clients are processes of their own. All figures come from the proxy's request
+lines. The first table has critical traffic alone, and then twice the capacity as 20/60/20 critical, default and
+sheddable. The second has two flows of a band. The first sends ten times as
+much.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import random
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
-import aiohttp
-
 from benchmarks.fleet import Fleet, fleet
+from benchmarks.load import FLOW, OBJECTIVE, Clients, Work, percentile
+from benchmarks.table import Table
 
-MODEL = "sim"
+BATCH, REPLICAS, SPEED = 32, 2, 0.25
+FLAGS = ("--model", "sim", "--profile", "llama-8b-h100", "--speed", str(SPEED), "--max-num-seqs", str(BATCH))
+WORDS = 240
+TOKENS = range(16, 113)
+"""Lengths vary, because a batch of equal answers would end at once, and the next request would wait for all of it."""
+LEVELS = {"critical": 100, "default": 0, "sheddable": -100}
 
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One kind of traffic: Poisson arrivals at `rate` per second, marked with an objective and a fairness id."""
-
-    rate: float
-    objective: str
-    flow: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Size of every request, and of the fleet that serves it.
-
-    Answers have lengths drawn evenly from `output_tokens`: if all were equal, a batch that began together would end
-    together, and whoever came in between would wait for all of it.
-    """
-
-    prompt_words: int = 150
-    output_tokens: tuple[int, int] = (16, 112)
-    batch: int = 32
-    replicas: int = 2
-    speed: float = 0.25
-
-    @property
-    def output_tokens_mean(self) -> float:
-        return sum(self.output_tokens) / 2
-
-    def replica_flags(self) -> list[str]:
-        return [
-            "--model", MODEL, "--profile", "llama-8b-h100", "--speed", str(self.speed), "--max-num-seqs",
-            str(self.batch),
-        ]  # fmt: skip
-
-    def body(self, rng: random.Random) -> dict[str, Any]:
-        # Random numbers, so that no two prompts share a prefix worth caching.
-        words = " ".join(str(rng.randrange(10_000_000)) for _ in range(self.prompt_words))
-        return {
-            "model": MODEL,
-            "messages": [{"role": "user", "content": words}],
-            "max_tokens": rng.randint(*self.output_tokens),
-            "ignore_eos": True,
-            "stream": True,
-        }
+Source = tuple[float, str, str]
+"""Requests per second, objective, and flow, which may be empty."""
 
 
-async def offer(running: Fleet, load: Load, sources: list[Source], seconds: float, seed: int) -> None:
-    """Send every source's arrivals for `seconds`, then wait until all are answered. Paired by `seed` and source."""
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as tasks:
-        for index, source in enumerate(sources):
-            rng = random.Random(f"{seed} {index} {source.objective} {source.flow}")
-            tasks.create_task(_arrivals(session, running.url, load, source, seconds, rng, tasks))
+async def offer(running: Fleet, sources: Sequence[Source], seconds: float, seed: int) -> None:
+    """Send the arrivals of all sources for `seconds`, then wait for the answers. A seed gives equal arrivals."""
+    async with AsyncExitStack() as stack:
+        every = []
+        for rate, objective, flow in sources:
+            headers = {OBJECTIVE: objective} | ({FLOW: flow} if flow else {})
+            work = Work(tokens=TOKENS, words=WORDS, headers=headers)
+            clients = await stack.enter_async_context(Clients(running.session, work, seed + LEVELS[objective]))
+            clients.poisson(rate, lambda: running.url)
+            every.append(clients)
+        await asyncio.sleep(seconds)
+        await asyncio.gather(*(clients.ended() for clients in every))
 
 
-async def _arrivals(
-    session: aiohttp.ClientSession,
-    url: str,
-    load: Load,
-    source: Source,
-    seconds: float,
-    rng: random.Random,
-    tasks: asyncio.TaskGroup,
-) -> None:
-    loop = asyncio.get_running_loop()
-    start_s = at_s = loop.time()
-    while (at_s := at_s + rng.expovariate(source.rate)) < start_s + seconds:
-        await asyncio.sleep(at_s - loop.time())
-        tasks.create_task(_one(session, url, load.body(rng), source))
+async def capacity() -> float:
+    """Requests per second that the full fleet serves."""
+    async with fleet([FLAGS] * REPLICAS) as running:
+        await offer(running, [(60.0 * SPEED * REPLICAS, "default", "")], 25.0, seed=1)
+        done = [one for one in running.exits() if one["outcome"] == "completed"]
+    first_s = min(one["granted_s"] for one in done)
+    # The first answers come from a batch that is still filling, and the last from a batch that empties.
+    window = [one for one in done if first_s + 8.0 < one["arrived_s"] + one["duration_s"] < first_s + 22.0]
+    return len(window) / 14.0
 
 
-async def _one(session: aiohttp.ClientSession, url: str, body: dict[str, Any], source: Source) -> None:
-    headers = {"x-llm-d-inference-objective": source.objective}
-    if source.flow is not None:
-        headers["x-llm-d-inference-fairness-id"] = source.flow
-    async with session.post(url + "/v1/chat/completions", json=body, headers=headers) as answer:
-        async for _ in answer.content.iter_any():
-            pass
+def inversions(exits: Sequence[Mapping[str, Any]], levels: Mapping[str, int] = LEVELS) -> int:
+    """Grants to a lower band while a request of a higher band had been waiting for 20 ms or more.
 
-
-async def capacity(load: Load) -> float:
-    """Requests per second that the fleet serves when it never lacks work: measured, not assumed."""
-    async with fleet([load.replica_flags()] * load.replicas) as running:
-        seconds = 25.0
-        await offer(running, load, [Source(60.0 * load.speed * load.replicas, "default")], seconds, seed=1)
-        done = [e for e in running.exits() if e["outcome"] == "completed"]
-        first = min(e["granted_s"] for e in done)
-        # The first answers come from a batch that is still filling, and the last from one that empties.
-        window = [e for e in done if first + 8.0 < e["arrived_s"] + e["duration_s"] < first + 22.0]
-        return len(window) / 14.0
-
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
-
-
-def inversions(exits: list[dict[str, Any]], level: dict[str, int]) -> int:
-    """Grants given to a lower band while a request of a higher one had been waiting for 20 ms or more.
-
-    All replicas are alike here and all serve the one model, so whoever is granted took a place that the higher request
-    could have had. The first 20 ms are left out because arrival is stamped before the body is read.
+    All replicas serve the one model, so the higher request could have had the place. The first 20 ms are left out,
+    because the arrival is stamped before the body is read.
     """
     events = []
     for entry in exits:
-        if entry.get("granted_s") is None:
-            continue
-        events.append((entry["granted_s"], 1, level[entry["band"]]))
-        events.append((entry["arrived_s"] + 0.02, 0, level[entry["band"]]))
+        if entry.get("granted_s") is not None:
+            level = levels[entry["band"]]
+            events += [(entry["granted_s"], 1, level), (entry["arrived_s"] + 0.02, 0, level)]
     waiting: dict[int, int] = defaultdict(int)
     count = 0
-    for _, kind, band in sorted(events):
-        if kind == 0:
-            waiting[band] += 1
-        else:
-            count += any(n > 0 for b, n in waiting.items() if b > band)
-            waiting[band] -= 1
+    for _, granted, level in sorted(events):
+        if granted:
+            count += any(number > 0 for other, number in waiting.items() if other > level)
+        waiting[level] += -1 if granted else 1
     return count
 
 
+async def priority(rate: float, seconds: float, seed: int) -> None:
+    critical = (0.4 * rate, "critical", "")
+    others = [(1.2 * rate, "default", ""), (0.4 * rate, "sheddable", "")]
+    p99_s = {}
+    table = Table(
+        "run", "band", "offered", "completed", "TTFT p50 s", "TTFT p99 s", "queue wait p99 s", "inversions", texts=2
+    )
+    for name, sources in (("critical alone", [critical]), ("20/60/20 at 2x", [critical, *others])):
+        async with fleet([FLAGS] * REPLICAS, ["--queue-max-wait-s", "20"]) as running:
+            await offer(running, sources, seconds, seed)
+            exits = running.exits()
+        for band in LEVELS:
+            mine = [one for one in exits if one["band"] == band]
+            served = [one for one in mine if one.get("ttft_s") is not None]
+            if mine:
+                p50, p99 = (percentile([one["ttft_s"] for one in served], share) for share in (0.5, 0.99))
+                p99_s[name, band] = p99
+                wait = percentile([one["queue_wait_s"] for one in served], 0.99)
+                done = sum(one["outcome"] == "completed" for one in mine)
+                table.row(name, band, len(mine), done, f"{p50:.3f}", f"{p99:.3f}", f"{wait:.3f}", inversions(exits))
+    alone_s, mixed_s = p99_s["critical alone", "critical"], p99_s["20/60/20 at 2x", "critical"]
+    print(f"\ncritical p99 TTFT: {mixed_s:.3f} s against {alone_s:.3f} s alone (x{mixed_s / alone_s:.2f})\n")
+
+
+async def shares(rate: float, seconds: float, seed: int) -> None:
+    sources = [(6.0 * rate, "default", "aggressor"), (0.6 * rate, "default", "victim")]
+    table = Table("fairness", "flow", "offered/s", "output tokens", "share while both wait", texts=2)
+    for policy in ("fcfs", "fair_share"):
+        async with fleet([FLAGS] * REPLICAS, ["--fairness", policy, "--queue-max-wait-s", "15"]) as running:
+            await offer(running, sources, seconds, seed)
+            exits = [one for one in running.exits() if one.get("granted_s") is not None]
+        start_s = min(one["arrived_s"] for one in exits)
+        both = [one for one in exits if start_s + 5.0 < one["granted_s"] < start_s + seconds]
+        total = sum(one.get("output_tokens", 0) for one in both)
+        for offered, _, flow in sources:
+            mine = sum(one.get("output_tokens", 0) for one in both if one["flow"] == flow)
+            table.row(policy, flow, f"{offered:.1f}", mine, f"{mine / total:.2f}")
+
+
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=40.0, help="length of each measured run")
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
-    load = Load()
-    rate = await capacity(load)
-    print(f"fleet: {load.replicas} replicas x {load.batch} sequences at {load.speed:g} of real speed, "
-          f"{rate:.1f} requests/s of {load.output_tokens_mean:.0f} tokens on average")  # fmt: skip
-    await _priority(load, rate, options.seconds, options.seed)
-    await _shares(load, rate, options.seconds, options.seed)
-
-
-async def _priority(load: Load, rate: float, seconds: float, seed: int) -> None:
-    critical = Source(0.2 * 2 * rate, "critical")
-    others = [Source(0.6 * 2 * rate, "default"), Source(0.2 * 2 * rate, "sheddable")]
-    rows = []
-    for name, sources in (("critical alone", [critical]), ("20/60/20 at 2x", [critical, *others])):
-        async with fleet([load.replica_flags()] * load.replicas, ["--queue-max-wait-s", "20"]) as running:
-            await offer(running, load, sources, seconds, seed)
-            exits = running.exits()
-            wrong = inversions(exits, {"critical": 100, "default": 0, "sheddable": -100})
-            for band in ("critical", "default", "sheddable"):
-                mine = [e for e in exits if e["band"] == band]
-                ttft = [e["ttft_s"] for e in mine if e.get("ttft_s") is not None]
-                wait = [e["queue_wait_s"] for e in mine if e.get("ttft_s") is not None]
-                if mine:
-                    done = sum(e["outcome"] == "completed" for e in mine)
-                    rows.append((name, band, len(mine), done, percentile(ttft, 0.5), percentile(ttft, 0.99),
-                                 percentile(wait, 0.99), wrong))  # fmt: skip
-    print("\n| run | band | offered | completed | TTFT p50 s | TTFT p99 s | queue wait p99 s | inversions |")
-    print("| --- | --- | --: | --: | --: | --: | --: | --: |")
-    for row in rows:
-        print("| {} | {} | {} | {} | {:.3f} | {:.3f} | {:.3f} | {} |".format(*row))
-    solo = next(row[5] for row in rows if row[0] == "critical alone")
-    mixed = next(row[5] for row in rows if row[0] != "critical alone" and row[1] == "critical")
-    print(f"\ncritical p99 TTFT: {mixed:.3f} s against {solo:.3f} s alone (x{mixed / solo:.2f})")
-    print(bound_text(load, solo))
-
-
-def bound_text(load: Load, solo_p99_s: float) -> str:
-    """The model's bound: the solo figure, two steps of a full batch, and the wait for a slot.
-
-    A replica of B sequences that take s seconds each frees a slot every s / B on average; 1 % of such exponential gaps
-    exceed 4.6 of them. Who is let into the look-ahead waits for a slot of that one replica.
-    """
-    from llmproxy.lab.simulator.engine.profiles import profile_named
-
-    profile = profile_named("llama-8b-h100")
-    tokens = load.prompt_words * 3
-    step_s = profile.step_s(load.batch, load.batch * tokens, [(0, tokens)]) / load.speed
-    wait_s = 4.6 * load.output_tokens_mean * step_s / load.batch
-    return (
-        f"model bound: solo {solo_p99_s:.3f} + two steps of a full batch {2 * step_s:.3f} + p99 wait for a slot of one "
-        f"replica {wait_s:.3f} = {solo_p99_s + 2 * step_s + wait_s:.3f} s"
-    )
-
-
-async def _shares(load: Load, rate: float, seconds: float, seed: int) -> None:
-    sources = [Source(6.0 * rate, "default", "aggressor"), Source(0.6 * rate, "default", "victim")]
-    print("\n| fairness | flow | offered/s | output tokens | share while both wait |")
-    print("| --- | --- | --: | --: | --: |")
-    for policy in ("fcfs", "fair_share"):
-        flags = ["--fairness", policy, "--queue-max-wait-s", "15"]
-        async with fleet([load.replica_flags()] * load.replicas, flags) as running:
-            await offer(running, load, sources, seconds / 2, seed)
-            exits = [e for e in running.exits() if e.get("granted_s") is not None]
-            start = min(e["arrived_s"] for e in exits)
-            both = [e for e in exits if start + 5.0 < e["granted_s"] < start + seconds / 2]
-            total = sum(e.get("output_tokens", 0) for e in both)
-            for source in sources:
-                mine = sum(e.get("output_tokens", 0) for e in both if e["flow"] == source.flow)
-                print(f"| {policy} | {source.flow} | {source.rate:.1f} | {mine} | {mine / total:.2f} |")
+    rate = await capacity()
+    print(f"fleet: {REPLICAS} replicas x {BATCH} sequences at {SPEED:g} of real speed, {rate:.1f} requests/s\n")
+    await priority(rate, options.seconds, options.seed)
+    await shares(rate, options.seconds / 2, options.seed)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""The processes of a measurement: how they are started, pinned, read from `/proc` and ended.
+"""The processes of a measurement: start, pinning to cores, CPU time and memory, end.
 
-Linux only, because CPU time, memory and pinning are taken from the kernel's own books and not from the process
-that is being measured.
+Linux only: CPU time and memory come from the kernel, and not from the measured process.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class BenchError(Exception):
-    """A measurement that cannot go on; the text says what happened and what to do."""
+    """A measurement that cannot go on. The text has the reason and the remedy."""
 
 
-# --- what the kernel knows of a process -------------------------------------------------------------------------------
+# --- CPU time and memory ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -45,14 +44,14 @@ def _alive(pid: int) -> Iterator[None]:
 
 
 def family(pid: int) -> list[int]:
-    """`pid` and every process below it, so that a proxy made of several processes is measured whole."""
+    """Returns `pid` and all its descendants."""
     with _alive(pid):
         tasks = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
     return [pid, *(below for task in tasks for child in task.split() for below in family(int(child)))]
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """CPU seconds (user and system, all threads, ended ones too) that these processes have used, to the nanosecond."""
+    """Returns CPU seconds of these processes: user and system, all threads, ended threads too."""
     total = 0.0
     for pid in pids:
         # The kernel's number for the scheduler's CPU clock of a process: what clock_getcpuclockid(3) gives.
@@ -64,7 +63,7 @@ def cpu_s(pids: Iterable[int]) -> float:
 
 
 def rss_bytes(pids: Iterable[int]) -> int:
-    """Resident memory of these processes together; pages they share are counted once for each."""
+    """Returns the resident memory of these processes. Shared pages count for each."""
     pages = 0
     for pid in pids:
         with _alive(pid):
@@ -73,19 +72,19 @@ def rss_bytes(pids: Iterable[int]) -> int:
 
 
 def rss_peak_bytes(pids: Iterable[int]) -> int:
-    """The most resident memory that each of these processes ever had, added up."""
+    """Returns the sum of the largest resident memory of each of these processes."""
     kilobytes = 0
     for pid in pids:
         with _alive(pid):
             status = Path(f"/proc/{pid}/status").read_text()
-        # A child that has ended, and for which its parent has not asked yet, has no memory any more.
+        # A zombie has no memory.
         if peak := status.partition("VmHWM:")[2]:
             kilobytes += int(peak.split()[0])
     return kilobytes * 1024
 
 
 def core_times_s(stat: str) -> dict[int, tuple[float, float]]:
-    """From the text of /proc/stat: core to (busy without stolen, stolen), in seconds since the start of the machine."""
+    """Reads /proc/stat: core to (busy without stolen, stolen), in seconds since boot."""
     times = {}
     for line in stat.splitlines():
         name, *fields = line.split()
@@ -100,9 +99,9 @@ def core_times_s(stat: str) -> dict[int, tuple[float, float]]:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Which core is the proxy's own, and which are for the load generator and the mock backends.
+    """The proxy's own core, and the cores of the load generator and the mock replicas.
 
-    With a single core nothing is pinned: `proxy` is None and everybody shares.
+    With a single core, `proxy` is None and nothing is pinned.
     """
 
     proxy: int | None
@@ -110,7 +109,7 @@ class Cores:
 
     @classmethod
     def split(cls) -> Cores:
-        """The last core this process may use becomes the proxy's, all others are the harness's."""
+        """Gives the last core of this process to the proxy, and all others to the harness."""
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) < 2:
             return cls(None, frozenset(cores))
@@ -118,12 +117,12 @@ class Cores:
 
     def describe(self) -> str:
         if self.proxy is None:
-            return "one core for everybody, so the load generator and the proxy disturb each other"
+            return "one core for all, so the load generator and the proxy disturb each other"
         return f"proxy alone on core {self.proxy}, load generator and mock backends on {sorted(self.harness)}"
 
 
 def raise_open_files_limit() -> None:
-    """Lets this process and its children open enough sockets for a thousand streams on both legs."""
+    """Raises the limit of open files for 4,000 streams on both sides of the proxy."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < OPEN_FILES_NEEDED:
         raise BenchError(
@@ -137,7 +136,7 @@ def raise_open_files_limit() -> None:
 
 
 class Child:
-    """A process that this run started; it is ended by its own pid and nothing else is ever signalled."""
+    """A child process. Only its own process id is ever signalled."""
 
     def __init__(
         self,
@@ -152,7 +151,7 @@ class Child:
         self.argv = list(argv)
         self.log = log
         mine = os.sched_getaffinity(0)
-        # A child inherits the cores of its parent, so not even its first instructions run on a wrong one.
+        # A child inherits the cores of its parent, so that it never runs on another core.
         os.sched_setaffinity(0, cores)
         try:
             with log.open("wb") as sink:
@@ -171,7 +170,7 @@ class Child:
         self.pid = self._process.pid
 
     def line(self) -> str:
-        """One line of the child's standard output (it must have been started with `piped`)."""
+        """Returns a line of the standard output of a child that was started with `piped`."""
         assert self._process.stdout is not None
         text = self._process.stdout.readline().decode().strip()
         if not text:
@@ -186,7 +185,7 @@ class Child:
         return BenchError(f"{shlex.join(self.argv)} {what}; the end of its log:\n{tail}")
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL for a process that ignores it too long."""
+        """Sends SIGTERM, and SIGKILL after `STOP_TIMEOUT_S`."""
         if not self.ended():
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -200,7 +199,7 @@ class Child:
 
 
 def llmproxy_argv(port: int, backends: Sequence[str], config: Path) -> list[str]:
-    """llmproxy as people run it, but given what the mocks can hold so that nothing waits for a learned limit."""
+    """Returns the command of llmproxy with its defaults, except for limits so high that no request waits."""
     settings = {"backends": [{"url": url, "max_in_flight": IN_FLIGHT_MAX} for url in backends]}
     config.write_text(json.dumps(settings))
     serve = [sys.executable, "-m", "llmproxy", "serve", "--config", str(config)]
@@ -208,7 +207,7 @@ def llmproxy_argv(port: int, backends: Sequence[str], config: Path) -> list[str]
 
 
 def template_argv(template: str, port: int, backends: Sequence[str]) -> list[str]:
-    """A user's command with `{port}`, `{backends}` (URLs with commas), `{backend0}`, `{backend1}`, ... filled in."""
+    """Fills in `{port}`, `{backends}` (URLs with commas), `{backend0}`, `{backend1}`, ... of a command."""
     names = {"port": str(port), "backends": ",".join(backends)}
     names |= {f"backend{number}": url for number, url in enumerate(backends)}
     try:
@@ -218,7 +217,7 @@ def template_argv(template: str, port: int, backends: Sequence[str]) -> list[str
 
 
 def _post(url: str, path: str, body: bytes) -> int:
-    """The status of one POST. Raises OSError or HTTPException when there is no answer."""
+    """Returns the status of a POST. Raises OSError or HTTPException without an answer."""
     address = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=5)
     try:
@@ -231,7 +230,7 @@ def _post(url: str, path: str, body: bytes) -> int:
 
 
 def wait_ready(url: str, path: str, body: bytes, child: Child | None) -> None:
-    """Returns once a real request is answered with 200: ready means ready to serve, not merely listening."""
+    """Waits until a request is answered with 200, because a listening proxy may not be ready yet."""
     deadline_s = time.monotonic() + READY_TIMEOUT_S
     seen: object = "nothing"
     while time.monotonic() < deadline_s:

@@ -1,14 +1,17 @@
-"""The proxy is replaced under load, again and again: how many requests fail?
+"""The proxy is replaced, or its configuration rewritten, again and again under load: failed requests.
 
-Real processes: simulated replicas, the proxy, and four kinds of clients, none of which tries anything twice. Every few
-seconds the proxy gets SIGUSR2, starts its successor and hands over its clients. Run `python -m benchmarks.restart`; it
-takes a minute. The goal is 0 failures. `--how stop` ends the proxy and starts another one instead, which is what the
-figures are to be held against.
+    python -m benchmarks.restart [--how reload]
 
-    streams  each on a kept connection, one after the other, without a pause
+Simulated replicas, the proxy, and four kinds of clients without retries. The goal is 0 failures.
+
+    --how successor  Every five seconds the proxy gets SIGUSR2, starts its successor and hands over its clients.
+    --how stop       Every five seconds the proxy is ended and another one started, for comparison.
+    --how reload     Every second the configuration file is written: a backend goes or comes back, weights, limits and
+                     retries change. A fifth of the files is invalid, and some are written in two halves.
+
+    streams  one stream after the other, each client on a connection of its own
     small    the same with short answers in one piece
-    pausing  on a kept connection too, but with pauses of random length: a request may be sent in the very moment in
-             which an idle connection is closed
+    pausing  the same with random pauses: a request may be sent in the moment in which an idle connection is closed
     new      a connection for each request, at random moments
 """
 
@@ -20,114 +23,89 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
 
 import aiohttp
 
-from benchmarks.fleet import Fleet, fleet, is_whole, start
-from benchmarks.overload import percentile
+from benchmarks.fleet import Fleet, fleet, until
+from benchmarks.load import Clients, Work, percentile
+from benchmarks.table import Table
 
-MODEL = "sim"
-REPLICA_FLAGS = ("--model", MODEL, "--profile", "llama-8b-h100", "--max-num-seqs", "32", "--speed", "2")
-DRAIN_TIMEOUT_S = "30"
-SMALL: dict[str, Any] = {
-    "model": MODEL,
-    "messages": [{"role": "user", "content": "Tell me how things go on."}],
-    "max_tokens": 8,
-    "ignore_eos": True,
+REPLICAS = 3
+FLAGS = ("--model", "sim", "--profile", "llama-8b-h100", "--max-num-seqs", "32", "--speed", "2")
+PROXY_FLAGS = ("--drain-timeout-s", "30", "--reload", "watch")
+SMALL = Work(stream=False, tokens=(8,), words=5)
+KINDS = {
+    "streams": (16, Work(tokens=(200,), words=5)),
+    "small": (8, SMALL),
+    "pausing": (48, Work(stream=False, tokens=(8,), words=5, pause_s=4.0)),
 }
-STREAM = SMALL | {"max_tokens": 200, "stream": True}
-CLIENTS = {"streams": 16, "small": 8, "pausing": 48}
-PAUSE_MAX_S = 4.0
 NEW_PER_S = 20.0
-LEFT_MAX_S = 60.0
+EVERY_S = {"successor": 5.0, "stop": 5.0, "reload": 1.0}
+INVALID = (
+    "backends: [http://127.0.0.1:1\n",
+    "backends: [http://127.0.0.1:1]\nquue: {max_wait_s: 1}\n",
+    "backends: []\n",
+    "port: many\n",
+    "",
+)
 
 
-@dataclass(slots=True)
-class Kind:
-    """What one kind of clients saw: seconds until each answer was whole, and what went wrong otherwise."""
+class Changes:
+    """Replaces the processes and the configuration of a proxy."""
 
-    whole_s: list[float] = field(default_factory=list)
-    failed: Counter[str] = field(default_factory=Counter)
-
-
-class RestartClients:
-    """All clients of one run. They stop between two requests, once `over` is set."""
-
-    def __init__(self, url: str, seed: int) -> None:
-        self.kinds = {name: Kind() for name in (*CLIENTS, "new")}
-        self.over = asyncio.Event()
-        self._url = url + "/v1/chat/completions"
+    def __init__(self, running: Fleet, seed: int) -> None:
+        self._running = running
         self._rng = random.Random(seed)
+        self._wanted = sorted(running.replica_urls)
+        self._pids = [running.proxy.child.pid]
 
-    async def run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for name, count in CLIENTS.items():
-                for _ in range(count):
-                    tasks.create_task(self._one_after_the_other(name))
-            while not self.over.is_set():
-                await asyncio.sleep(self._rng.expovariate(NEW_PER_S))
-                tasks.create_task(self._once())
+    async def successor(self) -> None:
+        """Send SIGUSR2 to the proxy, and wait until its successor serves."""
+        os.kill(self._pids[-1], signal.SIGUSR2)
+        await until(lambda: len(self._running.events("replaced")) >= len(self._pids))
+        self._pids.append(self._running.events("replaced")[len(self._pids) - 1]["by_pid"])
 
-    async def _one_after_the_other(self, name: str) -> None:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
-            while not self.over.is_set():
-                await self._send(self.kinds[name], session, STREAM if name == "streams" else SMALL)
-                if name == "pausing":
-                    await asyncio.sleep(self._rng.uniform(0.0, PAUSE_MAX_S))
+    async def stop(self) -> None:
+        """Send SIGTERM, and start another process on the same port once the first has ended."""
+        await self._running.proxy.stop()
+        await self._running.start_proxy(PROXY_FLAGS)
 
-    async def _once(self) -> None:
-        async with aiohttp.ClientSession() as session:
-            await self._send(self.kinds["new"], session, SMALL)
-
-    async def _send(self, kind: Kind, session: aiohttp.ClientSession, body: dict[str, Any]) -> None:
-        loop = asyncio.get_running_loop()
-        sent_s = loop.time()
-        try:
-            async with asyncio.timeout(60.0), session.post(self._url, json=body) as answer:
-                data = await answer.read()
-                status = answer.status
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            kind.failed[type(error).__name__] += 1
-            # A client that is refused at once would retry at once.
-            await asyncio.sleep(0.05)
+    async def reload(self, *, valid: bool = False) -> None:
+        """Write a random file, which may be invalid unless `valid`."""
+        rng, running = self._rng, self._running
+        if not valid and rng.random() < 0.2:
+            running.write_text(rng.choice(INVALID))
             return
-        if status != 200 or not is_whole(data, stream="stream" in body):
-            kind.failed[f"status {status}"] += 1
+        self._wanted = sorted(rng.sample(running.replica_urls, rng.randint(1, REPLICAS)))
+        file = running.write(
+            backends=[{"url": url, "max_in_flight": rng.choice((None, 24, 32))} for url in self._wanted],
+            scheduling={"weights": {"sim": rng.choice((1.0, 2.0, 5.0))}},
+            retry={"extra_attempts": rng.choice((1, 2, 3))},
+            queue={"max_wait_s": rng.choice((60.0, 120.0)), "requests_max": rng.choice((5_000, 20_000))},
+        )
+        if rng.random() < 0.3:
+            # As an editor does that writes in place.
+            text = file.read_text()
+            file.write_text(text[: len(text) // 2])
             await asyncio.sleep(0.05)
-            return
-        kind.whole_s.append(loop.time() - sent_s)
+            file.write_text(text)
+
+    async def as_wanted(self) -> bool:
+        """Whether the proxy has the backends of the last valid file."""
+        page = await self._running.json("/admin/backends")
+        return sorted(one["url"] for one in page["backends"]) == self._wanted
+
+    async def end(self) -> None:
+        """End the successors, which are no children of this process."""
+        for pid in self._pids[1:]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        await until(lambda: all(is_gone(pid) for pid in self._pids[1:]))
 
 
-# --- two ways to replace a process ------------------------------------------------------------------------------------
-
-
-async def until(condition: Callable[[], object], limit_s: float) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():  # noqa: ASYNC110 - another process brings it about
-            await asyncio.sleep(0.05)
-
-
-async def by_successor(running: Fleet, pids: list[int]) -> None:
-    """SIGUSR2 to the last of `pids`; its successor is appended."""
-    os.kill(pids[-1], signal.SIGUSR2)
-    await until(lambda: len(running.events("replaced")) >= len(pids), 60.0)
-    pids.append(running.events("replaced")[len(pids) - 1]["by_pid"])
-
-
-async def by_stopping(running: Fleet, pids: list[int]) -> None:
-    """SIGTERM, and another process on the same port once the first has ended."""
-    await running.proxy.stop()
-    port = running.url.rpartition(":")[2]
-    log = running.folder / f"proxy-{len(pids)}.log"
-    running.proxy = await start(["serve", "--host", "127.0.0.1", "--port", port, *running.replica_urls], log)
-    pids.append(running.proxy.child.pid)
-
-
-def gone(pid: int) -> bool:
+def is_gone(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -135,48 +113,59 @@ def gone(pid: int) -> bool:
     return False
 
 
+async def clients_of(stack: AsyncExitStack, url: str, seed: int) -> dict[str, list[Clients]]:
+    """Start all clients, each of the closed loops with a connection of its own."""
+    found: dict[str, list[Clients]] = {name: [] for name in (*KINDS, "new")}
+
+    async def started(name: str, work: Work, connector: aiohttp.TCPConnector) -> Clients:
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        clients = Clients(session, work, seed + len(found[name]))
+        found[name].append(await stack.enter_async_context(clients))
+        return clients
+
+    for name, (count, work) in KINDS.items():
+        for _ in range(count):
+            (await started(name, work, aiohttp.TCPConnector(limit=1))).closed(1, lambda: url)
+    new = await started("new", SMALL, aiohttp.TCPConnector(limit=0, force_close=True))
+    new.poisson(NEW_PER_S, lambda: url)
+    return found
+
+
 async def main() -> int:
-    """Print what each kind of clients saw. 1 when anything failed."""
+    """Print a row for each kind of clients. 1 when a request failed, or a reload did not take effect."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="length of the load")
-    parser.add_argument("--every", type=float, default=5.0, help="seconds between two restarts")
-    parser.add_argument("--how", choices=("successor", "stop"), default="successor")
+    parser.add_argument("--how", choices=tuple(EVERY_S), default="successor")
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
-    replace = by_successor if options.how == "successor" else by_stopping
-    loop = asyncio.get_running_loop()
-    async with fleet([REPLICA_FLAGS] * 3, ("--drain-timeout-s", DRAIN_TIMEOUT_S)) as running:
-        clients, pids, took_s = RestartClients(running.url, options.seed), [running.proxy.child.pid], list[float]()
-        load = asyncio.create_task(clients.run())
+    loop, took_s = asyncio.get_running_loop(), list[float]()
+    async with fleet([FLAGS] * REPLICAS, PROXY_FLAGS) as running, AsyncExitStack() as stack:
+        changes = Changes(running, options.seed)
+        stack.push_async_callback(changes.end)
+        change: Callable[[], Awaitable[None]] = getattr(changes, options.how)
+        every = await clients_of(stack, running.url, options.seed)
         end_s = loop.time() + options.seconds
-        try:
-            while loop.time() + options.every < end_s:
-                await asyncio.sleep(options.every)
-                begun_s = loop.time()
-                await replace(running, pids)
-                took_s.append(loop.time() - begun_s)
-            await asyncio.sleep(max(0.0, end_s - loop.time()))
-            clients.over.set()
-            await load
-        finally:
-            load.cancel()
-            # Only the first process is a child of this one.
-            for pid in pids[1:]:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
-        if options.how == "successor":
-            await until(lambda: len(running.events("stopped")) >= len(pids), LEFT_MAX_S)
-            await until(lambda: all(gone(pid) for pid in pids[1:]), LEFT_MAX_S)
-    print(f"{len(took_s)} restarts in {options.seconds:g} s, each {percentile(took_s, 0.5):.1f} s (median) until the "
-          f"next process served\n")  # fmt: skip
-    print("| clients | whole | failed | seconds until whole, p50 | p99 | longest | what failed |")
-    print("| --- |" + " --: |" * 5 + " --- |")
-    for name, kind in clients.kinds.items():
-        reasons = ", ".join(f"{count} x {what}" for what, count in kind.failed.items())
-        times = kind.whole_s
-        print(f"| {name} | {len(times)} | {kind.failed.total()} | {percentile(times, 0.5):.2f} "
-              f"| {percentile(times, 0.99):.2f} | {max(times):.2f} | {reasons} |")  # fmt: skip
-    return int(any(kind.failed for kind in clients.kinds.values()))
+        while loop.time() + EVERY_S[options.how] < end_s:
+            await asyncio.sleep(EVERY_S[options.how])
+            begun_s = loop.time()
+            await change()
+            took_s.append(loop.time() - begun_s)
+        if options.how == "reload":
+            await changes.reload(valid=True)
+        await asyncio.gather(*(clients.ended() for some in every.values() for clients in some))
+        await until(changes.as_wanted)
+    print(f"{len(took_s)} changes by {options.how}, each took {percentile(took_s, 0.5):.1f} s (median)\n")
+    table = Table("clients", "whole", "failed", "seconds until whole, p50", "p99", "longest", "failures")
+    failed = Counter[str]()
+    for name, some in every.items():
+        seen = [one for clients in some for one in clients.seen]
+        ends = Counter(one.outcome for one in seen if not one.whole)
+        times_s = [(one.ended_s or 0.0) - one.sent_s for one in seen if one.whole]
+        spread = (percentile(times_s, 0.5), percentile(times_s, 0.99), max(times_s))
+        reasons = ", ".join(f"{count} x {end}" for end, count in ends.items())
+        table.row(name, len(times_s), ends.total(), *(f"{one:.2f}" for one in spread), reasons)
+        failed += ends
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Failures of a cluster under load, and their effect on requests.
 
-    .venv/bin/python -m benchmarks.cluster [EXPERIMENT ...] [--times N]
+    python -m benchmarks.cluster [EXPERIMENT ...] [--times N]
 
-Real processes: Valkey or Redis, two simulated replicas with eight places each, and members that share them. Streams
-come in a closed loop, more than there are places. Prints rows of Markdown.
+Valkey or Redis, two simulated replicas with eight places each, and members that share them are processes of their own.
+Streams come in closed loops, more than there are places.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import median
 
-from benchmarks.cluster.load import Load, now
-from benchmarks.cluster.order import order
+from benchmarks.cluster.load import Load, bad, now
 from benchmarks.cluster.rig import Member, Rig, rig
 from benchmarks.cluster.speed import speed
+from benchmarks.table import Table
 
 CLIENTS = 10
 """Of each member: three members have 30, for 16 places."""
@@ -28,41 +27,48 @@ AFTER_S = 3.0
 BOUND_S = 900.0
 Judged = dict[str, list[Member]]
 Act = Callable[[Rig], Awaitable[tuple[Judged, float]]]
-"""Breaks something and heals it; whose clients are judged, and since when."""
+"""Breaks something and heals it. Returns the members whose clients are judged, and since when."""
+LOOKS = ("looks with more than 8", "at most")
 
 
 @asynccontextmanager
 async def under_load(
-    *flags: str, members: int = 3, roaming: bool = False, balanced: bool = False,
-    tree: Path | None = None,
-) -> AsyncIterator[tuple[Rig, Load]]:  # fmt: skip
-    """A cluster with clients at every member. Those that roam use members that are ready alone if `balanced`."""
+    *flags: str, members: int = 3, roaming: bool = False, balanced: bool = False, tree: Path | None = None
+) -> AsyncIterator[tuple[Rig, Load]]:
+    """A cluster with clients at every member. If `balanced`, roaming clients use members that are ready alone."""
     async with rig(members, *flags, tree=tree) as made:
         load = Load(made.session)
-        watching = asyncio.create_task(made.watch_replicas())
-        balancing = asyncio.create_task(load.balance(made.members if balanced else []))
-        clients = asyncio.create_task(load.clients(made.members, CLIENTS, roaming=roaming))
+        tasks = [
+            asyncio.create_task(made.watch_replicas()),
+            asyncio.create_task(load.balance(made.members if balanced else [])),
+        ]
+        load.add(made.members, CLIENTS, roaming=roaming)
         try:
             await asyncio.sleep(3.0)
             yield made, load
         finally:
-            load.end()
-            await asyncio.wait_for(asyncio.gather(clients, return_exceptions=True), 60.0)
-            for task in (watching, balancing):
+            await asyncio.wait_for(load.ended(), 60.0)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(watching, balancing, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def bad(outcomes: Counter[str]) -> str:
-    """What did not end well, with its number."""
-    found = {name: number for name, number in outcomes.items() if name != "ok"}
-    return ", ".join(f"{number} {name}" for name, number in sorted(found.items())) or "0"
+class Looks:
+    """The looks at replicas since its making."""
+
+    def __init__(self, made: Rig) -> None:
+        self._made = made
+        self._before = made.looks
+        made.over.clear()
+
+    def cells(self, since_s: float = 0.0) -> tuple[str, str]:
+        over = [more for at_s, more in self._made.over if at_s >= since_s]
+        return f"{len(over)} of {self._made.looks - self._before}", f"{max(over, default=0):g}"
 
 
 async def kill_leader(times: int) -> None:
-    """kill -9 of the leader; its clients are not counted."""
-    print("| kill | gap, s | others: waited | not served | served | looks with more than 8 | at most |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    """kill -9 of the leader. Its clients are not counted."""
+    table = Table("kill", "gap, s", "others: waited", "not served", "served", *LOOKS)
     gaps: list[float] = []
     async with under_load() as (made, load):
         for number in range(times):
@@ -72,17 +78,11 @@ async def kill_leader(times: int) -> None:
             killed_s = now()
             leader.kill()
             await made.leader(others)
-            made.over.clear()
-            looks = made.looks
+            looks = Looks(made)
             await asyncio.sleep(AFTER_S)
-            names = [one.name for one in others]
-            gaps.append(load.gap_s(names, killed_s - 1.0, now()))
-            outcomes = load.outcomes(*names, since_s=killed_s)
-            over = [more for _, more in made.over]
-            print(
-                f"| {number + 1} | {gaps[-1]:.2f} | {waited} | {bad(outcomes)} | {outcomes['ok']} "
-                f"| {len(over)} of {made.looks - looks} | {max(over, default=0):g} |", flush=True,
-            )  # fmt: skip
+            gaps.append(load.gap_s(others, killed_s - 1.0, now()))
+            outcomes = load.outcomes(others, killed_s)
+            table.row(number + 1, f"{gaps[-1]:.2f}", waited, bad(outcomes), outcomes["ok"], *looks.cells())
             await leader.start_again()
             await made.together()
             await asyncio.sleep(1.0)
@@ -90,29 +90,21 @@ async def kill_leader(times: int) -> None:
 
 
 async def broken(names: Sequence[str], *, balanced: bool) -> None:
-    """A row each: something is broken and healed, under the same load."""
-    print("| what | whose clients | not served | served | longest gap, s | looks with more than 8 | at most |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    """A row for each failure, all under the same load."""
+    table = Table("failure", "whose clients", "not served", "served", "longest gap, s", *LOOKS, texts=2)
     async with under_load(roaming=balanced, balanced=balanced) as (made, load):
         for name in names:
             what, act = BROKEN[name]
-            made.over.clear()
-            looks = made.looks
+            looks = Looks(made)
             judged, at_s = await act(made)
             await made.together()
             await asyncio.sleep(AFTER_S)
-            until_s = now()
-            over = [more for over_s, more in made.over if over_s >= at_s]
             for whose, members in judged.items():
-                of = [one.name for one in members]
-                outcomes, gap_s = load.outcomes(*of, since_s=at_s), load.gap_s(of, at_s - 1.0, until_s)
-                print(
-                    f"| {what} | {whose} | {bad(outcomes)} | {outcomes['ok']} | {gap_s:.2f} "
-                    f"| {len(over)} of {made.looks - looks} | {max(over, default=0):g} |", flush=True,
-                )  # fmt: skip
+                outcomes, gap_s = load.outcomes(members, at_s), load.gap_s(members, at_s - 1.0, now())
+                table.row(what, whose, bad(outcomes), outcomes["ok"], f"{gap_s:.2f}", *looks.cells(at_s))
 
 
-async def kill_relay(made: Rig) -> tuple[Judged, float]:
+async def kill_follower(made: Rig) -> tuple[Judged, float]:
     leader = await made.leader()
     victim = next(one for one in made.members if one is not leader)
     at_s = now()
@@ -134,18 +126,18 @@ async def pause_leader(made: Rig) -> tuple[Judged, float]:
 
 
 def partition(lasts_s: float, *ways: str, all_of_them: bool = False) -> Act:
-    """One relay, or all, and the leader's port pass nothing in these directions. All live, and reach the store."""
+    """The leader's port passes nothing in these directions, for one follower or for all. All reach the store."""
 
     async def cut(made: Rig) -> tuple[Judged, float]:
         leader = await made.leader()
-        relay, *others = [one for one in made.members if one is not leader]
+        follower, *others = [one for one in made.members if one is not leader]
         at_s = now()
-        await leader.forwarder.cut(*ways, of=None if all_of_them else relay.name)
+        await leader.forwarder.cut(*ways, of=None if all_of_them else follower.name)
         await asyncio.sleep(lasts_s)
         await leader.forwarder.cut()
         if all_of_them:
-            return {"the leader's": [leader], "others": [relay, *others]}, at_s
-        return {"its own": [relay], "others": [leader, *others]}, at_s
+            return {"the leader's": [leader], "others": [follower, *others]}, at_s
+        return {"its own": [follower], "others": [leader, *others]}, at_s
 
     return cut
 
@@ -174,19 +166,19 @@ async def store_restarted(made: Rig) -> tuple[Judged, float]:
 
 BROKEN: dict[str, tuple[str, Act]] = {
     "pause-leader": ("`SIGSTOP` of the leader for 10 s", pause_leader),
-    "cut-1": ("one relay and the leader do not reach each other for 1 s", partition(1.0, "in", "out")),
+    "cut-1": ("a follower and the leader do not reach each other for 1 s", partition(1.0, "in", "out")),
     "cut-5": ("the same for 5 s", partition(5.0, "in", "out")),
     "cut-30": ("the same for 30 s", partition(30.0, "in", "out")),
-    "cut-in-5": ("nothing of one relay reaches the leader for 5 s", partition(5.0, "in")),
+    "cut-in-5": ("nothing of a follower reaches the leader for 5 s", partition(5.0, "in")),
     "cut-in-30": ("the same for 30 s", partition(30.0, "in")),
-    "cut-out-5": ("nothing of the leader reaches one relay for 5 s", partition(5.0, "out")),
+    "cut-out-5": ("nothing of the leader reaches a follower for 5 s", partition(5.0, "out")),
     "cut-out-30": ("the same for 30 s", partition(30.0, "out")),
-    "cut-all-5": ("nobody reaches the leader for 5 s", partition(5.0, "in", "out", all_of_them=True)),
+    "cut-all-5": ("no follower reaches the leader for 5 s", partition(5.0, "in", "out", all_of_them=True)),
     "cut-all-30": ("the same for 30 s", partition(30.0, "in", "out", all_of_them=True)),
     "store-slow": ("the store answers nothing for 2 s", store_away(2.0)),
     "store-away": ("the store answers nothing for 10 s", store_away(10.0)),
     "store-empty": ("the store is killed, and started empty after 1 s", store_restarted),
-    "kill-relay": ("`kill -9` of a member that relays", kill_relay),
+    "kill-follower": ("`kill -9` of a follower", kill_follower),
 }
 UPGRADES = {
     "members that are ready": ("--drain-queued", "finish", "--drain-delay-s", "1"),
@@ -194,66 +186,50 @@ UPGRADES = {
 }
 
 
-async def upgrade() -> None:
-    """SIGTERM and a start of each member in turn."""
-    print("| clients use | served | not served | longest gap, s |\n| --- | --- | --- | --- |")
-    for who, flags in UPGRADES.items():
-        async with under_load(*flags, roaming=True, balanced="--drain-delay-s" in flags) as (made, load):
-            _, at_s = await restart_members(made)
-            await asyncio.sleep(AFTER_S)
-            names = [one.name for one in made.members]
-            outcomes, gap_s = load.outcomes(*names, since_s=at_s), load.gap_s(names, at_s, now())
-        print(f"| {who} | {outcomes['ok']} | {bad(outcomes)} | {gap_s:.2f} |", flush=True)
-
-
-async def two_builds(other: Path) -> None:
-    """The members are of another checkout, become those of this one, and go back: each is ended and started in turn."""
-    print("| members become | served | not served | longest gap, s | looks with more than 8 |")
-    print("| --- | --- | --- | --- | --- |")
-    flags = UPGRADES["members that are ready"]
-    async with under_load(*flags, roaming=True, balanced=True, tree=other) as (made, load):
-        for what, tree in {"those of this build": None, "those of the other one": other}.items():
-            for member in made.members:
-                member.tree = tree
-            made.over.clear()
-            looks = made.looks
-            _, at_s = await restart_members(made)
-            await asyncio.sleep(AFTER_S)
-            names = [one.name for one in made.members]
-            outcomes, gap_s = load.outcomes(*names, since_s=at_s), load.gap_s(names, at_s - 1.0, now())
-            print(
-                f"| {what} | {outcomes['ok']} | {bad(outcomes)} | {gap_s:.2f} "
-                f"| {len(made.over)} of {made.looks - looks} |", flush=True,
-            )  # fmt: skip
-
-
-async def restart_members(made: Rig) -> tuple[Judged, float]:
-    at_s = now()
+async def restarted(made: Rig, load: Load, table: Table, title: str) -> None:
+    """End each member by SIGTERM and start it again, in turn, and print a row."""
+    looks, at_s = Looks(made), now()
     for member in made.members:
         member.kill(signal.SIGTERM)
         await member.start_again()
         await made.together()
-    return {"all": made.members}, at_s
+    await asyncio.sleep(AFTER_S)
+    outcomes, gap_s = load.outcomes(made.members, at_s), load.gap_s(made.members, at_s - 1.0, now())
+    table.row(title, outcomes["ok"], bad(outcomes), f"{gap_s:.2f}", *looks.cells())
+
+
+async def upgrade() -> None:
+    """Restart the members, with clients that ask for readiness and with clients that try the next member."""
+    table = Table("clients use", "served", "not served", "longest gap, s", *LOOKS)
+    for who, flags in UPGRADES.items():
+        async with under_load(*flags, roaming=True, balanced="--drain-delay-s" in flags) as (made, load):
+            await restarted(made, load, table, who)
+
+
+async def two_builds(other: Path) -> None:
+    """The members are of another checkout, become members of this one, and go back."""
+    table = Table("members become", "served", "not served", "longest gap, s", *LOOKS)
+    flags = UPGRADES["members that are ready"]
+    async with under_load(*flags, roaming=True, balanced=True, tree=other) as (made, load):
+        for title, tree in {"this build": None, "the other build": other}.items():
+            for member in made.members:
+                member.tree = tree
+            await restarted(made, load, table, title)
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    known = ["kill-leader", "order", "upgrade", *BROKEN, "speed"]
-    parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=", ".join(known))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ["kill-leader", "upgrade", *BROKEN, "speed"]
+    parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=", ".join(names))
     parser.add_argument("--times", type=int, default=20, help="kills of the leader")
-    parser.add_argument(
-        "--ready", action="store_true", help="where something breaks, clients use members that are ready"
-    )
-    parser.add_argument(
-        "--other", type=Path, metavar="TREE", help="upgrade: from the program in this checkout to this one, and back"
-    )
+    parser.add_argument("--ready", action="store_true", help="in failures, clients use members that are ready")
+    parser.add_argument("--other", type=Path, metavar="TREE", help="upgrade: from this checkout, and back")
     given = parser.parse_args()
-    chosen = given.experiments or known
-    if unknown := set(chosen) - set(known):
+    chosen = given.experiments or names
+    if unknown := set(chosen) - set(names):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    runs = {
+    runs: dict[str, Callable[[], Awaitable[None]]] = {
         "kill-leader": lambda: kill_leader(given.times),
-        "order": order,
         "upgrade": upgrade if given.other is None else lambda: two_builds(given.other),
         "speed": speed,
     }

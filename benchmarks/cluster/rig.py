@@ -15,26 +15,25 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.fleet import Process, free_port, ready, start, value_of
+from benchmarks.fleet import Process, free_port, free_url, ready, start, start_replica
 
 SERVERS = ("valkey-server", "redis-server")
 REPLICAS = 2
 PLACES = 8
 """`max_in_flight` of each replica."""
 REPLICA_FLAGS = ("--model", "sim", "--max-num-seqs", "64", "--speed", "0.5")
-SEEN_S = 0.02
-"""How often replicas are asked how many requests they have."""
+PROXY_FLAGS = ("--host", "127.0.0.1", "--log-format", "json", "--state-file", "none", "--scheduling-look-ahead", "0")
+LOOK_EVERY_S = 0.02
 
 
 class Forwarder:
-    """A port that passes bytes to that of a member, until directions are cut.
+    """A port that passes bytes to the port of a member, until directions are cut.
 
-    Then it keeps them, and the ends of connections, as a network that drops packets which are sent again.
+    It then keeps the bytes and the ends of connections, as a network that drops packets which are sent again.
     """
 
     def __init__(self, to_port: int) -> None:
         self.port = 0
-        self.passed = {"in": 0, "out": 0}
         self._to_port = to_port
         self._cut: tuple[frozenset[str], str | None] = frozenset(), None
         self._changed = asyncio.Condition()
@@ -46,7 +45,10 @@ class Forwarder:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def cut(self, *ways: str, of: str | None = None) -> None:
-        """Cut these directions, `in` and `out`, and no others: for all other members, or for the one of this name."""
+        """Cut the directions `in` and `out` that are given, and open the others.
+
+        `of` is the name of the member that is cut off, None for all.
+        """
         async with self._changed:
             self._cut = frozenset(ways), of
             self._changed.notify_all()
@@ -57,9 +59,9 @@ class Forwarder:
         self._tasks.add(task)
         try:
             first = await reader.read(1 << 16)
-            # Who connects says its name first.
+            # A member sends its name first.
             name = next((found.decode() for found in re.findall(rb"m\d+", first)), "")
-            # A connection is made by both sides, so that either cut prevents one.
+            # A handshake needs both directions, so that either cut prevents a connection.
             await self._passes(name, "in")
             await self._passes(name, "out")
             there, back = await asyncio.open_connection("127.0.0.1", self._to_port)
@@ -75,7 +77,6 @@ class Forwarder:
         with suppress(ConnectionError):
             while data := await reader.read(1 << 16):
                 await self._passes(name, way)
-                self.passed[way] += len(data)
                 writer.write(data)
                 await writer.drain()
         await self._passes(name, way)
@@ -95,16 +96,15 @@ class Forwarder:
 
 @dataclass(slots=True)
 class Member:
-    """One `llmproxy serve`, which is started again on its port."""
+    """A `llmproxy serve` that keeps its port over restarts."""
 
     name: str
     port: int
-    cluster_port: int
     forwarder: Forwarder
     flags: Sequence[str]
     folder: Path
     tree: Path | None = None
-    """The checkout whose program it is at its next start; this one if None."""
+    """The checkout of the next start; this one if None."""
     process: Process | None = None
     starts: int = 0
 
@@ -119,13 +119,12 @@ class Member:
 
     async def start(self) -> None:
         self.starts += 1
-        self.process = await start(
-            ["serve", *self.flags], self.folder / f"{self.name}-{self.starts}.log", tree=self.tree
-        )
+        log = self.folder / f"{self.name}-{self.starts}.log"
+        self.process = await start(["serve", *self.flags], log, tree=self.tree)
         await ready(self.url, self.process)
 
     async def start_again(self) -> None:
-        """After it has ended."""
+        """Wait until the process has ended, and start the next."""
         assert self.process is not None
         await self.process.child.wait()
         await self.start()
@@ -137,7 +136,7 @@ class Member:
 
 @dataclass(slots=True)
 class Rig:
-    """What runs. `over` are the looks at a replica that found it with more than it may have: (when, how many)."""
+    """All processes of a cluster."""
 
     members: list[Member]
     replica_urls: list[str]
@@ -146,12 +145,8 @@ class Rig:
     folder: Path
     store: Process | None = None
     over: list[tuple[float, float]] = field(default_factory=list)
+    """Looks that found a replica with more than it may have: when, and how many more."""
     looks: int = 0
-
-    @property
-    def lock(self) -> str:
-        """`cluster.lock` of the members."""
-        return f"valkey://127.0.0.1:{self.store_port}"
 
     async def start_store(self) -> None:
         """Start the store, which keeps nothing on a disk."""
@@ -169,29 +164,25 @@ class Rig:
         try:
             timeout = aiohttp.ClientTimeout(total=2.0)
             async with self.session.get(f"{member.url}/admin/cluster", timeout=timeout) as answer:
-                found: dict[str, Any] = await answer.json()
-                return found
+                page: dict[str, Any] = await answer.json()
+                return page
         except (aiohttp.ClientError, TimeoutError):
             return None
 
     async def waiting(self, members: Sequence[Member]) -> int:
         """Requests of these members that wait."""
-        return sum([found["waiting"] for one in members if (found := await self.status(one))])
-
-    async def metric(self, member: Member, series: str) -> float:
-        async with self.session.get(f"{member.url}/metrics") as answer:
-            return value_of(await answer.text(), series) or 0.0
+        return sum([page["waiting"] for one in members if (page := await self.status(one))])
 
     async def leader(self, among: Sequence[Member] | None = None) -> Member:
-        """The one of `among` that leads, once the others of these follow it."""
+        """Wait until the members of `among` (all if None) follow the same member of `among`, and return it."""
         members = list(self.members if among is None else among)
-        known = {one.name for one in members}
         async with asyncio.timeout(30.0):
             while True:
-                found = [await self.status(one) for one in members]
-                names = {one["leader"] if one else None for one in found}
-                if len(names) == 1 and (name := names.pop()) in known:
-                    return next(one for one in self.members if one.name == name)
+                pages = [await self.status(one) for one in members]
+                names = {page["leader"] if page else None for page in pages}
+                name = names.pop()
+                if not names and (leader := next((one for one in members if one.name == name), None)):
+                    return leader
                 await asyncio.sleep(0.05)
 
     async def together(self) -> None:
@@ -203,51 +194,57 @@ class Rig:
                 leader = await self.leader()
 
     async def watch_replicas(self) -> None:
-        """Look how many requests each replica has, until cancelled."""
+        """Count the requests of each replica, until cancelled."""
         loop = asyncio.get_running_loop()
+        names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
         while True:
             for url in self.replica_urls:
                 async with self.session.get(f"{url}/metrics") as answer:
                     lines = (await answer.text()).splitlines()
-                names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
                 has = sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))
                 self.looks += 1
                 if has > PLACES:
                     self.over.append((loop.time(), has - PLACES))
-            await asyncio.sleep(SEEN_S)
+            await asyncio.sleep(LOOK_EVERY_S)
 
 
 @asynccontextmanager
 async def rig(
-    members: int, *flags: str, clustered: bool = True, more: str = "", replica_flags: Sequence[str] = REPLICA_FLAGS,
-    replicas: Sequence[str] = (), places: int = PLACES, forwarded: bool = True,
+    members: int,
+    *flags: str,
+    clustered: bool = True,
+    replicas: Sequence[str] = (),
+    places: int = PLACES,
+    forwarded: bool = True,
     tree: Path | None = None,
-) -> AsyncIterator[Rig]:  # fmt: skip
-    """So many members over two simulated replicas, or over `replicas`. `more` is configuration beside the backends.
+) -> AsyncIterator[Rig]:
+    """Start members over two simulated replicas, or over `replicas`.
 
-    Where they are not `clustered`, they know nothing of each other. `forwarded`: connections between them can be cut.
-    `tree` is the checkout whose program the members are; this one if None.
+    Args:
+        members: The number of members.
+        flags: Further flags of each member.
+        clustered: False for proxies that know nothing of each other.
+        replicas: The URLs of replicas that run already.
+        places: `max_in_flight` of each replica.
+        forwarded: Whether connections between members can be cut.
+        tree: The checkout of the members, this one if None.
     """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmproxy-cluster-")))
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        made = Rig([], [], session, free_port(), folder)
+        made = Rig([], [*replicas], session, free_port(), folder)
         processes: list[Process] = []
         try:
             await made.start_store()
-            made.replica_urls.extend(replicas)
             for number in range(0 if replicas else REPLICAS):
-                port = free_port()
-                processes.append(
-                    await start(["replica", "--port", str(port), *replica_flags], folder / f"r{number}.log")
-                )
-                made.replica_urls.append(f"http://127.0.0.1:{port}")
-            urls = made.replica_urls
-            backends = folder / "proxy.yaml"
-            listed = "".join(f"  - {{url: {url!r}, max_in_flight: {places}}}\n" for url in urls)
-            backends.write_text(f"backends:\n{listed}{more}")
+                made.replica_urls.append(free_url())
+                log = folder / f"replica-{number}.log"
+                processes.append(await start_replica(made.replica_urls[-1], REPLICA_FLAGS, log))
+            config = folder / "proxy.yaml"
+            listed = "".join(f"  - {{url: {url!r}, max_in_flight: {places}}}\n" for url in made.replica_urls)
+            config.write_text(f"backends:\n{listed}")
             for number in range(members):
-                member = await _member(made, f"m{number}", [*flags, "--config", str(backends)], clustered, forwarded)
+                member = await _member(made, f"m{number}", [*flags, "--config", str(config)], clustered, forwarded)
                 member.tree = tree
                 made.members.append(member)
             await asyncio.gather(*(one.start() for one in made.members))
@@ -267,23 +264,11 @@ async def _member(made: Rig, name: str, flags: Sequence[str], clustered: bool, f
     port, cluster_port = free_port(), free_port()
     forwarder = Forwarder(cluster_port)
     await forwarder.open()
-    given = [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--log-format",
-        "json",
-        "--state-file",
-        "none",
-        "--scheduling-look-ahead",
-        "0",
-        *flags,
-    ]
+    given = [*PROXY_FLAGS, "--port", str(port), *flags]
     if clustered:
         advertised = forwarder.port if forwarded else cluster_port
         given += [
             "--cluster-listen", f"127.0.0.1:{cluster_port}", "--cluster-advertise", f"127.0.0.1:{advertised}",
-            "--cluster-lock", made.lock, "--cluster-member", name,
+            "--cluster-lock", f"valkey://127.0.0.1:{made.store_port}", "--cluster-member", name,
         ]  # fmt: skip
-    return Member(name, port, cluster_port, forwarder, given, made.folder)
+    return Member(name, port, forwarder, given, made.folder)

@@ -1,4 +1,4 @@
-"""The cost of the additional hop: TTFT, CPU time and bytes."""
+"""The cost of the additional hop: TTFT and CPU time."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.cluster.load import Load
+from benchmarks.cluster.load import Load, ttft_s
 from benchmarks.cluster.rig import Member, Rig, rig
 from benchmarks.peers.cases import CASES
 from benchmarks.peers.measure import built
 from benchmarks.proxy import Child, cpu_s
+from benchmarks.table import Table
 
 ROUNDS = 7
 ONE_BY_ONE = 150
 WINDOW_S = 3.0
 IDLE_S = 5.0
 PLACES = 4096
+CLIENTS = 32
 JSON = next(case for case in CASES if case.name == "json64")
 
 
 @asynccontextmanager
 async def cheap_replicas(folder: Path) -> AsyncIterator[list[str]]:
-    """Two that cost next to nothing."""
+    """Two replicas that cost next to nothing."""
     mock = Child([str(built("mockd")), "2"], range(64), folder / "mock.log", piped=True)
     try:
         yield [f"http://127.0.0.1:{port}" for port in mock.line().split()]
@@ -38,8 +40,9 @@ async def cheap_replicas(folder: Path) -> AsyncIterator[list[str]]:
 
 
 async def speed() -> None:
-    """A proxy that is alone, a leader, and a member that follows it, in turns."""
+    """Measure a proxy without a cluster, a leader, and a follower, in turns."""
     with tempfile.TemporaryDirectory(prefix="llmproxy-cluster-") as folder:
+        files = JSON.requests(Path(folder))
         async with (
             cheap_replicas(Path(folder)) as replicas,
             rig(2, replicas=replicas, places=PLACES, forwarded=False) as made,
@@ -48,11 +51,8 @@ async def speed() -> None:
             leader = await made.leader()
             (follower,) = [one for one in made.members if one is not leader]
             places = {"alone": alone.members[0], "leader": leader, "follower": follower}
-            files = JSON.requests(Path(folder))
             await _first_byte(made, places)
             await _cpu(places, files)
-        async with cheap_replicas(Path(folder)) as replicas, rig(2, replicas=replicas, places=PLACES) as made:
-            await _bytes(made, files)
 
 
 async def _first_byte(made: Rig, places: Mapping[str, Member]) -> None:
@@ -60,22 +60,21 @@ async def _first_byte(made: Rig, places: Mapping[str, Member]) -> None:
     for number in range(ROUNDS + 1):
         for name in list(places)[:: 1 if number % 2 else -1]:
             load = Load(made.session, (1,))
-            running = asyncio.create_task(load.clients([places[name]], 1))
-            while len(load.asked) < ONE_BY_ONE:  # noqa: ASYNC110 - clients tell of no event
+            clients = load.add([places[name]], 1)
+            while len(load.seen) < ONE_BY_ONE:  # noqa: ASYNC110 - requests have no common event
                 await asyncio.sleep(0.01)
-            load.end()
-            await running
+            await load.ended()
             if number:  # The first round warms up.
-                firsts[name].append(1e3 * load.ttft_s("default", 0.5))
-    print("| by | TTFT p50, ms | more than alone | more than by the leader |\n| --- | --- | --- | --- |")
+                firsts[name].append(1e3 * ttft_s(clients, 0.5))
+    table = Table("by", "TTFT p50, ms", "more than alone", "more than by the leader")
     for name, times in firsts.items():
         more = [_range([a - b for a, b in zip(times, firsts[base], strict=True)]) for base in ("alone", "leader")]
-        print(f"| {name} | {_range(times)} | {' | '.join(more)} |", flush=True)
+        table.row(name, _range(times), *more)
     print()
 
 
 async def _cpu(places: Mapping[str, Member], files: Sequence[Path]) -> None:
-    """CPU time for each of many requests at once, without what polls use."""
+    """CPU time of a request, `CLIENTS` at once, without the CPU time of polls."""
     before = {name: cpu_s([one.pid]) for name, one in places.items()}
     await asyncio.sleep(IDLE_S)
     idle = {name: (cpu_s([one.pid]) - before[name]) / IDLE_S for name, one in places.items()}
@@ -83,44 +82,32 @@ async def _cpu(places: Mapping[str, Member], files: Sequence[Path]) -> None:
     rates = defaultdict[str, list[float]](list)
     for number in range(ROUNDS):
         for by in list(places)[:: 1 if number % 2 else -1]:
-            window, used = await _loaded(places[by], files, places, 32, WINDOW_S)
+            window, used = await _loaded(places[by], files, places)
             rates[by].append(window["requests"] / window["window_s"])
             for name, spent_s in used.items():
                 spent_s -= idle[name] * window["window_s"]
                 found[by][name].append(1e6 * spent_s / window["requests"])
     hop = [sum(found["follower"][name][at] for name in ("follower", "leader")) - found["alone"]["alone"][at]
            for at in range(ROUNDS)]  # fmt: skip
-    print("| by | requests/s | CPU of that process per request, µs | of the leader |\n| --- | --- | --- | --- |")
+    table = Table("by", "requests/s", "CPU of that process per request, µs", "of the leader")
     for by in places:
-        print(f"| {by} | {_range(rates[by], 0)} | {_range(found[by][by], 0)} | {_range(found[by]['leader'], 0)} |")
-    print(f"\nBoth sides together, beyond one that is alone: {_range(hop, 0)} µs.\n", flush=True)
-
-
-async def _bytes(made: Rig, files: Sequence[Path]) -> None:
-    """Between the two, through the forwarder of the leader, per request."""
-    leader = await made.leader()
-    (follower,) = [one for one in made.members if one is not leader]
-    before = dict(leader.forwarder.passed)
-    window, _ = await _loaded(follower, files, {}, 8, WINDOW_S)
-    # Those at the borders of the window are too few to matter.
-    total = window["requests"] * (WINDOW_S + JSON.ramp_s + JSON.warmup_s) / WINDOW_S
-    passed = {way: (leader.forwarder.passed[way] - count) / total for way, count in before.items()}
-    print(f"Bytes per request: {passed['in']:.0f} to the leader, {passed['out']:.0f} back.\n", flush=True)
+        table.row(by, _range(rates[by], 0), _range(found[by][by], 0), _range(found[by]["leader"], 0))
+    print(f"\nLeader and follower together, beyond a proxy without a cluster: {_range(hop, 0)} µs.\n", flush=True)
 
 
 async def _loaded(
-    to: Member, files: Sequence[Path], looked_at: Mapping[str, Member], clients: int, seconds: float, rate: float = 0.0
+    to: Member, files: Sequence[Path], members: Mapping[str, Member]
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """What the load generator saw in its window, and the CPU seconds that these members used in it."""
-    flags = {"p": to.port, "c": clients, "r": rate, "a": JSON.ramp_s, "w": JSON.warmup_s, "s": seconds}
+    """The window of the load generator, and the CPU seconds of `members` in it."""
+    flags = {"p": to.port, "c": CLIENTS, "r": 0, "a": JSON.ramp_s, "w": JSON.warmup_s, "s": WINDOW_S}
     words = [word for name, value in flags.items() for word in (f"-{name}", str(value))]
     load = await asyncio.create_subprocess_exec(built("loadgen"), *words, *files, stdout=PIPE)
     assert load.stdout is not None
     try:
-        books = []
+        used = []
         for moment in (b"begin", b"end"):
             assert (await load.stdout.readline()).strip() == moment
-            books.append({name: cpu_s([one.pid]) for name, one in looked_at.items()})
+            used.append({name: cpu_s([one.pid]) for name, one in members.items()})
         window: dict[str, Any] = json.loads(await load.stdout.readline())
     finally:
         if load.returncode is None:
@@ -128,7 +115,7 @@ async def _loaded(
         await load.wait()
     if window["failures"]:
         raise RuntimeError(f"failed: {window['failures']}")
-    return window, {name: books[1][name] - books[0][name] for name in looked_at}
+    return window, {name: used[1][name] - used[0][name] for name in members}
 
 
 def _range(values: Sequence[float], digits: int = 2) -> str:

@@ -1,1 +1,1 @@
-"""What single parts of the code cost: no processes, no network, one core."""
+"""The cost of single parts of the code: no processes, no network, one core."""

@@ -1,9 +1,9 @@
-"""The cost of the body reader and the stream tap: `python -m benchmarks.parts.body_reader`, ten seconds, one core.
+"""The cost of the body reader and of the stream tap: `python -m benchmarks.parts.body_reader`, ten seconds, one core.
 
-Three tables. *Bodies*: for each shape and size, the time to read one body, and the longest stretch during which nothing
-else on the loop could run, which must not exceed 10 ms. Worst and median of several rounds are shown, because other
-work on a shared machine causes outliers. *Small*: the longest such stretch for dense bodies just below the size limit
-for parsing, which shows that the limit on values holds. *Chunks*: microseconds per chunk in `StreamTap.feed`.
+*Bodies* has the time to read a body of each shape and size, and its longest stall: the longest time between two turns
+of the loop, which must not exceed 10 ms. *Small* has the stall of dense bodies just below the size limit for parsing.
+*Chunks* has microseconds per event in `StreamTap.feed`. Stalls are the median and the worst of several rounds, because
+other processes cause outliers.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Callable
-from functools import partial
 
 import orjson
 
+from benchmarks.table import Table
 from llmproxy.gateway.http.routes import BodyKind
 from llmproxy.gateway.proxying.sse import StreamTap
 from llmproxy.gateway.request.body_reader import BodyReader
@@ -55,58 +54,53 @@ def names(size_bytes: int) -> bytes:
     return orjson.dumps({"messages": {f"k{n}": n for n in range(size_bytes // 14)}})
 
 
-async def longest_stall_s(body: bytes) -> tuple[float, float]:
-    """The time one read takes, and the longest gap between two turns of the loop while it runs, both in seconds."""
-    body_reader, gaps_s = BodyReader(), [0.0]
-    began_s = time.perf_counter()
-    read = asyncio.create_task(body_reader.read(body, BodyKind.CHAT))
-    last_s = began_s
+async def read_and_stall_s(body: bytes) -> tuple[float, float]:
+    """Seconds of a read, and its longest stall."""
+    stalls_s = [0.0]
+    began_s = last_s = time.perf_counter()
+    read = asyncio.create_task(BodyReader().read(body, BodyKind.CHAT))
     while not read.done():
         await asyncio.sleep(0)
         now_s = time.perf_counter()
-        gaps_s.append(now_s - last_s)
+        stalls_s.append(now_s - last_s)
         last_s = now_s
     read.result()
-    return last_s - began_s, max(gaps_s)
+    return last_s - began_s, max(stalls_s)
 
 
 def show_bodies() -> None:
-    print("Bodies: one read on an otherwise idle loop")
-    print(f"{'shape':>10} {'MB':>6} {'ms':>8} {'MB/s':>8} {'stall ms: median':>17} {'worst':>7}")
+    print("Bodies: a read on an otherwise idle loop\n")
+    table = Table("shape", "MB", "ms", "MB/s", "stall ms, median", "worst")
     for shape in (image, messages, token_ids, brackets):
         for size_mb in (1, 4, 16, 50):
             body = shape(size_mb * MB)
-            rounds = [asyncio.run(longest_stall_s(body)) for _ in range(ROUNDS)]
+            rounds = [asyncio.run(read_and_stall_s(body)) for _ in range(ROUNDS)]
             took_s = statistics.median(took for took, _ in rounds)
-            stalls = [stall * 1e3 for _, stall in rounds]
-            print(
-                f"{shape.__name__:>10} {len(body) / MB:6.1f} {took_s * 1e3:8.1f} {len(body) / MB / took_s:8.0f}"
-                f" {statistics.median(stalls):17.2f} {max(stalls):7.2f}"
-            )
+            size, rate = f"{len(body) / MB:.1f}", f"{len(body) / MB / took_s:.0f}"
+            table.row(shape.__name__, size, f"{took_s * 1e3:.1f}", rate, *_stalls([stall for _, stall in rounds]))
 
 
 def show_small() -> None:
-    print(f"\nSmall: bodies of {PARSE_BYTES_MAX // 1024} KiB, the longest stretch")
-    print(f"{'shape':>10} {'ms: median':>11} {'worst':>7}")
+    print(f"\nSmall: bodies of {PARSE_BYTES_MAX // 1024} KiB\n")
+    table = Table("shape", "stall ms, median", "worst")
     for shape in (image, messages, token_ids, brackets, objects, names):
         body = shape(PARSE_BYTES_MAX - 64)
-        stalls_ms = [asyncio.run(longest_stall_s(body))[1] * 1e3 for _ in range(ROUNDS * 4)]
-        print(f"{shape.__name__:>10} {statistics.median(stalls_ms):11.2f} {max(stalls_ms):7.2f}")
+        table.row(shape.__name__, *_stalls([asyncio.run(read_and_stall_s(body))[1] for _ in range(ROUNDS * 4)]))
 
 
-def timed_s(work: Callable[[], object], times: int) -> float:
-    """Seconds per call over `times` calls."""
-    began_s = time.perf_counter()
-    for _ in range(times):
-        work()
-    return (time.perf_counter() - began_s) / times
+def _stalls(seconds: list[float]) -> tuple[str, str]:
+    return f"{1e3 * statistics.median(seconds):.2f}", f"{1e3 * max(seconds):.2f}"
 
 
-def feed_all(tap: StreamTap, first: bytes, chunks: list[bytes]) -> None:
+def feed_s(hide_usage: bool, first: bytes, chunks: list[bytes]) -> float:
+    """Seconds per repetition of `chunks`."""
+    tap = StreamTap(hide_usage)
     tap.feed(first)
+    began_s = time.perf_counter()
     for _ in range(FEEDS):
         for chunk in chunks:
             tap.feed(chunk)
+    return (time.perf_counter() - began_s) / FEEDS
 
 
 def show_chunks() -> None:
@@ -118,19 +112,17 @@ def show_chunks() -> None:
     )
     delta = b'event: response.output_text.delta\ndata: {"delta":" word","type":"response.output_text.delta"}\n\n'
     cases = [
-        ("one token event", [token], 1),
-        ("one token event cut in two", [token[:150], token[150:]], 1),
+        ("a token event", [token], 1),
+        ("a token event cut in two", [token[:150], token[150:]], 1),
         ("four token events at once", [token * 4], 4),
         ("event: and data:", [delta], 1),
         ("usage on every event", [usage], 1),
     ]
-    print(f"\nChunks: microseconds per event\n{'':>28} {'plain':>7} {'hiding':>7}")
+    print("\nChunks: microseconds per event\n")
+    table = Table("events", "plain", "hiding usage")
     for label, chunks, events in cases:
-        costs = []
-        for hide_usage in (False, True):
-            best_s = min(timed_s(partial(feed_all, StreamTap(hide_usage), token, chunks), 1) for _ in range(3))
-            costs.append(best_s / FEEDS / events * 1e6)
-        print(f"{label:>28} {costs[0]:7.2f} {costs[1]:7.2f}")
+        costs = (min(feed_s(hide, token, chunks) for _ in range(3)) for hide in (False, True))
+        table.row(label, *(f"{1e6 * cost / events:.2f}" for cost in costs))
 
 
 if __name__ == "__main__":

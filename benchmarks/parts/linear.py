@@ -1,9 +1,9 @@
-"""Time against length for all readers of outside text: `python -m benchmarks.parts.linear`, over ten minutes, one core.
+"""Time against length for all readers of outside text: `python -m benchmarks.parts.linear`, ten minutes, one core.
 
-Two tables: every regular expression of the package (found in its source, see `patterns`) with the text that is slowest
-for it, and every parser with texts up to the largest that the product accepts. The exponent compares the time for an
-eighth of the length with that for the whole. Exits with 1 if one is above EXPONENT_MAX. With `--largest 1000000` no
-text is longer than a megabyte, which takes two minutes.
+Two tables: every regular expression of the package (see `patterns`) with its slowest text, and every parser with texts
+up to the largest that the product accepts. The exponent compares the times for an eighth of the length and for the
+whole length. The exit status is 1 if an exponent is above EXPONENT_MAX. `--largest 1000000` limits texts to a megabyte,
+which takes two minutes.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from llmproxy.gateway.request.prefix_hash import prompt_chain
 
 MIB = 1 << 20
 LENGTHS = 4
-"""The number of lengths that are measured. Each is twice the one before."""
+"""The number of measured lengths, each twice the length before."""
 PATTERN_CHARS = 64 << 10
 QUICK_S = 0.0002
-"""What takes at most this for its largest text is too quick for a meaningful exponent."""
+"""A reader that takes less for its largest text is too quick for a meaningful exponent."""
 
 _LIMITS = Config()
 _IDENTITY = {
@@ -52,7 +52,7 @@ _KEYS = Keys(_LIMITS)
 
 @dataclass(frozen=True)
 class Parser:
-    """A reader of outside text. `text` makes a text of about a length, of which `largest` is the longest accepted."""
+    """A reader of outside text. `text` makes a text of about a length, and `largest` is the longest accepted length."""
 
     name: str
     largest: int
@@ -94,7 +94,17 @@ def _fed(pieces_bytes: int, hide: bool) -> Callable[[bytes], object]:
 
 
 def parsers() -> Iterator[Parser]:
-    """Every parser of outside text, with texts that are hard for it."""
+    """Yields every parser of outside text with hard texts."""
+    for title, largest, read, texts in _groups():
+        for name, text in texts.items():
+            yield Parser(f"{title}: {name}", largest, text, read)
+
+
+Group = tuple[str, int, Callable[[bytes], object], dict[str, Callable[[int], bytes]]]
+"""Title, longest accepted length, reader, and texts by name."""
+
+
+def _groups() -> Iterator[Group]:
     body, head = _LIMITS.body_bytes_max, _LIMITS.clients.head_bytes_max
     shapes = {
         "brackets": _filled(b'{"model":"m","messages":[', b"[],", b"[]]}"),
@@ -107,12 +117,9 @@ def parsers() -> Iterator[Parser]:
         "members": _filled(b"{", b'"\\u006d":[],', b'"m":1}'),
         "digits": _filled(b'{"n":', b"9", b"}"),
     }
-    for name, text in shapes.items():
-        for prefixes in (False, True):
-            how = "scanned, chained" if prefixes else "scanned"
-            read = _json(partial(_scanned, prefixes))
-            yield Parser(f"JSON body {how}: {name}", body, text, read)
-        yield Parser(f"JSON body parsed: {name}", PARSE_BYTES_MAX, text, _json(_parsed))
+    yield "JSON body scanned", body, _json(partial(_scanned, False)), shapes
+    yield "JSON body scanned, chained", body, _json(partial(_scanned, True)), shapes
+    yield "JSON body parsed", PARSE_BYTES_MAX, _json(_parsed), shapes
     form = b"multipart/form-data; boundary=cut"
     part = b"--cut\r\nContent-Disposition: form-data; name=x\r\n\r\n"
     parts = {
@@ -121,40 +128,38 @@ def parsers() -> Iterator[Parser]:
         "preamble": _filled(b"\r\n", b"--cu\r\n", b"--cut--"),
         "parts": _filled(b"", part + b"\r\n", b"--cut--"),
     }
-    for name, text in parts.items():
-        yield Parser(f"form: {name}", body, text, _json(lambda data: drain(read_form(data, form.decode()))))
     heads = {
         "parameters": _filled(part[:-8], b"; x=y", b"\r\n\r\n"),
         "a quoted string": _filled(part[:-8] + b'; x="', b"\\x", b"\r\n\r\n"),
         "blanks": _filled(part[:-8] + b";", b" ", b"\r\n\r\n"),
         "lines": _filled(part[:-2], b"x:y\r\n", b"\r\n"),
     }
-    for name, text in heads.items():
-        yield Parser(
-            f"head of a part: {name}", 16 << 10, text, _json(lambda data: drain(read_form(data, form.decode())))
-        )
     types = {
         "parameters": _filled(form, b";x=y"),
         "quotes": _filled(form + b';x="', b'\\"'),
         "blanks": _filled(form, b" ;"),
     }
-    for name, text in types.items():
-        yield Parser(f"content type of a form: {name}", head, text, _json(lambda t: drain(read_form(b"", t.decode()))))
-    for pump in (b"9", b"1s", b".", b" "):
-        duration = _json(lambda value: parse_duration_s(value.decode()))
-        yield Parser(f"time to wait: {pump.decode()!r}", head, _filled(b"", pump, b"x"), duration)
-        slo = _header("x-slo-ttft-ms", lambda fields: _IDENTITY["header:x-s"].classify(fields, True, "m", "m"))
-        yield Parser(f"objective in ms: {pump.decode()!r}", head, _filled(b" ", pump, b"x"), slo)
-    yield Parser("request id", head, _filled(b"", b"x"), _header("x-request-id", request_id))
-    yield Parser("key", head, _filled(b"Bearer ", b" x"), _header("authorization", _KEYS.check))
-    for pump in (b"a=b;", b"=", b';"', b'a="\\', b" ", b"\\1"):
-        for before in (b"", b's="'):
-            cookies = _filled(before, pump)
-            yield Parser(f"cookies: {(before + pump).decode()!r}", head, cookies, _session("cookie:s", "cookie"))
+    as_form = _json(lambda data: drain(read_form(data, form.decode())))
+    yield "form", body, as_form, parts
+    yield "head of a part", 16 << 10, as_form, heads
+    yield "content type of a form", head, _json(lambda text: drain(read_form(b"", text.decode()))), types
+    pumps = (b"9", b"1s", b".", b" ")
+    duration = _json(lambda value: parse_duration_s(value.decode()))
+    yield "time to wait", head, duration, {repr(pump.decode()): _filled(b"", pump, b"x") for pump in pumps}
+    slo = _header("x-slo-ttft-ms", lambda fields: _IDENTITY["header:x-s"].classify(fields, True, "m", "m"))
+    yield "objective in ms", head, slo, {repr(pump.decode()): _filled(b" ", pump, b"x") for pump in pumps}
+    yield "header", head, _header("x-request-id", request_id), {"request id": _filled(b"", b"x")}
+    yield "header", head, _header("authorization", _KEYS.check), {"key": _filled(b"Bearer ", b" x")}
+    cookies = {
+        repr((before + pump).decode()): _filled(before, pump)
+        for pump in (b"a=b;", b"=", b';"', b'a="\\', b" ", b"\\1")
+        for before in (b"", b's="')
+    }
+    yield "cookies", head, _session("cookie:s", "cookie"), cookies
     connection = _json(lambda value: named_in_connection([("Connection", value.decode())]))
-    yield Parser("fields of one hop", head, _filled(b"", b"a, "), connection)
+    yield "header", head, connection, {"fields of a hop": _filled(b"", b"a, ")}
     answer_field = _json(lambda value: to_client([("x", value.decode("utf-8", "surrogateescape"))]))
-    yield Parser("field of an answer", 256 << 10, _filled(b"", b"\x01\xff"), answer_field)
+    yield "answer", 256 << 10, answer_field, {"a field": _filled(b"", b"\x01\xff")}
     events = {
         "one event": _filled(b'data: {"id":"', b"x"),
         "blanks before a choice": _filled(b'data: {"choices": [', b" "),
@@ -163,43 +168,35 @@ def parsers() -> Iterator[Parser]:
         "no choices": _filled(b"data: {", b'"choices":[ ', b"\n\n"),
         "small events": _filled(b"", b"data: {}\n\n"),
     }
-    for name, text in events.items():
-        for piece_bytes in (64, MIB):
-            for hide in (False, True):
-                how = f"in pieces of {piece_bytes}{', hiding' if hide else ''}"
-                yield Parser(f"stream {how}: {name}", 2 * BUFFERED_BYTES_MAX, text, _fed(piece_bytes, hide))
-    yield Parser("end of an answer", USAGE_TAIL_BYTES, _filled(b"", b'"usage":{'), usage_in_tail)
-    chat = _filled(b"", b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n')
-    yield Parser("captured answer, a stream", ANSWER_BYTES_MAX, chat, lambda r: drain(parse_answer(r, BodyKind.CHAT)))
-    tail = _filled(b"{", b"\ndata:")
-    yield Parser(
-        "captured answer, a response", ANSWER_BYTES_MAX, tail, lambda r: drain(parse_answer(r, BodyKind.RESPONSES))
-    )
+    for piece_bytes in (64, MIB):
+        for hide in (False, True):
+            how = f"stream in pieces of {piece_bytes}{', hiding' if hide else ''}"
+            yield how, 2 * BUFFERED_BYTES_MAX, _fed(piece_bytes, hide), events
+    yield "answer", USAGE_TAIL_BYTES, usage_in_tail, {"the end": _filled(b"", b'"usage":{')}
+    chat = {"a stream": _filled(b"", b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n')}
+    yield "captured answer", ANSWER_BYTES_MAX, lambda raw: drain(parse_answer(raw, BodyKind.CHAT)), chat
+    response = {"a response": _filled(b"{", b"\ndata:")}
+    yield "captured answer", ANSWER_BYTES_MAX, lambda raw: drain(parse_answer(raw, BodyKind.RESPONSES)), response
+    running = b"vllm:num_requests_running 1\n"
     pages = {
-        "lines": _filled(b"", b"vllm:num_requests_running 1\n"),
+        "lines": _filled(b"", running),
         "names in a line": _filled(b"", b"vllm:num_requests_running"),
-        "labels": _filled(b"vllm:num_requests_running 1\nvllm:cache_config_info{", b'a="",', b"} 1\n"),
-        "escapes": _filled(
-            b'vllm:num_requests_running 1\nvllm:lora_requests_info{running_lora_adapters="', b"\\n", b'"} 1'
-        ),
-        "caches": _filled(b"vllm:num_requests_running 1\n", b'vllm:cache_config_info{block_size="16"} 1\n'),
-        "blanks": _filled(b"vllm:num_requests_running 1\nvllm:cache_config_info{", b" ", b"} 1\n"),
-        "braces": _filled(b"vllm:num_requests_running 1\nvllm:cache_config_info{", b"}"),
+        "labels": _filled(running + b"vllm:cache_config_info{", b'a="",', b"} 1\n"),
+        "escapes": _filled(running + b'vllm:lora_requests_info{running_lora_adapters="', b"\\n", b'"} 1'),
+        "caches": _filled(running, b'vllm:cache_config_info{block_size="16"} 1\n'),
+        "blanks": _filled(running + b"vllm:cache_config_info{", b" ", b"} 1\n"),
+        "braces": _filled(running + b"vllm:cache_config_info{", b"}"),
     }
-    for name, text in pages.items():
-        yield Parser(f"page of metrics: {name}", PAGE_BYTES_MAX, text, _json(lambda p: drain(parse_reading(p, 0.0))))
-        yield Parser(f"page of metrics, filtered?: {name}", PAGE_BYTES_MAX, text, is_filtered)
+    yield "page of metrics", PAGE_BYTES_MAX, _json(lambda page: drain(parse_reading(page, 0.0))), pages
+    yield "page of metrics, filtered?", PAGE_BYTES_MAX, is_filtered, pages
     models = {
         "cards": _filled(b'{"data":[', b'{"id":"a"},', b'{"id":"b"}]}'),
         "lists": _filled(b'{"data":[{"id":"a","x":[', b"[],", b"[]]}]}"),
         "open": _filled(b"", b"["),
     }
-    for name, text in models.items():
-        yield Parser(
-            f"list of models: {name}", PAGE_BYTES_MAX, text, _json(lambda page: drain(parse_listing(page, 0.0)))
-        )
-    nested = _filled(b"", b"[")
-    yield Parser("word on an adapter", ADAPTER_BYTES_MAX, nested, lambda answer: _message(400, answer))
+    yield "list of models", PAGE_BYTES_MAX, _json(lambda page: drain(parse_listing(page, 0.0))), models
+    nested = {"open brackets": _filled(b"", b"[")}
+    yield "answer about an adapter", ADAPTER_BYTES_MAX, lambda answer: _message(400, answer), nested
 
 
 def _scanned(prefixes: bool, body: bytes) -> None:
@@ -223,13 +220,13 @@ class Growth:
 
     @property
     def exponent(self) -> float:
-        """The power of the length with which the time grew, from the shortest text to the longest."""
+        """The exponent of time over length, from the shortest text to the longest."""
         doublings = log2(self.lengths[-1] / self.lengths[0])
         return log2(max(self.took_s[-1], 1e-9) / max(self.took_s[0], 1e-9)) / doublings
 
     @property
     def linear(self) -> bool:
-        """Whether the time grows with the length alone, as far as the clock can show."""
+        """Whether the time grows linearly, within the precision of the clock."""
         return self.took_s[-1] < QUICK_S or self.exponent < EXPONENT_MAX
 
 
@@ -248,7 +245,7 @@ def growth_of_parser(parser: Parser, largest: int) -> Growth:
 
 
 def growth_of_pattern(found: Found) -> Growth:
-    """A pattern with its slowest text. One that is not linear is measured at shorter lengths."""
+    """Measures a pattern with its slowest text, and a pattern that is not linear with short texts."""
     text, linear = slowest(found)
     chars = PATTERN_CHARS if linear else 24
 
@@ -260,7 +257,7 @@ def growth_of_pattern(found: Found) -> Growth:
 
 
 def show(title: str, growths: Iterable[Growth]) -> bool:
-    """Print each as soon as it is measured. True if all are linear."""
+    """Prints each result as soon as it is measured. Returns whether all are linear."""
     print(f"{title}\n{'':64} {'largest':>9}  ms at 1/8, 1/4, 1/2 and the whole of it {'exponent':>10}")
     linear = True
     for one in growths:

@@ -1,8 +1,8 @@
 """Finds every regular expression of the package, and makes texts that are slow for it.
 
 A pattern that can match a text in several ways may try them all before it fails, so that the time grows faster than the
-text. Patterns are found in the source, wherever `re` is called, so none has to be listed. Texts are made from the parse
-of each pattern: what leads to a repetition, what is repeated, and a wrong end.
+text. Patterns are found in the source at each call of `re`, so that no list is needed. The parse of a pattern gives the
+texts: a beginning that leads to a repetition, the repeated text, and a wrong end.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ ROOT = Path(llmproxy.__file__).parent
 METHODS = ("match", "fullmatch", "search", "finditer", "findall", "sub", "subn", "split")
 SCREEN_CHARS = 2048
 SCREEN_S = 0.0005
-"""A linear pattern takes about 50 µs for SCREEN_CHARS, a quadratic one 5 ms or more. Slower ones are measured."""
+"""A linear pattern takes about 50 µs for SCREEN_CHARS, a quadratic pattern 5 ms. Slower patterns are measured."""
 ENOUGH_S = 0.05
-"""A longer time is measured only once, because noise matters little."""
+"""A longer time is measured once, because noise matters little."""
 EXPONENT_MAX = 1.5
 """A higher exponent of time over length is not linear. Quadratic time has 2; the margin is for noise."""
 
@@ -36,12 +36,12 @@ _PARSER: Any = importlib.import_module("re._parser")
 
 
 class UnreadError(Exception):
-    """A pattern is built at run time, so that it cannot be judged by the source."""
+    """A pattern that is built at run time, so that the source does not have it."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """One pattern, its place in the source, and the methods by which it is used there."""
+    """A pattern, its place in the source, and the methods that use it there."""
 
     where: str
     pattern: re.Pattern[Any]
@@ -59,7 +59,7 @@ class Found:
 
 
 def found_patterns() -> list[Found]:
-    """Every pattern of the package. Raises UnreadError for one that is not in the source."""
+    """Returns every pattern of the package. Raises UnreadError for a pattern that is built at run time."""
     found: list[Found] = []
     for path in sorted(ROOT.rglob("*.py")):
         tree = ast.parse(path.read_text())
@@ -87,14 +87,14 @@ def _assigned(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 
 def _uses(name: str, home: Path) -> tuple[str, ...]:
-    """The methods that the package calls on this name; none if it is passed to other code too."""
+    """Returns the methods that the package calls on this name; none if the name is passed to other code too."""
     text = "\n".join(path.read_text() for path in ([home] if name.startswith("_") else ROOT.rglob("*.py")))
     calls = re.findall(rf"\b{name}\b(?!\s*=[^=])(?:\.(\w+)\()?", text)
     return tuple(sorted(set(calls))) if calls and all(method in METHODS for method in calls) else ()
 
 
 def _evaluated(path: Path, call: ast.Call) -> re.Pattern[Any]:
-    """The pattern in a call of `re`, resolved by the names of its module."""
+    """Returns the pattern in a call of `re`, resolved by the names of its module."""
     assert isinstance(call.func, ast.Attribute)
     module = importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts))
     flags = [keyword.value for keyword in call.keywords if keyword.arg == "flags"]
@@ -113,7 +113,7 @@ def _evaluated(path: Path, call: ast.Call) -> re.Pattern[Any]:
 
 
 def attacks(pattern: re.Pattern[Any]) -> Iterator[Callable[[int], str]]:
-    """Texts of any length: each leads to one repetition of the pattern, repeats something, and ends in a way or two."""
+    """Yields makers of texts: a beginning that leads to a repetition of the pattern, a repeated text, and an end."""
     tree = _PARSER.parse(pattern.pattern, pattern.flags & ~re.DEBUG)
     places = dict.fromkeys([("", ""), *_repetitions(tree, "")])
     for prefix in dict.fromkeys(prefix for prefix, _ in places):
@@ -128,7 +128,7 @@ def _text(prefix: str, pump: str, end: str, chars: int) -> str:
 
 
 def _repetitions(tree: Any, prefix: str) -> Iterator[tuple[str, str]]:
-    """What leads to each repetition, and each text that may be repeated there."""
+    """Yields the beginning that leads to each repetition, and each text that may be repeated there."""
     for kind, what in tree:
         name = str(kind)
         for inner in _inner(name, what):
@@ -151,7 +151,7 @@ def _inner(name: str, what: Any) -> list[Any]:
 
 
 def _texts(tree: Any) -> list[str]:
-    """A few texts that a part of a pattern matches: one for each branch of its first choice."""
+    """Returns a few texts that a part of a pattern matches, a text for each branch of its first choice."""
     texts = [""]
     for kind, what in tree:
         name = str(kind)
@@ -170,7 +170,7 @@ def _texts(tree: Any) -> list[str]:
 
 
 def _source(name: str, what: Any) -> str:
-    """One character of a pattern, written as a pattern again."""
+    """Returns a single character of a pattern as the source of a pattern."""
     if name == "ANY":
         return "."
     if name == "NOT_LITERAL":
@@ -183,7 +183,7 @@ def _source(name: str, what: Any) -> str:
 
 
 def cpu_s(work: Callable[[], object], times: int = 3) -> float:
-    """The processor time that this thread spends on one call, at best of several."""
+    """Returns the CPU seconds of this thread for a call, the least of several."""
     best_s = inf
     for _ in range(times):
         began_s = time.thread_time()
@@ -195,14 +195,14 @@ def cpu_s(work: Callable[[], object], times: int = 3) -> float:
 
 
 def slowest(found: Found) -> tuple[Callable[[int], str], bool]:
-    """Of all texts the slowest for a pattern, and whether its time grows no faster than its length.
+    """Returns the slowest text for a pattern, and whether the time grows linearly.
 
-    The first text that shows the contrary is the last that is tried.
+    The search ends at the first text with faster growth.
     """
     worst: tuple[Callable[[int], str], float] = (lambda chars: "a" * chars), 0.0
     for text in attacks(found.pattern):
         took_s = 0.0
-        # What takes for ever with long texts is noticed by short ones.
+        # Short texts first, because exponential patterns never end with long texts.
         for chars in (16, 20, 24, 28, 32, 128, 512, SCREEN_CHARS):
             took_s = _took_s(found, text(chars), 1)
             if took_s > SCREEN_S:

@@ -1,14 +1,13 @@
-"""llmproxy and its peers side by side, in interleaved rounds: `python -m benchmarks.peers --help`, or `make bench`.
+"""llmproxy and its peers in interleaved rounds: `python -m benchmarks.peers --help`, or `make bench`.
 
-Every round takes the cases in turn, and each case every proxy in turn, in the reverse order each second round: a
-machine whose speed drifts then slows neighbours alike. Ratios are taken inside a round. `README.md` in the folder above
-says how to read the tables.
+Every round takes the cases in turn, and each case takes every proxy in turn, in reverse order in each second round, so
+that a machine of varying speed slows neighbours alike. Ratios are taken inside a round. `benchmarks/README.md` explains
+the tables.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import platform
@@ -17,14 +16,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.cases import CASES
-from benchmarks.peers.competitors import Competitor, commanded, found_peers, llmproxy, takes_workers
+from benchmarks.peers.competitors import Competitor, commanded, found_peers, llmproxy
 from benchmarks.peers.measure import Bench
 from benchmarks.peers.stage import Results, Stage
 from benchmarks.peers.table import Round, doubts, render
@@ -33,7 +32,7 @@ from benchmarks.proxy import ROOT, BenchError, Cores, raise_open_files_limit
 OUT = ROOT / "benchmarks" / "out" / "peers"
 BASES = ("llmproxy", "nginx", "vllm-router")
 AROUND_S = 0.6
-"""What a window takes beside the load: starting it, ending it, and the proxy's own end of it."""
+"""Time of a window beside the load: its start, its end, and the end of its connections in the proxy."""
 VENVS_VARIABLE = "BENCH_VENVS"
 
 
@@ -52,7 +51,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--command", action="append", default=[], metavar="NAME=COMMAND", help="another proxy, repeatable")
     add("--peers-venv", action="append", type=Path, metavar="DIR", help=f"where peers are (${VENVS_VARIABLE})")
     add("--against", metavar="NAME,...", **several, help=f"bases of ratios ({', '.join(BASES)})")
-    add("--out", type=Path, default=OUT, metavar="DIR", help="where results.md, results.json and results.svg go")
+    add("--out", type=Path, default=OUT, metavar="DIR", help="folder of results.md and results.json")
     options = parser.parse_args(argv)
     known = {case.name: case for case in CASES}
     unknown = [name for name in options.case or () if name not in known]
@@ -64,7 +63,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def competitors(options: argparse.Namespace) -> list[Competitor]:
-    """Who takes part. Raises BenchError where a name that was asked for is not there."""
+    """Returns the proxies of a run. Raises BenchError if a chosen proxy is not installed."""
     named = [tree.partition("=") for tree in options.tree] or [("llmproxy", "=", str(ROOT))]
     trees = {name: Path(path).resolve() for name, _, path in named}
     mine = [*(llmproxy(name, tree) for name, tree in trees.items()), *(commanded(text) for text in options.command)]
@@ -79,19 +78,11 @@ def competitors(options: argparse.Namespace) -> list[Competitor]:
         everybody = [one for one in everybody if one.name in options.only or one in mine]
     elif missing:
         print(f"not installed, so left out: {', '.join(missing)}", file=sys.stderr)
-    single = {name for name, tree in trees.items() if max(options.workers) > 1 and not takes_workers(tree)}
-    if single:
-        print(f"these know no --workers, so only one of each: {', '.join(single)}", file=sys.stderr)
-    return [
-        one.with_workers(workers)
-        for one in everybody
-        for workers in options.workers
-        if workers == 1 or one.name not in single
-    ]
+    return [one.with_workers(workers) for one in everybody for workers in options.workers]
 
 
 def facts(cores: Cores, options: argparse.Namespace, chosen: Sequence[Competitor]) -> list[str]:
-    """What the figures depend on, one line each."""
+    """Returns the facts that the figures depend on, a line each."""
     model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return [
         f"{model.group(1) if model else platform.machine()}, {os.cpu_count()} cores, {platform.system()} "
@@ -101,25 +92,13 @@ def facts(cores: Cores, options: argparse.Namespace, chosen: Sequence[Competitor
         + ("; NAME@2 has 2 workers and a core of the harness" if max(options.workers) > 1 else "")
         + ("; real-time priority (SCHED_RR) for all of them" if options.realtime else ""),
         f"{options.rounds} interleaved rounds, windows of {options.seconds:g} s, {time.strftime('%Y-%m-%d %H:%M')}; "
-        "median [smallest..largest]; ratios are taken inside each round, and so is what is added to direct access",
+        "median [smallest..largest]; ratios, and times added to direct access, are taken inside each round",
         *(f"{one.name}: {one.about}" for one in chosen),
     ]
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """Waits until no other run of this benchmark is on the machine, and keeps others waiting within the block."""
-    with (Path(tempfile.gettempdir()) / "llmproxy-bench.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("waiting until another run of this benchmark ends", file=sys.stderr, flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def run_first() -> None:
-    """Lets this process and its children run before all that is not real-time. Raises BenchError without the right."""
+    """Gives this process and its children real-time priority. Raises BenchError without the right."""
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     except PermissionError as error:
@@ -127,10 +106,7 @@ def run_first() -> None:
 
 
 def run(options: argparse.Namespace, header: list[str], results: Results, failures: list[str]) -> None:
-    """Measures; what is known so far is in the last three arguments, however this ends.
-
-    Raises BenchError when the run cannot go on.
-    """
+    """Measures, and adds to `header`, `results` and `failures` as it goes. Raises BenchError when it cannot go on."""
     raise_open_files_limit()
     chosen = competitors(options)
     cores = Cores.split()
@@ -141,7 +117,7 @@ def run(options: argparse.Namespace, header: list[str], results: Results, failur
     each_s = sum(case.ramp_s + case.warmup_s + options.seconds + AROUND_S for case in options.cases)
     minutes = options.rounds * each_s * (len(chosen) + 1) / 60
     print(f"{len(chosen)} proxies: {minutes:.0f} minutes if nothing is repeated", file=sys.stderr, flush=True)
-    with alone(), tempfile.TemporaryDirectory(prefix="llmproxy-bench-") as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="llmproxy-bench-") as folder, ExitStack() as stack:
         bench = Bench(Path(folder), cores, options.realtime)
         stack.callback(bench.stop)
         stage = Stage(bench, chosen, options.seconds, options.tries, failures)
@@ -151,7 +127,7 @@ def run(options: argparse.Namespace, header: list[str], results: Results, failur
 
 def main() -> None:
     options = parse_options()
-    # A terminated run must end its children, and print what it found, as an interrupted one does.
+    # A terminated run must end its children and print its results, like an interrupted run.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     header: list[str] = []
     results: Results = {case.name: [] for case in options.cases}
@@ -171,12 +147,12 @@ def main() -> None:
 def write(
     options: argparse.Namespace, header: Sequence[str], results: Mapping[str, Sequence[Round]], failures: Sequence[str]
 ) -> bool:
-    """Writes the tables, every single window and the picture, and prints the tables. True when a request failed."""
+    """Writes the tables and every single window, and prints the tables. Returns whether a request failed."""
     cases = [case for case in options.cases if results[case.name]]
     found = [*failures, *(line for case in cases for line in doubts(case, results[case.name]))]
     text = "\n".join(f"- {line}" for line in header) + "\n\n"
     text += "\n\n".join(render(case, results[case.name], options.against or BASES) for case in cases) + "\n\n"
-    text += "\n".join(f"- {line}" for line in found) or "No failed requests, and nobody else on the proxy's core."
+    text += "\n".join(f"- {line}" for line in found) or "No failed requests, and no other process on the proxy's core."
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.md").write_text(text + "\n")
     raw = {
@@ -184,12 +160,6 @@ def write(
     }
     (options.out / "results.json").write_text(json.dumps({"facts": header, "doubts": found, "cases": raw}))
     print(text)
-    try:
-        from benchmarks.peers.plot import draw
-    except ModuleNotFoundError as error:
-        print(f"no picture was drawn, because {error.name} is not installed", file=sys.stderr)
-    else:
-        draw(cases, results, options.out / "results.svg")
     return any(seen.failures for rounds in results.values() for one in rounds for seen in one.values())
 
 

@@ -1,50 +1,51 @@
-"""The loads: how many clients send which prompts, and what is answered at which pace."""
+"""The loads: number of clients, prompts, and pace of the answers."""
 
 from __future__ import annotations
 
 import json
 import random
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 NUMBER = "#" * 16
-"""Where the load generator writes a number that no other request has."""
+"""The load generator writes a unique number here."""
 CHUNKS = "@" * 5
-"""Where it writes how many chunks to ask for."""
+"""The load generator writes the number of chunks here."""
 GROUPS = 8
-"""Requests come from so many clients, each a flow of its own with a system prompt of its own."""
+"""The number of flows. Each has a system prompt of its own."""
 OBJECTIVES = ("critical", "default", "default", "sheddable")
 
 _WORDS = str.split(
-    "the engine answers each request with tokens from a model that was loaded before and keeps what it has read in its "
+    "the engine answers each request with tokens from a model that was loaded before and keeps all it has read in its "
     "cache so that the next prompt with the same beginning is cheaper while others wait for their turn in the queue"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One load. Prompts are `shared_bytes` that are the same for all requests of a group, then what no other has.
-
-    `chunks` 0 asks for one JSON answer; `rate` (requests/s) makes an open loop, in which at most `clients` are busy.
-    `saturating` asks for more than a core can give, so that throughput means something; `fresh` gives each competitor a
-    new process, so that its memory is that of this case alone.
-    """
+    """A load."""
 
     name: str
     title: str
     clients: int
     prompt_bytes: int = 800
     shared_bytes: int = 400
+    """The part of the prompt that is equal for all requests of a flow. The rest is unique."""
     chunks: int = 0
+    """0 for an answer in one piece."""
     gap_us: int = 0
     rate: float = 0.0
+    """Requests per second of an open loop with at most `clients` at once, 0 for a closed loop."""
     ramp_s: float = 0.2
     warmup_s: float = 0.5
     saturating: bool = False
+    """Needs more than a core, so that throughput is a figure."""
     fresh: bool = False
+    """Has new processes, so that memory is not the memory of earlier cases."""
 
     def requests(self, folder: Path) -> list[Path]:
-        """Writes the whole requests that the load generator draws from, one file for each group and objective."""
+        """Writes the requests for the load generator, a file for each flow."""
         files = []
         for group in range(GROUPS):
             body = self._body(group).encode()
@@ -76,30 +77,25 @@ class Case:
 
 
 def _text(size: int, seed: int) -> str:
-    """So many bytes of words in an order that depends on `seed`."""
+    """Returns `size` bytes of words in an order that depends on `seed`."""
     choose = random.Random(seed)
     words = " ".join(choose.choices(_WORDS, k=size // 2 + 1)) if size > 0 else ""
     return words[: max(0, size)]
 
 
+STREAMS = partial(Case, chunks=100)
+PROMPTS = partial(Case, shared_bytes=0, saturating=True)
+MIXED = partial(Case, clients=256, prompt_bytes=8_000, shared_bytes=6_000, chunks=200, ramp_s=0.5)
 CASES = (
     Case(name="json64", title="JSON answers, 64 connections, closed loop", clients=64, saturating=True),
     Case(name="json200", title="JSON answers, 200 requests/s, open loop", clients=64, rate=200.0),
-    Case(name="sse64", title="64 streams of 100 chunks, 10 ms apart", clients=64, chunks=100, gap_us=10_000),
-    Case(name="sse256", title="256 streams of 100 chunks, 20 ms apart", clients=256, chunks=100, gap_us=20_000),
-    Case(
-        name="sse1000",
-        title="1,000 streams of 100 chunks, 50 ms apart",
-        clients=1000,
-        chunks=100,
-        gap_us=50_000,
-        ramp_s=1.0,
-    ),
-    Case(
+    STREAMS(name="sse64", title="64 streams of 100 chunks, 10 ms apart", clients=64, gap_us=10_000),
+    STREAMS(name="sse256", title="256 streams of 100 chunks, 20 ms apart", clients=256, gap_us=20_000),
+    STREAMS(name="sse1000", title="1,000 streams of 100 chunks, 50 ms apart", clients=1000, gap_us=50_000, ramp_s=1.0),
+    STREAMS(
         name="slow4000",
         title="4,000 streams of 100 chunks, 250 ms apart",
         clients=4000,
-        chunks=100,
         gap_us=250_000,
         ramp_s=4.0,
         warmup_s=1.0,
@@ -108,60 +104,20 @@ CASES = (
     Case(
         name="burst64", title="64 streams of 200 chunks, as fast as possible", clients=64, chunks=200, saturating=True
     ),
-    Case(
-        name="body8k",
-        title="prompts of 8 KB, 32 connections, closed loop",
-        clients=32,
-        prompt_bytes=8_000,
-        shared_bytes=0,
-        saturating=True,
-    ),
-    Case(
-        name="body128k",
-        title="prompts of 128 KB, 16 connections, closed loop",
-        clients=16,
-        prompt_bytes=128_000,
-        shared_bytes=0,
-        saturating=True,
-    ),
-    Case(
-        name="body10m",
-        title="prompts of 10 MB, 4 connections, closed loop",
-        clients=4,
-        prompt_bytes=10_000_000,
-        shared_bytes=0,
-        saturating=True,
-    ),
-    Case(
+    PROMPTS(name="body8k", title="prompts of 8 KB, 32 connections, closed loop", clients=32, prompt_bytes=8_000),
+    PROMPTS(name="body128k", title="prompts of 128 KB, 16 connections, closed loop", clients=16, prompt_bytes=128_000),
+    PROMPTS(name="body10m", title="prompts of 10 MB, 4 connections, closed loop", clients=4, prompt_bytes=10_000_000),
+    PROMPTS(
         name="big100",
         title="prompts of 10 MB, 100 connections, closed loop",
         clients=100,
         prompt_bytes=10_000_000,
-        shared_bytes=0,
         ramp_s=0.5,
         warmup_s=3.0,
-        saturating=True,
         fresh=True,
     ),
-    Case(
-        name="mix",
-        title="256 streams of 200 chunks, 10 ms apart, prompts of 8 KB of which 6 KB are shared",
-        clients=256,
-        prompt_bytes=8_000,
-        shared_bytes=6_000,
-        chunks=200,
-        gap_us=10_000,
-        ramp_s=0.5,
+    MIXED(
+        name="mix", title="256 streams of 200 chunks, 10 ms apart, prompts of 8 KB, 6 KB of it shared", gap_us=10_000
     ),
-    Case(
-        name="mixfull",
-        title="the same, 3 ms apart: more than a core can carry",
-        clients=256,
-        prompt_bytes=8_000,
-        shared_bytes=6_000,
-        chunks=200,
-        gap_us=3_000,
-        ramp_s=0.5,
-        saturating=True,
-    ),
+    MIXED(name="mixfull", title="the same, 3 ms apart: more than a core can carry", gap_us=3_000, saturating=True),
 )

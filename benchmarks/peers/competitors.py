@@ -1,15 +1,12 @@
-"""How each proxy is started: its own best policy, and its cache-aware default where it has one.
+"""Commands and configurations of each proxy: its best policy, and its cache-aware default if it has one.
 
-No peer is a dependency: one is looked for on PATH and in the virtual environments that are named, and left out with a
-word where it is not found.
+No peer is a dependency. Peers are searched on PATH and in the given virtual environments, and left out if not found.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +16,7 @@ from benchmarks.proxy import BenchError, llmproxy_argv, template_argv
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a competitor is to serve: its port, what is behind it, and a folder of its own for its files."""
+    """The port of a competitor, its backends, and a folder for its files."""
 
     folder: Path
     port: int
@@ -30,7 +27,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A command that stays in the foreground, where it runs, and what is added to its environment."""
+    """A command that stays in the foreground, its working directory, and additions to its environment."""
 
     argv: list[str]
     cwd: Path
@@ -39,9 +36,9 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Competitor:
-    """One proxy under one configuration, which `about` describes; it gets as many cores as `workers`.
+    """A proxy in one configuration, which `about` describes. It has as many cores as `workers`.
 
-    A run ends where one that is `required` fails, and goes on without any other.
+    A run ends when a `required` proxy fails, and goes on without any other.
     """
 
     name: str
@@ -51,7 +48,7 @@ class Competitor:
     required: bool = False
 
     def with_workers(self, workers: int) -> Competitor:
-        """The same with so many workers, under a name that says so."""
+        """Returns the same proxy with `workers`, which its name has too."""
         return self if workers == 1 else replace(self, name=f"{self.name}@{workers}", workers=workers)
 
 
@@ -59,7 +56,7 @@ class Competitor:
 
 
 def llmproxy(name: str, tree: Path) -> Competitor:
-    """llmproxy from the sources in `tree`, as people run it: every default, with eight flows in three bands."""
+    """llmproxy from the sources in `tree`, with its defaults, for eight flows in three bands."""
 
     def launch(site: Site) -> Launch:
         workers = ["--workers", str(site.workers)] if site.workers > 1 else []
@@ -71,14 +68,8 @@ def llmproxy(name: str, tree: Path) -> Competitor:
 
 
 def _importing(tree: Path) -> dict[str, str]:
-    """The environment in which the package of `tree` is found before any other, and all else as in this process."""
+    """Returns an environment that finds the package of `tree` before any other."""
     return {"PYTHONPATH": os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-
-def takes_workers(tree: Path) -> bool:
-    """Whether the llmproxy there can have several workers."""
-    argv, env = [sys.executable, "-m", "llmproxy", "serve", "--help"], {**os.environ, **_importing(tree)}
-    return b"--workers" in subprocess.run(argv, cwd=tree, env=env, capture_output=True, check=False).stdout
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------
@@ -112,25 +103,6 @@ http {{
 }}
 """
 
-_HAPROXY = """\
-global
-  nbthread {workers}
-  maxconn 9000
-defaults
-  mode http
-  timeout connect 5s
-  timeout client 600s
-  timeout server 600s
-  option http-no-delay
-  http-reuse always
-frontend clients
-  bind 127.0.0.1:{port} backlog 4096
-  default_backend replicas
-backend replicas
-  balance leastconn
-{servers}
-"""
-
 
 def _addresses(site: Site) -> list[str]:
     return [url.removeprefix("http://") for url in site.backends]
@@ -139,7 +111,7 @@ def _addresses(site: Site) -> list[str]:
 def _nginx(program: str) -> Callable[[Site], Launch]:
     def launch(site: Site) -> Launch:
         servers = " ".join(f"server {address};" for address in _addresses(site))
-        # Started by root it would serve as somebody who may not enter the folder of this run.
+        # nginx that root starts serves as a user without access to the folder of the run.
         user = "user root root;" if os.geteuid() == 0 else ""
         text = _NGINX.format(workers=site.workers, port=site.port, servers=servers, user=user)
         (site.folder / "nginx.conf").write_text(text)
@@ -148,18 +120,8 @@ def _nginx(program: str) -> Callable[[Site], Launch]:
     return launch
 
 
-def _haproxy(program: str) -> Callable[[Site], Launch]:
-    def launch(site: Site) -> Launch:
-        servers = "\n".join(f"  server s{number} {address}" for number, address in enumerate(_addresses(site)))
-        text = _HAPROXY.format(workers=site.workers, port=site.port, servers=servers)
-        (site.folder / "haproxy.cfg").write_text(text)
-        return Launch([program, "-db", "-f", "haproxy.cfg"], site.folder)
-
-    return launch
-
-
 def _router(words: tuple[str, ...], policy: str) -> Callable[[str], Callable[[Site], Launch]]:
-    """vllm-router and sglang-router have the same flags."""
+    """vllm-router and sglang-router, which have the same flags."""
 
     def of(program: str) -> Callable[[Site], Launch]:
         def launch(site: Site) -> Launch:
@@ -206,7 +168,7 @@ def _production_stack(program: str) -> Callable[[Site], Launch]:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One line of the list below. `says` is in the start script of the program: two of them have the same name."""
+    """A proxy that may be installed. `says` is a text in its start script, because two programs have the same name."""
 
     name: str
     program: str
@@ -215,7 +177,7 @@ class Peer:
     says: str = ""
 
     def find(self, folders: Iterable[Path]) -> str | None:
-        """The path of the program, from the first of the folders that has it."""
+        """Returns the path of the program in the first folder that has it."""
         for folder in folders:
             program = folder / self.program
             if os.access(program, os.X_OK) and self.says.encode() in program.read_bytes():
@@ -227,14 +189,9 @@ _ROUTER_WORDS = ("launch",)
 _RUST, _PYTHON = "vllm_router.launch_router", "vllm_router.app"
 PEERS = (
     Peer("nginx", "nginx", "least_conn, kept connections, no log, no LLM logic", _nginx),
-    Peer("haproxy", "haproxy", "leastconn, kept connections, no log, no LLM logic", _haproxy),
     Peer("vllm-router", "vllm-router", "power_of_two, log level error", _router((), "power_of_two"), _RUST),
     Peer(
-        "vllm-router-ca",
-        "vllm-router",
-        "cache_aware (its default), log level error",
-        _router((), "cache_aware"),
-        _RUST,
+        "vllm-router-ca", "vllm-router", "cache_aware (its default), log level error", _router((), "cache_aware"), _RUST
     ),
     Peer("sglang-router", "sglang-router", "power_of_two, log level error", _router(_ROUTER_WORDS, "power_of_two")),
     Peer(
@@ -249,7 +206,7 @@ PEERS = (
 
 
 def found_peers(venvs: Iterable[Path]) -> tuple[list[Competitor], list[str]]:
-    """The peers that are installed, and the names of those that are not."""
+    """Returns the installed peers, and the names of the others."""
     folders = [*(venv / "bin" for venv in venvs), *map(Path, os.get_exec_path())]
     found, missing = [], []
     for peer in PEERS:
@@ -262,7 +219,7 @@ def found_peers(venvs: Iterable[Path]) -> tuple[list[Competitor], list[str]]:
 
 
 def commanded(text: str) -> Competitor:
-    """A proxy that nobody here knows, from NAME=COMMAND. Raises BenchError for anything else."""
+    """Returns the proxy of NAME=COMMAND. Raises BenchError for any other text."""
     name, equals, command = text.partition("=")
     if not equals or not name or not command:
         raise BenchError(f"a proxy is named NAME=COMMAND, not {text!r}")

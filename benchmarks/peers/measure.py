@@ -1,4 +1,4 @@
-"""One window of load on one proxy: the tools that make it, the kernel's books at its borders, and what was seen."""
+"""A window of load on a proxy: the load generator, CPU clocks at the borders of the window, and the results."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ BUILT = ROOT / "benchmarks" / "out" / "bin"
 CHAT_PATH = "/v1/chat/completions"
 READY_BODY = b'{"model":"mock","messages":[{"role":"user","content":"Are you there?"}],"max_tokens":1}'
 DISTURBED_SHARE = 0.15
-"""A window in which others had, or the hypervisor kept, more of the proxy's cores than this says little."""
+"""A window is disturbed if other processes or the hypervisor had more of the proxy's cores than this."""
 SETTLE_LIMIT_S = 3.0
 SETTLED_SHARE = 0.3
 
 
 def built(name: str) -> Path:
-    """The program made of `name`.c, compiled anew if that has changed. Raises BenchError without a C compiler."""
+    """Returns the program of `name`.c, compiled if the source is newer. Raises BenchError without a C compiler."""
     source, program = SOURCES / f"{name}.c", BUILT / name
     if program.exists() and program.stat().st_mtime >= source.stat().st_mtime:
         return program
@@ -51,7 +51,7 @@ def built(name: str) -> Path:
     return program
 
 
-# --- what a window shows ----------------------------------------------------------------------------------------------
+# --- results of a window ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,42 +66,44 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What one window of load showed; None where it has no such figure.
-
-    `failures` counts by reason over the whole load, `skipped` are requests of an open loop that found no free client.
-    CPU seconds: `cpu_s` of the proxy with all its processes, `foreign_s` of others on its cores, `stolen_s` taken by
-    the hypervisor from any core of the run, `harness_cpu_s` of the load generator and the mock replicas together,
-    `harness_foreign_s` of others on the cores of those, None where the proxy is there too, or all others come last.
-    Memory is resident: before the load, at the end of the window, and the most ever. `disturbed_share` is the
-    part of the window in which others had the proxy's cores, or the hypervisor kept one.
-    """
+    """The results of a window. None where the window has no such figure."""
 
     window_s: float
     requests: int
     chunks: int
     bytes: int
     skipped: int
+    """Requests of an open loop without a free client."""
     streams: int
     failures: dict[str, int]
+    """By reason, over the whole load."""
     latency: Spread | None
     ttft: Spread | None
     transit: Spread | None
     gap: Spread | None
     harness_cpu_s: float
+    """CPU time of the load generator and the mock replicas."""
     stolen_s: float
+    """CPU time that the hypervisor took from the cores of the run."""
     disturbed_share: float
+    """The part of the window in which other processes or the hypervisor had the proxy's cores."""
     cpu_s: float | None = None
+    """CPU time of all processes of the proxy."""
     foreign_s: float | None = None
+    """CPU time of other processes on the proxy's cores."""
     harness_foreign_s: float | None = None
+    """CPU time of other processes on the harness's cores, None if the proxy shares them, or with real-time priority."""
     rss_before_bytes: int | None = None
+    """Resident memory before the load."""
     rss_bytes: int | None = None
+    """Resident memory at the end of the window."""
     rss_peak_bytes: int | None = None
 
     @classmethod
     def parse(cls, line: str, books: Books, cores: int, realtime: bool) -> Window:
-        """From the load generator's line and what the books say of the time in between.
+        """Combines the load generator's line with the CPU times of the window.
 
-        With `realtime`, others get what the `cores` of the proxy leave idle, which disturbs nobody.
+        With `realtime`, other processes have only the idle time of the proxy's `cores`, which disturbs nothing.
         """
         measured = json.loads(line)
         for name in ("latency", "ttft", "transit", "gap"):
@@ -122,17 +124,16 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """CPU clocks at one moment, in seconds; the difference of two moments is what a window used.
-
-    `busy_s` is of the proxy's cores, stolen time left out; `harness_here_s` is the harness's part of it, which is all
-    of its time where it shares a core with the proxy and nothing elsewhere. `harness_busy_s` is of the harness's cores.
-    """
+    """CPU clocks at one moment, in seconds. The difference of two moments has the CPU times of a window."""
 
     proxy_s: float | None
     harness_s: float
     harness_here_s: float
+    """The harness's time if it shares a core with the proxy, else 0."""
     busy_s: float
+    """Of the proxy's cores, without stolen time."""
     harness_busy_s: float
+    """Of the harness's cores."""
     stolen_s: float
 
     def since(self, before: Books) -> Books:
@@ -152,7 +153,7 @@ class Books:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A proxy that serves, or the mock replicas themselves, where `child` is None."""
+    """A running proxy, or the mock replicas if `child` is None."""
 
     name: str
     port: int
@@ -164,7 +165,7 @@ class Running:
 
 
 class Bench:
-    """The mock replicas, and what all windows of a run share."""
+    """The mock replicas and the load generator of a run."""
 
     def __init__(self, folder: Path, cores: Cores, realtime: bool = False, replicas: int = 4) -> None:
         self.cores = cores
@@ -182,13 +183,13 @@ class Bench:
         self._mock.stop()
 
     def _cores_of(self, competitor: Competitor) -> frozenset[int]:
-        """With one worker a core of its own; with more, that core and then those of the harness."""
+        """Returns the proxy's core, and a core of the harness for each further worker."""
         if self.cores.proxy is None:
             return self.cores.harness
         return frozenset([self.cores.proxy, *sorted(self.cores.harness, reverse=True)[: competitor.workers - 1]])
 
     def start(self, competitor: Competitor) -> Running:
-        """Starts a proxy and returns once it answers a chat request. Raises BenchError when it does not."""
+        """Starts a proxy and waits until it answers a chat request. Raises BenchError if it does not."""
         self._started += 1
         folder = self._folder / f"{competitor.name}-{self._started}"
         folder.mkdir()
@@ -205,7 +206,7 @@ class Bench:
         return Running(competitor.name, site.port, child, cores)
 
     def measure(self, case: Case, running: Running, seconds: float) -> Window:
-        """Runs one case against one proxy. Raises BenchError when either side of the measurement ended before it."""
+        """Runs a case against a proxy. Raises BenchError when the proxy or the load generator ended early."""
         if case.name not in self._requests:
             self._requests[case.name] = case.requests(self._folder)
         files = self._requests[case.name]
@@ -244,7 +245,7 @@ class Bench:
         )
 
     def _settle(self, running: Running) -> None:
-        """Waits until a proxy is done with the connections that were just closed, so that the next has its core."""
+        """Waits until a proxy has finished with its closed connections, so that the next proxy has the core."""
         pids, limit_s = running.pids(), time.monotonic() + SETTLE_LIMIT_S
         share = 1.0
         while pids and share > SETTLED_SHARE and time.monotonic() < limit_s:
@@ -254,7 +255,7 @@ class Bench:
 
 
 def _line(load: subprocess.Popen[str]) -> str:
-    """The next line of the load generator, which says on standard error why there is none."""
+    """Returns the next line of the load generator, which reports errors on standard error."""
     assert load.stdout is not None
     line = load.stdout.readline().strip()
     if not line:
@@ -263,7 +264,7 @@ def _line(load: subprocess.Popen[str]) -> str:
 
 
 def measured(measure: Callable[[], Window], tries: int) -> Window:
-    """The least disturbed of up to `tries` windows, the first that is not disturbed if there is one."""
+    """Returns the first undisturbed of up to `tries` windows, or the least disturbed."""
     windows: list[Window] = []
     while len(windows) < tries and not (windows and windows[-1].disturbed_share <= DISTURBED_SHARE):
         windows.append(measure())

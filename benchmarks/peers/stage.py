@@ -1,4 +1,4 @@
-"""The rounds of a run: every case, and in each case every proxy that serves, one after the other."""
+"""The rounds of a run: every case, and in each case every running proxy, in turn."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Results = dict[str, list[dict[str, Window]]]
 
 
 class Stage:
-    """Who serves. A peer that fails is added to `failures`, started anew, and left out when that fails too.
+    """The running proxies. A peer that fails is added to `failures`, started again, and left out if that fails too.
 
-    One that is required must not fail: what it raises ends the run.
+    An error of a required proxy ends the run.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Stage:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """All serve within the block. Raises BenchError when a required one cannot be started."""
+        """Starts all proxies and stops them after the block. Raises BenchError when a required proxy does not start."""
         try:
             for one in self._competitors:
                 self._start(one)
@@ -44,7 +44,7 @@ class Stage:
                 self._stop(name)
 
     def rounds(self, cases: Sequence[Case], count: int, results: Results) -> None:
-        """Measures everybody so many times, and adds each round of a case to `results` when it is complete."""
+        """Measures `count` rounds, and adds each complete round of a case to `results`."""
         for number in range(count):
             for case in cases:
                 print(f"round {number + 1}/{count} {case.name}:", end="", file=sys.stderr, flush=True)
@@ -59,7 +59,7 @@ class Stage:
                 results[case.name].append({name: windows[name] for name in names})
 
     def _turn(self, case: Case, one: Competitor) -> Window | None:
-        """What one proxy shows in one case, None where it does not serve any more, or failed in it."""
+        """Measures a proxy in a case. Returns None if it does not run any more, or failed."""
         if one.name not in self._serving:
             return None
         try:

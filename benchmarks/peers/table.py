@@ -1,4 +1,4 @@
-"""The figures of each case, and the tables that are made of them: medians, spreads, and ratios inside each round."""
+"""The figures of each case, and their tables: medians, spreads, and ratios inside each round."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.peers.cases import Case
 from benchmarks.peers.measure import DISTURBED_SHARE, Spread, Window
+from benchmarks.table import line
 
 DIRECT = "direct"
 HARNESS_SHARE_MAX = 0.9
@@ -17,15 +18,14 @@ Round = Mapping[str, Window]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One column: `of` takes it out of a window, None where that has no such figure.
-
-    `added` has the figure of direct access in the same round subtracted; `ratio` is also given against other proxies.
-    """
+    """A column of a table."""
 
     name: str
     of: Callable[[Window], float | None]
     added: bool = False
+    """Less the figure of direct access in the same round."""
     ratio: bool = False
+    """Shown as a ratio to other proxies too."""
 
 
 def _per(count: Callable[[Window], int]) -> Callable[[Window], float | None]:
@@ -71,7 +71,7 @@ STREAM = (
 
 
 def figures(case: Case) -> tuple[Figure, ...]:
-    """What a case is run for."""
+    """Returns the columns of a case."""
     cost, throughput, times = (
         (CPU_PER_CHUNK, CHUNKS_PER_S, STREAM) if case.chunks else (CPU_PER_REQUEST, REQUESTS_PER_S, LATENCY)
     )
@@ -83,7 +83,7 @@ def figures(case: Case) -> tuple[Figure, ...]:
 
 
 def kept(rounds: Sequence[Round]) -> list[Round]:
-    """The rounds without their disturbed windows; a proxy that would have none left keeps all it has."""
+    """Returns the rounds without disturbed windows. A proxy without any other keeps its disturbed windows."""
     clean = [
         {name: window for name, window in one.items() if window.disturbed_share <= DISTURBED_SHARE} for one in rounds
     ]
@@ -93,10 +93,7 @@ def kept(rounds: Sequence[Round]) -> list[Round]:
 
 
 def value(figure: Figure, one: Round, name: str) -> float | None:
-    """A figure of one proxy in one round, direct access subtracted where the figure is of that kind.
-
-    Of direct access itself it is what there was: the base that the others are added to.
-    """
+    """Returns a figure of a proxy in a round, less direct access if `figure.added`. Direct access stays absolute."""
     if name not in one:
         return None
     own = figure.of(one[name])
@@ -107,12 +104,12 @@ def value(figure: Figure, one: Round, name: str) -> float | None:
 
 
 def values(figure: Figure, rounds: Iterable[Round], name: str) -> list[float]:
-    """A figure of one proxy in every round that has it."""
+    """Returns a figure of a proxy in every round that has it."""
     return [known for one in rounds if (known := value(figure, one, name)) is not None]
 
 
 def ratios(figure: Figure, rounds: Iterable[Round], name: str, base: str) -> list[float]:
-    """A figure of one proxy over that of another, inside each round in which both have it."""
+    """Returns the figure of `name` over the figure of `base`, in each round with both."""
     pairs = ((value(figure, one, name), value(figure, one, base)) for one in rounds)
     return [own / other for own, other in pairs if own is not None and other is not None and other > 0]
 
@@ -124,7 +121,7 @@ def number(amount: float) -> str:
 
 
 def cell(amounts: Sequence[float]) -> str:
-    """Median and spread over the rounds; a dash where there is nothing."""
+    """Median and spread over the rounds; a dash for no figure."""
     if not amounts:
         return "–"
     median = number(statistics.median(amounts))
@@ -135,7 +132,7 @@ def cell(amounts: Sequence[float]) -> str:
 
 
 def render(case: Case, rounds: Sequence[Round], bases: Sequence[str]) -> str:
-    """The markdown table of one case: a row for each proxy, its figures, and the ratios to each of `bases`."""
+    """Returns the Markdown tables of a case: figures of each proxy, and ratios to each of `bases`."""
     names = list(dict.fromkeys(name for one in rounds for name in one))
     usable = kept(rounds)
     columns = figures(case)
@@ -147,7 +144,7 @@ def render(case: Case, rounds: Sequence[Round], bases: Sequence[str]) -> str:
         disturbed = sum(one[name].disturbed_share > DISTURBED_SHARE for one in usable if name in one)
         cells = [cell(values(figure, usable, name)) for figure in columns]
         rows.append([name, *cells, f"{clean}{' disturbed' if disturbed else ''}"])
-    text = f"### {case.name}: {case.title}\n\n" + _markdown(rows)
+    text = f"### {case.name}: {case.title}\n\n" + "\n".join(map(line, rows))
     if against:
         head = ["proxy", *(f"{figure.name.partition(',')[0]} ÷ {base}" for figure, base in against)]
         rows = [head, ["---", *("--:" for _ in head[1:])]]
@@ -157,23 +154,19 @@ def render(case: Case, rounds: Sequence[Round], bases: Sequence[str]) -> str:
                     "1" if name == base else cell(ratios(figure, usable, name, base)) for figure, base in against
                 )
                 rows.append([name, *cells_against])
-        text += "\n\n" + _markdown(rows)
+        text += "\n\n" + "\n".join(map(line, rows))
     return text
 
 
-def _markdown(rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
 def doubts(case: Case, rounds: Sequence[Round]) -> list[str]:
-    """Reasons to doubt a figure: failed requests, disturbed windows, a measuring side that was the bottleneck."""
+    """Returns reasons to doubt a figure: failed requests, disturbed windows, a busy load generator."""
     found = []
     for number_, one in enumerate(rounds, 1):
         for name, window in one.items():
             where = f"{case.name}, round {number_}, {name}"
             found += [f"{where}: {count} FAILED: {why}" for why, count in window.failures.items()]
             if window.skipped:
-                found.append(f"{where}: {window.skipped} requests were not sent, all clients waited for answers")
+                found.append(f"{where}: {window.skipped} requests were not sent, because all clients waited")
             if window.disturbed_share > DISTURBED_SHARE:
                 found.append(f"{where}: others had {window.disturbed_share:.0%} of the proxy's core")
             if (window.harness_foreign_s or 0.0) > DISTURBED_SHARE * window.window_s:

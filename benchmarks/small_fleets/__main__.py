@@ -1,12 +1,12 @@
 """Small fleets at their defaults, real processes: a table of figures and their bounds, and exit status 1 for a miss.
 
     python -m benchmarks.small_fleets                     # all scenes, a quarter of an hour
-    python -m benchmarks.small_fleets --sample            # the three that continuous integration runs, a minute
+    python -m benchmarks.small_fleets --sample            # three scenes for continuous integration, a minute
     python -m benchmarks.small_fleets --only slow --tree ../before
 
-Figures are ratios of what is measured within one scene, because the machine may be shared. `--tree` names the checkout
-whose proxy is judged; replicas and clients are always those of this one. Scenes of failures run side by side. One that
-misses a bound runs a second time alone, because other programs may have taken the processor.
+Figures are ratios within one scene, because the machine may be shared. `--tree` names the checkout of the proxy;
+replicas and clients are always of this checkout. Scenes of failures run side by side. A scene that misses a bound runs
+a second time alone, because other programs may have taken the cores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Scene = Callable[[Path | None], Awaitable[list[Check]]]
 KINDS = {"streams": True, "whole": False}
 SIZES = ((4, 4), (8, 8), (64, 64), (4, 8, 32))
 ALONE = ("overload", "critical")
-"""Scenes that measure throughput or waits, and so have the machine for themselves."""
+"""Scenes of throughput and waits run alone."""
 SAMPLE = ("silent whole", "unauthorized", "a third of 500")
 
 
@@ -56,30 +56,30 @@ def scenes() -> dict[str, Scene]:
 
 
 async def run(only: list[str], tree: Path | None) -> bool:
-    """Run the scenes whose names contain one of `only` (all if empty); whether each figure is within its bounds."""
+    """Run the scenes whose names contain a word of `only` (all if empty). Returns whether all bounds were met."""
     chosen = [name for name in scenes() if not only or any(word in name for word in only)]
     alone = [name for name in chosen if name.startswith(ALONE)]
     light = [name for name in chosen if name not in alone]
     pairs = [light[at : at + 2] for at in range(0, len(light), 2)]
-    well = [await _shown(name, tree) for name in alone] + [await side_by_side(pair, tree) for pair in pairs]
-    return all(well)
+    met = [await _shown(name, tree) for name in alone] + [await side_by_side(pair, tree) for pair in pairs]
+    return all(met)
 
 
 async def side_by_side(names: Sequence[str], tree: Path | None) -> bool:
-    """Run scenes at the same time; whether each is within its bounds, in this run or in a second one."""
+    """Run scenes at the same time. Returns whether each met its bounds, in this run or in a second run."""
     found = await asyncio.gather(*(_shown(name, tree) for name in names))
-    return all([well or await _shown(name, tree) for name, well in zip(names, found, strict=True)])
+    return all([met or await _shown(name, tree) for name, met in zip(names, found, strict=True)])
 
 
 async def _shown(name: str, tree: Path | None) -> bool:
     began_s = monotonic()
     checks = await scenes()[name](tree)
     for check in checks:
-        print(f"{name:24} {check.what:46} {check.value:7.2f} {_bounds(check):>14} {'' if check.well else 'MISSED'}")
+        print(f"{name:24} {check.what:46} {check.value:7.2f} {_bounds(check):>14} {'' if check.met else 'MISSED'}")
         if check.note:
             print(f"{'':24} {check.note[:200]}")
     print(f"{'':24} ({monotonic() - began_s:.0f} s)", flush=True)
-    return all(check.well for check in checks)
+    return all(check.met for check in checks)
 
 
 def _bounds(check: Check) -> str:

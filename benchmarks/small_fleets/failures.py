@@ -1,4 +1,4 @@
-"""One replica of a small fleet breaks under load: what clients notice, how soon it is found, and what people read."""
+"""A replica of a small fleet breaks under load: failed requests, seconds to detection, and the headline."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.small_fleets.load import Clients, Seen, Work, details, failures
+from benchmarks.load import Clients, Seen, Work, details, failures
 from benchmarks.small_fleets.stage import SPEED, Check, Stage, staged, true
 
 SIZES = (8, 8)
 CLIENTS = 32
 BROKEN = 1
-"""The replica that breaks, by its place in the fleet."""
+"""The index of the replica that breaks."""
 WARM_S, BASE_S = 7.0, 4.0
 NAMED_S = 5.0
 BACK_S = 30.0
@@ -24,15 +24,14 @@ BACK_S = 30.0
 
 @dataclass(slots=True)
 class Episode:
-    """A fleet under load whose replica `BROKEN` breaks and recovers, and the checks that its scene collects.
-
-    `base` is the healthy fleet's rate in answers per second; `before` is how many requests had ended by then.
-    """
+    """A fleet under load whose replica `BROKEN` breaks and recovers, and the checks of its scene."""
 
     stage: Stage
     clients: Clients
     base: float
+    """Answers per second of the healthy fleet."""
     before: int
+    """Requests that had ended before the fault."""
     checks: list[Check] = field(default_factory=list)
 
     @property
@@ -42,7 +41,7 @@ class Episode:
 
     async def fault(self, kind: str | None, **more: Any) -> None:
         """Switch a fault of the replica on, or off with None."""
-        await self.stage.fault(BROKEN, kind, **more)
+        await self.stage.fleet.fault(BROKEN, kind, **more)
 
     async def named(self, *words: str, within_s: float = NAMED_S) -> float:
         """Check that the headline names the replica with all `words`; returns the seconds that it took."""
@@ -56,7 +55,7 @@ class Episode:
         self.checks.append(Check("answers meanwhile / before", during / self.base, least=0.4))
 
     async def recovers(self, most_s: float = BACK_S) -> None:
-        """Check the seconds until nine tenths of `base` are back, over windows of 3 s."""
+        """Check the seconds until the rate reaches nine tenths of `base`, over windows of 3 s."""
         loop = asyncio.get_running_loop()
         began_s, back_s = loop.time(), 2 * most_s
         while loop.time() < began_s + 2 * most_s:
@@ -66,14 +65,14 @@ class Episode:
         self.checks.append(Check("full again after, s", back_s, most=most_s))
 
     def none_failed(self) -> None:
-        """Check that no request failed before a byte of its answer came."""
+        """Check that no request failed before a token of its answer came."""
         failed = failures(self.seen)
         self.checks.append(Check("failed requests", len(failed), most=0, note=details(failed)))
 
 
 @asynccontextmanager
 async def episode(stream: bool, tree: Path | None, speed: float = SPEED) -> AsyncIterator[Episode]:
-    """A fleet whose limits are known, with twice as many clients as places."""
+    """A warm fleet with twice as many clients as places."""
     async with staged(SIZES, speed=speed, tree=tree) as stage, stage.clients(Work(stream)) as clients:
         clients.closed(CLIENTS, stage.proxy)
         await clients.rate(WARM_S)
@@ -82,7 +81,7 @@ async def episode(stream: bool, tree: Path | None, speed: float = SPEED) -> Asyn
 
 
 async def slow(stream: bool, tree: Path | None, factor: float = 8.0, speed: float = SPEED) -> list[Check]:
-    """A replica becomes 8 times as slow for 20 s: ejected and named within 5 s, and not back before it is well."""
+    """A replica becomes 8 times as slow for 20 s: ejected and named within 5 s, and not back before it recovers."""
     async with episode(stream, tree, speed) as scene:
         await scene.fault("slow", factor=factor)
         await scene.answers_on(20.0 - await scene.named("slow"))
@@ -97,7 +96,7 @@ async def slow(stream: bool, tree: Path | None, factor: float = 8.0, speed: floa
 
 
 async def silent(stream: bool, tree: Path | None) -> list[Check]:
-    """A replica takes requests and never answers one, while its health and its metrics are well."""
+    """A replica takes requests and answers none, while `/health` and `/metrics` answer."""
     async with episode(stream, tree) as scene:
         await scene.fault("silent")
         await scene.named("ejected", within_s=10.0)
@@ -124,7 +123,7 @@ async def frozen(stream: bool, tree: Path | None) -> list[Check]:
 
 
 async def busy(stream: bool, tree: Path | None) -> list[Check]:
-    """A replica refuses everything as busy for 12 s: its batch limit is back soon after."""
+    """A replica refuses all requests as busy for 12 s, and its batch limit grows again soon after."""
     async with episode(stream, tree) as scene:
         await scene.fault("busy_503")
         await scene.answers_on(12.0)
@@ -136,7 +135,7 @@ async def busy(stream: bool, tree: Path | None) -> list[Check]:
 
 
 async def refuses(kind: str, words: Sequence[str], tree: Path | None, **more: float) -> list[Check]:
-    """A replica answers at once with an error that is its own: clients see none, and the headline names it."""
+    """A replica answers at once with an error of its own: clients see no error, and the headline names the replica."""
     async with episode(False, tree) as scene:
         await scene.fault(kind, **more)
         await scene.named(*words, within_s=10.0)
@@ -148,11 +147,11 @@ async def refuses(kind: str, words: Sequence[str], tree: Path | None, **more: fl
 
 
 async def killed(stream: bool, tree: Path | None) -> list[Check]:
-    """SIGKILL of a replica, and a new one 6 s later: only streams that had begun there break."""
+    """SIGKILL of a replica, and a new process 6 s later: only streams that had begun there break."""
     async with episode(stream, tree) as scene:
         await scene.stage.fleet.replicas[BROKEN].stop(signal.SIGKILL)
         await asyncio.sleep(max(0.0, 6.0 - await scene.named("down")))
-        await scene.stage.fleet.restart_replica(BROKEN)
+        await scene.stage.fleet.start_replica(BROKEN)
         await scene.recovers(most_s=45.0)
         scene.none_failed()
         broken = [one for one in scene.seen if one.begun and not one.whole]
@@ -161,7 +160,7 @@ async def killed(stream: bool, tree: Path | None) -> list[Check]:
 
 
 async def stopped(stream: bool, tree: Path | None) -> list[Check]:
-    """SIGSTOP of a replica for 10 s: it is found, and after SIGCONT it is not taken for a slow one."""
+    """SIGSTOP of a replica for 10 s: the proxy detects it, and does not eject it as slow after SIGCONT."""
     async with episode(stream, tree) as scene:
         process = scene.stage.fleet.replicas[BROKEN].child
         process.send_signal(signal.SIGSTOP)
@@ -176,12 +175,12 @@ async def stopped(stream: bool, tree: Path | None) -> list[Check]:
 
 
 async def deadly(tree: Path | None) -> list[Check]:
-    """A request that ends every engine that computes it: two of four are lost at most, and no other request is."""
+    """A request that kills every engine: at most two of four replicas die, and no other request fails."""
     async with staged((8, 8, 8, 8), tree=tree) as stage, stage.clients(Work(stream=False)) as clients:
         clients.closed(16, stage.proxy)
         await clients.rate(WARM_S)
         for index in range(4):
-            await stage.fault(index, "dies_of", word="poison")
+            await stage.fleet.fault(index, "dies_of", word="poison")
         async with stage.clients(Work(stream=False, prompt="poison")) as others:
             seen = await others.ask(stage.proxy())
         await asyncio.sleep(4.0)

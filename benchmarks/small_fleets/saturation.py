@@ -1,4 +1,4 @@
-"""Fleets that are full: throughput beside direct access, what `/scale` asks for, and what a critical request waits."""
+"""Full fleets: throughput beside direct access, the answer of `/scale`, and the waits of critical requests."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.small_fleets.load import Work, first_s
+from benchmarks.load import Work, first_s
 from benchmarks.small_fleets.stage import Check, Stage, staged, true
 
 COLD_S = 15.0
 SETTLE_S, WINDOW_S, ROUNDS = 2.5, 7.0, 1
 CLIENTS_PER_PLACE = 3
 LARGE = 100
-"""Places from which the replicas run at a third of their speed, so that the processors are not the bound."""
+"""Places from which the replicas run at a third of their speed, so that the cores are not the limit."""
 
 
 async def throughput(sizes: Sequence[int], stream: bool, tree: Path | None) -> list[Check]:
-    """Tokens per second through a cold proxy and a warm one, over those of a client that uses the replicas directly."""
+    """Tokens per second through a cold and a warm proxy, over the tokens per second of direct access."""
     speed = 0.4 if sum(sizes) < LARGE else 0.13
-    work = Work(stream, tokens=(16, 128))
+    work = Work(stream, tokens=range(16, 129))
     async with staged(sizes, speed=speed, tree=tree) as stage:
         # Both begin cold, because clients and engines take a moment to fill as well.
         direct = [await _saturated(stage, sizes, work, COLD_S, direct=True)]
@@ -46,15 +46,15 @@ async def throughput(sizes: Sequence[int], stream: bool, tree: Path | None) -> l
 
 @dataclass(frozen=True, slots=True)
 class _Saturated:
-    """Rates of a fleet that is full: tokens until the window began and within it, and answers within it.
-
-    `advice` is the answer of `/scale` at the end.
-    """
+    """Rates of a full fleet."""
 
     before_per_s: float
+    """Tokens per second before the window."""
     tokens_per_s: float
+    """Tokens per second in the window."""
     answers_per_s: float
     advice: dict[str, Any]
+    """The answer of `/scale` at the end."""
 
 
 async def _saturated(
@@ -62,7 +62,7 @@ async def _saturated(
 ) -> _Saturated:
     """Fill the fleet with new clients, and measure a window that begins after `until_s`.
 
-    Clients use the replica with fewest of their requests where they are `direct`, and the proxy otherwise.
+    Clients use the replica with the fewest of their requests if `direct`, and the proxy otherwise.
     """
     urls = stage.fleet.replica_urls
     async with stage.clients(work) as clients:
@@ -75,14 +75,14 @@ async def _saturated(
         ended = len(clients.seen)
         tokens = await stage.tokens_per_s(WINDOW_S)
         answers = sum(one.whole for one in clients.seen[ended:])
-        return _Saturated(before, tokens, answers / WINDOW_S, await stage.json("/scale/sim"))
+        return _Saturated(before, tokens, answers / WINDOW_S, await stage.fleet.json("/scale/sim"))
 
 
 async def critical(sizes: Sequence[int], stream: bool, tree: Path | None) -> list[Check]:
-    """Two critical requests a second in a flood: what they wait beside the same requests in an idle fleet."""
-    urgent = Work(stream, tokens=(24, 24), headers={"x-llm-d-inference-objective": "critical"})
+    """Two critical requests a second in a flood: their waits beside the same requests in an idle fleet."""
+    urgent = Work(stream, tokens=(24,), headers={"x-llm-d-inference-objective": "critical"})
     async with staged(sizes, tree=tree) as stage:
-        async with stage.clients(Work(stream, (32, 128))) as flood, stage.clients(urgent) as clients:
+        async with stage.clients(Work(stream, range(32, 129))) as flood, stage.clients(urgent) as clients:
             flood.closed(4 * sum(sizes), stage.proxy)
             await flood.rate(10.0)
             clients.poisson(2.0, stage.proxy)

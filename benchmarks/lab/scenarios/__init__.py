@@ -1,1 +1,1 @@
-"""The laboratory's standing comparison: `workloads`, what runs them, keeps the runs and prints them."""
+"""Workloads under every policy: their definition, their runs and their tables."""

@@ -1,4 +1,4 @@
-"""What goals are made of: figures over seeds, ratios of paired runs, and the bound of a critical request's wait."""
+"""Parts of goals: figures over seeds, ratios of paired runs, and the bound of a critical request's wait."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ Figure = Callable[[RunResult], float | None]
 
 
 def mean(runs: Sequence[RunResult], figure: Figure) -> float | None:
-    """Over seeds, of those that have the figure; None where none has."""
+    """The mean over seeds with the figure; None without any."""
     known = [value for run in runs if (value := figure(run)) is not None]
     return fmean(known) if known else None
 
 
 def worst(runs: Sequence[RunResult], figure: Figure) -> float | None:
-    """The largest over seeds."""
+    """The largest value over seeds."""
     return max((value for run in runs if (value := figure(run)) is not None), default=None)
 
 
 def least(runs: Sequence[RunResult], figure: Figure) -> float | None:
-    """The smallest over seeds."""
+    """The smallest value over seeds."""
     return min((value for run in runs if (value := figure(run)) is not None), default=None)
 
 
 def versus(runs: Sequence[RunResult], others: Sequence[RunResult], figure: Figure) -> float | None:
-    """The mean figure of runs over that of others of the same seeds."""
+    """The mean figure of `runs` over the mean figure of `others`, for the same seeds."""
     seeds = {run.seed for run in runs} & {run.seed for run in others}
     ours = mean([run for run in runs if run.seed in seeds], figure)
     theirs = mean([run for run in others if run.seed in seeds], figure)
@@ -37,18 +37,20 @@ def versus(runs: Sequence[RunResult], others: Sequence[RunResult], figure: Figur
 
 
 def in_band(name: str, figure: Callable[[GroupResult], float | None]) -> Figure:
-    """A figure of one band's requests."""
+    """A figure of the requests of a band."""
     return lambda run: figure(run.by_band[name]) if name in run.by_band else None
 
 
 def of_tenant(name: str, figure: Callable[[GroupResult], float | None]) -> Figure:
-    """A figure of one tenant's requests."""
+    """A figure of the requests of a tenant."""
     return lambda run: figure(run.by_tenant[name]) if name in run.by_tenant else None
 
 
 def full_step_s(place: Place, prompt_tokens: int, new_tokens: int, context_tokens: int) -> float:
-    """The longest step of a full engine of a fleet, in seconds: all its sequences decode, each over `context_tokens`,
-    and as many prompts as the budget of a step holds are computed, `new_tokens` of each being not cached.
+    """Seconds of the longest step of a full engine of the fleet.
+
+    All sequences decode, each over `context_tokens`, and the budget of the step is full of prompts. `new_tokens` of
+    each prompt are not cached.
     """
     return max(
         scaled_profile(spec, place.prefill_scale).step_s(

@@ -1,4 +1,4 @@
-"""What a scenario is: traffic, a fleet, what befalls it, the loads to look at, and the figure that decides."""
+"""Scenarios: traffic, a fleet, its faults, the loads, and the figure that decides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from llmproxy.config import BackendConfig, Config, Override, load
 from llmproxy.lab.fleet.fleet_file import fleet_named
@@ -16,39 +15,14 @@ from llmproxy.lab.results.result import Bound, Point, RunResult
 from llmproxy.lab.run.runs import Simulation, prepared
 from llmproxy.lab.traces.mix import AS_IT_IS, Mix
 
-if TYPE_CHECKING:
-    from llmproxy.lab.results.plots import Plot
-
 TRACES = Path(__file__).resolve().parents[2] / "traces"
 OURS = ("cost", "blend")
-BASELINES = (
-    "random",
-    "round_robin",
-    "least_request",
-    "power_of_two",
-    "cache_aware",
-    "epp_blend",
-    "epp_sticky",
-    "dynamo_cost",
-    "session",
-)
-POLICIES = (*OURS, "late_least_request", *BASELINES, "oracle")
-TELLING = (
-    *OURS,
-    "late_least_request",
-    "round_robin",
-    "cache_aware",
-    "epp_blend",
-    "epp_sticky",
-    "dynamo_cost",
-    "oracle",
-)
-"""For the further cases of a workload: the others end between these, and each runs in the workload's quick case."""
-TUNING_FIRST = 101
-SLICES = 6
-"""Stretches of a trace file that comparisons may take; those behind them are for tuning."""
+STRONG = ("cache_aware", "epp_blend", "epp_sticky", "dynamo_cost")
+TELLING = (*OURS, "late_least_request", "round_robin", *STRONG, "oracle")
+"""For the further cases of a workload. The other baselines rank between these, and run in the quick case."""
+POLICIES = (*TELLING, "random", "least_request", "power_of_two", "session")
 WARMUP = 0.1
-"""Share of each trace whose requests are not counted, because caches are cold and limits not yet learned."""
+"""Share of each trace whose requests are not counted, because caches are cold and limits are not learned."""
 
 
 def critical_goodput(run: RunResult) -> float | None:
@@ -57,14 +31,14 @@ def critical_goodput(run: RunResult) -> float | None:
 
 
 def victims_goodput(run: RunResult) -> float | None:
-    """Mean goodput of all tenants but the one that asked for most."""
+    """Mean goodput of all tenants except the tenant with the most work."""
     tenants = sorted(run.by_tenant.values(), key=lambda group: group.asked_share or 0.0)[:-1]
     return fmean(group.goodput for group in tenants if group.goodput is not None) if tenants else None
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A figure of a run that can decide; `higher` says which end is good."""
+    """A figure of a run that can decide. `higher`: more is better."""
 
     name: str
     of: Callable[[RunResult], float | None]
@@ -77,17 +51,17 @@ VICTIMS_GOODPUT = Metric("goodput of the victims", victims_goodput)
 TTFT_P99 = Metric("TTFT p99 in s", lambda run: run.ttft_s.p99, higher=False)
 
 Shape = Callable[[SimulatedFleet, float], SimulatedFleet]
-"""What is special about a fleet, given the length of the trace in seconds."""
+"""Changes a fleet, given the length of the trace in seconds."""
 
 
 def plain(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
-    """The fleet as its name says."""
+    """The fleet unchanged."""
     del duration_s
     return fleet
 
 
 def sized(**given: int) -> Shape:
-    """The same fields for every replica, such as max_num_seqs=16."""
+    """Sets fields of every replica, such as max_num_seqs=16."""
 
     def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         del duration_s
@@ -97,7 +71,7 @@ def sized(**given: int) -> Shape:
 
 
 def with_fault(at: float, kind: FleetFaultKind, first: int, value: float = 0.0, until: float | None = None) -> Shape:
-    """A fault of the replicas up to number `first`, from share `at` of the trace on."""
+    """A fault of the first `first` replicas, from share `at` of the trace on."""
 
     def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         until_s = None if until is None else until * duration_s
@@ -108,7 +82,7 @@ def with_fault(at: float, kind: FleetFaultKind, first: int, value: float = 0.0, 
 
 
 def joining(last: int, at: float) -> Shape:
-    """The last so many replicas serve only from share `at` of the trace on."""
+    """The last `last` replicas join at share `at` of the trace."""
 
     def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         early, late = fleet.replicas[:-last], fleet.replicas[-last:]
@@ -118,7 +92,7 @@ def joining(last: int, at: float) -> Shape:
 
 
 def behind(proxies: int) -> Shape:
-    """So many proxies in front, which know nothing of each other."""
+    """Several proxies in front, which know nothing of each other."""
 
     def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         del duration_s
@@ -138,10 +112,9 @@ def both(*shapes: Shape) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """One more run of a place, for comparison: another part of the same arrivals, at the same rate.
+    """A further run of a place for comparison: another part of the same arrivals, at the same rate.
 
-    It is on the same fleet unless `reshaped` makes another of it, and counts the requests from share `warmup` of the
-    trace on.
+    `reshaped` changes the fleet. Requests before share `warmup` of the trace are not counted.
     """
 
     name: str
@@ -153,10 +126,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a figure should be, and what it is; `measured` is None where the run has no such figure.
-
-    `about` says where the wanted value comes from, if not from a person.
-    """
+    """The measured value of a figure (None without one) and the wanted value. `about` is a remark."""
 
     name: str
     measured: float | None
@@ -173,7 +143,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was run at one place: by policy, and by the name of what was run beside; one run for each seed."""
+    """The results of a place by policy, and of its runs beside by name, with a run for each seed."""
 
     place: Place
     runs: Mapping[str, Sequence[RunResult]]
@@ -182,41 +152,41 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One trace on one fleet.
-
-    `trace` is a generator, or a file beside this package; `loads` are shares of the rate that the fleet can balance
-    (see `rate_balance` in `llmproxy.lab.policies.bounds`), None for the trace's own rate. Of a file, each seed takes
-    `requests` of its own. `mix` says which of a trace's requests are played; those before share `warmup` of its time
-    are not counted, or before `warmup_s` seconds of it where those are given, beside it too. With `known_limits` the
-    proxy knows the batch limit of every replica (`max_in_flight`) and need not learn it. With `objectives_named` each
-    request names the objectives that it is judged by. `goals` judges what was found
-    at each place, and `plots` draws it, over all places. `quick` cases belong to `make lab`.
-    """
+    """A trace on a fleet."""
 
     name: str
     trace: str
+    """A generator, or a file in `benchmarks/traces`."""
     fleet: str
     loads: tuple[float | None, ...]
+    """Shares of the rate that the fleet can balance (`rate_balance` in `llmproxy.lab.policies.bounds`), or None for the
+    rate of the trace."""
     requests: int | None = None
+    """Requests of a file for each seed, each seed from a stretch of its own."""
     replicate: int = 1
     shape: Shape = plain
     policies: tuple[str, ...] = POLICIES
     overrides: Mapping[str, str] | None = None
     mix: Mix = AS_IT_IS
+    """The part of the trace's requests that is played."""
     known_limits: bool = False
+    """The proxy has the batch limit of every replica (`max_in_flight`) and does not learn it."""
     beside: tuple[Beside, ...] = ()
     goals: Callable[[Found], list[Goal]] | None = None
-    plots: Callable[[Sequence[Found]], list[Plot]] | None = None
     quick: bool = True
+    """Part of `make lab`."""
     quick_loads: tuple[float | None, ...] | None = None
     warmup: float = WARMUP
+    """Share of the trace whose requests are not counted."""
     warmup_s: float | None = None
+    """Seconds in place of `warmup`."""
     objectives_named: bool = False
+    """Each request names the objectives by which it is judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A workload and its cases. `about` says what is asked, and what stands in for data that cannot be had."""
+    """A workload and its cases. `about` is for people."""
 
     key: str
     title: str
@@ -227,7 +197,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One case at one load: what to run, how fast, and what bounds it. All seeds run at the rate of the first."""
+    """A case at a load, with its bounds. All seeds run at the rate of the first."""
 
     scenario: Scenario
     case: Case
@@ -236,11 +206,6 @@ class Place:
     rate_scale: float
     fleet: SimulatedFleet
     bounds: Mapping[str, Bound]
-
-    @property
-    def quick(self) -> bool:
-        """Whether it belongs to the quick set."""
-        return self.case.quick and self.load in (self.case.quick_loads or self.case.loads)
 
     def simulation(self, seed: int) -> Simulation:
         """The traffic of one seed."""
@@ -257,7 +222,7 @@ class Place:
         return replace(simulation, config=simulation.config.model_copy(update={"backends": backends}))
 
     def beside(self, one: Beside) -> Place:
-        """The place of one more run."""
+        """The place of a run beside."""
         name = f"{self.case.name}, {one.name}"
         case = replace(self.case, name=name, mix=one.mix, policies=(one.policy,), beside=(), warmup=one.warmup)
         return replace(self, case=case, fleet=self.fleet if one.reshaped is None else one.reshaped(self.fleet))
@@ -272,7 +237,7 @@ class Place:
 
 
 def config_of(case: Case) -> Config:
-    """The configuration under which a case runs: a trace's tenants are the flows."""
+    """The configuration of a case. The tenants of a trace are the flows."""
     overrides = {"scheduling.flow": "header:x-tenant", **(case.overrides or {})}
     return load(None, [Override(key, value, case.name) for key, value in overrides.items()])
 
@@ -283,7 +248,7 @@ def _simulation(case: Case, seed: int) -> Simulation:
         trace,
         fleet_named(case.fleet),
         config_of(case),
-        skip=(case.requests or 0) * _slice(seed),
+        skip=(case.requests or 0) * (seed - 1),
         requests=case.requests,
         replicate=case.replicate,
         warmup=case.warmup,
@@ -292,17 +257,12 @@ def _simulation(case: Case, seed: int) -> Simulation:
     )
 
 
-def _slice(seed: int) -> int:
-    """Test seeds are 1, 2, ...; tuning seeds 101, 102, ... take the stretches behind all of theirs."""
-    return seed - 1 if seed <= SLICES else SLICES + seed - TUNING_FIRST
-
-
 def placed(scenario: Scenario, case: Case, load: float | None, prefill_scale: float, seed: int) -> Place:
-    """Find the rate that is `load` of what the fleet can balance, for the traffic of `seed`."""
+    """Returns the place at `load` of the rate that the fleet can balance, for the traffic of `seed`."""
     simulation = _simulation(case, seed)
     rate_scale = 1.0
     arrivals, found = prepared(simulation, seed, rate_scale)
-    # Sizes of replicas decide the balance, faults and late joins do not.
+    # The balance depends on the sizes of replicas, and not on faults and late joins.
     fleet = case.shape(simulation.fleet, found.duration_s)
     bounds = all_bounds(arrivals, fleet, prefill_scale, WARMUP * found.duration_s)
     if load is not None:

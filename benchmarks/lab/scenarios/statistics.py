@@ -1,4 +1,4 @@
-"""Paired comparisons over seeds: the ratio of two policies on the same arrivals, and how sure it is."""
+"""Paired comparisons over seeds: the ratio of two policies on the same arrivals, and its interval."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ratio:
 
     @property
     def above_one(self) -> bool | None:
-        """True or False where the interval leaves 1 out, else None: not decided."""
+        """True or False if the interval excludes 1, else None."""
         if self.low is None or self.high is None or self.low <= 1.0 <= self.high:
             return None
         return self.low > 1.0
@@ -33,7 +33,7 @@ class Ratio:
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio | None:
-    """Ours over theirs, pair by pair; None where some figure is zero and no ratio exists.
+    """The ratio of ours to theirs, pair by pair; None if a figure is zero.
 
     Percentile bootstrap (Efron, 1979) over pairs, with a fixed seed: equal figures give equal intervals. Raises
     ValueError for unequal lengths.

@@ -1,8 +1,8 @@
-"""What the set found: tables for a terminal, and pages."""
+"""The results of a set: tables for a terminal, and pages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -12,60 +12,39 @@ from rich.table import Table
 
 from benchmarks.lab.scenarios.scenario import OURS, Found, Place
 from benchmarks.lab.scenarios.statistics import Ratio, paired_ratio
-from benchmarks.lab.scenarios.tuning import Runs, Tuned
 from llmproxy.lab.policies.by_name import ORACLE
 from llmproxy.lab.results.report import Extra, ExtraTable, ReportUnavailable, page
 from llmproxy.lab.results.result import SimulationResult, load_label, to_bytes
 from llmproxy.lab.run.runs import Finished
 
-BOUNDS = ("utilisation", "ttft_p99_pooled", "ttft_p99_floor", "hit_pooled_lru", "lora_static_hit", "vtc_difference")
+Runs = Callable[[Place, str, Sequence[int]], list[Finished]]
+"""The runs of a policy at a place, by seed."""
 
+BOUNDS = ("utilisation", "ttft_p99_pooled", "ttft_p99_floor", "hit_pooled_lru", "lora_static_hit", "vtc_difference")
+FIGURES = ("goodput", "TTFT p50", "TTFT p99", "TPOT p99 ms", "hit", "imbalance", "refused", "failed", "apart ktok")
 GOAL_HEADS = ("goal", "measured", "wanted", "")
 
 
 def print_place(console: Console, place: Place, runs: Mapping[str, Sequence[Finished]]) -> None:
-    """One table: every policy that was run at one place, and below it the bounds and what was not run."""
-    missing = [policy for policy, some in runs.items() if not some]
-    if len(missing) == len(runs):
-        console.print(f"{place.label}: not run\n", soft_wrap=True)
-        return
-    metric = place.scenario.decides
+    """A row for every policy at a place, and below the table the bounds."""
     title = f"{place.label} (rate x{place.rate_scale:g})"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("policy", no_wrap=True)
-    for name in (
-        metric.name,
-        "goodput",
-        "TTFT p50",
-        "TTFT p99",
-        "TPOT p99 ms",
-        "hit",
-        "imbalance",
-        "refused",
-        "failed",
-        "apart ktok",
-    ):
+    for name in (place.scenario.decides.name, *FIGURES, f"{OURS[0]} / it"):
         table.add_column(name, justify="right")
-    table.add_column(f"{OURS[0]} / it", justify="right", no_wrap=True)
     for policy, some in runs.items():
-        if not some:
-            continue
         ratio = versus(place, runs.get(OURS[0], ()), some) if policy not in OURS else None
-        table.add_row(
-            policy, *_figures(place, some), str(ratio) if ratio else "", style="bold" if policy in OURS else ""
-        )
+        style = "bold" if policy in OURS else ""
+        table.add_row(policy, *_figures(place, some), str(ratio) if ratio else "", style=style)
     console.print(table)
-    bounds = [
-        f"{name} {bound.value:.4g} {bound.unit}" for name in BOUNDS if (bound := place.bounds.get(name)) and bound.value
-    ]
-    if missing:
-        console.print(f"  not run: {', '.join(missing)}", soft_wrap=True)
-    console.print(f"  bounds: {'; '.join(bounds)}\n", soft_wrap=True)
+    bounds = [(name, bound) for name in BOUNDS if (bound := place.bounds.get(name)) and bound.value]
+    shown = "; ".join(f"{name} {bound.value:.4g} {bound.unit}" for name, bound in bounds)
+    console.print(f"  bounds: {shown}\n", soft_wrap=True)
 
 
-def found_at(place: Place, policies: Mapping[str, Sequence[str]], runs: Runs, seeds: Sequence[int]) -> Found:
-    """Everything that was run at one place."""
-    by_policy = {policy: runs(place, policy, seeds) for policy in policies[place.label]}
+def found_at(place: Place, runs: Runs, seeds: Sequence[int]) -> Found:
+    """All results of a place."""
+    by_policy = {policy: runs(place, policy, seeds) for policy in place.case.policies}
     beside = {one.name: runs(place.beside(one), one.policy, seeds) for one in place.case.beside}
     return Found(
         place,
@@ -75,9 +54,7 @@ def found_at(place: Place, policies: Mapping[str, Sequence[str]], runs: Runs, se
 
 
 def goal_rows(found: Found) -> list[list[str]]:
-    """One row for each goal of a place: what it is, the measured value, the wanted one, and whether it was met. None
-    while anything is missing that a goal may compare with.
-    """
+    """A row for each goal of a place, and none while a run of the place is missing."""
     goals = found.place.case.goals
     if goals is None or not all(found.runs.values()) or not all(found.beside.values()):
         return []
@@ -93,20 +70,16 @@ def goal_rows(found: Found) -> list[list[str]]:
 
 
 def print_goals(console: Console, found: Found) -> None:
-    """What was hoped for at a place, and what came."""
-    rows = goal_rows(found)
-    if not rows:
-        return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    for name in GOAL_HEADS:
-        table.add_column(name)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    """The goals of a place."""
+    if rows := goal_rows(found):
+        table = Table(*GOAL_HEADS, box=box.SIMPLE_HEAD, padding=(0, 1))
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
 
 
 def versus(place: Place, ours: Sequence[Finished], theirs: Sequence[Finished]) -> Ratio | None:
-    """How many times better ours is in the figure that decides; above 1 is better whichever end of it is good."""
+    """The ratio of the figure that decides. Above 1 is better for `ours`, also where a smaller figure is better."""
     metric = place.scenario.decides
     by_seed = {one.run.point.seed: metric.of(one.run) for one in theirs}
     pairs = [(metric.of(one.run), by_seed.get(one.run.point.seed)) for one in ours]
@@ -115,36 +88,24 @@ def versus(place: Place, ours: Sequence[Finished], theirs: Sequence[Finished]) -
     return paired_ratio(good, other) if metric.higher else paired_ratio(other, good)
 
 
-def print_verdicts(
-    console: Console, found: Sequence[Place], policies: Mapping[str, Sequence[str]], runs: Runs, seeds: Sequence[int]
-) -> None:
-    """Where our policy stands: ahead or behind only where both costs of a prompt token say so."""
-    table = Table(title=f"Where {OURS[0]} stands", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for name in (
-        "place",
-        "decides",
-        OURS[0],
-        "best other",
-        "oracle",
-        f"{OURS[0]} / best other, prefill x1 and x1.9",
-        "verdict",
-    ):
-        table.add_column(name)
-    for group in _by_load(found):
+def print_verdicts(console: Console, found: Sequence[Place], runs: Runs, seeds: Sequence[int]) -> None:
+    """Our policy beside the best other policy at each load."""
+    ratio = f"{OURS[0]} / best other, prefill x1 and x1.9"
+    heads = ("place", "decides", OURS[0], "best other", "oracle", ratio, "verdict")
+    table = Table(*heads, title=f"Where {OURS[0]} ranks", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for group in _grouped(found, lambda place: (place.scenario.key, place.case.name, place.load)):
         first = group[0]
-        if OURS[0] not in policies[first.label]:
+        rival = _best_other(first, runs, seeds)
+        if rival is None or not all(runs(place, policy, seeds) for place in group for policy in (OURS[0], rival)):
             continue
-        ours = [_mean(p, runs(p, OURS[0], seeds)) for p in group]
-        rival = _best_other(first, policies[first.label], runs, seeds)
-        if rival is None or not all(runs(p, policy, seeds) for p in group for policy in (OURS[0], rival)):
-            continue
-        ratios = [versus(p, runs(p, OURS[0], seeds), runs(p, rival, seeds)) for p in group]
+        ratios = [versus(place, runs(place, OURS[0], seeds), runs(place, rival, seeds)) for place in group]
+        ours, other, oracle = (_number(_mean(first, runs(first, policy, seeds))) for policy in (OURS[0], rival, ORACLE))
         table.add_row(
             first.label.rpartition(",")[0],
             first.scenario.decides.name,
-            _number(ours[0]),
-            f"{_number(_mean(first, runs(first, rival, seeds)))} {rival}",
-            _number(_mean(first, runs(first, ORACLE, seeds))),
+            ours,
+            f"{other} {rival}",
+            oracle,
             "  ".join(str(ratio) if ratio else "none" for ratio in ratios),
             verdict(ratios),
         )
@@ -153,7 +114,7 @@ def print_verdicts(
 
 
 def verdict(ratios: Sequence[Ratio | None]) -> str:
-    """Ahead or behind where every interval says so, else open; without intervals, how it looks."""
+    """Ahead or behind if every interval says so, else open. Without intervals, the look of the means."""
     known = [ratio for ratio in ratios if ratio is not None]
     if not known or len(known) < len(ratios):
         return "no ratio"
@@ -166,24 +127,12 @@ def verdict(ratios: Sequence[Ratio | None]) -> str:
     return "behind" if all(ratio.above_one is False for ratio in known) else "open"
 
 
-def write_pages(
-    out: Path,
-    found: Sequence[Place],
-    policies: Mapping[str, Sequence[str]],
-    runs: Runs,
-    seeds: Sequence[int],
-    tuned: Mapping[str, Tuned],
-) -> None:
-    """One folder per case of which anything was run, with its result.json (which says what was tried while tuning) and
-    report.html.
-    """
-    for group in _by_case(found):
+def write_pages(out: Path, found: Sequence[Place], runs: Runs, seeds: Sequence[int]) -> None:
+    """Write a folder with result.json and report.html for each case with runs."""
+    for group in _grouped(found, lambda place: (place.scenario.key, place.case.name)):
         case, scenario = group[0].case, group[0].scenario
-        judged = [found_at(place, policies, runs, seeds) for place in group]
-        goals = {one.place.label: rows for one in judged if (rows := goal_rows(one))}
-        some = [one for place in group for policy in policies[place.label] for one in runs(place, policy, seeds)]
-        if not some:
-            continue
+        some = [one for place in group for policy in case.policies for one in runs(place, policy, seeds)]
+        goals = {place.label: rows for place in group if (rows := goal_rows(found_at(place, runs, seeds)))}
         result = SimulationResult(
             runs=[one.run for one in some],
             bounds={load_label(place.rate_scale, place.prefill_scale): dict(place.bounds) for place in group},
@@ -195,47 +144,37 @@ def write_pages(
                 "trace": case.trace,
                 "fleet": group[0].fleet.name,
                 "seeds": list(seeds),
-                "tuning": {
-                    name: {"tried": dict(one.figures), "taken": one.best}
-                    for name, one in tuned.items()
-                    if one.workload == scenario.key
-                },
                 "goals": {label: [" ".join(row).strip() for row in rows] for label, rows in goals.items()},
-                "loads": {load_label(p.rate_scale, p.prefill_scale): p.load for p in group},
+                "loads": {load_label(place.rate_scale, place.prefill_scale): place.load for place in group},
             },
         )
         folder = out / scenario.key.lower() / "".join(c if c.isalnum() else "-" for c in case.name.lower())
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "result.json").write_bytes(to_bytes(result))
         trails = {one.run.point: one.trail for one in some if one.run.point.seed == seeds[0]}
+        extra = Extra([ExtraTable(f"Goals: {label}", GOAL_HEADS, rows) for label, rows in goals.items()], None)
         try:
-            title = f"{scenario.key} {scenario.title}: {case.name}"
-            html = page(result, trails, title, OURS, _extra(judged, goals))
+            html = page(result, trails, f"{scenario.key} {scenario.title}: {case.name}", OURS, extra)
             (folder / "report.html").write_text(html, encoding="utf-8")
         except ReportUnavailable as error:
             print(f"no report.html: {error}")
 
 
-def _extra(judged: Sequence[Found], goals: Mapping[str, Sequence[Sequence[str]]]) -> Extra:
-    draw = judged[0].place.case.plots
-    tables = [ExtraTable(f"Goals: {label}", GOAL_HEADS, rows) for label, rows in goals.items()]
-    return Extra(tables, None if draw is None else lambda: draw(judged))
-
-
 def _figures(place: Place, some: Sequence[Finished]) -> list[str]:
-    all_runs = [one.run for one in some]
-    decisive = _mean(place, some)
+    runs = [one.run for one in some]
+    tpot_ms = (None if run.tpot_s.p99 is None else 1e3 * run.tpot_s.p99 for run in runs)
+    apart = (run.service_difference_tokens for run in runs)
     return [
-        _number(decisive),
-        _share(run.goodput for run in all_runs),
-        _number(_known(run.ttft_s.p50 for run in all_runs)),
-        _number(_known(run.ttft_s.p99 for run in all_runs)),
-        _number(_known(None if run.tpot_s.p99 is None else 1e3 * run.tpot_s.p99 for run in all_runs)),
-        _share(run.hit_tokens_ratio for run in all_runs),
-        _number(_known(run.prefill_imbalance for run in all_runs)),
-        _share(run.refused / run.offered for run in all_runs if run.offered),
-        _share(run.failed / run.offered for run in all_runs if run.offered),
-        _number(_known(_kilo(run.service_difference_tokens) for run in all_runs)),
+        _number(_mean(place, some)),
+        _share(run.goodput for run in runs),
+        _number(_known(run.ttft_s.p50 for run in runs)),
+        _number(_known(run.ttft_s.p99 for run in runs)),
+        _number(_known(tpot_ms)),
+        _share(run.hit_tokens_ratio for run in runs),
+        _number(_known(run.prefill_imbalance for run in runs)),
+        _share(run.refused / run.offered for run in runs if run.offered),
+        _share(run.failed / run.offered for run in runs if run.offered),
+        _number(_known(None if tokens is None else tokens / 1e3 for tokens in apart)),
     ]
 
 
@@ -248,10 +187,6 @@ def _known(figures: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _kilo(figure: float | None) -> float | None:
-    return None if figure is None else figure / 1e3
-
-
 def _number(figure: float | None) -> str:
     return "–" if figure is None else f"{figure:.3g}"
 
@@ -261,28 +196,20 @@ def _share(figures: Iterable[float | None]) -> str:
     return "–" if figure is None else f"{100 * figure:.1f}%"
 
 
-def _best_other(place: Place, policies: Sequence[str], runs: Runs, seeds: Sequence[int]) -> str | None:
+def _best_other(place: Place, runs: Runs, seeds: Sequence[int]) -> str | None:
     """The best policy that is neither ours in any form nor the oracle."""
     sign = 1.0 if place.scenario.decides.higher else -1.0
     rivals = {
         policy: figure
-        for policy in policies
+        for policy in place.case.policies
         if not policy.startswith((*OURS, "late_")) and policy != ORACLE
         if (figure := _mean(place, runs(place, policy, seeds))) is not None
     }
     return max(rivals, key=lambda policy: sign * rivals[policy], default=None)
 
 
-def _by_load(found: Sequence[Place]) -> list[list[Place]]:
-    """Places that differ in the cost of a prompt token alone."""
-    groups: dict[tuple[str, str, float | None], list[Place]] = {}
+def _grouped(found: Sequence[Place], key: Callable[[Place], Hashable]) -> list[list[Place]]:
+    groups: dict[Hashable, list[Place]] = {}
     for place in found:
-        groups.setdefault((place.scenario.key, place.case.name, place.load), []).append(place)
-    return list(groups.values())
-
-
-def _by_case(found: Sequence[Place]) -> list[list[Place]]:
-    groups: dict[tuple[str, str], list[Place]] = {}
-    for place in found:
-        groups.setdefault((place.scenario.key, place.case.name), []).append(place)
+        groups.setdefault(key(place), []).append(place)
     return list(groups.values())

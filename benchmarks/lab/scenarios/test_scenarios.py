@@ -1,4 +1,4 @@
-"""The workloads W1 to W9: their traffic, their figures and their goals."""
+"""The workloads: traffic, figures, goals and tables."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks.lab.scenarios.goals import full_step_s, versus
-from benchmarks.lab.scenarios.run import FULL_SEEDS, PREFILL_SCALES, QUICK_SEEDS
+from benchmarks.lab.scenarios.run import FULL_SEEDS, PREFILL_SCALES
 from benchmarks.lab.scenarios.scenario import (
-    POLICIES,
-    TELLING,
     TRACES,
     Beside,
     Case,
@@ -31,7 +29,6 @@ from benchmarks.lab.scenarios.scenario import (
     victims_goodput,
 )
 from benchmarks.lab.scenarios.tables import found_at, goal_rows, print_place, print_verdicts, write_pages
-from benchmarks.lab.scenarios.tuning import TUNING_SEEDS
 from benchmarks.lab.scenarios.workloads import SCENARIOS
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.policies.by_name import plan_named
@@ -55,7 +52,7 @@ def place_of(scenario: Scenario, case: Case, load: float | None = None) -> Place
 # --- figures that decide ----------------------------------------------------------------------------------------------
 
 
-def test_the_figures_of_a_part_of_the_requests_are_those_of_that_part() -> None:
+def test_figure_of_a_band_or_of_victims_counts_their_requests_alone() -> None:
     run: RunResult = invented_run("cost", 1.0)[0]
     assert critical_goodput(run) == run.by_band["critical"].goodput
     loudest = max(run.by_tenant, key=lambda name: run.by_tenant[name].asked_share or 0.0)
@@ -68,19 +65,14 @@ def test_the_figures_of_a_part_of_the_requests_are_those_of_that_part() -> None:
 # --- traffic ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_seed_tunes_and_tests() -> None:
-    assert set(QUICK_SEEDS) <= set(FULL_SEEDS)
-    assert not set(FULL_SEEDS) & set(TUNING_SEEDS)
-
-
 SLICED = [(scenario, case) for scenario, case in CASES if case.requests is not None]
 
 
 @pytest.mark.parametrize(("scenario", "case"), SLICED, ids=[f"{s.key} {c.name}" for s, c in SLICED])
-def test_every_seed_has_a_stretch_of_the_file_to_itself(scenario: Scenario, case: Case) -> None:
+def test_every_seed_has_a_stretch_of_the_file_of_its_own(scenario: Scenario, case: Case) -> None:
     assert case.requests is not None
     stretches = []
-    for seed in (*FULL_SEEDS, *TUNING_SEEDS):
+    for seed in FULL_SEEDS:
         simulation = place_of(scenario, case).simulation(seed)
         assert simulation.requests == case.requests
         stretches.append((simulation.skip, simulation.skip + case.requests))
@@ -92,29 +84,13 @@ def test_every_seed_has_a_stretch_of_the_file_to_itself(scenario: Scenario, case
     assert stretches[-1][1] <= lines
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.key)
-def test_the_case_that_is_tuned_on_has_other_traffic_for_every_seed(scenario: Scenario) -> None:
-    case = scenario.cases[0]
-    assert case.trace.startswith("gen:") or case.requests is not None
-
-
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
-def test_workloads_are_those_with_a_case_for_make_lab_and_unique_labels() -> None:
-    workloads = ["W1", "W2", "W3", "W4", "W4b", "W5", "W5b", *(f"W{i}" for i in range(6, 10)), "W11"]
-    assert [scenario.key for scenario in SCENARIOS] == [*workloads, "A"]
+def test_every_workload_has_a_quick_case_and_labels_are_unique() -> None:
     labels = [place_of(scenario, case, load).label for scenario, case in CASES for load in case.loads]
     assert len(set(labels)) == len(labels)
-    assert all(any(case.quick for case in scenario.cases) for scenario in SCENARIOS if scenario.key != "A")
-    assert PREFILL_SCALES == (1.0, 1.9)
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.key)
-def test_who_is_left_out_of_a_further_case_runs_in_a_quick_one(scenario: Scenario) -> None:
-    assert set(TELLING) < set(POLICIES)
-    if any(case.policies == TELLING for case in scenario.cases):
-        assert any(case.quick and case.policies == POLICIES for case in scenario.cases)
+    assert all(any(case.quick for case in scenario.cases) for scenario in SCENARIOS)
 
 
 @NAMED
@@ -146,17 +122,12 @@ def test_every_case_finds_its_rate_its_fleet_and_its_bounds(scenario: Scenario, 
     assert (point.rate_scale, point.prefill_scale) == (place.rate_scale, 1.0)
 
 
-def test_the_quick_set_is_the_quick_cases_at_their_quick_loads() -> None:
-    w5 = next(scenario for scenario in SCENARIOS if scenario.key == "W5")
-    w1 = next(scenario for scenario in SCENARIOS if scenario.key == "W1")
+def test_quick_set_has_the_quick_cases_at_their_quick_loads() -> None:
+    w1, w5 = (next(scenario for scenario in SCENARIOS if scenario.key == key) for key in ("W1", "W5"))
     short = [replace(one, cases=tuple(replace(case, requests=40) for case in one.cases)) for one in (w1, w5)]
-    quick = places(short, True, PREFILL_SCALES, 1)
-    every = places(short, False, (1.0,), 1)
-    assert [place.label for place in every if place.quick] == [p.label for p in quick if p.prefill_scale == 1.0]
-    assert [(place.scenario.key, place.load, place.prefill_scale) for place in quick] == [
-        *(("W1", 0.7, scale) for scale in PREFILL_SCALES),
-        *(("W5", 2.0, scale) for scale in PREFILL_SCALES),
-        *(("W5", 2.0, scale) for scale in PREFILL_SCALES),
+    found = [(place.scenario.key, place.load, place.prefill_scale) for place in places(short, True, PREFILL_SCALES, 1)]
+    assert found == [
+        (key, load, scale) for key, load in (("W1", 0.7), ("W5", 2.0), ("W5", 2.0)) for scale in PREFILL_SCALES
     ]
 
 
@@ -183,36 +154,31 @@ def test_goals_are_printed_with_what_was_measured_and_what_was_wanted() -> None:
         ["none", "none", ">= 1", ""],
     ]
     assert goal_rows(Found(place, {"cost": []}, {})) == []
-    # What it would be compared with was not run: no figure stands in for it.
+    # The goal needs a run that is missing.
     assert goal_rows(Found(place, {"cost": [run], "epp_blend": []}, {})) == []
     assert goal_rows(Found(place, {"cost": [run]}, {"alone": []})) == []
     assert goal_rows(Found(place_of(scenario, scenario.cases[0]), {"cost": [run]}, {})) == []
 
 
-def test_of_a_set_that_was_cut_short_only_what_was_run_is_printed(tmp_path: Path) -> None:
-    scenario = SCENARIOS[0]
-    case = replace(scenario.cases[0], policies=("cost", "epp_blend", "oracle"))
-    some, none = place_of(scenario, case, 0.7), place_of(scenario, replace(case, name="other"), 0.7)
-    policies = dict.fromkeys((some.label, none.label), case.policies)
+def test_set_prints_its_places_and_verdicts_and_writes_pages(tmp_path: Path) -> None:
+    case = replace(SCENARIOS[0].cases[0], policies=("cost", "epp_blend", "oracle"))
+    place = place_of(SCENARIOS[0], case, 0.7)
 
     def runs(place: Place, policy: str, seeds: Sequence[int]) -> list[Finished]:
-        ran = place is some and policy == "cost"
-        return [made(Point(policy, seed)) for seed in seeds] if ran else []
+        del place
+        return [made(Point(policy, seed)) for seed in seeds]
 
-    output = StringIO()
-    console = Console(width=200, file=output)
-    print_place(console, some, {policy: runs(some, policy, (1,)) for policy in case.policies})
-    print_place(console, none, {policy: [] for policy in case.policies})
-    print_verdicts(console, [some, none], policies, runs, (1,))
-    printed = output.getvalue()
-    assert "not run: epp_blend, oracle" in printed
-    assert f"{none.label}: not run" in printed
-    assert "Where cost stands" not in printed
-    write_pages(tmp_path, [some, none], policies, runs, (1,), {})
+    console = Console(width=200, file=StringIO())
+    print_place(console, place, {policy: runs(place, policy, (1,)) for policy in case.policies})
+    print_verdicts(console, [place], runs, (1,))
+    assert isinstance(console.file, StringIO)
+    printed = console.file.getvalue()
+    assert all(text in printed for text in (place.label, "epp_blend", "Where cost ranks", "(one seed)"))
+    write_pages(tmp_path, [place], runs, (1,))
     assert [path.parent.name for path in tmp_path.rglob("result.json")] == ["8-x-8b"]
 
 
-def test_what_is_run_beside_is_another_part_of_the_same_arrivals() -> None:
+def test_run_beside_has_another_part_of_the_same_arrivals() -> None:
     beside = Beside("alone", "random", Mix(band="critical"))
     case = replace(SCENARIOS[0].cases[0], mix=Mix(loud="x"), beside=(beside,), policies=("cost",))
     place = place_of(SCENARIOS[0], case)
@@ -226,7 +192,7 @@ def test_what_is_run_beside_is_another_part_of_the_same_arrivals() -> None:
         asked.append((where.label, policy))
         return [Finished(*invented_run(policy, 1.0, seed=seed, count=30)) for seed in seeds]
 
-    found = found_at(place, {place.label: ["cost"]}, runs, (1, 2))
+    found = found_at(place, runs, (1, 2))
     assert asked == [(place.label, "cost"), (other.label, "random")]
     assert [run.seed for run in found.beside["alone"]] == [1, 2]
 
@@ -262,7 +228,7 @@ JUDGED = [(scenario, case) for scenario, case in CASES if case.goals is not None
 
 
 @pytest.mark.parametrize(("scenario", "case"), JUDGED, ids=[f"{s.key} {c.name}" for s, c in JUDGED])
-def test_goals_can_be_judged_on_runs_of_any_kind_and_on_none(scenario: Scenario, case: Case) -> None:
+def test_goals_are_judged_with_and_without_runs(scenario: Scenario, case: Case) -> None:
     assert case.goals is not None
     bounds = {"rate_balance": Bound(value=10.0, unit="", about="")}
     place = replace(place_of(scenario, case, case.loads[0]), bounds=bounds)
@@ -276,24 +242,3 @@ def test_goals_can_be_judged_on_runs_of_any_kind_and_on_none(scenario: Scenario,
         full = Found(place, dict.fromkeys(case.policies, runs), dict.fromkeys((one.name for one in case.beside), runs))
         goals = case.goals(full)
         assert len({goal.name for goal in goals}) == len(goals) > 0
-
-
-def test_frontier_is_drawn_for_every_prefill_cost() -> None:
-    pytest.importorskip("matplotlib")
-    w5 = next(scenario for scenario in SCENARIOS if scenario.key == "W5")
-    case = next(case for case in w5.cases if case.plots is not None)
-    assert case.plots is not None
-    run = invented_run("cost", 1.0, count=100)[0]
-    run = run.model_copy(update={"loaded": Loaded(duration_s=10.0, output_tokens={"default": 100})})
-    for runs in ([run], []):
-        found = [
-            Found(
-                replace(place_of(w5, case, 1.5), prefill_scale=scale),
-                dict.fromkeys(case.policies, runs),
-                dict.fromkeys((one.name for one in case.beside), runs),
-            )
-            for scale in PREFILL_SCALES
-        ]
-        (plot,) = case.plots(found)
-        assert plot.figure is not None
-        assert len(plot.figure.axes) == 4

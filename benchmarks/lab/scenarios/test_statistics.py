@@ -18,7 +18,7 @@ def test_a_ratio_is_the_geometric_mean_of_pairs() -> None:
     assert ratio.above_one is True
 
 
-def test_pairs_that_agree_leave_no_doubt() -> None:
+def test_equal_pairs_have_an_interval_without_width() -> None:
     ratio = paired_ratio([0.4, 0.2, 0.1], [0.8, 0.4, 0.2])
     assert ratio is not None
     assert [ratio.mean, ratio.low, ratio.high] == pytest.approx([0.5] * 3)
@@ -26,7 +26,7 @@ def test_pairs_that_agree_leave_no_doubt() -> None:
     assert str(ratio) == "0.500 [0.500, 0.500]"
 
 
-def test_the_interval_is_that_of_the_mean_and_holds_it() -> None:
+def test_interval_contains_the_mean() -> None:
     logs = [0.3, -0.1, 0.2, -0.2, 0.1, 0.15, -0.05, 0.25]
     ratio = paired_ratio([exp(one) for one in logs], [1.0] * 8)
     assert ratio is not None
@@ -49,7 +49,7 @@ def test_swapped_pairs_give_the_inverse_ratio() -> None:
     assert one == paired_ratio(ours, theirs)
 
 
-def test_what_has_no_ratio_or_no_interval() -> None:
+def test_ratio_or_interval_may_not_exist() -> None:
     assert paired_ratio([1.0, 0.0], [1.0, 1.0]) is None
     assert paired_ratio([1.0, 1.0], [0.0, 1.0]) is None
     assert paired_ratio([], []) is None

@@ -1,4 +1,4 @@
-"""The recorded list of requests that a real vLLM and the engine model get, written as a small generator with a seed."""
+"""The requests for a real vLLM and the engine model, from a generator with a seed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from benchmarks.lab.validation.vllm_replica import ListedRequest, Settings, UnfitError
 
 ADAPTERS = ("lora-0", "lora-1")
-# The tiny model knows 4,096 tokens, of which the first few are special.
+# The tiny model has 4,096 tokens. The first few are special.
 _TOKENS = range(16, 4096)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the list: whether its requests queue up together, and whether they overflow the KV cache."""
+    """A part of the list. `at_once`: its requests queue together. `overflows`: they overflow the KV cache."""
 
     name: str
     requests: Sequence[ListedRequest]
@@ -24,8 +24,9 @@ class Part:
 
 
 def recorded_list(settings: Settings, seed: int) -> list[Part]:
-    """The list for replicas of this size: the same settings and seed give the same list. UnfitError where one of its
-    requests is longer than the context.
+    """Returns the list for a replica. Equal settings and seeds give equal lists.
+
+    Raises UnfitError if a request is longer than the context.
     """
     rng = random.Random(seed)
     parts = [
@@ -65,7 +66,7 @@ def _serial(rng: random.Random, settings: Settings) -> list[ListedRequest]:
         *(ListedRequest(f"{adapter}{again}", document, 4, adapter) for adapter in ADAPTERS for again in ("", " again")),
         ListedRequest("salted adapter", document, 4, ADAPTERS[0], salt="pepper"),
     ]
-    # Together they are larger than the cache, so each of them pushes out something that was asked long ago.
+    # The stems are larger than the cache together, so that each evicts the blocks of an old request.
     stems = [_text(rng, rng.randrange(3 * block, 14 * block)) for _ in range(2 * settings.blocks // 14)]
     for number in range(40):
         stem = rng.choice((document, exact, *stems))

@@ -1,8 +1,7 @@
-"""What the validation requests of one real vLLM replica: its settings, counters and gauges, and answers by token ids;
-and a proxy over several.
+"""A client of a real vLLM replica: settings, counters and gauges, and answers by token ids.
 
-Needs a replica in vLLM's developer mode (VLLM_SERVER_DEV_MODE=1), the only one in which it shows its settings, empties
-its prefix cache and can be held still while a burst queues up in a known order.
+The replica needs vLLM's developer mode (VLLM_SERVER_DEV_MODE=1). Only in this mode it shows its settings, empties its
+prefix cache, and pauses while a burst queues in a known order.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ _GAUGES = (
 
 
 class UnfitError(Exception):
-    """A replica that cannot be compared with; says what to change."""
+    """A replica that is not comparable. The text has the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListedRequest:
-    """One request of the recorded list; `salt` is vLLM's cache_salt, `adapter` None is the base model.
+    """A request of the list. `salt` is vLLM's cache_salt, and `adapter` None is the base model.
 
     `after` names an earlier request whose prompt and answer precede `prompt`, as in the next turn of a conversation.
     """
@@ -57,7 +56,7 @@ class ListedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back: token ids of prompt and answer, and how many prompt tokens were cached."""
+    """Token ids of prompt and answer, and the number of cached prompt tokens."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -66,7 +65,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, order=True)
 class State:
-    """The gauges at one instant; `deferred` are those of `waiting` whose adapter does not fit the batch."""
+    """The gauges at a moment. `deferred` are waiting requests whose adapter does not fit the batch."""
 
     running: int = 0
     waiting: int = 0
@@ -76,7 +75,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of a replica that its scheduler's rules depend on."""
+    """The settings of a replica that affect the rules of its scheduler."""
 
     model: str
     blocks: int
@@ -89,14 +88,14 @@ class Settings:
 
 
 class Replica:
-    """One real vLLM replica at `url`."""
+    """A real vLLM replica at `url`."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.url = url.rstrip("/")
         self._session = session
 
     async def settings(self) -> Settings:
-        """Read the settings; UnfitError where some make the comparison impossible."""
+        """Read the settings. Raises UnfitError if the replica is not comparable."""
         url = f"{self.url}/server_info"
         async with self._session.get(url, params={"config_format": "json"}) as answer:
             if answer.status != 200:
@@ -132,15 +131,15 @@ class Replica:
     async def forget(self) -> None:
         """Empty the prefix cache."""
         if not (await self._post("reset_prefix_cache"))["success"]:
-            raise UnfitError(f"{self.url} did not empty its prefix cache: somebody else is using it")
+            raise UnfitError(f"{self.url} did not empty its prefix cache: another client uses it")
 
     async def counters(self) -> dict[str, int]:
-        """Totals, by the names that the engine model has for them; `token_steps` are steps that gave a token."""
+        """Returns totals by the names of the engine model. `token_steps` are steps that gave a token."""
         page = await self._scrape(_COUNTERS.values())
         return {name: int(_values(page, series)[0]) for name, series in _COUNTERS.items()}
 
     async def send(self, model: str, request: ListedRequest, prompt: Sequence[int]) -> aiohttp.ClientResponse:
-        """Send one request; returns as soon as it is in the engine's queue, running or not."""
+        """Send a request. Returns when the request is in the engine's queue."""
         body = {
             "model": request.adapter or model,
             "prompt": list(prompt),
@@ -160,7 +159,7 @@ class Replica:
         return response
 
     async def read(self, request: ListedRequest, prompt: Sequence[int], response: aiohttp.ClientResponse) -> Answer:
-        """Wait for the whole answer to a request that was sent."""
+        """Wait for the whole answer to a request."""
         tokens: list[int] = []
         usage = None
         async with response:
@@ -182,21 +181,21 @@ class Replica:
         return Answer(tuple(prompt), tuple(tokens), usage["prompt_tokens_details"]["cached_tokens"])
 
     async def hold(self) -> None:
-        """Stop the engine between two steps: requests stay where they are, new ones queue up."""
+        """Pause the engine between two steps. New requests queue."""
         await self._post("pause", mode="keep", clear_cache="false")
 
     async def go_on(self) -> None:
-        """Let the engine step again."""
+        """Resume the engine."""
         await self._post("resume")
 
     async def pulse(self) -> None:
-        """Let a held engine do a few steps."""
+        """Resume a paused engine for a few steps."""
         await self.go_on()
         await asyncio.sleep(_PULSE_S)
         await self.hold()
 
     async def state(self) -> State:
-        """The gauges now."""
+        """Read the gauges."""
         page = await self._scrape(_GAUGES)
         (running,), (waiting,) = _values(page, _GAUGES[0]), _values(page, _GAUGES[1])
         (deferred,) = _values(page, _GAUGES[2], 'reason="deferred"')
@@ -221,7 +220,7 @@ def _values(page: str, series: str, label: str = "") -> list[float]:
 
 
 def _adapters(page: str) -> tuple[str, ...]:
-    """The adapters of the newest series: vLLM never removes one, its value is the time when it was current."""
+    """Returns the adapters of the newest series. vLLM removes no series, and the value is the time of the series."""
     found = re.findall(r'^vllm:lora_requests_info\{.*running_lora_adapters="([^"]*)".*\} (\S+)$', page, re.MULTILINE)
     newest = max(found, key=lambda series: float(series[1]), default=("", ""))[0]
     return tuple(sorted(name for name in newest.split(",") if name))

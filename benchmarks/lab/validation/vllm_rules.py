@@ -1,17 +1,17 @@
-"""Does the engine model follow the rules of a real vLLM? One recorded list of requests, sent to both, compared.
+"""The engine model against a real vLLM: the same requests for both, and a comparison of rules.
 
-What is compared is rules, never times: which prompt tokens were cached, how many tokens, steps and preemptions it took,
-how many requests ran and waited, in which order they ended, and whether a batch kept to its adapter slots. The list has
-three parts, each begun with an empty prefix cache:
+Rules, and no times, are compared: cached prompt tokens, numbers of tokens, steps and preemptions, running and waiting
+requests, the order of ends, and the adapters in a batch. The list has three parts. Each begins with an empty prefix
+cache:
 
 - **serial**: one request at a time (prompts that share nothing, something, everything or whole blocks; next turns of a
   conversation; salts; adapters; more documents than the cache holds). Cached tokens must be equal for every request.
 - **burst**: three times as many requests as may run, whose answers overflow the KV cache.
 - **adapters**: requests of two adapters and the base model, where only one adapter fits a batch.
 
-The requests of the last two parts queue up while the engine is held still, and it is then let go a few steps at a time,
-so that what happens depends on rules alone. The model is given the tokens of each real answer, since vLLM caches those,
-too. Start the replicas like this, with other small numbers if you like; benchmarks/ must be importable for vLLM:
+The requests of the last two parts queue while the engine is paused. The engine then runs a few steps at a time, so
+that the result depends on rules alone. The model gets the tokens of each real answer, because vLLM caches them too.
+Start the replicas like this, or with other small numbers. vLLM must be able to import benchmarks/:
 
     VLLM_SERVER_DEV_MODE=1 PYTHONPATH=. python -m vllm.entrypoints.openai.api_server --port 18001 \\
         --model tiny/model --enable-lora --lora-modules lora-0=tiny/lora-0 lora-1=tiny/lora-1 --max-loras 1 \\
@@ -20,12 +20,11 @@ too. Start the replicas like this, with other small numbers if you like; benchma
         --logits-processors benchmarks.lab.validation.slow_steps:SlowSteps
     python -m benchmarks.lab.validation.vllm_rules --backend http://127.0.0.1:18001 --backend http://127.0.0.1:18002
 
-It takes about a minute. How to read it: one row for each figure, part and replica. `band` is what the model keeps
-to; a row outside of it says BROKEN, what differs is listed below the table, and the exit status is 1. Tokens are
-counted as vLLM counts them; `token steps` are steps that gave a token. `... in order` takes the distinct neighbouring
-states that the real gauges showed between the steps and says how many of them the model went through, in the same
-order; the gauges are not read after every step, so the model may have more. `deferred` are requests that wait for an
-adapter slot. Exit status 2: a replica cannot be compared with, and what to change.
+It takes about a minute. The table has a row for each figure, part and replica. A row outside its `band` is BROKEN: the
+differences are listed below the table, and the exit status is 1. Tokens are counted as vLLM counts them. `token steps`
+are steps that gave a token. `... in order` counts the distinct neighbouring states of the real gauges that the model
+passed in the same order. The gauges are not read after every step, so that the model may have more states. `deferred`
+are requests that wait for an adapter slot. The exit status is 2 if a replica is not comparable.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ import aiohttp
 
 from benchmarks.lab.validation.request_list import Part, recorded_list
 from benchmarks.lab.validation.vllm_replica import Answer, Replica, Settings, State, UnfitError
+from benchmarks.table import Table
 from llmproxy.lab.simulator.engine.engine import Engine
 from llmproxy.lab.simulator.engine.kv_cache import block_hashes
 from llmproxy.lab.simulator.engine.profiles import profile_named
@@ -57,25 +57,25 @@ SAMPLED_SHARE_MIN = 0.3
 
 @dataclass(slots=True)
 class Seen:
-    """What one side did with one part of the list.
-
-    `cached_tokens` is by name; `ended` are the names in the order of their last tokens, in groups whose members may
-    have ended in one step; `states` has no two equal neighbours; `counters` are differences over the part.
-    """
+    """The behaviour of vLLM or of the model in a part of the list."""
 
     cached_tokens: dict[str, int] = field(default_factory=dict)
+    """By the name of the request."""
     ended: list[list[str]] = field(default_factory=list)
+    """Names in the order of their last tokens, in groups that may have ended in one step."""
     states: list[State] = field(default_factory=lambda: [State()])
+    """States without equal neighbours."""
     counters: dict[str, int] = field(default_factory=dict)
+    """Differences over the part."""
 
     def add_state(self, state: State) -> None:
-        """Append a state, unless it is the last one still."""
+        """Append a state that differs from the last."""
         if state != self.states[-1]:
             self.states.append(state)
 
 
 async def ask_replica(replica: Replica, model: str, part: Part) -> tuple[Seen, dict[str, Answer]]:
-    """Send a part to a real replica; what was seen of it, and its answers by name. TimeoutError when it is stuck."""
+    """Send a part to a real replica. Returns its behaviour and its answers by name. Raises TimeoutError if it hangs."""
     await replica.forget()
     seen, answers = Seen(), dict[str, Answer]()
     before = await replica.counters()
@@ -87,7 +87,7 @@ async def ask_replica(replica: Replica, model: str, part: Part) -> tuple[Seen, d
                 earlier = answers[request.after] if request.after else Answer((), (), 0)
                 prompt = earlier.prompt + earlier.tokens + request.prompt
                 answers[request.name] = await replica.read(request, prompt, await replica.send(model, request, prompt))
-        # The gauges and counters of the last step are set a moment after its tokens were sent.
+        # vLLM sets the gauges and counters of a step a moment after it sent the tokens.
         while await replica.state() != State():
             pass
     after = await replica.counters()
@@ -97,7 +97,7 @@ async def ask_replica(replica: Replica, model: str, part: Part) -> tuple[Seen, d
 
 
 async def _ask_at_once(replica: Replica, model: str, part: Part, seen: Seen, answers: dict[str, Answer]) -> None:
-    """Queue up all requests, then let the engine do a few steps at a time and look at it in between."""
+    """Queue all requests, then run a few steps at a time and read the state in between."""
     await replica.hold()
     try:
         responses = [await replica.send(model, request, request.prompt) for request in part.requests]
@@ -107,7 +107,7 @@ async def _ask_at_once(replica: Replica, model: str, part: Part, seen: Seen, ans
         }
         while reading:
             await replica.pulse()
-            # What was computed may still be on its way here.
+            # Computed tokens may not have arrived yet.
             while True:
                 state = await replica.state()
                 ended = [name for name, task in reading.items() if task.done()]
@@ -122,7 +122,7 @@ async def _ask_at_once(replica: Replica, model: str, part: Part, seen: Seen, ans
 
 
 def ask_model(settings: Settings, part: Part, answers: dict[str, Answer]) -> Seen:
-    """Send the same part to a model of that replica, knowing what the real one answered."""
+    """Send the same part to a model of the replica, with the tokens of the real answers."""
     engine = Engine(
         profile_named("tiny"),
         max_num_seqs=settings.max_num_seqs,
@@ -162,7 +162,7 @@ def ask_model(settings: Settings, part: Part, answers: dict[str, Answer]) -> See
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure of one part; `lines` say what differs."""
+    """A figure of a part. `lines` are the differences."""
 
     figure: str
     real: str
@@ -177,7 +177,7 @@ def equal(figure: str, real: object, model: object) -> Row:
 
 
 def compare(part: Part, real: Seen, model: Seen) -> list[Row]:
-    """All figures of one part."""
+    """Returns all figures of a part."""
     differing = [
         f"{part.name}: {request.name!r} ({request.adapter or 'base'}, salt {request.salt}) "
         f"had {real.cached_tokens[request.name]} "
@@ -227,7 +227,7 @@ def _most_adapters(seen: Seen) -> int:
 
 
 def _order(part: Part, real: Seen, model: Seen) -> Row:
-    """Whether groups that ended one after the other in vLLM end so in the model, too."""
+    """Checks that groups end in the model in the order of vLLM."""
     step = {name: number for number, names in enumerate(model.ended) for name in names}
     lines = []
     for earlier, later in itertools.pairwise(real.ended):
@@ -238,7 +238,7 @@ def _order(part: Part, real: Seen, model: Seen) -> Row:
 
 
 def _states(part: Part, figure: str, real: Seen, model: Seen, of: Callable[[State], Hashable]) -> Row:
-    """How many of the sampled states the model went through in the same order."""
+    """Counts the sampled states that the model passed in the same order."""
     sampled, gone = ([key for key, _ in itertools.groupby(map(of, seen.states))] for seen in (real, model))
     at = 0
     lines = []
@@ -253,33 +253,20 @@ def _states(part: Part, figure: str, real: Seen, model: Seen, of: Callable[[Stat
     return Row(f"{figure} in order", found, f"of {len(gone)}", band, enough and not lines, lines)
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Everything that one real replica did."""
-
-    url: str
-    settings: Settings
-    parts: Sequence[tuple[Part, Seen, dict[str, Answer]]]
-
-    def rows(self) -> list[tuple[str, str, Row]]:
-        """All figures, each with URL and part, beside those of a model of this replica."""
-        return [
-            (self.url, part.name, row)
-            for part, real, answers in self.parts
-            for row in compare(part, real, ask_model(self.settings, part, answers))
-        ]
+Result = tuple[str, Settings, list[tuple[Part, Seen, dict[str, Answer]]]]
+"""The URL and the settings of a real replica, and its behaviour in each part."""
 
 
-async def ask_all(replica: Replica, seed: int) -> Asked:
-    """Send the whole list to a real replica. UnfitError where it cannot be compared with."""
+async def ask_all(replica: Replica, seed: int) -> Result:
+    """Send the whole list to a real replica. Raises UnfitError if it is not comparable."""
     settings = await replica.settings()
     print(f"{replica.url}: {settings}", file=sys.stderr)
     parts = recorded_list(settings, seed)
-    return Asked(replica.url, settings, [(part, *await ask_replica(replica, settings.model, part)) for part in parts])
+    return replica.url, settings, [(part, *await ask_replica(replica, settings.model, part)) for part in parts]
 
 
 async def main() -> int:
-    """Print the table. 1 when a band was broken, 2 when a replica is not fit to be compared with."""
+    """Print the table. Returns 1 for a broken band, 2 if a replica is not comparable."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", action="append", required=True, metavar="URL", help="a real vLLM; repeatable")
     parser.add_argument("--seed", type=int, default=SEED, help="of the recorded list")
@@ -292,14 +279,18 @@ async def main() -> int:
             replicas = [Replica(url, session) for url in options.backend]
             asked = await asyncio.gather(*(ask_all(replica, options.seed) for replica in replicas))
         except (UnfitError, aiohttp.ClientError, TimeoutError) as error:
-            print(f"no comparison: {error or 'a replica was stuck'}", file=sys.stderr)
+            print(f"no comparison: {error or 'a replica hangs'}", file=sys.stderr)
             return 2
-    # Only now, since a model that computes would keep a replica from being held in time.
-    rows = [row for one in asked for row in one.rows()]
-    print("| replica | part | figure | vLLM | model | band | |\n| --- | --- | --- | --: | --: | --- | --- |")
-    for url, part_name, row in rows:
-        kept = "kept" if row.kept else "BROKEN"
-        print(f"| {url} | {part_name} | {row.figure} | {row.real} | {row.model} | {row.band} | {kept} |")
+    # The models run last, because their CPU time would delay the pauses of the replicas.
+    rows = [
+        (url, part.name, row)
+        for url, settings, parts in asked
+        for part, real, answers in parts
+        for row in compare(part, real, ask_model(settings, part, answers))
+    ]
+    table = Table("replica", "part", "figure", "vLLM", "model", "band", "", texts=3)
+    for url, name, row in rows:
+        table.row(url, name, row.figure, row.real, row.model, row.band, "kept" if row.kept else "BROKEN")
     for url, _, row in rows:
         for line in row.lines:
             print(f"{url}, {line}")

@@ -1,8 +1,8 @@
 """The published policies with their documented defaults. Importing this package registers them."""
 
 from llmproxy.lab.baselines import deployed_picker, disaggregated, dynamo, plain, session, sglang
+from llmproxy.lab.baselines.by_name import baseline_named
 from llmproxy.lab.baselines.policy import baselines
-from llmproxy.lab.baselines.tuning import baseline_named, variants, variants_of
 
 __all__ = [
     "baseline_named",
@@ -13,6 +13,4 @@ __all__ = [
     "plain",
     "session",
     "sglang",
-    "variants",
-    "variants_of",
 ]

@@ -16,9 +16,9 @@ from llmproxy.core.placement.policy import Placement, make, presets
 from llmproxy.core.placement.price import TERMS
 from llmproxy.core.settings import Settings
 from llmproxy.lab.baselines import baseline_named, baselines
+from llmproxy.lab.baselines.by_name import split_policy
 from llmproxy.lab.baselines.endpoint_picker import ENDPOINT_PICKERS
 from llmproxy.lab.baselines.policy import Surroundings
-from llmproxy.lab.baselines.tuning import split_policy
 from llmproxy.lab.fleet.world import World
 from llmproxy.lab.policies.oracle import Oracle
 

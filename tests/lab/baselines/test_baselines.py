@@ -9,7 +9,7 @@ from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Grant, NoCapacity, NoMatch, Placed, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
-from llmproxy.lab.baselines import baseline_named, variants, variants_of
+from llmproxy.lab.baselines import baseline_named
 from llmproxy.lab.baselines.policy import baselines
 from tests.core.make import listing, reading, view
 from tests.lab.baselines.baseline_world import NAMES, World, views
@@ -226,7 +226,7 @@ def test_without_a_session_the_lowest_rate_of_a_minute_wins() -> None:
     assert (placed.backend, placed.score) == ("a", 0.0)
 
 
-# --- names and variants -----------------------------------------------------------------------------------------------
+# --- names ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_name_carries_parameters_and_is_spelled_in_one_way() -> None:
@@ -252,17 +252,3 @@ def test_a_name_carries_parameters_and_is_spelled_in_one_way() -> None:
 def test_a_wrong_name_is_answered_with_what_was_meant(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         baseline_named(text)
-
-
-def test_each_grid_has_six_variants_that_can_be_built() -> None:
-    assert set(variants) <= set(NAMES)
-    assert len(variants) == 3
-    for name in variants:
-        names = variants_of(name)
-        assert len(set(names)) == 6
-        for variant in names:
-            world = World(variant)
-            assert baseline_named(variant).name == variant
-            assert world.serve(world.ask(1, 2), seen(*views("a"))) == "a"
-    with pytest.raises(KeyError):
-        variants_of("random")

@@ -1,7 +1,6 @@
-"""The workloads that policies are judged by, in virtual time. W10, what the proxy itself costs, is `make bench`."""
+"""The workloads, in virtual time. W10, the cost of the proxy itself, is `make bench`."""
 
 from benchmarks.lab.scenarios.workloads import (
-    ablations,
     w1_conversation,
     w2_shared_prefix,
     w3_adapters,
@@ -31,6 +30,5 @@ SCENARIOS = tuple(
         w8_failure,
         w9_stale_state,
         w11_disaggregation,
-        ablations,
     )
 )

@@ -1,4 +1,4 @@
-"""W11: prompts and answers on replicas of their own; which requests are to be split?"""
+"""W11: prompts and answers on replicas of their own. Which requests should be split?"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +12,7 @@ ALWAYS, NEVER = "cost(disaggregation=always)", "cost(disaggregation=never)"
 PAIRED = ("cost", ALWAYS, NEVER, "vllm_router_pd", "llmd_pd", "dynamo_pd")
 LENGTHS = "gen:step_bursts,factor=1,rate=15,duration_s=60,sigma=0.5"
 BELOW_MOST = 0.01
-"""So much goodput may `auto` lose against the better of the two fixed rules."""
+"""The goodput that `auto` may lose against the better fixed rule."""
 
 
 def all_both(fleet: SimulatedFleet) -> SimulatedFleet:
@@ -21,7 +21,7 @@ def all_both(fleet: SimulatedFleet) -> SimulatedFleet:
 
 
 def _ahead(least: float) -> Callable[[Found], list[Goal]]:
-    """How far `auto` is ahead of the better of the two fixed rules."""
+    """The lead of `auto` over the better fixed rule."""
 
     def goals(found: Found) -> list[Goal]:
         if not all(found.runs.get(policy) for policy in ("cost", ALWAYS, NEVER)):
@@ -34,7 +34,7 @@ def _ahead(least: float) -> Callable[[Found], list[Goal]]:
 
 
 def _case(name: str, trace: str, prefill: int, requests: int | None = None, least: float = -BELOW_MOST) -> Case:
-    """Eight replicas, so many of them for prompts, and the same ones without roles beside them."""
+    """Eight replicas, `prefill` of them for prompts, and the same replicas without roles beside them."""
     return Case(
         f"{name}, {prefill} + {8 - prefill} x 8B",
         trace,
@@ -52,9 +52,9 @@ def _case(name: str, trace: str, prefill: int, requests: int | None = None, leas
 SCENARIO = Scenario(
     "W11",
     "Prefill and decode apart",
-    "Long prompts with short answers, short prompts with long answers, both mixed, chats and agents, on replicas of"
-    " which some are for prompts and the others for answers. `cost` splits what it finds cheaper in two stages; beside"
-    " it are the rules to always and never do so, those of other routers, and the same replicas without roles.",
+    "Long prompts with short answers, short prompts with long answers, both mixed, chats and agents, on replicas for"
+    " prompts and replicas for answers. `cost` splits requests that are cheaper in two stages. Beside it are the rules"
+    " to split always and never, the rules of other routers, and the same replicas without roles.",
     GOODPUT,
     (
         _case("mixed", "gen:mixed_lengths,rate=20,duration_s=60", 3, least=0.0),

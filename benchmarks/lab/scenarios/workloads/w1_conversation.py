@@ -1,68 +1,37 @@
-"""W1: real chat traffic with prompts of up to 126,000 tokens; what does it matter where a request goes?"""
+"""W1: real chat traffic with prompts of up to 126,000 tokens. Does the choice of the replica matter?"""
+
+from functools import partial
 
 from benchmarks.lab.scenarios.scenario import GOODPUT, TELLING, Case, Scenario, sized
 
+CHAT = partial(Case, trace="mooncake_conversation.jsonl.gz", requests=1_000)
+FURTHER = partial(CHAT, policies=TELLING, quick=False)
+
 
 def _small(replicas: int, sequences: int, known: bool) -> Case:
-    """Batches so small that they fill before the memory does, whose size the proxy has to learn unless it is given."""
-    return Case(
+    """Batches that fill before the memory does. The proxy learns their size or gets it."""
+    return FURTHER(
         f"{replicas} x 8B, batches of {sequences}, limits {'given' if known else 'learned'}",
-        "mooncake_conversation.jsonl.gz",
-        f"{replicas}xllama-8b-h100",
-        (0.85,),
-        requests=1_000,
+        fleet=f"{replicas}xllama-8b-h100",
+        loads=(0.85,),
         shape=sized(max_num_seqs=sequences),
         known_limits=known,
         policies=("cost", "late_least_request") if known else TELLING,
-        quick=False,
     )
 
 
 SCENARIO = Scenario(
     "W1",
     "Conversations",
-    "Stretches of the Mooncake conversation trace, faster than they were, but never ten times."
-    " Small batches, whose limit is given or has to be learned, are in cases of their own."
-    " Where objectives are named, each request says by which it is judged, as a client does in a trusted header.",
+    "Stretches of the Mooncake conversation trace, accelerated by less than ten times."
+    " Small batches, whose limit is given or learned, are in cases of their own."
+    " Where objectives are named, each request names its objectives, as a client does in a trusted header.",
     GOODPUT,
     (
-        Case(
-            "8 x 8B",
-            "mooncake_conversation.jsonl.gz",
-            "8xllama-8b-h100",
-            (0.7, 0.85, 1.1),
-            requests=1_000,
-            quick_loads=(0.7,),
-        ),
-        Case(
-            "16 x 8B",
-            "mooncake_conversation.jsonl.gz",
-            "16xllama-8b-h100",
-            (0.85,),
-            requests=1_000,
-            replicate=2,
-            policies=TELLING,
-            quick=False,
-        ),
-        Case(
-            "8 x 70B TP8",
-            "mooncake_conversation.jsonl.gz",
-            "8xllama-70b-h100-tp8",
-            (0.85,),
-            requests=1_000,
-            policies=TELLING,
-            quick=False,
-        ),
-        Case(
-            "8 x 8B, objectives named",
-            "mooncake_conversation.jsonl.gz",
-            "8xllama-8b-h100",
-            (0.85, 1.1),
-            requests=1_000,
-            policies=TELLING,
-            quick=False,
-            objectives_named=True,
-        ),
+        CHAT("8 x 8B", fleet="8xllama-8b-h100", loads=(0.7, 0.85, 1.1), quick_loads=(0.7,)),
+        FURTHER("16 x 8B", fleet="16xllama-8b-h100", loads=(0.85,), replicate=2),
+        FURTHER("8 x 70B TP8", fleet="8xllama-70b-h100-tp8", loads=(0.85,)),
+        FURTHER("8 x 8B, objectives named", fleet="8xllama-8b-h100", loads=(0.85, 1.1), objectives_named=True),
         *(_small(replicas, sequences, known) for replicas, sequences in ((8, 16), (2, 8)) for known in (False, True)),
     ),
 )

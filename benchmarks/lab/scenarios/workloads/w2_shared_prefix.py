@@ -1,12 +1,12 @@
-"""W2: many requests that begin alike; is the shared part kept where it is, and spread when it outgrows one replica?"""
+"""W2: many requests with common beginnings. Do they stay on few replicas, and spread when one is not enough?"""
 
 from benchmarks.lab.scenarios.scenario import GOODPUT, TELLING, Case, Scenario
 
 SCENARIO = Scenario(
     "W2",
     "Agents and shared prefixes",
-    "The b2b workload (150 system prompts of 6,000 tokens); tool agents, whose real trace is too large to be had and"
-    " is stood in for by a synthetic one fitted to its published sums; code agents in a closed loop.",
+    "The b2b workload (150 system prompts of 6,000 tokens); tool agents, from a synthetic trace with the"
+    " published sums of a real trace that is too large to ship; code agents in a closed loop.",
     GOODPUT,
     (
         Case(

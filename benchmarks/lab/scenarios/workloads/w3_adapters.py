@@ -1,6 +1,7 @@
-"""W3: more LoRA adapters than a replica has slots; who keeps them resident and the load even, and at what price?"""
+"""W3: more LoRA adapters than slots. Do adapters stay resident, and at what cost?"""
 
 from dataclasses import replace
+from functools import partial
 
 from benchmarks.lab.scenarios.goals import mean, worst
 from benchmarks.lab.scenarios.scenario import GOODPUT, TELLING, Case, Found, Goal, Scenario, Shape, both, sized
@@ -13,7 +14,7 @@ UNRANKED = ("cost", "oracle")
 
 
 def loading(cold_s: float) -> Shape:
-    """Replicas that take so long to read an adapter from disk."""
+    """Sets the time to read an adapter from disk."""
 
     def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         del duration_s
@@ -23,8 +24,8 @@ def loading(cold_s: float) -> Shape:
     return shape
 
 
-def kept(found: Found) -> list[Goal]:
-    """As good as whoever is best, and nobody taken for hung or slow because it loads."""
+def goals(found: Found) -> list[Goal]:
+    """As good as the best other policy, and no ejection of a replica that loads an adapter."""
     others = {name: mean(runs, GOODPUT.of) for name, runs in found.runs.items() if name not in UNRANKED}
     known = [(goodput, name) for name, goodput in others.items() if goodput is not None]
     best_goodput, best = max(known, default=(0.0, ""))
@@ -43,13 +44,15 @@ def _slow(name: str, cold_s: float, trace: str, loads: tuple[float, ...], quick:
         loads,
         shape=both(SMALL, loading(cold_s)),
         policies=POLICIES,
-        goals=kept,
+        goals=goals,
         quick=quick,
         quick_loads=loads[:1],
         warmup=0.2,
     )
 
 
+TRACE = "gen:lora_zipf,adapters=100,alpha={},rate=60,duration_s=40,drift_s=20"
+ZIPF = partial(Case, fleet="8xllama-8b-h100", shape=SIZES)
 EVEN = "adapters=16,alpha=0"
 DRIFTING = "adapters=24,alpha=1.0,drift_s=20"
 
@@ -57,28 +60,13 @@ SCENARIO = Scenario(
     "W3",
     "Many adapters",
     "100 adapters whose popularity follows a power law and is drawn anew every 20 s (published: every 10 minutes; a"
-    " run is short). The balance knows nothing of adapter slots, which are what is short here: hence the low loads."
+    " run is short). The balance knows nothing of adapter slots, the scarce resource here: hence the low loads."
     " Then 16 adapters on four replicas with four slots each and nothing behind them, so that each load comes from disk"
-    " and what it displaces has to be read again; and 24 adapters, more than there are slots.",
+    " and a displaced adapter is read again; and 24 adapters, more than there are slots.",
     GOODPUT,
     (
-        Case(
-            "Zipf 1.0, 8 x 8B",
-            "gen:lora_zipf,adapters=100,alpha=1.0,rate=60,duration_s=40,drift_s=20",
-            "8xllama-8b-h100",
-            (0.25, 0.35),
-            shape=SIZES,
-            quick_loads=(0.25,),
-        ),
-        Case(
-            "Zipf 0.6, 8 x 8B",
-            "gen:lora_zipf,adapters=100,alpha=0.6,rate=60,duration_s=40,drift_s=20",
-            "8xllama-8b-h100",
-            (0.15,),
-            shape=SIZES,
-            policies=TELLING,
-            quick=False,
-        ),
+        ZIPF("Zipf 1.0, 8 x 8B", TRACE.format(1.0), loads=(0.25, 0.35), quick_loads=(0.25,)),
+        ZIPF("Zipf 0.6, 8 x 8B", TRACE.format(0.6), loads=(0.15,), policies=TELLING, quick=False),
         _slow("16 evenly", 0.3, EVEN, (0.15, 0.3)),
         _slow("16 evenly", 1.2, EVEN, (0.15, 0.3), quick=True),
         _slow("16 evenly", 3.0, EVEN, (0.15, 0.3)),

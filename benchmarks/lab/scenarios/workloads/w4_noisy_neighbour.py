@@ -1,8 +1,9 @@
-"""W4: one tenant asks for ten times as much as before; do the others notice?"""
+"""W4: a tenant asks for ten times as much as before. Do other tenants notice?"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 from benchmarks.lab.scenarios.goals import Figure, least, mean, versus, worst
@@ -24,7 +25,7 @@ JAIN: Figure = lambda run: run.fairness.jain_least  # noqa: E731
 
 
 def victims_ttft_p99(run: RunResult, noisy: str) -> float | None:
-    """TTFT p99 of the median tenant, of those other than `noisy` with requests enough to have one."""
+    """TTFT p99 of the median tenant, without `noisy` and tenants with few requests."""
     figures = [
         group.ttft_s.p99
         for name, group in run.by_tenant.items()
@@ -34,13 +35,13 @@ def victims_ttft_p99(run: RunResult, noisy: str) -> float | None:
 
 
 def against(found: Found, figure: Figure) -> str:
-    """The same figure of the policies that promise nothing."""
+    """The same figure under the policies without shares."""
     about = [(name, worst(found.runs[policy], figure)) for name, policy in (("fcfs", FCFS), ("in turn", ROUND_ROBIN))]
     return ", ".join(f"{name} {value:.3g}" for name, value in about if value is not None)
 
 
 def shared(found: Found) -> list[Goal]:
-    """What is hoped for wherever tenants want more than there is."""
+    """The goals of tenants that want more than the capacity."""
     ours, fcfs = found.runs["cost"], found.runs[FCFS]
     chosen = config_of(found.place.case).scheduling
     longest = max((run.fairness.prompt_tokens_most for run in ours), default=0)
@@ -57,7 +58,7 @@ def shared(found: Found) -> list[Goal]:
 
 
 def noisy(tenant: str) -> Callable[[Found], list[Goal]]:
-    """What is hoped for where `tenant` asks too often, too: that nobody else notices."""
+    """The goals where `tenant` asks too often: other tenants must not notice."""
 
     def goals(found: Found) -> list[Goal]:
         ours, fcfs = (
@@ -71,65 +72,47 @@ def noisy(tenant: str) -> Callable[[Found], list[Goal]]:
     return goals
 
 
+EQUAL = partial(Case, fleet="2xllama-8b-h100", loads=(None,), shape=sized(max_num_seqs=64))
+FULL = partial(Case, fleet="1xllama-8b-h100", loads=(1.2,))
+ARENA = "lmsys_arena_vtc_real.csv.gz"
+
+
+def _loud(name: str, trace: str, tenant: str, sequences: int, requests: int | None = None) -> Case:
+    """A tenant asks for ten times as much as in the file."""
+    return FULL(
+        name,
+        trace,
+        requests=requests,
+        mix=Mix(loud=tenant),
+        beside=(Beside(ALONE, "cost", Mix(loud=tenant, without=tenant)),),
+        goals=noisy(tenant),
+        shape=sized(max_num_seqs=sequences),
+        policies=SHARED,
+        quick=False,
+    )
+
+
 SCENARIO = Scenario(
     "W4",
     "Noisy neighbour",
-    "Eight tenants alike until one of them asks for ten times as much; the tenants of a production hour (ServeGen), of"
-    " whom one makes 41 % of the requests and the next comes ten times as often; 27 tenants of a chat arena, the first"
-    " of them as often as it is, or ten times. Both files at 1.2 times what the fleet can do. `cost` shares by"
-    " tokens here.",
+    "Eight equal tenants until one of them asks for ten times as much; the tenants of a production hour (ServeGen): one"
+    " makes 41 % of the requests, and the next comes ten times as often; 27 tenants of a chat arena, the first at its"
+    " rate or ten times it. Both files at 1.2 times the capacity of the fleet. `cost` shares by tokens here.",
     VICTIMS_GOODPUT,
     (
-        Case(
+        EQUAL(
             "aggressor x10, 2 x 8B",
-            "gen:noisy_neighbour,tenants=8,rate=30,start_s=20,end_s=70,ramp_s=10,duration_s=90",
-            "2xllama-8b-h100",
-            (None,),
-            shape=sized(max_num_seqs=64),
+            trace="gen:noisy_neighbour,tenants=8,rate=30,start_s=20,end_s=70,ramp_s=10,duration_s=90",
             policies=POLICIES,
         ),
-        Case(
+        EQUAL(
             "nobody noisy, 2 x 8B",
-            "gen:noisy_neighbour,tenants=8,rate=30,factor=1,start_s=20,end_s=70,ramp_s=10,duration_s=90",
-            "2xllama-8b-h100",
-            (None,),
-            shape=sized(max_num_seqs=64),
+            trace="gen:noisy_neighbour,tenants=8,rate=30,factor=1,start_s=20,end_s=70,ramp_s=10,duration_s=90",
             policies=("cost", "least_request"),
             quick=False,
         ),
-        Case(
-            "ServeGen m-large, second tenant x10, 1 x 8B",
-            "servegen_mlarge_1h.csv.gz",
-            "1xllama-8b-h100",
-            (1.2,),
-            requests=3_000,
-            mix=Mix(loud="142"),
-            beside=(Beside(ALONE, "cost", Mix(loud="142", without="142")),),
-            goals=noisy("142"),
-            shape=sized(max_num_seqs=64),
-            policies=SHARED,
-            quick=False,
-        ),
-        Case(
-            "arena, first tenant x10, 1 x 8B",
-            "lmsys_arena_vtc_real.csv.gz",
-            "1xllama-8b-h100",
-            (1.2,),
-            mix=Mix(loud="2"),
-            beside=(Beside(ALONE, "cost", Mix(loud="2", without="2")),),
-            goals=noisy("2"),
-            shape=sized(max_num_seqs=32),
-            policies=SHARED,
-            quick=False,
-        ),
-        Case(
-            "arena, 1 x 8B",
-            "lmsys_arena_vtc_real.csv.gz",
-            "1xllama-8b-h100",
-            (1.2,),
-            goals=shared,
-            shape=sized(max_num_seqs=16),
-            policies=(*SHARED, "epp_sticky"),
-        ),
+        _loud("ServeGen m-large, second tenant x10, 1 x 8B", "servegen_mlarge_1h.csv.gz", "142", 64, requests=3_000),
+        _loud("arena, first tenant x10, 1 x 8B", ARENA, "2", 32),
+        FULL("arena, 1 x 8B", ARENA, goals=shared, shape=sized(max_num_seqs=16), policies=(*SHARED, "epp_sticky")),
     ),
 )

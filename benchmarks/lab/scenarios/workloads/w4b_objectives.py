@@ -1,4 +1,4 @@
-"""W4b: more work than the fleet can do in time, of tenants with one objective; do all keep it as well as can be?"""
+"""W4b: more work than the fleet can do in time, of tenants with one objective. Are their shares as good as possible?"""
 
 from __future__ import annotations
 
@@ -9,26 +9,22 @@ from llmproxy.lab.results.result import RunResult
 
 OUTPUT_TOKENS = 128
 ROOM = "ceilings=1/1/1"
-"""There is one band, and nobody to hold room back for."""
+"""There is a single band, so no room is reserved."""
 OURS = f"cost(fairness=slo,ordering=least_slack,{ROOM})"
-OTHERS = (
-    f"cost(fairness=fair_share,ordering=least_slack,{ROOM})",
-    f"cost(fairness=fcfs,{ROOM})",
-    "least_request",
-)
+OTHERS = (f"cost(fairness=fair_share,ordering=least_slack,{ROOM})", f"cost(fairness=fcfs,{ROOM})", "least_request")
 POINTS = 0.02
 
 
 def adherence(run: RunResult) -> float | None:
-    """The least share of a tenant's requests that kept their objective, over all its 5 minutes."""
+    """The least share of a tenant's requests with their objective kept, over all 5 minutes."""
     return run.fairness.adherence_least
 
 
 def optimum(found: Found) -> float | None:
-    """The max-min optimum in the fullest 5 minutes: what the fleet completes when it is never idle, over what ended.
+    """The max-min optimum in the fullest 5 minutes: the completions of a busy fleet over all requests that ended.
 
-    All requests cost the same and have one objective, so whoever is served keeps it as well as any other: at best all
-    tenants have the same share. The most that any policy completed a second is taken for what the fleet can do.
+    All requests cost the same and have one objective, so that the best shares of all tenants are equal. The most
+    completions per second under any policy count as the capacity of the fleet.
     """
     runs = [run for some in found.runs.values() for run in some]
     done = max((run.loaded.output_tokens_per_s / OUTPUT_TOKENS for run in runs), default=0.0)
@@ -37,7 +33,7 @@ def optimum(found: Found) -> float | None:
 
 
 def goals(found: Found) -> list[Goal]:
-    """How far the worst off tenant may be from where it could be."""
+    """The distance of the worst tenant to the optimum."""
     best = optimum(found)
     others = [(policy, least(found.runs[policy], adherence)) for policy in OTHERS]
     about = ", ".join(f"{policy} {value:.3f}" for policy, value in others if value is not None)
@@ -54,8 +50,8 @@ def goals(found: Found) -> list[Goal]:
 SCENARIO = Scenario(
     "W4b",
     "Objectives",
-    "Four tenants, each of whom asks twice as often as the one before, all for the same and with a first token due"
-    " within 2 s, at 1.3 times what the fleet can do. The best that the worst off can have is known: the same for all.",
+    "Four tenants with equal requests and a first token due within 2 s, each with twice the rate of the tenant before,"
+    " at 1.3 times the capacity of the fleet. The best share of the worst tenant is known: the same for all.",
     Metric("least adherence", adherence),
     (
         Case(
@@ -63,7 +59,7 @@ SCENARIO = Scenario(
             f"gen:unequal_tenants,tenants=4,ratio=2,rate=20,ttft_slo_s=2,duration_s=480,output_tokens={OUTPUT_TOKENS}",
             "1xllama-8b-h100",
             (1.3,),
-            # What is late is of no use to anybody, and should leave soon enough to be counted in its own 5 minutes.
+            # Late requests should leave soon enough to be counted in their own 5 minutes.
             overrides={"queue.max_wait_s": "4"},
             shape=sized(max_num_seqs=16),
             policies=(OURS, *OTHERS),

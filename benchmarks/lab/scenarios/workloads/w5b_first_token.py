@@ -1,4 +1,4 @@
-"""W5b: one critical request at a time while a flood of sheddable ones fills small batches; what does it wait for?"""
+"""W5b: single critical requests while a flood of sheddable ones fills small batches. How long do they wait?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SEQUENCES = 8
 FIRST_S = 10.0
 EVERY_S = (0.5, 0.15)
 BEGINNINGS = {"flood first": (15.0, 0.0), "critical first": (0.0, 15.0)}
-"""When critical traffic begins, and when the flood does. What nobody has asked for yet is not kept free."""
+"""When critical traffic and the flood begin. No room is reserved for a band without requests."""
 ALONE = Beside("critical alone", "cost", Mix(band="critical"), warmup=0.0)
 WANTED, WANTED_WHILE_LEARNING = 1.6, 3.0
 """Times the TTFT p95 of the critical requests alone."""
@@ -23,12 +23,12 @@ def ttft_p50(group: GroupResult) -> float | None:
 
 
 def ttft_p95(group: GroupResult) -> float | None:
-    """The first token that one in twenty of a group waits longer for."""
+    """The p95 of the first token of a group."""
     return group.ttft_s.p95
 
 
 def goals(found: Found) -> list[Goal]:
-    """A critical request's first token beside the flood, against the same requests alone: at first, and after that."""
+    """The first token of critical requests beside the flood and alone, in the first seconds and later."""
     ours, alone = found.runs["cost"], found.beside[ALONE.name]
     solo_p50_s, solo_p95_s = (mean(alone, in_band("critical", figure)) for figure in (ttft_p50, ttft_p95))
     judged = []
@@ -65,8 +65,8 @@ def _case(known: bool, every_s: float, order: str) -> Case:
 SCENARIO = Scenario(
     "W5b",
     "First tokens above a flood",
-    f"Two replicas of {SEQUENCES} sequences, 240 sheddable requests that come at once, and a short critical one every"
-    " 0.5 s or 0.15 s. Batch limits are given or learned; the flood comes first, or the critical traffic does."
+    f"Two replicas of {SEQUENCES} sequences, 240 sheddable requests at once, and a short critical request every 0.5 s"
+    " or 0.15 s. Batch limits are given or learned. The flood or the critical traffic comes first."
     " Beside it the critical requests alone.",
     Metric("critical TTFT p95 in s", in_band("critical", ttft_p95), higher=False),
     tuple(_case(known, every_s, order) for known in (True, False) for every_s in EVERY_S for order in BEGINNINGS),

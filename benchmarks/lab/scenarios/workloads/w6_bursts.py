@@ -1,4 +1,4 @@
-"""W6: bursts, replicas that come when they are needed, and replicas that go for a while; how late is a first token?"""
+"""W6: bursts, replicas that join, and replicas that go for a while. How late is a first token?"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEPT = "cost(preemption=false)"
 LEVEL, LEVEL_KEPT = "cost(headroom_s=0)", "cost(headroom_s=0,preemption=false)"
 HOLD_S = 30.0
 IN_TURN_S = (20.0, 27.0, 33.0, 40.0)
-"""For how long each of four replicas is gone."""
+"""Absence of each of four replicas."""
 ERRORS = frozenset(Outcome) - {Outcome.COMPLETED, Outcome.CANCELLED}
 
 critical_ttft_p99 = in_band("critical", lambda group: group.ttft_s.p99)
@@ -33,7 +33,7 @@ sheddable_wait = in_band("sheddable", lambda group: group.ttft_s.mean)
 
 
 def rolled(kind: FleetFaultKind, gone_s: tuple[float, ...]) -> Shape:
-    """One replica after the other is gone for so many seconds; each begins 5 s after the one before is back."""
+    """The replicas are gone in turn, each for its seconds, and 5 s apart."""
 
     def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         del duration_s
@@ -47,7 +47,7 @@ def rolled(kind: FleetFaultKind, gone_s: tuple[float, ...]) -> Shape:
 
 
 def preempted(found: Found) -> list[Goal]:
-    """What taking leases back gives to critical requests, and takes from sheddable ones."""
+    """The gain of preemption for critical requests, and its cost for sheddable ones."""
     judged = []
     for name, policy, kept in (("", "cost", KEPT), (", no ceilings", LEVEL, LEVEL_KEPT)):
         ours, others = found.runs[policy], found.runs[kept]
@@ -73,12 +73,12 @@ def preempted(found: Found) -> list[Goal]:
 
 
 def errors(run: RunResult) -> float:
-    """Requests that did not get their whole answer."""
+    """Requests without their whole answer."""
     return float(sum(count for outcome, count in run.outcomes.items() if Outcome(outcome) in ERRORS))
 
 
-def held(found: Found) -> list[Goal]:
-    """What clients hear of a rollout."""
+def rolled_out(found: Found) -> list[Goal]:
+    """Errors that clients see in a rollout."""
     ours = found.runs["cost"]
     outcomes: dict[str, int] = {}
     for run in ours:
@@ -88,16 +88,18 @@ def held(found: Found) -> list[Goal]:
     return [Goal("client errors", mean(ours, errors), 0.0, False, about)]
 
 
-def _rollout(name: str, fleet: str, rate: float, gone: Shape, quick: bool = True) -> Case:
+def _rollout(
+    name: str, rate: float, gone_s: tuple[float, ...], kind: FleetFaultKind = FleetFaultKind.ROLL, quick: bool = True
+) -> Case:
     return Case(
         name,
-        f"gen:step_bursts,rate={rate:g},factor=1,duration_s={100 if fleet.startswith('1x') else 180}",
-        fleet,
+        f"gen:step_bursts,rate={rate:g},factor=1,duration_s={100 if len(gone_s) == 1 else 180}",
+        f"{len(gone_s)}xllama-8b-h100",
         (None,),
-        shape=both(sized(max_num_seqs=64), gone),
+        shape=both(sized(max_num_seqs=64), rolled(kind, gone_s)),
         overrides={"queue.no_backend_wait_s": f"{HOLD_S:g}"},
         policies=("cost", "least_request"),
-        goals=held,
+        goals=rolled_out,
         quick=quick,
     )
 
@@ -106,9 +108,9 @@ SCENARIO = Scenario(
     "W6",
     "Bursts, growth and rollouts",
     "Steps of five times the rate, with two replicas that join in mid-burst; a bursty production hour (ServeGen"
-    " m-large; Azure's code trace, burstier still, cannot be had); bursts of critical requests above sheddable ones"
-    " that fill the fleet; replicas that restart one after the other, having ended what they had, while requests are"
-    f" held for up to {HOLD_S:g} s.",
+    " m-large; Azure's code trace, burstier still, cannot be had); bursts of critical requests while sheddable"
+    " ones fill the fleet; replicas that finish their requests and restart in turn, while new requests wait for up to"
+    f" {HOLD_S:g} s.",
     TTFT_P99,
     (
         Case(
@@ -127,12 +129,10 @@ SCENARIO = Scenario(
             policies=("cost", KEPT, LEVEL, LEVEL_KEPT, "least_request"),
             goals=preempted,
         ),
-        _rollout("rollout, 4 x 8B", "4xllama-8b-h100", 20.0, rolled(FleetFaultKind.ROLL, IN_TURN_S)),
-        _rollout("rollout of one, 25 s", "1xllama-8b-h100", 5.0, rolled(FleetFaultKind.ROLL, (25.0,))),
-        _rollout("rollout of one, 40 s", "1xllama-8b-h100", 5.0, rolled(FleetFaultKind.ROLL, (40.0,)), quick=False),
-        _rollout(
-            "killed in turn, 4 x 8B", "4xllama-8b-h100", 20.0, rolled(FleetFaultKind.RESTART, IN_TURN_S), quick=False
-        ),
+        _rollout("rollout, 4 x 8B", 20.0, IN_TURN_S),
+        _rollout("rollout of one, 25 s", 5.0, (25.0,)),
+        _rollout("rollout of one, 40 s", 5.0, (40.0,), quick=False),
+        _rollout("killed in turn, 4 x 8B", 20.0, IN_TURN_S, FleetFaultKind.RESTART, quick=False),
         Case(
             "ServeGen m-large, 4 x 8B",
             "servegen_mlarge_1h.csv.gz",

@@ -1,4 +1,4 @@
-"""W7: replicas of two speeds, unlabelled, and one that becomes slow; who learns it, and leaves the fast to whom?"""
+"""W7: replicas of two speeds without labels, and a replica that becomes slow. Is it learned, and used?"""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ BLIND = "cost(without=objectives)"
 
 
 def tight_goodput(run: RunResult) -> float | None:
-    """Of the requests with the narrow objective alone."""
+    """Goodput of the requests with the narrow objective."""
     return run.by_tenant["tight"].goodput if "tight" in run.by_tenant else None
 
 
 def attained(found: Found) -> list[Goal]:
-    """Whether more objectives are kept by those who look at them."""
+    """Compares the kept objectives with a policy that ignores them."""
     blind, blind_tight = mean(found.runs[BLIND], GOODPUT.of), mean(found.runs[BLIND], tight_goodput)
     return [
         Goal("objectives kept", mean(found.runs["cost"], GOODPUT.of), blind or 1.0, about="as without a look at them"),
@@ -40,7 +40,7 @@ SCENARIO = Scenario(
     "W7",
     "Unequal replicas",
     "Four H100 and four A100 under Azure's conversations; half way one H100 takes twice as long for everything. The"
-    " same fleet under requests of which three in ten have a narrow latency objective and the others a wide one.",
+    " same fleet under requests with a narrow latency objective, three in ten, or a wide one.",
     GOODPUT,
     (
         Case(

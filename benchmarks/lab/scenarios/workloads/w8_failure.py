@@ -1,4 +1,4 @@
-"""W8: replicas that die, hang, crawl or cut their answers; what is lost, and how soon is it noticed?"""
+"""W8: replicas that die, hang, become slow or cut their answers. How much is lost, and how soon is it detected?"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,41 +24,31 @@ from llmproxy.lab.results.result import RunResult
 
 SIZES = sized(max_num_seqs=16)
 WITHIN_S = {FleetFaultKind.KILL: 1.0, FleetFaultKind.RESTART: 1.0, FleetFaultKind.HANG: 2.0, FleetFaultKind.SLOW: 5.0}
-"""By when a fault is to be noticed. Of one that hangs it is five times the TTFT p99 of the run, where that is more."""
+"""Goals for the detection of a fault. For a hang it is five times the TTFT p99 of the run if that is more."""
 SETTLED_S = 10.0
-"""How long after a fault everything should be as if its replica had never been there."""
+"""Time after a fault until the fleet should be as good as without its replica."""
 ATTEMPTS_MOST = 1.05
 BEFORE_A_BYTE = frozenset(Outcome) - {Outcome.COMPLETED, Outcome.CANCELLED, Outcome.BROKEN_STREAM}
 LATER, WITHOUT = "later", "later, without it"
 FAULT_AT = 0.4
 
 
-def rolling(kind: FleetFaultKind, first: float, apart: float, count: int, value: float) -> Shape:
-    """The same fault of one replica after the other."""
+def restarts(*moments: tuple[float, int], away_s: float) -> Shape:
+    """Restarts at a share of the trace, each of the replica of an index."""
 
     def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
-        faults = [
-            Fault((first + apart * i) * duration_s, kind, spec.name, None, value)
-            for i, spec in enumerate(fleet.replicas[:count])
-        ]
+        names = [spec.name for spec in fleet.replicas]
+        faults = [Fault(at * duration_s, FleetFaultKind.RESTART, names[index], None, away_s) for at, index in moments]
         return replace(fleet, faults=(*fleet.faults, *faults))
 
     return shape
 
 
-def flapping(first: float, apart: float, count: int) -> Shape:
-    """One replica dies and is back a second later, again and again."""
-
-    def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
-        name = fleet.replicas[0].name
-        moments = [(first + apart * i) * duration_s for i in range(count)]
-        return replace(fleet, faults=tuple(Fault(at_s, FleetFaultKind.RESTART, name, None, 1.0) for at_s in moments))
-
-    return shape
+IN_TURN = restarts(*((0.2 + 0.09 * index, index) for index in range(8)), away_s=3.0)
 
 
 def without_first(fleet: SimulatedFleet) -> SimulatedFleet:
-    """The fleet as if the replica that all befalls had never been part of it."""
+    """The fleet without the replica of the fault."""
     return replace(fleet, replicas=fleet.replicas[1:], faults=())
 
 
@@ -73,7 +63,7 @@ def attempts(run: RunResult) -> float | None:
 
 
 def noticed_s(kind: FleetFaultKind) -> Callable[[RunResult], float | None]:
-    """The longest that a fault of this kind went unnoticed; None where there was none, or one never was."""
+    """The longest time to the detection of a fault of this kind; None without a fault or without detection."""
 
     def of(run: RunResult) -> float | None:
         times = [one.noticed_s for one in run.noticed if one.kind == kind]
@@ -83,7 +73,7 @@ def noticed_s(kind: FleetFaultKind) -> Callable[[RunResult], float | None]:
 
 
 def survived(found: Found) -> list[Goal]:
-    """Nothing lost, soon noticed, few retries, and as good as without the replica soon after."""
+    """Nothing lost, early detection, few retries, and soon as good as without the replica."""
     ours = found.runs["cost"]
     judged = [
         Goal("requests lost before their first byte", worst(ours, lost), 0.0, False),
@@ -104,13 +94,10 @@ def survived(found: Found) -> list[Goal]:
 
 
 def _case(name: str, shape: Shape, quick: bool = False, *, later: float | None = None, load: float = 0.7) -> Case:
-    """`later`: from which share of the trace on it is compared with the fleet without the replica."""
+    """`later`: share of the trace from which it is compared with the fleet without the replica."""
     beside: tuple[Beside, ...] = ()
     if later is not None:
-        beside = (
-            Beside(LATER, "cost", warmup=later),
-            Beside(WITHOUT, "oracle", reshaped=without_first, warmup=later),
-        )
+        beside = (Beside(LATER, "cost", warmup=later), Beside(WITHOUT, "oracle", reshaped=without_first, warmup=later))
     return Case(
         f"{name}, 8 x 8B",
         "azure2023_conv.csv.gz",
@@ -133,7 +120,7 @@ SCENARIO = Scenario(
     "Failures",
     "Azure's conversations while one of eight replicas is killed, hangs for a quarter of the time, takes ten times as"
     " long, restarts cold or flaps, while all restart in turn, or all cut 5 % of their answers; and all restart in turn"
-    " while half as much again comes as they can do, which is when retries pile up.",
+    " at 1.5 times their capacity, when retries pile up.",
     GOODPUT,
     (
         _case("kill", with_fault(FAULT_AT, FleetFaultKind.KILL, 1), quick=True, later=AFTER),
@@ -141,8 +128,8 @@ SCENARIO = Scenario(
         _case("slow x10", with_fault(FAULT_AT, FleetFaultKind.SLOW, 1, 10.0, until=0.8), later=AFTER),
         _case("5 % resets", with_fault(0.2, FleetFaultKind.RESET, 8, 0.05)),
         _case("restart", with_fault(FAULT_AT, FleetFaultKind.RESTART, 1, 5.0), later=AFTER),
-        _case("rolling restart", rolling(FleetFaultKind.RESTART, 0.2, 0.09, 8, 3.0)),
-        _case("flapping", flapping(0.2, 0.1, 6)),
-        _case("retry storm", rolling(FleetFaultKind.RESTART, 0.2, 0.09, 8, 3.0), load=1.5),
+        _case("rolling restart", IN_TURN),
+        _case("flapping", restarts(*((0.2 + 0.1 * number, 0) for number in range(6)), away_s=1.0)),
+        _case("retry storm", IN_TURN, load=1.5),
     ),
 )

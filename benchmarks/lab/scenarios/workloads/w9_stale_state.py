@@ -1,4 +1,4 @@
-"""W9: readings that are old, or lost, and proxies that know nothing of each other; what does it cost?"""
+"""W9: old or lost readings, and proxies that know nothing of each other. What does it cost?"""
 
 from benchmarks.lab.scenarios.scenario import (
     GOODPUT,
@@ -33,7 +33,7 @@ def _case(name: str, shape: Shape, quick: bool = False) -> Case:
 
 
 def _shared(name: str, shape: Shape) -> Case:
-    """Traffic whose prefixes decide, because Azure's file knows none: there, an event says nothing of use."""
+    """Traffic with shared prefixes, which Azure's file does not have, so that KV events matter."""
     return Case(
         f"{name}, b2b, 8 x Qwen3-32B TP2",
         "gen:shared_system_prompts,rate=12,duration_s=100",
@@ -49,7 +49,7 @@ SCENARIO = Scenario(
     "W9",
     "Stale and divided knowledge",
     "Azure's conversations with fresh readings, readings 1 s and 10 s old, half of the readings lost, and behind four"
-    " proxies; and many requests that begin alike, with all KV events and with 1 % of them lost.",
+    " proxies; and many requests with common beginnings, with all KV events and with 1 % of them lost.",
     GOODPUT,
     (
         _case("fresh", plain),

@@ -1,30 +1,15 @@
-"""Baselines by name, and the parameter values of the tuning grid."""
+"""Baselines by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
-from itertools import product
 from math import isfinite
 from typing import cast
 
 from llmproxy.config.value_types import nearest
 from llmproxy.lab.baselines.policy import Baseline, baselines
-
-variants: Mapping[str, Mapping[str, Sequence[float]]] = {
-    "epp_sticky": {"match": (0.5, 0.8), "penalty_s": (0.5, 2.0, 18.0)},
-    "epp_blend": {"gate": (0.0, 1.0), "prefix": (1.0, 3.0, 6.0)},
-    "dynamo_cost": {"overlap": (0.5, 1.0), "prefill_scale": (0.5, 1.0, 3.0)},
-}
-"""Parameter values of the tuning grid of the three strongest baselines. Every combination is tried."""
-
-
-def variants_of(name: str) -> tuple[str, ...]:
-    """Returns the names of all variants of `name`, as `baseline_named` spells them. Raises KeyError without a grid."""
-    grid = variants[name]
-    combined = (dict(zip(grid, values, strict=True)) for values in product(*grid.values()))
-    return tuple(baseline_named(_spelled(name, parameters)).name for parameters in combined)
 
 
 def split_policy(text: str) -> tuple[str, list[tuple[str, str]]]:

@@ -1,7 +1,7 @@
-"""What is left of requests inside a proxy, sent as JSON to whoever connects to a UNIX socket.
+"""Reports leftovers of requests inside a proxy as JSON on each connection to a UNIX socket.
 
-A plugin of the proxy under test, which is a process of its own: `plugins: [benchmarks.endurance.probe]`, with the
-socket's path in SOAK_PROBE. Tasks and timers are in no metric, and belong in none.
+This is a plugin of the proxy under test (`plugins: [benchmarks.soak.probe]`). SOAK_PROBE has the path of the socket. No
+metric has tasks and timers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from llmproxy.app import Proxy
 
 PATH_VARIABLE = "SOAK_PROBE"
 SLEEP = "_set_result_unless_cancelled"
-"""The timer of `asyncio.sleep`: who sleeps is a task, and tasks are counted."""
+"""The timer of `asyncio.sleep`. The sleeping task is counted already."""
 
 _opened: list[tuple[Proxy, asyncio.AbstractEventLoop]] = []
 _make = Proxy.__init__
 
 
 def left(proxy: Proxy) -> dict[str, Any]:
-    """What there is now; called on the proxy's loop. `check` is what the scheduler says of its own sums."""
+    """Leftovers now, read on the proxy's loop. `check` is the result of the scheduler's own check of its sums."""
     now = asyncio.get_running_loop().time()
     pools, queued = proxy.pools, list(proxy.pools.queued().values())
     try:
@@ -52,7 +52,7 @@ def left(proxy: Proxy) -> dict[str, Any]:
 
 
 def _timer(thing: Any, now: float) -> str | None:
-    # Not isinstance: what claims to be something else may break while it is asked.
+    # Not isinstance: an object with a `__class__` of its own may raise.
     if type(thing).__name__ != "TimerHandle" or thing.cancelled() or thing.when() <= now:
         return None
     name = repr(thing)
@@ -60,14 +60,14 @@ def _timer(thing: Any, now: float) -> str | None:
 
 
 def _answer() -> dict[str, Any]:
-    """Asked on a thread of its own, found on that of the loop."""
+    """Reads the leftovers on the loop, for a caller in another thread."""
     proxy, loop = _opened[-1]
     found: Future[dict[str, Any]] = Future()
 
     def look() -> None:
         try:
             found.set_result(left(proxy))
-        except Exception as error:  # noqa: BLE001 - it goes to whoever waits
+        except Exception as error:  # noqa: BLE001 - the waiting thread raises it
             found.set_exception(error)
 
     loop.call_soon_threadsafe(look)
@@ -95,5 +95,5 @@ def _remember(proxy: Proxy, *parts: Any) -> None:
 
 if path := os.environ.get(PATH_VARIABLE):
     _listen(path)
-    # The proxy has no other hook for what is of use to this benchmark alone.
+    # The proxy has no hook that is of use to this benchmark alone.
     Proxy.__init__ = _remember  # type: ignore[method-assign,assignment]

@@ -1,4 +1,4 @@
-"""The arithmetic of the timed soak: how fast memory grows, and whether every request ended as both sides say it did."""
+"""The arithmetic of the soak: the growth of memory, and whether client and proxy agree on each request."""
 
 from __future__ import annotations
 
@@ -12,27 +12,25 @@ Samples = Sequence[tuple[float, float]]
 """(seconds, value), in order of time."""
 HOUR_S = 3600.0
 SHOWN_MAX = 20
-"""Problems that are listed one by one; further ones are counted."""
+"""Problems that are listed; further ones are counted."""
 
 
 def slope_per_hour(samples: Samples) -> float:
-    """How fast the value grows, by least squares, in its own unit per hour; 0 where there are fewer than two times."""
+    """The growth of a value by least squares, in its unit per hour; 0 with fewer than two times."""
     times_s = [at_s for at_s, _ in samples]
     return HOUR_S * linear_regression(times_s, [value for _, value in samples]).slope if len(set(times_s)) > 1 else 0.0
 
 
-def since(samples: Samples, from_s: float) -> Samples:
-    """Those that were taken `from_s` or more after the first."""
-    return [(at_s, value) for at_s, value in samples if at_s - samples[0][0] >= from_s]
-
-
 def second_half(samples: Samples) -> Samples:
-    """Those of the second half of the time that they span."""
-    return since(samples, (samples[-1][0] - samples[0][0]) / 2.0) if samples else samples
+    """The samples in the second half of their time."""
+    if not samples:
+        return samples
+    middle_s = (samples[0][0] + samples[-1][0]) / 2.0
+    return [(at_s, value) for at_s, value in samples if at_s >= middle_s]
 
 
 class End(StrEnum):
-    """How a request ended for its client."""
+    """The end of a request for its client."""
 
     WHOLE = "whole"
     REFUSED = "an error"
@@ -46,7 +44,7 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a client saw of one request; `status` is None where it saw no answer, and `detail` is for people."""
+    """A request as its client saw it. `status` is None without an answer, and `detail` is for people."""
 
     end: End
     status: int | None = None
@@ -54,9 +52,9 @@ class View:
 
 
 def agree(view: View, outcome: str, status: int) -> bool:
-    """Whether what a client saw can be what the proxy logs of the same request."""
+    """Whether the client's view of a request fits the proxy's log line."""
     if view.end in (End.LEFT, End.UNSENT):
-        # The answer may have ended in the moment in which its client left, in whichever way.
+        # The answer may have ended in any way at the moment when its client left.
         return outcome != "internal"
     if view.end is End.WHOLE:
         return outcome == "completed" and status == 200
@@ -69,7 +67,7 @@ def agree(view: View, outcome: str, status: int) -> bool:
 
 @dataclass(slots=True)
 class Ledger:
-    """Each request by its id: sent once, ended once for its client, logged once by the proxy, both saying the same."""
+    """Each request by its id: sent once, ended once for its client, and logged once by the proxy."""
 
     sent: int = 0
     ends: Counter[End] = field(default_factory=Counter)
@@ -84,15 +82,15 @@ class Ledger:
         self._open[request_id] = None
 
     def end(self, request_id: str, view: View) -> None:
-        """Its client knows what became of it."""
+        """Enter the end of a request for its client."""
         self.ends[view.end] += 1
         if request_id in self._logged:
-            self._meet(request_id, view, *self._logged.pop(request_id))
+            self._match(request_id, view, *self._logged.pop(request_id))
         else:
             self._open[request_id] = view
 
     def log(self, request_id: str, outcome: str, status: int) -> None:
-        """The proxy's one line about it."""
+        """Enter the proxy's log line of a request."""
         self.outcomes[outcome] += 1
         if request_id not in self._open or request_id in self._logged:
             self.problems.append(f"{request_id}: logged as {outcome} again, or never sent")
@@ -101,21 +99,21 @@ class Ledger:
         if view is None:
             self._logged[request_id] = outcome, status
         else:
-            self._meet(request_id, view, outcome, status)
+            self._match(request_id, view, outcome, status)
 
-    def _meet(self, request_id: str, view: View, outcome: str, status: int) -> None:
+    def _match(self, request_id: str, view: View, outcome: str, status: int) -> None:
         del self._open[request_id]
         self.pairs[view.end, outcome] += 1
         if not agree(view, outcome, status):
-            self.problems.append(f"{request_id}: {outcome} {status} says the proxy, and its client saw {view}")
+            self.problems.append(f"{request_id}: logged as {outcome} {status}, and its client saw {view}")
 
     @property
     def silent(self) -> int:
-        """Requests that ended for their client and that the proxy has not logged yet; those never sent left out."""
+        """Requests that were sent, have ended for their client, and are not logged yet."""
         return sum(view is not None and view.end is not End.UNSENT for view in self._open.values())
 
     def closed(self, counted: Mapping[str, int]) -> list[str]:
-        """What does not add up once all is over; `counted` is what the proxy's metrics say of each outcome."""
+        """All problems after the last request. `counted` are the proxy's metrics by outcome."""
         problems = list(self.problems)
         for request_id, view in self._open.items():
             if view is None:
@@ -132,5 +130,5 @@ class Ledger:
 
 
 def left_over(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """What there is more of than before, and by how much."""
+    """Names with a larger count than before, and the difference."""
     return {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}

@@ -1,4 +1,4 @@
-"""Clients in a closed loop, and the figures of their requests."""
+"""Clients of a fleet, in closed loops or at random moments, and the figures of their requests."""
 
 from __future__ import annotations
 
@@ -12,43 +12,65 @@ from typing import Any
 import aiohttp
 
 from benchmarks.fleet import is_whole
-from benchmarks.overload import percentile
 
 PAUSE_S = 0.2
 """Pause of a client after a failure, so that a refusal does not become a flood."""
 TIMEOUT_S = 120.0
 TAIL_BYTES = 400
+ERROR = b'data: {"error"'
+OBJECTIVE, FLOW = "x-llm-d-inference-objective", "x-llm-d-inference-fairness-id"
 
 
 @dataclass(slots=True)
 class Seen:
-    """One request as its client saw it. Times are seconds of the event loop; `status` is 0 where none came."""
+    """A request as its client saw it. Times are seconds of the event loop."""
 
     sent_s: float
+    url: str = ""
+    byte_s: float | None = None
+    """First byte of the body of a 200."""
     first_s: float | None = None
+    """First token of the body of a 200."""
     ended_s: float | None = None
     status: int = 0
+    """0 if no answer came."""
     backend: str = ""
     whole: bool = False
+    errors: int = 0
+    """Error events of a stream."""
     detail: str = ""
 
     @property
     def begun(self) -> bool:
-        """Whether a byte of the answer arrived."""
+        """Whether a token arrived."""
         return self.first_s is not None
+
+    @property
+    def outcome(self) -> str:
+        """`ok`, `refused` for a connection, the status of an error, or how the answer failed."""
+        if self.whole:
+            return "ok"
+        if self.status not in (0, 200):
+            return str(self.status)
+        name = self.detail.partition(" ")[0]
+        if name in ("ClientConnectorError", "ConnectionRefusedError"):
+            return "refused"
+        return "cut" if self.byte_s is not None else f"lost ({name})"
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The requests of one kind of client: answer tokens (least, most), words of the prompt beside `prompt`, and
-    whether the answer is a stream.
-    """
+    """The requests of one kind of client."""
 
     stream: bool = True
-    tokens: tuple[int, int] = (32, 96)
+    tokens: Sequence[int] = range(32, 97)
+    """Lengths of answers, drawn at random."""
     words: int = 60
+    """Words of the prompt beside `prompt`."""
     prompt: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
+    pause_s: float = 0.0
+    """Longest pause of a client between two requests."""
 
     def body(self, rng: random.Random) -> dict[str, Any]:
         # A number in front, so that no two prompts share a prefix that is worth caching.
@@ -57,7 +79,7 @@ class Work:
         return {
             "model": "sim",
             "messages": [{"role": "user", "content": text}],
-            "max_tokens": rng.randint(*self.tokens),
+            "max_tokens": rng.choice(self.tokens),
             "ignore_eos": True,
             **more,
         }
@@ -66,30 +88,45 @@ class Work:
 class Clients:
     """Clients of one kind. Leaving the block ends them; `seen` has each request that ended.
 
-    `running` counts the open requests of each URL.
+    `running` counts the open requests of each URL. `pause_after` gives the seconds between a failure and the next
+    request.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, work: Work, seed: int = 1) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        work: Work,
+        seed: int = 1,
+        pause_after: Callable[[Seen], float] = lambda _: PAUSE_S,
+    ) -> None:
         self._session = session
         self._work = work
         self._rng = random.Random(seed)
+        self._pause_after = pause_after
         self._tasks: list[asyncio.Task[None]] = []
+        self._over = False
         self.seen: list[Seen] = []
         self.running: Counter[str] = Counter()
         self._open: dict[int, Seen] = {}
 
     def closed(self, count: int, url: Callable[[], str]) -> None:
-        """Add `count` clients that send their next request as soon as the last one ended, each to the next `url`."""
+        """Add `count` clients that send their next request when the last one has ended, each to the next `url`."""
         self._tasks += [asyncio.create_task(self._one_after_another(url)) for _ in range(count)]
 
     def poisson(self, rate: float, url: Callable[[], str]) -> None:
-        """Add arrivals of `rate` requests per second that wait for nobody."""
+        """Add arrivals of `rate` requests per second, independent of answers."""
         self._tasks.append(asyncio.create_task(self._arrivals(rate, url)))
 
     def ages_s(self) -> list[float]:
-        """How long the requests that have no byte yet have waited, the longest first."""
+        """Seconds since the sending of each open request without a token, the longest first."""
         now = asyncio.get_running_loop().time()
         return sorted((now - one.sent_s for one in self._open.values() if not one.begun), reverse=True)
+
+    async def ended(self) -> None:
+        """Send no more requests, and wait until all open ones have ended."""
+        self._over = True
+        while self._open:  # noqa: ASYNC110 - the requests have no common event
+            await asyncio.sleep(0.02)
 
     async def __aenter__(self) -> Clients:
         return self
@@ -100,15 +137,17 @@ class Clients:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _one_after_another(self, url: Callable[[], str]) -> None:
-        while True:
+        while not self._over:
             seen = await self.ask(url())
             if not seen.whole:
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(self._pause_after(seen))
+            elif self._work.pause_s:
+                await asyncio.sleep(self._rng.uniform(0.0, self._work.pause_s))
 
     async def _arrivals(self, rate: float, url: Callable[[], str]) -> None:
         loop = asyncio.get_running_loop()
         at_s = loop.time()
-        while True:
+        while not self._over:
             at_s += self._rng.expovariate(rate)
             await asyncio.sleep(at_s - loop.time())
             self._tasks.append(asyncio.create_task(self._asked(url())))
@@ -119,7 +158,7 @@ class Clients:
     async def ask(self, url: str) -> Seen:
         """Send one request and read its answer to the end."""
         loop = asyncio.get_running_loop()
-        seen = Seen(loop.time())
+        seen = Seen(loop.time(), url)
         self._open[id(seen)] = seen
         self.running[url] += 1
         tail = b""
@@ -132,16 +171,13 @@ class Clients:
             ):
                 seen.status, seen.backend = answer.status, answer.headers.get("x-llmproxy-backend", "")
                 async for piece in answer.content.iter_any():
-                    # The first event of a stream names the role and has no token in it.
-                    if (
-                        seen.first_s is None
-                        and answer.status == 200
-                        and (b'"content":"' in piece or not self._work.stream)
-                    ):
-                        seen.first_s = loop.time()
+                    if answer.status == 200:
+                        self._note(seen, piece, loop.time())
+                    # An event may be cut by the border of two pieces.
+                    seen.errors += (tail + piece).count(ERROR) - tail.count(ERROR)
                     tail = (tail + piece)[-TAIL_BYTES:]
-                seen.whole = answer.status == 200 and is_whole(tail, stream=self._work.stream)
-        except (TimeoutError, aiohttp.ClientError) as error:
+                seen.whole = answer.status == 200 and is_whole(tail, stream=self._work.stream) and not seen.errors
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
             seen.detail = f"{type(error).__name__} {error}"
         finally:
             del self._open[id(seen)]
@@ -151,6 +187,13 @@ class Clients:
         seen.ended_s = loop.time()
         self.seen.append(seen)
         return seen
+
+    def _note(self, seen: Seen, piece: bytes, now: float) -> None:
+        if seen.byte_s is None:
+            seen.byte_s = now
+        # The first event of a stream names the role and has no token in it.
+        if seen.first_s is None and (b'"content":"' in piece or not self._work.stream):
+            seen.first_s = now
 
     # --- figures ------------------------------------------------------------------------------------------------------
 
@@ -162,8 +205,14 @@ class Clients:
         return sum(one.whole for one in self.seen[before:]) / (loop.time() - began_s)
 
 
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value with at least `share` (0..1) of `values` below it; nan without any."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
 def failures(seen: Sequence[Seen]) -> list[Seen]:
-    """Requests that failed before a byte of their answer came."""
+    """Requests that failed before a token of their answer came."""
     return [one for one in seen if not one.whole and not one.begun]
 
 

@@ -1,1 +1,0 @@
-"""A cluster of real processes, and what breaks in it under load."""
