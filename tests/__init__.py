@@ -5,5 +5,5 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# What is tried here, by pytest or without it, is not to be remembered for the proxy of whoever tries.
+# Tests must not change the state file of the user who runs them.
 os.environ.setdefault("LLMPROXY_STATE_FILE", "none")

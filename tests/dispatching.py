@@ -66,7 +66,7 @@ def dispatcher(passes: Passes | None = None, settings: Settings = SETTINGS, **ba
 def dispatcher_of(
     pools: Mapping[str, str], passes: Passes | None = None, settings: Settings = SETTINGS, **backends: int
 ) -> Dispatcher:
-    """With backends of these pools, of which each is decided about by itself. All others are of the usual one."""
+    """Returns a dispatcher with a shard for each of these pools, by backend. All others are in the usual pool."""
     shards = Shards(frozenset(pools.values()))
     made = Dispatcher(
         Pools(settings, backends, {}, partial(make, settings.placement, Random(0)), shards=shards), passes or Passes()
@@ -87,7 +87,7 @@ async def turns(count: int = 5) -> None:
 
 
 async def refusal_of(waiting: Awaitable[object]) -> Refused:
-    """How what is waited for is refused."""
+    """Returns the refusal that an awaitable raises."""
     with pytest.raises(Refused) as caught:
         await waiting
     return caught.value

@@ -9,7 +9,7 @@ from llmproxy.scheduling.attempts import AttemptRecord
 
 
 def exit_of(**fields: Any) -> RequestExit:
-    """The record with these fields, of which some make its one attempt. Raises TypeError for a field that none has."""
+    """Returns a record with these fields, some of them of its only attempt. Raises TypeError for an unknown field."""
     parts = [
         {name: fields.pop(name) for name in part.__struct_fields__ if name in fields}
         for part in (RequestInput, RequestResult, RequestRouting, AttemptRecord)

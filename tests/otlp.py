@@ -22,7 +22,7 @@ SHOWN = (
 
 @dataclass
 class Receiver:
-    """What was received. Each message is answered with `status`, after `delay_s`."""
+    """Records spans. Each message is answered with `status` after `delay_s`."""
 
     url: str = ""
     status: int = 200
@@ -39,7 +39,7 @@ class Receiver:
             await asyncio.sleep(self.delay_s)
         self.messages += 1
         if self.status == 200:
-            # The library unpacks what has a Content-Encoding; a body that comes unpacked begins with no gzip mark.
+            # The library unpacks a body with a Content-Encoding, so that it has no gzip mark.
             message = ExportTraceServiceRequest.FromString(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
             new = [span for of in message.resource_spans for scope in of.scope_spans for span in scope.spans]
             self.spans += new
@@ -49,7 +49,7 @@ class Receiver:
         return web.Response(status=self.status)
 
     def of(self, trace_id: str) -> list[Span]:
-        """The spans of one trace by their begin; those that begin at once in the order in which they were sent."""
+        """Returns the spans of a trace by start time, then in the order in which they were sent."""
         found = [span for span in self.spans if span.trace_id.hex() == trace_id]
         return sorted(found, key=lambda span: span.start_time_unix_nano)
 

@@ -1,4 +1,4 @@
-"""What is shipped: its name, the recipe of the image, locks that agree, and the report of an audit."""
+"""Packaging: names, the image, locks that agree, and the report of an audit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_wheel_is_llmproxy_lb_with_package_and_command_llmproxy(
 
 
 def installed_by(text: str) -> set[str]:
-    """What the commands `pip install` of a text name, without options and what they need."""
+    """Returns the packages that `pip install` commands of a text name."""
     commands = re.findall(r"\bpip install([^\n`]*)", text)
     words = [word.strip("'\"().") or "." for command in commands for word in command.partition("#")[0].split()]
     return {word for word in words if "llmproxy" in word.lower()}
@@ -150,14 +150,14 @@ def test_shipped_and_build_packages_are_the_tested_ones() -> None:
     for name in ("runtime.txt", "build.txt"):
         assert locked(name).items() <= everything.items(), name
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    # An image has no pip to add what the lock of a cluster needs.
+    # An image has no pip, so the lock of a cluster is in it.
     shipped = project["project"]["dependencies"] + project["project"]["optional-dependencies"]["valkey"]
     wanted = {re.split(r"[<>=]", text)[0] for text in shipped}
     assert wanted <= locked("runtime.txt").keys()
     assert set(project["build-system"]["requires"]) <= locked("build.txt").keys()
     assert {"pip-audit", "cyclonedx-bom"} <= locked("tools.txt").keys()
     assert "zensical" in locked("docs.txt")
-    # What is installed beside the tested packages must not replace any of them.
+    # Further packages must not replace the tested ones.
     assert set(project["dependency-groups"]["deploy"]) <= locked("deploy.txt").keys()
     shared = locked("deploy.txt").keys() & everything.keys()
     assert {name: everything[name] for name in shared}.items() <= locked("deploy.txt").items()

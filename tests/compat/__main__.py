@@ -21,8 +21,6 @@ from tests.compat.rig import Counted, rig
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table."""
-
     client: Client
     version: str = ""
     counted: Counted | None = None

@@ -47,7 +47,7 @@ async def refused_pages(url: str, model: str, node: Path, scratch: Path) -> int:
 
 
 async def visited(url: str, model: str, node: Path, scratch: Path) -> dict[str, Any]:
-    """What a page says that asked the proxy at `url`; it comes from a port of its own, which is another origin."""
+    """Returns the report of a page of another origin (its own port) that calls the proxy at `url`."""
     report: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
     async def page(_: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""The clients: how each is run against a proxy, and what it says itself of what it did."""
+"""The clients: the command of each, and its own report of its requests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ VLLM_PYTHON = "VLLM_PYTHON"
 
 
 class Skipped(Exception):  # noqa: N818 - no error
-    """What this machine lacks for a client."""
+    """This machine lacks something for a client, which the message names."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientReport:
-    """What a client said: how many requests it made, and what usage it got; None where it did not say."""
+    """A client's own count of its requests and tokens; None where it does not report them."""
 
     requests: int | None = None
     output_tokens: int | None = None
@@ -31,7 +31,7 @@ class ClientReport:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What a run is given: the proxy, the folder of its environment, and one to write into."""
+    """The proxy of a run, the folder of its environment, and a folder to write into."""
 
     rig: Rig
     environment: Path
@@ -54,9 +54,9 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One client. `environment` names its pins, None where it has none; `package` whose version is shown.
+    """A client. `environment` names its pins, None without pins; the version of `package` is shown.
 
-    `statuses` are those that it is to get, each once or more. `flags` are the proxy's.
+    `statuses` are the expected statuses, each seen once or more. `flags` are the proxy's.
     """
 
     name: str

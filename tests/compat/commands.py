@@ -13,13 +13,13 @@ SHOWN_CHARS = 3000
 
 
 class CommandFailed(Exception):  # noqa: N818 - it failed, or had no time left
-    """A command that ended with another code than 0, or not in time; with the end of what it said."""
+    """A command did not end in time, or with another code than 0. The message ends with its output."""
 
 
 async def run(
     command: Sequence[str], *, cwd: Path | None = None, limit_s: float = 120.0, environ: Mapping[str, str] | None = None
 ) -> str:
-    """What a command writes, to either stream. It gets no input. Raises CommandFailed; nothing of it is left behind."""
+    """Returns the output (stdout and stderr) of a command without input. Raises CommandFailed; kills its processes."""
     process = await asyncio.create_subprocess_exec(
         *command,
         cwd=cwd,

@@ -1,4 +1,4 @@
-"""One environment for each group of clients, built from its pins in `.ci/compat` and kept until they change."""
+"""An environment for each group of clients, built from its pins in `.ci/compat` and kept until they change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client meets: `llmproxy serve` as a process of its own over a simulated replica, and what was counted."""
+"""`llmproxy serve` as a process of its own before a simulated replica, with the counts of its requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LATE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What the proxy reported of the requests of one client: its log lines, and what `/metrics` counts of them."""
+    """The proxy's log lines and `/metrics` counts of the requests of a client."""
 
     requests: tuple[dict[str, Any], ...]
     metrics: int
@@ -45,7 +45,7 @@ class Counted:
 
     @property
     def without_usage(self) -> int:
-        """Generations that were completed and of which nobody knows the tokens."""
+        """Counts completed generations without known tokens."""
         made = [one for one in self.requests if one["outcome"] == "completed" and one["path"] in GENERATIONS]
         return sum(one.get("output_tokens") is None for one in made)
 
@@ -62,7 +62,7 @@ class Rig:
     replica: Replica
 
     async def counted(self) -> Counted:
-        """All that came so far. Waits for what is still under way."""
+        """Returns the counts so far, after the requests in flight have ended."""
         await until(lambda: not self.replica.in_flight, LATE_S)
         metrics = -1
         while metrics != (metrics := await self._metrics()):

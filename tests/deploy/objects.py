@@ -29,13 +29,13 @@ TOLERANCE_SINCE = (1, 33)
 
 
 def rendered(values: str, namespace: str = NAMESPACE) -> list[Object]:
-    """What `helm template llmproxy` makes of a file of values. Raises HelmError of the library."""
+    """Returns the objects of `helm template llmproxy` with a file of values. Raises HelmError of the library."""
     found = _files(values, namespace)
     return list(parsed(*(text for file, text in sorted(found.items()) if file.endswith(".yaml"))))
 
 
 def noted(values: str) -> str:
-    """What Helm says after an installation."""
+    """Returns the notes that Helm prints after an installation."""
     [notes] = [text for file, text in _files(values, NAMESPACE).items() if file.endswith("NOTES.txt")]
     return notes
 
@@ -48,7 +48,7 @@ def _files(values: str, namespace: str) -> dict[str, str]:
 
 
 def built(folder: Path) -> list[Object]:
-    """What `kubectl kustomize` makes of a folder."""
+    """Returns the objects of `kubectl kustomize` for a folder."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
     done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=False)
@@ -101,7 +101,7 @@ RIGHTS = {SERVICE: [SLICES], PODS: [POD_RIGHTS], INFERENCE_POOL: [POD_RIGHTS, PO
 
 
 def complaints(one: Object, version: str) -> list[str]:
-    """What a version of Kubernetes has to say against an object, unknown fields among it."""
+    """Returns the errors of an object in a version of Kubernetes, unknown fields included."""
     if one["kind"] == "HorizontalPodAutoscaler" and tuple(map(int, version.split("."))) < TOLERANCE_SINCE:
         # The chart leaves it out where Helm says that the cluster is older, which cannot be said here.
         one = json.loads(json.dumps(one))
@@ -145,7 +145,7 @@ VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persiste
 
 
 def unrestricted(pod: Object) -> list[str]:
-    """What is against the profile "restricted" of Pod Security, and against a root file system that is read-only."""
+    """Returns the violations of Pod Security's profile "restricted" and of a read-only root file system."""
     shared = pod.get("securityContext", {})
     found = [f"{key} of the host" for key in ("hostNetwork", "hostPID", "hostIPC") if pod.get(key)]
     found += [f"volume {one['name']}" for one in pod.get("volumes", ()) if not (one.keys() - {"name"}) <= VOLUMES]

@@ -1,4 +1,4 @@
-"""What the chart makes of values."""
+"""Objects of the chart for given values."""
 
 from __future__ import annotations
 

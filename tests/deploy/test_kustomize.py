@@ -1,4 +1,4 @@
-"""What kustomize builds is what the chart makes of the same settings."""
+"""kustomize builds the same objects as the chart with the same settings."""
 
 from __future__ import annotations
 

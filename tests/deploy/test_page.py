@@ -1,4 +1,4 @@
-"""What docs/how-to/kubernetes.md shows is what Kubernetes, kustomize and the program take."""
+"""Kubernetes, kustomize and the program accept the examples of docs/how-to/kubernetes.md."""
 
 from __future__ import annotations
 

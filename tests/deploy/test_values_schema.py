@@ -1,4 +1,4 @@
-"""What is wrong in values is an error before anything is installed."""
+"""Wrong values are errors before anything is installed."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def of_config() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _plain(schema: Any) -> Any:
-    """A schema in the words of draft 7, in which null stands for the default of a section, list or mapping."""
+    """A schema in the words of draft 7, in which null means the default of a section, list or mapping."""
     if isinstance(schema, list):
         return [_plain(one) for one in schema]
     if not isinstance(schema, dict):

@@ -1,6 +1,6 @@
-"""What a proxy may leave behind when it is closed: nothing.
+"""A closed proxy must leave nothing behind.
 
-Tasks, sockets and timers are compared with those that there were before it was opened; whatever the loop had to report
+Tasks, sockets and timers are compared with those before it was opened; whatever the loop had to report
 in between, such as an exception that nobody retrieved, is a failure of the test. Warnings are errors in any case.
 """
 
@@ -74,7 +74,7 @@ def _source(task: asyncio.Task[Any]) -> str:
 
 
 def timers() -> set[asyncio.TimerHandle]:
-    """What is still going to happen by itself, as far as it was set from Python."""
+    """Returns the pending timers that were set from Python."""
     loop = asyncio.get_running_loop()
     now = loop.time()
     found = loop.timers if isinstance(loop, CountingLoop) else ()

@@ -106,7 +106,7 @@ async def endless(session: ClientSession, url: str, **fields: Any) -> AsyncItera
 
 
 async def asked(session: ClientSession, url: str, **fields: Any) -> tuple[int, str]:
-    """The status of one small request, and what its answer says of the connection."""
+    """Returns the status of a small request and the `Connection` field of its answer."""
     async with session.post(url + CHAT, json=HELLO | fields) as answer:
         await answer.read()
         return answer.status, answer.headers.get("connection", "")

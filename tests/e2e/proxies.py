@@ -58,7 +58,7 @@ QUICK: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer, read to its end."""
+    """An answer, read to its end."""
 
     status: int
     headers: CIMultiDictProxy[str]
@@ -79,7 +79,7 @@ class Answer:
 
 
 class ProxyUnderTest:
-    """What a test needs of a running proxy. Replica number i is the backend `b<i>`."""
+    """A running proxy. Replica number i is the backend `b<i>`."""
 
     def __init__(
         self, app: Proxy, replicas: Sequence[Replica], http: aiohttp.ClientSession, config_data: Mapping[str, Any]
@@ -101,7 +101,7 @@ class ProxyUnderTest:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where the proxy listens, for those who connect below HTTP."""
+        """Returns host and port of the proxy, for connections below HTTP."""
         return "127.0.0.1", int(self.url.rpartition(":")[2])
 
     async def request(self, method: str, path: str, body: object = None, **options: Any) -> Answer:
@@ -148,7 +148,7 @@ class ProxyUnderTest:
             writer.transport.abort()
 
     def waiting(self, body: object = None, **headers: str) -> asyncio.Task[Answer]:
-        """A request of its own task, for one that will have to wait."""
+        """Sends a request in a task of its own, because it will wait."""
         return asyncio.create_task(self.chat(body, headers=headers))
 
     async def enter(self, name: str, body: object = None, **headers: str) -> asyncio.Task[Answer]:
@@ -222,7 +222,7 @@ def posts(proxy: ProxyUnderTest) -> int:
 
 
 async def all_of(stream: aiohttp.ClientResponse) -> bytes:
-    """What comes of a stream that may break."""
+    """Returns the bytes of a stream that may break."""
     pieces = bytearray()
     with suppress(aiohttp.ClientPayloadError):
         while piece := await stream.content.readany():
@@ -244,9 +244,9 @@ def raw_post(body: object, path: str = CHAT, version: str = "1.1", extra: str = 
 
 
 async def until(condition: Callable[[], object], limit_s: float = 15.0) -> None:
-    """Wait for something that other tasks bring about."""
+    """Waits for a condition that other tasks fulfil."""
     async with asyncio.timeout(limit_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
+        while not condition():  # noqa: ASYNC110 - the condition has no event
             await asyncio.sleep(0.002)
 
 
@@ -265,7 +265,7 @@ async def serving(
 
     `fixed_limit` is every backend's `max_in_flight`. `extra` are URLs of further backends. With `wait`, every backend
     was read when the block is entered. With a `file`, the configuration is in it and can be read again. `state` keeps
-    what is learned. `roles` are those of backends by name.
+    learned numbers. `roles` are by backend.
     """
     async with nothing_left(), AsyncExitStack() as stack:
         replicas = [await stack.enter_async_context(Replica(o)) for o in options]

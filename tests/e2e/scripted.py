@@ -1,4 +1,4 @@
-"""A backend whose answers to requests are scripted byte by byte; polls get what a small vLLM says of itself."""
+"""A backend whose answers to requests are scripted byte by byte. Polls get the pages of a small vLLM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ STREAM_END = b"0\r\n\r\n"
 
 
 def chunk(data: bytes) -> bytes:
-    """One HTTP chunk."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 

@@ -1,4 +1,4 @@
-"""The check at the end of a proxy finds what it is there to find."""
+"""The check at the end of a proxy finds leftovers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Misbehaviours of replicas and clients, and events of backends, in random order, for as long as is asked for.
 
 Run `make chaos`, or `python -m tests.faults.chaos --minutes 10 --seed 1`: one seed is one order of plays. Every play
-starts a proxy, must come to what its definition says, and is checked for what it leaves behind, as in the tests; at the
+starts a proxy, must end as its definition says, and must leave nothing behind, as in the tests; at the
 end memory must be back within a band. It stops at the first play that fails, with its number and the seed.
 """
 
@@ -35,7 +35,7 @@ IDLE = 10_000
 
 
 def draw(rng: random.Random) -> tuple[str, Coroutine[Any, Any, None]]:
-    """One play, chosen at random, and its name. It raises AssertionError if something else came of it than must."""
+    """Returns a random play and its name. The play raises AssertionError if it ends in another way than it must."""
     kind = rng.random()
     if kind < 0.1:
         scene = rng.choice(SCENES)
@@ -67,7 +67,7 @@ async def chaos(minutes: float, seed: int) -> bool:
     rng = random.Random(seed)
     end_s = time.monotonic() + minutes * 60
     plays, settled_bytes = 0, 0
-    # As many as the proxy lets in but one: each of them has both its ends in this process.
+    # The proxy's limit less one: each connection has both ends in this process.
     count = min(IDLE, connections_max() - 1)
     await idle(count)
     print(f"{count} idle connections: nothing left", flush=True)

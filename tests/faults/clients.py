@@ -21,7 +21,7 @@ HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".
 EVENT = b'data: {"id":"1","choices":[{"delta":{"content":"%b"}}]}\n\n'
 PIECE = chunk(EVENT % (b"x" * 65_000))
 BLOCKED_BYTES_MAX = 24 << 20
-"""What the buffers of two TCP connections on loopback may hold before a backend is stopped."""
+"""The most bytes in the buffers of two TCP connections on loopback before a backend is stopped."""
 
 
 class Engine:
@@ -50,7 +50,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientFault:
-    """`act` misbehaves and returns what its client saw.
+    """`act` misbehaves and returns the result for its client in words.
 
     `saw` and `outcomes` are what must come of it, and `cut` how many connections to the backend must be cut.
     """
@@ -65,7 +65,7 @@ class ClientFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What came of it: for the client, in the metrics, at the backend and in the log."""
+    """The result at the client, in the metrics, at the backend and in the log."""
 
     client: str
     outcomes: Mapping[str, int]
@@ -91,7 +91,7 @@ async def observe(fault: ClientFault) -> Observed:
 
 
 async def outcome_of(reader: asyncio.StreamReader) -> str:
-    """One answer in a few words: its status, or that there was none; and what became of the connection."""
+    """Returns an answer in a few words: its status, if any, and the end of the connection."""
     async with asyncio.timeout(10):
         answer = await read_answer(reader)
         if not answer.status:
@@ -101,7 +101,7 @@ async def outcome_of(reader: asyncio.StreamReader) -> str:
         return str(answer.status)
 
 
-# --- what they do -----------------------------------------------------------------------------------------------------
+# --- acts -------------------------------------------------------------------------------------------------------------
 
 
 async def slow_body(proxy: ProxyUnderTest, _: Engine) -> str:
@@ -127,7 +127,7 @@ async def pipelining(proxy: ProxyUnderTest, _: Engine) -> str:
 
 
 async def pipelined_flood(proxy: ProxyUnderTest, engine: Engine) -> str:
-    """A thousand more requests behind one whose answer is not read."""
+    """A thousand more requests follow a request whose answer is not read."""
     async with proxy.wire(raw_post(ENDLESS) + raw_post(HELLO) * 1000) as (reader, _writer):
         answer = await reader.readuntil(b"\r\n\r\n")
         await engine.blocked()

@@ -25,7 +25,7 @@ LATER = b"retry-after: 7\r\n"
 
 
 def says(*pieces: bytes) -> Script:
-    """Send these bytes, not in one packet, and wait for what the proxy does."""
+    """Sends these bytes in several packets and waits for the proxy."""
 
     async def script(peer: Peer, _: bytes) -> None:
         for piece in pieces:
@@ -59,7 +59,7 @@ def status(line: str, extra: bytes = b"") -> Script:
 
 
 def passed(name: str, script: Script, plain: Script | None = None) -> Misbehaviour:
-    """What a client gets as it came."""
+    """A misbehaviour that the client gets unchanged."""
     return Misbehaviour(name, script, plain, stream="own", verdict="served")
 
 
@@ -69,7 +69,7 @@ def passed_error(name: str, line: str) -> Misbehaviour:
 
 
 def late(name: str, *scripts: Script) -> Misbehaviour:
-    """What a time limit ends before the first byte."""
+    """A misbehaviour that a time limit ends before the first byte."""
     return Misbehaviour(name, *scripts, whole="504", alone="504", verdict="timed_out", config=SHORT)
 
 

@@ -32,7 +32,7 @@ def page(text: bytes) -> Script:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PollFault:
-    """What the replica answers at `path`; whether it must stay `up`, and what is known of its load (`running`).
+    """An answer of the replica at `path`; whether it must stay `up`, and its known load (`running`).
 
     `unread` is whether the log must say that its load cannot be read.
     """

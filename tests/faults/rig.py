@@ -1,4 +1,4 @@
-"""The rig: one replica that misbehaves, perhaps one that does not, one request, and what everybody saw of it."""
+"""The rig: a replica that misbehaves, perhaps a healthy replica, a request, and its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.e2e.scripted import Script, Scripted, scripted
 
 QUICK: dict[str, Any] = {
     "scheduling": {"placement": "round_robin"},
-    # Only the request finds out what is wrong.
+    # Only the request meets the fault.
     "poll": {"interval_s": 60, "page_interval_s": 60, "models_interval_s": 60},
     "health": {"ejection_s": 30},
     "timeouts": {"connect_s": 5, "first_byte_s": 10, "stall_s": 10, "total_s": 20},
@@ -31,14 +31,13 @@ ASKS: dict[str, dict[str, Any]] = {"stream": STREAM, "whole": HELLO}
 
 @dataclass(frozen=True, slots=True)
 class Misbehaviour:
-    """One way in which a replica may misbehave, and what must come of it.
+    """A misbehaviour of a replica and its expected results.
 
-    It is either a `script` below HTTP, with another one for answers in one piece where there is a `plain` one, or a
-    `fault` of a simulated replica; `before` is called when the proxy runs, and may prepare the scripted backend. What
-    clients see of it is given in the words of `Seen.client`: of a `stream`, and of a `whole` answer where that differs,
-    beside a replica that is well; `alone` (for a `whole` answer `whole_alone`, where that differs) stands for `other`
-    where there is none. `verdict` is what the backend is blamed for (with `whole` answers `whole_verdict`, where that
-    differs).
+    It is either a `script` below HTTP (`plain` for answers in one piece, if different), or a `fault` of a simulated
+    replica. `before` is called when the proxy runs, and may prepare the scripted backend. The client's result of a
+    `stream` (`whole`, if different) beside a healthy replica is in the words of `Seen.client`. Without a healthy
+    replica, `alone` (`whole_alone`, if different) takes the place of `other` in it. `verdict` (`whole_verdict`, if
+    different) is the verdict on the backend.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Misbehaviour:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def client(self, ask: str, alone: bool) -> str:
-        """What the client must see that asks for a `stream` or a `whole` answer."""
+        """Returns the expected result of a client that asks for a `stream` or a `whole` answer."""
         seen = self.whole if ask == "whole" and self.whole is not None else self.stream
         if not alone or seen != "other":
             return seen
@@ -65,7 +64,7 @@ class Misbehaviour:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """What came back on one connection. `whole`: it ended as its own framing says."""
+    """Bytes received on a connection. `whole`: the answer ended as its own framing says."""
 
     status: int
     headers: Mapping[str, str]
@@ -79,7 +78,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What was observed of one request: by its client, by the misbehaving backend (`b0`) and in the log."""
+    """The results of a request at its client, at the misbehaving backend (`b0`) and in the log."""
 
     received: Received
     requests: int

@@ -1,4 +1,4 @@
-"""What may happen to backends while they serve, and what must come of it: scenes of several steps, on real sockets."""
+"""Scenes of several steps, on real sockets: events at backends that serve, and their expected results."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ NAME = "vllm.test"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """`act` starts a proxy and returns what its clients saw, in words that are the same every time.
+    """`act` starts a proxy and returns the results of its clients in fixed words.
 
-    `clients`, `outcomes` of all requests, and `events`, what the log says of the fleet from the time when the proxy
-    runs, are what must come of it. `replicas` says in words what `act` asserts of them.
+    `clients`, `outcomes` of all requests, and `events` (log lines about the fleet once the proxy runs) are the
+    expected results. `replicas` says in words the assertions of `act` about them.
     """
 
     name: str
@@ -55,14 +55,14 @@ def scene(**fields: Any) -> Callable[[Callable[[Stage], Awaitable[str]]], None]:
 
 
 class Stage:
-    """Where one scene is played: what it leaves behind to be judged."""
+    """The log and the proxy of a scene, for the checks at its end."""
 
     def __init__(self, log: list[Any]) -> None:
         self.outcomes: Mapping[str, int] = {}
         self._log = log
 
     def opened(self) -> None:
-        """What was logged so far belongs to the start of the proxy."""
+        """Forgets the log of the start of the proxy."""
         self._log.clear()
 
     def logged(self, event: str) -> bool:
@@ -166,7 +166,7 @@ async def frozen(stage: Stage) -> str:
             pages = proxy.app.pools.backends[name]
             await until(lambda: pages.reading is not None and pages.reading.running)
             stuck.faults.set("frozen")
-            # Read as it comes: aiohttp drops what was not read when it meets a broken end.
+            # Read chunk by chunk: aiohttp drops unread bytes when the stream breaks.
             ran = asyncio.create_task(end_of(running))
             asked = [asyncio.create_task(proxy.chat(STREAM)) for _ in range(6)]
             answers = list(await asyncio.gather(*asked))
@@ -255,7 +255,7 @@ async def cold_cache(stage: Stage) -> str:
     events={"backend_down": 1, "backend_up": 1},
 )
 async def sigterm(stage: Stage) -> str:
-    # On a machine that has no time for this process, the second stream's silence would be that of a hung replica.
+    # On a machine that has no time for this process, the second stream's silence would look like a hung replica.
     config = IN_TURN | {"health": {"hung_s": None}}
     async with serving(FAST, FAST, **config) as proxy, AsyncExitStack() as stack:
         stage.opened()

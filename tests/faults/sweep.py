@@ -1,8 +1,8 @@
 """Cancel a request at each of its waits, one run after the other, until one comes through.
 
 A client may leave at any moment, and every await is one. Two moments matter at each: while it waits, and in the turn of
-the loop in which it would have gone on, when what it waited for (a lease, a connection) has been given to it and would
-be lost with it.
+the loop in which it would have gone on, when it has been given a lease or a connection, which would be
+lost with it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ async def test_an_answer_without_a_request_reaches_no_client(late: bool) -> None
         for _ in range(3):
             assert (await proxy.chat()).json == {"for": "you"}
             let.set()
-            # Time for what was sent to arrive: a turn of both ends.
+            # A turn of both ends, so that the sent bytes arrive.
             await asyncio.sleep(0.02)
         assert proxy.outcomes() == {"completed": 3}
 

@@ -63,7 +63,7 @@ async def large_answers() -> AsyncIterator[ProxyUnderTest]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is swept: `crowd` requests at a time, so that with one place all but one of them wait."""
+    """`crowd` requests are sent at a time, so that all but one wait for the only place."""
 
     name: str
     opened: Callable[[], Any]

@@ -24,7 +24,7 @@ def main() -> int:
         seed = secrets.randbits(32) if seed is None else seed
         examples = environment["LLMPROXY_FUZZ_EXAMPLES"]
         print(f"round {rounds + 1}: seed {seed}, up to {examples} examples of each test", flush=True)
-        # The alarm of ordinary tests is for those that hang; these are meant to take long.
+        # The time limit of ordinary tests finds hung tests; these tests take long on purpose.
         options = ["-m", "pytest", "tests/fuzz", "-n", "auto", "--timeout=1800", f"--hypothesis-seed={seed}"]
         if code := subprocess.run([sys.executable, *options], env=environment, check=False).returncode:
             return code

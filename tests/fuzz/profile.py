@@ -2,7 +2,7 @@
 
 `LLMPROXY_FUZZ_EXAMPLES` is the number of examples of each test. Without it, as in `make test` and `make test-all`, they
 are few and derived from the test itself, so that a run is repeatable. With it, as in `make fuzz`, they are drawn at
-random; those that fail are kept under `.hypothesis/` and tried first the next time, until the finding has become an
+random; failing examples are kept under `.hypothesis/` and tried first the next time, until the finding has become an
 `@example` of its test.
 """
 

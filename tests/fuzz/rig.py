@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @contextmanager
 def entered(block: AbstractAsyncContextManager[T]) -> Iterator[tuple[asyncio.Runner, T]]:
-    """What runs coroutines on the loop of `block`, and what `block` gives."""
+    """Yields a runner for coroutines on the loop of `block`, and the value of `block`."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         yield runner, runner.run(block.__aenter__())
         runner.run(block.__aexit__(None, None, None))

@@ -54,7 +54,7 @@ def mutated(body: bytes, cuts: list[tuple[int, int, bytes]]) -> bytes:
 
 
 def both(body: bytes, kind: BodyKind) -> list[ParsedBody | None]:
-    """The results of both readers, None for one that refuses the body."""
+    """Returns the results of both readers; None for a reader that refuses the body."""
     found: list[ParsedBody | None] = []
     for parsed in (True, False):
         try:

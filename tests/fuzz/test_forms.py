@@ -77,7 +77,7 @@ def engines_view(parts: list[tuple[list[tuple[str, str]], bytes]]) -> dict[str, 
 
 
 def in_starlette(body: bytes, content_type: str, chunk_bytes: int) -> FormData | None:
-    """What Starlette reads in a form that arrives in chunks; None if it refuses the form."""
+    """Returns Starlette's reading of a form that arrives in chunks; None if it refuses the form."""
 
     async def chunks() -> AsyncGenerator[bytes, None]:
         for at in range(0, len(body), chunk_bytes):

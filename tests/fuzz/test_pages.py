@@ -1,4 +1,4 @@
-"""What backends say of themselves: pages that a Prometheus client writes are read as a Prometheus parser reads them."""
+"""Metrics pages of a Prometheus client are read as a Prometheus parser reads them."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def cut(data: bytes, sizes: list[int]) -> list[bytes]:
 
 
 def exchanged(rig: Rig, packets: list[bytes], body: bytes) -> tuple[int, bytes]:
-    """What the client gets for a chat with this body when the backend answers in these packets."""
+    """Returns the client's answer to a chat with this body when the backend answers in these packets."""
 
     async def answer(peer: Peer, _: bytes) -> None:
         for packet in packets:
@@ -70,7 +70,7 @@ def exchanged(rig: Rig, packets: list[bytes], body: bytes) -> tuple[int, bytes]:
 def test_a_chunked_answer_passes_whole(
     rig: Rig, pieces: list[bytes], chunks: list[int], packets: list[int], extension: bytes, stream: bool
 ) -> None:
-    # An engine's first event is looked at before it is passed on: let it be no error.
+    # The proxy holds back a first event that is an error, so the first event here is none.
     data = (TOKEN if stream else b"{}") + b"".join(pieces)
     kind = b"text/event-stream" if stream else b"application/json"
     wire = b"HTTP/1.1 200 OK\r\ncontent-type: " + kind + b"\r\ntransfer-encoding: chunked\r\n\r\n"

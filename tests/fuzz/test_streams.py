@@ -130,7 +130,7 @@ def usage_alone(usage: object) -> Usage | None:
 
 
 def own_usage(fields: dict[str, Any]) -> dict[str, Any] | None:
-    """The definition, by a parser: the answer's own member, else that of the last member that holds an answer."""
+    """The definition, by a parser: the answer's own member, else the member of the last inner answer."""
     if isinstance(usage := fields.get("usage"), dict):
         return usage
     for name, held in reversed(fields.items()):

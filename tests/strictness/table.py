@@ -40,7 +40,7 @@ def page(rows: Mapping[str, Sequence[tuple[str, str]]], answer_rows: Sequence[tu
 
 
 def _joined(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """One line for each outcome, with the names of all cases that have it."""
+    """Yields a line for each outcome, with the names of all its cases."""
     names: dict[str, list[str]] = {}
     for name, outcome in rows:
         names.setdefault(outcome, []).append(name)

@@ -115,7 +115,7 @@ class ApiServer:
         # Every watch of the kind waits for the same event, and for the next one from then on.
         self._news.pop(kind, asyncio.Event()).set()
 
-    # --- what it answers ---------------------------------------------------------------------------------------------
+    # --- answers -----------------------------------------------------------------------------------------------------
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         query, kind = dict(request.query), request.path.rstrip("/").rpartition("/")[2]

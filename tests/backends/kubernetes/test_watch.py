@@ -114,7 +114,7 @@ async def test_what_comes_into_an_empty_collection_is_known(server: ApiServer, f
         await one.until("a")
         server.delete("pods", "a")
         await one.until()
-    assert len(asked(server, kind="pods")) == 2, "none of which is a list again"
+    assert len(asked(server, kind="pods")) == 2, "no second list"
 
 
 async def test_a_watch_that_ends_goes_on_from_its_last_version(

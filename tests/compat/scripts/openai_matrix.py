@@ -1,4 +1,4 @@
-"""OpenAI's Python SDK over the routes: `openai_matrix.py URL MODEL`. The last line says what was asked and answered."""
+"""OpenAI's Python SDK over the routes: `openai_matrix.py URL MODEL`. Prints the counts last."""
 
 import json
 import sys
@@ -50,7 +50,7 @@ except NotFoundError as error:
     assert "nobody" in error.message
     requests += 1
 
-# It leaves in the middle: the replica stops. Nobody reports what was made until then, so it is not in the tokens.
+# The client leaves in the middle and the replica stops. Its tokens are not reported, so they are not counted.
 endless = client.chat.completions.create(
     model="lora-0", messages=hello, max_tokens=20_000, stream=True, extra_body={"ignore_eos": True}
 )

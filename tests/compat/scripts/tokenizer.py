@@ -17,9 +17,7 @@ alphabet = pre_tokenizers.ByteLevel.alphabet()
 trainer = trainers.BpeTrainer(
     vocab_size=600, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"], show_progress=False
 )
-made.train_from_iterator(
-    ["the quick brown fox jumps over the lazy dog, and what it sees there is another matter"] * 8, trainer
-)
+made.train_from_iterator(["the quick brown fox jumps over the lazy dog, and sees another dog there"] * 8, trainer)
 made.save(str(folder / "tokenizer.json"))
 about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
 about |= {"chat_template": TEMPLATE, "model_max_length": 32768}

@@ -321,14 +321,6 @@ def test_views_of_backends_have_their_role() -> None:
     assert of.views(0.0)["b"].role is Role.DECODE
 
 
-def test_the_view_is_reused_until_something_changes() -> None:
-    one = backend()
-    first = one.view(0.0)
-    assert one.view(1.0) is first
-    one.book(1, request(), 1.0)
-    assert one.view(1.0) is not first
-
-
 @pytest.mark.parametrize(
     ("others", "running", "ejected"), [(0, None, True), (0, 0, True), (1, 0, False), (0, 1, False)]
 )

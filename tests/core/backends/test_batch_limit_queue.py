@@ -52,25 +52,19 @@ def test_low_band_waits_while_every_engine_has_a_queue() -> None:
 # --- sequences that wait for other reasons ----------------------------------------------------------------------------
 
 
-def receiving(stage: Stage, deferred: int) -> Backend:
-    """Puts four requests into the engine's queue; `deferred` of them wait for KV blocks."""
+@pytest.mark.parametrize(
+    ("stage", "deferred", "queue"), [(Stage.DECODE, 4, False), (Stage.DECODE, 0, True), (Stage.WHOLE, 4, True)]
+)
+def test_only_answers_that_fetch_their_prompts_are_no_queue_of_the_engine(
+    stage: Stage, deferred: int, queue: bool
+) -> None:
+    """Four requests are in the engine's queue; `deferred` of them wait for KV blocks."""
     one = backend()
     for lease in range(4):
         one.book(lease, request(stage=stage, stream=True), 0.0)
     for at_s in (1.0, 1.2, 1.4, 1.6):
         one.observe(reading(at_s, running=1, waiting=4, deferred=deferred, kv_used=0.1, kv_tokens=10_000))
-    return one
-
-
-def test_answers_that_fetch_their_prompts_are_no_queue_of_the_engine() -> None:
-    one = receiving(Stage.DECODE, 4)
-    assert (one.view(1.7).waiting, one.limit.converged) == (0, False)
-
-
-@pytest.mark.parametrize(("stage", "deferred"), [(Stage.DECODE, 0), (Stage.WHOLE, 4)])
-def test_all_others_are(stage: Stage, deferred: int) -> None:
-    one = receiving(stage, deferred)
-    assert (one.view(1.7).waiting, one.limit.converged) == (4, True)
+    assert (one.view(1.7).waiting, one.limit.converged) == ((4, True) if queue else (0, False))
 
 
 # --- initial batch limits -------------------------------------------------------------------------------------------
@@ -86,11 +80,6 @@ def backend(known: KnownLimit | None = None, max_in_flight: int | None = None) -
     return made
 
 
-def test_limit_begins_at_the_restored_one_of_the_same_engine() -> None:
-    assert backend(KNOWN).limit.value == 12
-    assert backend().limit.value == 4
-
-
 def test_a_limit_that_another_process_learned_counts_after_the_listing_too() -> None:
     one = backend()
     assert one.view(0.0).limit == 4
@@ -102,10 +91,17 @@ def test_a_limit_that_another_process_learned_counts_after_the_listing_too() -> 
 
 
 @pytest.mark.parametrize(
-    "known", [KnownLimit(12, True, ("other",), 4096), KnownLimit(12, True, (BASE,), 1024), KnownLimit(12, True, ())]
+    ("known", "limit"),
+    [
+        (KNOWN, 12),
+        (None, 4),
+        (KnownLimit(12, True, ("other",), 4096), 4),
+        (KnownLimit(12, True, (BASE,), 1024), 4),
+        (KnownLimit(12, True, ()), 4),
+    ],
 )
-def test_restored_limit_of_another_engine_is_dropped(known: KnownLimit) -> None:
-    assert backend(known).limit.value == 4
+def test_only_a_restored_limit_of_the_same_engine_counts(known: KnownLimit | None, limit: int) -> None:
+    assert backend(known).limit.value == limit
 
 
 def test_configured_limit_goes_before_a_restored_or_published_one() -> None:

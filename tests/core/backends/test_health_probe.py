@@ -158,10 +158,6 @@ def test_fast_stream_from_before_ends_only_the_pause() -> None:
     assert sent(of, 1.3, ask(), ask()) == ["a", "c"]
 
 
-def test_failed_backend_is_probed_with_any_request() -> None:
-    assert sent(ejected(last_by_name()), 2.0, ask(stream=False)) == ["a"]
-
-
 def test_probe_is_no_request_that_the_backend_failed_before() -> None:
     of = ejected(last_by_name())
     assert sent(of, 2.0, ask(), excluded=frozenset({"a"})) == ["c"]

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
 
+import pytest
+
 from llmproxy.core.domain import Grant, Trouble
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import HealthSettings, Settings
@@ -44,16 +46,17 @@ def test_returning_backend_gets_its_share_and_not_all_requests() -> None:
     assert send(of, 0, 110.0) == {}
 
 
-def test_request_without_room_elsewhere_ignores_slow_start() -> None:
-    of = pool({"old": 4, "new": 20})
-    come_back(of, "new")
-    assert send(of, 24, 100.0) == {"old": 4, "new": 20}
-
-
-def test_backends_that_come_back_together_share_equally() -> None:
-    of = pool({"a": 20, "b": 20})
-    come_back(of, "a", "b")
-    assert send(of, 20, 100.5) == {"a": 10, "b": 10}
+@pytest.mark.parametrize(
+    ("slots", "back", "sent"),
+    [
+        pytest.param({"old": 4, "new": 20}, ["new"], {"old": 4, "new": 20}, id="no room elsewhere"),
+        pytest.param({"a": 20, "b": 20}, ["a", "b"], {"a": 10, "b": 10}, id="all came back together"),
+    ],
+)
+def test_slow_start_delays_no_request(slots: dict[str, int], back: list[str], sent: dict[str, int]) -> None:
+    of = pool(slots)
+    come_back(of, *back)
+    assert send(of, sum(sent.values()), 100.0) == sent
 
 
 def test_slow_start_causes_no_wakeup() -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.health import Hang
-from llmproxy.core.domain import KnownLimit, Request, Stage, Trouble, Verdict
+from llmproxy.core.domain import Request, Stage, Trouble, Verdict
 from llmproxy.core.settings import CapacitySettings, HealthSettings, Settings
-from tests.core.make import BASE, listing, pools, reading, request
+from tests.core.make import listing, pools, reading, request
 
 Event = Callable[[Backend, float], object]
 
@@ -79,9 +79,7 @@ EVENTS = st.sampled_from([LEASE_EVENTS, LEASE_EVENTS, LEASE_EVENTS, OTHER_EVENTS
 
 
 @given(st.lists(st.tuples(EVENTS, PASSED_S), max_size=30), st.none() | st.integers(1, 8))
-def test_who_looks_all_the_time_sees_what_a_first_look_shows(
-    events: list[tuple[Event, float]], max_in_flight: int | None
-) -> None:
+def test_earlier_views_do_not_change_a_later_one(events: list[tuple[Event, float]], max_in_flight: int | None) -> None:
     seen, unseen = (Backend("a", CapacitySettings(), HealthSettings(), max_in_flight) for _ in range(2))
     for one in (seen, unseen):
         one.answered(0.0)
@@ -106,8 +104,16 @@ def test_a_view_is_kept_until_something_happens() -> None:
     assert (one.view(2.0).load, kept.load) == (1, 0)
 
 
-@pytest.mark.parametrize("event", ["booked", "started", "ended"])
-def test_what_another_engine_was_seen_to_run_shows_with_the_next_event_of_a_lease(event: str) -> None:
+@pytest.mark.parametrize(
+    "event",
+    [
+        lambda one: one.book(2, request(), 0.2),
+        lambda one: one.started(1, 0.2),
+        lambda one: one.release(1, Verdict.SERVED, 0.2),
+    ],
+    ids=["booked", "started", "ended"],
+)
+def test_view_shows_the_load_of_another_engine_with_the_next_lease_event(event: Callable[[Backend], object]) -> None:
     of = pools(dict.fromkeys("ab"), Settings(capacity=CapacitySettings(initial_batch_limit=4)))
     a, b = of.backends["a"], of.backends["b"]
     for one in (a, b):
@@ -118,12 +124,7 @@ def test_what_another_engine_was_seen_to_run_shows_with_the_next_event_of_a_leas
     before = a.view(0.0).proven_load
     b.limit.begin_at(32, converged=False)
     b.observe(reading(0.1))
-    if event == "booked":
-        a.book(2, request(), 0.2)
-    elif event == "started":
-        a.started(1, 0.2)
-    else:
-        a.release(1, Verdict.SERVED, 0.2)
+    event(a)
     assert (before, a.view(0.2).proven_load) == (4, 32)
 
 
@@ -137,16 +138,6 @@ def test_an_answer_that_fetches_its_prompt_waits_for_no_place_until_it_has_begun
     assert one.view(0.0).waiting == 0
     one.started(1, 0.0)
     assert one.view(0.0).waiting == 1
-
-
-def test_a_limit_that_is_restored_after_the_first_listing_counts_at_once() -> None:
-    """A new leader has listed and read the engine before it restores the learned limits of its predecessor."""
-    one = Backend("a", CapacitySettings(initial_batch_limit=4), HealthSettings())
-    one.listed(listing())
-    one.observe(reading(0.0))
-    assert one.view(0.0).limit == 4
-    one.restore(KnownLimit(100, settled=True, models=(BASE,), max_model_len=4096))
-    assert one.view(0.0).limit == 100
 
 
 def test_a_part_of_the_limit_counts_at_once() -> None:

@@ -203,11 +203,11 @@ async def test_one_that_was_down_or_never_seen_gets_it_when_it_comes(
             assert sent(late) == [(LOAD, FRESH)]
 
 
-# --- one that takes its time ------------------------------------------------------------------------------------------
+# --- slow loads -------------------------------------------------------------------------------------------------------
 
 
 class Slow:
-    """A server that loads when it is let, and whose first answer may be something else."""
+    """A server that loads adapters once `let` is set. Its first answer may be another one."""
 
     def __init__(self) -> None:
         self.let = asyncio.Event()

@@ -54,7 +54,7 @@ async def test_a_lack_of_descriptors_blames_no_backend(monkeypatch: pytest.Monke
         def lacking(*_: object, **__: object) -> None:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-        # For connections to backends alone, and not for those of the test.
+        # For connections to backends alone, not for connections of the test.
         monkeypatch.setattr("aiohappyeyeballs.impl.socket", SimpleNamespace(**vars(socket) | {"socket": lacking}))
         async with proxy.wire(raw_post(HELLO)) as (reader, _):
             head = await reader.readuntil(b"\r\n\r\n")

@@ -20,7 +20,7 @@ from tests.upstream.raw_server import Peer
 IN_TURN: dict[str, Any] = {"scheduling": {"placement": "round_robin"}}
 """The first request goes to b0, the second to b1."""
 BLIND: dict[str, Any] = {"interval_s": 60, "page_interval_s": 60, "models_interval_s": 60}
-"""Polls so rare that only requests find out what is wrong."""
+"""Polls so rare that only requests meet the fault."""
 STRICT: dict[str, Any] = {"ejection_s": 30}
 """An ejected backend stays out for the rest of the test."""
 BODIES = [pytest.param(HELLO, id="whole"), pytest.param(STREAM, id="stream")]
@@ -198,7 +198,7 @@ async def test_a_request_that_waits_in_a_lost_engine_is_served_by_another() -> N
         await until(lambda: proxy.app.pools.backends["b1"].health.down)
         async with proxy.stream() as running:
             await running.content.readany()
-            # Read as it comes: aiohttp drops what was not read when it meets a broken end.
+            # Read chunk by chunk: aiohttp drops unread bytes when the stream breaks.
             ran = asyncio.create_task(all_of(running))
             waiting = [asyncio.create_task(proxy.post(CHAT, body)) for body in (STREAM, HELLO)]
             await until(lambda: proxy.replicas[0].in_flight == 3)

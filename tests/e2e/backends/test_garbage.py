@@ -31,7 +31,7 @@ OURS = ("llmproxy.gateway", "llmproxy.fleet", "llmproxy.dispatcher", "llmproxy.c
 
 @contextmanager
 def garbage() -> Iterator[Counter[str]]:
-    """What of our own the block leaves to the collector, by class; counted when the block ends."""
+    """Counts the proxy's objects that the block leaves to the garbage collector, by class, when the block ends."""
     found: Counter[str] = Counter()
     gc.collect()
     gc.garbage.clear()

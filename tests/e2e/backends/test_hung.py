@@ -1,4 +1,4 @@
-"""What a backend that hangs owes is answered by another one, and the log says why, and when it is back."""
+"""Another backend answers the requests of a hung backend. The log has the reason and the return."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ async def cluster(
 
 
 async def band_of(proxy: ProxyUnderTest, name: str, header: str = HEADER, **headers: str) -> tuple[str, int]:
-    """The band of a request with this objective: its name, and what it is."""
+    """Returns the name and the number of the band of a request with this objective."""
     assert (await proxy.chat(headers={header: name, **headers})).status == 200
     await until(lambda: proxy.app.handler.open_requests == 0)
     asked = next(proxy.app.recorder.recent.newest_first()).input
@@ -60,7 +60,7 @@ async def band_of(proxy: ProxyUnderTest, name: str, header: str = HEADER, **head
 
 
 async def model_of(proxy: ProxyUnderTest, replica: Replica, name: str, request: str) -> str:
-    """The model that the replica was asked for, which is that of the answer too."""
+    """Returns the model in the replica's request, after a check that the answer has the same one."""
     answer = await proxy.chat(HELLO | {"model": name}, headers={"x-request-id": request})
     assert answer.status == 200
     sent = json.loads([seen for seen in replica.requests_seen if not is_poll(seen)][-1].body)
@@ -131,7 +131,7 @@ async def test_rewrites_are_aliases_while_they_exist(workers: int) -> None:
         assert set(models) == {"lora-0", "lora-1"}
         assert [await model_of(proxy, replica, "chat", name) for name in ids] == models
         assert "chat" in {card["id"] for card in (await proxy.get("/v1/models")).json["data"]}
-        # An older object precedes it; one for every name precedes nothing.
+        # An older object precedes it; an object for every name precedes nothing.
         api.put(REWRITES, rewrite("older", rule("chat", base=None), created="2025-01-01"))
         api.put(REWRITES, rewrite("all", {"targets": [split[0]]}, created="2024-01-01"))
         await until(lambda: {one.name for one in proxy.app.config.models} == {"chat", "*"})
@@ -172,4 +172,4 @@ async def test_a_reload_keeps_the_objects_and_objects_keep_the_reload(tmp_path: 
         api.refuses = 503
         api.cut()
         await reloaded(proxy, queue={"max_wait_s": 9})
-        assert knows(proxy, "objectives", batch=-20), "what was read last holds"
+        assert knows(proxy, "objectives", batch=-20), "the last objects stay"

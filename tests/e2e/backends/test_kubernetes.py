@@ -1,4 +1,4 @@
-"""Replicas that are pods: they come, get requests when they are ready, and end what they have when they go."""
+"""Replicas in pods get requests once they are ready, and end their requests when they are deleted."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_a_pod_gets_requests_from_when_it_is_ready_until_it_terminates() -
         await until(lambda: states(proxy).get("vllm-1") == "starting")
         await until(lambda: proxy.app.pools.pool_of("vllm-1") == "base")
         assert {(await proxy.chat()).backend for _ in range(8)} == {"vllm-0"}
-        # One that still loads its model has listed none; it is of the pool of all others.
+        # A pod that still loads its model has listed none; it is in the pool of all others.
         api.put("pods", pod("vllm-2", "127.0.0.1", ready=False, labels=LABELS, ports={"http": 1}))
         await until(lambda: states(proxy).get("vllm-2") == "starting")
         replicas = (await proxy.get("/scale/base")).json["replicas"]
@@ -77,7 +77,7 @@ async def test_a_pod_gets_requests_from_when_it_is_ready_until_it_terminates() -
             api.put("pods", as_pod(busy, first if busy == "vllm-0" else second, deleted=True))
             await until(lambda: states(proxy)[busy] == "leaving")
             assert {(await proxy.chat()).backend for _ in range(4)} == {other}
-            assert await stream.content.readany(), "what it has goes on"
+            assert await stream.content.readany(), "its stream goes on"
         api.delete("pods", busy)
         await until(lambda: states(proxy) == {other: "up"})
 

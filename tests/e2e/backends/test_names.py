@@ -27,7 +27,7 @@ async def test_a_name_is_unknown_only_when_every_backend_was_read(port: int) -> 
         assert early.status == 503
         assert int(early.headers["retry-after"]) >= 1
         assert "not known yet" in early.json["error"]["message"]
-        assert (await proxy.chat()).status == 200, "what is known is served"
+        assert (await proxy.chat()).status == 200, "known names are served"
         async with Replica(replace(FAST, adapters=("not-yet",)), port=port):
             await until(lambda: "not-yet" in names(proxy) and not proxy.app.pools.backends["b1"].health.down)
             answer = await proxy.chat(UNKNOWN)

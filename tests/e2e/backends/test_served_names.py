@@ -101,7 +101,7 @@ async def test_an_adapter_that_the_engine_loads_when_first_named_is_let_through(
         await until(lambda: proxy.app.pools.backends["b0"].serves("user-1"))
         assert await asked(proxy, "user-1") == {200}
         assert a.requests
-        assert b.requests, "one that has not loaded it yet"
+        assert b.requests, "it has not loaded the adapter yet"
         assert await asked(proxy, "user-2") == {200}
         assert (await proxy.chat(HELLO | {"model": "user-none"})).status == 404
         assert (await proxy.chat(HELLO | {"model": "users"})).status == 404

@@ -1,4 +1,4 @@
-"""What one process learned of a batch limit is where the next one begins."""
+"""A process begins with the batch limits that the process before it learned."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ STORED_STREAM = b"GET /v1/responses/resp_1?stream=true HTTP/1.1\r\nhost: x\r\n\r
 
 @dataclass(slots=True)
 class RunningStream:
-    """A proxy in which the stream of a stored response has begun; `go_on` lets it come to its end."""
+    """A proxy in which the stream of a stored response has begun; after `go_on` the stream ends."""
 
     proxy: ProxyUnderTest
     backend: Scripted
@@ -148,7 +148,7 @@ async def test_a_stored_stream_is_in_flight_for_a_drain() -> None:
         assert [backend["in_flight"] for backend in listed] == [1]
         draining = asyncio.create_task(proxy.app.drain())
         await until(lambda: proxy.app.dispatcher.draining)
-        assert (await proxy.get("/v1/responses/resp_1")).status == 503, "what is new is refused"
+        assert (await proxy.get("/v1/responses/resp_1")).status == 503, "new requests are refused"
         assert not draining.done()
         one.go_on.set()
         assert (await one.reader.readuntil(STREAM_END)).endswith(EVENT + STREAM_END)

@@ -124,7 +124,7 @@ async def test_answers_that_are_not_read_keep_no_connection() -> None:
     async with serving(FAST, clients={"idle_timeout_s": 0.2}) as proxy, proxy.wire(b"") as (_, writer):
         connection = await the_connection(proxy)
         with socket.socket(fileno=os.dup(connection.transport.get_extra_info("socket").fileno())) as twin:
-            # The kernel keeps as little of what is not read as it can.
+            # The kernel buffers as few unread bytes as possible.
             twin.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         writer.write(refused * 2000)
         await until(lambda: proxy.outcomes()["unknown_model"])
@@ -145,7 +145,7 @@ async def test_an_unread_end_of_an_answer_keeps_no_connection() -> None:
 
 
 async def the_connection(proxy: ProxyUnderTest) -> Any:
-    """The proxy's side of the one that there is."""
+    """Returns the proxy's side of the only connection."""
     await until(lambda: connections(proxy))
     assert isinstance(proxy.app.front, LocalFrontend)
     (connection,) = proxy.app.front.listener.server.connections

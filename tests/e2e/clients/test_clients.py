@@ -1,4 +1,4 @@
-"""What real clients send, recorded and shortened: what they get back, and what the engine gets.
+"""Requests of real clients, recorded and shortened: the answers, and the requests that the engine gets.
 
 `make compat` runs the clients themselves.
 """
@@ -152,7 +152,7 @@ SIM = replace(FAST, model=MODEL)
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What a client got: a status, all bytes behind the status line, and whether the next request was answered, too."""
+    """A client's answer: status, all bytes after the status line, and whether the next request was answered too."""
 
     status: int
     rest: bytes

@@ -1,4 +1,4 @@
-"""Pages of other origins: what a browser gets with any answer, and that other clients get no such fields."""
+"""CORS fields of all answers to pages of other origins. Other clients get no such fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALLOWED: dict[str, Any] = {"clients": {"allowed_origins": [APP, "http://localhos
 
 
 def cors(answer: Answer) -> dict[str, str]:
-    """What an answer says to browsers, by names without their prefix. Nothing may be said twice."""
+    """Returns the CORS fields of an answer by names without their prefix. No field may occur twice."""
     prefix = "access-control-"
     fields = [(name.lower(), value) for name, value in answer.headers.items()]
     found = [(name.removeprefix(prefix), value) for name, value in fields if name.startswith(prefix)]

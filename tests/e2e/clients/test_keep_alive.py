@@ -30,7 +30,7 @@ def late(*pieces: bytes) -> Script:
 
 
 def after_comments(body: bytes) -> bytes:
-    """What comes behind one comment or more."""
+    """Returns the bytes after one or more comments."""
     assert body.startswith(COMMENT)
     rest = body.lstrip(b"\n")
     while rest.startswith(COMMENT):

@@ -1,4 +1,4 @@
-"""The OpenAI SDK, unchanged, against the proxy: what it gets is what a real server gives it."""
+"""The unchanged OpenAI SDK gets the same from the proxy as from a real server."""
 
 from __future__ import annotations
 

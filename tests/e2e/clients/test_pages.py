@@ -1,4 +1,4 @@
-"""What can be reached through the proxy besides inference, what cannot, and what its own pages say."""
+"""Paths besides inference that the proxy serves or refuses, and its own pages."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_probes_of_clients_are_answered_and_no_bad_requests(proxy: ProxyUn
     assert (await proxy.post(path, {})).status == (200 if path == "/ping" else 405)
     if path == "/":
         assert got.json["name"] == "llmproxy"
-        assert proxy.outcomes() == {"bad_request": 1}, "what has no such method alone"
+        assert proxy.outcomes() == {"bad_request": 1}, "only the wrong method is counted"
     else:
         assert (got.body, proxy.outcomes()) == (b"", {})
 
@@ -191,7 +191,7 @@ OWN = {
     "/health", "/ping", "/version", "/metrics", "/v1/models", LOAD_ADAPTER, UNLOAD_ADAPTER,
     "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel",
 }  # fmt: skip
-"""Those of vLLM's paths for which the proxy answers itself, or which it serves without placing them."""
+"""Paths of vLLM that the proxy answers itself, or serves without placing them."""
 
 
 def spellings(path: str) -> list[str]:

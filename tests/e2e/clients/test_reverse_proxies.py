@@ -48,7 +48,7 @@ def block(title: str) -> str:
 
 
 def nginx(folder: Path, text: str) -> list[str]:
-    # Started by root it would serve as somebody who may not enter the folder.
+    # When root starts it, nginx serves as a user who may not enter the folder.
     user = "user root root;" if os.geteuid() == 0 else ""
     places = "".join(f"{kind}_temp_path {kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
     head = f"daemon off; {user} pid nginx.pid; error_log stderr warn; events {{}}"
@@ -72,7 +72,7 @@ PLAIN = {
         "listen llm\n bind 127.0.0.1:{port}\n server llmproxy {to}\n"
     ),
 }
-"""What people write first: no field says that there is a proxy."""
+"""The shortest configuration: no field names the client."""
 
 
 @pytest.fixture(params=list(FRONTS))
@@ -175,7 +175,7 @@ async def test_limits_count_the_client_that_the_proxy_names(front: str, tmp_path
 
 @pytest.mark.parametrize("trusted", ["none", "127.0.0.1", "loopback"])
 async def test_a_key_gets_neither_anothers_band_nor_its_flow(front: str, tmp_path: Path, trusted: str) -> None:
-    """Also not through a proxy whose clients cannot be told from the machine's own ones."""
+    """Also not through a proxy whose clients look like processes of this machine."""
     asks = {"x-llm-d-inference-objective": "critical", "x-gateway-inference-fairness-id": "research"}
     config: dict[str, Any] = KEYS | {"clients": {"trusted_proxies": trusted}, "scheduling": {"flow": "tenant"}}
     for text in (None, PLAIN[front]):

@@ -1,4 +1,4 @@
-"""Keys and cookies: they open what they should, are sent no further, and appear in no log and on no page."""
+"""Keys and cookies give the right access, are not sent to backends, and appear in no log and on no page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TLS to clients and to backends, with test certificates: which are trusted, and what a renewal changes."""
+"""TLS to clients and to backends: trusted certificates and their renewal."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ async def test_only_what_the_proxy_speaks_is_agreed_on(files: Files, trusting: s
 
 
 async def met(proxy: ProxyUnderTest, trusting: ssl.SSLContext) -> ssl.SSLObject:
-    """What a new connection agreed on with the proxy."""
+    """Returns the TLS session of a new connection to the proxy."""
     port = int(proxy.url.rpartition(":")[2])
     _, writer = await asyncio.open_connection(HOST, port, ssl=trusting, server_hostname=HOST)
     agreed: ssl.SSLObject = writer.get_extra_info("ssl_object")

@@ -1,4 +1,4 @@
-"""Bytes are sacred: what an engine answers is what the client gets, and what a client sends what the engine gets."""
+"""The client gets the engine's bytes, and the engine gets the client's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SAME: list[tuple[str, object]] = [
     ("/v1/messages/count_tokens", MESSAGES),
     ("/tokenize", {"model": "base", "prompt": "Hello there", "return_token_strs": True}),
     ("/detokenize", {"model": "base", "tokens": [1214606444, 1869881344]}),
-    # What the engine refuses is refused in the engine's own words.
+    # The client gets refusals in the engine's own words.
     (CHAT, {"model": "base", "max_tokens": 4}),
     (CHAT, {"model": "base", "messages": [], "max_tokens": 4}),
     (CHAT, HELLO | {"max_tokens": -1}),
@@ -103,7 +103,7 @@ async def test_usage_is_asked_for_and_hidden(proxy: ProxyUnderTest) -> None:
 
     asked = await proxy.chat(STREAM | {"stream_options": {"include_usage": True}})
     assert b'"completion_tokens":4' in asked.events[-2]
-    # The hidden chunk is the one that carries the fingerprint; but for it and the usage the streams are equal.
+    # The hidden chunk has the fingerprint. Apart from it and the usage the streams are equal.
     assert [re.sub(rb'"id":"[^"]*"', b"", normal(e)) for e in silent.events] == [
         re.sub(rb'"id":"[^"]*"', b"", normal(e)) for e in asked.events if b'"usage"' not in e
     ]
@@ -132,7 +132,7 @@ async def test_a_backend_that_refuses_to_be_asked_for_usage_is_asked_without(sta
         assert [(answer.status, answer.body) for answer in answers] == [(200, token + done)] * 3
         assert answers[0].headers["x-llmproxy-attempts"] == "1", "it is no failure of the backend"
         assert [b"stream_options" in request for request in backend.requests] == [True, False, False, False]
-        # What the client itself asks for is the client's to hear about.
+        # The client gets the engine's error about options that the client chose itself.
         refused = await proxy.chat(STREAM | {"stream_options": {"include_usage": True}})
         assert refused.status == int(status[:3])
 

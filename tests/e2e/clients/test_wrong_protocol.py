@@ -57,7 +57,7 @@ async def test_a_client_that_expects_tls_gets_a_hint() -> None:
 async def test_http2_with_prior_knowledge_is_answered_in_http2() -> None:
     async with serving() as proxy:
         with capture_logs() as logs:
-            # What a client still sends before it reads must not cost it the answer.
+            # A client that sends more before it reads must get the answer too.
             got = await answered(proxy.url, HTTP2_PREFACE + SETTINGS + HEADERS, ACKNOWLEDGED)
     settings, head, data, goaway = frames(got)
     assert settings == (4, 0, 0, b"")

@@ -49,7 +49,7 @@ async def test_a_client_that_leaves_during_the_transfer_leaves_nothing() -> None
 
 
 async def test_a_client_that_leaves_in_mid_stream_was_served_in_two_stages(log: io.StringIO) -> None:
-    """So are those that leave when they have read the end mark, as many do."""
+    """A client that leaves after the end mark, as many do, was served so too."""
     async with split() as proxy:
         async with proxy.stream(ENDLESS) as stream:
             await stream.content.readany()
@@ -234,7 +234,7 @@ async def test_a_decode_replica_that_leaves_between_the_stages(log: io.StringIO)
             await proxy.settled()
             assert proxy.outcomes() == {"completed": 1}
             assert "attempts=2 " in log.getvalue()
-            # What was computed for it was fetched by nobody.
+            # Nobody fetched the KV blocks that were computed for it.
             await until(lambda: kv_used(proxy.replicas[0]) == 0.0)
 
 

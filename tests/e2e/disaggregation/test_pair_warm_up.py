@@ -22,7 +22,7 @@ ON = {"warm_up_pairs": True}
 
 
 def asked(proxy: ProxyUnderTest, number: int) -> list[dict[str, Any]]:
-    """What a replica was asked by the proxy itself."""
+    """Returns the bodies of the proxy's own requests to a replica."""
     seen = [one for one in proxy.replicas[number].requests_seen if one.path == "/v1/completions"]
     return [json.loads(bytes(one.body)) for one in seen]
 

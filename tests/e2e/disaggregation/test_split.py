@@ -1,4 +1,4 @@
-"""What both replicas are sent, and what the client, the log and the pages get."""
+"""Requests to both replicas, and the answers, log lines and pages that follow."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ async def test_a_response_that_is_continued_is_served_by_the_replica_that_has_it
 
 
 async def test_a_response_that_is_looked_for_is_not_split() -> None:
-    """Both are asked for what the proxy does not know of."""
+    """The proxy asks both replicas for a response that it does not know."""
     async with split() as proxy:
         made = await proxy.post(proxy.replicas[1].url + "/v1/responses", BODIES["/v1/responses"] | {"store": True})
         more = BODIES["/v1/responses"] | {"previous_response_id": made.json["id"]}

@@ -26,7 +26,7 @@ LEASED = replace(NIXL, kv_lease_s=5.0)
 
 
 async def answer(url: str) -> str | None:
-    """What a request is answered on a connection of its own; None where that breaks."""
+    """Returns the text of an answer on a connection of its own; None if the connection breaks."""
     async with aiohttp.ClientSession() as session:
         try:
             async with session.post(url + CHAT, json=LONG) as got:
@@ -37,7 +37,7 @@ async def answer(url: str) -> str | None:
 
 @pytest.mark.parametrize("stage", ["between", "decode"])
 async def test_a_worker_that_is_killed_between_the_stages_leaves_nothing(stage: str, tmp_path: Path) -> None:
-    """Where it had the answers of prefills to read, only the lease of the engine frees what was computed."""
+    """If the worker had unread answers of prefills, only the engine's lease frees their KV blocks."""
     # Where nothing is to expire, no slow machine should see to it.
     async with Replica(LEASED if stage == "between" else NIXL) as first, Replica(NIXL) as second:
         config: dict[str, Any] = {
@@ -62,7 +62,7 @@ async def test_a_worker_that_is_killed_between_the_stages_leaves_nothing(stage: 
             if stage == "between":
                 os.kill(victim, signal.SIGSTOP)
                 frozen.faults.clear()
-                # The other worker hands over what it has: what is kept now is what nobody fetches.
+                # The other worker hands over its requests. Blocks that remain now are fetched by nobody.
                 await until(lambda: not first.in_flight, START_MAX_S)
             os.kill(victim, signal.SIGKILL)
             lost = await process.event("worker_lost")

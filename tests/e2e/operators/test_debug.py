@@ -1,4 +1,4 @@
-"""What operators can find out: the page of the queue, and the decision log and its replay."""
+"""The page of the queue, and the decision log and its replay."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ async def test_a_day_in_the_log_is_replayed_against_another_policy(tmp_path: Pat
     assert next(iter(decisions(path))) == "refused", "lines come in the order of the ends"
     arrivals = list(open_trace(path).arrivals())
     assert [arrival.at_s for arrival in arrivals] == sorted(arrival.at_s for arrival in arrivals)
-    # Those of one millisecond are in the order of their ends.
+    # Requests of the same millisecond are in the order of their ends.
     replayed = sorted((one.tenant, one.adapter or "", one.band, one.output_tokens, one.guessed) for one in arrivals)
     assert replayed == [
         ("acme", "lora-0", 100, 6, False),

@@ -175,7 +175,7 @@ async def test_draining_may_finish_what_waits() -> None:
         await until(lambda: proxy.queued == 2)
         draining = asyncio.create_task(proxy.app.drain())
         await until(lambda: proxy.app.dispatcher.draining)
-        assert (await proxy.chat()).status == 503, "what is new is refused all the same"
+        assert (await proxy.chat()).status == 503, "new requests are refused all the same"
         assert [(await task).status for task in waiting] == [200, 200]
         assert await draining
         assert proxy.outcomes() == {"draining": 1, "completed": 3}

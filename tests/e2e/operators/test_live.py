@@ -1,4 +1,4 @@
-"""What a page in a browser asks for: the state of this second, the past, the last requests, the configuration."""
+"""Answers for the page in a browser: current state, history, last requests, configuration."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ async def test_requests_wait_while_all_backends_are_replaced(tmp_path: Path) -> 
             await rewrite(proxy, backends=[new])
             answers = await asyncio.gather(*waiting)
             assert {(answer.status, answer.backend) for answer in answers} == {(200, "b1")}
-            # What runs on a backend that leaves runs to its end.
+            # Requests on a removed backend run to their end.
             assert await stream.content.readany()
             assert await states(proxy) == {"b0": "leaving", "b1": "up"}
         await until(lambda: list(proxy.app.pools.backends) == ["b1"])
@@ -334,7 +334,7 @@ async def test_backends_come_and_go_with_a_file(tmp_path: Path, monkeypatch: pyt
     async with serving(FAST, FAST, file=tmp_path / "c.yaml", discovery={"file": str(listed)}, **KEYED) as proxy:
         one, other = proxy.config_data["backends"]
         pools = proxy.app.pools
-        # The file does not exist yet: what it will name may turn up, so that nothing is unknown.
+        # The file does not exist yet and may name any backend, so no model is unknown.
         assert (await proxy.chat(HELLO | {"model": "elsewhere"})).status == 503
         listed.write_text(json.dumps({"backends": [other]}))
         await until(lambda: not pools.catalogue.expecting)

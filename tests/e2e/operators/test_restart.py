@@ -51,7 +51,7 @@ async def test_it_says_at_its_start_what_it_does(backend: Replica, tmp_path: Pat
 
 @asynccontextmanager
 async def starting(tmp_path: Path, text: str) -> AsyncIterator[tuple[Served, Callable[[], None]]]:
-    """One that reads its configuration to the end only when the second of the pair has written this `text`."""
+    """Starts a process that reads its configuration to the end only after the returned function has written `text`."""
     file, replacement = tmp_path / "config.yaml", tmp_path / "complete.yaml"
     os.mkfifo(file)
     replacement.write_text(text)

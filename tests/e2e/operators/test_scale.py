@@ -57,7 +57,7 @@ async def test_groups_share_the_need_by_price(monkeypatch: pytest.MonkeyPatch) -
             "reserved": (1, 1), "spot": (1, 1),
         }  # fmt: skip
         await asyncio.gather(*(proxy.chat(LONG) for _ in range(40)))
-        # One moment for the page and the metric: the need falls while nobody asks.
+        # The page and the metric must be of the same moment, because the need falls without requests.
         later_s = asyncio.get_running_loop().time() + 2.0
         monkeypatch.setattr(proxy.app.scale, "_clock", lambda: later_s)
         found = (await proxy.get("/scale/base")).json

@@ -1,4 +1,4 @@
-"""Traces: the tree of a request, whose trace it is, what the backend gets, and a receiver that is no good."""
+"""Traces: the spans of a request, the trace context from clients and to backends, and a broken receiver."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tests.upstream.raw_server import Peer
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300, method="thread")]
 
 MANY = 24
-"""Connections of which, given the kernel's hash, each of two workers has one: all but once in eight million times."""
+"""So many connections that, given the kernel's hash, each of two workers gets one (but once in eight million)."""
 
 
 def workers(process: Served) -> list[int]:

@@ -142,14 +142,14 @@ _NUMBERS = rb"(?msi)^content-length: \d+\r$|(?<=\"since_s\": )[0-9.]+|^# HELP .*
 
 
 async def answered(url: str, sent: bytes) -> bytes:
-    """All that a client gets for this and for one more request behind it, without what is of the moment."""
+    """Returns all bytes that answer `sent` and one more request, without ids, dates and ports."""
     async with asyncio.timeout(START_MAX_S), connected(url) as wire:
         wire.write(sent)
         got = re.sub(_MOMENT, b"?", await wire.all_of(LAST))
     return re.sub(_NUMBERS, b"?", got) if any(path in sent for path in OF_THE_MOMENT) else got
 
 
-@pytest.mark.parametrize("admin", ["", "admin: {port: 0}\n"], ids=["one port", "a port for those who run it"])
+@pytest.mark.parametrize("admin", ["", "admin: {port: 0}\n"], ids=["one port", "an admin port"])
 async def test_a_client_sees_the_same_from_proxy_and_workers(admin: str, tmp_path: Path) -> None:
     """Each row is asked of a proxy without workers and of one with two; all that comes back is compared."""
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Preemption: a request without a first byte gives its place to one of a higher band; its client does not notice."""
+"""Preemption: a request without a first byte gives its place to a request of a higher band, unseen by its client."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_a_stream_without_a_byte_is_preempted() -> None:
         await until(lambda: proxy.queued == 1)
         critical = proxy.waiting(STREAM, **CRITICAL, **{"x-request-id": "critical"})
         await until(lambda: posted(proxy) == ["sheddable", "critical"])
-        assert proxy.queued == 2, "the one that was preempted waits again"
+        assert proxy.queued == 2, "the preempted request waits again"
         proxy.replicas[0].faults.clear()
         for task in (critical, sheddable, behind):
             assert (await task).status == 200
@@ -72,7 +72,7 @@ async def test_what_has_begun_to_answer_stays() -> None:
 @pytest.mark.parametrize(
     ("first", "objective", "scheduling"),
     [
-        pytest.param(STREAM, "default", {}, id="only what is above default may take a seat"),
+        pytest.param(STREAM, "default", {}, id="no request of the default band takes a seat"),
         pytest.param(STREAM, "sheddable", {}, id="nor its equal"),
         pytest.param(STREAM, "critical", {"preemption": False}, id="switched off"),
         pytest.param(HELLO, "critical", {}, id="a plain answer may have begun"),

@@ -146,7 +146,7 @@ async def test_a_prompt_that_was_only_counted_is_cached_nowhere(tmp_path: Path) 
 async def test_token_ids_are_counted_as_they_are(tmp_path: Path) -> None:
     prompt = {"model": "base", "max_tokens": 4, "prompt": list(range(1000, 1000 + 128 * 8 + 1))}
     async with serving_by_cost(tmp_path / "log", replica=REAL) as (proxy, log):
-        # What is learned of text says nothing of ids.
+        # Bytes per token of texts say nothing of token ids.
         proxy.app.pools.estimator.learn("base", 1000, 1, Usage(100, 4))
         await ask(proxy, "first", prompt, "/v1/completions")
         await ask(proxy, "second", prompt, "/v1/completions")

@@ -46,7 +46,7 @@ async def test_models_share_the_requests_of_a_name(workers: int) -> None:
         assert models_of(await asked(proxy, 60)) == found, "the same ids get the same models"
         assert len(models_of(await asked(proxy, 12, **{"x-session-id": "one"}))) == 1, "a session stays together"
         assert [one["id"] for one in (await proxy.get("/v1/models")).json["data"]].count("chat") == 1
-        # What nobody serves any more gets nothing.
+        # A model without a backend gets no requests.
         assert (await proxy.chat(HELLO | {"model": "none"})).status == 404
 
 

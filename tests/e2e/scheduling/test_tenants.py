@@ -1,4 +1,4 @@
-"""Tenants see nothing of each other: neither names nor answers, nor in how long it takes what others asked before."""
+"""Tenants see nothing of each other: no names, no answers, and no earlier prompts by response times."""
 
 from __future__ import annotations
 

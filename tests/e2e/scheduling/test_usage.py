@@ -1,4 +1,4 @@
-"""What a request is charged: what its engine counted, as far as that can be, and never what a client or a liar says."""
+"""A request is charged the tokens that its engine counted where possible, and never a number from the client."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIMITED: dict[str, Any] = {"models": [{"name": "base", "limits": {"in_flight": 2
 
 
 def accounts(proxy: ProxyUnderTest) -> tuple[int, float, float, float]:
-    """In flight under the limit; tokens left of it; what the flow was charged; how long an answer is believed to be."""
+    """Returns requests in flight, tokens left of the limit, the charge of the flow, and the expected answer length."""
     pools = proxy.app.pools
     (limit,) = pools.snapshot(asyncio.get_running_loop().time()).limits
     fairness = pools.schedulers["base"]._room.band(0).fairness

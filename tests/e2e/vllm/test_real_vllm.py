@@ -65,7 +65,7 @@ async def until(ask: Callable[[], Awaitable[T]], wanted: T, within_s: float = 10
 
 
 async def values(session: aiohttp.ClientSession, proxy: Proxy, name: str) -> set[str]:
-    """What one of the proxy's gauges shows, whatever its labels."""
+    """Returns the values of a gauge of the proxy under all its labels."""
     async with session.get(proxy.url + "/metrics") as answer:
         return set(re.findall(rf"^llmproxy_{name}\{{.*\}} (\S+)$", await answer.text(), re.MULTILINE))
 
@@ -97,7 +97,7 @@ async def proxy() -> AsyncIterator[Proxy]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def proxies() -> AsyncIterator[list[tuple[str, Proxy]]]:
-    """One proxy before each server: answers are compared on one and the same engine, hence one prefix cache."""
+    """A proxy before each server, so that answers are compared on the same engine and prefix cache."""
     async with AsyncExitStack() as stack:
         yield [(url, await stack.enter_async_context(proxy_before(BackendConfig(url=url)))) for url in URLS]
 
@@ -114,7 +114,7 @@ async def client(proxy: Proxy) -> AsyncIterator[openai.AsyncOpenAI]:
 async def test_models_of_both_servers_are_listed_once(client: openai.AsyncOpenAI) -> None:
     listed = [model async for model in await client.models.list()]
     assert sorted(model.id for model in listed) == sorted([MODEL, *ADAPTERS])
-    # The engine's own fields, of which the client's class knows nothing.
+    # Fields of the engine that the client's class does not have.
     assert next(model for model in listed if model.id == MODEL).model_dump()["max_model_len"] > 0
 
 
@@ -187,7 +187,7 @@ async def test_many_streams_at_once(client: openai.AsyncOpenAI, proxy: Proxy, se
 
 
 async def test_adapters_are_loaded_by_both_and_again_by_one_that_lost_it(session: aiohttp.ClientSession) -> None:
-    """The servers must run with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True; lora-0 is what they were started with."""
+    """The servers must run with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True; they were started with lora-0."""
     name, root = f"test-{uuid.uuid4().hex}", await root_of(session, URLS[0], ADAPTERS[0])
     backends = tuple(BackendConfig(url=url) for url in URLS[:2])
     headers = {"authorization": "Bearer for-admins", "content-type": "application/json"}
@@ -228,7 +228,7 @@ _OWN_HEADER = re.compile("date|server|connection|keep-alive|transfer-encoding|x-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer, with all that differs between two equal requests made equal."""
+    """An answer without the parts that differ between two equal requests."""
 
     status: int
     headers: list[tuple[str, str]]
@@ -250,7 +250,7 @@ async def ask(session: aiohttp.ClientSession, url: str, case: Case) -> Answer:
 
 
 async def ask_directly(session: aiohttp.ClientSession, url: str, case: Case) -> Answer:
-    """What the proxy should make of the engine's answer."""
+    """Returns the engine's answer as the proxy should pass it on."""
     direct = await ask(session, url, case)
     if not case.loses_fingerprint:
         return direct
@@ -258,7 +258,7 @@ async def ask_directly(session: aiohttp.ClientSession, url: str, case: Case) -> 
 
 
 async def assert_same(session: aiohttp.ClientSession, url: str, proxy: Proxy, case: Case) -> None:
-    # What both are compared with finds the prompt in the cache, as they will.
+    # Fills the prefix cache, so that both compared answers find the prompt there.
     await ask(session, url, case)
     direct: list[Answer] = []
     proxied: list[Answer] = []
@@ -290,7 +290,7 @@ async def test_an_answer_of_the_proxys_own_has_the_engines_status(
 ) -> None:
     direct, proxied = await ask(session, URLS[0], case), await ask(session, proxy.url, case)
     assert proxied.backend is None
-    # The engine tries to read a compressed body as JSON; here it is refused as what it is.
+    # The engine tries to read a compressed body as JSON; the proxy refuses it for its encoding.
     assert proxied.status == (415 if case.name == "error-encoded-gzip-request" else direct.status)
 
 
@@ -349,7 +349,7 @@ async def test_a_client_that_leaves_the_waiting_room_is_never_sent_on(session: a
         await until(lambda: queued(proxy), 0, GONE_WITHIN_S)
         assert proxy.dispatcher.leases == 1
         first.cancel()
-        # With the place free again, a second one that had been kept would run on.
+        # With the place free again, a second request that had been kept would run on.
         await until(lambda: engine_work(session, URLS[1]), before, GONE_WITHIN_S)
         assert proxy.dispatcher.leases == 0
         await asyncio.wait([first, second])

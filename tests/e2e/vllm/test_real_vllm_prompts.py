@@ -1,4 +1,4 @@
-"""What the proxy believes of prompts and stored responses, before two real vLLM servers: LLMPROXY_TEST_VLLM=url,url.
+"""The proxy's knowledge of prompts and stored responses, before two real vLLM servers: LLMPROXY_TEST_VLLM=url,url.
 
 They serve `tiny`, were started with VLLM_ENABLE_RESPONSES_API_STORE=1 and `--enable-prompt-tokens-details
 --enable-scale-out --enable-auto-tool-choice --tool-call-parser hermes`, and have room for 4,096 tokens.
@@ -54,7 +54,7 @@ async def test_the_engine_makes_of_a_pair_what_is_recorded(http: aiohttp.ClientS
 
 
 async def test_two_runs_of_a_coding_agent_find_one_cache(http: aiohttp.ClientSession) -> None:
-    """Whole sessions: the header of each is another, and the replica that has the prompt is the one that gets it."""
+    """Sessions with different headers and the same prompt go to the replica that has the prompt."""
     backends = (BackendConfig(url=url) for url in URLS[:2])
     async with proxy_before(*backends, scheduling=SchedulingConfig(placement="cost")) as proxy:
 
@@ -95,7 +95,7 @@ async def test_a_continued_response_is_found(http: aiohttp.ClientSession) -> Non
             for (_, maker, said), (status, backend, more) in zip(before, turns, strict=True):
                 assert (status, backend) == (200, maker)
                 assert more["usage"]["input_tokens"] > said["usage"]["input_tokens"]
-        # One that nobody here made is looked for, and one that nobody has the engine knows nothing of.
+        # A response of another proxy is looked for. The engine answers for a response that nobody has.
         for url in URLS[:2]:
             _, _, elsewhere = await ask(url)
             status, at, _ = await ask(previous_response_id=elsewhere["id"])

@@ -115,7 +115,7 @@ async def gauges(session: aiohttp.ClientSession, url: str, *names: str) -> list[
 
 
 def meaning(case: Case, body: bytes) -> list[Any]:
-    """What an answer says: its texts, why they ended, and how many tokens there were."""
+    """Returns the texts of an answer, the reasons of their ends, and the numbers of tokens."""
     events = [line.removeprefix(b"data: ") for line in body.splitlines() if line.startswith(b"data: {")]
     texts: list[str] = []
     rest: list[Any] = []
@@ -197,7 +197,7 @@ async def test_what_one_server_computed_another_one_fetches(session: aiohttp.Cli
 
     before = await fetched()
     body = chat(f"{uuid.uuid4()} {LONG}")
-    # First through the proxy: what the prefill server has in its cache it would not compute.
+    # First through the proxy, because the prefill server would not compute a cached prompt again.
     proxied, direct = [texts(await post(session, url, body)) for url in (proxy.url, URLS[0])]
     assert proxied == direct
     assert await fetched() > before + len(LONG) / 8

@@ -105,8 +105,8 @@ async def test_a_server_that_is_killed_costs_no_answer_that_has_not_begun(
         assert [await gauges(session, url, LATE) for url in survivors] == late
         for prompt, answer in answers.items():
             if fate(answer) == "served":
-                # With a salt, because nothing that was fetched may be in its cache. The end of a text depends a little
-                # on what is computed beside it, but one with the KV of another prompt differs from the beginning.
-                # What is computed from the cache rounds otherwise: so do prompts that were tried twice.
+                # With a salt, because no fetched block may be in its cache. The end of a text depends a little on
+                # other requests of its batch. A text with the KV of another prompt differs from the beginning.
+                # Computations from the cache round differently, as do prompts that were tried twice.
                 direct = [await stream(session, URLS[2], prompt, cache_salt="alone") for _ in range(2)]
                 assert texts(answer)[0][:ALIKE] in [texts(one)[0][:ALIKE] for one in direct]

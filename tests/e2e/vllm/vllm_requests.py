@@ -28,14 +28,14 @@ PATHS = (
     "/v1/responses/{response_id}/cancel", "/v1/score", "/v1/systemone", "/v1/unload_lora_adapter", "/v2/embed",
     "/v2/rerank", "/version", "/wake_up", "/weight_checker", "/weight_info",
 )  # fmt: skip
-"""Every path of vLLM 0.32 with its options for management on, one that generates and one that embeds."""
+"""Every path of vLLM 0.32 with its options for management on, of a generating and of an embedding server."""
 FRESH = b"{fresh}"
 """Replaced by something new in every request, so that no prefix cache knows the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request. `loses_fingerprint`: a stream whose usage event is asked for, and hidden, by the proxy."""
+    """A request. `loses_fingerprint`: the proxy asks for the usage event of the stream and hides it."""
 
     name: str
     path: str

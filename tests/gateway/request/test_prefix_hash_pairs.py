@@ -47,7 +47,7 @@ def test_two_runs_of_a_coding_agent_share_their_prompt() -> None:
             "You are.",
             "Rules. " * 6_000,
         ]
-        tools = [{"name": f"tool_{n}", "description": "What it is for. " * 110, "input_schema": {}} for n in range(20)]
+        tools = [{"name": f"tool_{n}", "description": "A tool of tests. " * 110, "input_schema": {}} for n in range(20)]
         system = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in blocks]
         fields = {"system": system, "tools": tools, "messages": [{"role": "user", "content": f"Do {suffix}."}]}
         assert len(orjson.dumps(fields)) > 77_000

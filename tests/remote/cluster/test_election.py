@@ -329,8 +329,8 @@ async def test_a_bug_of_who_leads_ends_no_election() -> None:
 
 @pytest.mark.parametrize("stopped_s", [10.0, FENCE_S, 3.5, 2.9])
 @virtual
-async def test_a_process_that_stood_still_leads_by_no_old_answer(stopped_s: float) -> None:
-    """Its question was answered while it stood still: the answer is too old when it reads it."""
+async def test_a_paused_process_does_not_lead_by_an_old_answer(stopped_s: float) -> None:
+    """Its question was answered during the pause. The answer is too old when the process reads it."""
     store = Store(before_s=0.1)
     a = Member(store, "a")
     await asyncio.sleep(0.05)
@@ -416,7 +416,7 @@ def test_two_never_decide_at_once(
                 members[name].election.campaign()
 
         def resign(name: str) -> None:
-            # Who stands still does not resign either.
+            # A paused member does not resign either.
             if members[name].stands_still_until_s <= now():
                 resigning[name] = asyncio.create_task(members[name].election.resign())
 

@@ -154,7 +154,7 @@ async def test_a_lease_that_was_given_back_during_a_cut_is_given_back_after() ->
 
 @virtual
 async def test_what_was_said_into_a_broken_connection_is_not_held_for_ever() -> None:
-    """The end of a lease and that of its request were sent before anybody knew that the connection was lost."""
+    """The ends of a lease and of its request were sent before the loss of the connection was known."""
     async with world(3) as found:
         one, leader = found.followers[0], found.leader
         client = one.client()
@@ -322,7 +322,7 @@ async def test_a_leader_that_dies_takes_nothing_with_it() -> None:
 
 @virtual
 async def test_a_new_leader_waits_for_all_whom_it_expects() -> None:
-    """One of them has the only seat, and says so last."""
+    """The last member to report has the only seat."""
     async with world(3) as found:
         old, (one, other) = found.leader, found.followers
         runs, waits = one.client(), other.client()

@@ -72,7 +72,7 @@ class Stranger:
         await asyncio.sleep(0.1)
 
 
-# --- who is let in ----------------------------------------------------------------------------------------------------
+# --- handshakes -------------------------------------------------------------------------------------------------------
 
 
 @virtual
@@ -357,7 +357,7 @@ async def test_a_peer_that_takes_nothing_is_lost() -> None:
 
 @virtual
 async def test_what_comes_by_an_older_connection_is_of_the_past() -> None:
-    """A member connects again, and bytes of its first connection arrive after those of the second."""
+    """A member connects again, and bytes of its first connection arrive after bytes of the second."""
     async with world(2) as found:
         old, new = Stranger(found), Stranger(found)
         old.hello()

@@ -32,7 +32,7 @@ async def test_every_member_answers() -> None:
 
 
 async def test_one_waiting_room_for_all() -> None:
-    """A critical request at one member goes before those that wait at others, whoever came first."""
+    """A critical request at one member precedes earlier requests at other members."""
     async with members(3, FAST, fixed_limit=1, scheduling={"look_ahead": 0}) as found:
         async with found[0].stream() as seat:
             await seat.content.readany()
@@ -155,7 +155,7 @@ async def test_the_next_leader_knows_what_is_held() -> None:
 
 
 async def test_a_member_without_a_leader_has_no_number_for_an_autoscaler() -> None:
-    """What it sees of the work is a part of it at most, and a lower number would take replicas away."""
+    """It sees only a part of the work, and a low number would remove replicas."""
     async with members(2, FAST, cluster={"standalone_after_s": 1.0}) as found:
         (follower,) = found.followers
         assert (await follower.get("/scale/base")).json["replicas"]["up"] == 1

@@ -87,7 +87,7 @@ async def test_what_waited_is_neither_counted_twice_nor_refused_by_the_next_lead
 
 @virtual
 async def test_what_waited_is_not_refused_where_its_member_comes_late() -> None:
-    """The next leader has restored what was taken by then, what waits included."""
+    """The next leader has restored all taken tokens by then, also of waiting requests."""
     async with world(3, settings=limited(requests_per_min=2.0)) as found:
         one, other = found.followers
         holder = found.leader.client()
@@ -123,7 +123,7 @@ async def test_what_waited_is_counted_once_over_a_broken_connection() -> None:
 
 @virtual
 async def test_what_was_taken_in_a_store_stays_so_when_another_leads() -> None:
-    """Who led counts no tokens of what goes on, and who leads knows nothing of what was taken for it."""
+    """The old leader counts no tokens of running requests, and the new leader does not know their tokens."""
     store, limits = MemoryStore(), replace(SETTINGS, limits=LIMITS)
     async with sharing(store) as first, sharing(store) as second, world(2, settings=limits) as found:
         for one, shared in zip(found.members, (first, second), strict=True):
@@ -140,7 +140,7 @@ async def test_what_was_taken_in_a_store_stays_so_when_another_leads() -> None:
             one.dispatcher.pools._limits.rates = RateLimits(LIMITS)
 
 
-# --- what is told -----------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 def told(one: AnnouncedRateDebts, debts: dict[tuple[str, str], float], now: float) -> dict[tuple[str, str], float]:

@@ -246,7 +246,7 @@ async def test_alone_a_member_divides_only_what_has_no_leader() -> None:
 
 @virtual
 async def test_a_member_with_other_pools_is_told_so() -> None:
-    """What it thinks is led together with the rest, nobody decides about there: it would wait for ever."""
+    """Otherwise its requests would wait forever, because no leader schedules the pool that it expects."""
     async with world(1, backends="ab", pools={"b": "big"}) as found:
         old = World(backends="ab", pools={})
         old.net, old.store, old.stores = found.net, found.store, found.stores
@@ -318,7 +318,7 @@ async def test_a_backend_is_drained_where_it_is_led() -> None:
 
 
 async def test_a_drained_backend_stays_so_at_a_member_that_does_not_know_its_pool_yet() -> None:
-    """It takes the backend for one of those that have no lock of their own, whose leader says nothing of it."""
+    """It takes the backend for a member of the common shard, whose leader does not mention it."""
     async with members(2, FAST, CODE, cluster={"pools": ["code"]}, admin_key=hash_of("k")) as found:
         await until(lambda: all(shard_of(one, "code").has_leader for one in found))
         headers = {"Authorization": "Bearer k"}

@@ -67,7 +67,7 @@ def _trusts(files: Certificate, *authorities: trustme.CA) -> None:
 
 
 class End(asyncio.Protocol):
-    """One end of a connection. A refusal may come after the handshake: TLS 1.3 checks the client last."""
+    """An end of a connection. A refusal may come after the handshake: TLS 1.3 checks the client last."""
 
     def __init__(self, at: TcpNetwork) -> None:
         self._at = at

@@ -148,8 +148,8 @@ async def test_a_server_that_died_and_came_back(server: Server, lock: ValkeyLock
     assert await lock.take(wanted("b", 1), LONG_S) == Leadership("b", "b:1", 2)
 
 
-async def test_no_late_answer_is_taken_for_that_of_a_later_question(server: Server, lock: ValkeyLock) -> None:
-    """A server that stood still answers what nobody waits for any more."""
+async def test_a_late_answer_is_not_read_as_the_answer_to_a_later_question(server: Server, lock: ValkeyLock) -> None:
+    """A paused server answers questions that nobody waits for any more."""
     await lock.take(wanted("a"), LONG_S)
     server.send(signal.SIGSTOP)
     try:

@@ -91,7 +91,7 @@ class Pipe(asyncio.Transport):
 
 
 class WorkerLink:
-    """One worker and its session. `remote` is the dispatcher that its requests use."""
+    """A worker and its session. `remote` is the dispatcher that its requests use."""
 
     def __init__(
         self, dispatcher: Dispatcher, events: RecordedEvents | None = None, settle: Callable[[], None] = lambda: None
@@ -153,7 +153,7 @@ async def nothing_left(one: Dispatcher, *lines: WorkerLink) -> None:
 
 
 def finished(one: Dispatcher) -> list[tuple[Verdict, Usage | None]]:
-    """What is reported from now on of leases that end."""
+    """Returns a list that gets the verdict and usage of each lease that ends from now on."""
     seen: list[tuple[Verdict, Usage | None]] = []
     finish = one.pools.finish
 
@@ -180,7 +180,7 @@ async def refused(client: Client) -> Outcome:
 def linked(
     test: Callable[Concatenate[Dispatcher, WorkerLink, P], Awaitable[None]],
 ) -> Callable[P, None]:
-    """Run a test on a virtual clock with one backend of one seat and one worker, of which nothing may stay behind."""
+    """Runs a test on a virtual clock with a backend of one seat and a worker, which must leave nothing behind."""
 
     async def body(*given: P.args, **named: P.kwargs) -> None:
         one = dispatcher(a=1)

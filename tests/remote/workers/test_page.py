@@ -50,7 +50,7 @@ async def test_a_page_request_keeps_its_client_and_gets_the_whole_answer() -> No
     assert (shown.call, shown.status, shown.reason, len(shown.body)) == (7, 201, "Created", 2_000_000)
     headers = {name.lower(): value for name, value in shown.headers}
     assert (headers["x-twice"], headers["retry-after"]) == ("a", "1")
-    # What concerns the connection between the two processes is no business of the client's.
+    # Fields of the connection between the two processes are not for the client.
     assert headers.keys().isdisjoint({"connection", "content-length", "date", "server", "transfer-encoding"})
 
 

@@ -187,7 +187,7 @@ def test_any_bytes_are_messages_or_broken(data: bytes) -> None:
 
 
 class _End:
-    """A channel that remembers what it heard, and the pipe that it hears by."""
+    """A channel that records received messages, and its pipe."""
 
     def __init__(self) -> None:
         self.heard: list[Any] = []

@@ -189,7 +189,7 @@ async def test_a_refusal_is_the_same_here_and_there() -> None:
     for face in (one, line.remote):
         with pytest.raises(Refused) as caught:
             async with face.admit(request()):
-                pytest.fail("it was let in")
+                pytest.fail("it was admitted")
         refusals.append(caught.value)
     here, there = refusals
     assert here.outcome is Outcome.REJECTED_NO_BACKENDS
@@ -305,7 +305,7 @@ async def test_a_direct_request_of_a_worker_is_in_flight() -> None:
     assert cuts == ["line", "gone"], "who has left hears nothing"
     line.remote.shutdown = ShutdownState(draining=True)
     with pytest.raises(Refused) as caught, line.remote.direct("a", lambda: None):
-        raise AssertionError("it was let in")
+        raise AssertionError("it was admitted")
     assert caught.value.outcome is Outcome.DRAINING
 
 
@@ -319,7 +319,7 @@ async def test_a_direct_request_ends_with_its_worker_or_scheduler(one: Dispatche
         await turns(ENOUGH)
         assert (one.in_flight("a"), line.session.open_requests, cuts) == (0, 0, ["cut"])
     with pytest.raises(Refused), line.remote.direct("a", lambda: None):
-        raise AssertionError("it was let in")
+        raise AssertionError("it was admitted")
 
 
 @virtual
@@ -347,7 +347,7 @@ async def test_metrics_and_usage_of_workers_are_counted_once() -> None:
     assert events.attempts == [("a", Verdict.SERVED)] * 2
     assert events.learned == ["base"] * 2
     assert one.pools.estimator.models["base"].seen == 2
-    assert not lines[0].estimator.models, "what is learned comes back for all workers alike"
+    assert not lines[0].estimator.models, "learned numbers come back for all workers alike"
 
 
 @pytest.mark.parametrize("served", [True, False])

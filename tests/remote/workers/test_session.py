@@ -55,7 +55,7 @@ async def test_a_cancelled_lease_counts_as_left_by_its_client(one: Dispatcher, l
 
 @virtual
 async def test_a_request_ends_after_its_lease() -> None:
-    """A limit counts what was expected until the lease says what was used: in the other order it would forget that."""
+    """A limit counts expected tokens until the lease reports the used ones. In the other order it would lose them."""
     limit = UsageLimit(tokens_per_min=1_000.0)
     one = dispatcher(settings=Settings(capacity=SETTINGS.capacity, limits={"tenant:t": limit}), a=1)
     line = WorkerLink(one)
@@ -67,7 +67,7 @@ async def test_a_request_ends_after_its_lease() -> None:
     assert one.pools._limits.rates.left_per_min("tenant:t", now())[1] == pytest.approx(500.0, abs=1.0)
 
 
-# --- what is taken back -----------------------------------------------------------------------------------------------
+# --- withdrawn requests -----------------------------------------------------------------------------------------------
 
 
 @linked
@@ -103,7 +103,7 @@ async def test_a_cut_that_comes_before_its_grant_is_known_is_not_lost(one: Dispa
     await turns(ENOUGH)
     assert (before.holds(), client.holds()) == ("a", None)
     before.leave.set()
-    while list(one._leases.values()) in ([], [before.lease]):  # noqa: ASYNC110 - what is waited for has no event of its own
+    while list(one._leases.values()) in ([], [before.lease]):  # noqa: ASYNC110 - there is no event
         await asyncio.sleep(0)
     # Granted in this turn: neither the task of the session nor the worker knows it.
     assert not line.session._leases

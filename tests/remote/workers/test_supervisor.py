@@ -27,7 +27,7 @@ from tests.remote.workers.link import Nowhere, RecordedEvents
 
 
 class Named:
-    """A socket of which only the address is of interest."""
+    """A socket with only an address."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -69,7 +69,7 @@ async def no_page(page: protocol.PageRequest) -> protocol.PageResponse:
 
 
 class RecordingSession(WorkerSession):
-    """A session without a worker, which records what it would have sent."""
+    """A session without a worker that records its messages."""
 
     def __init__(self, supervisor: WorkerSupervisor) -> None:
         super().__init__(supervisor._context)
@@ -96,7 +96,7 @@ async def test_a_change_is_sent_once_to_all_workers() -> None:
     one.reconsider()
     one.listed("a", listing())
     await turns()
-    assert [session.sent for session in sessions] == [[], []], "it lists what it listed before"
+    assert [session.sent for session in sessions] == [[], []], "it lists the same as before"
     one.listed("a", listing("lora"))
     one.reconsider()
     await turns()
@@ -201,7 +201,7 @@ async def test_the_start_fails_when_a_worker_does_not_start() -> None:
         await supervisor.start([])
 
 
-# --- those who die ----------------------------------------------------------------------------------------------------
+# --- lost workers -----------------------------------------------------------------------------------------------------
 
 
 class Mortal:
@@ -237,4 +237,4 @@ async def test_a_worker_that_dies_early_restarts_after_longer_pauses() -> None:
     assert begun_s == [0.0, 0.5, 1.5, 3.5, 7.5, 67.5]
     events = supervisor._metrics
     assert isinstance(events, RecordedEvents)
-    assert events.lost == 4, "one that was not started was not lost"
+    assert events.lost == 4, "a worker that was not started was not lost"

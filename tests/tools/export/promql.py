@@ -104,7 +104,7 @@ def _called(node: Any, series: Mapping[str, tuple[str, Labels]]) -> Labels:
     name, vector = node.func.name, node.args[-1]
     labels = _labels(vector, series)
     if name in COUNTED and _selected(vector.vector_selector, series)[0] != "counter":
-        raise QueryError(f"{name} of what is no counter: {node}")
+        raise QueryError(f"{name} of a metric that is no counter: {node}")
     if name.endswith("_over_time") and _selected(vector.vector_selector, series)[0] == "counter":
         raise QueryError(f"{name} of a counter: {node}")
     if name == "histogram_quantile":
