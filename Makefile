@@ -155,6 +155,7 @@ reference: .venv
 	$(BIN)/llmproxy config --cli > docs/reference/cli.md
 	$(BIN)/python -m llmproxy.lab.results.result > docs/laboratory/simulate-result.schema.json
 	$(BIN)/python -m tests.docs.reference
+	$(BIN)/python -m tests.strictness.table
 	$(BIN)/python -m tests.deploy.values_schema
 
 # Resolves anew and writes the hashed locks without any index address in them: for work on it, for what is shipped, for

@@ -45,25 +45,6 @@ def test_wheel_is_llmproxy_lb_with_package_and_command_llmproxy(
     assert {"llmproxy/py.typed", "llmproxy/config/other_routers.yaml"} <= set(names)
 
 
-def installed_by(text: str) -> set[str]:
-    """Returns the packages that `pip install` commands of a text name."""
-    commands = re.findall(r"\bpip install([^\n`]*)", text)
-    words = [word.strip("'\"().") or "." for command in commands for word in command.partition("#")[0].split()]
-    return {word for word in words if "llmproxy" in word.lower()}
-
-
-def test_install_commands_in_the_repository_name_this_distribution() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    own = {DISTRIBUTION, *(f"{DISTRIBUTION}[{extra}]" for extra in extras)}
-    places = [path for pattern in ("*.md", "*.yaml", "Makefile", "Dockerfile") for path in ROOT.glob(pattern)]
-    for folder in ("docs", "llmproxy", "benchmarks", ".ci", ".github"):
-        places += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py", ".yml", ".yaml")]
-    message = {path: installed_by(path.read_text()) for path in places}
-    assert {path: names for path, names in message.items() if not names <= own} == {}
-    assert any(message.values())
-    assert not installed_by("pip install --quiet 'llmproxy[lab]'") <= own
-
-
 # --- the recipe of the image ------------------------------------------------------------------------------------------
 
 
@@ -167,7 +148,9 @@ def test_shipped_and_build_packages_are_the_tested_ones() -> None:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_install_prints_its_progress_in_few_lines(code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_install_checks_hashes_and_prints_little_unless_it_fails(
+    code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     lock, python = tmp_path / "lock.txt", tmp_path / "python"
     lock.write_text("".join(f"p{i}==1 \\\n    --hash=sha256:0\n" for i in range(40)))
     said = "".join(f"echo Collecting p{i}==1\necho '  Downloading p{i}'\n" for i in range(40))
@@ -175,12 +158,7 @@ def test_install_prints_its_progress_in_few_lines(code: int, tmp_path: Path, cap
     python.chmod(0o755)
     assert runpy.run_path(str(ROOT / ".ci" / "install.py"))["install"](str(python), str(lock)) == code
     printed = capfd.readouterr()
-    assert printed.out.splitlines() == [
-        f"Installing 40 packages of {lock}.",
-        "  15 of 40 packages",
-        "  30 of 40 packages",
-        "  40 of 40 packages, now unpacking",
-    ]
+    assert len(printed.out.splitlines()) < 6
     assert f"--require-hashes -r {lock}" in printed.err
     assert (f"exit code {code}" in printed.err) is bool(code)
 

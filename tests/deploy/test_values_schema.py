@@ -13,7 +13,7 @@ from jsonschema import Draft7Validator
 from tests import ROOT
 from tests.deploy import CHART
 from tests.deploy.objects import MISSING
-from tests.deploy.values_schema import SCHEMA, written
+from tests.deploy.values_schema import SCHEMA
 
 VALUES = sorted((CHART / "ci").glob("*-values.yaml"))
 HASH = "sha256:" + "0" * 64
@@ -24,8 +24,7 @@ def problems(values: Any) -> list[str]:
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(values)]
 
 
-def test_the_schema_is_that_of_the_models() -> None:
-    assert SCHEMA.read_text() == written(), "`make reference` writes it"
+def test_the_schema_is_a_json_schema() -> None:
     Draft7Validator.check_schema(json.loads(SCHEMA.read_text()))
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.proxies import serving, until
-from tests.strictness.answers import ANSWERS, answer_bench, answer_differences, answer_row, observe_answer
+from tests.strictness.answers import ANSWERS, answer_bench, answer_differences, observe_answer
 from tests.strictness.observe import FREE, HASTY, bench, differences, observe
-from tests.strictness.table import PAGE, page, row
 from tests.strictness.vector import chunked, post
 from tests.strictness.vectors import TABLE
 
@@ -26,15 +25,6 @@ async def test_each_request_has_the_outcome_of_the_table(
                 found[vector.name] = differences(vector, await observe(proxy, backend, vector.sent, pieces=pieces))
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
     assert not caplog.records, "the server library found nothing to complain of"
-
-
-def test_the_docs_page_lists_every_case() -> None:
-    rows = {
-        group: [row(vector, vector.statuses, vector.closed, vector.reached) for vector in vectors]
-        for group, vectors in TABLE.items()
-    }
-    answer_rows = [answer_row(vector, vector.status, vector.cut, vector.kept) for vector in ANSWERS]
-    assert PAGE.read_text() == page(rows, answer_rows), "python -m tests.strictness.table writes it anew"
 
 
 async def test_each_answer_has_the_outcome_of_the_table(caplog: pytest.LogCaptureFixture) -> None:
