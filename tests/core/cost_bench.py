@@ -30,7 +30,7 @@ class CostBench:
         self.index = PrefixIndex()
         self.cost = CostPlacement(Random(seed), self.index, without)
         self.now = 0.0
-        self._leases = 0
+        self.leases = 0
 
     def place(self, asked: Request, views: Sequence[View], ceiling: float = 1.0) -> Placed:
         found = self.cost.place(asked, views, ceiling, NONE, self.now)
@@ -49,9 +49,9 @@ class CostBench:
         return self.take(asked, self.place(asked, [view(on, max_model_len=None) if isinstance(on, str) else on]))
 
     def take(self, asked: Request, placed: Placed) -> int:
-        self._leases += 1
-        self.cost.booked(self._leases, asked, placed, self.now)
-        return self._leases
+        self.leases += 1
+        self.cost.booked(self.leases, asked, placed, self.now)
+        return self.leases
 
     def finish(self, lease: int, output_tokens: int = 10, cached_tokens: int | None = None) -> None:
         usage = Usage(10, output_tokens, cached_tokens)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, Drop, Grant, Outcome, Request, Trouble, Usage, Verdict
-from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import HealthSettings, QueueSettings, Settings, UsageLimit
 from tests.core.make import cached, grants, listing, only_drop, pools, reading, refusal, request, tight
@@ -102,6 +101,13 @@ def test_a_removed_backend_takes_its_names_along() -> None:
     assert one.catalogue.resolve("base").pool == "base"
 
 
+def cached_tokens(of: Pools, prefix: tuple[int, ...], now: float) -> int:
+    """Returns how many tokens of a prompt with these blocks are expected in the cache of its backend."""
+    submit(of, now, prefix=prefix, prefix_tokens=16.0, prompt_tokens=64)
+    (granted,) = grants(of, now)
+    return granted.placed.cached_tokens
+
+
 def test_a_removed_backend_is_forgotten_and_the_others_are_not() -> None:
     one = pools({"a": 4, "b": 4}, Settings())
     prompts = {"a": (1, 2, 3), "b": (7, 8, 9)}
@@ -118,12 +124,7 @@ def test_a_removed_backend_is_forgotten_and_the_others_are_not() -> None:
     one.remove_backend("a")
     # The blocks of a late answer are not noted for a backend that is gone.
     cached(one, given["a"], (1, 2, 3))
-    placement = one.schedulers["base"]._placement.inner
-    assert isinstance(placement, CostPlacement)
-    assert placement._index.match((7, 8, 9)).keys() == {"b"}
-    assert "a" not in placement._index.match((1, 2, 3))
-    assert placement._backend_loads.keys() == {"b"}
-    assert one.schedulers["base"].leases._newest_of_old.keys() == {"b"}
+    assert [cached_tokens(one, prefix, 2.0) for prefix in prompts.values()] == [0, 48]
 
 
 def test_a_late_answer_of_a_removed_backend_teaches_its_successor_nothing() -> None:
@@ -137,9 +138,7 @@ def test_a_late_answer_of_a_removed_backend_teaches_its_successor_nothing() -> N
     one.backends["a"].answered(2.0)
     one.listed("a", listing())
     cached(one, granted, (1, 2, 3))
-    placement = one.schedulers["base"]._placement.inner
-    assert isinstance(placement, CostPlacement)
-    assert not placement._index.match((1, 2, 3))
+    assert cached_tokens(one, (1, 2, 3), 2.0) == 0
 
 
 def test_a_new_process_behind_a_name_is_down_until_read_and_starts_empty() -> None:
@@ -158,9 +157,7 @@ def test_a_new_process_behind_a_name_is_down_until_read_and_starts_empty() -> No
     cached(one, granted, (1, 2, 3))
     one.backends["a"].answered(2.0)
     assert one.ready(2.0)
-    placement = one.schedulers["base"]._placement.inner
-    assert isinstance(placement, CostPlacement)
-    assert not placement._index.match((1, 2, 3))
+    assert cached_tokens(one, (1, 2, 3), 2.0) == 0
 
 
 # --- other settings ---------------------------------------------------------------------------------------------------
@@ -270,10 +267,9 @@ def test_blocked_requests_go_when_their_limit_is_lifted() -> None:
     for _ in range(20):
         running += grants(one)
     assert len(running) == 150
-    one.snapshot(0.0)
     for granted in running:
         one.finish(granted, Verdict.SERVED, 1.0)
-    assert one._limits.in_flight() == {}
+    one.check(1.0)
 
 
 def test_a_limit_that_comes_back_counts_what_was_begun_without_it() -> None:
@@ -311,14 +307,7 @@ def test_a_part_stays_a_part_through_other_settings_and_for_new_backends() -> No
     found.reconfigure(Settings(limits={"tenant:t": UsageLimit(in_flight=5)}), {}, 0.0)
     found.add_backend("b", 6)
     assert [found.backends[name].view(0.0).limit for name in "ab"] == [4, 3]
-    assert found._limits.free("tenant:t") == 2
-
-
-def test_the_part_of_a_limit_is_shown() -> None:
-    found = pools({"a": 8}, Settings(limits={"tenant:t": UsageLimit(in_flight=6)}))
-    found.split_limits(3, 0.0)
-    [shown] = found.snapshot(0.0).limits
-    assert shown.in_flight_max == 2
+    assert found.snapshot(0.0).limits[0].in_flight_max == 2
 
 
 @pytest.mark.parametrize(("before", "after", "taken"), [(1, 10, 60), (10, 1, 6)])
@@ -329,11 +318,12 @@ def test_what_was_taken_of_a_rate_is_back_after_the_same_time_in_parts(before: i
     for number in range(taken):
         found.submit(request(id=f"r{number}", limits=("tenant:t",)), 0.0)
     found.decide(0.0)
-    booked = found._limits.in_flight()
+    [booked] = found.snapshot(0.0).limits
     found.split_limits(after, 0.0)
-    assert found._limits.rates.left_per_min("tenant:t", 0.0)[0] == pytest.approx(0.0)
-    assert found._limits.rates.left_per_min("tenant:t", 30.0)[0] == pytest.approx(30 / after)
-    assert found._limits.in_flight() == booked
+    now, later = found.snapshot(0.0).limits + found.snapshot(30.0).limits
+    assert now.requests_left == pytest.approx(0.0)
+    assert later.requests_left == pytest.approx(30 / after)
+    assert now.in_flight == booked.in_flight
 
 
 def test_a_part_of_rates_and_of_what_is_in_flight() -> None:

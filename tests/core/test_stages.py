@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,9 +23,9 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.placement.staged import FAILURES_MAX
 from llmproxy.core.pools import Pools
-from llmproxy.core.queueing.fairness import FairnessPolicy, policies
 from llmproxy.core.queueing.min_share import MinShares
 from llmproxy.core.settings import Disaggregation, QueueSettings, Settings, Splitting, UsageLimit
+from tests.core.conftest import Ledger
 from tests.core.make import kill, listing, only_grant, pools, request, submit, tight
 
 ALWAYS = Disaggregation(Splitting.ALWAYS)
@@ -88,9 +86,10 @@ def test_a_request_that_cannot_be_split_goes_where_answers_go() -> None:
     assert (grant.placed.backend, grant.placed.answers_on) == ("d", None)
 
 
-def test_a_pool_without_roles_splits_nothing() -> None:
-    one = split_up({"a": (Role.BOTH, 2), "b": (Role.BOTH, 2)})
-    submit(one, long())
+@pytest.mark.parametrize(("role", "splittable"), [(Role.BOTH, True), (Role.PREFILL, False)])
+def test_a_pool_without_a_backend_for_answers_splits_nothing(role: Role, splittable: bool) -> None:
+    one = split_up({"a": (role, 2), "b": (role, 2)})
+    submit(one, long(splittable=splittable))
     assert only_grant(one, 0.0).request.stage is Stage.WHOLE
 
 
@@ -148,10 +147,10 @@ def test_a_request_between_its_stages_counts_once_under_limits_and_shares() -> N
     (answer,) = prefilled(one, grant)
     assert isinstance(answer, Grant)
     assert answer.request.id == asked.id
-    assert one._limits.in_flight() == {"tenant:t": 1}
+    assert one.snapshot(1.0).limits[0].in_flight == 1
     one.finish(answer, Verdict.SERVED, 2.0, Usage(20_000, 100, 0))
     one.ended(asked, None, 2.0)
-    assert one._limits.in_flight() == {"tenant:t": 0}
+    assert one.snapshot(2.0).limits[0].in_flight == 0
     assert only_grant(one, 2.0).request.id != asked.id
 
 
@@ -170,35 +169,9 @@ def test_both_stages_are_charged_as_much_as_the_whole() -> None:
             one.submit(original, 1.0, frozenset(), AdmissionKind.PREFILLED)
             grant = only_grant(one, 1.0)
         one.finish(grant, Verdict.SERVED, 2.0, usage)
-        standings.append(dict(one.schedulers["base"]._room.band(DEFAULT).fairness.standing("mine")))
+        standings.append(one.balances()["base", DEFAULT]["mine"])
     assert standings[0] == standings[1]
-    assert standings[0]["counter"] > 0.0
-
-
-def charged(of: Pools) -> float:
-    ledger = of.schedulers["base"]._room.band(DEFAULT).fairness
-    assert isinstance(ledger, Ledger)
-    return ledger.charged["mine"]
-
-
-class Ledger(FairnessPolicy):
-    """Adds up the charges of flows."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._flows: dict[str, None] = {}
-        self.charged: defaultdict[str, float] = defaultdict(float)
-
-    def backlogged(self, flow: str, head: Request) -> None:
-        self._flows[flow] = None
-
-    def emptied(self, flow: str) -> None:
-        del self._flows[flow]
-
-    def candidates(self, now: float) -> Iterator[str]:
-        return iter(self._flows)
-
-    def charge(self, flow: str, cost: float) -> None:
-        self.charged[flow] += cost
+    assert standings[0] > 0.0
 
 
 UNANSWERED: dict[str, tuple[Verdict, Usage | None]] = {
@@ -211,13 +184,10 @@ UNANSWERED: dict[str, tuple[Verdict, Usage | None]] = {
 @pytest.mark.parametrize("unit", ["tokens", "requests", "kv_seconds"])
 @pytest.mark.parametrize("case", [*UNANSWERED, "no place"])
 @pytest.mark.parametrize("then", ["whole", "refused", "left"])
-def test_a_prompt_is_paid_once_where_its_answer_failed(
-    unit: str, case: str, then: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(policies._factories, "ledger", Ledger)
+def test_a_prompt_is_paid_once_where_its_answer_failed(unit: str, case: str, then: str, ledger: type[Ledger]) -> None:
     costs = []
     for splits in (True, False):
-        one = one_each(fairness="ledger", fairness_cost=unit)
+        one = one_each(fairness_cost=unit)
         submit(one, asked := long(flow="mine", weight=2.0, splittable=splits))
         grant = only_grant(one, 1.0)
         if splits:
@@ -239,15 +209,14 @@ def test_a_prompt_is_paid_once_where_its_answer_failed(
         else:
             one.finish(grant, Verdict.CLIENT_GONE, 2.0, Usage(20_000, 3))
         one.ended(asked, None, 2.0)
-        costs.append(charged(one))
+        costs.append(ledger.last.charged)
     assert costs[0] == pytest.approx(costs[1])
     assert (costs[0] > 0.0) is (then != "refused")
 
 
 @pytest.mark.parametrize("answer_ends", [False, True])
-def test_a_prompt_without_an_answer_is_not_paid(answer_ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(policies._factories, "ledger", Ledger)
-    one = one_each(fairness="ledger")
+def test_a_prompt_without_an_answer_is_not_paid(answer_ends: bool, ledger: type[Ledger]) -> None:
+    one = one_each()
     submit(one, asked := long(flow="mine"))
     grant = only_grant(one, 0.0)
     if answer_ends:
@@ -257,7 +226,7 @@ def test_a_prompt_without_an_answer_is_not_paid(answer_ends: bool, monkeypatch: 
         one.started(grant, 1.0)
         one.finish(grant, Verdict.SERVED, 1.0, Usage(20_000, 1))
     one.ended(asked, None, 1.0)
-    assert charged(one) == 0.0
+    assert ledger.last.charged == 0.0
 
 
 @pytest.mark.parametrize("unit", ["tokens", "requests"])
@@ -292,7 +261,7 @@ def test_a_client_that_leaves_between_the_stages_leaves_nothing() -> None:
     assert loads(one, 1.0) == {"p": 0, "d": 1}
     one.ended(asked, None, 1.0)
     assert loads(one, 1.0) == {"p": 0, "d": 0}
-    assert one._limits.in_flight() == {"tenant:t": 0}
+    assert one.snapshot(1.0).limits[0].in_flight == 0
 
 
 def test_a_refused_prompt_keeps_nothing() -> None:
@@ -344,25 +313,30 @@ def test_a_prompt_that_is_not_fetched_proves_nothing() -> None:
     assert only_grant(one, 4.0).request.stage is Stage.WHOLE
 
 
-def test_each_further_failure_doubles_the_rest() -> None:
-    one = one_each()
-    (scheduler,) = one.schedulers.values()
-    now, rests = 0.0, list[float]()
+def test_each_further_failure_doubles_the_pause() -> None:
+    one, now, pauses = one_each(), 0.0, list[float]()
+
+    def splits() -> bool:
+        """Whether the next request is split. Its client leaves."""
+        submit(one, asked := long(arrived_s=now, deadline_s=now + 60.0), now=now)
+        grant = only_grant(one, now)
+        one.finish(grant, Verdict.CLIENT_GONE, now)
+        one.ended(asked, None, now)
+        return grant.request.stage is Stage.PREFILL
+
     for failures in range(1, FAILURES_MAX + 6):
-        scheduler._placement.transferred("p", now, arrived=False)
-        if failures < FAILURES_MAX:
-            assert not scheduler._placement._paused_until_s
-            continue
-        rest_s = scheduler._placement._paused_until_s["p"] - now
-        rests.append(rest_s)
-        for passed_s, stage in ((rest_s - 0.1, Stage.WHOLE), (0.1, Stage.PREFILL)):
-            now += passed_s
-            submit(one, asked := long(arrived_s=now, deadline_s=now + 60.0), now=now)
-            grant = only_grant(one, now)
-            assert grant.request.stage is stage
-            one.finish(grant, Verdict.CLIENT_GONE, now)
-            one.ended(asked, None, now)
-    assert rests == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
+        submit(one, asked := long(arrived_s=now, deadline_s=now + 60.0), now=now)
+        (answer,) = prefilled(one, only_grant(one, now), now)
+        one.finish(answer, Verdict.TRANSFER_FAILED, now, Usage(0, 0))
+        one.ended(asked, None, now)
+        failed_s = now
+        while not splits():
+            now += 0.5
+        if failures >= FAILURES_MAX:
+            pauses.append(now - failed_s)
+        else:
+            assert now == failed_s
+    assert pauses == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
 
 
 def test_a_waiting_answer_can_be_cancelled() -> None:
@@ -445,12 +419,6 @@ def test_an_answer_never_goes_to_the_backend_of_its_prompt() -> None:
         (answer,) = prefilled(one, grant)
         assert isinstance(answer, Grant)
         assert answer.placed.backend != grant.placed.backend
-
-
-def test_without_a_backend_for_answers_those_for_prompts_serve() -> None:
-    one = split_up({"p": (Role.PREFILL, 2), "q": (Role.PREFILL, 2)})
-    submit(one, long(splittable=False))
-    assert only_grant(one, 0.0).request.stage is Stage.WHOLE
 
 
 @pytest.mark.parametrize("splittable", [True, False])

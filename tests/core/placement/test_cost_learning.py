@@ -156,10 +156,10 @@ def test_prompts_never_explain_the_whole_time_of_a_stream() -> None:
         stream = bench.start(streamed(), "a")
         # Beyond the batch limit, the time of a prompt says nothing of the engine's speed.
         bench.book(streamed(prompt_tokens=30_000), view("a", max_model_len=None, limit=1))
-        bench.cost.started(bench._leases, bench.now + 0.01)
+        bench.cost.started(bench.leases, bench.now + 0.01)
         bench.now += 9 * 0.02
         bench.finish(stream)
-        bench.cost.finished(bench._leases, Verdict.CLIENT_GONE, None, bench.now)
+        bench.cost.finished(bench.leases, Verdict.CLIENT_GONE, None, bench.now)
     assert bench.cost._rates.decode.at(2.0) >= (1.0 - PROMPTS_MOST) * 0.02 * 0.9
 
 
@@ -181,8 +181,6 @@ def test_lost_backend_is_forgotten_with_its_requests_in_flight() -> None:
     assert bench.index.size("a") == 0
     for lease in (answering, unstarted):
         bench.finish(lease)
-    assert bench.cost._flights == {}
-    assert set(bench.cost._backend_loads) == {"b", "fresh"}
 
 
 # --- the work that waits ----------------------------------------------------------------------------------------------
@@ -230,10 +228,13 @@ def test_a_prompt_that_came_too_late_and_was_computed_is_no_transfer() -> None:
     bench = CostBench()
     for _ in range(20):
         bench.finish(fetched(bench, 0.2))
-    before, late_ttft = fetch_s(bench), bench.cost._rates.late_ttft.factor
+    before, learned = fetch_s(bench), bench.cost.learned("d", bench.now)
     for _ in range(20):
         bench.finish(fetched(bench, 2.0, late=True))
-    assert (fetch_s(bench), bench.cost._rates.late_ttft.factor) == (before, late_ttft)
+    later = bench.cost.learned("d", bench.now)
+    assert learned is not None
+    assert later is not None
+    assert (fetch_s(bench), later.ttft_p90_factor) == (before, learned.ttft_p90_factor)
 
 
 def test_a_wait_for_the_end_of_another_answer_is_no_transfer() -> None:

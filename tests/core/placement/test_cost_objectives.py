@@ -45,14 +45,21 @@ def test_the_fast_one_goes_to_those_who_need_it() -> None:
         assert bench.place(asking(bench, **slo), VIEWS).backend == "fast"
 
 
+def p90_factors(bench: CostBench) -> tuple[float, float]:
+    """Returns the factors between predicted and p90 times: to the first token, and per token."""
+    learned = bench.cost.learned(("fast", "slow"), bench.now)
+    assert learned is not None
+    return learned.ttft_p90_factor, learned.tpot_p90_factor
+
+
 def headroom_s(bench: CostBench, backend: str, waited_s: float = 0.0, **slo: float) -> float:
     return bench.terms(asking(bench, waited_s, **slo), view(backend))["headroom"]
 
 
 def test_what_a_backend_leaves_of_an_objective_costs_a_part_of_it() -> None:
     bench = unequal()
-    rates = bench.cost._rates
-    ttft_s, tpot_s = 0.075 * rates.late_ttft.factor, 0.0101 * rates.late_tpot.factor
+    ttft_factor, tpot_factor = p90_factors(bench)
+    ttft_s, tpot_s = 0.075 * ttft_factor, 0.0101 * tpot_factor
     assert headroom_s(bench, "fast", ttft_s=20.0) == pytest.approx(HEADROOM_COST * (20.0 - ttft_s), rel=1e-3)
     assert headroom_s(bench, "fast", ttft_s=20.0, waited_s=19.0) == pytest.approx(
         HEADROOM_COST * (1.0 - ttft_s), rel=1e-2
@@ -90,7 +97,7 @@ def test_request_waits_for_a_closed_backend_only_where_that_is_best() -> None:
     opens_s = bench.cost._backend_loads["a"].rationed_until(bench.cost._rates, 0, 1.0, bench.now)
     assert bench.place(streamed(), views).backend == "far", "it costs 2 s, and the other is busy for longer"
     bench.now = opens_s - 0.2
-    for lease in range(2, bench._leases + 1):
+    for lease in range(2, bench.leases + 1):
         bench.cost.started(lease, bench.now)
     opens_s = bench.cost._backend_loads["a"].rationed_until(bench.cost._rates, 0, 1.0, bench.now)
     assert opens_s > bench.now
@@ -106,15 +113,14 @@ def test_request_waits_for_a_closed_backend_only_where_that_is_best() -> None:
 
 def test_every_stream_tells_how_good_its_prediction_was() -> None:
     bench = unequal()
-    late_ttft, late_tpot = bench.cost._rates.late_ttft, bench.cost._rates.late_tpot
-    before = late_ttft.factor, late_tpot.factor
+    before = p90_factors(bench)
     lease = bench.start(streamed(), "fast", more_s=5.0)
-    assert late_ttft.factor > before[0]
+    assert p90_factors(bench)[0] > before[0]
     bench.now += 5.0
     bench.finish(lease)
-    assert late_tpot.factor > before[1]
-    after = late_ttft.factor, late_tpot.factor
+    after = p90_factors(bench)
+    assert after[1] > before[1]
     plain = bench.start(request(), "fast", more_s=5.0)
     bench.now += 5.0
     bench.finish(plain)
-    assert (late_ttft.factor, late_tpot.factor) == after
+    assert p90_factors(bench) == after

@@ -6,6 +6,7 @@ from llmproxy.core.domain import Grant, Usage, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.charge import USUAL_S, charges
 from llmproxy.core.settings import Settings
+from tests.core.conftest import Ledger
 from tests.core.make import only_grant, pools, request
 
 
@@ -18,9 +19,15 @@ def test_tokens_are_weighted_uncached_prompt_and_output_tokens() -> None:
     assert charge.final(one, Usage(110, 30, cached_tokens=96), elapsed_s=9.0) == 3 * 14 + 5 * 30
 
 
-def test_more_tokens_cached_than_the_prompt_has_are_no_gift() -> None:
-    charge = charges.get("tokens")(Settings())
-    assert charge.final(request(), Usage(10, 0, cached_tokens=99), elapsed_s=1.0) == 0.0
+@pytest.mark.parametrize(
+    ("unit", "usage", "cost"),
+    [
+        pytest.param("tokens", Usage(10, 0, cached_tokens=99), 0.0, id="more cached tokens than the prompt has"),
+        pytest.param("kv_seconds", Usage(100, 0, cached_tokens=96), 100.0, id="cached tokens occupy the cache too"),
+    ],
+)
+def test_cached_tokens_count_by_what_they_use(unit: str, usage: Usage, cost: float) -> None:
+    assert charges.get(unit)(Settings()).final(request(), usage, elapsed_s=1.0) == cost
 
 
 def test_requests_cost_one_each() -> None:
@@ -39,11 +46,6 @@ def test_kv_seconds_are_cached_tokens_times_holding_time() -> None:
     assert charge.final(one, Usage(110, 40), elapsed_s=4.0) == pytest.approx(held), "the integral, token by token"
 
 
-def test_kv_seconds_count_cached_tokens_too_as_they_occupy_the_cache() -> None:
-    charge = charges.get("kv_seconds")(Settings())
-    assert charge.final(request(), Usage(100, 0, cached_tokens=96), elapsed_s=1.0) == 100.0
-
-
 def test_kv_seconds_are_estimated_from_earlier_holding_times() -> None:
     charge = charges.get("kv_seconds")(Settings())
     one = request(prompt_tokens=100, output_tokens=50)
@@ -60,44 +62,34 @@ def test_kv_seconds_are_estimated_from_earlier_holding_times() -> None:
 # --- what flows are charged -------------------------------------------------------------------------------------------
 
 
-def account(of: Pools, flow: str = "flow", band: int = 0) -> float:
-    policy = of.schedulers["base"]._room.band(band).fairness
-    return dict(policy.standing(flow))["counter"]
-
-
 def granted(of: Pools, now: float = 0.0, weight: float = 1.0) -> Grant:
     of.submit(request(prompt_tokens=100, output_tokens=50, stream=True, weight=weight), now)
     return only_grant(of, now)
 
 
-def test_a_weight_divides_the_estimate_and_its_correction_alike() -> None:
+def test_a_weight_divides_the_estimate_and_its_correction_alike(ledger: type[Ledger]) -> None:
     one = pools({"a": 4})
     grant = granted(one, weight=4.0)
-    assert account(one) == (100 + 2 * 50) / 4
+    assert ledger.last.charged == (100 + 2 * 50) / 4
     one.finish(grant, Verdict.SERVED, 1.0, Usage(80, 10))
-    assert account(one) == (80 + 2 * 10) / 4
+    assert ledger.last.charged == (80 + 2 * 10) / 4
 
 
-def test_requests_of_one_flow_may_have_weights_of_their_own() -> None:
+def test_requests_of_one_flow_may_have_weights_of_their_own(ledger: type[Ledger]) -> None:
     one = pools({"a": 4})
     paid, free = granted(one, weight=4.0), granted(one, weight=1.0)
     for grant in (free, paid):
         one.finish(grant, Verdict.SERVED, 1.0, Usage(0, 0))
-    assert account(one) == 0, "each is given back with the weight with which it was charged"
+    assert ledger.last.charged == 0, "each is given back with the weight with which it was charged"
 
 
-def test_requests_can_be_what_is_shared_out() -> None:
-    one = pools({"a": 4}, Settings(fairness_cost="requests"))
-    grant = granted(one)
-    one.progress(grant, 10_000, 5.0)
-    one.finish(grant, Verdict.SERVED, 9.0, Usage(9, 10_000))
-    assert account(one) == 1.0
-
-
-def test_cache_held_over_time_can_be_what_is_shared_out() -> None:
-    one = pools({"a": 4}, Settings(fairness_cost="kv_seconds"))
+@pytest.mark.parametrize(("unit", "running", "ended"), [("requests", 1.0, 1.0), ("kv_seconds", 1_250.0, 2_900.0)])
+def test_requests_or_cache_time_can_be_shared_instead_of_tokens(
+    unit: str, running: float, ended: float, ledger: type[Ledger]
+) -> None:
+    one = pools({"a": 4}, Settings(fairness_cost=unit))
     grant = granted(one, now=1.0)
     one.progress(grant, 50, 11.0)
-    assert account(one) == 10.0 * (100 + 25)
+    assert ledger.last.charged == running
     one.finish(grant, Verdict.SERVED, 21.0, Usage(100, 90, cached_tokens=64))
-    assert account(one) == 20.0 * (100 + 45)
+    assert ledger.last.charged == ended
