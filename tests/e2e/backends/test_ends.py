@@ -127,15 +127,6 @@ async def test_a_refusal_at_the_door_has_an_id(proxy: ProxyUnderTest) -> None:
     assert (answer.status, answer.headers["x-request-id"]) == (404, "mine")
 
 
-async def test_an_engine_without_such_a_thing_is_not_broken() -> None:
-    async with serving_script(
-        answering(whole(b"{}", "501 Not Implemented")), health={"failures_before_ejection": 1}
-    ) as (proxy, _):
-        for _ in range(3):
-            assert (await proxy.chat()).status == 501
-        assert proxy.app.pools.ready(asyncio.get_running_loop().time())
-
-
 def test_only_attempts_with_work_take_from_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmproxy.core.retry.RETRY_RESERVE", 1.0)
     budget = RetryBudget(0.5)

@@ -13,7 +13,7 @@ from llmproxy.gateway.proxying import relay
 from llmproxy.gateway.proxying.stream_relay import BUFFERED_BYTES_MAX
 from llmproxy.lab.simulator.server.faults import FaultKind
 from llmproxy.upstream.port import Exchange
-from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, all_of, all_up, serving, until
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, all_of, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, serving_script, whole
 from tests.upstream.raw_server import Peer
 
@@ -33,17 +33,6 @@ def served_by_b1_after_b0(answer: Answer) -> bool:
 
 def attempts(proxy: ProxyUnderTest, verdict: str) -> int:
     return int(proxy.metric("llmproxy_attempts_total", backend="b0", verdict=verdict))
-
-
-@pytest.mark.parametrize("body", BODIES)
-async def test_a_refused_connection_is_tried_elsewhere(body: object) -> None:
-    async with serving(FAST, FAST, **IN_TURN, poll=BLIND, health=STRICT) as proxy:
-        proxy.replicas[0].faults.set("refuse")
-        assert served_by_b1_after_b0(await proxy.chat(body))
-        assert attempts(proxy, "connect_failed") == 1
-        for _ in range(3):
-            assert (await proxy.chat(body)).headers["x-llmproxy-attempts"] == "1", "it is left alone"
-        assert proxy.outcomes() == {"completed": 4}
 
 
 async def test_an_answer_in_one_piece_has_a_total_time_only() -> None:
@@ -135,16 +124,6 @@ async def test_retries_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
             assert 1 <= tried[-60:].count("2") <= 7, "beyond that reserve, a tenth of all requests"
 
 
-async def test_three_failures_in_a_row_eject() -> None:
-    async with (
-        scripted(answering(BAD_GATEWAY)) as bad,
-        serving(FAST, extra=[bad.url], **IN_TURN, health=STRICT) as proxy,
-    ):
-        for _ in range(12):
-            assert (await proxy.chat()).status == 200
-        assert len(bad.requests) == 3
-
-
 async def test_the_log_names_a_backend_that_cannot_be_spared() -> None:
     settings: dict[str, Any] = {"health": STRICT | {"failures_before_ejection": 1}, "retry": {"extra_attempts": 0}}
     with capture_logs() as logs:
@@ -162,25 +141,6 @@ async def test_the_log_names_a_backend_that_cannot_be_spared() -> None:
     )
     assert sorted(ejected + spared) == [("b0", "1 failures in a row"), ("b1", "1 failures in a row")]
     assert len(spared) == 1
-
-
-async def test_an_ejected_backend_comes_back_by_one_probe() -> None:
-    async with serving(FAST, FAST, **IN_TURN, poll=BLIND) as proxy:
-        proxy.replicas[0].faults.set("refuse")
-        await proxy.chat()
-        await proxy.replicas[0].restart()
-        await until(lambda: all_up(proxy))
-        answers = await asyncio.gather(*(proxy.chat() for _ in range(10)))
-        assert {answer.status for answer in answers} == {200}
-        await until(lambda: all_up(proxy))
-        assert {(await proxy.chat()).backend for _ in range(2)} == {"b0", "b1"}
-
-
-async def test_what_clients_do_wrong_is_never_held_against_a_backend() -> None:
-    async with serving(FAST, health=STRICT | {"failures_before_ejection": 1}) as proxy:
-        for _ in range(5):
-            assert (await proxy.chat(HELLO | {"max_tokens": -1})).status == 400
-        assert (await proxy.chat()).status == 200
 
 
 async def test_a_backend_may_say_itself_when_to_come_back() -> None:

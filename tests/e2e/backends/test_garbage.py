@@ -26,7 +26,7 @@ ASKS: dict[str, dict[str, Any]] = {
 }
 
 
-OURS = ("llmproxy.gateway", "llmproxy.fleet", "llmproxy.dispatcher", "llmproxy.core")
+OURS = ("llmproxy.gateway", "llmproxy.backends", "llmproxy.scheduling", "llmproxy.upstream", "llmproxy.core")
 
 
 @contextmanager

@@ -9,21 +9,17 @@ from llmproxy.gateway.http.errors import STATUS, Failure, nothing_at
 
 
 @pytest.mark.parametrize(
-    ("asked", "meant"),
+    ("asked", "hint"),
     [
-        ("/chat/completions", "/v1/chat/completions"),
-        ("/v1/v1/messages", "/v1/messages"),
-        ("/models", "/v1/models"),
-        ("/v1/classify", "/classify"),
+        ("/chat/completions", "; /v1/chat/completions is what you may mean."),
+        ("/v1/v1/messages", "; /v1/messages is what you may mean."),
+        ("/models", "; /v1/models is what you may mean."),
+        ("/v1/classify", "; /classify is what you may mean."),
+        *((path, ".") for path in ("/", "/v1", "/v1/metrics", "/v1/debug/queue", "/v1/chat", "/sleep")),
     ],
 )
-def test_a_path_with_v1_missing_or_repeated_gets_a_hint(asked: str, meant: str) -> None:
-    assert nothing_at(asked).message == f"There is nothing at {asked}; {meant} is what you may mean."
-
-
-@pytest.mark.parametrize("asked", ["/", "/v1", "/v1/metrics", "/v1/debug/queue", "/v1/chat", "/sleep"])
-def test_other_unknown_paths_get_no_hint(asked: str) -> None:
-    assert nothing_at(asked).message == f"There is nothing at {asked}."
+def test_only_a_path_with_v1_missing_or_repeated_gets_a_hint(asked: str, hint: str) -> None:
+    assert nothing_at(asked).message == f"There is nothing at {asked}{hint}"
 
 
 def test_every_outcome_but_success_has_a_status() -> None:

@@ -62,7 +62,9 @@ def test_a_stream_has_an_error_in_every_spelling(event: str) -> None:
     [
         '{"id":"1","choices":[{"delta":{"content":"\\"error\\": 1"}}]}',
         '{"id":"1","choices":[{"delta":{"content":"a"}}],"error":null}',
+        '{"id":"1","choices":[{"delta":{"content":"data: {\\"error\\": "}}]}',
         '{"error":null,"id":"1"}',
+        '{"error": null, "choices": [{"index": 0}]}',
         '{"type":"response.created","response":{"id":"r","error":null}}',
     ],
 )

@@ -207,17 +207,6 @@ def test_an_event_sent_line_by_line_is_one() -> None:
     assert (tap.error_seen, tap.at_boundary, tap.data_events) == (True, True, 2)
 
 
-def test_an_error_that_is_null_is_none() -> None:
-    _, tap = through([b'data: {"error": null, "choices": [{"index": 0}]}\n\n'], False)
-    assert not tap.error_seen
-    assert tap.first_token_seen
-
-
-def test_text_that_looks_like_an_error_is_none() -> None:
-    _, tap = through([ROLE, HEAD + b'"choices":[{"delta":{"content":"data: {\\"error\\": "}}]}\n\n'], False)
-    assert not tap.error_seen
-
-
 def test_at_boundary_speaks_of_what_the_client_has() -> None:
     for hide_usage in (False, True):
         tap = StreamTap(hide_usage)

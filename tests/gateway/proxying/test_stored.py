@@ -51,45 +51,37 @@ CREATED = b'event: response.created\ndata: {"response":{"id":"resp_0","created_a
 
 
 @pytest.mark.parametrize(
-    "head",
+    ("head", "found"),
     [
-        b'{"id":"resp_0","object":"response","instructions":"x","metadata":{"id":"resp_1"}}',
-        b' { "object" : "response", "created_at": 17, "done": null, "id" : "resp_0" }',
-        CREATED,
-        b": keep-alive\n\n: keep-alive\r\n\r\nretry: 5\n" + CREATED,
-        b'data: {"type":"response.created","sequence_number":0,"response":{"object":"response","id":"resp_0","a',
-    ],
-)
-def test_the_id_of_a_response_is_found(head: bytes) -> None:
-    stored = stored_responses()
-    stored.remember(head, "gpu-0")
-    assert list(stored.made_by) == ["resp_0"]
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
+        (b'{"id":"resp_0","object":"response","instructions":"x","metadata":{"id":"resp_1"}}', True),
+        (b' { "object" : "response", "created_at": 17, "done": null, "id" : "resp_0" }', True),
+        (CREATED, True),
+        (b": keep-alive\n\n: keep-alive\r\n\r\nretry: 5\n" + CREATED, True),
+        (
+            b'data: {"type":"response.created","sequence_number":0,"response":{"object":"response","id":"resp_0","a',
+            True,
+        ),
         # The answer repeats instructions and metadata of the client.
-        b'{"metadata":{"id":"resp_1"},"id":"resp_0"}',
-        b'{"instructions":"\\"id\\":\\"resp_1\\"","id":"resp_0"}',
-        b'{"instructions":"say \\",\\"id\\":\\"resp_1\\"","object":"response"}',
-        b'{"output":[{"id":"resp_1"}],"id":"resp_0"}',
-        b'{"id":"msg_0","x":{"id":"resp_1"}}',
-        b'{"id":7,"id":"resp_1"}',
-        b'event: response.created\ndata: {"metadata":{"id":"resp_1"},"response":{"id":"resp_0"}}',
-        b'event: response.created\ndata: {"response":{"metadata":{"id":"resp_1"}}}',
-        b'event: response.created\ndata: {"id":"resp_1"}\n\ndata: {"response":{"id":"resp_1"}}\n\n',
-        b'data: {"response":{"instructions":"a"}}\n\ndata: {"response":{"id":"resp_1"}}\n\n',
-        b'{"error":{"message":"{\\"id\\":\\"resp_1\\"}"}}',
-        b'{"id":"resp_' + b"1" * 5000,
-        b'{"a":1' + b" " * 4000,
-        b"event: " * 500,
+        (b'{"metadata":{"id":"resp_1"},"id":"resp_0"}', False),
+        (b'{"instructions":"\\"id\\":\\"resp_1\\"","id":"resp_0"}', False),
+        (b'{"instructions":"say \\",\\"id\\":\\"resp_1\\"","object":"response"}', False),
+        (b'{"output":[{"id":"resp_1"}],"id":"resp_0"}', False),
+        (b'{"id":"msg_0","x":{"id":"resp_1"}}', False),
+        (b'{"id":7,"id":"resp_1"}', False),
+        (b'event: response.created\ndata: {"metadata":{"id":"resp_1"},"response":{"id":"resp_0"}}', False),
+        (b'event: response.created\ndata: {"response":{"metadata":{"id":"resp_1"}}}', False),
+        (b'event: response.created\ndata: {"id":"resp_1"}\n\ndata: {"response":{"id":"resp_1"}}\n\n', False),
+        (b'data: {"response":{"instructions":"a"}}\n\ndata: {"response":{"id":"resp_1"}}\n\n', False),
+        (b'{"error":{"message":"{\\"id\\":\\"resp_1\\"}"}}', False),
+        (b'{"id":"resp_' + b"1" * 5000, False),
+        (b'{"a":1' + b" " * 4000, False),
+        (b"event: " * 500, False),
     ],
 )
-def test_an_id_elsewhere_in_an_answer_is_ignored(head: bytes) -> None:
+def test_only_an_id_at_the_top_of_an_answer_is_remembered(head: bytes, found: bool) -> None:
     stored = stored_responses()
     stored.remember(head, "gpu-0")
-    assert list(stored.made_by) == []
+    assert list(stored.made_by) == (["resp_0"] if found else [])
 
 
 def test_a_response_exists_only_for_its_tenant() -> None:
