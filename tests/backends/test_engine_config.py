@@ -47,5 +47,5 @@ def test_the_batch_limit_of_an_engines_own_configuration(answer: Any, sequences:
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b'{"vllm_config":', b"\xff", b"[" * 100_000])
-def test_what_is_no_answer_says_nothing(body: bytes) -> None:
+def test_invalid_answer_gives_no_facts(body: bytes) -> None:
     assert parse_sequences(body) is None

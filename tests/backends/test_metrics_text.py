@@ -80,7 +80,7 @@ def test_engines_behind_one_page_are_summed_and_averaged() -> None:
 
 
 @pytest.mark.parametrize("prefix", [b"ray_vllm_", b"vllm_"])
-def test_names_with_another_prefix_are_those_of_vllm(prefix: bytes) -> None:
+def test_names_with_another_prefix_are_read_as_vllm_names(prefix: bytes) -> None:
     assert drain(parse_reading(PAGE.replace(b"vllm:", prefix), 7.0)) == EXPECTED
 
 

@@ -58,7 +58,7 @@ def test_a_start_is_from_the_first_failed_poll_to_the_first_answer() -> None:
     assert fleet.start_s == 90.0
 
 
-def test_who_answers_at_once_was_there_before() -> None:
+def test_backend_that_answers_at_once_was_there_before() -> None:
     fleet = Fleet()
     fleet.starts("a", 40.0, failing=False)
     fleet.starts("b", LEAST_S / 2)
@@ -79,7 +79,7 @@ def test_a_backend_that_fails_later_does_not_start_again_until_it_was_removed() 
     assert fleet.seen == [("sim", 40.0), ("sim", 30.0)]
 
 
-def test_what_is_configured_counts() -> None:
+def test_configured_time_counts() -> None:
     fleet = Fleet(start_s=300.0)
     for name in "abcd":
         fleet.starts(name, 40.0)

@@ -58,7 +58,7 @@ def at(path: Path, clock: Clock | None = None) -> Limits:
     return Limits(StateFile(path, clock or Clock()))
 
 
-def test_what_was_written_is_read_by_the_next_process(tmp_path: Path) -> None:
+def test_next_process_reads_the_file(tmp_path: Path) -> None:
     path = tmp_path / "made" / "on the way" / "state.json"
     assert at(path).read() == {}
     at(path).write({"http://a": ONE, "http://b": OTHER})
@@ -85,7 +85,7 @@ def test_entries_too_old_or_from_the_future_do_not_count(path: Path) -> None:
     assert at(path, clock).read() == {}
 
 
-def test_it_is_bounded_and_those_seen_last_stay(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_bounded_and_keeps_the_newest_entries(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_file, "ENTRIES_MAX", 10)
     clock = Clock()
     for number in range(12):
@@ -138,7 +138,7 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
     assert at(loop).read() == {"http://a": ONE}
 
 
-def test_what_is_no_file_is_reported_and_left_as_it_is(tmp_path: Path) -> None:
+def test_path_that_is_no_file_is_reported_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     with capture_logs() as logs:
@@ -156,7 +156,7 @@ def test_a_limit_that_no_engine_has_is_dropped(path: Path) -> None:
     assert at(path).read() == {"http://b": ONE}
 
 
-def test_what_two_write_at_the_same_time_is_not_lost(tmp_path: Path, path: Path) -> None:
+def test_concurrent_writers_lose_nothing(tmp_path: Path, path: Path) -> None:
     at(path).write({"http://a": ONE})
     busy = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(busy, fcntl.LOCK_EX)
@@ -170,7 +170,7 @@ def test_what_two_write_at_the_same_time_is_not_lost(tmp_path: Path, path: Path)
     assert logs == []
 
 
-def test_where_nothing_can_be_written_it_is_a_warning_and_no_error(tmp_path: Path) -> None:
+def test_unwritable_path_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     state = at(tmp_path / "file" / "state.json")
     with capture_logs() as logs:
@@ -208,7 +208,7 @@ def test_nothing_is_written_while_nothing_is_new(path: Path) -> None:
     assert not path.exists()
 
 
-async def test_it_follows_what_is_known_and_writes_once_more_at_the_end(
+async def test_file_follows_the_learned_limits_and_is_written_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_file, "LOOK_S", 0.0)
@@ -235,7 +235,7 @@ async def test_it_follows_what_is_known_and_writes_once_more_at_the_end(
         ("auto", {}, None),
     ],
 )
-def test_where_it_lies(setting: str, environ: dict[str, str], path: str | None) -> None:
+def test_path_of_the_file(setting: str, environ: dict[str, str], path: str | None) -> None:
     assert place(setting, environ, "0.0.0.0", 8080) == (None if path is None else Path(path))
 
 
@@ -269,7 +269,7 @@ LEARNED = KnownCapacity((1.0, 2.0), ((7, 40, 100.0, 0.5),), (12_000.0,))
 MORE = KnownCapacity((3.0, 4.0), ((7, 50, 100.0, 0.5),))
 
 
-def test_capacities_are_read_by_the_next_process_beside_those_of_others(path: Path) -> None:
+def test_next_process_reads_capacities_of_all_processes(path: Path) -> None:
     at(path).write({"http://a": ONE})
     StateFile(path, Clock()).write(State({}, {"sim": LEARNED}))
     StateFile(path, Clock()).write(State({}, {"other": MORE}))

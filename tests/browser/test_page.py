@@ -57,7 +57,7 @@ async def test_no_view_is_wider_than_the_window(browser: Browser, width: int) ->
             assert await visit.page.locator("th[scope=row]", has_text=LONG).first.get_attribute("title") == LONG
 
 
-async def test_what_it_shows_is_what_happened(browser: Browser) -> None:
+async def test_page_shows_the_served_requests(browser: Browser) -> None:
     async with serving(FAST, FAST) as proxy:
         await worked(proxy)
         async with visiting(browser, proxy.url) as visit:
@@ -86,7 +86,7 @@ async def test_what_it_shows_is_what_happened(browser: Browser) -> None:
             )
 
 
-async def test_choices_are_found_by_what_came_of_them(browser: Browser) -> None:
+async def test_choices_are_filtered_by_outcome(browser: Browser) -> None:
     async with serving(FAST, FAST) as proxy:
         await worked(proxy)
         async with visiting(browser, proxy.url) as visit:
@@ -106,7 +106,7 @@ async def test_choices_are_found_by_what_came_of_them(browser: Browser) -> None:
                 assert await found.all_inner_texts() == names
 
 
-async def test_of_many_candidates_the_cheapest_are_shown(browser: Browser) -> None:
+async def test_cheapest_of_many_candidates_are_shown(browser: Browser) -> None:
     async with serving(FAST) as proxy:
         await worked(proxy)
         async with visiting(browser, proxy.url) as visit:
@@ -131,7 +131,7 @@ async def test_times_are_written_as_closely_as_they_are_read(browser: Browser) -
         assert shown == ["0 ms", "250 ms", "1.50 s", "60.0 s", "99.9 s", "1.7 min", "5 min", "10 min", "2 h"]
 
 
-async def test_who_waits_and_why(browser: Browser) -> None:
+async def test_waiting_requests_have_a_reason(browser: Browser) -> None:
     async with one_seat() as (proxy, seat):
         waits = await proxy.enter("waits")
         async with visiting(browser, proxy.url) as visit:
@@ -193,7 +193,7 @@ async def test_a_replica_that_is_up_says_how_often_it_was_not(browser: Browser) 
             await visit.sees("backend_down", ".events")
 
 
-async def test_a_replica_that_is_slower_than_its_pool_stands_out(browser: Browser) -> None:
+async def test_slow_replica_is_highlighted(browser: Browser) -> None:
     async with serving(FAST, FAST, FAST) as proxy, visiting(browser, proxy.url) as visit:
 
         async def slower(route: Any) -> None:
@@ -233,7 +233,7 @@ async def test_how_many_replicas_are_wanted(browser: Browser) -> None:
         assert shown[:6] == ["base", "2", "4.00", "4", "adapters in use", "2.5x the recent load"]
 
 
-async def test_what_the_last_reload_did(browser: Browser) -> None:
+async def test_result_of_the_last_reload_is_shown(browser: Browser) -> None:
     async with serving(FAST) as proxy, visiting(browser, proxy.url) as visit:
         heard = proxy.app.recorder.heard
         await visit.go("configuration")
@@ -273,7 +273,7 @@ async def test_a_drain_needs_a_key(browser: Browser) -> None:
         await visit.sees("A drain needs the admin key", "dialog[open]")
 
 
-async def test_where_there_is_a_key_the_page_asks_for_it_on_this_machine_too(browser: Browser) -> None:
+async def test_configured_key_is_asked_for_on_this_machine_too(browser: Browser) -> None:
     async with serving(FAST, FAST, **WITH_KEY) as proxy, visiting(browser, proxy.url) as visit:
         visit.expected = ("401 (Unauthorized)",)
         await visit.go("replicas")

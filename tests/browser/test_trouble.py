@@ -39,7 +39,7 @@ async def test_a_browser_that_keeps_nothing(browser: Browser) -> None:
         assert await visit.page.evaluate("document.documentElement.dataset.theme") != before
 
 
-async def test_it_says_which_replicas_have_no_history(browser: Browser) -> None:
+async def test_replicas_without_history_are_named(browser: Browser) -> None:
     async with serving(FAST) as proxy, visiting(browser, proxy.url) as visit:
 
         async def many(route: Route) -> None:

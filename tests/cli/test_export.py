@@ -35,7 +35,7 @@ def test_an_unknown_kind_names_the_known(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_unusable_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = CliRunner().invoke(app, ["export", "alerts", str(tmp_path / "file" / "below")])
     assert done.exit_code == 2

@@ -93,7 +93,7 @@ def test_all_of_the_pool_are_asked_and_so_is_who_joins_it_later() -> None:
     assert world.due("late") == []
 
 
-def test_some_are_those_that_are_up_with_the_fewest_adapters(world: World) -> None:
+def test_some_replicas_are_the_available_ones_with_the_fewest_adapters(world: World) -> None:
     world.lists("a", one="/1", two="/2")
     world.lists("b", one="/1")
     assert world.asked(world.load("x", 1)) == ["c"]
@@ -105,7 +105,7 @@ def test_some_are_those_that_are_up_with_the_fewest_adapters(world: World) -> No
     assert "`replicas` is 4, and 3 backends" in world.refusal("w", replicas=4).message
 
 
-def test_what_is_under_way_counts_as_an_adapter_too(world: World) -> None:
+def test_change_under_way_counts_as_an_adapter(world: World) -> None:
     plans = [world.adapters.load(name, "/x", {}, None, 1, False) for name in ("x", "y", "z")]
     assert [plan.backends for plan in plans] == [("a",), ("b",), ("c",)]
     assert world.adapters.is_changing("x")
@@ -114,7 +114,7 @@ def test_what_is_under_way_counts_as_an_adapter_too(world: World) -> None:
     assert world.remembered == {}
 
 
-def test_who_has_it_already_is_chosen_first_and_more_may_be_asked_for(world: World) -> None:
+def test_backend_with_the_adapter_is_chosen_first(world: World) -> None:
     world.lists("b", one="/1", x="/x")
     assert world.asked(world.load(replicas=1)) == ["b"]
     assert world.asked(world.load(replicas=2)) == ["a", "b"]
@@ -139,7 +139,7 @@ def test_unloading_some_takes_the_fullest(world: World) -> None:
     assert world.remembered == {}
 
 
-def test_what_was_loaded_by_hand_can_be_unloaded(world: World) -> None:
+def test_adapter_loaded_by_hand_can_be_unloaded(world: World) -> None:
     world.lists("b", x="/x")
     assert world.asked(world.unload()) == ["b"]
     caught = refusal(world.unload)
@@ -150,7 +150,7 @@ def test_what_was_loaded_by_hand_can_be_unloaded(world: World) -> None:
 # --- repeated requests ------------------------------------------------------------------------------------------------
 
 
-def test_who_comes_back_without_it_is_asked_again(world: World) -> None:
+def test_returning_backend_without_the_adapter_is_asked_again(world: World) -> None:
     world.load("x")
     world.load("y", 1)
     for backend in FLEET:
@@ -181,14 +181,14 @@ def test_a_replacement_is_due_until_it_was_taken(world: World) -> None:
     assert world.due("b") == [("load", "x")]
 
 
-def test_what_was_unloaded_is_not_loaded_again(world: World) -> None:
+def test_unloaded_adapter_is_not_loaded_again(world: World) -> None:
     world.load()
     world.unload()
     world.lists("a")
     assert world.due("a") == []
 
 
-def test_who_missed_an_unloading_is_asked_when_it_is_back(world: World) -> None:
+def test_backend_that_missed_an_unload_is_asked_when_it_returns(world: World) -> None:
     world.load()
     world.refusing = {"b": None, "c": None}
     assert world.unload().remembered
@@ -223,7 +223,7 @@ def test_retries_come_ever_more_slowly_and_start_anew_with_a_change(world: World
     assert world.standings == [(backend, True, 0) for backend in "abc"]
 
 
-def test_nobody_is_asked_again_for_what_is_being_changed(world: World) -> None:
+def test_no_backend_is_asked_again_during_a_change(world: World) -> None:
     world.load()
     world.lists("a")
     plan = world.adapters.load("x", "/new", {}, None, None, True)
@@ -234,7 +234,7 @@ def test_nobody_is_asked_again_for_what_is_being_changed(world: World) -> None:
     assert change.path == "/new"
 
 
-def test_what_came_of_a_change_that_was_overtaken_counts_for_nothing(world: World) -> None:
+def test_result_of_an_overtaken_change_is_ignored(world: World) -> None:
     world.load()
     world.lists("a")
     (old,) = world.adapters.due("a", 0.0)
@@ -255,7 +255,7 @@ def test_a_backend_that_went_to_another_model_is_left_alone(world: World) -> Non
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_everybody_refuses_is_not_remembered(world: World) -> None:
+def test_adapter_that_all_backends_refuse_is_not_remembered(world: World) -> None:
     world.refusing = dict.fromkeys("abc", 404)
     assert not world.load().remembered
     assert world.remembered == {}
@@ -267,7 +267,7 @@ def test_what_everybody_refuses_is_not_remembered(world: World) -> None:
     assert world.load().remembered
 
 
-def test_a_replacement_that_everybody_refuses_leaves_what_was(world: World) -> None:
+def test_replacement_that_all_backends_refuse_changes_nothing(world: World) -> None:
     world.load()
     world.refusing = dict.fromkeys("abc", 404)
     assert not world.load(path="/typo", in_place=True).remembered
@@ -298,7 +298,7 @@ def test_nothing_is_said_to_be_done_on_a_backend_that_is_down(world: World) -> N
     assert world.standings == [("a", True, 0), ("b", False, 0), ("c", True, 0)]
 
 
-def test_what_is_shown_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shown_adapters_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHOWN_MAX", 7)
     for name in "xyz":
         world.load(name)
@@ -315,7 +315,7 @@ def two_pools(**given: Any) -> World:
     return world
 
 
-def test_with_two_models_the_one_that_is_meant_is_named_once() -> None:
+def test_with_two_models_the_model_is_named_once() -> None:
     world = two_pools()
     assert "set `model`" in world.refusal().message
     assert world.refusal(model="nope").outcome is Outcome.UNKNOWN_MODEL
@@ -353,7 +353,7 @@ def test_an_adapter_has_no_name_that_means_something_else() -> None:
     assert world.asked(world.load(model="fast")) == ["a"], "an alias of a base model names it as well"
 
 
-def test_names_stay_those_of_adapters_whatever_stands_for_all_others() -> None:
+def test_adapter_names_go_before_the_alias_of_all_other_names() -> None:
     world = two_pools(aliases={"*": "other", "x": "x"})
     assert world.asked(world.load("x", model=BASE)) == ["a"], "a name mapped to itself is no alias"
     assert world.asked(world.load("y", model=BASE)) == ["a"]

@@ -72,7 +72,7 @@ def test_the_highest_band_goes_first_and_nothing_is_inverted() -> None:
     ],
     ids=["its adapter is not there", "its prompt is too long", "it may go to another alone", "its limit is used up"],
 )
-def test_who_could_not_have_the_backend_is_not_passed_over(high: dict[str, Any]) -> None:
+def test_request_that_could_not_use_the_backend_is_not_passed_over(high: dict[str, Any]) -> None:
     settings = tight(ceilings={SHEDDABLE: 1.0}, headroom_s=0.0, limits={"tenant:full": UsageLimit(in_flight=1)})
     one = pools({"a": 2, "b": 1}, settings, listings={"b": listing("elsewhere", max_model_len=8_192)})
     submit(one, request(limits=("tenant:full",), backend="b"))
@@ -127,7 +127,7 @@ def waits(of: Pools, now: float) -> dict[int, float]:
     return of.longest_s(now)
 
 
-def test_the_longest_wait_is_that_of_the_first_that_still_waits() -> None:
+def test_longest_wait_belongs_to_the_first_waiting_request() -> None:
     one = pools({"a": 1}, tight())
     one.submit(request(id="running"), 0.0)
     (running,) = grants(one)

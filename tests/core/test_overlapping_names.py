@@ -88,7 +88,7 @@ def test_when_the_only_backend_of_a_name_dies_its_other_names_are_served_on() ->
     assert "No backend of `new` is up" in refusal(ask, of, "new").message
 
 
-def test_what_waits_when_the_last_backend_of_its_name_is_gone_is_told_so() -> None:
+def test_waiting_requests_learn_that_the_last_backend_of_their_name_is_gone() -> None:
     of = fleet(a=lists("new", "old"), b=lists("old"))
     for _ in range(2):
         ask(of, "new")
@@ -132,7 +132,7 @@ def test_a_critical_request_preempts_where_it_can_be_served_though_another_backe
 
 
 @pytest.mark.parametrize("waiting", ["yxx", "xxy"])
-def test_requests_are_preempted_only_for_those_of_a_name_that_can_use_the_place(waiting: str) -> None:
+def test_requests_are_preempted_only_for_names_that_can_use_the_place(waiting: str) -> None:
     settings = replace(TIGHT, headroom_s=0.0)
     of = fleet(settings, 3, a=lists("x"), b=lists("x", "y"), c=lists("y"))
     for model in "xxxxxx":
@@ -199,7 +199,7 @@ def test_a_roll_out_keeps_the_scheduler_and_all_that_waits() -> None:
     assert ended == {"old": 12, "new": 12}
 
 
-def test_what_waits_in_two_pools_waits_in_one_when_a_backend_joins_them() -> None:
+def test_waiting_requests_of_two_pools_join_when_a_backend_joins_them() -> None:
     of = fleet(a=lists("x"), b=lists("y"))
     for model in "xy":
         ask(of, model)
@@ -223,7 +223,7 @@ def test_what_waits_in_two_pools_waits_in_one_when_a_backend_joins_them() -> Non
     assert_nothing_left(of, 3.0)
 
 
-def test_what_waits_in_one_pool_waits_in_two_when_the_backend_that_joins_them_goes() -> None:
+def test_waiting_requests_part_when_the_joining_backend_goes() -> None:
     of = fleet(a=lists("x"), b=lists("x", "y"), c=lists("y"))
     for model in "xxyyxy":
         ask(of, model)

@@ -110,7 +110,7 @@ def test_a_pool_that_could_not_be_made_is_made_with_the_next_listing() -> None:
     assert granted(one) == ["base", "base"], "on either"
 
 
-def test_nobody_is_shed_for_a_request_whose_band_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_is_shed_for_a_band_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     one = pools({"a": 1}, tight(queue=QueueSettings(requests_max=1)))
     one.submit(request(), 0.0)
     assert granted(one) == ["base"]
@@ -175,7 +175,7 @@ def test_the_oldest_blocked_request_without_room_leaves_a_limit_to_others() -> N
     assert names(grants(one, 4.0)) == ["2.0"]
 
 
-def test_a_limit_that_another_pool_fills_makes_way_at_once_for_those_behind_it() -> None:
+def test_limit_filled_by_another_pool_lets_others_pass_at_once() -> None:
     settings = replace(LIMITED, ceilings={CRITICAL: 0.25, DEFAULT: 1.0})
     one = pools({"a": 4, "b": 1}, settings, listings={"a": listing(), "b": listing(base="other")})
     submit(one, request(band=CRITICAL))
@@ -342,7 +342,7 @@ def test_a_policy_that_raises_leaves_every_account_settled(
 # --- after another process --------------------------------------------------------------------------------------------
 
 
-def test_what_another_process_granted_is_booked_and_charged_by_it_alone() -> None:
+def test_grant_of_another_process_is_booked_but_charged_by_it_alone() -> None:
     one = pools({"a": 2}, tight())
     known = request(id="r", flow="f", prompt_tokens=30, output_tokens=10, stream=True)
     placed = Placed("a", 0.0, (), 1, ttft=Predicted(0.1, 0.2), tpot=Predicted(0.01, 0.02))

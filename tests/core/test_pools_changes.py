@@ -30,7 +30,7 @@ def backends(granted: Sequence[Grant]) -> list[str]:
 # --- drain and undrain ------------------------------------------------------------------------------------------------
 
 
-def test_a_drained_backend_gets_nothing_new_and_ends_what_it_has() -> None:
+def test_drained_backend_ends_its_requests_and_gets_no_new_ones() -> None:
     one = pools({"a": 2, "b": 2}, TIGHT)
     submit(one, times=2)
     before = grants(one)
@@ -57,7 +57,7 @@ def test_a_drained_backend_does_not_count_as_ready() -> None:
 # --- add and remove ---------------------------------------------------------------------------------------------------
 
 
-def test_an_added_backend_takes_what_waits_as_soon_as_it_was_read() -> None:
+def test_added_backend_takes_waiting_requests_once_it_was_read() -> None:
     one = pools({"a": 1}, TIGHT)
     submit(one, times=2)
     assert backends(grants(one)) == ["a"]
@@ -168,7 +168,7 @@ def reconfigure(of: Pools, settings: Settings, now: float = 0.0, aliases: dict[s
     of.check(now)
 
 
-def test_what_waits_survives_a_change_of_everything_that_can_change() -> None:
+def test_waiting_requests_survive_a_change_of_all_settings() -> None:
     one = pools({"a": 1}, TIGHT)
     submit(one, times=5)
     (running,) = grants(one)
@@ -206,7 +206,7 @@ def test_a_smaller_batch_limit_holds_for_the_next_request() -> None:
         assert len(grants(one, 1.0)) == (1 if count == 3 else 0)
 
 
-def test_a_shorter_hold_counts_for_those_that_are_held_already() -> None:
+def test_shorter_hold_counts_for_held_requests() -> None:
     one = pools({"a": 1}, TIGHT)
     one.backends["a"].drained = True
     submit(one)
@@ -216,7 +216,7 @@ def test_a_shorter_hold_counts_for_those_that_are_held_already() -> None:
     assert [type(decision) for decision in one.decide(3.1)] == [Drop]
 
 
-def test_a_longer_hold_spares_those_that_came_when_nothing_was_held() -> None:
+def test_longer_hold_counts_for_requests_from_before() -> None:
     one = pools({"a": 1}, replace(TIGHT, queue=QueueSettings(no_backend_wait_s=0.0)))
     submit(one, times=2)
     assert len(grants(one)) == 1
@@ -239,7 +239,7 @@ def limited(**limit: Any) -> Settings:
     return replace(TIGHT, limits={"tenant:t": UsageLimit(**limit)})
 
 
-def test_what_was_used_of_a_rate_counts_under_the_new_one() -> None:
+def test_used_rate_counts_under_the_new_limit() -> None:
     one = pools({"a": 9}, limited(requests_per_min=2))
     submit(one, times=2, limits=("tenant:t",))
     reconfigure(one, limited(requests_per_min=3))
@@ -247,7 +247,7 @@ def test_what_was_used_of_a_rate_counts_under_the_new_one() -> None:
     assert refusal(submit, one, limits=("tenant:t",)).outcome is Outcome.RATE_LIMITED
 
 
-def test_what_is_in_flight_counts_under_the_new_limit() -> None:
+def test_requests_in_flight_count_under_the_new_limit() -> None:
     one = pools({"a": 9}, limited(in_flight=3))
     submit(one, times=3, limits=("tenant:t",))
     first = grants(one)
@@ -272,7 +272,7 @@ def test_blocked_requests_go_when_their_limit_is_lifted() -> None:
     one.check(1.0)
 
 
-def test_a_limit_that_comes_back_counts_what_was_begun_without_it() -> None:
+def test_restored_limit_counts_requests_begun_without_it() -> None:
     one = pools({"a": 9}, limited(in_flight=1))
     submit(one, limits=("tenant:t",))
     reconfigure(one, TIGHT)
@@ -311,7 +311,7 @@ def test_a_part_stays_a_part_through_other_settings_and_for_new_backends() -> No
 
 
 @pytest.mark.parametrize(("before", "after", "taken"), [(1, 10, 60), (10, 1, 6)])
-def test_what_was_taken_of_a_rate_is_back_after_the_same_time_in_parts(before: int, after: int, taken: int) -> None:
+def test_split_rate_recovers_in_the_same_time(before: int, after: int, taken: int) -> None:
     """The other processes used their parts of the rate too."""
     found = pools({"a": 80}, Settings(limits={"tenant:t": UsageLimit(in_flight=80, requests_per_min=60)}))
     found.split_limits(before, 0.0)
@@ -326,7 +326,7 @@ def test_what_was_taken_of_a_rate_is_back_after_the_same_time_in_parts(before: i
     assert now.in_flight == booked.in_flight
 
 
-def test_a_part_of_rates_and_of_what_is_in_flight() -> None:
+def test_limits_are_split_into_parts() -> None:
     whole = UsageLimit(in_flight=2, requests_per_min=60.0, tokens_per_min=900.0)
     assert whole.split(3) == UsageLimit(in_flight=1, requests_per_min=20.0, tokens_per_min=300.0)
     assert UsageLimit().split(3) == UsageLimit()

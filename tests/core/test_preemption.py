@@ -41,14 +41,14 @@ GIVES_WAY = [(-1, 1), (SHEDDABLE, 1), (-1, CRITICAL)]
 
 
 @pytest.mark.parametrize(("low", "high"), STAYS + GIVES_WAY)
-def test_only_bands_below_default_give_way_and_only_to_those_above_it(low: int, high: int) -> None:
+def test_only_bands_below_default_are_preempted_by_bands_above_it(low: int, high: int) -> None:
     of, _ = full(band=low)
     urgent(of, band=high)
     assert taken_back(of) == (["low0"] if (low, high) in GIVES_WAY else [])
 
 
 @pytest.mark.parametrize("event", [Pools.started, Pools.committed])
-def test_what_has_sent_a_token_or_any_byte_is_never_taken_back(event: Callable[[Pools, Grant, float], None]) -> None:
+def test_request_with_a_token_or_byte_sent_is_never_preempted(event: Callable[[Pools, Grant, float], None]) -> None:
     of, (low,) = full()
     event(of, low, 1.5)
     urgent(of)
@@ -175,7 +175,7 @@ def test_a_plain_request_of_several_sequences_counts_with_all_of_them() -> None:
 # --- nothing is lost by it --------------------------------------------------------------------------------------------
 
 
-def test_who_was_preempted_comes_back_before_all_others_of_its_flow() -> None:
+def test_preempted_request_returns_first_in_its_flow() -> None:
     of, held = full(2)
     of.submit(request(id="older", band=SHEDDABLE, flow="low", arrived_s=0.0), 1.5)
     urgent(of, 2)
@@ -249,7 +249,7 @@ def test_a_lease_in_an_engines_queue_is_preempted_despite_seeming_room(stream: b
     assert only_grant(of, 2.6).request.id == "low7"
 
 
-def test_only_those_before_it_make_way_and_only_while_it_waits() -> None:
+def test_requests_are_preempted_only_while_the_higher_one_waits() -> None:
     of, _ = overfilled(of_them=0)
     urgent(of)
     (critical,) = grants(of, 2.0)

@@ -152,7 +152,7 @@ def test_prompt_that_waits_for_an_adapter_slot_does_not_close_the_window() -> No
     assert [one.request.id for one in grants(of, 1.8)] == ["2"]
 
 
-def test_window_is_not_guessed_where_no_first_byte_tells_what_is_computed() -> None:
+def test_window_is_not_guessed_without_first_bytes() -> None:
     of = windowed()
     (_, *rest) = flood(of, "abcd", 1.0, stream=False, prompt_tokens=6_000)
     assert len(rest) == 3
@@ -269,7 +269,7 @@ def test_many_requests_bound_to_a_closed_backend_hold_up_no_others() -> None:
 
 @pytest.mark.parametrize("window_s", [None, 0.3])
 @pytest.mark.parametrize("seed", range(20))
-def test_no_band_passes_a_higher_one_that_waits(seed: int, window_s: float | None) -> None:
+def test_no_band_passes_a_waiting_higher_band(seed: int, window_s: float | None) -> None:
     rng = Random(seed)
     of, held = streaming("a", "b", settings=Settings(capacity=CapacitySettings(prompt_window_s=window_s)))
     now, waiting, went, waited = 1.0, dict[str, int](), 0, 0

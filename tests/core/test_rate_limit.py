@@ -21,7 +21,7 @@ def test_an_amount_above_capacity_needs_a_full_bucket_and_leaves_debt() -> None:
     assert (bucket.level(0.5), bucket.wait_s(1.0, 0.5)) == (-96.0, 48.5)
 
 
-def test_what_is_given_back_fills_no_more_than_the_capacity() -> None:
+def test_returned_tokens_fill_at_most_the_capacity() -> None:
     bucket = TokenBucket(4.0, 0.0)
     bucket.take(3.0, 0.0)
     bucket.take(-1.0, 9.0)
@@ -30,7 +30,7 @@ def test_what_is_given_back_fills_no_more_than_the_capacity() -> None:
     assert bucket.level(9.0) == 4.0
 
 
-def test_a_resized_bucket_keeps_what_was_taken() -> None:
+def test_resized_bucket_keeps_the_taken_tokens() -> None:
     bucket = TokenBucket(60.0, 1.0)
     bucket.take(40.0, 0.0)
     bucket.resize(30.0, 0.5, 10.0)

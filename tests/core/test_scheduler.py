@@ -66,7 +66,7 @@ def test_higher_bands_go_first_and_lower_ones_leave_them_room() -> None:
     assert len(grants(idle)) == 1
 
 
-def test_a_blocked_band_stops_those_below_it() -> None:
+def test_blocked_band_stops_lower_bands() -> None:
     one = pools({"a": 4}, tight())
     submit(one, *(request(band=CRITICAL) for _ in range(5)), *(request(band=SHEDDABLE) for _ in range(5)))
     held = grants(one)
@@ -106,7 +106,7 @@ def test_a_head_that_fits_nowhere_does_not_hold_up_its_own_flow() -> None:
     assert names(grants(one, 2.0)) == ["behind", "lower"]
 
 
-def test_a_retry_avoids_what_failed_it_and_holds_nobody_up() -> None:
+def test_retry_avoids_its_failed_backend_and_delays_nobody() -> None:
     one = pools({"a": 1, "b": 1}, tight())
     submit(one, request(id="first"), request(id="second"))
     by_backend = {grant.placed.backend: grant for grant in grants(one)}
@@ -197,7 +197,7 @@ def test_a_retry_that_every_backend_has_failed_is_refused() -> None:
     one.submit(request(), 0.0, frozenset({"b"}))
 
 
-def test_a_request_waits_for_another_backend_than_the_one_that_refused_it_as_busy() -> None:
+def test_request_refused_as_busy_waits_for_another_backend() -> None:
     of = pools({"a": 1, "b": 1}, tight())
     submit(of, request(), request())
     first = {grant.placed.backend: grant for grant in grants(of)}
@@ -258,7 +258,7 @@ def test_a_deadline_is_a_drop_at_its_instant_even_with_room() -> None:
     assert one.next_wakeup(5.0) is None
 
 
-def test_who_expires_while_every_backend_is_down_learns_so() -> None:
+def test_request_that_expires_while_all_backends_are_down_says_so() -> None:
     one = pools({"a": 1}, tight(queue=QueueSettings(no_backend_wait_s=0.0)))
     submit(one, request(), request(deadline_s=5.0))
     grants(one)
@@ -329,7 +329,7 @@ def test_a_lease_that_ended_before_the_pass_is_not_revoked() -> None:
     one.check(0.0)
 
 
-def test_what_a_process_answered_that_is_gone_is_cached_nowhere() -> None:
+def test_answers_of_a_lost_process_are_cached_nowhere() -> None:
     notified: list[tuple[str, tuple[int, ...]]] = []
 
     class Recording(Placement):
@@ -396,7 +396,7 @@ def test_a_new_attempt_is_not_turned_away_by_a_full_queue() -> None:
 
 
 @pytest.mark.parametrize("entry", [AdmissionKind.NEW, AdmissionKind.RESUMED])
-def test_what_another_scheduler_admitted_is_an_arrival_here(entry: AdmissionKind) -> None:
+def test_request_admitted_elsewhere_is_an_arrival_here(entry: AdmissionKind) -> None:
     """Lower bands leave headroom for its band, as for any other."""
     of = pools({"a": 8}, tight())
     of.submit(request(id="c", band=CRITICAL), 0.0, entry=entry)

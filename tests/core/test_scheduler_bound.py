@@ -68,7 +68,7 @@ def test_the_higher_band_has_its_backend_first() -> None:
     assert one_by_one(of, held, 2.0) == ["high", "middle", "low"]
 
 
-def test_only_what_its_own_backend_has_is_taken_back_for_it() -> None:
+def test_only_requests_of_its_own_backend_are_preempted_for_it() -> None:
     of = pools({"a": 1, "b": 1}, Settings(capacity=ROOMY.capacity, preemption=True))
     submit(of, *(request(id=f"low on {name}", band=SHEDDABLE, backend=name, stream=True) for name in "ab"))
     assert len(grants(of.decide(0.0))) == 2
@@ -116,7 +116,7 @@ def removed(of: Pools) -> None:
 
 
 @pytest.mark.parametrize("loses", [gone, moved, another_process, removed])
-def test_whoever_waits_for_a_backend_leaves_with_it(loses: object) -> None:
+def test_request_bound_to_a_backend_is_dropped_with_it(loses: object) -> None:
     of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(no_backend_wait_s=10.0)))
     of.backends["a"].drained = True
     of.submit(request(id="bound", backend="a"), 0.0)
@@ -133,7 +133,7 @@ def test_whoever_waits_for_a_backend_leaves_with_it(loses: object) -> None:
 
 @pytest.mark.parametrize("entry", [AdmissionKind.NEW, AdmissionKind.RETRY])
 @pytest.mark.parametrize("loses", [gone, moved, removed])
-def test_nobody_is_let_in_for_a_backend_that_is_gone(loses: object, entry: AdmissionKind) -> None:
+def test_request_for_a_lost_backend_is_refused(loses: object, entry: AdmissionKind) -> None:
     of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(no_backend_wait_s=10.0)))
     assert callable(loses)
     loses(of)
@@ -142,7 +142,7 @@ def test_nobody_is_let_in_for_a_backend_that_is_gone(loses: object, entry: Admis
     assert refused.outcome is Outcome.BAD_REQUEST
 
 
-def test_nobody_is_let_in_for_a_backend_that_does_not_serve_the_model() -> None:
+def test_request_for_a_backend_without_the_model_is_refused() -> None:
     of = pools({"a": 4, "b": 4}, listings={"b": listing("x")})
     assert refusal(of.submit, request(adapter="x", backend="a"), 0.0).outcome is Outcome.BAD_REQUEST
 

@@ -11,7 +11,7 @@ from llmproxy.core.settings import Settings
     ("band", "ceiling"),
     [(CRITICAL, 1.0), (DEFAULT, 0.95), (SHEDDABLE, 0.85), (50, 0.95), (1000, 1.0), (-50, 0.85), (-1000, 0.85)],
 )
-def test_a_band_without_a_ceiling_takes_that_of_the_next_lower_one(band: int, ceiling: float) -> None:
+def test_band_without_a_ceiling_has_the_ceiling_of_the_next_lower_band(band: int, ceiling: float) -> None:
     assert Settings().ceiling(band) == ceiling
 
 

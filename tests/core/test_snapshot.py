@@ -56,7 +56,7 @@ def test_every_band_is_shown_with_its_ceiling_and_share() -> None:
     assert shown == [(CRITICAL, 1.0, 0.0, 0), (7, 0.95, 0.0, 1), (DEFAULT, 0.95, 0.0, 0), (SHEDDABLE, 0.85, 0.1, 0)]
 
 
-def test_a_flow_shows_its_head_and_what_the_policy_holds_of_it() -> None:
+def test_flow_shows_its_head_and_its_standing() -> None:
     fleet = full(fairness="fair_share")
     first = enter(fleet, 1.0, label="mine", prompt_tokens=70, slo=Slo(ttft_s=3.0))
     enter(fleet, 2.0)
@@ -204,7 +204,7 @@ def limited() -> Pools:
     return fleet
 
 
-def test_usage_limits_say_what_is_left() -> None:
+def test_usage_limits_show_the_rest() -> None:
     fleet = limited()
     seen = {one.name: one for one in fleet.snapshot(0.0).limits}
     acme, model = seen[ACME], seen["model:m"]
@@ -215,7 +215,7 @@ def test_usage_limits_say_what_is_left() -> None:
     assert [later.requests_left, later.tokens_left] == pytest.approx([60.0, 590.0])
 
 
-def test_usage_limits_are_shown_up_to_a_bound_those_in_use_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_limits_in_use_are_shown_first_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmproxy.core.pools.LIMITS_MAX", 1)
     seen = limited().snapshot(0.0)
     assert ([one.name for one in seen.limits], seen.limits_more) == ([ACME], 1)
@@ -269,7 +269,7 @@ def test_a_position_counts_who_goes_first() -> None:
     assert position.blocked_by is None
 
 
-def test_a_place_is_that_of_the_ordering() -> None:
+def test_position_follows_the_ordering() -> None:
     fleet = full(ordering="shortest")
     long = enter(fleet, 0.1, prompt_tokens=500)
     short = enter(fleet, 0.2, prompt_tokens=5)
@@ -279,7 +279,7 @@ def test_a_place_is_that_of_the_ordering() -> None:
     assert [place and place.ahead_in_flow for place in places.values()] == [2, 1, 0]
 
 
-def test_those_who_left_are_neither_found_nor_counted() -> None:
+def test_requests_that_left_are_neither_found_nor_counted() -> None:
     fleet = full()
     _, left, last = (enter(fleet, i / 10, label=name) for i, name in enumerate(("one", "two", "three")))
     fleet.cancel(left)

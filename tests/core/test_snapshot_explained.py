@@ -62,7 +62,7 @@ def test_choices_are_shown_with_all_candidates_and_the_newest_first() -> None:
         assert (taken.total_s, taken.terms) == (grant.placed.score, grant.placed.terms)
 
 
-def test_so_many_choices_are_remembered_and_no_more() -> None:
+def test_remembered_choices_are_bounded() -> None:
     of = pools("a")
     for number in range(EXPLAINED_MAX + 5):
         serve(of, request(id=str(number)), float(number), 0.1)
@@ -70,7 +70,7 @@ def test_so_many_choices_are_remembered_and_no_more() -> None:
     assert shown == [str(number) for number in reversed(range(5, EXPLAINED_MAX + 5))]
 
 
-def test_a_choice_predicts_a_time_and_one_that_is_rarely_exceeded() -> None:
+def test_choice_predicts_an_expected_and_a_p90_time() -> None:
     of = pools("a")
     # A late first byte proves nothing about the tokens after it.
     serve(of, request(stream=True), 0.0, 5.0, output_tokens=1)
@@ -82,7 +82,7 @@ def test_a_choice_predicts_a_time_and_one_that_is_rarely_exceeded() -> None:
     assert placed.tpot == Predicted(price.tpot_s, price.tpot_s * learned.tpot_p90_factor)
 
 
-def test_what_is_exceeded_more_often_is_predicted_to_be() -> None:
+def test_p90_follows_observed_times() -> None:
     of = pools("a")
     before = learned_by(of, 0.0)
     for number in range(40):
@@ -99,7 +99,7 @@ def test_how_far_off_a_prediction_was() -> None:
     assert [predicted.covers(observed_s) for observed_s in (0.5, 1.0, 1.1)] == [True, True, False]
 
 
-def test_what_was_learned_is_shown_of_each_backend_of_the_pool() -> None:
+def test_learned_paces_of_all_backends_are_shown() -> None:
     of = pools("a", "b", "c")
     now = 0.0
     for number in range(150):
@@ -122,7 +122,7 @@ def test_what_was_learned_is_shown_of_each_backend_of_the_pool() -> None:
     assert learned.sequence_s < learned.step_s
 
 
-def test_what_a_backend_holds_and_does_is_shown() -> None:
+def test_load_and_cache_of_a_backend_are_shown() -> None:
     of = pools("a")
     asked = request(prompt_tokens=1_000, prefix=tuple(range(10)), prefix_tokens=100.0, sequences=2, stream=True)
     grant = granted(of, asked, 0.0)

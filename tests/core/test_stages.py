@@ -107,7 +107,7 @@ def test_a_threshold_counts_the_tokens_that_no_answering_backend_has() -> None:
 
 
 @pytest.mark.parametrize(("prompt_tokens", "stage"), [(30, Stage.WHOLE), (20_000, Stage.PREFILL)])
-def test_auto_splits_what_would_delay_streams_and_nothing_else(prompt_tokens: int, stage: Stage) -> None:
+def test_auto_splits_only_prompts_that_would_delay_streams(prompt_tokens: int, stage: Stage) -> None:
     one = one_each(Disaggregation(), limit=20)
     for _ in range(8):
         submit(one, long(splittable=False, prompt_tokens=30, output_tokens=1_000))
@@ -352,7 +352,7 @@ def test_a_waiting_answer_can_be_cancelled() -> None:
     assert loads(one, 1.0) == {"p": 0, "d": 0}
 
 
-def test_where_the_place_is_gone_another_one_is_taken() -> None:
+def test_lost_reservation_is_replaced() -> None:
     one = split_up({"p": (Role.PREFILL, 2), "d": (Role.DECODE, 2), "e": (Role.DECODE, 2)})
     submit(one, long())
     grant = only_grant(one, 0.0)
@@ -364,7 +364,7 @@ def test_where_the_place_is_gone_another_one_is_taken() -> None:
     assert {answer.placed.backend, kept} == {"d", "e"}
 
 
-def test_where_no_place_is_left_the_request_is_served_from_its_beginning() -> None:
+def test_request_is_served_whole_where_no_place_is_left() -> None:
     one = split_up({"p": (Role.PREFILL, 2), "d": (Role.DECODE, 2)})
     submit(one, asked := long())
     grant = only_grant(one, 0.0)
@@ -397,7 +397,7 @@ def test_a_fault_of_a_placement_loses_no_request_between_its_stages(monkeypatch:
     assert served == {grant.request.id for grant in prompts}
 
 
-def test_where_nothing_is_left_it_is_dropped() -> None:
+def test_request_is_dropped_where_no_backend_is_left() -> None:
     one = one_each(queue=QueueSettings(no_backend_wait_s=0.0))
     submit(one, long())
     grant = only_grant(one, 0.0)
@@ -422,7 +422,7 @@ def test_an_answer_never_goes_to_the_backend_of_its_prompt() -> None:
 
 
 @pytest.mark.parametrize("splittable", [True, False])
-def test_where_no_backend_for_answers_has_the_adapter_those_for_prompts_serve(splittable: bool) -> None:
+def test_backends_for_prompts_serve_adapters_that_no_other_backend_has(splittable: bool) -> None:
     roles = {"p": Role.PREFILL, "d": Role.DECODE}
     listings = {"p": listing("lora", max_model_len=100_000), "d": LISTING}
     one = pools({"p": 2, "d": 2}, tight(disaggregation=ALWAYS, roles=roles), listings=listings)

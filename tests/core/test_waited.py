@@ -71,7 +71,7 @@ def test_a_usage_limit_held_it_back_by_its_name() -> None:
     assert served(of, first, 1.0).why.waited == Waited("the limit tenant acme is used up")
 
 
-def test_one_that_came_back_late_is_not_said_to_have_waited_before_it_came() -> None:
+def test_request_returned_late_has_not_waited_before_its_return() -> None:
     of = pools({"a": 1}, tight())
     submit(of, request())
     held = only_grant(of, 0.0)
@@ -136,14 +136,14 @@ def test_one_whose_time_is_over() -> None:
     assert (drop.outcome, drop.waited) == (Outcome.EXPIRED, BEHIND_F)
 
 
-def test_one_that_is_shed_for_a_higher_band() -> None:
+def test_shed_request_waited_for_a_higher_band() -> None:
     of = full()
     submit(of, *(request(band=CRITICAL, arrived_s=3.0) for _ in range(2)), now=3.0)
     drop = only_drop(of, 3.0)
     assert (drop.outcome, drop.waited) == (Outcome.SHED, BEHIND_F)
 
 
-def test_one_that_is_left_by_its_client_also_in_the_turn_in_which_it_is_shed() -> None:
+def test_request_left_by_its_client_while_shed() -> None:
     of = full()
     assert of.cancel(request(id="late")) == BEHIND_F
     assert of.cancel(request(id="late")) is None
@@ -153,7 +153,7 @@ def test_one_that_is_left_by_its_client_also_in_the_turn_in_which_it_is_shed() -
     assert of.decide(3.0) == []
 
 
-def test_one_that_waits() -> None:
+def test_reason_of_a_waiting_request() -> None:
     position = full().position("late", 2.0)
     assert position is not None
     assert position.waited == BEHIND_F

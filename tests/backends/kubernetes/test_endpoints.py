@@ -168,7 +168,7 @@ def test_pods_with_an_address_are_there_until_they_end() -> None:
         ("anything", "both"),
     ],
 )
-def test_the_role_is_that_of_the_label(label: str | None, role: str | None) -> None:
+def test_role_comes_from_the_label(label: str | None, role: str | None) -> None:
     labels = {} if label is None else {"llm-d.ai/role": label}
     assert [one.role for one in pods(place(SELECTED), pod("a", labels=labels))] == ([] if role is None else [role])
 

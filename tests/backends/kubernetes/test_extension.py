@@ -72,7 +72,7 @@ def test_only_objects_of_the_pools_that_are_backends_count() -> None:
     ) == {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5, "f": 6}
 
 
-def test_of_objectives_with_one_name_the_oldest_counts() -> None:
+def test_oldest_of_equally_named_objectives_counts() -> None:
     young = in_namespace(objective("batch", 7, pool="llama", created="2026-02-01"), "serving")
     found = said(young, objective("batch", -7))
     assert bands(found) == {"batch": -7}
@@ -80,7 +80,7 @@ def test_of_objectives_with_one_name_the_oldest_counts() -> None:
     assert found.problems == {("InferenceObjective serving/batch", why)}
 
 
-def test_of_an_object_in_two_groups_the_first_one_counts() -> None:
+def test_object_in_two_groups_counts_in_the_first() -> None:
     found = said(objective("batch", 1, created="2026-02-01"), objective("batch", 2))
     assert (bands(found), found.problems) == ({"batch": 1}, frozenset())
 
@@ -181,7 +181,7 @@ def combined(entries: Entries, **config: Any) -> tuple[Config, list[str]]:
     return found, sorted(f"{origin}: {why}" for origin, why in problems)
 
 
-def test_entries_stand_beside_those_of_the_configuration() -> None:
+def test_entries_are_added_to_the_configuration() -> None:
     found, problems = combined(
         said(objective("batch", -10), rewrite("r", rule("chat", new=1, old=9))),
         objectives=[{"name": "fast", "ttft_s": 1}],
@@ -197,7 +197,7 @@ def test_entries_stand_beside_those_of_the_configuration() -> None:
     assert shown["models[old].criticality"].origin == "default", "which is not known of a configuration without a file"
 
 
-def test_what_the_configuration_says_itself_counts() -> None:
+def test_configuration_overrides_objects() -> None:
     found, problems = combined(
         said(objective("fast", 5), rewrite("r", rule("chat", new=1), rule("plain", new=1))),
         objectives=[{"name": "fast", "criticality": "sheddable"}],
@@ -217,7 +217,7 @@ def test_what_the_configuration_says_itself_counts() -> None:
     ]
 
 
-def test_a_band_without_a_name_has_that_of_its_objective() -> None:
+def test_band_without_a_name_has_the_name_of_its_objective() -> None:
     objects = [
         objective("first", 10),
         objective("second", 10, created="2026-01-02"),

@@ -87,7 +87,7 @@ async def test_objects_are_followed_as_they_change(follower: Follower) -> None:
     assert follower.lines("discovery_failed") == []
 
 
-async def test_what_changes_nothing_is_not_passed_on(follower: Follower) -> None:
+async def test_event_without_a_change_is_not_passed_on(follower: Follower) -> None:
     server = follower.server
     server.put(OBJECTIVES, objective("batch", 1))
     follower.follow(POOL)
@@ -211,7 +211,7 @@ async def test_without_pools_nothing_is_asked_and_nothing_stays(follower: Follow
     assert len(server.asked) == asks, "nor does a change of other backends begin anything anew"
 
 
-async def test_what_cannot_be_taken_ends_nothing(follower: Follower) -> None:
+async def test_unusable_objects_do_not_end_the_watch(follower: Follower) -> None:
     taken, refuses = follower.taken, [True]
 
     def take(entries: Entries) -> None:

@@ -106,7 +106,7 @@ async def test_a_list_then_every_event(server: ApiServer, follow: Callable[..., 
     assert server.asked[1]["allowWatchBookmarks"] == "true"
 
 
-async def test_what_comes_into_an_empty_collection_is_known(server: ApiServer, follow: Callable[..., Follower]) -> None:
+async def test_object_added_to_an_empty_collection_is_known(server: ApiServer, follow: Callable[..., Follower]) -> None:
     one = follow("kubernetes+http://pods/app=vllm")
     await one.until()
     for _ in range(2):

@@ -32,7 +32,7 @@ class Engine:
             self.limit.observe(running, load - running, load)
 
 
-def test_it_starts_where_it_is_set_and_stays_there_while_unused() -> None:
+def test_limit_starts_at_its_setting_and_stays_there_while_unused() -> None:
     limit = BatchLimit(None, 32)
     assert limit.value == 32
     for _ in range(50):
@@ -158,7 +158,7 @@ def test_every_band_teaches_the_limit_of_a_saturated_engine(batch: int, ceiling:
     assert sum(queue) / len(queue) <= engine.look_ahead + 0.05 * batch
 
 
-def test_a_lower_plateau_is_outgrown_when_what_made_it_has_passed() -> None:
+def test_lower_plateau_is_outgrown_when_its_cause_has_passed() -> None:
     limit = BatchLimit(None, 32, lowest_ceiling=0.85)
     engine = Engine(20, limit, 0.95)
     engine.saturate(100)
@@ -234,7 +234,7 @@ def test_an_engine_that_refused_all_for_a_while_is_full_again_at_once(batch: int
 
 
 @pytest.mark.parametrize("batch", [8, 64])
-def test_so_is_one_without_numbers(batch: int) -> None:
+def test_refused_engine_without_numbers_is_full_again_at_once(batch: int) -> None:
     limit = BatchLimit(None, 4)
     limit.unpublished(0)
     refuse_all(limit, UNPUBLISHED - batch)

@@ -58,7 +58,7 @@ def limit(of: Pools, name: str) -> int:
 
 
 @pytest.mark.parametrize(("tried", "other"), [("a", "b"), ("b", "a")])
-def test_one_engine_is_tried_and_the_other_follows_what_it_has_run(tried: str, other: str) -> None:
+def test_only_one_engine_is_tried_at_a_time(tried: str, other: str) -> None:
     of = unknown_pool("a", "b")
     flood(of, 100, SHEDDABLE, 1.0)
     runs(of, tried, 1.2, 8)
@@ -147,7 +147,7 @@ def ran(batch: int) -> BatchLimit:
     return limit
 
 
-def test_what_is_sent_ahead_of_a_limit_is_no_trial() -> None:
+def test_requests_sent_ahead_of_a_limit_are_no_trial() -> None:
     """Otherwise full engines would all wait for each other, because each has requests in its look-ahead."""
     pool = Exploration()
     pool.members = {"a": Engine(in_flight=8), "b": Engine(in_flight=9), "c": Engine(in_flight=9)}

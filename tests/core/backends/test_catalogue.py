@@ -83,7 +83,7 @@ def test_a_roll_out_changes_the_name_of_a_pool_once() -> None:
     assert (seen[0], seen[-1], changes) == (("old",), ("new",), 1)
 
 
-def test_a_name_of_the_configuration_is_that_of_its_pool() -> None:
+def test_configured_name_is_the_name_of_its_pool() -> None:
     names = catalogue("a", "b")
     names.named, names.apart = frozenset({"x", "w"}), frozenset({"z"})
     names.listed("a", names_of("y", "x", "w"))

@@ -71,7 +71,7 @@ def backend(look_ahead: int | None = None, limit: int = 8) -> Backend:
         pytest.param(8, 7, 4, 0, id="others use the engine"),
     ],
 )
-def test_a_full_backend_is_sent_what_readings_show_on_its_way(
+def test_look_ahead_of_a_full_backend_follows_requests_in_transit(
     stream: bool, load: int, running: int, waiting: int, ahead: int
 ) -> None:
     one = backend()

@@ -47,7 +47,7 @@ def test_engine_that_generates_slowly_is_found_in_five_seconds(factor: float) ->
     assert 0.0 < slow_s <= 5.0
 
 
-def test_counter_that_stood_still_with_its_process_is_not_slow() -> None:
+def test_counter_that_paused_with_its_process_is_not_slow() -> None:
     detection = detection_of("a", "b")
     tokens = {"a": 0, "b": 0}
     for poll in range(1, 250):

@@ -46,12 +46,12 @@ class Pool:
         return self.detection.paces(self.now)
 
 
-def test_a_pace_is_unknown_at_first_and_never_taken_for_that_of_the_pool() -> None:
+def test_pace_is_unknown_at_first() -> None:
     assert Pool("a", "b").run(POLL_S, a=8.0) == {"a": None, "b": None}
 
 
 @pytest.mark.parametrize("factor", [2.0, 8.0])
-def test_one_that_is_slow_from_the_start_is_known_within_three_seconds(factor: float) -> None:
+def test_slow_backend_is_known_within_three_seconds(factor: float) -> None:
     paces = Pool("a", "b").run(3.0, a=factor)
     assert paces == {"a": pytest.approx(factor, rel=0.1), "b": 1.0}
 
@@ -62,13 +62,13 @@ def test_one_slow_judgement_is_no_pace() -> None:
     assert pool.run(0.6, a=8.0) == {"a": pytest.approx(1.0, rel=0.1), "b": pytest.approx(1.0, rel=0.1)}
 
 
-def test_one_that_is_well_again_is_so_within_three_seconds() -> None:
+def test_recovered_backend_is_known_within_three_seconds() -> None:
     pool = Pool("a", "b")
     assert pool.run(5.0, a=8.0)["a"] == pytest.approx(8.0, rel=0.1)
     assert pool.run(3.0)["a"] == pytest.approx(1.0, rel=0.1)
 
 
-def test_what_was_measured_before_and_in_an_ejection_is_forgotten() -> None:
+def test_measurements_before_and_in_an_ejection_are_forgotten() -> None:
     pool = Pool("a", "b")
     pool.run(5.0)
     health = pool.peers.members["a"]

@@ -155,7 +155,7 @@ def test_backend_does_not_hang_where(given: dict[str, Any], why: str) -> None:
     assert not fleet.of.take_health_events()
 
 
-def test_proxy_that_stood_still_asks_again() -> None:
+def test_paused_proxy_polls_again() -> None:
     """Its time limits run out all at once, also those of answers that have come. Another backend is read before."""
     fleet = Fleet(holds={})
     fleet.run(STOPPED_S)

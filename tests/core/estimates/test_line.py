@@ -35,7 +35,7 @@ def test_a_few_observations_outweigh_a_bad_guess() -> None:
     assert line.at(1_000.0) == pytest.approx(0.23, rel=0.1)
 
 
-def test_what_was_long_ago_is_forgotten() -> None:
+def test_old_observations_are_forgotten() -> None:
     line = LearnedLine(0.0, 0.01, 100.0, 0.01)
     for slope, times in ((0.04, 1_000), (0.08, 400), (0.02, 400)):
         for i in range(times):
@@ -43,7 +43,7 @@ def test_what_was_long_ago_is_forgotten() -> None:
         assert line.slope == pytest.approx(slope, rel=0.1)
 
 
-def test_errors_count_by_the_size_of_what_they_are_errors_of() -> None:
+def test_errors_count_relative_to_the_expected_value() -> None:
     """Long prompts are off by more than short ones take, and must not say what those take."""
     line, rng = LearnedLine(0.1, 0.001, 1_000.0, 0.01), Random(1)
     bases = []

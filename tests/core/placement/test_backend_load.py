@@ -166,7 +166,7 @@ def test_prompt_that_was_not_computed_gives_its_time_back() -> None:
     assert opens_in_s(bench) == pytest.approx(before_s - 1.0)
 
 
-def test_prompt_left_while_it_is_computed_keeps_what_it_took() -> None:
+def test_prompt_left_while_it_is_computed_keeps_its_time() -> None:
     bench = LoadBench()
     bench.start(bench.book(0.0, asked=request(stream=True, slo=Slo(tpot_s=0.02))), BASE_S)
     bench.book(90_000)
@@ -388,7 +388,7 @@ def test_steps_before_and_after_a_cold_adapter_are_learned_apart() -> None:
 
 
 @pytest.mark.parametrize("plain_share", [0.0, 0.3, 0.8])
-def test_answers_without_a_stream_do_not_mislead_those_with_one(plain_share: float) -> None:
+def test_answers_without_a_stream_do_not_mislead_streams(plain_share: float) -> None:
     """Prompts are computed one after the other. Non-streamed requests have their first byte two seconds later."""
     rng, bench = Random(2), LoadBench()
     token_s, base_s = 1 / 8_000, 0.04

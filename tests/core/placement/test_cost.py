@@ -52,7 +52,7 @@ def test_two_copies_of_a_prefix_are_not_made_while_its_home_has_room() -> None:
             bench.finish(running.pop(0), output_tokens=100)
 
 
-def test_a_prompt_is_cached_for_those_behind_it_from_its_booking_on() -> None:
+def test_booked_prompt_is_cached_for_later_prompts() -> None:
     bench, on = CostBench(), view("a")
     lease = bench.book(chain(0, 10), on)
     assert bench.place(chain(0, 20), [on, view("b")]).cached_tokens == 1_000
@@ -115,7 +115,7 @@ def test_eviction_counts_by_the_hit_ratio_of_the_pool() -> None:
     assert terms["eviction"] > 10.0 * terms["prefill"]
 
 
-def test_eviction_counts_only_what_is_displaced() -> None:
+def test_eviction_counts_only_displaced_blocks() -> None:
     bench = CostBench()
     for _ in range(100):
         bench.serve(chain(0, 10), "a")

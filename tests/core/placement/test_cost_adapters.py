@@ -142,7 +142,7 @@ def test_loads_from_host_memory_and_disk_are_distinguished() -> None:
     assert read == pytest.approx(1.0, rel=0.1)
 
 
-def test_unknown_load_time_is_that_of_the_next_colder_tier() -> None:
+def test_unknown_load_time_is_taken_from_the_next_colder_tier() -> None:
     times = LoadTimesByTier()
     times.learn(TIERS - 1, 1.0)
     assert times.at(1) == 1.0

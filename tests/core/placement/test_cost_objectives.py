@@ -30,11 +30,11 @@ def asking(bench: CostBench, waited_s: float = 0.0, **slo: float) -> Request:
     return streamed(prompt_tokens=1_000, output_tokens=output_tokens, arrived_s=bench.now - waited_s, slo=Slo(**slo))
 
 
-def test_without_an_objective_the_fast_one_is_best() -> None:
+def test_without_an_objective_the_fast_backend_is_best() -> None:
     assert unequal().place(streamed(prompt_tokens=1_000), VIEWS).backend == "fast"
 
 
-def test_the_fast_one_goes_to_those_who_need_it() -> None:
+def test_fast_backend_goes_to_requests_that_need_it() -> None:
     bench = unequal()
     for slo in (
         {"ttft_s": 0.25},
@@ -56,7 +56,7 @@ def headroom_s(bench: CostBench, backend: str, waited_s: float = 0.0, **slo: flo
     return bench.terms(asking(bench, waited_s, **slo), view(backend))["headroom"]
 
 
-def test_what_a_backend_leaves_of_an_objective_costs_a_part_of_it() -> None:
+def test_headroom_of_an_objective_costs_a_part_of_it() -> None:
     bench = unequal()
     ttft_factor, tpot_factor = p90_factors(bench)
     ttft_s, tpot_s = 0.075 * ttft_factor, 0.0101 * tpot_factor

@@ -41,7 +41,7 @@ def held(index: PrefixIndex, backend: str, hashes: Sequence[int]) -> int:
 
 
 @given(st.integers(1, 60), st.lists(st.tuples(NAMES, PATHS), max_size=60))
-def test_what_is_held_lies_between_two_exact_lrus(capacity: int, records: list[tuple[str, list[int]]]) -> None:
+def test_indexed_blocks_lie_between_two_exact_lrus(capacity: int, records: list[tuple[str, list[int]]]) -> None:
     index, models = PrefixIndex(capacity), {name: Lru() for name in "abc"}
     every = {tuple(path[:length]) for _, path in records for length in range(1, len(path) + 1)}
     for backend, path in records:
@@ -92,13 +92,13 @@ def test_with_room_for_all_the_index_is_the_naive_one(records: list[tuple[str, l
         assert index.size(backend) == len(naive[backend])
 
 
-def test_of_a_chain_longer_than_the_capacity_the_head_is_kept() -> None:
+def test_head_of_a_chain_longer_than_the_capacity_is_kept() -> None:
     index = PrefixIndex(100)
     index.record("a", range(1000))
     assert index.size("a") == held(index, "a", range(1000)) == 100
 
 
-def test_a_head_in_use_outlives_what_is_not() -> None:
+def test_used_head_outlives_unused_blocks() -> None:
     index = PrefixIndex(80)
     index.record("a", range(20))
     for number in range(1, 40):

@@ -272,7 +272,7 @@ def test_work_is_shared_by_backends_so_that_all_end_together() -> None:
     assert rates.work_s(4, 10_000, 0, [(1.0, 1.0, 8), (3.0, 1.0, 8)]) == pytest.approx(0.75), "one is slower"
 
 
-def test_work_counts_what_tokens_attend_to() -> None:
+def test_work_counts_attention() -> None:
     rates = PoolRates(attention=1e-4)
     rates.prefill.slope = 1e-4
     assert rates.work_s(1, 10_000, 0, [(1.0, 1.0, 8)]) == pytest.approx(1.5)

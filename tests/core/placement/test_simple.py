@@ -54,7 +54,7 @@ def test_no_room_anywhere_differs_from_no_room_for_this_one(preset: str) -> None
     assert place(request(), [full, view("a")], 1.0, frozenset({"a"}), 0.0) == NoMatch(whole_model=True)
 
 
-def test_every_filter_leaves_only_those_that_fit(preset: str) -> None:
+def test_filters_leave_only_fitting_backends(preset: str) -> None:
     views = [
         view("full", load=10),
         view("down", available=False),
@@ -184,7 +184,7 @@ def test_random_takes_any_with_room() -> None:
     assert min(found.values()) > 100
 
 
-def test_round_robin_goes_by_name_and_skips_those_without_room() -> None:
+def test_round_robin_goes_by_name_and_skips_full_backends() -> None:
     placement = make("round_robin", Random(0))
     a, b, c = view("a"), view("b"), view("c")
     rounds = ([c, a, b], [c, a, b], [c, a, b], [b, a, c], [a, view("b", load=10), c], [a, b, c])

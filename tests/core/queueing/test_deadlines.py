@@ -63,7 +63,7 @@ def test_a_request_that_may_wait_less_is_held_less() -> None:
     only_drop(of, 3.0)
 
 
-def test_its_own_time_stands_still_while_a_request_is_held() -> None:
+def test_deadline_is_paused_while_a_request_is_held() -> None:
     of = fleet(no_backend_wait_s=30.0)
     submit(of, request(id="runs"), request(id="waits", deadline_s=5.0))
     runs = only_grant(of, 0.0)

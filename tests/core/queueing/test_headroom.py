@@ -62,7 +62,7 @@ def test_no_band_may_ever_fill_more_than_one_above_it() -> None:
         assert ceilings == sorted(ceilings)
 
 
-def test_what_waits_gets_the_headroom_when_it_lapses_without_any_event() -> None:
+def test_waiting_requests_get_lapsed_headroom_without_an_event() -> None:
     one = pools({"a": 20}, tight(headroom_s=10.0))
     submit(one, *(request(band=band) for band in (CRITICAL, *[DEFAULT] * 30)))
 
@@ -144,7 +144,7 @@ def test_small_replicas_keep_one_slot_together_and_larger_ones_each(
     assert len(one.decide(60.5)) == sum(limits) - granted
 
 
-def test_who_wants_no_room_kept_says_so() -> None:
+def test_headroom_can_be_turned_off() -> None:
     one = pools({"a": 8}, tight(headroom_s=0.0))
     submit(one, request(band=CRITICAL), *(request(band=SHEDDABLE) for _ in range(20)))
     assert len(one.decide(0.0)) == 8

@@ -134,7 +134,7 @@ def test_a_guaranteed_grant_says_so_and_is_not_taken_back() -> None:
     ("verdict", "usage"), [(Verdict.FAILED, None), (Verdict.BUSY, Usage(0, 0)), (Verdict.LOST, None)]
 )
 @pytest.mark.parametrize("charged", ["tokens", "requests"])
-def test_what_came_to_nothing_does_not_use_a_share_up(verdict: Verdict, usage: Usage | None, charged: str) -> None:
+def test_failed_attempt_does_not_use_up_a_share(verdict: Verdict, usage: Usage | None, charged: str) -> None:
     of, low = owed(charged)
     of.finish(low, verdict, 1.0, usage)
     of.submit(low.request, 1.0, entry=AdmissionKind.RETRY)
@@ -142,7 +142,7 @@ def test_what_came_to_nothing_does_not_use_a_share_up(verdict: Verdict, usage: U
     assert (again.request.id, again.why.guaranteed) == ("low", True)
 
 
-def test_what_was_cut_short_uses_its_share_up() -> None:
+def test_answer_cut_short_uses_up_its_share() -> None:
     of, low = owed("tokens")
     of.finish(low, Verdict.CLIENT_GONE, 1.0, Usage(10, 1))
     of.submit(request(band=SHEDDABLE, flow="low"), 1.0)
@@ -191,7 +191,7 @@ def test_a_higher_band_back_from_a_limit_does_not_delay_a_minimum_share() -> Non
     assert (owed.request.id, owed.why.guaranteed) == ("owed", True)
 
 
-def test_a_share_goes_to_one_that_comes_back_late_from_a_limit_in_the_same_pass() -> None:
+def test_share_goes_to_a_request_that_returns_late_from_a_limit() -> None:
     limits = {"tenant:t": UsageLimit(in_flight=1)}
     settings = Settings(min_shares={DEFAULT: 0.4}, capacity=CapacitySettings(look_ahead=1), limits=limits)
     of = pools({"a": 2, "b": 1}, settings, listings={"a": listing(), "b": listing("y")})
@@ -217,7 +217,7 @@ def test_a_share_goes_to_one_that_comes_back_late_from_a_limit_in_the_same_pass(
     assert (owed.request.id, owed.why.guaranteed) == ("owed", True)
 
 
-def test_nobody_earns_a_share_of_what_came_to_nothing() -> None:
+def test_failed_attempt_earns_no_share_for_others() -> None:
     of = pools({"a": 1}, tight(min_shares={SHEDDABLE: 0.4}))
     submit(of, request(id="high", band=CRITICAL), request(band=SHEDDABLE))
     (high,) = granted(of)
@@ -253,7 +253,7 @@ def late(**given: Any) -> Pools:
     return of
 
 
-def test_what_would_be_late_even_if_served_next_is_refused() -> None:
+def test_request_that_would_be_late_even_if_next_is_refused() -> None:
     of = late()
     of.submit(request(prompt_tokens=100, slo=Slo(ttft_s=1.5)), 0.0)
     caught = refusal(of.submit, request(prompt_tokens=300, slo=Slo(ttft_s=1.5)), 0.0)
@@ -333,7 +333,7 @@ def decide_and_obey(of: Pools, running: Counter[int], leases: dict[int, Grant]) 
     return preempted
 
 
-def test_a_grant_says_what_waited_and_what_its_flow_stood_at() -> None:
+def test_grant_reports_waiting_bands_and_the_standing_of_its_flow() -> None:
     of = pools({"a": 2}, tight())
     for band, flow in ((CRITICAL, "f"), (CRITICAL, "f"), (CRITICAL, "g"), (SHEDDABLE, "h")):
         of.submit(request(band=band, flow=flow), 0.0)
@@ -367,7 +367,7 @@ def busy(queue: QueueSettings) -> Pools:
     return of
 
 
-def test_as_many_are_shed_as_a_large_request_needs_and_none_in_vain() -> None:
+def test_large_request_sheds_only_as_many_as_it_needs() -> None:
     of = busy(QueueSettings(bytes_max=500))
     submit(of, *(request(id=f"low{at}", band=SHEDDABLE, arrived_s=float(at)) for at in range(1, 5)), now=5.0)
     assert "bytes_max" in refusal(of.submit, request(band=CRITICAL, body_bytes=501), 5.0).message

@@ -44,7 +44,7 @@ def test_a_full_flow_or_band_does_not_limit_the_others() -> None:
     assert occupancy.full(request(flow="g", band=CRITICAL)) == Full("queue.requests_max", 3, total=True)
 
 
-def test_what_fits_exactly_is_let_in() -> None:
+def test_request_that_fits_exactly_is_admitted() -> None:
     occupancy = Occupancy(QueueSettings(bytes_max=100, band_bytes_max=100, tokens_max=20))
     assert occupancy.full(request(body_bytes=100)) is None
     occupancy.enter(request(body_bytes=100), 0.0)
@@ -183,7 +183,7 @@ def test_holds_add_up_to_no_more_than_the_hold() -> None:
     assert due(of, 19.0) == ["one"]
 
 
-def test_who_asks_to_be_woken_when_a_time_is_over_finds_it_over() -> None:
+def test_deadline_is_over_at_its_wakeup() -> None:
     """Rounding: without a tolerance, the clock would read slightly less and request the same wake-up for ever."""
     for deadline_s, down_s, up_s in ((2.9, 0.3, 1.0), (7.7, 0.5, 2.5), (2.0, 0.4, 2.6), (5.7, 0.8, 3.4)):
         of = deadlines(no_backend_wait_s=30.0, one=deadline_s)
@@ -230,7 +230,7 @@ def test_the_pace_of_before_a_pause_says_nothing_of_the_one_after() -> None:
     assert drain.interval_s(1001.0) == pytest.approx(1.0 / 3)
 
 
-def test_what_came_back_has_not_left_the_queue() -> None:
+def test_returned_request_has_not_left_the_queue() -> None:
     drain = DrainRate()
     for second in range(10):
         drain.granted(request(id=str(second)), float(second))

@@ -43,7 +43,7 @@ def test_lower_bands_pass_a_band_that_only_waits_for_a_limit() -> None:
     assert names(granted(of))[1:] == ["low"]
 
 
-def test_those_who_come_back_come_by_band_and_then_by_arrival() -> None:
+def test_blocked_requests_return_by_band_then_by_arrival() -> None:
     of = limited({"a": 9}, in_flight=2)
     running = [theirs(id="r1", arrived_s=0.0), theirs(id="r2", arrived_s=0.1)]
     bands = {"low": (SHEDDABLE, 0.2), "late": (DEFAULT, 0.9), "soon": (DEFAULT, 0.3), "urgent": (CRITICAL, 0.8)}
@@ -58,7 +58,7 @@ def test_those_who_come_back_come_by_band_and_then_by_arrival() -> None:
     assert [urgent.request.id, *names(granted(of, 3.0))] == ["urgent", "soon", "late"]
 
 
-def test_the_next_blocked_request_replaces_one_that_fits_nowhere() -> None:
+def test_next_blocked_request_replaces_a_request_without_a_fitting_backend() -> None:
     settings = tight(limits={TENANT: UsageLimit(in_flight=1)})
     of = pools({"a": 2, "x": 1}, settings, listings={"a": listing(), "x": listing("lora")})
     of.submit(request(id="on x", adapter="lora"), 0.0)
@@ -73,7 +73,7 @@ def test_the_next_blocked_request_replaces_one_that_fits_nowhere() -> None:
     assert names(granted(of, 1.0)) == ["any"]
 
 
-def test_no_more_come_back_while_those_that_came_back_still_wait() -> None:
+def test_no_more_requests_return_while_returned_requests_wait() -> None:
     of = limited({"a": 2}, in_flight=1)
     of.submit(theirs(id="runs"), 0.0)
     (runs,) = granted(of)
@@ -204,7 +204,7 @@ def test_tokens_are_trued_up_once_they_are_counted() -> None:
     assert limits.in_flight() == {TENANT: 0}
 
 
-def test_what_was_expected_and_never_used_is_given_back() -> None:
+def test_unused_expected_tokens_are_given_back() -> None:
     limits = UsageLimits({TENANT: UsageLimit(tokens_per_min=100)})
     gone = theirs(prompt_tokens=50, output_tokens=50)
     limits.admit(gone, 0.0)
@@ -252,7 +252,7 @@ def test_nothing_stays_open_however_an_attempt_ends(verdict: Verdict, usage: Usa
 # --- another process counts on ----------------------------------------------------------------------------------------
 
 
-def test_debts_that_are_restored_are_what_was_taken() -> None:
+def test_restored_debts_are_the_taken_tokens() -> None:
     limits = {TENANT: UsageLimit(requests_per_min=6.0, tokens_per_min=600.0)}
     one, other = RateLimits(limits), RateLimits(limits)
     for _ in range(3):

@@ -40,11 +40,11 @@ def test_fewest_of_each_are_there_first_and_serve_too() -> None:
     assert desired(4.5, spot, reserved) == {"spot": 3, "reserved": 2}
 
 
-def test_what_exceeds_all_bounds_is_left_out() -> None:
+def test_need_beyond_all_bounds_is_left_out() -> None:
     assert desired(9.0, CHEAP) == {"cheap": 3}
 
 
-def test_unknown_keeps_what_there_is() -> None:
+def test_unknown_need_keeps_the_present_replicas() -> None:
     found = unchanged([Group("a", up=3), Group("b", up=0, min=1)])
     assert {name: (one.desired, one.need) for name, one in found.items()} == {"a": (3, 3.0), "b": (1, 1.0)}
 

@@ -55,7 +55,7 @@ def test_twice_the_rate_needs_twice_the_replicas() -> None:
     assert one.need == pytest.approx(2.0 / one.capacity.requests_per_s / SETTINGS.utilisation, rel=0.02)
 
 
-def test_of_two_proxies_what_their_own_requests_need_adds_up() -> None:
+def test_own_needs_of_two_proxies_add_up() -> None:
     full = [replace(REPLICA, kv_used=1.0)] * 4
     busy = replace(NOBODY, running=4)
     half = pool_need(mix_of(2.0, 4000, 1000), None, known_curve(), full, busy, SETTINGS, None, 120.0, 1.0, 300.0)
@@ -88,7 +88,7 @@ def test_the_number_does_not_depend_on_how_many_there_are() -> None:
     assert need(mix_of(4.0, 4000, 1000), replicas=1).desired == need(mix_of(4.0, 4000, 1000), replicas=9).desired
 
 
-def test_what_waits_asks_for_more() -> None:
+def test_waiting_requests_need_more_replicas() -> None:
     mix = mix_of(2.0, 4000, 1000)
     waiting = {size_class(4000): Count(120.0, 480_000.0)}
     before, after = need(mix), need(mix, replace_demand(waiting=waiting))
@@ -115,7 +115,7 @@ def test_caches_that_are_always_full_ask_for_as_many_as_there_are(
     assert (found.desired, found.reason) == (replicas, "kv")
 
 
-def test_nothing_known_holds_what_there_is() -> None:
+def test_unknown_work_keeps_the_present_replicas() -> None:
     found = pool_need(Mix(), None, StepCurve(), [REPLICA] * 3, NOBODY, SETTINGS, None, 120.0, 1.0, 10.0)
     assert (found.desired, found.sure, found.reason) == (3, False, "unknown")
     few = mix_of(2.0, 4000, 1000)
@@ -215,7 +215,7 @@ def replace_facts(**changes: object) -> ReplicaFacts:
     return replace(REPLICA, **changes)
 
 
-def test_seats_count_what_answers_hold_over_their_time() -> None:
+def test_seats_count_kv_tokens_over_time() -> None:
     # A hundred long answers beside short prompts and a hundred short ones beside long prompts: nearly all of the time
     # it is the long answers that hold the cache.
     mix = mix_of(1.0, 500, 1_500)

@@ -63,7 +63,7 @@ def test_lower_bands_ask_for_no_replicas() -> None:
     assert not alone.need().sure
 
 
-def test_what_waits_for_a_limit_asks_for_none_and_further_attempts_are_no_arrivals() -> None:
+def test_requests_at_a_limit_and_retries_need_no_replicas() -> None:
     pool = Pool()
     pool.serve(100)
     before = pool.need()
@@ -78,7 +78,7 @@ def test_what_waits_for_a_limit_asks_for_none_and_further_attempts_are_no_arriva
     assert pool.need().waiting == 0
 
 
-def test_what_is_granted_or_over_waits_no_more() -> None:
+def test_granted_and_ended_requests_wait_no_more() -> None:
     pool = Pool()
     granted, gone = request(), request()
     for one in (granted, gone):
@@ -91,7 +91,7 @@ def test_what_is_granted_or_over_waits_no_more() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_it_learns_the_time_of_a_step_from_every_kind_of_answer(stream: bool) -> None:
+def test_step_time_is_learned_from_every_kind_of_answer(stream: bool) -> None:
     pool = Pool()
     pool.serve(200, stream=stream)
     line = pool.scaling.curve.line
@@ -134,7 +134,7 @@ def test_memory_does_not_grow_with_time() -> None:
     assert not pool.scaling._begun
 
 
-def test_a_clock_that_stands_still_or_steps_back_does_no_harm() -> None:
+def test_paused_or_backward_clock_does_no_harm() -> None:
     pool = Pool()
     pool.serve(50, every_s=0.0)
     pool.now = -5.0
@@ -159,7 +159,7 @@ def test_named_pools_are_there_before_and_after_their_replicas() -> None:
     assert set(scaling.pools) == {"d"}
 
 
-def test_what_was_learned_is_a_start_for_the_next_process_once_it_saw_arrivals_for_a_while() -> None:
+def test_restored_capacity_counts_after_some_arrivals() -> None:
     before = Pool()
     before.serve(200)
     known = before.scaling.known_capacity
@@ -183,7 +183,7 @@ def test_what_was_learned_is_a_start_for_the_next_process_once_it_saw_arrivals_f
     assert capacity.request_s == pytest.approx(earlier.request_s, rel=0.05)
 
 
-def test_what_was_learned_here_is_replaced_only_by_what_another_process_learned_later() -> None:
+def test_only_a_later_capacity_of_another_process_replaces_the_own_one() -> None:
     """As in a cluster, where a leader leads again after another one."""
     pool, other = Pool(), Pool()
     pool.serve(100)
@@ -248,7 +248,7 @@ def test_numbers_that_cannot_be_right_are_not_restored(known: KnownCapacity) -> 
     assert not pool.need().sure
 
 
-def test_a_pool_begins_with_what_is_known_of_its_name() -> None:
+def test_pool_begins_with_the_restored_capacity_of_its_name() -> None:
     source = Pool()
     source.serve(100)
     assert source.scaling.known_capacity is not None

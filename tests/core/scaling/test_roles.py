@@ -32,11 +32,11 @@ def test_the_need_is_shared_out_by_the_work_of_prompts_and_of_answers() -> None:
     assert found(need(8.0, 1.5, 4.5), prefill=3, decode=5) == {"prefill": (2, 2.0, 3), "decode": (6, 6.0, 5)}
 
 
-def test_what_may_do_both_counts_as_for_answers() -> None:
+def test_backend_with_both_roles_counts_for_answers() -> None:
     assert found(need(4.0, 1.0, 1.0), prefill=1, decode=1, both=2)["decode"] == (2, 2.0, 3)
 
 
-def test_where_nothing_is_known_there_are_as_many_as_there_are() -> None:
+def test_unknown_work_keeps_the_present_roles() -> None:
     assert found(need(3.0, 0.0, 0.0), prefill=1, decode=2) == {"prefill": (1, 1.0, 1), "decode": (2, 2.0, 2)}
 
 
@@ -60,7 +60,7 @@ def test_a_number_of_replicas_is_split_by_the_same_share(prefill: float, decode:
     assert Ratio(prefill, decode).prefill_replicas(8) == best
 
 
-def test_the_time_of_a_prompt_is_that_of_where_prompts_are_computed() -> None:
+def test_prompt_time_comes_from_the_backends_for_prompts() -> None:
     """Decode replicas compute no prompts, so their answers teach nothing about the time of a prompt token."""
     curve, learned = StepCurve(), Learned(0.03, 1e-4, 0.0, 0.01, 1e-4, 0.0, 1.0, 1.0, ())
     for sequences in (8.0, 32.0):

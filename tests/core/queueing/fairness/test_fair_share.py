@@ -74,7 +74,7 @@ def test_credit_that_was_not_saved_is_not_given() -> None:
     assert share.counter("brief") == 900.0
 
 
-def test_credit_counts_from_the_highest_level_and_not_from_what_is_given_back() -> None:
+def test_credit_counts_from_the_highest_level() -> None:
     share = fair_share()
     arrive(share, "a", "b")
     for _ in range(10):
@@ -86,7 +86,7 @@ def test_credit_counts_from_the_highest_level_and_not_from_what_is_given_back() 
     assert share.counter("new") == 1000.0 - share.credit
 
 
-def test_credit_follows_what_requests_cost_lately() -> None:
+def test_credit_follows_the_recent_cost_of_requests() -> None:
     share = fair_share()
     serve(share, "any", 20_000, 100.0)
     assert share.credit == pytest.approx(400.0)

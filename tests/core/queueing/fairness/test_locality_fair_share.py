@@ -103,7 +103,7 @@ def test_debt_is_not_shed_by_pausing() -> None:
     )
 
 
-def test_leaving_for_a_moment_keeps_what_is_left_of_a_quantum() -> None:
+def test_flow_that_pauses_keeps_the_rest_of_its_quantum() -> None:
     policy = locality(100.0)
     arrive(policy, "a", "b")
     serve(policy, 60.0)

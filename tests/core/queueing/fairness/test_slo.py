@@ -170,7 +170,7 @@ def test_a_starving_flow_does_not_hide_behind_an_empty_window() -> None:
 
 
 @pytest.mark.parametrize("event", ["entered", "started", "ended"])
-def test_every_event_that_tells_the_time_notices_what_is_overdue(event: str) -> None:
+def test_every_event_with_a_time_notices_overdue_requests(event: str) -> None:
     policy = slo()
     one = asked("late", ttft_s=10.0)
     policy.entered(one, 0.0)
