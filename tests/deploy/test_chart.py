@@ -62,14 +62,14 @@ def of(config: Any = None, **values: Any) -> list[Object]:
 
 @every
 @pytest.mark.parametrize("version", KUBERNETES)
-def test_objects_are_those_of_kubernetes(values: str, version: str) -> None:
+def test_objects_are_valid_in_kubernetes(values: str, version: str) -> None:
     objects = rendered(values)
     assert len(objects) >= 5
     assert [text for one in objects for text in complaints(one, version)] == []
 
 
 @every
-def test_it_lints(values: str) -> None:
+def test_chart_lints(values: str) -> None:
     helm = pytest.importorskip("helm_python", reason=MISSING.format("helm-python-sdk"))
     found = helm.lint(CHART, helm.values_from_yaml(values))
     assert found["errors"] == []
@@ -137,7 +137,7 @@ def test_the_program_takes_its_configuration(values: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("word", NAMES)
 @pytest.mark.parametrize(("namespace", "role"), [("", ""), ("models/", ""), ("", "prefill="), ("models/", " both = ")])
-def test_rights_are_those_of_what_a_url_needs(word: str, namespace: str, role: str) -> None:
+def test_rights_follow_the_urls_of_backends(word: str, namespace: str, role: str) -> None:
     known = NAMES[word]
     name = {SERVICE: "vllm:http", PODS: "app=vllm,llm-d.ai/role=decode", INFERENCE_POOL: "qwen"}[known]
     url = f"kubernetes+http://{namespace}{word.upper()}/{name}"
@@ -251,7 +251,7 @@ def test_the_proxy_is_asked_by_tls_where_it_speaks_it() -> None:
     assert "/etc/llmproxy-secrets/a" in {mount["mountPath"] for mount in container["volumeMounts"]}
 
 
-def test_without_an_admin_port_operators_use_that_of_clients() -> None:
+def test_operators_use_the_port_of_clients_without_an_admin_port() -> None:
     objects = of({"admin": None, "port": 8001}, podMonitor={"enabled": True}, networkPolicy={"enabled": True})
     headless = next(one for one in kind(objects, "Service") if one["spec"].get("clusterIP") == "None")
     assert headless["spec"]["ports"] == [{"name": "admin", "port": 8001, "targetPort": "http"}]
@@ -267,7 +267,7 @@ def test_a_state_file_has_a_folder_that_can_be_written() -> None:
         assert {"name": "state", "mountPath": "/var/lib/llmproxy"} in pod["containers"][0]["volumeMounts"]
 
 
-def test_operators_open_what_they_name_alone() -> None:
+def test_only_named_ports_are_open_to_operators() -> None:
     objects = rendered((CHART / "ci" / "closed-values.yaml").read_text())
     clients, operators = only(objects, "NetworkPolicy")["spec"]["ingress"]
     assert [rule["ports"][0]["port"] for rule in (clients, operators)] == ["http", "admin"]
@@ -281,7 +281,7 @@ def test_operators_open_what_they_name_alone() -> None:
 # --- autoscaling ------------------------------------------------------------------------------------------------------
 
 
-def test_scaling_is_what_the_program_exports() -> None:
+def test_scaling_uses_exported_metrics() -> None:
     authentication, exported = parsed(KEDA)
     objects = rendered((CHART / "ci" / "keda-values.yaml").read_text())
     ours = only(objects, "ScaledObject")["spec"]
@@ -296,7 +296,7 @@ def test_scaling_is_what_the_program_exports() -> None:
     )
 
 
-def test_of_two_proxies_the_work_adds_up_and_the_need_does_not() -> None:
+def test_work_of_two_proxies_adds_up_and_need_does_not() -> None:
     first, second = kind(rendered((CHART / "ci" / "two-proxies-values.yaml").read_text()), "ScaledObject")
     asked = [
         [(one["metadata"]["valueLocation"], one["metadata"]["aggregationType"]) for one in scaled["spec"]["triggers"]]
@@ -342,7 +342,7 @@ def test_notes_say_whether_proxies_decide_as_one(name: str, words: list[str]) ->
         ({"config": {"backends": ["kubernetes+http://vllm"]}}, "config.backends"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused_in_words(values: Any, words: str) -> None:
+def test_unworkable_values_are_refused_with_a_reason(values: Any, words: str) -> None:
     helm = pytest.importorskip("helm_python", reason=MISSING.format("helm-python-sdk"))
     with pytest.raises(helm.HelmError, match=re.escape(words)):
         rendered(yaml.safe_dump(values))
@@ -356,7 +356,7 @@ def test_the_chart_is_of_this_version() -> None:
     assert about["appVersion"] == __version__
 
 
-def test_defaults_in_templates_are_those_of_the_program() -> None:
+def test_defaults_in_templates_equal_the_programs() -> None:
     known = {key.name: default(key).strip("`") for key in walk(Config)}
     texts = "\n".join(path.read_text() for path in (CHART / "templates").rglob("*.*"))
     found = re.findall(r'dig ((?:"[a-z_]+" )+)([^ ]+) \.Values\.config', texts)
@@ -368,7 +368,7 @@ def test_defaults_in_templates_are_those_of_the_program() -> None:
             assert given == known[key], key
 
 
-def test_pods_are_replaced_for_what_a_reload_does_not_apply() -> None:
+def test_pods_are_replaced_for_settings_that_need_a_restart() -> None:
     top, scheduling = (
         set(re.search(rf'define "llmproxy.{name}" -}}}}\n(.*)\n', HELPERS)[1].split())  # type: ignore[index]
         for name in ("restartKeys", "restartSchedulingKeys")
@@ -379,7 +379,7 @@ def test_pods_are_replaced_for_what_a_reload_does_not_apply() -> None:
     }
 
 
-def test_pods_stay_for_what_a_reload_applies() -> None:
+def test_pods_stay_for_settings_that_a_reload_applies() -> None:
     def checksum(config: Any) -> str:
         return str(only(of(config), "Deployment")["spec"]["template"]["metadata"]["annotations"]["checksum/restart"])
 

@@ -37,7 +37,7 @@ def plain(objects: list[Object]) -> dict[tuple[str, str], Object]:
 
 @every
 @pytest.mark.parametrize("version", KUBERNETES)
-def test_objects_are_those_of_kubernetes(folder: Path, version: str) -> None:
+def test_objects_are_valid_in_kubernetes(folder: Path, version: str) -> None:
     assert [text for one in built(folder) for text in complaints(one, version)] == []
 
 
@@ -64,7 +64,7 @@ def test_the_program_takes_its_configuration(folder: Path, tmp_path: Path) -> No
     [(BASE, "minimal", ""), (HA, "minimal", "replicaCount: 2"), (AUTOSCALE, "keda", "")],
     ids=["base", "ha", "autoscale"],
 )
-def test_it_is_what_the_chart_makes(folder: Path, values: str, more: str) -> None:
+def test_objects_equal_the_charts(folder: Path, values: str, more: str) -> None:
     text = (CHART / "ci" / f"{values}-values.yaml").read_text()
     assert plain(built(folder)) == plain(rendered(f"{text}{more}", "default"))
 

@@ -21,7 +21,7 @@ BLOCKS = {block.title: block.text for block in blocks(PAGE) if block.title}
 
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("title", ["role.yaml", "vllm.yaml"])
-def test_manifests_are_those_of_kubernetes(title: str, version: str) -> None:
+def test_manifests_are_valid_in_kubernetes(title: str, version: str) -> None:
     assert [text for one in parsed(BLOCKS[title]) for text in complaints(one, version)] == []
 
 
@@ -46,7 +46,7 @@ def test_the_program_takes_configurations(title: str, tmp_path: Path) -> None:
     assert load(tmp_path / title).backends
 
 
-def test_values_say_what_the_chart_has_to_know_of_a_secret() -> None:
+def test_values_name_the_keys_of_a_secret() -> None:
     """The chart does not see the Secret, and gives rights and ports by its own defaults and these values."""
     secret, values = yaml.safe_load(BLOCKS["all.yaml"]), yaml.safe_load(BLOCKS["all-values.yaml"])
     config = yaml.safe_load((CHART / "values.yaml").read_text())["config"] | values["config"]
@@ -85,7 +85,7 @@ def test_kubectl_makes_the_secrets_that_the_page_names(tmp_path: Path) -> None:
     ]
 
 
-def test_cert_manager_makes_what_members_need() -> None:
+def test_cert_manager_makes_the_certificates_of_members() -> None:
     objects = {(one["kind"], one["metadata"]["name"]): one["spec"] for one in parsed(BLOCKS["members.yaml"])}
     values = yaml.safe_load(BLOCKS["cluster-values.yaml"])
     certificate, authority = objects["Certificate", "llmproxy-members"], objects["Certificate", "llmproxy-authority"]
@@ -97,7 +97,7 @@ def test_cert_manager_makes_what_members_need() -> None:
     assert objects[authority["issuerRef"]["kind"], authority["issuerRef"]["name"]] == {"selfSigned": {}}
 
 
-def test_kustomize_builds_what_it_says(tmp_path: Path) -> None:
+def test_kustomize_builds_the_shown_folder(tmp_path: Path) -> None:
     (tmp_path / "llmproxy").symlink_to(ROOT)
     own = tmp_path / "own"
     own.mkdir()

@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", *sorted((DOCS / "tutorial").glob("*.md")), *(DOCS /
 @pytest.mark.skipif(bool(MISSING), reason=f"the pages use {', '.join(MISSING)}, which this machine lacks")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
+def test_commands_print_the_output_on_the_page(page: Path, tmp_path: Path) -> None:
     if lacking := [tool for tool in OWN_TOOLS.get(page.name, ()) if shutil.which(tool) is None]:
         pytest.skip(f"the page uses {', '.join(lacking)}, which this machine lacks")
     outputs = list(run(page, tmp_path))

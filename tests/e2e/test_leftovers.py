@@ -30,9 +30,7 @@ async def a_timer(_: str) -> None:
 
 
 @pytest.mark.parametrize("leak", [a_task, a_socket, a_timer])
-async def test_what_is_left_behind_is_found(
-    leak: Callable[[str], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_leftovers_are_found(leak: Callable[[str], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.e2e.leftovers.LIMIT_S", 0.05)
     async with serving(FAST) as proxy:
         with pytest.raises(AssertionError, match="left behind"):

@@ -211,7 +211,7 @@ def test_a_form_means_the_same_to_starlette_or_is_refused(body: bytes, content_t
     st.lists(st.sampled_from(["boundary", "boundary*", "=", ";", '"', "cut", "utf-8''cot", "\\", " ", "x"]), max_size=9)
 )
 @example(["boundary", "=", "cut", ";", "boundary*", "=", "utf-8''cot"])
-def test_a_boundary_is_that_of_the_engine_or_is_refused(pieces: list[str]) -> None:
+def test_boundary_is_read_as_by_the_engine_or_refused(pieces: list[str]) -> None:
     content_type = "multipart/form-data; " + "".join(pieces)
     for boundary in ("cut", "cot"):
         body = written([([("Content-Disposition", "form-data; name=model")], b"m")]).replace(b"cut", boundary.encode())

@@ -115,7 +115,7 @@ VALID = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-0[01]", re.A
 
 @FUZZED
 @given(TRACEPARENTS, st.booleans())
-def test_whatever_a_client_says_of_its_trace_a_backend_gets_one_valid_field(given: list[str], believed: bool) -> None:
+def test_backend_gets_one_valid_trace_field(given: list[str], believed: bool) -> None:
     sampler = Sampler.of(Config(tracing=True), {"OTEL_TRACES_SAMPLER": "parentbased_always_off"})
     assert sampler is not None
     trace = sampler.begin(given, believed)

@@ -90,9 +90,7 @@ def test_exactly_the_usage_events_are_hidden(payloads: list[tuple[dict[str, Any]
 
 @FUZZED
 @given(PAYLOADS, st.binary(max_size=20), st.binary(max_size=20))
-def test_usage_of_an_answer_is_what_a_parser_finds_at_its_end(
-    fields: dict[str, Any], before: bytes, after: bytes
-) -> None:
+def test_usage_of_an_answer_is_read_as_by_a_parser(fields: dict[str, Any], before: bytes, after: bytes) -> None:
     usage_in_tail(before + json.dumps(fields).encode() + after)
     found = usage_in_tail(json.dumps(fields).encode())
     assert found == usage_alone(fields.get("usage"))

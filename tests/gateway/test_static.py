@@ -26,7 +26,7 @@ MARKUP = re.compile(
 )
 
 
-def test_what_others_wrote_is_as_they_published_it() -> None:
+def test_vendored_files_are_as_published() -> None:
     found = {path.name: sha256(path.read_bytes()).hexdigest() for path in (STATIC / "vendor").iterdir()}
     assert found == VENDORED
 
@@ -38,6 +38,6 @@ def test_no_text_becomes_markup_and_nothing_is_fetched_from_elsewhere() -> None:
         assert not re.search(r"\sstyle=|\son\w+=", path.read_text()) or path.suffix != ".html", path.name
 
 
-def test_it_is_small() -> None:
+def test_page_is_small() -> None:
     packed = sum(len(compress(path.read_bytes(), 9)) for path in STATIC.rglob("*") if path.suffix in TYPES)
     assert 30_000 < packed < PACKED_BYTES_MAX

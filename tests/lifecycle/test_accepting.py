@@ -124,7 +124,7 @@ async def test_without_descriptors_it_pauses_says_so_once_and_goes_on(monkeypatc
     close(one)
 
 
-async def test_it_may_be_closed_while_it_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_acceptor_may_be_closed_while_it_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accepting, "RETRY_S", 0.001)
     plain = opened()
     listening = Lacking(fileno=plain.detach())

@@ -32,7 +32,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         ((NEVER, NEVER), (NEVER, NEVER)),
     ],
 )
-def test_the_limit_is_raised_to_what_is_allowed(
+def test_limit_is_raised_to_the_allowed_one(
     before: tuple[int, int], after: tuple[int, int], limits: list[tuple[int, int]]
 ) -> None:
     limits.append(before)
@@ -60,7 +60,7 @@ def test_every_client_can_be_carried_on_and_something_is_left(files: int, limits
     assert 0 < admin < files - 2 * clients, "polls and logs need some too"
 
 
-def test_what_the_unit_of_systemd_allows_is_enough_for_the_default(limits: list[tuple[int, int]]) -> None:
+def test_systemd_unit_allows_enough_for_the_default(limits: list[tuple[int, int]]) -> None:
     limits.append((140_000, 140_000))
     config = Config()
     assert descriptors.clients_of_process(config).connections_max == config.clients.connections_max

@@ -110,7 +110,7 @@ def test_a_port_that_is_taken_is_an_os_error(listening: socket.socket) -> None:
         Sockets().listening("127.0.0.1", listening.getsockname()[1])
 
 
-def test_what_does_not_listen_is_refused() -> None:
+def test_socket_that_does_not_listen_is_refused() -> None:
     reads, writes = os.pipe()
     connected, other = socket.socketpair()
     datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -138,7 +138,7 @@ def test_what_does_not_listen_is_refused() -> None:
         (socket.EAI_NONAME, "another host"),
     ],
 )
-def test_the_hint_is_for_what_is_wrong_with_the_address(number: int, hint: str) -> None:
+def test_hint_fits_the_error_of_the_address(number: int, hint: str) -> None:
     refused = ListenError("gpu-0", 80, OSError(number, "no"))
     assert hint in refused.hint
     assert (refused.host, refused.port, str(refused)) == ("gpu-0", 80, f"[Errno {number}] no")

@@ -114,7 +114,7 @@ def test_a_line_is_a_request_of_a_trace_and_the_decision_about_it(path: Path) ->
     }
 
 
-def test_a_refused_request_says_what_it_would_have_been(path: Path) -> None:
+def test_refused_request_is_logged_with_its_facts(path: Path) -> None:
     _, line = Log(path).after(REFUSED)
     assert line == {
         "at_s": 0.5, "prompt_tokens": 12, "model": "chat", "criticality": 0, "max_wait_s": 60.0, "request_id": "r2",
@@ -130,7 +130,7 @@ def test_a_missing_prediction_is_left_out() -> None:
     assert "predicted" not in decision_fields(nothing, 0.0)
 
 
-def test_what_never_came_to_the_waiting_room_is_in_no_line(path: Path) -> None:
+def test_request_outside_the_waiting_room_has_no_line(path: Path) -> None:
     assert len(Log(path).after(UNREAD)) == 1
 
 
@@ -152,7 +152,7 @@ def test_the_sample_is_the_same_in_every_log(tmp_path: Path) -> None:
     assert len(Log(tmp_path / "all", 1.0).after(*ended)) == 2_001
 
 
-def test_a_second_start_appends_behind_what_was_cut_off(path: Path) -> None:
+def test_second_start_appends_after_a_cut_line(path: Path) -> None:
     path.write_bytes(b'{"at_s": 1.0, "prom')
     log = Log(path)
     log.log.record(SERVED)

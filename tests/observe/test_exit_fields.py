@@ -78,7 +78,7 @@ def _written(ended: RequestExit, log_format: str, level: str, *, past_the_librar
 @pytest.mark.parametrize("level", ["debug", "info", "warning"])
 @given(ended=EXITS)
 @example(ended=REFUSED)
-def test_it_is_the_line_that_the_library_would_write(log_format: str, level: str, ended: RequestExit) -> None:
+def test_line_equals_the_librarys(log_format: str, level: str, ended: RequestExit) -> None:
     direct = _written(ended, log_format, level, past_the_library=True)
     assert direct == _written(ended, log_format, level, past_the_library=False)
     assert bool(direct) == (level != "warning" or ended.result.outcome in (Outcome.INTERNAL, Outcome.BROKEN_STREAM))

@@ -47,7 +47,7 @@ def test_an_error_has_its_type_and_no_times(metrics: GenAiMetrics, registry: Col
     assert of("gen_ai_server_time_to_first_token_seconds_count", CHAT) is None
 
 
-def test_what_the_conventions_do_not_know_is_not_counted(metrics: GenAiMetrics, registry: CollectorRegistry) -> None:
+def test_operations_outside_the_conventions_are_not_counted(metrics: GenAiMetrics, registry: CollectorRegistry) -> None:
     metrics.record(changed(SERVED, path="/rerank"))
     assert not [sample for family in registry.collect() for sample in family.samples]
 

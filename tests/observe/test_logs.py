@@ -91,7 +91,7 @@ def test_the_reason_of_a_turn_is_logged_at_debug_only() -> None:
             assert line["why"] == why_fields(WHY)
 
 
-def test_a_line_names_the_tenant_and_what_became_of_its_objective() -> None:
+def test_line_names_the_tenant_and_its_objective() -> None:
     out = configured("json")
     log_exit(changed(SERVED, tenant="acme", preemptions=2, met=False, unknown_objective="gold"))
     (line,) = json_lines(out)
@@ -132,7 +132,7 @@ def test_a_client_can_neither_forge_a_line_nor_speak_to_the_terminal(log_format:
     ("outcome", "level"),
     [(Outcome.INTERNAL, "error"), (Outcome.BROKEN_STREAM, "warning"), (Outcome.UPSTREAM_STATUS, "info")],
 )
-def test_what_went_wrong_here_is_louder(outcome: Outcome, level: str) -> None:
+def test_own_faults_have_a_higher_level(outcome: Outcome, level: str) -> None:
     out = configured("json")
     log_exit(changed(SERVED, outcome=outcome))
     assert json_lines(out)[0]["level"] == level
@@ -161,7 +161,7 @@ def test_an_exception_is_logged_with_its_traceback(log_format: str) -> None:
     assert "\x1b" not in out.getvalue()
 
 
-def test_what_libraries_log_comes_the_same_way_and_once() -> None:
+def test_library_logs_have_the_same_form_and_come_once() -> None:
     out = io.StringIO()
     configure("json", "info", io.StringIO())
     configure("json", "info", out)

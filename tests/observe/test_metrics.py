@@ -82,7 +82,9 @@ def test_negative_token_counts_turn_no_counter_back(metrics: Metrics) -> None:
 
 
 @pytest.mark.parametrize(("attempts", "preemptions", "retries"), [(3, 1, 1), (2, 2, 0), (1, 1, 0)])
-def test_what_follows_a_preemption_is_no_retry(metrics: Metrics, attempts: int, preemptions: int, retries: int) -> None:
+def test_attempt_after_a_preemption_is_no_retry(
+    metrics: Metrics, attempts: int, preemptions: int, retries: int
+) -> None:
     metrics.record(changed(SERVED, attempts=attempts, preemptions=preemptions))
     assert value(metrics, "retries_total") == retries
     assert value(metrics, "preemptions_total", band="default") == preemptions
@@ -137,7 +139,7 @@ def test_the_number_of_model_labels_is_limited(metrics: Metrics) -> None:
     assert value(metrics, "requests_total", outcome="unknown_model", code="4xx", band="none", model="unknown") == 1
 
 
-def test_what_a_decision_did_to_a_request_is_counted(metrics: Metrics) -> None:
+def test_decisions_are_counted(metrics: Metrics) -> None:
     metrics.record(changed(SERVED, band="sheddable", preemptions=2, met=True, unknown_objective="gold"))
     metrics.record(changed(SERVED, met=False))
     metrics.record(SERVED)
@@ -161,7 +163,7 @@ def predictions(metrics: Metrics, time: str) -> list[float | None]:
     ]
 
 
-def test_predictions_are_held_against_what_was_observed(metrics: Metrics) -> None:
+def test_predictions_are_compared_with_observed_times(metrics: Metrics) -> None:
     metrics.record(PREDICTED)
     assert predictions(metrics, "ttft") == pytest.approx([0.4, 0.5, 0.2, 1, 1])
     assert predictions(metrics, "tpot") == pytest.approx([0.25, 0.2, 0.25, 1, 1])
@@ -189,7 +191,7 @@ def test_a_p90_that_never_held_counts_zero(metrics: Metrics) -> None:
         ({"duration_s": 1.0}, 1, None),
     ],
 )
-def test_predictions_are_judged_only_by_what_was_observed(
+def test_predictions_are_compared_only_with_observed_times(
     metrics: Metrics, change: dict[str, Any], ttft: int | None, tpot: int | None
 ) -> None:
     metrics.record(changed(PREDICTED, **change))

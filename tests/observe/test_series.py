@@ -30,7 +30,7 @@ def _page(fill: Callable[[CollectorRegistry], None]) -> str:
 @given(st.lists(st.tuples(LABELS, VALUES)))
 @example([(("a", "x"), bound) for bound in BOUNDS])
 @example([(("a", ""), 60.1)])
-def test_they_show_what_the_librarys_own_show(observed: list[tuple[tuple[str, str], float]]) -> None:
+def test_series_equal_the_librarys(observed: list[tuple[tuple[str, str], float]]) -> None:
     def ours(registry: CollectorRegistry) -> None:
         series = SeriesCollector()
         counts = series.counter("c_total", "Counted.", "one", "two")

@@ -64,7 +64,7 @@ def eventually(condition: Callable[[], object]) -> None:
         time.sleep(0.002)
 
 
-def test_only_what_is_sampled_is_sent_and_closing_sends_the_rest() -> None:
+def test_only_sampled_spans_are_sent_and_closing_sends_the_rest() -> None:
     exporter = Exporter()
     export, lost = exporting(exporter)
     untraced = ended()
@@ -95,7 +95,7 @@ def test_a_batch_that_is_not_full_is_sent_too(monkeypatch: pytest.MonkeyPatch) -
     export.close()
 
 
-def test_what_waits_is_bounded_and_the_rest_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_spans_are_bounded_and_lost_ones_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "REQUESTS_MAX", 10)
     monkeypatch.setattr(spans, "LINGER_S", 0.01)
     exporter = Exporter()
@@ -158,7 +158,7 @@ def test_a_protocol_that_is_not_there_is_an_error_of_the_configuration(monkeypat
         exporter_class({"OTEL_EXPORTER_OTLP_PROTOCOL": "smoke"})
 
 
-def test_without_the_extra_the_configuration_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_an_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     check(Config())
     with pytest.raises(ConfigError, match=r"tracing: needs OpenTelemetry .* pip install 'llmproxy-lb\[otel\]'"):

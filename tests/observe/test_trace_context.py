@@ -57,7 +57,7 @@ def test_a_trusted_trace_goes_on(traceparents: Sequence[str], sampled: bool) -> 
         [f"00-{TRACE}-{SPAN}-01\N{FULLWIDTH DIGIT ONE}"],
     ],
 )
-def test_what_is_not_valid_is_as_nothing(traceparents: Sequence[str]) -> None:
+def test_invalid_context_is_ignored(traceparents: Sequence[str]) -> None:
     trace = sampler().begin(traceparents, believed=True)
     assert trace.trace_id != TRACE
     assert (trace.parent_id, trace.sampled, trace.linked) == ("", False, None)
@@ -83,7 +83,7 @@ def test_a_share_of_the_traces_is_sampled(argument: str, share: float) -> None:
         assert trace.sampled == (end < "8"), "every process picks the same traces"
 
 
-def test_it_is_off_by_default_and_by_the_variable_of_the_specification() -> None:
+def test_tracing_is_off_by_default_and_by_the_standard_variable() -> None:
     assert Sampler.of(Config(), {}) is None
     assert Sampler.of(TRACED, {"OTEL_SDK_DISABLED": " True "}) is None
     assert Sampler.of(TRACED, {"OTEL_SDK_DISABLED": "false"}) is not None

@@ -139,7 +139,7 @@ async def test_a_prompt_is_waited_for_until_its_answer_begins_and_no_longer() ->
 
 
 @emptied(a=1)
-async def test_what_goes_past_the_waiting_room_is_in_flight_and_no_load(one: Dispatcher) -> None:
+async def test_direct_requests_are_in_flight_and_no_load(one: Dispatcher) -> None:
     cuts: list[str] = []
     with one.direct("a", lambda: cuts.append("first")), one.direct("a", lambda: cuts.append("second")):
         assert (one.in_flight("a"), one.pools.views(now())["a"].load) == (2, 0)

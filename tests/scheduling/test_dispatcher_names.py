@@ -159,7 +159,7 @@ async def test_a_name_that_becomes_an_alias_is_waited_for_no_longer() -> None:
 
 
 @virtual
-async def test_one_of_several_models_behind_a_name_may_have_no_replica() -> None:
+async def test_name_of_several_models_works_if_one_has_no_replica() -> None:
     settings = replace(SETTINGS, scaling=replace(SETTINGS.scaling, pools=("new",)))
     one = Dispatcher(Pools(settings, {"a": 1}, {"chat": {"base": 1, "new": 1}}, partial(make, "blend", Random(0))))
     for name in "bc":

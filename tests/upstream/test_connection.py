@@ -167,7 +167,7 @@ async def test_cancelling_a_slow_head_cuts_the_connection(upstream: HttpUpstream
 
 @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 @pytest.mark.parametrize("sliced", [False, True])
-async def test_cancelling_drops_what_a_stuck_server_has_not_read(
+async def test_cancel_drops_bytes_that_a_stuck_server_has_not_read(
     upstream: HttpUpstream, server: RawServer, sliced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not sliced:
@@ -259,7 +259,7 @@ async def test_a_sink_that_fails_cuts_the_connection_and_is_reported(upstream: H
     await gone(server)
 
 
-async def test_a_flow_that_breaks_hands_on_what_came_before(upstream: HttpUpstream, server: RawServer) -> None:
+async def test_broken_flow_passes_earlier_bytes_on(upstream: HttpUpstream, server: RawServer) -> None:
     server.script = raw_server.answering_once(CHUNKED + b"5\r\nhello\r\n", b"zz\r\n")
     exchange = await post(upstream, server.url)
     got: list[bytes] = []

@@ -115,9 +115,7 @@ async def test_a_name_beyond_ascii_is_asked_for_in_its_encoded_form(resolver: Re
 
 @pytest.mark.parametrize("failure", ["it does not exist", "nobody answers"])
 @with_resolver
-async def test_what_was_known_last_is_kept_while_a_look_up_fails(
-    resolver: Resolver, server: Server, failure: str
-) -> None:
+async def test_last_addresses_are_kept_while_a_look_up_fails(resolver: Resolver, server: Server, failure: str) -> None:
     server.answers["gpu.test"] = at("10.0.0.1")
     resolver.follow(["http://gpu.test:8000"])
     assert await places(resolver) == ["10.0.0.1"]

@@ -53,7 +53,7 @@ def adapters(proxy: ProxyUnderTest, backend: str) -> list[str]:
 # --- all, or some -----------------------------------------------------------------------------------------------------
 
 
-async def test_all_replicas_have_it_when_the_answer_comes() -> None:
+async def test_all_replicas_have_the_adapter_when_the_answer_comes() -> None:
     async with serving(FAST, FAST, **ADMIN, poll={"models_interval_s": 60.0}) as proxy:
         assert (await proxy.chat(ASK)).status == 404
         answer = await load(proxy, is_3d_lora_weight=False, replicas="all")
@@ -71,7 +71,7 @@ async def test_all_replicas_have_it_when_the_answer_comes() -> None:
         assert (await proxy.chat(ASK)).status == 404
 
 
-async def test_some_backends_are_those_with_the_fewest_adapters() -> None:
+async def test_adapters_go_to_the_backends_with_the_fewest() -> None:
     async with serving(FAST, PLAIN, FAST, **ADMIN) as proxy:
         assert replies(await load(proxy, replicas=1)) == [("b1", 200, True)]
         assert {(await proxy.chat(ASK)).backend for _ in range(4)} == {"b1"}
@@ -124,7 +124,7 @@ async def test_a_body_has_a_type_and_a_size() -> None:
 # --- backends that do not take it -------------------------------------------------------------------------------------
 
 
-async def test_a_replica_that_has_it_already_counts_as_one_that_took_it() -> None:
+async def test_replica_that_has_the_adapter_already_counts_as_loaded() -> None:
     async with serving(PLAIN, PLAIN, **ADMIN) as proxy:
         assert (await proxy.post(proxy.replicas[1].url + LOAD, FRESH)).status == 200
         answer = await load(proxy)
@@ -132,7 +132,7 @@ async def test_a_replica_that_has_it_already_counts_as_one_that_took_it() -> Non
         assert "already been loaded" in answer.json["replicas"][1]["message"]
 
 
-async def test_one_that_has_another_of_that_name_does_not() -> None:
+async def test_replica_with_another_adapter_of_that_name_does_not_count_as_loaded() -> None:
     async with serving(PLAIN, PLAIN, **ADMIN) as proxy:
         for replica in proxy.replicas:
             assert (await proxy.post(replica.url + LOAD, FRESH | {"lora_path": "/old"})).status == 200
@@ -176,7 +176,7 @@ async def test_unloading_an_unknown_adapter_is_not_found() -> None:
 # --- backends that come back ------------------------------------------------------------------------------------------
 
 
-async def test_a_replica_that_restarts_gets_it_back() -> None:
+async def test_restarted_replica_gets_the_adapter_back() -> None:
     async with serving(PLAIN, PLAIN, **ADMIN) as proxy:
         assert (await load(proxy, extra_word=1)).status == 200
         await proxy.replicas[0].restart()
@@ -186,7 +186,7 @@ async def test_a_replica_that_restarts_gets_it_back() -> None:
         await until(lambda: proxy.metric("llmproxy_adapter_changes_total", backend="b0", result="success") == 2)
 
 
-async def test_one_that_was_down_or_never_seen_gets_it_when_it_comes(
+async def test_backend_that_was_down_or_unknown_gets_the_adapter_when_it_comes(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "BACKOFF_S", 0.05)

@@ -50,7 +50,7 @@ def garbage() -> Iterator[Counter[str]]:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", list(ASKS))
-async def test_what_was_served_leaves_nothing_to_the_collector(path: str, stream: bool) -> None:
+async def test_served_request_leaves_nothing_to_the_collector(path: str, stream: bool) -> None:
     async with serving(FAST) as proxy:
         with garbage() as found:
             for _ in range(3):

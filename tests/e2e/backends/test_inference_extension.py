@@ -108,7 +108,7 @@ async def test_an_objective_decides_who_goes_first() -> None:
         assert order[2::-1] == ["high", "none", "low"]
 
 
-async def test_who_may_not_choose_a_band_may_not_by_an_objective_either() -> None:
+async def test_objective_gives_no_band_that_the_client_may_not_choose() -> None:
     tenants = [
         {"name": "free", "keys": [hash_of("free")], "trusted": True, "band_max": "default"},
         {"name": "stranger", "keys": [hash_of("stranger")]},

@@ -10,7 +10,7 @@ from llmproxy.lab.simulator.replica import ReplicaOptions
 from tests.e2e.proxies import serving, until
 
 
-async def test_the_next_process_begins_at_what_was_learned(tmp_path: Path) -> None:
+async def test_next_process_begins_with_the_learned_limit(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     async with serving(ReplicaOptions(), state=StateFile(path)) as proxy:
         url = proxy.replicas[0].url
@@ -22,7 +22,7 @@ async def test_the_next_process_begins_at_what_was_learned(tmp_path: Path) -> No
     assert (known[1].limit, known[1].settled) == (7, True)
 
 
-async def test_a_backend_begins_at_what_is_remembered_of_its_url(tmp_path: Path) -> None:
+async def test_backend_begins_with_the_remembered_limit_of_its_url(tmp_path: Path) -> None:
     class Remembered(StateFile):
         def read(self) -> State:
             return State(remembered)

@@ -64,7 +64,7 @@ async def test_a_head_that_begins_before_its_connection_is_served(monkeypatch: p
         (HEAD + b"content-length: 100000\r\n\r\n", "body_timeout_s", "The request body took more than 0.2 s"),
     ],
 )
-async def test_what_drips_has_no_more_time_than_another(begun: bytes, key: str, message: str) -> None:
+async def test_dripping_request_has_no_more_time(begun: bytes, key: str, message: str) -> None:
     async def drip(writer: asyncio.StreamWriter) -> None:
         for _ in range(100_000):
             writer.write(b" ")
@@ -271,7 +271,7 @@ async def test_a_body_that_ends_in_any_way_is_held_no_more(ends: Any, monkeypatc
         assert held(proxy) == 0
 
 
-async def test_a_reload_changes_what_may_be_held(tmp_path: Path) -> None:
+async def test_reload_changes_the_body_budget(tmp_path: Path) -> None:
     async with serving(FAST, file=tmp_path / "config.json", **BODIES) as proxy:
         (tmp_path / "config.json").write_text(json.dumps({**proxy.config_data, "body_bytes_total_max": 200_000}))
         await until(lambda: proxy.app.handler.bodies.bytes_max == 200_000)

@@ -64,7 +64,7 @@ async def test_a_preflight_of_another_origin_is_refused_in_words() -> None:
             assert "clients.allowed_origins" in answer.json["error"]["message"]
 
 
-async def test_what_is_no_preflight_is_answered_as_ever() -> None:
+async def test_request_that_is_no_preflight_is_answered_as_ever() -> None:
     async with serving(FAST, **ALLOWED) as proxy:
         plain = await proxy.request("OPTIONS", CHAT, headers={"origin": APP})
         assert (plain.status, plain.headers["allow"]) == (405, "POST")
@@ -114,7 +114,7 @@ async def of_an_engine(proxy: ProxyUnderTest, **headers: str) -> tuple[Answer, A
 
 
 @pytest.mark.parametrize("config", [ALLOWED, {}])
-async def test_what_an_engine_says_of_origins_is_not_said_beside_ours(config: dict[str, Any]) -> None:
+async def test_cors_fields_of_an_engine_are_replaced(config: dict[str, Any]) -> None:
     stored = whole(b'{"id":"resp_1","object":"response"}').replace(b"\r\n\r\n", b"\r\n" + ENGINE + b"\r\n", 1)
     async with serving_script(answering(stored), **config) as (proxy, backend):
         backend.polls[b"/v1/responses/resp_1"] = answering(stored)

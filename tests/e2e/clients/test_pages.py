@@ -116,7 +116,7 @@ async def test_without_models_anthropics_list_has_no_ends() -> None:
         assert listed == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
 
 
-async def test_what_an_engine_says_of_its_tokenizer_is_passed_on(proxy: ProxyUnderTest) -> None:
+async def test_tokenizer_info_of_an_engine_is_passed_on(proxy: ProxyUnderTest) -> None:
     direct = await proxy.get(proxy.replicas[0].url + "/tokenizer_info")
     got = await proxy.get("/tokenizer_info")
     assert (got.status, got.body) == (200, direct.body)

@@ -102,7 +102,7 @@ async def test_clients_come_by_https(files: Files, trusting: ssl.SSLContext) -> 
             await proxy.get("/version", ssl=ssl.create_default_context())
 
 
-async def test_only_what_the_proxy_speaks_is_agreed_on(files: Files, trusting: ssl.SSLContext) -> None:
+async def test_only_supported_protocols_are_agreed_on(files: Files, trusting: ssl.SSLContext) -> None:
     trusting.set_alpn_protocols(["h2", "http/1.1"])
     async with serving(FAST, tls=files.config) as proxy:
         agreed = await met(proxy, trusting)

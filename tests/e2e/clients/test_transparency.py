@@ -347,7 +347,7 @@ SESSION = {"session_id": "s", "vllm_xargs": {"session_id": "s", "other": 1}}
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-async def test_what_clients_may_tell_an_engine_depends_on_trust_alone(trusted: bool) -> None:
+async def test_priorities_and_routing_fields_need_trust(trusted: bool) -> None:
     headers = CHOOSING_FIELDS | {"x-session-id": "s"}
     trust = "127.0.0.0/8" if trusted else "none"
     async with serving_script(answering(whole(b"{}")), trust_headers=trust) as (proxy, backend):

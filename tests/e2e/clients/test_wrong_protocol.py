@@ -97,7 +97,7 @@ async def test_a_broken_request_that_names_http2_gets_its_error(broken: bytes) -
     assert "This is no HTTP/1.1 request" in message_of(body)
 
 
-def test_what_only_resembles_them_may_be_a_request() -> None:
+def test_similar_bytes_may_be_a_request() -> None:
     for begun in (b"", b"\x16", b"PRI", b"PRI /v1/models HTTP/1.1\r\n", b"GET / HTTP/1.1\r\n", b"\r\n"):
         assert wrong_protocol(begun) is None
 

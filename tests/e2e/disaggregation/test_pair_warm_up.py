@@ -47,7 +47,7 @@ async def test_each_pair_meets_once(log: io.StringIO) -> None:
         assert len(legs(proxy, 2)) == 2
 
 
-async def test_what_an_engine_computes_first_is_a_prompt_of_its_own() -> None:
+async def test_warm_up_prompt_is_computed_before_others() -> None:
     async with split(scheduling=ON) as proxy:
         await until(lambda: legs(proxy, 1))
         assert ["kv_transfer_params" in body for body in asked(proxy, 1)] == [False, True]
@@ -87,7 +87,7 @@ async def test_a_backend_that_comes_back_meets_its_partners_again(log: io.String
 
 
 @pytest.mark.parametrize("off", [{"warm_up_pairs": False}, {"disaggregation": "never"}, {"kv_connector": "store"}])
-async def test_nobody_meets_where_there_is_no_need(off: dict[str, Any]) -> None:
+async def test_no_warm_up_where_there_is_no_need(off: dict[str, Any]) -> None:
     async with split(scheduling=ON | off) as proxy:
         await proxy.chat(LONG)
         assert legs(proxy, 0) == []

@@ -42,7 +42,7 @@ def sent(proxy: ProxyUnderTest, backend: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", list(BODIES))
-async def test_the_answer_is_that_of_one_replica(path: str) -> None:
+async def test_split_answer_equals_the_answer_of_one_replica(path: str) -> None:
     async with split() as proxy:
         both = await proxy.post(path, BODIES[path])
         alone = await proxy.post(proxy.replicas[0].url + path, BODIES[path])
@@ -53,7 +53,7 @@ async def test_the_answer_is_that_of_one_replica(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", list(BODIES))
-async def test_a_stream_is_that_of_one_replica(path: str) -> None:
+async def test_split_stream_equals_the_stream_of_one_replica(path: str) -> None:
     async with split() as proxy:
         both = await proxy.post(path, BODIES[path] | {"stream": True})
         alone = await proxy.post(proxy.replicas[0].url + path, BODIES[path] | {"stream": True})
@@ -144,7 +144,7 @@ async def test_parameters_of_clients_travel_in_no_disguise(path: str, filler: st
             assert dict(dict(members)["metadata"]) == nested["metadata"]
 
 
-async def test_cached_tokens_are_those_of_the_first_replica() -> None:
+async def test_cached_tokens_come_from_the_prefill_replica() -> None:
     async with split(*[replace(NIXL, prompt_tokens_details=True)] * 2) as proxy:
         await proxy.chat(LONG)
         again = await proxy.chat(LONG)
@@ -188,7 +188,7 @@ INDIVISIBLE: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("path", "body"), INDIVISIBLE)
 @pytest.mark.parametrize("large", [False, True])
-async def test_what_cannot_be_split_is_served_by_one_replica(path: str, body: dict[str, Any], large: bool) -> None:
+async def test_unsplittable_request_is_served_by_one_replica(path: str, body: dict[str, Any], large: bool) -> None:
     if large:
         body = body | {"metadata": {"m": ["x"] * 20_000}}
     async with split() as proxy:

@@ -178,7 +178,7 @@ ANSWERS: dict[str, tuple[Script, str]] = {
 
 @pytest.mark.parametrize("case", list(ANSWERS))
 @pytest.mark.parametrize("body", [LONG, STREAM])
-async def test_whatever_a_prefill_replica_answers(case: str, body: dict[str, Any]) -> None:
+async def test_client_is_served_after_any_answer_of_a_prefill_replica(case: str, body: dict[str, Any]) -> None:
     script, how = ANSWERS[case]
     async with scripted_prefill(script) as proxy:
         await right_answer(proxy, body)
@@ -213,7 +213,7 @@ async def test_a_refused_prompt_does_not_wait_for_its_own_place(config: dict[str
         assert proxy.app.pools.backends["b1"].kv_pinned_until_s(0.0) is None
 
 
-async def test_what_was_not_handed_over_is_not_charged() -> None:
+async def test_prompt_that_was_not_handed_over_is_not_charged() -> None:
     usage = {"prompt_tokens": 211, "completion_tokens": 1, "total_tokens": 212}
     script = answering(whole(json.dumps({"choices": [], "usage": usage}).encode()))
     rated = [{"name": "t", "keys": [hash_of("k")], "limits": {"tokens_per_min": 600.0}}]
@@ -226,7 +226,7 @@ async def test_what_was_not_handed_over_is_not_charged() -> None:
         assert left >= 600 - answer.json["usage"]["total_tokens"]
 
 
-async def test_a_cause_is_logged_once_with_what_to_do(log: io.StringIO) -> None:
+async def test_cause_is_logged_once_with_advice(log: io.StringIO) -> None:
     async with scripted_prefill(prefilled(None)) as proxy:
         for _ in range(3):
             await proxy.chat(LONG)
@@ -321,7 +321,7 @@ REFUSALS: dict[str, tuple[Script, str]] = {
 
 
 @pytest.mark.parametrize("case", list(REFUSALS))
-async def test_a_decode_replica_that_refuses_what_was_computed(case: str) -> None:
+async def test_decode_replica_refuses_the_computed_prompt(case: str) -> None:
     script, how = REFUSALS[case]
     times = 0
 

@@ -169,7 +169,7 @@ async def test_a_port_that_is_taken_is_an_os_error(proxy: ProxyUnderTest) -> Non
             pass
 
 
-async def test_draining_may_finish_what_waits() -> None:
+async def test_drain_may_finish_waiting_requests() -> None:
     async with one_seat(ENDLESS | {"max_tokens": 300}, drain_queued="finish") as (proxy, _):
         waiting = [proxy.waiting(), proxy.waiting(STREAM)]
         await until(lambda: proxy.queued == 2)
@@ -235,7 +235,7 @@ async def test_a_successor_hears_from_its_backends_before_it_accepts(proxy: Prox
         ("long " * 40, f'user_agent="{("long " * 40)[:64]}" '),
     ],
 )
-async def test_who_sent_a_request_is_logged_and_remembered(sent: str, logged: str, log: io.StringIO) -> None:
+async def test_client_of_a_request_is_logged_and_remembered(sent: str, logged: str, log: io.StringIO) -> None:
     async with serving(FAST, clients={"trusted_proxies": ["127.0.0.1"]}) as proxy:
         headers = {"user-agent": sent, "x-forwarded-for": "203.0.113.9", "x-request-id": "who"}
         assert (await proxy.chat(headers=headers)).status == 200

@@ -125,7 +125,7 @@ async def test_nothing_is_built_while_nobody_looks(proxy: ProxyUnderTest, monkey
     assert proxy.app.recorder.history.last_s > 0
 
 
-async def test_it_is_compressed_for_those_who_can_read_that(proxy: ProxyUnderTest) -> None:
+async def test_page_is_compressed_for_clients_that_accept_it(proxy: ProxyUnderTest) -> None:
     tick(proxy)
     plain = await proxy.http.get(proxy.url + "/debug/live", headers={"accept-encoding": "identity"})
     # The client's library unpacks it.
@@ -136,7 +136,7 @@ async def test_it_is_compressed_for_those_who_can_read_that(proxy: ProxyUnderTes
 
 
 @pytest.mark.parametrize("page", ["/ui", "/debug/plain"])
-async def test_a_page_links_to_what_is_served_and_names_its_icon(proxy: ProxyUnderTest, page: str) -> None:
+async def test_page_links_to_served_files_and_names_its_icon(proxy: ProxyUnderTest, page: str) -> None:
     """A browser asks for `/favicon.ico` otherwise, which is nothing here."""
     head = (await proxy.get(page)).body.decode().partition("</head>")[0]
     links = dict(re.findall(r'<link rel="(\w+)" href="([^"]+)">', head))
@@ -190,7 +190,7 @@ async def test_the_last_requests_and_the_story_of_one(proxy: ProxyUnderTest) -> 
         assert (await proxy.get(f"/debug/history?span={wrong.replace('101', '86401')}")).status == 400
 
 
-async def test_the_story_of_one_that_waits() -> None:
+async def test_story_of_a_waiting_request() -> None:
     async with one_seat() as (proxy, seat):
         waits = await proxy.enter("waits")
         story = (await proxy.get("/debug/requests?request=waits")).json
@@ -208,7 +208,7 @@ async def test_the_story_of_one_that_waits() -> None:
         assert (await waits).status == 200
 
 
-async def test_the_story_of_one_that_got_no_backend_says_why_it_waited() -> None:
+async def test_story_of_a_request_without_a_backend_says_why_it_waited() -> None:
     async with one_seat(queue={"requests_max": 1}, trust_headers="all") as (proxy, seat):
         (await proxy.enter("left")).cancel()
         await until(lambda: not proxy.queued)
@@ -236,7 +236,7 @@ async def test_the_weight_of_a_flow_that_waits_and_never_ended_a_request() -> No
         assert [(await task).status for task in tasks] == [200, 200]
 
 
-async def test_where_each_setting_comes_from(tmp_path: Path) -> None:
+async def test_origin_of_each_setting(tmp_path: Path) -> None:
     file = tmp_path / "llmproxy.yaml"
     async with serving(FAST, file=file, admin_key=hash_of("for-admins")) as proxy:
         assert (await proxy.post("/admin/reload", {}, headers=KEY)).status == 200
@@ -250,7 +250,7 @@ async def test_where_each_setting_comes_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [*DATA, "/ui"])
-async def test_who_may_look(path: str) -> None:
+async def test_only_operators_may_look(path: str) -> None:
     async with serving(FAST) as proxy:
         assert (await proxy.get(path)).status == 200
         assert (await proxy.get(path, headers=AFAR)).status == 404

@@ -90,7 +90,7 @@ async def test_requests_wait_while_all_backends_are_replaced(tmp_path: Path) -> 
         assert "b0" not in proxy.app.metrics.page().decode()
 
 
-async def test_what_can_change_changes_for_the_next_request(tmp_path: Path) -> None:
+async def test_reload_applies_to_the_next_request(tmp_path: Path) -> None:
     tenant = {"name": "acme", "keys": [hash_of("acme-1")]}
     async with reloadable(tmp_path, FAST, tenants=[tenant], api_keys=["plain"]) as proxy:
         assert (await proxy.chat(headers={"x-api-key": "acme-1"})).status == 200
@@ -307,7 +307,7 @@ async def test_a_backend_that_leaves_and_comes_back_meanwhile_stays(tmp_path: Pa
         assert (await proxy.chat()).backend == "b0"
 
 
-async def test_backends_are_listed_for_those_with_the_key(tmp_path: Path) -> None:
+async def test_backends_are_listed_for_clients_with_the_key(tmp_path: Path) -> None:
     async with reloadable(tmp_path, FAST) as proxy:
         (shown,) = (await proxy.get("/admin/backends", headers=ADMIN)).json["backends"]
         assert shown["since_s"] >= 0.0

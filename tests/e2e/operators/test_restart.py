@@ -34,7 +34,7 @@ async def http() -> AsyncIterator[ClientSession]:
         yield session
 
 
-async def test_it_says_at_its_start_what_it_does(backend: Replica, tmp_path: Path) -> None:
+async def test_start_is_logged_with_settings(backend: Replica, tmp_path: Path) -> None:
     path = str(tmp_path / "state.json")
     arguments = ("--port", "0", "--fairness", "slo", "--state-file", path, backend.url)
     async with served(tmp_path / "log", *arguments) as process:

@@ -17,7 +17,7 @@ AFAR = {"x-forwarded-for": "1.2.3.4"}
 LONG = STREAM | {"max_tokens": 60, "ignore_eos": True}
 
 
-async def test_it_says_how_many_replicas_the_work_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_page_has_the_number_of_replicas_that_the_work_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(FAST, FAST) as proxy:
         page = (await proxy.get("/scale")).json
         assert [(one["pool"], one["desired"], one["own"], one["sure"]) for one in page["pools"]] == [
@@ -75,7 +75,7 @@ async def test_a_pool_without_groups_and_roles_has_none() -> None:
         assert (found["groups"], found["roles"]) == ({}, {})
 
 
-async def test_what_nobody_has_is_404_and_what_is_not_known_503() -> None:
+async def test_unknown_pool_is_404_and_unknown_need_503() -> None:
     async with serving(FAST) as proxy:
         answer = await proxy.get("/scale/nothing")
         assert answer.status == 404
@@ -84,7 +84,7 @@ async def test_what_nobody_has_is_404_and_what_is_not_known_503() -> None:
         assert (await proxy.get("/scale")).status == 503
 
 
-async def test_who_may_ask() -> None:
+async def test_only_operators_may_ask() -> None:
     async with serving(FAST, admin_key=hash_of("for-admins")) as proxy:
         assert (await proxy.get("/scale", headers=AFAR)).status == 404
         assert (await proxy.get("/scale/base", headers=AFAR | KEY)).status == 200

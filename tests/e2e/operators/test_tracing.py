@@ -148,7 +148,7 @@ async def test_ends_that_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
             assert [s.name for s in receiver.request(name)] == ["POST /v1/chat/completions"]
 
 
-async def test_a_stranger_does_not_say_what_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_untrusted_client_does_not_decide_on_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     strange: dict[str, Any] = {"trust_headers": "none", "tracing": True}
     headers = {"traceparent": PARENT, "tracestate": "vendor=1", "x-request-id": "r"}
     async with traced(monkeypatch, "parentbased_always_off") as receiver:
@@ -178,7 +178,7 @@ async def test_a_stranger_does_not_say_what_is_sampled(monkeypatch: pytest.Monke
         ("always_off", "01", False),
     ],
 )
-async def test_who_says_whether_a_trace_is_sampled(
+async def test_trusted_client_decides_on_sampling(
     sampler: str, flags: str, sampled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with traced(monkeypatch, sampler) as receiver:

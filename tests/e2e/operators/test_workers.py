@@ -192,7 +192,7 @@ async def test_a_drain_waits_for_the_streams_of_all_workers(backend: Replica, tm
         assert (outcomes["cancelled"], outcomes.keys() <= {"completed", "cancelled", "draining"}) == (MANY, True)
 
 
-async def test_without_a_scheduler_workers_cut_what_they_have_and_end(backend: Replica, tmp_path: Path) -> None:
+async def test_workers_cut_their_requests_and_end_without_a_scheduler(backend: Replica, tmp_path: Path) -> None:
     async with served(tmp_path / "log", *TWO, backend.url) as process:
         url = await process.url()
         left = workers(process)

@@ -58,7 +58,7 @@ async def test_waiting_after_a_preemption_counts_as_waiting(monkeypatch: pytest.
         assert (await critical).status == 200
 
 
-async def test_what_has_begun_to_answer_stays() -> None:
+async def test_request_that_began_to_answer_is_not_preempted() -> None:
     async with one_seat(headers=SHEDDABLE) as (proxy, running):
         critical = proxy.waiting(**CRITICAL)
         await until(lambda: proxy.queued == 1)

@@ -91,7 +91,7 @@ async def test_an_answer_is_known_to_be_cached_where_it_was_given(tmp_path: Path
         assert both == min(expected, cached)
 
 
-async def test_what_comes_encoded_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_encoded_answer_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     zipped = whole(b"\x1f\x8b...", extra=b"content-encoding: gzip\r\n")
     sizes: list[int] = []
 

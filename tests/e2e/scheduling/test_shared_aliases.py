@@ -72,7 +72,7 @@ async def test_every_other_name_may_stand_for_one() -> None:
         assert proxy.metric("llmproxy_requests_total", model="base") == 2
 
 
-async def test_a_tenant_asks_for_what_it_may_whatever_it_stands_for() -> None:
+async def test_tenant_may_use_an_allowed_alias_of_any_model() -> None:
     tenants = [{"name": "acme", "keys": [hash_of("acme")], "models": ["mine"]}]
     async with serving(FAST, models=[{"name": "*", "target": "base"}], tenants=tenants) as proxy:
         headers = {"authorization": "Bearer acme"}

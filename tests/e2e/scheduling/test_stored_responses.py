@@ -75,7 +75,7 @@ async def test_every_turn_goes_to_the_replica_that_made_the_one_before(placement
             assert {first.backend for first in firsts} == {"b0", "b1", "b2"}
 
 
-async def test_an_adapter_may_go_on_from_what_its_base_model_said() -> None:
+async def test_adapter_may_continue_a_response_of_its_base_model() -> None:
     async with serving(*THREE, scheduling=AROUND) as proxy:
         first = await made(proxy)
         assert (await go_on(proxy, first, model="lora-0")).backend == first.backend
@@ -176,7 +176,7 @@ async def test_a_replica_that_is_removed_takes_its_responses_along(tmp_path: Pat
         assert proxy.outcomes()["bad_request"] == 2
 
 
-async def test_it_is_tried_again_where_it_has_to_go() -> None:
+async def test_request_bound_to_a_backend_is_retried_there() -> None:
     async with serving(*THREE, scheduling=AROUND) as proxy:
         first = await made(proxy)
         proxy.replica(first.backend).faults.set("reset", times=1)

@@ -107,7 +107,7 @@ async def test_a_usage_that_a_client_brought_is_not_read(place: str) -> None:
 
 
 @pytest.mark.parametrize("route", [route for route in SCHEDULED.values() if route.work is Work.NOTHING])
-async def test_what_computes_nothing_costs_nothing_whatever_it_answers(route: Route) -> None:
+async def test_request_without_generation_costs_nothing(route: Route) -> None:
     script = answering('{"prompt_tokens": 900, "completion_tokens": 900}')
     async with serving_script(script, **LIMITED) as (proxy, backend):
         # A GET would pass for a poll there.
@@ -150,9 +150,7 @@ GENERATED: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", GENERATED)
-async def test_what_an_engine_did_is_believed_however_it_was_asked_for(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_usage_of_the_engine_is_charged_for_any_request(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[RequestExit] = []
     monkeypatch.setattr("llmproxy.gateway.proxying.handler.log_exit", ended.append)
     path, body = GENERATED[case]

@@ -186,7 +186,7 @@ async def test_many_streams_at_once(client: openai.AsyncOpenAI, proxy: Proxy, se
     assert await values(session, proxy, "queued_requests") == {"0.0"}
 
 
-async def test_adapters_are_loaded_by_both_and_again_by_one_that_lost_it(session: aiohttp.ClientSession) -> None:
+async def test_adapters_are_loaded_by_both_servers_and_again_after_a_loss(session: aiohttp.ClientSession) -> None:
     """The servers must run with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True; they were started with lora-0."""
     name, root = f"test-{uuid.uuid4().hex}", await root_of(session, URLS[0], ADAPTERS[0])
     backends = tuple(BackendConfig(url=url) for url in URLS[:2])
@@ -300,7 +300,7 @@ async def test_a_trailing_slash_is_served_and_not_redirected(session: aiohttp.Cl
     assert (await ask(session, proxy.url, TRAILING_SLASH)).status == 200
 
 
-async def test_what_an_engines_key_does_not_guard_is_out_of_reach(session: aiohttp.ClientSession, proxy: Proxy) -> None:
+async def test_paths_without_the_engines_key_are_out_of_reach(session: aiohttp.ClientSession, proxy: Proxy) -> None:
     assert (await ask(session, URLS[0], INVOCATIONS)).status == 200
     assert (await ask(session, proxy.url, INVOCATIONS)).status == 404
 

@@ -47,7 +47,7 @@ async def tokens(http: aiohttp.ClientSession, kind: BodyKind, body: Body) -> lis
 
 
 @pytest.mark.parametrize("name", PAIRS)
-async def test_the_engine_makes_of_a_pair_what_is_recorded(http: aiohttp.ClientSession, name: str) -> None:
+async def test_engine_tokens_of_a_pair_are_the_recorded_ones(http: aiohttp.ClientSession, name: str) -> None:
     one, other = [await tokens(http, kind, body) for kind, body in PAIRS[name]]
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
     assert (len(one), len(other), same) == FACTS[name]

@@ -144,7 +144,9 @@ DIVISIBLE = [
 
 
 @pytest.mark.parametrize("case", DIVISIBLE, ids=lambda case: case.name)
-async def test_an_answer_is_that_of_one_server(session: aiohttp.ClientSession, proxy: Proxy, case: Case) -> None:
+async def test_split_answer_equals_the_answer_of_one_server(
+    session: aiohttp.ClientSession, proxy: Proxy, case: Case
+) -> None:
     body, headers = case.body.replace(FRESH, b"fresh"), dict(case.headers)
     before = await hows(session, proxy)
     answers = []
@@ -191,7 +193,9 @@ def texts(answer: tuple[int, bytes]) -> dict[int, str]:
     return found
 
 
-async def test_what_one_server_computed_another_one_fetches(session: aiohttp.ClientSession, proxy: Proxy) -> None:
+async def test_prompt_computed_by_one_server_is_fetched_by_another(
+    session: aiohttp.ClientSession, proxy: Proxy
+) -> None:
     async def fetched() -> float:
         return sum([(await gauges(session, url, FETCHED))[0] for url in URLS[1:]])
 

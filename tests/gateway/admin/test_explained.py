@@ -151,7 +151,7 @@ def test_a_pool_without_prices_says_so() -> None:
         (0.96, 1.25, "prompts as the pool, tokens 1.2x slower"),
     ],
 )
-def test_a_pace_is_compared_with_that_of_the_pool(prefill: float, step: float, line: str) -> None:
+def test_pace_is_relative_to_the_pool(prefill: float, step: float, line: str) -> None:
     pace = BackendPace("gpu-3", prefill, step, 0.41, 12, 1_200, 4_000)
     assert pace_line(pace) == (
         f"gpu-3: {line}, 41% busy with prompts, 12 sequences in flight, 1,200 of 4,000 blocks indexed"

@@ -147,7 +147,7 @@ def test_only_so_many_hops_are_read() -> None:
     assert of("loopback", "127.0.0.1", ", ".join(["8.8.8.8", *["127.0.0.1"] * (HOPS_MAX - 1)])).address == "8.8.8.8"
 
 
-def test_what_is_known_of_addresses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_addresses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_address, "ADDRESSES_MAX", 3)
     known = InNetworks(networks_of("10.0.0.0/8, fe80::/10"))
     addresses = ["10.0.0.1", "8.8.8.8", "::ffff:10.0.0.1", "fe80::1%eth0", "10.0.0.2", "9.9.9.9"]

@@ -357,7 +357,7 @@ async def test_all_answers_together_have_a_bound(monkeypatch: pytest.MonkeyPatch
     assert len(reading.notified) == 1
 
 
-async def test_what_was_not_completed_is_forgotten() -> None:
+async def test_uncompleted_answer_is_forgotten() -> None:
     reading = Reading()
     reading.answers.finish(await reading.captured(spoken()), None)
     assert reading.answers.captured_bytes == 0

@@ -139,7 +139,7 @@ def test_an_event_that_ends_with_a_carriage_return_is_sent_at_once() -> None:
         assert tap.feed(FORMS["CR"](event)) == FORMS["CR"](event)
 
 
-def test_what_a_chat_stream_says_as_it_goes() -> None:
+def test_facts_of_a_chat_stream_as_it_goes() -> None:
     tap = StreamTap()
     tap.feed(COMMENT)
     assert (tap.first_event_complete, tap.first_token_seen, tap.data_events) == (True, False, 0)
@@ -207,7 +207,7 @@ def test_an_event_sent_line_by_line_is_one() -> None:
     assert (tap.error_seen, tap.at_boundary, tap.data_events) == (True, True, 2)
 
 
-def test_at_boundary_speaks_of_what_the_client_has() -> None:
+def test_at_boundary_is_about_sent_bytes() -> None:
     for hide_usage in (False, True):
         tap = StreamTap(hide_usage)
         tap.feed(ROLE + TOKEN[:200])

@@ -59,7 +59,7 @@ def test_media_and_grammars_take_an_engine_time_before_it_begins(fields: dict[st
     assert [one.facts.prepared for one in both(orjson.dumps({"model": "m"} | fields))] == [prepared, prepared]
 
 
-def test_a_body_is_very_large_from_one_byte_beyond_what_is_parsed() -> None:
+def test_body_is_very_large_one_byte_beyond_the_parsed_size() -> None:
     around = len(orjson.dumps({"model": "m", "prompt": ""}))
     for size_bytes, prepared in ((PARSE_BYTES_MAX, False), (PARSE_BYTES_MAX + 1, True)):
         assert facts_of({"model": "m", "prompt": "x" * (size_bytes - around)}, COMPLETION).prepared is prepared

@@ -98,7 +98,7 @@ def test_bands_may_have_different_times_to_wait() -> None:
     assert [max_wait_s(band, **{TTL: "60s"}) for band in ("critical", "default", "sheddable")] == [2, 10, 60]
 
 
-def test_the_time_to_wait_is_that_of_the_final_band() -> None:
+def test_time_to_wait_follows_the_final_band() -> None:
     identity, acme = of_acme({"band_max": "sheddable"}, queue={"band_max_wait_s": {"sheddable": 600}})
     assert identity.classify({OBJECTIVE: "critical"}, True, "m", "m", acme).max_wait_s == 600
 
@@ -125,7 +125,7 @@ def test_trust_is_by_network() -> None:
 
 
 @pytest.mark.parametrize("trust", ["auto", "loopback", ["10.0.0.0/8", "127.0.0.1"]])
-def test_no_address_counts_if_the_request_may_be_somebody_elses(trust: object) -> None:
+def test_no_address_counts_if_the_request_may_be_forwarded(trust: object) -> None:
     identity = Identity(config(trust_headers=trust))
     for address in ("127.0.0.1", "10.0.0.7"):
         assert not identity.trusts(Client(address, certain=False))
@@ -320,7 +320,7 @@ def test_an_objective_header_must_be_positive_milliseconds(header: str, text: st
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
-def test_limits_are_those_of_tenant_name_and_target() -> None:
+def test_limits_come_from_tenant_name_and_target() -> None:
     limits = {"in_flight": 1}
     models = [
         {"name": "m", "limits": limits},
@@ -373,7 +373,7 @@ def test_a_session_is_a_short_hash_that_differs_by_tenant() -> None:
     assert named("body:user", "alice", Tenant("acme")) not in (None, named("body:user", "alice"))
 
 
-def test_session_members_are_those_in_the_body() -> None:
+def test_session_members_are_read_from_the_body() -> None:
     settings = {"session": ["body:safety_identifier", "header:x-user", "body:user"]}
     assert Identity(config(scheduling=settings)).session_members == ("safety_identifier", "user")
     assert Identity(config()).session_members == ("prompt_cache_key",)

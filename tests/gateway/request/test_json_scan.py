@@ -34,7 +34,7 @@ def written(members: list[tuple[str, Any]], space: str, ascii_only: bool) -> byt
 
 @given(MEMBERS, SPACES, st.booleans(), st.sampled_from([2, 3, 7, 64, 100, 1000, 65536]))
 @example([("a", "x" * 300 + '"' + "\\" * 5)], "", False, 64)
-def test_spans_hold_what_a_parser_finds(
+def test_spans_equal_a_parsers_values(
     members: list[tuple[str, Any]], space: str, ascii_only: bool, slice_bytes: int
 ) -> None:
     body = written(members, space, ascii_only)

@@ -51,7 +51,7 @@ def test_a_listener_hears_from_info_on_whatever_is_written(level: str, output: i
     assert len(written) == {"debug": 4, "info": 3, "warning": 2, "error": 1}[level]
 
 
-def test_requests_are_not_among_what_is_heard(output: io.StringIO) -> None:
+def test_requests_are_no_events(output: io.StringIO) -> None:
     logs.configure("json", "info", output)
     found: list[str] = []
     with heard_by(lambda _, name, __: found.append(name)):

@@ -72,7 +72,7 @@ def test_a_row_of_the_past_is_ignored() -> None:
     assert column(history.read(["a/"], 10), "a/x") == [float(second) for second in range(10, 20)]
 
 
-def test_a_process_that_stood_still_for_hours_shows_a_gap() -> None:
+def test_paused_process_shows_a_gap() -> None:
     history = filled(range(2_000))
     history.append(50_005, {"a/x": 1.0})
     by_second = column(history.read(["a/"], SECONDS), "a/x")
@@ -84,7 +84,7 @@ def test_a_process_that_stood_still_for_hours_shows_a_gap() -> None:
     assert [ten for ten, value in enumerate(values) if not isnan(value)] == list(range(200))
 
 
-def test_so_it_does_after_more_than_a_day() -> None:
+def test_gap_of_more_than_a_day_is_shown() -> None:
     history = filled(range(2_000))
     history.append(500_005, {"a/x": 1.0})
     values = column(history.read(["a/"], TENS * TEN_S), "a/x")
@@ -113,7 +113,7 @@ def test_flows_that_come_and_go_push_out_nothing_else() -> None:
     assert {"band/idle", "backend/new"} <= set(history.names)
 
 
-def test_it_takes_as_much_memory_as_it_says() -> None:
+def test_history_takes_the_documented_memory() -> None:
     history = History()
     history.append(0, {f"c/{i}": 1.0 for i in range(COLUMNS_MAX)})
     size = sum(memoryview(one.seconds).nbytes + memoryview(one.tens).nbytes for one in history._columns.values())
@@ -122,7 +122,7 @@ def test_it_takes_as_much_memory_as_it_says() -> None:
 
 
 @given(st.lists(st.integers(1, 2_500), min_size=1, max_size=25), st.integers(1, 2_000))
-def test_it_is_what_a_list_of_rows_would_be(gaps: list[int], span_s: int) -> None:
+def test_history_equals_a_list_of_rows(gaps: list[int], span_s: int) -> None:
     history, rows, second = History(), {}, 0
     for value, gap in enumerate(gaps):
         second += gap

@@ -45,7 +45,7 @@ def test_every_outcome_is_of_one_kind(outcome: Outcome) -> None:
     assert (kind == "failed") is (outcome in wrong | {Outcome.INTERNAL})
 
 
-def test_an_engine_that_refuses_what_a_client_sent_has_not_failed() -> None:
+def test_refusal_of_a_client_error_is_no_failure() -> None:
     assert kind_of(ended(outcome=Outcome.UPSTREAM_STATUS, status=400)) == "client_error"
 
 
@@ -85,7 +85,7 @@ def test_the_minute_is_the_sum_of_its_seconds(ends: list[tuple[int, str, float]]
     assert minute.span_s == min(SPAN_S, second + 1)
 
 
-def test_nothing_is_left_of_what_is_a_minute_old() -> None:
+def test_nothing_is_left_after_a_minute() -> None:
     minute = Minute()
     minute.record(ended(backend=None, outcome=Outcome.EXPIRED, status=429, met=False))
     minute.record(ended(stream=False))
@@ -122,7 +122,7 @@ def test_an_attempt_that_failed_is_its_backends_although_another_one_served() ->
     assert minute.total.backends == {}
 
 
-def test_flows_are_bounded_and_a_weight_is_that_of_the_newest() -> None:
+def test_flows_are_bounded_and_have_the_newest_weight() -> None:
     minute = Minute()
     for i in range(FLOWS_MAX + 50):
         minute.record(ended(f"f{i}"))
@@ -134,7 +134,7 @@ def test_flows_are_bounded_and_a_weight_is_that_of_the_newest() -> None:
     assert flows["default", "f0"].weight == 3.0
 
 
-def test_a_flow_has_the_mean_wait_of_its_requests_also_of_those_that_were_refused() -> None:
+def test_mean_wait_of_a_flow_includes_refused_requests() -> None:
     minute = Minute()
     minute.record(ended("starved", 60.0, backend=None, outcome=Outcome.EXPIRED, status=503))
     minute.record(ended("starved", 20.0))

@@ -146,7 +146,7 @@ def test_a_slow_replica_is_named_and_is_healthy(pace: float, prompts: float, sai
     assert summary_of([seen], UP, {}, NAMES, 0, learned) == ("ok", sentence)
 
 
-def test_a_pace_that_lags_behind_what_is_measured_now_is_not_said() -> None:
+def test_outdated_pace_is_not_shown() -> None:
     """The placement learns from the last fifty answers, and both of its factors from answers in one piece."""
     learned = [BackendPace("gpu-2", 3.7, 3.7, 0.5, 1, 0, 0)]
     seen = replace(pool(), paces={"gpu-1": 1.0, "gpu-2": 1.0})
@@ -172,7 +172,7 @@ def test_replicas_at_work_whose_pace_is_not_known_yet_are_not_called_healthy(
     assert summary_of([replace(pool(), paces=paces)], UP, {}, NAMES, 0) == ("ok", said)
 
 
-def test_requests_wait_for_a_name_of_which_no_replica_has_room_while_another_replica_is_slow() -> None:
+def test_requests_wait_for_a_full_name_while_another_replica_is_slow() -> None:
     waiting = pool(band(0, 2, 1.5, reason=WaitReason.NO_MATCH))
     seen = replace(waiting, paces={"gpu-0": 1.0, "gpu-1": 1.0, "gpu-2": 4.0})
     assert summary_of([seen], UP, {}, NAMES, 0) == (
@@ -241,5 +241,5 @@ def failed(backend: str, outcome: Outcome = Outcome.COMPLETED) -> RequestExit:
         ([ended(outcome=Outcome.UPSTREAM_STATUS, status=404)], ("ok", "Healthy: 3 of 3 replicas up, nothing waits.")),
     ],
 )
-def test_what_was_refused_or_failed_lately_is_not_healthy(exits: list[RequestExit], wanted: tuple[str, str]) -> None:
+def test_recent_refusals_and_failures_are_not_healthy(exits: list[RequestExit], wanted: tuple[str, str]) -> None:
     assert summary_of([pool()], UP, {}, NAMES, 0, minute=minute(*exits)) == wanted

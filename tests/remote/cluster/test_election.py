@@ -95,7 +95,7 @@ async def test_a_store_that_never_answers_ends_a_turn_too() -> None:
 
 
 @virtual
-async def test_followers_keep_whom_they_know_while_the_store_is_away() -> None:
+async def test_followers_keep_their_leader_while_the_store_is_away() -> None:
     store = Store()
     a, b = Member(store, "a"), Member(store, "b")
     await asyncio.sleep(0.5)
@@ -123,7 +123,7 @@ async def test_a_leader_that_dies_is_followed_when_its_lock_ends() -> None:
 
 
 @virtual
-async def test_who_has_a_leader_looks_less_often_than_who_has_none() -> None:
+async def test_member_with_a_leader_asks_less_often() -> None:
     store = Store()
     a = Member(store, "a")
     await asyncio.sleep(0.01)
@@ -139,7 +139,7 @@ async def test_who_has_a_leader_looks_less_often_than_who_has_none() -> None:
 
 
 @virtual
-async def test_who_looks_does_so_at_once() -> None:
+async def test_check_soon_asks_at_once() -> None:
     store = Store()
     a = Member(store, "a")
     await asyncio.sleep(0.3)
@@ -150,7 +150,7 @@ async def test_who_looks_does_so_at_once() -> None:
 
 
 @virtual
-async def test_a_look_during_a_question_is_not_lost() -> None:
+async def test_check_soon_during_a_question_is_not_lost() -> None:
     store = Store(before_s=0.2)
     a = Member(store, "a")
     await asyncio.sleep(0.1)
@@ -205,7 +205,7 @@ async def test_a_lock_that_was_taken_by_hand_is_followed() -> None:
 
 
 @virtual
-async def test_who_resigned_is_followed_at_once_and_follows() -> None:
+async def test_resigned_leader_is_replaced_at_once_and_follows() -> None:
     store = Store()
     a, b = Member(store, "a"), Member(store, "b")
     await asyncio.sleep(0.5)
@@ -223,7 +223,7 @@ async def test_who_resigned_is_followed_at_once_and_follows() -> None:
 
 
 @virtual
-async def test_who_resigned_decides_no_more_before_its_lock_is_free() -> None:
+async def test_resigned_leader_decides_no_more_before_its_lock_is_free() -> None:
     store = Store(after_s=1.0)
     a, b = Member(store, "a"), Member(store, "b")
     await asyncio.sleep(1.5)
@@ -268,7 +268,7 @@ async def test_a_lock_that_was_taken_without_an_answer_is_given_up() -> None:
 
 
 @virtual
-async def test_who_never_held_the_lock_asks_for_no_release() -> None:
+async def test_member_without_the_lock_asks_for_no_release() -> None:
     store = Store()
     a, b = Member(store, "a"), Member(store, "b")
     await asyncio.sleep(0.5)
@@ -344,7 +344,7 @@ async def test_a_paused_process_does_not_lead_by_an_old_answer(stopped_s: float)
 
 
 @virtual
-async def test_a_process_that_stood_still_while_it_read_its_answer_does_not_lead() -> None:
+async def test_process_paused_while_it_reads_its_answer_does_not_lead() -> None:
     store = Store()
     a = Member(store, "a")
     await asyncio.sleep(0.5)

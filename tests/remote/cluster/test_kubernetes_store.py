@@ -65,7 +65,7 @@ async def test_the_first_one_creates_it(api: ApiServer, locks: list[KubernetesLo
     assert await locks[1].take(wanted("b"), LOCK_S) == Leadership("a", "a:1", 1)
 
 
-async def test_one_of_those_that_create_it_at_once_has_it(api: ApiServer, locks: list[KubernetesLock]) -> None:
+async def test_one_of_several_simultaneous_creators_has_the_lock(api: ApiServer, locks: list[KubernetesLock]) -> None:
     everybody = asyncio.Barrier(3)
 
     async def before(method: str) -> None:
@@ -78,7 +78,7 @@ async def test_one_of_those_that_create_it_at_once_has_it(api: ApiServer, locks:
     assert taken[0].epoch == 1
 
 
-async def test_one_of_those_that_replace_it_at_once_has_it(api: ApiServer, locks: list[KubernetesLock]) -> None:
+async def test_one_of_several_simultaneous_successors_has_the_lock(api: ApiServer, locks: list[KubernetesLock]) -> None:
     await locks[0].take(wanted("dead"), LOCK_S)
     for lock in locks:
         await lock.holder()
@@ -107,7 +107,7 @@ async def test_a_renewal_keeps_the_turn_and_when_it_began(api: ApiServer, locks:
     assert lease_of(api)["metadata"]["resourceVersion"] > version
 
 
-async def test_what_others_wrote_on_it_stays(api: ApiServer, locks: list[KubernetesLock]) -> None:
+async def test_foreign_fields_of_the_lease_stay(api: ApiServer, locks: list[KubernetesLock]) -> None:
     await locks[0].take(wanted("a"), LOCK_S)
     lease = lease_of(api)
     lease["metadata"] |= {"labels": {"team": "x"}, "annotations": {"note": "y"}}
@@ -120,7 +120,7 @@ async def test_what_others_wrote_on_it_stays(api: ApiServer, locks: list[Kuberne
     assert lease_of(api)["spec"]["strategy"] == "OldestEmulationVersion"
 
 
-async def test_one_that_an_operator_made_is_taken(api: ApiServer, locks: list[KubernetesLock]) -> None:
+async def test_lease_made_by_an_operator_is_taken(api: ApiServer, locks: list[KubernetesLock]) -> None:
     """Rights may be so narrow that nobody can create it but the chart."""
     api.put("leases", {"metadata": {"name": NAME, "annotations": None}, "spec": {}})
     assert await locks[0].take(wanted("a"), LOCK_S) == Leadership("a", "a:1", 1)
@@ -142,7 +142,7 @@ async def test_turns_rise_though_it_was_deleted(api: ApiServer, locks: list[Kube
 
 
 @pytest.mark.parametrize("renewed", ["1999-01-01T00:00:00.000000Z", "2999-01-01T00:00:00.000000Z"])
-async def test_it_is_over_by_the_clock_of_who_looks(api: ApiServer, locks: list[KubernetesLock], renewed: str) -> None:
+async def test_lease_ends_by_the_clock_of_the_reader(api: ApiServer, locks: list[KubernetesLock], renewed: str) -> None:
     """The clock of the holder may be years off."""
     await locks[0].take(wanted("a"), LOCK_S)
     lease = lease_of(api)
@@ -166,7 +166,7 @@ async def test_a_renewal_begins_its_time_anew(locks: list[KubernetesLock]) -> No
     assert (await locks[1].take(wanted("b"), LOCK_S)).holder == "a"
 
 
-async def test_who_comes_late_waits_for_its_whole_time(locks: list[KubernetesLock]) -> None:
+async def test_late_reader_waits_for_the_whole_time(locks: list[KubernetesLock]) -> None:
     await locks[0].take(wanted("a"), LOCK_S)
     await locks[1].holder()
     later(locks[1], 100.0)
@@ -184,7 +184,7 @@ async def test_the_holder_gives_it_up(api: ApiServer, locks: list[KubernetesLock
     assert await locks[1].take(wanted("b"), LOCK_S) == Leadership("b", "b:1", 2)
 
 
-async def test_what_does_not_exist_is_given_up(locks: list[KubernetesLock]) -> None:
+async def test_absent_lease_can_be_released(locks: list[KubernetesLock]) -> None:
     await locks[0].release("a")
 
 

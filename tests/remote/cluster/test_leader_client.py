@@ -91,7 +91,7 @@ async def test_a_grant_that_a_lost_member_did_not_hear_is_free_for_others() -> N
 
 
 @virtual
-async def test_a_lease_of_which_the_member_could_not_tell_at_first_stays_over_the_next_cut() -> None:
+async def test_lease_reported_late_stays_over_the_next_cut() -> None:
     async with world(3) as found:
         one, leader = found.followers[0], found.leader
         client = one.client()
@@ -153,7 +153,7 @@ async def test_a_lease_that_was_given_back_during_a_cut_is_given_back_after() ->
 
 
 @virtual
-async def test_what_was_said_into_a_broken_connection_is_not_held_for_ever() -> None:
+async def test_messages_lost_with_a_connection_do_not_hold_a_lease_for_ever() -> None:
     """The ends of a lease and of its request were sent before the loss of the connection was known."""
     async with world(3) as found:
         one, leader = found.followers[0], found.leader
@@ -232,7 +232,7 @@ async def test_a_grant_may_meet_anything_in_any_turn(at_ms: float, what: str) ->
 
 
 @virtual
-async def test_a_member_that_is_gone_for_good_frees_what_it_had() -> None:
+async def test_member_that_is_gone_for_good_frees_its_leases() -> None:
     async with world(3, seats=2) as found:
         gone, other = found.followers
         for _ in range(3):
@@ -253,7 +253,7 @@ async def test_a_member_that_is_gone_for_good_frees_what_it_had() -> None:
 
 
 @virtual
-async def test_a_member_that_is_back_after_it_was_given_up_tells_what_runs() -> None:
+async def test_returning_member_reports_its_running_leases() -> None:
     async with world(3) as found:
         one, leader = found.followers[0], found.leader
         client = one.client()
@@ -271,7 +271,7 @@ async def test_a_member_that_is_back_after_it_was_given_up_tells_what_runs() -> 
 
 
 @virtual
-async def test_another_leader_books_what_runs_and_grants_what_waits_in_its_order() -> None:
+async def test_next_leader_books_running_and_grants_waiting_requests() -> None:
     async with world(3, seats=2) as found:
         old = found.leader
         one, other = found.followers
@@ -321,7 +321,7 @@ async def test_a_leader_that_dies_takes_nothing_with_it() -> None:
 
 
 @virtual
-async def test_a_new_leader_waits_for_all_whom_it_expects() -> None:
+async def test_new_leader_waits_for_all_expected_members() -> None:
     """The last member to report has the only seat."""
     async with world(3) as found:
         old, (one, other) = found.leader, found.followers
@@ -341,7 +341,7 @@ async def test_a_new_leader_waits_for_all_whom_it_expects() -> None:
 
 
 @virtual
-async def test_a_new_leader_that_was_just_started_waits_for_those_whom_it_does_not_know() -> None:
+async def test_new_leader_waits_for_unknown_members() -> None:
     """As where a process is killed and started again before its lock has ended."""
     async with world(2) as found:
         dead, [other] = found.leader, found.followers
@@ -381,7 +381,7 @@ async def test_a_grant_by_a_leader_of_the_past_is_ignored() -> None:
 
 
 @virtual
-async def test_who_said_something_that_no_leader_heard_says_it_to_the_next() -> None:
+async def test_unsent_events_go_to_the_next_leader() -> None:
     async with world(2) as found:
         one = found.followers[0]
         found.cut(one, found.leader)
@@ -439,7 +439,7 @@ async def test_a_deadline_without_a_leader_is_kept() -> None:
 
 
 @virtual
-async def test_a_member_that_drains_without_a_leader_refuses_what_waits() -> None:
+async def test_member_that_drains_without_a_leader_refuses_waiting_requests() -> None:
     async with world(2) as found:
         one = found.followers[0]
         nobody_leads(found)
@@ -457,7 +457,7 @@ async def test_a_member_that_drains_without_a_leader_refuses_what_waits() -> Non
 
 
 @virtual
-async def test_a_member_that_finishes_what_waits_gets_no_new_requests() -> None:
+async def test_member_that_finishes_waiting_requests_gets_no_new_ones() -> None:
     async with world(2) as found:
         one = found.followers[0]
         seat, waits = found.leader.client(), one.client()
@@ -486,7 +486,7 @@ async def test_a_grant_for_an_unknown_backend_is_asked_for_again_without_it() ->
 
 
 @virtual
-async def test_who_asks_again_may_leave() -> None:
+async def test_client_may_leave_while_its_request_is_asked_again() -> None:
     async with world(2, backends="ab") as found:
         one = found.followers[0]
         one.backends.clear()

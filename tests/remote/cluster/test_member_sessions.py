@@ -76,7 +76,7 @@ class Stranger:
 
 
 @virtual
-async def test_who_says_hello_is_welcome() -> None:
+async def test_hello_is_answered_with_welcome() -> None:
     async with world(2) as found:
         one = Stranger(found)
         one.hello()
@@ -88,7 +88,7 @@ async def test_who_says_hello_is_welcome() -> None:
 
 
 @virtual
-async def test_who_says_something_else_first_is_refused_once() -> None:
+async def test_connection_that_begins_without_hello_is_refused_once() -> None:
     async with world(2) as found:
         one = Stranger(found)
         with capture_logs() as logs:
@@ -99,7 +99,7 @@ async def test_who_says_something_else_first_is_refused_once() -> None:
 
 
 @virtual
-async def test_who_tries_again_and_again_is_in_the_log_once_for_each_reason() -> None:
+async def test_repeated_refusals_are_logged_once_for_each_reason() -> None:
     async with world(2) as found:
         with capture_logs() as logs:
             for protocol_version in (PROTOCOL + 1, PROTOCOL + 1, PROTOCOL + 2, PROTOCOL + 2):
@@ -118,7 +118,7 @@ async def test_another_version_of_the_protocol_is_refused() -> None:
 
 
 @virtual
-async def test_a_later_release_says_what_this_one_does_not_know() -> None:
+async def test_unknown_values_of_a_later_release_are_tolerated() -> None:
     async with world(2) as found:
         one = Stranger(found)
         one.hello()
@@ -154,7 +154,7 @@ async def test_a_refusal_with_a_new_outcome_ends_the_wait(monkeypatch: pytest.Mo
 
 
 @virtual
-async def test_who_has_no_certificate_of_a_member_is_refused() -> None:
+async def test_connection_without_a_members_certificate_is_refused() -> None:
     async with world(2) as found:
         found.leader.network.trusting = False
         one = Stranger(found)
@@ -174,7 +174,7 @@ async def test_a_name_that_another_process_has_is_refused(name: str) -> None:
 
 
 @virtual
-async def test_a_process_that_was_restarted_replaces_the_one_that_is_gone() -> None:
+async def test_restarted_process_replaces_the_lost_one() -> None:
     async with world(3) as found:
         dead = found.followers[0]
         dead.client()
@@ -205,7 +205,7 @@ async def test_no_more_members_than_the_limit() -> None:
 
 
 @virtual
-async def test_who_is_refused_says_why_once() -> None:
+async def test_refused_member_logs_the_reason_once() -> None:
     async with world(2) as found:
         late = await found.member("late")
         late.cluster.me = Hello(PROTOCOL + 1, "0", "late", "1", "late", "config", 0)
@@ -334,7 +334,7 @@ async def test_silence_ends_a_connection_on_both_sides() -> None:
 
 
 @virtual
-async def test_a_process_that_stood_still_reads_before_it_gives_up() -> None:
+async def test_paused_process_reads_before_it_gives_up() -> None:
     async with world(2) as found:
         link = found.followers[0].shard._link
         assert link is not None
@@ -356,7 +356,7 @@ async def test_a_peer_that_takes_nothing_is_lost() -> None:
 
 
 @virtual
-async def test_what_comes_by_an_older_connection_is_of_the_past() -> None:
+async def test_messages_of_an_older_connection_are_ignored() -> None:
     """A member connects again, and bytes of its first connection arrive after bytes of the second."""
     async with world(2) as found:
         old, new = Stranger(found), Stranger(found)
@@ -375,7 +375,7 @@ async def test_what_comes_by_an_older_connection_is_of_the_past() -> None:
 
 
 @virtual
-async def test_what_comes_to_a_leader_that_has_resigned_waits_nowhere() -> None:
+async def test_request_to_a_resigned_leader_waits_nowhere() -> None:
     async with world(2) as found:
         old, one = found.leader, found.followers[0]
         seat = old.client()
@@ -495,7 +495,7 @@ async def test_a_connection_that_ends_at_once_is_not_made_all_the_time(monkeypat
 
 
 @virtual
-async def test_nobody_waits_for_a_dead_leader_when_there_is_another() -> None:
+async def test_members_leave_a_dead_leader_for_the_next_one() -> None:
     """Its machine is gone, so that nothing answers: not even that nobody listens."""
     async with world(3) as found:
         dead = found.leader
@@ -537,7 +537,7 @@ async def test_a_slow_leader_gets_one_connection_of_each_member() -> None:
 
 
 @virtual
-async def test_the_last_one_leads_until_somebody_else_is_there() -> None:
+async def test_last_member_leads_until_another_joins() -> None:
     async with world(1) as found:
         [old] = found.members
         client = old.client()
@@ -552,7 +552,7 @@ async def test_the_last_one_leads_until_somebody_else_is_there() -> None:
 
 
 @virtual
-async def test_the_last_one_that_would_lead_does_so_until_its_end() -> None:
+async def test_last_willing_member_leads_until_its_end() -> None:
     """The other member is leaving too, and only finishes its own requests."""
     async with world(2) as found:
         [leaves], last = found.followers, found.leader
@@ -608,7 +608,7 @@ async def test_hand_drained_backends_stay_so_under_another_leader() -> None:
 
 
 @virtual
-async def test_what_flows_were_charged_is_known_to_the_next_leader() -> None:
+async def test_next_leader_knows_the_charges_of_flows() -> None:
     async with world(2, seats=2) as found:
         old, new = found.leader, found.followers[0]
         clients = [old.client(flow="big", prompt_tokens=3000), old.client(flow="small")]
@@ -636,7 +636,7 @@ async def test_what_flows_were_charged_is_known_to_the_next_leader() -> None:
 
 
 @virtual
-async def test_what_was_learned_is_known_to_the_next_leader_and_to_one_that_joined_late() -> None:
+async def test_learned_numbers_reach_the_next_leader_and_late_members() -> None:
     async with world(2) as found:
         old = found.leader
         old.learned = Learned({"http://a": KnownLimit(32, True, ("base",))}, {"base": KnownCapacity((1.0,), ())})
@@ -653,7 +653,7 @@ async def test_what_was_learned_is_known_to_the_next_leader_and_to_one_that_join
 
 
 @virtual
-async def test_what_a_leader_told_itself_is_no_younger_when_the_next_one_tells_it() -> None:
+async def test_learned_numbers_keep_their_age_across_leaders() -> None:
     async with world(2) as found:
         loop = asyncio.get_running_loop()
         old, new = found.leader, found.followers[0]
@@ -673,7 +673,7 @@ async def test_what_a_leader_told_itself_is_no_younger_when_the_next_one_tells_i
 
 
 @virtual
-async def test_a_leader_that_has_seen_too_little_tells_the_next_one_what_it_was_told() -> None:
+async def test_new_leader_passes_received_numbers_on() -> None:
     """As where all members are restarted one after the other."""
     async with world(3) as found:
         old, [between, new] = found.leader, found.followers

@@ -73,7 +73,7 @@ async def test_a_leader_that_resigned_cuts_nothing() -> None:
         assert [(await one).status for one in waiting] == [200] * 3
 
 
-async def test_the_leader_shows_what_came_of_requests_of_others() -> None:
+async def test_leader_shows_results_of_all_members() -> None:
     async with members(2, FAST) as found:
         (follower,) = found.followers
         await follower.chat(HELLO, headers={"x-request-id": "mine"})
@@ -87,7 +87,7 @@ async def test_the_leader_shows_what_came_of_requests_of_others() -> None:
         assert (found.leader.outcomes(), follower.outcomes()) == ({}, {"completed": 1})
 
 
-async def test_only_the_leader_has_metrics_of_what_work_needs() -> None:
+async def test_only_the_leader_has_metrics_of_the_need() -> None:
     """A member that follows knows no work: it would say for ever that what there is, is needed."""
     async with members(2, FAST, FAST) as found:
         (follower,) = found.followers
@@ -125,7 +125,7 @@ async def held_anywhere(found: Members) -> list[asyncio.Task[Any]]:
     return asked
 
 
-async def test_the_leader_knows_what_every_member_holds_for_a_model_without_a_replica() -> None:
+async def test_leader_knows_held_requests_of_all_members() -> None:
     async with members(3, FAST, scaling={"pools": ["late"], "min": 0}, queue={"no_backend_wait_s": 60.0}) as found:
         asked = await held_anywhere(found)
         async with Replica(replace(FAST, model="late")) as replica:
@@ -140,7 +140,7 @@ async def test_the_leader_knows_what_every_member_holds_for_a_model_without_a_re
             await until(lambda: all("late-0" not in one.app.registry.backends for one in found))
 
 
-async def test_the_next_leader_knows_what_is_held() -> None:
+async def test_next_leader_knows_held_requests() -> None:
     async with members(3, FAST, scaling={"pools": ["late"], "min": 0}, queue={"no_backend_wait_s": 60.0}) as found:
         asked = await held_anywhere(found)
         old = found.leader

@@ -42,7 +42,7 @@ def pipes(host: str, count: int) -> list[Pipe]:
     return [Pipe(host, port) for port in range(count)]
 
 
-def test_who_is_not_introduced_in_time_is_cut() -> None:
+def test_connection_without_hello_in_time_is_cut() -> None:
     async def main() -> None:
         found = PendingConnections(100)
         member, stranger = Pipe("a", 1), Pipe("a", 2)
@@ -175,7 +175,7 @@ async def test_connections_that_never_finish_tls_are_cut_and_members_come_in(
         assert not inside.ended
 
 
-async def test_who_only_pings_is_cut_and_a_member_stays(plain_network: TcpNetwork) -> None:
+async def test_connection_that_only_pings_is_cut_and_a_member_stays(plain_network: TcpNetwork) -> None:
     async with listening(plain_network) as (address, accepted):
         [one] = _open(address, 1)
         end = await connected(plain_network, address)
@@ -194,5 +194,5 @@ async def test_who_only_pings_is_cut_and_a_member_stays(plain_network: TcpNetwor
         assert not end.ended
 
 
-def test_a_hello_is_far_smaller_than_what_members_send() -> None:
+def test_hello_is_far_smaller_than_other_frames() -> None:
     assert 100 * HELLO_BYTES_MAX < FRAME_BYTES_MAX

@@ -57,7 +57,7 @@ async def test_a_next_leader_knows_the_prompts_of_all_members() -> None:
 
 
 @virtual
-async def test_what_a_process_held_that_is_gone_is_not_told() -> None:
+async def test_prefixes_of_a_lost_process_are_not_sent() -> None:
     async with world(2) as found:
         [one] = found.followers
         await served(one, PROMPT)
@@ -66,7 +66,7 @@ async def test_what_a_process_held_that_is_gone_is_not_told() -> None:
 
 
 @virtual
-async def test_what_is_no_backend_here_is_left_out() -> None:
+async def test_prefixes_of_unknown_backends_are_left_out() -> None:
     async with world(2, backends="ab") as found:
         leader, [one] = found.leader, found.followers
         await served(one, PROMPT)

@@ -319,7 +319,7 @@ def structs(of: inspect.Type) -> Iterator[inspect.StructType | inspect.Dataclass
             yield from structs(item_type)
 
 
-def test_no_release_changes_what_another_one_needs() -> None:
+def test_no_release_changes_required_fields() -> None:
     """A new field has a default, and one without a default is neither renamed nor left out.
 
     Whoever needs more raises PROTOCOL and writes `REQUIRED` anew. New kinds are added to it.
@@ -353,7 +353,7 @@ def test_any_bytes_are_messages_or_broken(
 
 
 @pytest.mark.parametrize("messages", [5, None, {}, "x", [5], [None], ["x"], [{}]], ids=str)
-def test_what_is_no_list_of_messages_is_broken(messages: Any) -> None:
+def test_frame_without_a_list_of_messages_is_broken(messages: Any) -> None:
     with pytest.raises(BrokenFrameError):
         heard(FROM_MEMBER, _frame(messages))
 

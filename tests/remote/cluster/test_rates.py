@@ -38,7 +38,7 @@ async def another_leads(found: World) -> None:
 
 
 @virtual
-async def test_what_was_taken_counts_at_the_next_leader() -> None:
+async def test_taken_tokens_count_at_the_next_leader() -> None:
     async with world(3, seats=9, settings=limited(requests_per_min=6.0)) as found:
         one = found.followers[0]
         served = [ask(one) for _ in range(5)]
@@ -68,7 +68,7 @@ async def test_a_member_that_joined_late_knows_it_too() -> None:
 
 
 @virtual
-async def test_what_waited_is_neither_counted_twice_nor_refused_by_the_next_leader() -> None:
+async def test_waiting_request_counts_once_at_the_next_leader() -> None:
     async with world(3, settings=limited(requests_per_min=2.0, tokens_per_min=40.0)) as found:
         one, other = found.followers
         holder = other.client()
@@ -86,7 +86,7 @@ async def test_what_waited_is_neither_counted_twice_nor_refused_by_the_next_lead
 
 
 @virtual
-async def test_what_waited_is_not_refused_where_its_member_comes_late() -> None:
+async def test_waiting_request_of_a_late_member_is_not_refused() -> None:
     """The next leader has restored all taken tokens by then, also of waiting requests."""
     async with world(3, settings=limited(requests_per_min=2.0)) as found:
         one, other = found.followers
@@ -104,7 +104,7 @@ async def test_what_waited_is_not_refused_where_its_member_comes_late() -> None:
 
 
 @virtual
-async def test_what_waited_is_counted_once_over_a_broken_connection() -> None:
+async def test_waiting_request_counts_once_over_a_broken_connection() -> None:
     async with world(2, settings=limited(requests_per_min=3.0)) as found:
         [one], leader = found.followers, found.leader
         holder = leader.client()
@@ -122,7 +122,7 @@ async def test_what_waited_is_counted_once_over_a_broken_connection() -> None:
 
 
 @virtual
-async def test_what_was_taken_in_a_store_stays_so_when_another_leads() -> None:
+async def test_tokens_taken_in_a_store_stay_under_another_leader() -> None:
     """The old leader counts no tokens of running requests, and the new leader does not know their tokens."""
     store, limits = MemoryStore(), replace(SETTINGS, limits=LIMITS)
     async with sharing(store) as first, sharing(store) as second, world(2, settings=limits) as found:
@@ -147,7 +147,7 @@ def told(one: AnnouncedRateDebts, debts: dict[tuple[str, str], float], now: floa
     return {(limit, kind): debt_s for part in one.deltas(debts, now) for limit, kind, debt_s in part.debts}
 
 
-def test_only_what_was_taken_or_given_back_is_told() -> None:
+def test_only_changes_of_rates_are_sent() -> None:
     one = AnnouncedRateDebts()
     assert told(one, {A: 10.0, B: 5.0}, 0.0) == {A: 10.0, B: 5.0}
     assert told(one, {A: 9.0, B: 4.0}, 1.0) == {}
@@ -156,7 +156,7 @@ def test_only_what_was_taken_or_given_back_is_told() -> None:
     assert told(one, {}, 15.0) == {}
 
 
-def test_who_hears_of_it_knows_what_is_left() -> None:
+def test_member_knows_the_rest_of_a_rate() -> None:
     teller, hearer = AnnouncedRateDebts(), AnnouncedRateDebts()
     for debts, now in (({A: 10.0, B: 5.0}, 0.0), ({A: 20.0}, 1.0)):
         for part in teller.deltas(debts, now):

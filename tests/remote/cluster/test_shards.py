@@ -84,7 +84,7 @@ async def test_when_a_leader_dies_only_its_pools_pause() -> None:
 
 @pytest.mark.slow
 @virtual
-async def test_who_leads_many_takes_free_locks_in_time() -> None:
+async def test_leader_of_many_shards_takes_free_locks_in_time() -> None:
     """Before requests that wait are refused, which is some seconds after the lock has ended."""
     pools = {name: name * 3 for name in "bcdefghijklmnopqrstuvwxyz"}
     async with world(2, backends="".join(["a", *pools]), pools=pools) as found:
@@ -100,7 +100,7 @@ async def test_who_leads_many_takes_free_locks_in_time() -> None:
 
 
 @virtual
-async def test_who_leads_less_takes_a_free_lock_first() -> None:
+async def test_member_with_fewer_shards_takes_a_free_lock_first() -> None:
     """A member that leads something leaves a free lock to the others for a moment, and takes it where nobody does."""
     store = Store()
     busy, idle = Member(store, "busy"), Member(store, "idle")
@@ -142,7 +142,7 @@ async def test_nothing_is_handed_over_again_and_again() -> None:
 
 @virtual
 @pytest.mark.parametrize("why", ["leaves", "cannot ask for the lock", "does not know backends yet"])
-async def test_nothing_is_handed_over_to_who_would_not_lead(why: str) -> None:
+async def test_no_shard_is_handed_to_a_member_that_would_not_lead(why: str) -> None:
     async with world(1, backends="abc", pools=POOLS) as found:
         known = asyncio.Event()
         other = await found.member("other", known.wait() if "backends" in why else None)
@@ -163,7 +163,7 @@ async def test_nothing_is_handed_over_to_who_would_not_lead(why: str) -> None:
 
 
 @virtual
-async def test_who_hands_over_leaves_it_to_others_that_lead_as_many() -> None:
+async def test_handed_over_shard_goes_to_another_member() -> None:
     async with world(2, backends="abc", pools=POOLS) as found:
         await asyncio.sleep(SPREAD_S)
         gives = max(found.members, key=lambda one: led(found)[one.name])
@@ -193,7 +193,7 @@ async def test_a_shard_that_could_not_be_given_up_is_led_again() -> None:
 
 
 @virtual
-async def test_a_hand_over_keeps_what_runs_and_what_waits() -> None:
+async def test_hand_over_keeps_running_and_waiting_requests() -> None:
     async with world(1, backends="abc", pools=POOLS) as found:
         one = found.members[0]
         runs = asked(one, "code")
@@ -210,7 +210,7 @@ async def test_a_hand_over_keeps_what_runs_and_what_waits() -> None:
 
 
 @virtual
-async def test_what_leaders_tell_is_about_their_own_pools() -> None:
+async def test_leaders_send_only_facts_of_their_own_pools() -> None:
     async with world(2, backends="abc", pools=POOLS) as found:
         await asyncio.sleep(SPREAD_S)
         for pool, flow in ((BASE, "x"), ("big", "y"), ("code", "z")):
@@ -226,7 +226,7 @@ async def test_what_leaders_tell_is_about_their_own_pools() -> None:
 
 
 @virtual
-async def test_alone_a_member_divides_only_what_has_no_leader() -> None:
+async def test_standalone_member_splits_only_shards_without_a_leader() -> None:
     async with world(2, seats=6, backends="ab", pools={"b": "big"}, standalone_after_s=LOCK_S + 1.0) as found:
         await asyncio.sleep(SPREAD_S)
         big, rest = found.leader_of("big"), found.leader
@@ -245,7 +245,7 @@ async def test_alone_a_member_divides_only_what_has_no_leader() -> None:
 
 
 @virtual
-async def test_a_member_with_other_pools_is_told_so() -> None:
+async def test_member_with_other_pools_is_refused_with_the_reason() -> None:
     """Otherwise its requests would wait forever, because no leader schedules the pool that it expects."""
     async with world(1, backends="ab", pools={"b": "big"}) as found:
         old = World(backends="ab", pools={})
@@ -271,7 +271,7 @@ def test_locks_have_names_that_a_lease_may_have() -> None:
     assert len(lock_name("llmproxy", 300 * "x")) < 63
 
 
-async def test_pages_are_those_of_the_leader_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pages_come_from_the_leader_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "BALANCE_S", 0.2)
     async with members(2, FAST, CODE, cluster={"pools": ["code"]}) as found:
         await until(

@@ -30,7 +30,7 @@ async def test_a_response_is_gone_on_with_through_any_member() -> None:
                 assert (then.status, then.backend) == (200, first.backend)
 
 
-async def test_a_member_that_joins_again_knows_who_keeps_what_was_stored_before() -> None:
+async def test_rejoining_member_knows_the_makers_of_stored_responses() -> None:
     async with members(2, FAST, FAST) as found:
         first = await made(found.leader)
         [late] = found.followers
@@ -48,7 +48,7 @@ async def test_a_member_that_joins_again_knows_who_keeps_what_was_stored_before(
 
 
 @virtual
-async def test_a_member_that_joins_is_told_who_keeps_what_was_stored_before() -> None:
+async def test_joining_member_learns_the_makers_of_stored_responses() -> None:
     async with world(2) as found:
         for number in range(IDS_MAX):
             found.leader.store(f"resp_{number:0256}")
@@ -61,7 +61,7 @@ async def test_a_member_that_joins_is_told_who_keeps_what_was_stored_before() ->
 
 
 @virtual
-async def test_what_was_stored_while_a_member_was_cut_off_is_told_when_it_is_back() -> None:
+async def test_stored_responses_are_sent_when_a_member_returns() -> None:
     async with world(3) as found:
         leader, one = found.leader, found.followers[0]
         found.cut(leader, one)
@@ -76,7 +76,7 @@ async def test_what_was_stored_while_a_member_was_cut_off_is_told_when_it_is_bac
 
 
 @virtual
-async def test_what_was_stored_without_a_leader_is_told_to_the_next_one() -> None:
+async def test_stored_responses_without_a_leader_are_sent_to_the_next() -> None:
     async with world(3, standalone_after_s=LOCK_S + 1.0) as found:
         dead = found.leader
         found.store.away = True
@@ -97,7 +97,7 @@ async def test_what_was_stored_without_a_leader_is_told_to_the_next_one() -> Non
 
 
 @pytest.mark.parametrize("path", ["/scale", "/debug/queue", "/debug/explain"])
-async def test_pages_about_decisions_are_those_of_the_leader(path: str) -> None:
+async def test_pages_about_decisions_come_from_the_leader(path: str) -> None:
     async with members(3, FAST, **ADMIN) as found:
         for one in found:
             assert (await one.chat()).status == 200
@@ -174,7 +174,7 @@ async def test_a_reload_at_a_follower_and_at_the_leader() -> None:
 
 
 @virtual
-async def test_who_knows_no_backend_yet_does_not_lead() -> None:
+async def test_member_without_backends_does_not_lead() -> None:
     """It would refuse what waits at all others, because it knows no model."""
     async with world(2) as found:
         old, one = found.leader, found.followers[0]
@@ -196,7 +196,7 @@ async def test_who_knows_no_backend_yet_does_not_lead() -> None:
 
 
 @virtual
-async def test_who_leaves_before_it_knows_anything_does_not_lead_afterwards() -> None:
+async def test_member_that_leaves_before_it_knows_backends_does_not_lead() -> None:
     async with world(1) as found:
         polled = asyncio.Event()
         new = await found.member("new", known=polled.wait())

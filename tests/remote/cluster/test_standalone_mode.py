@@ -41,7 +41,7 @@ async def test_each_member_decides_with_its_part() -> None:
 
 
 @virtual
-async def test_what_waited_for_the_leader_is_decided() -> None:
+async def test_waiting_requests_are_scheduled_in_standalone_mode() -> None:
     async with world(3, seats=6, standalone_after_s=ALONE_S) as found:
         one = found.followers[0]
         held = [found.leader.client() for _ in range(6)]
@@ -55,7 +55,7 @@ async def test_what_waited_for_the_leader_is_decided() -> None:
 
 
 @virtual
-async def test_a_leader_that_comes_ends_it_and_knows_what_runs() -> None:
+async def test_new_leader_ends_standalone_mode_and_knows_running_requests() -> None:
     async with world(3, seats=3, standalone_after_s=ALONE_S) as found:
         await without_leader(found)
         one, other = found.members
@@ -78,7 +78,7 @@ async def test_a_leader_that_comes_ends_it_and_knows_what_runs() -> None:
 
 
 @virtual
-async def test_one_that_never_met_the_others_decides_nothing() -> None:
+async def test_member_that_never_met_others_schedules_nothing() -> None:
     """It cannot know its part, and all of a limit at each of them would be too much."""
     async with world(1, seats=6, standalone_after_s=ALONE_S) as found:
         found.store.away = True
@@ -124,7 +124,7 @@ async def test_the_leader_that_lost_its_lock_decides_alone_and_leads_again() -> 
 
 
 @virtual
-async def test_one_that_ends_decides_no_more() -> None:
+async def test_member_that_shuts_down_schedules_nothing() -> None:
     async with world(2, standalone_after_s=ALONE_S) as found:
         await without_leader(found)
         [one] = found.members
@@ -136,7 +136,7 @@ async def test_one_that_ends_decides_no_more() -> None:
 
 
 @virtual
-async def test_what_flows_were_charged_before_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_earlier_charges_of_flows_count(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(2, seats=2, standalone_after_s=ALONE_S) as found:
         one = found.followers[0]
         found.leader.client(flow="big", prompt_tokens=3000)

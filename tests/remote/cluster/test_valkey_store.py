@@ -66,7 +66,7 @@ async def test_a_renewal_keeps_the_turn_and_the_lock(lock: ValkeyLock) -> None:
     assert await lock._server.client.pttl("llmproxy:{test}:leader") > 1000 * (LONG_S - 10)
 
 
-async def test_it_ends_by_itself_and_the_next_turn_is_higher(lock: ValkeyLock) -> None:
+async def test_lock_ends_by_itself_and_the_next_epoch_is_higher(lock: ValkeyLock) -> None:
     await lock.take(wanted("a"), SHORT_S)
     await lock.take(wanted("b"), LONG_S)
     await until_free(lock)

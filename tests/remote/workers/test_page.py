@@ -55,7 +55,7 @@ async def test_a_page_request_keeps_its_client_and_gets_the_whole_answer() -> No
 
 
 @pytest.mark.parametrize("raw", [b"NOT HTTP\r\n\r\n", b"GET / HTTP/1.1\r\nHost: h\r\nHost: h\r\n\r\n"])
-async def test_what_is_no_request_is_refused_like_everywhere(raw: bytes) -> None:
+async def test_invalid_request_is_refused_like_everywhere(raw: bytes) -> None:
     front = Front()
     shown = await answered(front, raw)
     assert not front.seen

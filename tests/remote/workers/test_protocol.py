@@ -116,7 +116,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 
 @pytest.mark.parametrize(("kind", "messages"), [(FROM_WORKER, UP), (TO_WORKER, DOWN)], ids=["up", "down"])
 @given(draws=st.data(), places=st.lists(st.integers(0, 10_000), max_size=8))
-def test_what_is_sent_is_heard_as_it_was_sent(
+def test_messages_arrive_unchanged(
     kind: Any, messages: st.SearchStrategy[list[protocol.Message]], draws: st.DataObject, places: list[int]
 ) -> None:
     batches = draws.draw(st.lists(messages, max_size=4))
@@ -205,7 +205,7 @@ class _End:
 
 
 @virtual
-async def test_what_is_sent_in_one_turn_travels_in_one_write() -> None:
+async def test_messages_of_one_turn_travel_in_one_write() -> None:
     end = _End()
     sender = Channel(TO_WORKER, lambda _: None, lambda: None)
     sender.connection_made(end.pipe)
@@ -229,7 +229,7 @@ async def test_a_bug_with_one_message_does_not_lose_the_next() -> None:
 
 
 @virtual
-async def test_a_channel_that_is_lost_takes_what_is_sent_into_nothing() -> None:
+async def test_lost_channel_drops_messages() -> None:
     end, calls = _End(), []
     sender = Channel(TO_WORKER, lambda _: None, lambda: calls.append("lost"))
     sender.connection_made(end.pipe)
@@ -251,6 +251,6 @@ async def test_a_broken_frame_ends_the_connection() -> None:
     assert end.lost == 1
 
 
-def test_what_is_sent_is_as_small_as_it_should_be() -> None:
+def test_frames_are_small() -> None:
     assert len(frame([protocol.LeaseProgress(12345, 96)])) < 16
     assert len(msgspec.msgpack.encode(protocol.LeaseStarted(12345))) < 8

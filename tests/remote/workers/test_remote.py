@@ -58,7 +58,7 @@ EXIT = exit_of(
 
 
 @linked
-async def test_a_worker_gets_a_lease_and_reports_what_becomes_of_it(one: Dispatcher, line: WorkerLink) -> None:
+async def test_worker_gets_a_lease_and_reports_its_end(one: Dispatcher, line: WorkerLink) -> None:
     ends, decided, calls = finished(one), list[Grant](), list[tuple[Any, ...]]()
     decide = one.pools.decide
 
@@ -111,7 +111,7 @@ async def test_changes_are_sent_before_grants_and_resolved_names() -> None:
 
 
 @virtual
-async def test_nobody_is_granted_anything_before_he_asked() -> None:
+async def test_no_grant_comes_before_its_request() -> None:
     """The loop of the scheduler may have read the clock for the last time before this one asked."""
     line = WorkerLink(dispatcher(a=1))
     await asyncio.sleep(5.0)
@@ -125,7 +125,7 @@ async def test_nobody_is_granted_anything_before_he_asked() -> None:
 
 
 @virtual
-async def test_a_worker_is_told_which_stage_it_has_a_lease_for() -> None:
+async def test_lease_of_a_worker_has_its_stage() -> None:
     """Both faces grant the same: the prompt with one token, and then the answer as it was asked for."""
     roles = {"p": Role.PREFILL, "d": Role.DECODE}
     always = Disaggregation(Splitting.ALWAYS)

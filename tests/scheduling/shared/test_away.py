@@ -102,7 +102,7 @@ async def test_requests_are_settled_where_they_were_counted() -> None:
 
 
 @virtual
-async def test_nobody_waits_long_for_a_store_that_is_slow() -> None:
+async def test_requests_do_not_wait_long_for_a_slow_store() -> None:
     store = MemoryStore()
     async with sharing(store) as shared:
         await asyncio.sleep(1.0)
@@ -149,7 +149,7 @@ async def test_a_connection_may_take_longer_than_an_answer() -> None:
 
 
 @virtual
-async def test_what_was_not_answered_is_never_given_back_twice() -> None:
+async def test_unanswered_correction_is_never_given_back_twice() -> None:
     """The store may have applied the lost call. So refunds are dropped, and charges are sent again."""
     store = MemoryStore()
     async with sharing(store) as shared:

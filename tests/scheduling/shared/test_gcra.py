@@ -53,7 +53,7 @@ async def left_ms(store: ValkeyServer, key: bytes = KEY) -> int:
 # --- counting ---------------------------------------------------------------------------------------------------------
 
 
-async def test_it_counts_as_the_bucket_of_one_proxy_does(store: ValkeyServer) -> None:
+async def test_shared_rate_counts_like_the_bucket_of_one_proxy(store: ValkeyServer) -> None:
     """By a clock that is set, with costs above the burst, and with more given back than was taken."""
     by_set_clock = SCRIPT.replace("redis.call('TIME')", "{1767225600 + ARGV[4], 0}")
     by_set_clock = by_set_clock.replace("'PX', string.format('%.0f', math.ceil(left * 1000))", "'EX', 1000")
@@ -89,7 +89,7 @@ async def test_a_cost_above_the_burst_passes_when_all_is_there_and_is_paid_back(
     assert wait_s == pytest.approx(600.0, abs=1.0)
 
 
-async def test_of_several_rates_none_is_taken_where_one_is_used_up(store: ValkeyServer) -> None:
+async def test_no_rate_is_taken_where_one_of_several_is_used_up(store: ValkeyServer) -> None:
     await ask(store, [(OTHER, 60.0)])
     said = await ask(store, [(KEY, 30.0), (OTHER, 1.0)], [(KEY, 60.0)])
     assert said[0][0] == pytest.approx(1.0, abs=0.1)
@@ -104,7 +104,7 @@ async def test_more_given_back_than_was_taken_is_not_kept(store: ValkeyServer) -
     assert [wait_s > 0 for wait_s, _ in said] == [False, False, True]
 
 
-async def test_corrections_come_before_what_is_asked_beside_them(store: ValkeyServer) -> None:
+async def test_corrections_count_before_new_requests(store: ValkeyServer) -> None:
     await ask(store, [(KEY, 60.0)])
     assert await ask(store, [(KEY, 60.0)], key=-60.0) == [(0.0, -1)]
     ((wait_s, _),) = await ask(store, [(KEY, 1.0)], key=60.0)
@@ -129,7 +129,7 @@ async def test_a_debt_lasts_a_day_at_most(store: ValkeyServer) -> None:
     assert wait_s == pytest.approx(DEBT_MAX_S - 3600.0 - 59.0, abs=10.0)
 
 
-async def test_what_is_taken_in_many_parts_adds_up(store: ValkeyServer) -> None:
+async def test_small_parts_add_up(store: ValkeyServer) -> None:
     """A client that comes when due is not refused for a rounding, and a small cost is not rounded away."""
     frozen = SCRIPT.replace("redis.call('TIME')", "{'1900000000', '123456'}")
     for parts in (3, 7, 11, 49, 97, 600, 700, 1100):
@@ -194,7 +194,7 @@ async def test_a_server_that_was_killed_knows_nothing_and_goes_on(server: Server
     assert await ask(store, [(KEY, 60.0)]) == [(0.0, -1)]
 
 
-async def test_no_late_answer_is_taken_for_that_of_a_later_question(server: Server, store: ValkeyServer) -> None:
+async def test_late_answer_is_not_read_as_the_answer_to_a_later_question(server: Server, store: ValkeyServer) -> None:
     await ask(store, [(KEY, 60.0)])
     server.send(signal.SIGSTOP)
     try:

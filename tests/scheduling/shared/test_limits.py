@@ -36,7 +36,7 @@ async def test_two_proxies_together_let_one_limit_pass() -> None:
 
 
 @virtual
-async def test_a_client_is_told_the_limit_for_which_it_waits_longest() -> None:
+async def test_refusal_names_the_limit_with_the_longest_wait() -> None:
     store = MemoryStore()
     async with sharing(store) as shared:
         await served(shared, theirs(600), 600)
@@ -68,7 +68,7 @@ async def test_tokens_of_a_request_that_was_never_answered_are_given_back() -> N
 
 
 @virtual
-async def test_what_the_waiting_room_did_not_take_costs_nothing() -> None:
+async def test_request_refused_by_the_queue_costs_nothing() -> None:
     store = MemoryStore()
     async with sharing(store) as shared:
         one = theirs(500)
@@ -112,7 +112,7 @@ async def test_a_client_that_leaves_in_the_turn_of_its_answer_costs_nothing() ->
 
 
 @virtual
-async def test_what_is_owed_is_given_back_at_the_end() -> None:
+async def test_unused_tokens_are_given_back_at_the_end() -> None:
     store = MemoryStore()
     async with sharing(store) as shared:
         await served(shared, theirs(500), 0)
@@ -157,7 +157,7 @@ async def test_names_of_tenants_cannot_name_keys_of_others() -> None:
 
 
 @virtual
-async def test_a_limit_that_changes_keeps_what_was_taken_as_a_part_of_a_minute() -> None:
+async def test_changed_limit_keeps_the_taken_part_of_a_minute() -> None:
     store = MemoryStore()
     async with sharing(store) as shared:
         runs = theirs(300)

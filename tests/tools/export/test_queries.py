@@ -19,7 +19,7 @@ NO_VARIABLES = frozenset({"__rate_interval", "__range"})
 
 
 @pytest.mark.parametrize("panel", [panel for _, panel in PANELS], ids=[name for name, _ in PANELS])
-def test_a_panel_asks_for_what_there_is(panel: Any) -> None:
+def test_panels_ask_for_existing_series(panel: Any) -> None:
     for expression, legend in panel.queries:
         labels = labels_of(plain(expression), known())
         assert set(re.findall(r"{{(\w+)}}", legend)) <= labels
@@ -28,18 +28,18 @@ def test_a_panel_asks_for_what_there_is(panel: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "expression"), RECORDED, ids=[name for name, _ in RECORDED])
-def test_a_recording_rule_asks_for_what_there_is(name: str, expression: str) -> None:
+def test_recording_rules_ask_for_existing_series(name: str, expression: str) -> None:
     assert labels_of(expression, exported()) == {"job", "band"}, f"{name} is by job and band"
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=[f"{alert.name}{alert.window}" for alert in ALERTS])
-def test_an_alert_asks_for_what_there_is(alert: Alert) -> None:
+def test_alerts_ask_for_existing_series(alert: Alert) -> None:
     labels = labels_of(alert.expression, known())
     shown = set(re.findall(r"\$labels\.(\w+)", alert.summary + alert.description))
     assert shown <= labels
 
 
-def test_variables_and_annotations_ask_for_what_there_is() -> None:
+def test_variables_and_annotations_ask_for_existing_series() -> None:
     for name, series, _ in VARIABLES:
         assert name in labels_of(plain(series), exported())
     assert labels_of(plain(RELOADS), exported()) >= TARGET
@@ -77,7 +77,7 @@ def test_a_wrong_query_is_found(expression: str, wrong: str) -> None:
         labels_of(expression, known())
 
 
-def test_dashboards_are_what_grafana_imports() -> None:
+def test_grafana_can_import_the_dashboards() -> None:
     for name, text in files_of("grafana").items():
         board = json.loads(text)
         assert (board["id"], board["schemaVersion"], board["editable"], board["graphTooltip"]) == (None, 41, True, 1)

@@ -90,7 +90,7 @@ async def test_errors_are_for_people(proxy: TestServer, unused_tcp_port: int) ->
     assert "not reachable: " in (await printed("explain", "a", f"127.0.0.1:{unused_tcp_port}"))[2]
 
 
-async def test_another_server_is_told(unused_tcp_port: int) -> None:
+async def test_server_that_is_no_proxy_is_an_error(unused_tcp_port: int) -> None:
     async with TestServer(web.Application(), port=unused_tcp_port):
         code, _, err = await printed("top", f"127.0.0.1:{unused_tcp_port}", "--once")
     assert (code, "is not an llmproxy" in err) == (1, True)
@@ -222,7 +222,7 @@ async def test_a_proxy_that_ends_and_comes_back(unused_tcp_port: int) -> None:
         assert await top.ended() == 0
 
 
-async def test_it_does_not_stop_where_no_shell_could_continue_it(proxy: TestServer) -> None:
+async def test_terminal_is_not_suspended_without_a_shell(proxy: TestServer) -> None:
     async with OnTerminal(f"127.0.0.1:{proxy.port}") as top:
         await top.shows("replica ▲")
         top.process.send_signal(signal.SIGTSTP)

@@ -47,7 +47,7 @@ def drawn(shown: RenderableType, width: int = 80) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def test_it_shows_the_state_of_the_second() -> None:
+def test_picture_shows_the_current_state() -> None:
     lines = drawn(picture(live(), View(), 200), 200)
     text = "\n".join(lines)
     assert "7.5 requests/s" in lines[0]
@@ -64,7 +64,7 @@ def test_it_shows_the_state_of_the_second() -> None:
 
 
 @pytest.mark.parametrize(("leader", "words"), [("m1", "m1 leads 2 members"), (None, "nobody leads 2 members")])
-def test_it_says_who_leads_a_cluster(leader: str | None, words: str) -> None:
+def test_picture_names_the_leader_of_a_cluster(leader: str | None, words: str) -> None:
     seen = live(cluster=ClusterSeen(leader, ("m0", "m1")))
     assert drawn(picture(seen, View(), 80))[1].rstrip().endswith(f"; {words}")
     assert "leads" not in "\n".join(drawn(picture(live(), View(), 80)))
@@ -100,7 +100,7 @@ def test_names_cannot_control_the_terminal(name: str, size: tuple[int, int]) -> 
 
 
 @pytest.mark.parametrize("height", range(6, 60, 3))
-def test_it_fits_and_says_how_many_more_there_are(height: int) -> None:
+def test_picture_fits_and_counts_the_rest(height: int) -> None:
     one = live().backends[0]
     lines = drawn(
         picture(live(backends=tuple(replace(one, backend=f"gpu-{n}") for n in range(300))), View(), 80, height)
@@ -172,7 +172,7 @@ def test_a_filter_narrows_all_but_bands() -> None:
     assert "globex" not in text
 
 
-def test_choices_show_what_decides() -> None:
+def test_choices_show_the_deciding_terms() -> None:
     (choice,) = found("story.json")["choices"]
     choice["candidates"][2] |= {"fits": False, "total_s": 1.25}
     choice["candidates"][2]["terms"] |= {"slot": 1.155, "queue": -0.0001}
@@ -341,5 +341,5 @@ def test_the_scheme_may_be_left_out() -> None:
     assert str(Target.parsed("gpu:8080", None)) == "http://gpu:8080"
 
 
-def test_of_a_cluster_one_pool_may_be_asked_about() -> None:
+def test_one_pool_of_a_cluster_may_be_selected() -> None:
     assert Target.parsed("gpu:8080/?pool=org%2Fcode", None).pool == "org/code"

@@ -66,7 +66,7 @@ def test_a_change_of_the_fleet_within_the_minute_is_said(name: str) -> None:
     assert "Ask again in 48 s." in text
 
 
-def test_what_is_no_change_of_the_fleet_or_older_is_not_said() -> None:
+def test_unchanged_or_old_answers_are_not_shown() -> None:
     events = (
         Event(990.0, "reloaded", None),
         Event(990.0, "backend_serves", "gpu-2"),
@@ -98,7 +98,7 @@ def test_several_pools_are_said() -> None:
         (shared(*FLOWS), ("=3",), "weight above 0"),
     ],
 )
-def test_what_has_no_answer(seen: Shared, weights: tuple[str, ...], refused: str) -> None:
+def test_questions_without_an_answer(seen: Shared, weights: tuple[str, ...], refused: str) -> None:
     with pytest.raises(AskError, match=re.escape(refused)):
         whatif(seen, weights_of(weights))
 
