@@ -11,7 +11,8 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import product
+from itertools import groupby, product
+from operator import itemgetter
 from typing import Any
 
 from llmproxy.core.domain import GrantReason, Outcome, Predicted, Slo, Trouble, Verdict
@@ -145,8 +146,13 @@ def result() -> str:
     del parts["JsonValue"]
     text = []
     for name, part in parts.items():
-        rows = ((f"`{field}`", _type(kind)) for field, kind in part["properties"].items())
-        text += [f"## {name}", part["description"], table(("field", "type"), rows)]
+        fields = ((f"`{field}`", _type(kind)) for field, kind in part["properties"].items())
+        alike = groupby(fields, key=itemgetter(1))
+        text += [
+            f"## {name}",
+            part["description"],
+            "\n".join(f"- {', '.join(field for field, _ in some)}: {kind}" for kind, some in alike),
+        ]
     return "\n\n".join(text)
 
 
