@@ -169,9 +169,8 @@ class Fleet:
             return await answer.text()
 
     async def json(self, path: str) -> dict[str, Any]:
-        async with self.control.get(self.url + path) as answer:
-            document: dict[str, Any] = await answer.json()
-            return document
+        document: dict[str, Any] = json.loads(await self.text(self.url + path))
+        return document
 
     async def metrics(self) -> str:
         return await self.text(self.url + "/metrics")

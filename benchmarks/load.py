@@ -103,7 +103,7 @@ class Clients:
         self._work = work
         self._rng = random.Random(seed)
         self._pause_after = pause_after
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[Any]] = []
         self._over = False
         self.seen: list[Seen] = []
         self.running: Counter[str] = Counter()
@@ -150,10 +150,7 @@ class Clients:
         while not self._over:
             at_s += self._rng.expovariate(rate)
             await asyncio.sleep(at_s - loop.time())
-            self._tasks.append(asyncio.create_task(self._asked(url())))
-
-    async def _asked(self, url: str) -> None:
-        await self.ask(url)
+            self._tasks.append(asyncio.create_task(self.ask(url())))
 
     async def ask(self, url: str) -> Seen:
         """Send one request and read its answer to the end."""

@@ -25,6 +25,7 @@ import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 
 import aiohttp
 
@@ -102,15 +103,7 @@ class Changes:
         for pid in self._pids[1:]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        await until(lambda: all(is_gone(pid) for pid in self._pids[1:]))
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
+        await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in self._pids[1:]))
 
 
 async def clients_of(stack: AsyncExitStack, url: str, seed: int) -> dict[str, list[Clients]]:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import aiohttp
 
 from benchmarks.cluster.rig import Member
-from benchmarks.load import OBJECTIVE, Clients, Seen, Work, first_s
+from benchmarks.load import Clients, Seen, Work
 
 LENGTHS = (20,) * 19 + (600,)
 """Tokens of an answer, drawn at random: one in twenty outlives the time of a lock."""
@@ -27,20 +27,14 @@ class Load:
         self._clients: list[Clients] = []
         self._unready: set[str] = set()
 
-    def add(
-        self, members: Sequence[Member], number: int, band: str = "default", *, key: str = "", roaming: bool = False
-    ) -> list[Clients]:
+    def add(self, members: Sequence[Member], number: int, *, roaming: bool = False) -> None:
         """Add `number` clients to each of `members`. A roaming client leaves a member that refuses connections."""
-        headers = {OBJECTIVE: band} | ({"authorization": f"Bearer {key}"} if key else {})
-        work = Work(tokens=self._lengths, words=40, headers=headers)
-        added = []
+        work = Work(tokens=self._lengths, words=40)
         for place in [place for place in range(len(members)) for _ in range(number)]:
             url, failed = self._route([one.url for one in members], place, roaming)
             clients = Clients(self._session, work, len(self._clients), failed)
             clients.closed(1, url)
             self._clients.append(clients)
-            added.append(clients)
-        return added
 
     def _route(
         self, urls: Sequence[str], place: int, roaming: bool
@@ -84,7 +78,7 @@ class Load:
 
     @property
     def seen(self) -> list[Seen]:
-        return seen_by(self._clients)
+        return [one for clients in self._clients for one in clients.seen]
 
     def outcomes(self, members: Sequence[Member], since_s: float) -> Counter[str]:
         """The outcomes of requests to these members that ended since then, without refused connections."""
@@ -98,14 +92,6 @@ class Load:
         times = [one.first_s for one in self.seen if one.url in urls and one.first_s]
         firsts = sorted(at_s for at_s in times if from_s <= at_s <= to_s)
         return max(later - earlier for earlier, later in pairwise([from_s, *firsts, to_s]))
-
-
-def seen_by(clients: Sequence[Clients]) -> list[Seen]:
-    return [one for each in clients for one in each.seen]
-
-
-def ttft_s(clients: Sequence[Clients], share: float) -> float:
-    return first_s(seen_by(clients), share)
 
 
 def bad(outcomes: Counter[str]) -> str:

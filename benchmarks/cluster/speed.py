@@ -13,8 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.cluster.load import Load, ttft_s
+from benchmarks.cluster.load import Load
 from benchmarks.cluster.rig import Member, Rig, rig
+from benchmarks.load import first_s
 from benchmarks.peers.cases import CASES
 from benchmarks.peers.measure import built
 from benchmarks.proxy import Child, cpu_s
@@ -60,12 +61,12 @@ async def _first_byte(made: Rig, places: Mapping[str, Member]) -> None:
     for number in range(ROUNDS + 1):
         for name in list(places)[:: 1 if number % 2 else -1]:
             load = Load(made.session, (1,))
-            clients = load.add([places[name]], 1)
+            load.add([places[name]], 1)
             while len(load.seen) < ONE_BY_ONE:  # noqa: ASYNC110 - requests have no common event
                 await asyncio.sleep(0.01)
             await load.ended()
             if number:  # The first round warms up.
-                firsts[name].append(1e3 * ttft_s(clients, 0.5))
+                firsts[name].append(1e3 * first_s(load.seen, 0.5))
     table = Table("by", "TTFT p50, ms", "more than alone", "more than by the leader")
     for name, times in firsts.items():
         more = [_range([a - b for a, b in zip(times, firsts[base], strict=True)]) for base in ("alone", "leader")]

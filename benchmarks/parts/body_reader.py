@@ -46,10 +46,6 @@ def brackets(size_bytes: int) -> bytes:
     return b'{"model":"m","messages":[' + b"[]," * (size_bytes // 3) + b"[]]}"
 
 
-def objects(size_bytes: int) -> bytes:
-    return b'{"model":"m","messages":[' + b"{}," * (size_bytes // 3) + b"{}]}"
-
-
 def names(size_bytes: int) -> bytes:
     return orjson.dumps({"messages": {f"k{n}": n for n in range(size_bytes // 14)}})
 
@@ -83,7 +79,7 @@ def show_bodies() -> None:
 def show_small() -> None:
     print(f"\nSmall: bodies of {PARSE_BYTES_MAX // 1024} KiB\n")
     table = Table("shape", "stall ms, median", "worst")
-    for shape in (image, messages, token_ids, brackets, objects, names):
+    for shape in (image, messages, token_ids, brackets, names):
         body = shape(PARSE_BYTES_MAX - 64)
         table.row(shape.__name__, *_stalls([asyncio.run(read_and_stall_s(body))[1] for _ in range(ROUNDS * 4)]))
 

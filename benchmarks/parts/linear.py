@@ -19,6 +19,7 @@ from math import log2
 from aiohttp.test_utils import make_mocked_request
 
 from benchmarks.parts.patterns import EXPONENT_MAX, Found, cpu_s, found_patterns, slowest
+from benchmarks.table import Table
 from llmproxy.backends.adapter_keeper import ANSWER_BYTES_MAX as ADAPTER_BYTES_MAX
 from llmproxy.backends.adapter_keeper import _message
 from llmproxy.backends.metrics_text import is_filtered, parse_reading
@@ -258,13 +259,11 @@ def growth_of_pattern(found: Found) -> Growth:
 
 def show(title: str, growths: Iterable[Growth]) -> bool:
     """Prints each result as soon as it is measured. Returns whether all are linear."""
-    print(f"{title}\n{'':64} {'largest':>9}  ms at 1/8, 1/4, 1/2 and the whole of it {'exponent':>10}")
-    linear = True
+    table, linear = Table(title, "largest", "ms at 1/8", "1/4", "1/2", "whole", "exponent"), True
     for one in growths:
-        took = " ".join(f"{took_s * 1e3:10.3f}" for took_s in one.took_s)
-        exponent = "quick" if one.took_s[-1] < QUICK_S else f"{one.exponent:.2f}"
-        verdict = "" if one.linear else "  NOT LINEAR"
-        print(f"{one.name[:64]:64} {one.lengths[-1]:>9} {took} {exponent:>8}{verdict}", flush=True)
+        took_ms = (f"{took_s * 1e3:.3f}" for took_s in one.took_s)
+        exponent = "quick" if one.took_s[-1] < QUICK_S else f"{one.exponent:.2f}{'' if one.linear else ' NOT LINEAR'}"
+        table.row(one.name[:64], one.lengths[-1], *took_ms, exponent)
         linear = linear and one.linear
     print()
     return linear
