@@ -2,6 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Python keeps its bytecode, even where the environment says otherwise: tests start hundreds of processes, and each would
+# compile the program and its libraries anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-all test-rest lint types contracts unit slow durations browser deploy-test tour numbers newest fuzz hostile chaos compat monitoring bench live lab lab-full docs reference lock audit sbom clean
 
 # The tested packages, on top of those that the program itself needs.

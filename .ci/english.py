@@ -10,6 +10,7 @@ It reads docstrings, comments and messages of Python files, texts of JavaScript 
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import re
 import subprocess
@@ -80,7 +81,8 @@ def main(arguments: list[str]) -> int:
             for line, words in forms(path):
                 print(f"{path.relative_to(ROOT)}:{line}: {words}")
         return 0
-    found = Counter({room(path): 0 for path in files()})
+    gc.disable()  # Syntax trees have no cycles, and looking for some takes a fifth of the time.
+    found: Counter[str] = Counter()
     for path in files():
         found[room(path)] += sum(1 for _ in forms(path))
     known = json.loads(RECORD.read_text()) if RECORD.exists() else dict(found)
