@@ -30,6 +30,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}; `make durations`")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all cases of a test with `sampled(n)` as slow, except the first of each n."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        if cases[test] % sampled.args[0]:
+            item.add_marker(pytest.mark.slow)
+        cases[test] += 1
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail a test that is recorded as slow and not marked so. Nothing is timed, so a busy machine changes nothing."""
     seconds = RECORDED.get(item.nodeid, 0.0)

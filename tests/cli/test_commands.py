@@ -153,6 +153,7 @@ OTHER_THAN_DEFAULT = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.keys != ("backends",)], ids=lambda flag: flag.name)
 def test_every_flag_and_its_variable_reach_their_keys(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, flag: Flag

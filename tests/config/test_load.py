@@ -196,6 +196,7 @@ def test_problems_are_reported_at_once_in_file_order(write: Any) -> None:
     ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

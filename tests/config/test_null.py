@@ -67,6 +67,7 @@ def test_description_explains_null_of_each_nullable_key() -> None:
         assert may_be_null(field) or "null" not in (field.description or ""), key
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("key", NULLABLE)
 @pytest.mark.parametrize("word", ["null", "~", ""])
 def test_null_in_the_file_is_null(write: Any, key: str, word: str) -> None:
@@ -74,6 +75,7 @@ def test_null_in_the_file_is_null(write: Any, key: str, word: str) -> None:
     assert value_at(load(write(text)), key) is None
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("flag", BY_FLAG, ids=lambda flag: flag.name)
 @pytest.mark.parametrize("word", ["null", "none", "None"])
 def test_null_as_flag_or_variable_overrides_the_file(write: Any, flag: Flag, word: str) -> None:

@@ -75,6 +75,7 @@ def test_advice_can_be_pasted(tmp_path: Path, instead: str) -> None:
             assert load(file) != load()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("pattern", [pattern for pattern, _, _ in table().flags])
 def test_every_row_is_reached_by_flag_and_by_variable(pattern: str) -> None:
     flag = pattern.replace("*", "some")

@@ -358,6 +358,7 @@ def test_an_engine_with_another_list_starts_a_pool_of_its_own() -> None:
 LISTS = (("x",), ("x", "y"), ("y", "x"), ("y",), ("y", "z"), ("z",), ("x", "z"))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_nothing_is_lost_idle_or_out_of_turn_whatever_is_listed_when(seed: int) -> None:
     rng = Random(seed)

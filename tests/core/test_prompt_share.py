@@ -267,6 +267,7 @@ def test_many_requests_bound_to_a_closed_backend_hold_up_no_others() -> None:
     assert wakeups < 2 * len(bound)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("window_s", [None, 0.3])
 @pytest.mark.parametrize("seed", range(20))
 def test_no_band_passes_a_waiting_higher_band(seed: int, window_s: float | None) -> None:

@@ -200,6 +200,7 @@ class Walk:
         assert not any((scheduler.charges._charged, scheduler.charges._carried, scheduler.charges._between))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("how", [ALWAYS, Disaggregation(), Disaggregation(Splitting.TOKENS, 1_000)], ids=str)
 @pytest.mark.parametrize("placement", ["cost", "least_request"])
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 115])

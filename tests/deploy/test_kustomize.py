@@ -35,6 +35,7 @@ def plain(objects: list[Object]) -> dict[tuple[str, str], Object]:
     return found
 
 
+@pytest.mark.sampled(4)
 @every
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_objects_are_valid_in_kubernetes(folder: Path, version: str) -> None:

@@ -85,6 +85,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("moment", Moment)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 async def test_leaving_at_every_wait(case: Case, moment: Moment, monkeypatch: pytest.MonkeyPatch) -> None:

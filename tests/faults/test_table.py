@@ -39,6 +39,7 @@ def holds(seen: Seen) -> None:
         assert seen.received.headers["content-type"].startswith("application/json")
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("alone", [False, True], ids=["beside another", "alone"])
 @pytest.mark.parametrize("ask", ["stream", "whole"])
 @pytest.mark.parametrize("fault", MISBEHAVIOURS, ids=NAME)
@@ -52,6 +53,7 @@ async def test_a_replica_that(fault: Misbehaviour, ask: str, alone: bool) -> Non
         assert seen.retries == (seen.client == "other")
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("fault", MISBEHAVIOURS, ids=NAME)
 async def test_a_prefill_replica_that(fault: Misbehaviour) -> None:
     """Its answer is for the proxy alone, so that the client sees nothing of it."""
@@ -62,6 +64,7 @@ async def test_a_prefill_replica_that(fault: Misbehaviour) -> None:
     assert seen.exit["disaggregation"] in PREFILL_CAUSES
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("fault", MISBEHAVIOURS, ids=NAME)
 async def test_a_decode_replica_that(fault: Misbehaviour) -> None:
     """Before its first token it costs time; after that, or alone, it is what it would be without a prefill."""
@@ -73,6 +76,7 @@ async def test_a_decode_replica_that(fault: Misbehaviour) -> None:
         assert seen.exit["disaggregation"] in (Split.DECODE_FAILED, Split.DECODE_REFUSED, Split.TRANSFER_FAILED)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fault", CLIENT_FAULTS, ids=NAME)
 async def test_a_client_that(fault: ClientFault) -> None:
     seen = await observe(fault)
@@ -84,6 +88,7 @@ async def test_a_client_that(fault: ClientFault) -> None:
     assert seen.cut == fault.cut, "the engine learns of it"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fault", POLL_FAULTS, ids=NAME)
 async def test_a_polled_replica_that(fault: PollFault) -> None:
     seen = await watch(fault)
@@ -104,6 +109,7 @@ async def test_an_unread_replica_does_not_get_all_that_waits() -> None:
             assert pools.backends["b0"].limit.value == pools.settings.capacity.initial_batch_limit
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("scene", SCENES, ids=NAME)
 async def test_when(scene: Scene) -> None:
     played = await perform(scene)

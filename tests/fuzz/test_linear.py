@@ -23,12 +23,14 @@ def is_linear(parser: Parser) -> bool:
     return any(growth_of_parser(parser, min(parser.largest, PARSED_BYTES)).linear for _ in range(3))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("found", FOUND, ids=[found.where for found in FOUND])
 def test_every_pattern_takes_linear_time(found: Found) -> None:
     text, linear = slowest(found)
     assert linear, f"{found.where}: {found.pattern.pattern!r} is slow for texts like {text(24)!r}"
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("parser", PARSERS, ids=[parser.name for parser in PARSERS])
 def test_every_parser_takes_linear_time(parser: Parser) -> None:
     assert is_linear(parser)

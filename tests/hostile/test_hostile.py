@@ -16,6 +16,7 @@ from tests.strictness.reading import End, read_answers, read_requests
 CASES = 8
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("make", "play", "name"), [(make, play, name) for made, play in PLAYS for name, make in made.items()]
 )

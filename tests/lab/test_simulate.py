@@ -94,6 +94,7 @@ def test_it_tells_what_was_simulated(trace: str, folder: Path) -> None:
     assert str(folder) not in (folder / "result.json").read_text()
 
 
+@pytest.mark.slow
 def test_sizes_of_a_fleet_are_compared_and_advised(trace: str, tmp_path: Path) -> None:
     flags = ("--fleet-size", "1..3", "--no-oracle", "--objective", "ttft=5s", "--out", str(tmp_path))
     done = simulate(trace, *flags)
@@ -108,6 +109,7 @@ def test_sizes_of_a_fleet_are_compared_and_advised(trace: str, tmp_path: Path) -
     assert "3 replicas keep 0.001 s to the first token for 0.0% of requests: not 95.0%." in done.stdout
 
 
+@pytest.mark.slow
 def test_a_fleet_is_divided_and_the_best_way_advised(trace: str, tmp_path: Path) -> None:
     done = simulate(trace, "--roles", "--no-oracle", "--objective", "ttft=5s", "--out", str(tmp_path))
     assert (done.exit_code, done.stderr) == (0, "")
@@ -118,6 +120,7 @@ def test_a_fleet_is_divided_and_the_best_way_advised(trace: str, tmp_path: Path)
     assert "How many replicas for prompts" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_signals_are_compared_on_one_axis_of_time(trace: str, tmp_path: Path) -> None:
     done = simulate(trace, "--scale", "ours", "--scale", "static", "--no-oracle", "--out", str(tmp_path))
     assert (done.exit_code, done.stderr) == (0, "")

@@ -47,6 +47,7 @@ def test_a_signal_is_not_lost_where_exceptions_are(number: signal.Signals) -> No
     assert run(LOST.format(number=int(number))) == (0, "")
 
 
+@pytest.mark.sampled(4)
 @BOTH
 @pytest.mark.parametrize("command", ["serve", "demo"])
 def test_a_command_ends_without_a_word_while_it_is_read(command: str, number: signal.Signals) -> None:

@@ -174,6 +174,7 @@ def test_the_last_words_of_a_process_come_out() -> None:
     assert ended.stderr.splitlines()[-1] == "ValueError: broken"
 
 
+@pytest.mark.slow
 def test_a_process_ends_although_its_log_is_not_read() -> None:
     reads, writes = os.pipe()
     os.write(writes, b"x" * PIPE_BYTES)

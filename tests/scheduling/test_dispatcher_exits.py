@@ -133,6 +133,7 @@ async def test_a_client_may_leave_in_any_turn_around_its_deadline(one: Dispatche
 # --- all of it at once ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(4))
 @emptied(a=3, b=1, c=6)
 async def test_a_crowd_of_impatient_clients_leaves_nothing_behind(one: Dispatcher, seed: int) -> None:

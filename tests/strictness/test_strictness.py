@@ -11,6 +11,7 @@ from tests.strictness.vector import chunked, post
 from tests.strictness.vectors import TABLE
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("pieces", [1, 30])
 @pytest.mark.parametrize("group", TABLE)
 async def test_each_request_has_the_outcome_of_the_table(

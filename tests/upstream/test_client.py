@@ -211,6 +211,7 @@ async def test_a_connection_that_may_not_be_used_again_is_not(
     assert len(server.peers) == 2
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "behind",
     [

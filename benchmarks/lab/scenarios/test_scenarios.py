@@ -104,6 +104,7 @@ def test_every_policy_of_a_case_is_known(scenario: Scenario, case: Case) -> None
     assert set(case.quick_loads or case.loads) <= set(case.loads), scenario.key
 
 
+@pytest.mark.sampled(8)
 @NAMED
 def test_every_case_finds_its_rate_its_fleet_and_its_bounds(scenario: Scenario, case: Case) -> None:
     short, load = replace(case, requests=40), case.loads[0]

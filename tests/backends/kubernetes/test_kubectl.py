@@ -27,6 +27,7 @@ async def kubectl(home: Path, server: str, *arguments: str) -> str:
     return out.decode()
 
 
+@pytest.mark.slow
 async def test_kubectl_lists_and_watches_every_kind(tmp_path: Path) -> None:
     async with api_server() as api:
         api.put("pods", pod("vllm-0", "10.0.0.1", labels={"app": "vllm"}))

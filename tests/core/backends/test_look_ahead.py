@@ -20,6 +20,7 @@ def learned(load: int, *on_the_way: int) -> LookAhead:
     return ahead
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("limit", [4, 8, 16, 64, 256])
 @pytest.mark.parametrize("mean", [0.02, 0.1, 0.46, 0.9])
 def test_few_places_are_empty_and_one_request_less_would_leave_too_many(limit: int, mean: float) -> None:

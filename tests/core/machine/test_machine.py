@@ -347,6 +347,7 @@ def test_a_mutant_is_caught_by_the_schedulers_own_check(mutation: Mutation, monk
 # --- same seed, same trace --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", [*range(8), 102, 156, 288])
 def test_a_random_walk_keeps_every_promise_and_drains(seed: int) -> None:
     world = random_walk(seed, 300)
@@ -354,6 +355,7 @@ def test_a_random_walk_keeps_every_promise_and_drains(seed: int) -> None:
     world.wind_down()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_decided_does_not_depend_on_where_the_clock_began(seed: int) -> None:
     def grants(world: World) -> list[str]:

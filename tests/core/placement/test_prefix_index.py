@@ -209,6 +209,7 @@ def bytes_per_block(index: PrefixIndex, records: Iterable[Sequence[int]]) -> flo
     return used_bytes / index.size("a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 40])
 def test_a_block_costs_no_more_than_a_hundred_bytes(length: int) -> None:
     rng = Random(1)
@@ -216,6 +217,7 @@ def test_a_block_costs_no_more_than_a_hundred_bytes(length: int) -> None:
     assert bytes_per_block(PrefixIndex(6000), chains) <= 100
 
 
+@pytest.mark.slow
 def test_a_block_costs_no_more_where_touches_thin_generations_out() -> None:
     rng, live = Random(2), list[tuple[int, ...]]()
 

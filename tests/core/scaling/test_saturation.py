@@ -69,6 +69,7 @@ def test_replicas_that_are_never_full_are_not_too_many(clients: int, desired: in
     assert fleet.need.desired == desired
 
 
+@pytest.mark.slow
 def test_fewer_are_needed_after_the_load_has_fallen() -> None:
     fleet = Fleet(8, 8)
     fleet.clients(48)

@@ -37,6 +37,7 @@ def nothing_was_sent(proxy: ProxyUnderTest) -> None:
     assert not [seen for replica in proxy.replicas for seen in replica.requests_seen if seen.method == "POST"]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "body",
@@ -94,6 +95,7 @@ async def test_a_path_that_does_not_exist(proxy: ProxyUnderTest) -> None:
         assert path in message_of(answer, path)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""]

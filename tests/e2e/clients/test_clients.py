@@ -226,6 +226,7 @@ async def test_aiperf_looks_for_metrics_and_asks() -> None:
         assert proxy.sent().headers["x-request-id"] == "d415607d-4612-4be7-8e3b-527abe6f7015"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("head", "body", "other"),
     [

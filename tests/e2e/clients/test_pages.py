@@ -162,6 +162,7 @@ async def test_a_page_has_a_method(proxy: ProxyUnderTest) -> None:
         assert (refused.status, refused.headers["allow"]) == (405, "GET, HEAD")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "path",
     [
@@ -211,6 +212,7 @@ def test_each_path_of_an_engine_is_reached_or_not_by_decision() -> None:
     assert not (SCHEDULED.keys() | OWN) & set(MANAGEMENT) - {LOAD_ADAPTER, UNLOAD_ADAPTER}
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("path", sorted(set(MANAGEMENT) | {LOAD_ADAPTER, UNLOAD_ADAPTER}))
 async def test_no_spelling_of_a_management_path_reaches_an_engine(proxy: ProxyUnderTest, path: str) -> None:
     for method in ("POST", "GET", "DELETE"):

@@ -200,6 +200,7 @@ async def test_a_handshake_that_does_not_end(begun: bytes, files: Files) -> None
         await until(lambda: not proxy.app.clients.open)
 
 
+@pytest.mark.slow
 async def test_connections_count_before_their_handshake_is_over(files: Files, trusting: ssl.SSLContext) -> None:
     async with serving(FAST, tls=files.config, clients={"address_connections_max": 2}) as proxy:
         async with proxy.wire(b""), proxy.wire(b""):

@@ -72,6 +72,7 @@ def comparable(answer: Answer) -> tuple[int, set[tuple[str, str]], bytes]:
     return answer.status, {field for field in headers if not field[0].startswith(ours)}, normal(answer.body)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("path", "body"), SAME, ids=[f"{i}{path}" for i, (path, _) in enumerate(SAME)])
 async def test_a_proxied_answer_is_the_direct_answer(path: str, body: object) -> None:
     async with serving(FAST) as proxy:

@@ -120,6 +120,7 @@ HOSTILE = (
 """Names as no usual client writes them, more than once."""
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("path", list(BODIES))
 @pytest.mark.parametrize("filler", ["", "word " * 20_000], ids=["parsed", "scanned"])
 @pytest.mark.parametrize("whole", [False, True])
@@ -186,6 +187,7 @@ INDIVISIBLE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("path", "body"), INDIVISIBLE)
 @pytest.mark.parametrize("large", [False, True])
 async def test_unsplittable_request_is_served_by_one_replica(path: str, body: dict[str, Any], large: bool) -> None:

@@ -176,6 +176,7 @@ ANSWERS: dict[str, tuple[Script, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", list(ANSWERS))
 @pytest.mark.parametrize("body", [LONG, STREAM])
 async def test_client_is_served_after_any_answer_of_a_prefill_replica(case: str, body: dict[str, Any]) -> None:
@@ -290,6 +291,7 @@ async def test_a_prefill_replica_that_dies_between_the_stages(body: dict[str, An
         assert proxy.app.pools.backends["b1"].health.available(asyncio.get_running_loop().time())
 
 
+@pytest.mark.slow
 async def test_a_decode_replica_that_dies_before_its_first_token() -> None:
     async with split(NIXL, SLOW, NIXL, roles="prefill decode decode") as proxy:
         proxy.replicas[2].faults.set("busy_503")
@@ -320,6 +322,7 @@ REFUSALS: dict[str, tuple[Script, str]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", list(REFUSALS))
 async def test_decode_replica_refuses_the_computed_prompt(case: str) -> None:
     script, how = REFUSALS[case]

@@ -93,6 +93,7 @@ async def test_metrics_need_the_admin_key_where_there_is_one_and_where_they_name
 LOOK = ("/debug", "/debug/live", "/debug/queue", "/admin/backends", "/admin/cluster", "/scale", "/scale/base", *PAGES)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8080", "[::1]", "", "llm.example.com"])
 async def test_with_an_admin_key_nothing_is_open_to_this_machine_but_probes(host: str) -> None:
     async with serving(FAST, **TENANT, **ADMIN) as proxy:

@@ -215,6 +215,7 @@ async def test_a_request_that_gave_its_backend_up_says_so(tmp_path: Path) -> Non
     assert lines["critical"]["granted_at_s"] <= lines["sheddable"]["granted_at_s"]
 
 
+@pytest.mark.slow
 async def test_a_day_in_the_log_is_replayed_against_another_policy(tmp_path: Path) -> None:
     path, out = tmp_path / "decisions.jsonl", tmp_path / "out"
     runs._prepared.cache_clear()

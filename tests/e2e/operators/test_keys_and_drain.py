@@ -34,6 +34,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "headers",
     [{}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer"}, {"authorization": "Basic key-1"},

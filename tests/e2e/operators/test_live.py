@@ -249,6 +249,7 @@ async def test_origin_of_each_setting(tmp_path: Path) -> None:
         assert found["host"]["restart"] is True
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("path", [*DATA, "/ui"])
 async def test_only_operators_may_look(path: str) -> None:
     async with serving(FAST) as proxy:

@@ -53,6 +53,7 @@ async def states(proxy: ProxyUnderTest) -> dict[str, str]:
 # --- reload -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_twenty_reloads_under_load_lose_nothing(tmp_path: Path) -> None:
     async with reloadable(tmp_path, FAST, FAST, fixed_limit=2) as proxy:
         both = proxy.config_data["backends"]
@@ -113,6 +114,7 @@ async def test_reload_applies_to_the_next_request(tmp_path: Path) -> None:
         assert (await proxy.chat(large, headers={"x-api-key": "acme-2"})).status == 413
 
 
+@pytest.mark.slow
 async def test_a_stream_outlives_the_key_it_came_with(tmp_path: Path) -> None:
     long, old = STREAM | {"max_tokens": 3000, "ignore_eos": True}, {"authorization": "Bearer old"}
     async with reloadable(tmp_path, FAST, api_keys=["old"]) as proxy, proxy.stream(long, **old) as stream:

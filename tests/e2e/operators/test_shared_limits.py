@@ -138,6 +138,7 @@ async def test_changed_limits_hold_from_the_next_request_on(server: Server) -> N
 # --- a store that fails -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_closed_refuses_until_the_store_is_back(server: Server, log: io.StringIO) -> None:
     async with two(limited(server, requests_per_min=1000)) as proxies:
         assert await statuses(proxies, 2) == {200: 4}
@@ -159,6 +160,7 @@ async def test_closed_refuses_until_the_store_is_back(server: Server, log: io.St
     ] == [2, 2]
 
 
+@pytest.mark.slow
 async def test_a_share_passes_each_proxy_and_never_the_whole(server: Server) -> None:
     async with two(limited(server, "1/2", requests_per_min=10)) as proxies:
         await server.kill()
@@ -172,6 +174,7 @@ async def test_a_share_passes_each_proxy_and_never_the_whole(server: Server) -> 
         assert (await statuses(proxies, 20))[200] in (10, 11), "the store was restarted empty"
 
 
+@pytest.mark.slow
 async def test_a_store_that_is_away_at_the_start_keeps_no_proxy_from_starting(server: Server) -> None:
     await server.kill()
     async with two(limited(server, requests_per_min=1000)) as proxies:

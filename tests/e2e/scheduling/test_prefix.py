@@ -77,6 +77,7 @@ async def test_the_turns_of_a_conversation_go_where_it_is_cached(tmp_path: Path)
     assert max(prefill_s["second"], prefill_s["third"]) < 0.1 * min(prefill_s["first"], prefill_s["other"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_is_known_to_be_cached_where_it_was_given(tmp_path: Path, stream: bool) -> None:
     async with serving_by_cost(tmp_path / "log") as (proxy, _):

@@ -50,6 +50,7 @@ async def test_models_share_the_requests_of_a_name(workers: int) -> None:
         assert (await proxy.chat(HELLO | {"model": "none"})).status == 404
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_conversation_goes_on_with_the_model_that_began_it(workers: int) -> None:
     body: dict[str, Any] = {"model": "chat", "input": "Hello there, and more", "max_output_tokens": 4}

@@ -38,6 +38,7 @@ async def sent_with(proxy: ProxyUnderTest, path: str, body: dict[str, Any], tena
 JSON_POSTS = [p for p, route in SCHEDULED.items() if route.method == "POST" and route.kind is not BodyKind.FORM]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("path", JSON_POSTS)
 async def test_bodies_are_salted_only_where_the_engine_knows_it(path: str) -> None:
     async with serving(FAST, tenants=TENANTS) as proxy:

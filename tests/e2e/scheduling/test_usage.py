@@ -59,6 +59,7 @@ def answering(usage: str) -> Script:
     return script
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("lie", LIES)
 async def test_a_backend_that_lies_about_usage_shifts_no_account(lie: str, stream: bool) -> None:

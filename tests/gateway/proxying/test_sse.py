@@ -112,6 +112,7 @@ FORMS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_usage_event_is_hidden_in_every_form(form: str) -> None:
     events = [FORMS[form](event) for event in CHAT if event != COMMENT]

@@ -163,6 +163,7 @@ def engine_s(fleet: SimulatedFleet, arrivals: Sequence[Arrival], prefill_scale: 
     return took_s
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("prefill_scale", [1.0, 1.9])
 @pytest.mark.parametrize("name", ["llama-8b-h100", "qwen-32b-h100-tp2", "llama-70b-a100-tp4"])
 @pytest.mark.parametrize(
@@ -211,6 +212,7 @@ def test_a_fleet_is_as_fast_as_its_replicas_together() -> None:
     assert fast + slow <= mixed <= 1.1 * (fast + slow)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("answers_per_prompt", [0.2, 0.8, 1.2, 1.8, 3.0])
 @pytest.mark.parametrize("seqs", [32, 256])
 def test_no_way_to_share_out_work_beats_the_rate(answers_per_prompt: float, seqs: int) -> None:

@@ -179,6 +179,7 @@ def test_an_adapter_that_fits_nowhere_does_not_hold_up_the_others() -> None:
     assert 0.5 + (late.queue_wait_s or 0.0) >= by_arrival[id(first)].ended_s
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("faults", [(), (Fault(1.5, FleetFaultKind.RESTART, "gpu-1", None, 1.0),)])
 def test_its_books_are_empty_when_everything_has_ended(faults: tuple[Fault, ...]) -> None:
     kept: list[Oracle] = []

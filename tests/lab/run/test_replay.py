@@ -56,6 +56,7 @@ def choices(policy: str, arrivals: list[Arrival], on: SimulatedFleet | None = No
     return [one.backend for one in sorted(ends, key=lambda one: one.arrival.at_s)]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", [name for name in names() if name != "oracle"])
 def test_no_policy_sees_how_long_an_answer_will_be(policy: str) -> None:
     arrivals = traffic()
@@ -187,6 +188,7 @@ def test_a_client_whose_request_failed_sends_it_again_some_times() -> None:
     assert [one.arrived_s for one in ends if one.outcome is Outcome.COMPLETED] == [pytest.approx(6.0)]
 
 
+@pytest.mark.slow
 def test_readings_that_are_lost_or_old_lose_no_request() -> None:
     faults = [
         Fault(0.0, FleetFaultKind.LOST_READINGS, None, value=0.5),
@@ -196,6 +198,7 @@ def test_readings_that_are_lost_or_old_lose_no_request() -> None:
         assert Counter(one.outcome for one in ended(faults, policy)) == {Outcome.COMPLETED: 300}
 
 
+@pytest.mark.slow
 def test_dearer_prompt_tokens_make_first_tokens_later() -> None:
     def mean_ttft_s(scale: float) -> float:
         ends = records_of(setup(traffic(), prefill_scale=scale))
@@ -204,6 +207,7 @@ def test_dearer_prompt_tokens_make_first_tokens_later() -> None:
     assert mean_ttft_s(1.9) > 1.05 * mean_ttft_s(1.0)
 
 
+@pytest.mark.slow
 def test_progress_is_reported_to_the_end() -> None:
     outputs: list[int] = []
     replay(setup(traffic(count=600)), outputs.append)

@@ -126,6 +126,7 @@ def test_two_processes_give_the_bytes_of_one(file: Path) -> None:
     assert counts in ended[: len(ended) - 1]
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_in_another_process_reaches_the_caller(file: Path) -> None:
     what = simulation(file)
     prepared(what, 1, 1.0)

@@ -37,6 +37,7 @@ def test_prompts_are_computed_on_one_and_answers_on_others() -> None:
         assert record.output_tokens == record.arrival.output_tokens
 
 
+@pytest.mark.slow
 def test_the_time_to_the_first_token_has_the_transfer_in_it() -> None:
     slow = replace(split_up(), kv_transfer=replace(split_up().kv_transfer, latency_s=3.0, handshake_s=0.0))
     assert min(one.ttft_s or 0.0 for one in served(ALWAYS, slow)) > 3.0
@@ -68,6 +69,7 @@ def test_usage_says_what_the_first_replica_found_cached(calls: SchedulerCalls) -
     assert sum(one.hit_tokens for one in kept) > 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("replica", ["gpu-0", "gpu-1"])
 @pytest.mark.parametrize("kind", [FleetFaultKind.KILL, FleetFaultKind.ROLL])
 def test_no_request_is_lost_before_its_first_token(replica: str, kind: FleetFaultKind) -> None:
@@ -88,6 +90,7 @@ def test_without_a_partner_requests_are_served_as_a_whole() -> None:
     assert not any(one.prefilled_on for one in kept[-50:])
 
 
+@pytest.mark.slow
 def test_strict_priority_holds_across_stages() -> None:
     arrivals = [
         replace(one, band="critical" if number % 3 else "sheddable") for number, one in enumerate(traffic(rate=300.0))

@@ -45,6 +45,7 @@ def rate(arrivals: Sequence[Arrival], from_s: float, to_s: float) -> float:
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", GENERATORS)
 def test_every_generator_is_sorted_repeatable_and_seeded(name: str) -> None:
     trace = generate(f"gen:{name}", 1)
@@ -55,6 +56,7 @@ def test_every_generator_is_sorted_repeatable_and_seeded(name: str) -> None:
     assert first != list(generate(f"gen:{name}", 2).arrivals())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", GENERATORS)
 def test_no_prompt_has_more_blocks_than_fit(name: str) -> None:
     trace = generate(f"gen:{name}", 1)
@@ -83,6 +85,7 @@ def by_session(arrivals: Iterable[Arrival]) -> dict[str | None, list[Arrival]]:
     return sessions
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "spec",
     ["multi_round_chat,users=20,rounds=4", "multi_round_chat,closed=true,users=20", "interactive_chat", "agent_loops"],
@@ -236,6 +239,7 @@ def test_lora_popularity_is_zipf() -> None:
     assert len(made("lora_zipf,alpha=0,adapters=10")) > 0
 
 
+@pytest.mark.slow
 def test_lora_gaps_are_gamma() -> None:
     def gap_cv(cv: float) -> float:
         times = [a.at_s for a in made(f"lora_zipf,adapters=1,rate=20,duration_s=1000,cv={cv}")]

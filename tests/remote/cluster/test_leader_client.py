@@ -209,6 +209,7 @@ async def test_a_client_may_leave_while_its_member_is_cut_off() -> None:
         assert leader.dispatcher.leases == 0
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("at_ms", [x / 4 for x in range(24)])
 @pytest.mark.parametrize("what", ["leaves", "breaks", "both"])
 @virtual

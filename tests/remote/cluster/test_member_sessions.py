@@ -234,6 +234,7 @@ GARBAGE = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("data", GARBAGE, ids=lambda data: repr(data[:20]))
 @pytest.mark.parametrize("member", [False, True])
 @virtual

@@ -352,6 +352,7 @@ async def test_a_page_is_not_passed_on_for_ever_where_members_differ_about_whose
             assert "forwarded the request twice" in answer.json["error"]["message"]
 
 
+@pytest.mark.slow
 async def test_scale_says_nothing_where_a_pool_has_no_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "BALANCE_S", inf)
     async with members(2, FAST, CODE, cluster={"pools": ["code"]}) as found:

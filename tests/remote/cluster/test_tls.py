@@ -131,6 +131,7 @@ async def refused(network: TcpNetwork, address: str, accepted: list[End]) -> Non
     assert not any(end.heard for end in accepted)
 
 
+@pytest.mark.slow
 async def test_the_page_makes_a_certificate_of_members(tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")

@@ -105,6 +105,7 @@ async def test_two_clusters_have_locks_of_their_own(server: Server, lock: Valkey
 # --- what fails -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "value",
     [

@@ -350,6 +350,7 @@ async def test_metrics_and_usage_of_workers_are_counted_once() -> None:
     assert not lines[0].estimator.models, "learned numbers come back for all workers alike"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("served", [True, False])
 @virtual
 async def test_nothing_of_a_request_is_left_to_the_garbage_collector(served: bool) -> None:

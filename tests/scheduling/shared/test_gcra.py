@@ -163,6 +163,7 @@ async def test_thousands_of_tenants_have_a_key_each_and_no_more(store: ValkeySer
 # --- wrong values in the store ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "value", [b"", b"garbage", b"nan", b"inf", b"-inf", b"1e300", b"1e10", b"0x", b"\xff\x00", b"-5"]
 )

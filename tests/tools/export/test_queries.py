@@ -18,6 +18,7 @@ PANELS = [(f"{board.uid}/{panel.title}", panel) for board in BOARDS for panel in
 NO_VARIABLES = frozenset({"__rate_interval", "__range"})
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("panel", [panel for _, panel in PANELS], ids=[name for name, _ in PANELS])
 def test_panels_ask_for_existing_series(panel: Any) -> None:
     for expression, legend in panel.queries:

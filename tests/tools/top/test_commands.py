@@ -96,6 +96,7 @@ async def test_server_that_is_no_proxy_is_an_error(unused_tcp_port: int) -> None
     assert (code, "is not an llmproxy" in err) == (1, True)
 
 
+@pytest.mark.slow
 async def test_a_body_without_end_is_left(unused_tcp_port: int) -> None:
     sent = 0
 
@@ -185,6 +186,7 @@ class OnTerminal:
         return status
 
 
+@pytest.mark.slow
 async def test_a_tall_terminal_shows_the_last_choices_too(proxy: TestServer) -> None:
     async with OnTerminal(f"127.0.0.1:{proxy.port}", "--interval", "3600", lines=60) as top:
         await top.shows("last choices")

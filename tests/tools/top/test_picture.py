@@ -99,6 +99,7 @@ def test_names_cannot_control_the_terminal(name: str, size: tuple[int, int]) -> 
     assert all(character.isprintable() for line in lines for character in line)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("height", range(6, 60, 3))
 def test_picture_fits_and_counts_the_rest(height: int) -> None:
     one = live().backends[0]

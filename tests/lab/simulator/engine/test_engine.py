@@ -376,6 +376,7 @@ def test_setups_that_make_no_sense_are_refused() -> None:
         engine.add(wanted("x", 1))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("rate_rps", "tpot_ms"), [(1.0072, 7.4136), (42.9, 8.0881), (84.8, 8.954), (126.5, 10.3146), (167.8, 11.576)]
 )

@@ -255,6 +255,7 @@ def test_the_noise_of_steps_is_repeatable_and_keeps_the_median() -> None:
     assert sorted(times(1))[250] == pytest.approx(middle, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_noise_of_a_stretch_is_that_of_the_mean_of_its_steps() -> None:
     noise, rng = Noise(sigma=0.2, slow_chance=0.05, slow_factor=5.0), random.Random(1)
     expected = fmean(noise.factor(rng) for _ in range(200_000))
