@@ -12,6 +12,9 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich.console import Console
+
+PLAIN_WIDTH = 80
 NAME_MAX = 256
 """Most characters of a name that are shown."""
 SEQUENCE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|O[@-~])")
@@ -21,6 +24,13 @@ SEQUENCE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|O[@-~])")
 def can_draw() -> bool:
     """Whether standard output is a terminal that understands control sequences."""
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+
+
+def console() -> Console:
+    """The console of standard output; in a pipe, plain text of `PLAIN_WIDTH` columns."""
+    if can_draw():
+        return Console(highlight=False)
+    return Console(highlight=False, force_terminal=False, color_system=None, width=PLAIN_WIDTH)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The demo: simulated replicas behind a proxy, and a table that shows how the proxy handles overload.
+"""The demo: simulated replicas behind a proxy, traffic with overload and failures, and the picture of `llmproxy top`.
 
 The demo starts each process as `llmproxy.cli.child`, which ends at the end of its standard input. Only the demo has the
 other end of that pipe, so no process outlives it.
@@ -22,10 +22,12 @@ import aiohttp
 from llmproxy.config import hash_of
 from llmproxy.lab.demo.buttons import PRESSED
 from llmproxy.lab.demo.clients import ADAPTERS, MODEL, DemoClients
-from llmproxy.lab.demo.display import DemoReplica, Display
-from llmproxy.lab.demo.processes import HOST, DemoError, Processes, reserved_port
+from llmproxy.lab.demo.display import Display
+from llmproxy.lab.demo.processes import HOST, DemoError, DemoReplica, Processes, reserved_port
 from llmproxy.lab.demo.scenes import ADMIN_KEY, SCENES, Stage, playable_scenes
 from llmproxy.tools.terminal import pressed
+from llmproxy.tools.top.ask import LIVE, Asker, AskError, Target
+from llmproxy.tools.top.document import Document, read
 
 START_TIMEOUT_S = 60.0
 BATCH = 4
@@ -33,8 +35,8 @@ BATCH = 4
 QUEUE_REQUESTS_MAX = 48
 CRITICAL_TTFT_S = 0.5
 """The TTFT objective of critical requests."""
-METRICS_INTERVAL_S = 0.5
-"""How often the proxy's metrics are read."""
+INTERVAL_S = 1.0
+"""How often the proxy's state is read."""
 
 GUIDE = """llmproxy at {base}, before {count} simulated vLLM replicas (no GPU).
 
@@ -46,7 +48,8 @@ curl {base}/v1/chat/completions \\
   -H 'content-type: application/json' -d '{{"model": "{model}", "max_tokens": 32,
   "messages": [{{"role": "user", "content": "Hello"}}]}}'
 
-queued: in the proxy. waiting: in a replica. broken: cut midway. lost: an error.
+waiting: in the queue of the proxy. load: in a replica, and how many it runs.
+broken: cut midway. lost: an error.
 {scenes}More to see: llmproxy top {base} --admin-key {key}
 /v1/models and /metrics. Ctrl-C ends all.
 """
@@ -121,7 +124,8 @@ async def _demo(port: int, count: int, display: Display) -> None:
                     scenes=keys,
                 )
             )
-            await processes.unless_one_dies(_play(session, processes, replicas, display))
+            asker = Asker(Target.parsed(base, ADMIN_KEY), session)
+            await processes.unless_one_dies(_play(session, asker, processes, replicas, display))
 
 
 def _config(port: int, replicas: Sequence[DemoReplica]) -> dict[str, Any]:
@@ -171,7 +175,7 @@ async def _serving(session: aiohttp.ClientSession) -> None:
 
 
 async def _play(
-    session: aiohttp.ClientSession, processes: Processes, replicas: list[DemoReplica], display: Display
+    session: aiohttp.ClientSession, asker: Asker, processes: Processes, replicas: list[DemoReplica], display: Display
 ) -> None:
     clients = DemoClients(session)
     victim = replicas[-1]
@@ -183,20 +187,15 @@ async def _play(
     with display.drawn(), pressed(stage.pressed) if display.keys else nullcontext():
         async with asyncio.TaskGroup() as group:
             group.create_task(clients.come_and_go(group))
-            group.create_task(_follow(session, clients, replicas, display))
+            group.create_task(_follow(asker, clients, display))
             await stage.lead()
 
 
-async def _follow(
-    session: aiohttp.ClientSession, clients: DemoClients, replicas: list[DemoReplica], display: Display
-) -> None:
-    """Update the display from the proxy's metrics and the clients' results, until cancelled."""
+async def _follow(asker: Asker, clients: DemoClients, display: Display) -> None:
+    """Update the display from the proxy's state and the clients' results, until cancelled."""
     while True:
         try:
-            async with session.get("/metrics") as answer:
-                page = await answer.text()
-        except (aiohttp.ClientError, TimeoutError):
-            display.show_message("the proxy does not answer /metrics")
-        else:
-            display.show(page, replicas, clients)
-        await asyncio.sleep(METRICS_INTERVAL_S)
+            display.show(read(await asker.get(LIVE), Document), clients.bands)
+        except AskError as error:
+            display.show_message(str(error))
+        await asyncio.sleep(INTERVAL_S)

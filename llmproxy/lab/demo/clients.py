@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
-from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections import Counter
 from typing import NamedTuple
 
 import aiohttp
@@ -15,8 +13,6 @@ MODEL = "sim-8b"
 ADAPTERS = ("sim-8b-sql", "sim-8b-support")
 BANDS = ("critical", "default", "sheddable")
 PRESENT_MAX = 256
-RECENT_S = 10.0
-"""Window of the displayed TTFT quantiles."""
 
 QUESTIONS = (
     "What is a KV-cache?",
@@ -48,26 +44,11 @@ CALM = (
 """The base traffic. Three replicas can serve about ten requests a second."""
 
 
-@dataclass(slots=True)
-class BandOutcomes:
-    """Outcomes of the requests of one band."""
+OUTCOMES = ("answered", "retried", "refused", "broken", "lost")
+"""Outcomes of requests: answered, of these after several attempts, 429, an error after the first byte, or before."""
 
-    answered: int = 0
-    retried: int = 0
-    """Answered requests that needed more than one attempt."""
-    refused: int = 0
-    """Requests with a 429."""
-    broken: int = 0
-    """Streams that ended in an error after their first byte."""
-    lost: int = 0
-    """Requests that got only an error."""
-    ttft: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=1000))
-    """(Time, TTFT) of the latest streams, in seconds."""
-
-    def recent_ttft_s(self) -> list[float]:
-        """Returns the TTFTs of the last RECENT_S seconds, sorted."""
-        since = time.monotonic() - RECENT_S
-        return sorted(ttft_s for at, ttft_s in self.ttft if at >= since)
+Outcomes = Counter[str]
+"""Requests of one band by outcome."""
 
 
 class DemoClients:
@@ -78,8 +59,7 @@ class DemoClients:
         self._random = random.Random()
         self._present = 0
         self.sources = set(CALM)
-        self.bands = {band: BandOutcomes() for band in BANDS}
-        self.adapters: dict[str, Counter[str]] = {adapter: Counter() for adapter in ADAPTERS}
+        self.bands = {band: Outcomes() for band in BANDS}
 
     async def come_and_go(self, group: asyncio.TaskGroup) -> None:
         """Send requests in tasks of `group`, until cancelled."""
@@ -99,9 +79,8 @@ class DemoClients:
         pick, outcomes = self._random, self.bands[source.band]
         critical = source.band == "critical"
         stream = critical or pick.random() < 0.3
-        model = pick.choice(source.models)
         body = {
-            "model": model,
+            "model": pick.choice(source.models),
             "messages": [
                 {"role": "system", "content": PREAMBLE},
                 {"role": "user", "content": pick.choice(QUESTIONS)},
@@ -109,27 +88,14 @@ class DemoClients:
             "max_tokens": 24 if critical else pick.randint(80, 200),
             "stream": stream,
         }
-        sent_s, began = time.monotonic(), False
+        began = False
         headers = {"x-llm-d-inference-objective": source.band, "x-llm-d-inference-fairness-id": source.flow}
         try:
             async with self._session.post("/v1/chat/completions", json=body, headers=headers) as answer:
                 async for _ in answer.content.iter_any():
-                    if stream and answer.status == 200 and not began:
-                        began = True
-                        now_s = time.monotonic()
-                        outcomes.ttft.append((now_s, now_s - sent_s))
+                    began = stream and answer.status == 200
         except (aiohttp.ClientError, TimeoutError):
-            if began:
-                outcomes.broken += 1
-            else:
-                outcomes.lost += 1
+            outcomes["broken" if began else "lost"] += 1
             return
-        if answer.status == 429:
-            outcomes.refused += 1
-        elif answer.status != 200:
-            outcomes.lost += 1
-        else:
-            outcomes.answered += 1
-            outcomes.retried += answer.headers.get("x-llmproxy-attempts", "1") != "1"
-            if model in self.adapters:
-                self.adapters[model][answer.headers.get("x-llmproxy-backend", "")] += 1
+        outcomes[{200: "answered", 429: "refused"}.get(answer.status, "lost")] += 1
+        outcomes["retried"] += answer.status == 200 and answer.headers.get("x-llmproxy-attempts", "1") != "1"

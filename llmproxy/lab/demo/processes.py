@@ -9,6 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 HOST = "127.0.0.1"
@@ -35,6 +36,19 @@ def reserved_port(port: int) -> Iterator[int]:
             reason = error.strerror.lower() if error.strerror else error
             raise DemoError(f"port {port} cannot be used ({reason}); try another one with --port") from None
         yield int(holder.getsockname()[1])
+
+
+@dataclass(frozen=True, slots=True)
+class DemoReplica:
+    """A simulated replica of the demo."""
+
+    name: str
+    port: int
+    adapters: tuple[str, ...]
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
 
 
 class _Process:

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from llmproxy.tools.terminal import can_draw, pressed
+from llmproxy.tools.terminal import can_draw, console, pressed
 from llmproxy.tools.top.ask import EXPLAIN, LIVE, REQUESTS, SCALE, Asker, Target, UnreachableError, asking
 from llmproxy.tools.top.document import Document, Explained, read
 from llmproxy.tools.top.picture import TALL, picture
@@ -23,7 +23,6 @@ from llmproxy.tools.top.view import View
 from llmproxy.tools.top.whatif import Shared, weights_of
 from llmproxy.tools.top.whatif import whatif as shares
 
-PLAIN_WIDTH = 80
 CHOICES = 20
 CHOICES_FILTERED = 100
 """As many choices as the proxy keeps of a pool."""
@@ -38,8 +37,8 @@ async def top(target: Target, interval_s: float, *, once: bool, as_json: bool) -
             if as_json:
                 print(json.dumps(found, indent=2))
             else:
-                console = _console()
-                console.print(picture(read(found, Document), View(), console.width))
+                screen = console()
+                screen.print(picture(read(found, Document), View(), screen.width))
             return
         await _Screen(asker, interval_s).run()
 
@@ -51,8 +50,8 @@ async def explain(target: Target, request: str, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
     else:
-        console = _console()
-        console.print(story(found, console.width))
+        screen = console()
+        screen.print(story(found, screen.width))
 
 
 async def scale(target: Target, *, as_json: bool) -> None:
@@ -62,7 +61,7 @@ async def scale(target: Target, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
     else:
-        _console().print(scale_table(found))
+        console().print(scale_table(found))
 
 
 async def whatif(target: Target, weights: Sequence[str]) -> None:
@@ -70,13 +69,7 @@ async def whatif(target: Target, weights: Sequence[str]) -> None:
     given = weights_of(weights)
     async with asking(target) as asker:
         found = await asker.get(LIVE)
-    _console().print(shares(read(found, Shared), given))
-
-
-def _console() -> Console:
-    if can_draw():
-        return Console(highlight=False)
-    return Console(highlight=False, force_terminal=False, color_system=None, width=PLAIN_WIDTH)
+    console().print(shares(read(found, Shared), given))
 
 
 class _Screen:

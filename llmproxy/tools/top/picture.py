@@ -84,11 +84,14 @@ def picture(
     *,
     choices: Explained | None = None,
     trouble: str = "",
+    more: Section | None = None,
+    foot: Sequence[Text] | None = None,
 ) -> RenderableType:
-    """The document in `width` columns and `height` lines. Without a height, all lines are shown.
+    """The document in `width` columns and at most `height` lines. Without a height, all lines are shown.
 
     `choices` replace the other sections if the view shows choices, and otherwise fill the lines that are left below.
-    `trouble` is a warning that the document is old.
+    `trouble` is a warning that the document is old. `more` is shown after the replicas. `foot` follows the
+    sections at once; without it, the keys are in the last line of the screen.
     """
     head = _head(document, view, width, height, trouble)
     if view.help:
@@ -97,26 +100,28 @@ def picture(
         sections = [_choices(choices, view, width)]
     else:
         sections = [
-            _bands(document.bands), _replicas(document, view), _flows(document.flows, view), _events(document, view),
+            _bands(document.bands), _replicas(document, view), *([more] if more is not None else ()),
+            _flows(document.flows, view), _events(document, view),
         ]  # fmt: skip
     sections = [one for one in sections if one.wanted]
     above = 2 if height is None or height >= ROOMY else 1
-    room = None if height is None else height - len(head) - 1 - above * len(sections)
+    below = foot if foot is not None else [_foot(view)] if height is not None else []
+    room = None if height is None else height - len(head) - len(below) - above * len(sections)
     while room is not None and sections and room < sum(min(LINES_MIN, one.wanted) for one in sections):
         sections.pop()
         room += above
     counts = _shares([one.wanted for one in sections], room)
     if choices is not None and not (view.help or view.choices) and room is not None:
-        below, left = _choices(choices, view, width), room - sum(counts) - above
-        if below.wanted and left >= BELOW_MIN:
-            sections, room = [*sections, below], room - above
-            counts.append(min(left, below.wanted))
+        last, left = _choices(choices, view, width), room - sum(counts) - above
+        if last.wanted and left >= BELOW_MIN:
+            sections, room = [*sections, last], room - above
+            counts.append(min(left, last.wanted))
     lines: list[RenderableType] = [*head]
     for section, count in zip(sections, counts, strict=True):
         lines += [Text()] * (above - 1) + [_table(section, count, width)]
-    if room is not None:
-        lines += [Text()] * (room - sum(counts)) + [_foot(view)]
-    return Group(*lines)
+    if room is not None and foot is None:
+        lines += [Text()] * (room - sum(counts))
+    return Group(*lines, *below)
 
 
 def _shares(wanted: Sequence[int], room: int | None) -> list[int]:

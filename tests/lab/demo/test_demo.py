@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import IO, Any
 from urllib.error import HTTPError, URLError
@@ -29,11 +28,12 @@ from llmproxy.backends.state_file import place
 from llmproxy.config import Config
 from llmproxy.lab.demo import GUIDE, KEYS, _adapters, _config
 from llmproxy.lab.demo.buttons import _press
-from llmproxy.lab.demo.clients import ADAPTERS, CALM, MODEL, BandOutcomes, DemoClients, Source
-from llmproxy.lab.demo.display import DemoReplica, Display, parsed, picture, summed
-from llmproxy.lab.demo.processes import DemoError, Processes, reserved_port
+from llmproxy.lab.demo.clients import ADAPTERS, CALM, MODEL, OUTCOMES, Outcomes, Source
+from llmproxy.lab.demo.display import Display, demo_picture
+from llmproxy.lab.demo.processes import DemoError, DemoReplica, Processes, reserved_port
 from llmproxy.lab.demo.scenes import ADAPTER, ADMIN_KEY, BURST, FLOOD, LAST_ONES_S, NOISY, QUIET_S, SCENES, SLOW, Stage
 from tests.dispatching import virtual
+from tests.tools.top.test_picture import live
 
 WAIT_MAX_S = 40.0
 
@@ -89,7 +89,7 @@ def test_the_demo_leaves_nothing_behind(number: signal.Signals) -> None:
         guide = guide_of(output)
         base = re.search(r"curl (http://[\d.:]+)", guide)
         assert base
-        replicas = summed(parsed(get(f"{base[1]}/metrics").decode())["llmproxy_backend_limit"], "backend")
+        replicas = re.findall(r'llmproxy_backend_limit{.*?backend="([^"]+)"', get(f"{base[1]}/metrics").decode())
         assert len(replicas) == 2
         served = json.loads(get(f"{base[1]}/v1/models"))
         assert {card["id"] for card in served["data"]} == {MODEL, *ADAPTERS}
@@ -152,7 +152,9 @@ def test_a_pressed_button_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_demo_keeps_out_of_the_state_file_of_others() -> None:
-    config = Config.model_validate(_config(8080, REPLICAS))
+    config = Config.model_validate(
+        _config(8080, [DemoReplica("replica-1", 1, ADAPTERS), DemoReplica("replica-16", 2, ())])
+    )
     assert place(config.state_file, {"XDG_STATE_HOME": "/elsewhere"}, "127.0.0.1", 8080) is None
     assert config.host == "127.0.0.1"
     assert [backend.name for backend in config.backends] == ["replica-1", "replica-16"]
@@ -204,49 +206,31 @@ def test_every_adapter_is_loaded_on_a_replica_that_stays(count: int) -> None:
 
 # --- what it shows ----------------------------------------------------------------------------------------------------
 
-PAGE = """
-# TYPE llmproxy_attempts counter
-llmproxy_attempts_total{backend="replica-1",verdict="served"} 123456
-llmproxy_attempts_total{backend="replica-1",verdict="failed"} 9
-# TYPE llmproxy_backend_available gauge
-llmproxy_backend_available{backend="replica-1"} 1
-llmproxy_backend_available{backend="replica-16"} 0
-llmproxy_backend_running{backend="replica-1"} 4
-llmproxy_backend_running{backend="replica-16"} 3
-llmproxy_backend_limit{backend="replica-1"} 256
-# TYPE llmproxy_queued_requests gauge
-llmproxy_queued_requests{band="critical"} 0
-llmproxy_queued_requests{band="sheddable"} 48
-"""
-REPLICAS = [DemoReplica("replica-1", 1, ADAPTERS), DemoReplica("replica-16", 2, ())]
+BANDS = {
+    "critical": Outcomes(answered=123456, retried=1234, refused=12345, broken=123, lost=12),
+    "default": Outcomes(),
+}
 
 
-@pytest.fixture
-async def clients() -> AsyncIterator[DemoClients]:
-    async with aiohttp.ClientSession() as session:
-        seen = DemoClients(session)
-        now_s = time.monotonic()
-        seen.bands["critical"] = BandOutcomes(answered=123456, retried=1234, refused=12345, broken=123, lost=12)
-        seen.bands["critical"].ttft.extend((now_s, ms / 1000) for ms in (12345, 30000, 12345, 12345))
-        seen.bands["default"].ttft.append((now_s - 60, 1.0))
-        seen.adapters[ADAPTERS[0]] = Counter({"replica-1": 12345, "replica-16": 6789})
-        yield seen
-
-
-async def test_the_table_is_right_at_80_columns(clients: DemoClients) -> None:
+def drawn(height: int | None, message: str) -> list[str]:
     console = Console(file=io.StringIO(), width=80)
-    console.print(picture(PAGE, REPLICAS, clients))
+    console.print(demo_picture(live(), BANDS, 80, height, message))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(len(line) <= 80 for line in shown.splitlines())
-    assert "\u2026" not in shown
-    rows = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
-    assert rows["replica-1"] == ["replica-1", "up", "4", "0", "256", "123456", "sql", "support"]
-    assert rows["replica-16"] == ["replica-16", "down", "-", "-", "-", "0"]
-    assert rows["critical"][:6] == ["critical", "0", "12345", "ms", "27352", "ms"]
-    assert rows["critical"][6:] == ["123456", "1234", "12345", "123", "12"]
-    assert rows["default"][:4] == ["default", "0", "-", "-"]
-    assert rows["sheddable"][1] == "48"
-    assert "sql         requests went to replica-1 (12345), replica-16 (6789)" in shown
+    return [line.rstrip() for line in shown.splitlines()]
+
+
+@pytest.mark.parametrize("height", [None, 24, 60])
+def test_the_picture_of_top_has_the_results_of_the_clients(height: int | None) -> None:
+    lines = drawn(height, "12:00:00  news")
+    rows = [line.split() for line in lines]
+    at = rows.index(["clients", *OUTCOMES])
+    assert rows[at + 1] == ["critical", "123,456", "1,234", "12,345", "123", "12"]
+    assert rows.index(["default", "0", "0", "0", "0", "0"]) == at + 2
+    # The replicas are above, and nothing fills the lines that are left.
+    assert any(row[:1] == ["replica"] for row in rows[:at])
+    assert lines[-1] == "12:00:00  news"
+    assert lines[-2]
 
 
 def test_what_is_said_fits_into_80_columns() -> None:
@@ -255,7 +239,7 @@ def test_what_is_said_fits_into_80_columns() -> None:
     guide = GUIDE.format(base="http://127.0.0.1:65535", count=16, **names)
     news = ["00:00:00  " + scene.message.format(victim="replica-16") for scene in SCENES]
     assert [line for line in [*guide.splitlines(), *news] if len(line) > 80] == []
-    assert all(f"{column}: " in guide for column in ("queued", "waiting", "broken", "lost"))
+    assert all(f"{column}: " in guide for column in ("waiting", "load", "broken", "lost"))
 
 
 # --- scenes -----------------------------------------------------------------------------------------------------------
@@ -360,7 +344,7 @@ async def test_a_lone_replica_is_not_killed() -> None:
     ],
 )
 async def test_a_terminal_gets_what_it_can_show(
-    environment: dict[str, str], drawn: bool, coloured: bool, clients: DemoClients, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], drawn: bool, coloured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
@@ -373,21 +357,14 @@ async def test_a_terminal_gets_what_it_can_show(
         display.plain_interval_s = 0.0
         with display.drawn():
             display.show_message("now")
-            display.show(PAGE, REPLICAS, clients)
+            display.show(live(), BANDS)
         monkeypatch.undo()
         seen = b""
         # What was written gets through by and by.
-        while b"replica-16" not in seen or not seen.endswith(b"\x1b[?25h" if drawn else b"\r\n\r\n"):
+        while b"123,456" not in seen or not seen.endswith(b"\x1b[?25h" if drawn else b"\r\n\r\n"):
             seen += os.read(master, 1 << 16)
     os.close(master)
-    assert b"replica-16" in seen
     assert (b"\x1b" in seen) is drawn
     assert bool(re.search(rb"\x1b\[(?:\d+;)*(?:3\d|9\d)m", seen)) is coloured
     # The cursor is back.
     assert seen.count(b"\x1b[?25l") == seen.count(b"\x1b[?25h") == drawn
-
-
-def test_numbers_of_the_metrics_page_are_summed_by_label() -> None:
-    samples = parsed(PAGE)
-    assert summed(samples["llmproxy_attempts_total"], "backend") == {"replica-1": 123465.0}
-    assert summed(samples["llmproxy_attempts_total"], "backend", verdict="served") == {"replica-1": 123456.0}
