@@ -1,8 +1,8 @@
-"""The page `/debug/explain`: the choices of a placement that prices in seconds, as readable lines and as numbers."""
+"""The page `/debug/explain`: the choices of a placement that prices in seconds, as text and as numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import floor, log10
 from typing import Any
 
@@ -38,22 +38,24 @@ def choice_pages(pools: Iterable[PoolChoices], now: float, limit: int, wanted: s
     return pages
 
 
-def price_line(price: Price, prompt_tokens: int) -> str:
-    """A price as a readable line.
+def price_text(price: Price, prompt_tokens: int) -> str:
+    """A price for people: `0.41 s = queue 0.10 + prefill 0.27 + harm 0.04; 1,830 of 9,200 tokens uncached`."""
+    digits = _digits(price.total_s)
+    parts = terms_text(price.terms)
+    text = f"{price.total_s:.{digits}f} s" + (f" = {parts}" if parts else "")
+    text += f"; {prompt_tokens - price.cached_tokens:,.0f} of {prompt_tokens:,} tokens uncached"
+    return text if price.fits else f"{text}; takes no request now"
 
-    `gpu-2: 0.41 s = queue 0.10 + prefill 0.27 (1,830 of 9,200 tokens uncached) + adapter 0 + harm 0.04`
-    """
-    # The sum has two digits, and its parts have the same places, so that a negligible part is shown as 0.
-    digits = max(2, 1 - floor(log10(price.total_s))) if price.total_s > 0.0 else 2
-    parts = []
-    for name, seconds in price.terms:
-        shown = f"{seconds:.{digits}f}"
-        part = f"{name} {shown if float(shown) else 0}"
-        if name == "prefill":
-            part += f" ({prompt_tokens - price.cached_tokens:,.0f} of {prompt_tokens:,} tokens uncached)"
-        parts.append(part)
-    full = "" if price.fits else "; it takes no request now"
-    return f"{price.backend}: {price.total_s:.{digits}f} s = {' + '.join(parts) or 0}{full}"
+
+def terms_text(terms: Sequence[tuple[str, float]]) -> str:
+    """The parts of a price or score, without negligible parts: `queue 0.10 + prefill 0.27 + harm 0.04`."""
+    digits = _digits(sum(value for _, value in terms))
+    return " + ".join([f"{name} {value:.{digits}f}" for name, value in terms if round(value, digits)])
+
+
+def _digits(total: float) -> int:
+    """Decimal places for a sum and its parts, so that the sum has at least two significant digits."""
+    return max(2, 1 - floor(log10(total))) if total > 0.0 else 2
 
 
 def pace_line(pace: BackendPace) -> str:
@@ -86,7 +88,7 @@ def _choice(choice: Explained, now: float) -> dict[str, Any]:
 
 def _candidate(price: Price, prompt_tokens: int) -> dict[str, Any]:
     return {
-        "line": price_line(price, prompt_tokens),
+        "price": price_text(price, prompt_tokens),
         **page_fields(price, 6),
         "terms": {name: round(seconds, 6) for name, seconds in price.terms},
         "cached_tokens": round(price.cached_tokens),

@@ -30,7 +30,7 @@ from llmproxy.gateway.admin.debug import (
     refusal,
     too_many_requests,
 )
-from llmproxy.gateway.admin.explained import choice_pages
+from llmproxy.gateway.admin.explained import choice_pages, terms_text
 from llmproxy.gateway.admin.plain import plain_page
 from llmproxy.gateway.admin.static import HEADERS, StaticFiles
 from llmproxy.observe.exit import RequestExit
@@ -224,5 +224,6 @@ class LivePages:
                 fields[name] = round(fields[name] - arrived_s, 4)
         if attempt.why is not None:
             fields["why"] = why_fields(attempt.why) | self._admin.waited(attempt.why.waited)
-        fields["terms"] = {name: round(seconds, 6) for name, seconds in attempt.terms}
+        fields["terms"] = {name: round(value, 6) for name, value in attempt.terms}
+        fields["price"] = terms_text(attempt.terms)
         return fields

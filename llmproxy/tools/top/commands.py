@@ -50,8 +50,7 @@ async def explain(target: Target, request: str, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
     else:
-        screen = console()
-        screen.print(story(found, screen.width))
+        console().print(story(found))
 
 
 async def scale(target: Target, *, as_json: bool) -> None:

@@ -114,12 +114,10 @@ class Document(Struct, frozen=True):
 
 
 class Candidate(Struct, frozen=True):
-    """A replica that could have got a request, with its price and the terms of the price, in seconds."""
+    """A replica that could have got a request, with its price as text."""
 
     backend: str
-    total_s: float
-    terms: dict[str, float]
-    cached_tokens: float
+    price: str
     fits: bool
 
 

@@ -6,22 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from llmproxy.core.placement.price import NAMES
 from llmproxy.observe.live.summary import SLOWER
 from llmproxy.tools.terminal import printable
-from llmproxy.tools.top.document import Backend, Band, Candidate, Choice, Document, Event, Explained, Flow
+from llmproxy.tools.top.document import Backend, Band, Document, Event, Explained, Flow
 from llmproxy.tools.top.view import COLUMNS, KEYS, View
 
 LEVEL_STYLES = {"ok": "green", "info": "", "warning": "yellow", "bad": "red", "error": "red"}
 STATE_STYLES = {"up": "green", "down": "red"}
 EVENTS_MAX = 8
-NEGLIGIBLE_S = 0.0005
-"""A term below this for all candidates has no column."""
 SUMMARY_LINES_MAX = 3
 ENDED_LINES_MAX = 2
 FIRST_COLUMN = 10
@@ -34,8 +30,6 @@ TALL = 40
 """Least height for choices below the other sections."""
 BELOW_MIN = 5
 """Fewest lines for choices: a choice among three replicas, and the number of further lines."""
-PRICE = 7
-"""Least width of a column of prices."""
 PLAIN, WIDE = 60, 110
 """Least widths for further columns."""
 HELP = {
@@ -46,7 +40,7 @@ HELP = {
     "KV, hit": "share of the KV cache in use; share of prompt tokens that it had",
     "pace": "time for the same work, in multiples of the pool's; ! from 1.5x",
     "share, due": "its part of the band's tokens in the last minute; its part by weight",
-    "choices": "price in seconds and its parts; → is chosen, × takes no request now",
+    "choices": "→ is chosen, × takes no request now; the price is in seconds",
 }
 """Meanings of column titles."""
 
@@ -97,7 +91,7 @@ def picture(
     if view.help:
         sections = _help()
     elif choices is not None and view.choices:
-        sections = [_choices(choices, view, width)]
+        sections = [_choices(choices, view)]
     else:
         sections = [
             _bands(document.bands), _replicas(document, view), *([more] if more is not None else ()),
@@ -112,7 +106,7 @@ def picture(
         room += above
     counts = _shares([one.wanted for one in sections], room)
     if choices is not None and not (view.help or view.choices) and room is not None:
-        last, left = _choices(choices, view, width), room - sum(counts) - above
+        last, left = _choices(choices, view), room - sum(counts) - above
         if last.wanted and left >= BELOW_MIN:
             sections, room = [*sections, last], room - above
             counts.append(min(left, last.wanted))
@@ -305,55 +299,21 @@ def _event(one: Event, document: Document) -> list[Text]:
     ]
 
 
-def _choices(explained: Explained, view: View, width: int) -> Section:
-    """The newest choices of all pools, each with a line per candidate and its prices."""
-    found = sorted((one for pool in explained.pools for one in pool.choices), key=lambda one: one.age_s)
-    candidates = [each for one in found for each in one.candidates]
-    names = min(max([FIRST_COLUMN, *(cell_len(printable(each.backend)) for each in candidates)]), width // 3)
-    title = set_cell_size("last choices", names + 2) + f"{'price':>{PRICE}} uncached"
-    terms = _terms(candidates, width - len(title))
-    title += "".join(f" {printable(name):>{PRICE - 1}}" for name in terms)
+def _choices(explained: Explained, view: View) -> Section:
+    """The newest choices of all pools, each with a line per candidate."""
     rows = []
-    for one in found:
+    for one in sorted((one for pool in explained.pools for one in pool.choices), key=lambda one: one.age_s):
         if view.shows(one.request, one.model or "", one.chosen or ""):
             asked = f"{one.request}: {one.prompt_tokens:,} tokens for {one.model}, {duration(one.age_s)} ago"
             rows.append([Text(printable(asked), "bold")])
-            rows += [[_candidate(each, one, terms, names)] for each in one.candidates]
-    return Section([Column(title, True)], rows)
+            rows += [[priced(each.backend, each.price, each.fits, one.chosen)] for each in one.candidates]
+    return Section([Column("last choices", True)], rows)
 
 
-def _terms(candidates: Sequence[Candidate], width: int) -> list[str]:
-    """The terms that get a column, in a fixed order. If not all fit, the smallest terms are left out."""
-    most: dict[str, float] = {}
-    for name, seconds in (term for each in candidates for term in each.terms.items()):
-        most[name] = max(most.get(name, 0.0), seconds)
-    room, shown = width, []
-    for name in sorted(
-        (name for name, seconds in most.items() if seconds >= NEGLIGIBLE_S), key=lambda name: -most[name]
-    ):
-        if _width(name) <= room:
-            room -= _width(name)
-            shown.append(name)
-    known = {name: place for place, name in enumerate(NAMES)}
-    return sorted(shown, key=lambda name: (known.get(name, len(NAMES)), name))
-
-
-def _width(term: str) -> int:
-    return max(PRICE, 1 + len(printable(term)))
-
-
-def _candidate(each: Candidate, choice: Choice, terms: Sequence[str], names: int) -> Text:
-    chosen = each.backend == choice.chosen
-    mark = "→" if chosen else " " if each.fits else "×"
-    line = f"{mark} {set_cell_size(printable(each.backend), names)}{each.total_s:>{PRICE}.3f}"
-    line += f"{max(0.0, choice.prompt_tokens - each.cached_tokens):>9,.0f}"
-    line += "".join(f"{_seconds(each, name):>{_width(name)}.3f}" for name in terms)
-    return Text(line, "green" if chosen else "" if each.fits else "dim")
-
-
-def _seconds(each: Candidate, term: str) -> float:
-    """A term as it is shown: adding 0.0 turns -0.0 into 0.0."""
-    return round(each.terms.get(term, 0.0), 3) + 0.0
+def priced(backend: str, price: str, fits: bool, chosen: str | None) -> Text:
+    """A candidate of a choice, with its price."""
+    mark, style = ("→", "green") if backend == chosen else (" ", "") if fits else ("×", "dim")
+    return Text(f"{mark} {printable(backend)}: {printable(price)}", style)
 
 
 def _table(section: Section, count: int, width: int) -> Table:

@@ -6,21 +6,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from llmproxy.core.domain import Stage
 from llmproxy.tools.terminal import printable
 from llmproxy.tools.top.ask import AskError
-from llmproxy.tools.top.picture import duration
-
-TERM_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red", "white")
-TERM_MARKS = "█▓▒░▞▚▤"
-"""Marks that distinguish terms without colours."""
-BAR_MIN = 10
+from llmproxy.tools.top.picture import duration, priced
 
 
-def story(found: Mapping[str, Any], width: int) -> RenderableType:
+def story(found: Mapping[str, Any]) -> RenderableType:
     """The answer of `/debug/requests?request=`, drawn. Raises AskError if it does not fit, as from another version."""
     try:
         lines = [Text(f"request {printable(found['request'])}", "bold")]
@@ -31,7 +25,7 @@ def story(found: Mapping[str, Any], width: int) -> RenderableType:
         if (waited := found["waited"]) is not None:
             lines += [Text(), Text(f"  {waited['queued_s']:>8.3f} s  begins to wait"), *_waited(waited)]
         lines += [] if found["ended"] is None else [Text(), _end(found["ended"])]
-        return Group(*lines, *(part for choice in found["choices"] for part in (Text(), _choice(choice, width))))
+        return Group(*lines, *(line for choice in found["choices"] for line in _choice(choice)))
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise AskError(f"this is not the story of this version of llmproxy: {error!r}") from None
 
@@ -110,42 +104,9 @@ def _end(ended: Mapping[str, Any]) -> Text:
     )
 
 
-def _choice(choice: Mapping[str, Any], width: int) -> RenderableType:
-    """The prices of the candidates as bars: the cheapest that fits is chosen."""
-    candidates = choice["candidates"]
-    title = f"choice in {choice['pool']}, {duration(choice['age_s'])} ago: {choice['chosen']}; prices:"
-    names = list(dict.fromkeys(name for one in candidates for name, s in one["terms"].items() if s > 0.0))
-    table = Table.grid(padding=(0, 1))
-    table.add_column(no_wrap=True, overflow="ellipsis", max_width=max(10, width // 4))
-    table.add_column(no_wrap=True, justify="right")
-    table.add_column(no_wrap=True, overflow="ellipsis")
-    room = max(BAR_MIN, width - max(10, width // 4) - 34)
-    # Another program may send terms that exceed their total, and a bar must not exceed its room.
-    totals = [max(one["total_s"], sum(max(0.0, s) for s in one["terms"].values())) for one in candidates]
-    highest = max(totals, default=0.0)
-    for one in candidates:
-        bar = _bar(one["terms"], names, room / highest if highest > 0.0 else 0.0)
-        bar.append("" if one["fits"] else " takes no request now", "dim")
-        chosen = one["backend"] == choice["chosen"]
-        table.add_row(Text(printable(one["backend"]), "bold" if chosen else ""), f"{one['total_s']:.3f} s", bar)
-    legend = Text()
-    for index, name in enumerate(names):
-        legend.append(_mark(index), _style(index)).append(f" {printable(name)}  ")
-    return Group(Text(printable(title), "bold"), table, legend)
-
-
-def _bar(terms: Mapping[str, float], names: list[str], columns_per_s: float) -> Text:
-    """The terms side by side. Ends are rounded, not lengths, so that the bar is as long as the rounded sum."""
-    bar, end_s = Text(), 0.0
-    for index, name in enumerate(names):
-        end_s += max(0.0, terms.get(name, 0.0))
-        bar.append(_mark(index) * (round(end_s * columns_per_s) - len(bar)), _style(index))
-    return bar
-
-
-def _mark(index: int) -> str:
-    return TERM_MARKS[index % len(TERM_MARKS)]
-
-
-def _style(index: int) -> str:
-    return TERM_STYLES[index % len(TERM_STYLES)]
+def _choice(choice: Mapping[str, Any]) -> Iterator[Text]:
+    """The prices of the candidates: the cheapest that fits is chosen."""
+    yield Text()
+    yield Text(printable(f"choice in {choice['pool']}, {duration(choice['age_s'])} ago; prices:"), "bold")
+    for one in choice["candidates"]:
+        yield priced(one["backend"], one["price"], one["fits"], choice["chosen"])

@@ -9,7 +9,7 @@ import pytest
 from llmproxy.core.domain import BackendPace, Explained, Learned, Price
 from llmproxy.core.snapshot import PoolChoices
 from llmproxy.gateway.admin import explained
-from llmproxy.gateway.admin.explained import choice_pages, pace_line, price_line
+from llmproxy.gateway.admin.explained import choice_pages, pace_line, price_text, terms_text
 
 TERMS = (("queue", 0.1), ("prefill", 0.27), ("adapter", 0.0), ("harm", 0.04))
 
@@ -52,29 +52,31 @@ def page(*choices: Explained, limit: int = 10, wanted: str | None = None) -> dic
     return shown
 
 
-def test_a_price_is_a_readable_line() -> None:
-    assert price_line(price(), 9_200) == (
-        "gpu-2: 0.41 s = queue 0.10 + prefill 0.27 (1,830 of 9,200 tokens uncached) + adapter 0 + harm 0.04"
+def test_a_price_is_readable_without_negligible_parts() -> None:
+    assert price_text(price(), 9_200) == (
+        "0.41 s = queue 0.10 + prefill 0.27 + harm 0.04; 1,830 of 9,200 tokens uncached"
     )
+    assert terms_text(TERMS) == "queue 0.10 + prefill 0.27 + harm 0.04"
 
 
 def test_a_backend_without_room_says_so() -> None:
-    line = price_line(price(terms=(("slot", 1.25),), fits=False), 10)
-    assert line == "gpu-2: 1.25 s = slot 1.25; it takes no request now"
+    assert price_text(price(terms=(("slot", 1.25),), fits=False), 9_200) == (
+        "1.25 s = slot 1.25; 1,830 of 9,200 tokens uncached; takes no request now"
+    )
 
 
 @pytest.mark.parametrize(
-    ("terms", "line"),
+    ("terms", "shown"),
     [
         ((("queue", 0.0409), ("harm", 0.0012)), "0.042 s = queue 0.041 + harm 0.001"),
-        ((("queue", 0.00409), ("harm", 0.00001)), "0.0041 s = queue 0.0041 + harm 0"),
+        ((("queue", 0.00409), ("harm", 0.00001)), "0.0041 s = queue 0.0041"),
         ((("late", 1_003.456), ("harm", 0.01)), "1003.47 s = late 1003.46 + harm 0.01"),
-        ((("queue", 0.0),), "0.00 s = queue 0"),
-        ((), "0.00 s = 0"),
+        ((("queue", 0.0),), "0.00 s"),
+        ((), "0.00 s"),
     ],
 )
-def test_parts_have_the_same_decimal_places_as_their_sum(terms: tuple[tuple[str, float], ...], line: str) -> None:
-    assert price_line(price(terms=terms), 9_200) == f"gpu-2: {line}"
+def test_parts_have_the_same_decimal_places_as_their_sum(terms: tuple[tuple[str, float], ...], shown: str) -> None:
+    assert price_text(price(terms=terms), 9_200).partition(";")[0] == shown
 
 
 def test_candidates_are_the_chosen_one_then_by_price() -> None:
@@ -85,7 +87,7 @@ def test_candidates_are_the_chosen_one_then_by_price() -> None:
     assert [candidate["backend"] for candidate in shown["candidates"]] == ["c", "b", "d", "a"]
 
 
-def test_numbers_stand_beside_the_line() -> None:
+def test_numbers_are_beside_the_text() -> None:
     shown = page(choice(1, price(fits=False, cold_adapter=True)))
     (only,) = shown.pop("choices")
     assert shown | {"learned": None} == {"pool": "base", "priced": True, "more": 0, "learned": None}
@@ -98,7 +100,7 @@ def test_numbers_stand_beside_the_line() -> None:
         "prompt_tokens": 9_200,
         "chosen": "gpu-2",
     }
-    assert candidate.pop("line").startswith("gpu-2: 0.41 s = ")
+    assert candidate.pop("price").startswith("0.41 s = ")
     assert candidate == {
         "backend": "gpu-2",
         "total_s": pytest.approx(0.41),

@@ -39,7 +39,7 @@ DRAWN: dict[str, tuple[dict[str, Any], Callable[[Any], RenderableType]]] = {
         json.loads((HERE / "live.json").read_text()),
         lambda found: picture(read(found, Document), View(), 80, 24),
     ),
-    "story": (json.loads((HERE / "story.json").read_text()), lambda found: story(found, 80)),
+    "story": (json.loads((HERE / "story.json").read_text()), story),
     "scale": (SCALE, scale),
 }
 

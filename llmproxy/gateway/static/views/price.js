@@ -36,7 +36,7 @@ export function priceCard(choice) {
     }));
     const chosen = one.backend === choice.chosen;
     return h("li", { className: chosen ? "chosen" : "" }, h("span", { className: "candidate" }, chosen ? "✓ " : "", one.backend), bar,
-      h("span", { className: "price-text" }, priceText(one, choice.prompt_tokens)));
+      h("span", { className: "price-text" }, one.price));
   });
   return h("section", { className: "card" },
     h("h3", {}, h("a", { className: "mono", href: `#requests/${encodeURIComponent(choice.request)}` }, choice.request)),
@@ -63,12 +63,6 @@ function whyChosen({ chosen, candidates }) {
   if (!mine) return "";
   if (mine.total_s <= least) return ": the cheapest";
   return mine.total_s - least <= ALIKE_S ? `: of the cheapest, within ${duration(ALIKE_S)}, the least loaded` : ": the cheapest with room";
-}
-
-function priceText({ total_s, terms, cached_tokens, fits }, promptTokens) {
-  const parts = Object.entries(terms).filter(([, seconds]) => seconds >= 0.0005).map(([term, seconds]) =>
-    `${term} ${duration(seconds)}${term === "prefill" ? ` (${count(promptTokens - cached_tokens)} of ${count(promptTokens)} tokens uncached)` : ""}`);
-  return `${duration(total_s)}${parts.length ? ` = ${parts.join(" + ")}` : ""}${fits ? "" : "; it takes no request now"}`;
 }
 
 function lookOf(term) {

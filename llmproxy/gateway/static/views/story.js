@@ -92,8 +92,7 @@ function attempt(one) {
     if (one.why.probe) lines.push("It was a probe: its replica was ejected, and this request tested whether it had recovered.");
     lines.push(`It was its turn among ${plural(waiting, "waiting request")} and ${plural(one.why.flows, "flow")} of its band${one.why.guaranteed ? ", by the share that its band is guaranteed" : ""}.${passed}`);
   }
-  const terms = Object.entries(one.terms);
-  if (terms.length) lines.push(`Its price: ${terms.filter(([, seconds]) => seconds >= 0.0005).map(([term, seconds]) => `${term} ${duration(seconds)}`).join(" + ")}; ${plural(one.candidates, "candidate")}.`);
+  if (one.price) lines.push(`Its price: ${one.price}; ${plural(one.candidates, "candidate")}.`);
   if (one.predicted_ttft) {
     const took = one.first_byte_s === null ? "" : `, it took ${duration(one.first_byte_s - one.granted_s)}`;
     lines.push(`The first token was predicted after ${duration(one.predicted_ttft.expected_s)} (90% within ${duration(one.predicted_ttft.p90_s)})${took}.`);
