@@ -88,7 +88,7 @@ async def test_a_client_that(fault: ClientFault) -> None:
     assert seen.cut == fault.cut, "the engine learns of it"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("fault", POLL_FAULTS, ids=NAME)
 async def test_a_polled_replica_that(fault: PollFault) -> None:
     seen = await watch(fault)

@@ -68,6 +68,7 @@ def test_figure_of_a_band_or_of_victims_counts_their_requests_alone() -> None:
 SLICED = [(scenario, case) for scenario, case in CASES if case.requests is not None]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("scenario", "case"), SLICED, ids=[f"{s.key} {c.name}" for s, c in SLICED])
 def test_every_seed_has_a_stretch_of_the_file_of_its_own(scenario: Scenario, case: Case) -> None:
     assert case.requests is not None
@@ -161,6 +162,7 @@ def test_goals_are_printed_with_what_was_measured_and_what_was_wanted() -> None:
     assert goal_rows(Found(place_of(scenario, scenario.cases[0]), {"cost": [run]}, {})) == []
 
 
+@pytest.mark.slow
 def test_set_prints_its_places_and_verdicts_and_writes_pages(tmp_path: Path) -> None:
     case = replace(SCENARIOS[0].cases[0], policies=("cost", "epp_blend", "oracle"))
     place = place_of(SCENARIOS[0], case, 0.7)
@@ -228,6 +230,7 @@ def test_a_full_step_has_a_full_batch_and_a_full_budget_of_prompts() -> None:
 JUDGED = [(scenario, case) for scenario, case in CASES if case.goals is not None]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("scenario", "case"), JUDGED, ids=[f"{s.key} {c.name}" for s, c in JUDGED])
 def test_goals_are_judged_with_and_without_runs(scenario: Scenario, case: Case) -> None:
     assert case.goals is not None

@@ -273,6 +273,7 @@ def test_tenfold_slower_backend_is_ejected_within_five_seconds(placement: str) -
     assert 3.0 <= float(match[1]) <= 15.0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("names", "factor"), [("abcd", 10.0), ("ab", 10.0), ("ab", 5.0)])
 def test_backend_stays_ejected_while_its_probes_are_slow(names: str, factor: float) -> None:
     pool = warm(names=names)

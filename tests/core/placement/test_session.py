@@ -88,6 +88,7 @@ print(*(place(request(session=f"s{i}"), views, 1.0, frozenset(), 0.0).backend fo
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hash_seed", ["0", "1"])
 def test_every_process_knows_the_same_homes(hash_seed: str) -> None:
     done = subprocess.run(

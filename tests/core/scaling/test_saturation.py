@@ -61,6 +61,7 @@ def test_unequal_replicas_count_by_their_own_seats() -> None:
     assert capacity.speeds["e2"] > 2.5 * capacity.speeds["e1"] > 3.5 * capacity.speeds["e0"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("clients", "desired"), [(3, 1), (5, 1), (8, 2), (12, 2)])
 def test_replicas_that_are_never_full_are_not_too_many(clients: int, desired: int) -> None:
     fleet = Fleet(8, 8)

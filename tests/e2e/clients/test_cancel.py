@@ -64,6 +64,7 @@ async def test_leaving_in_mid_stream_stops_the_engine() -> None:
         assert replica.engine.counters.generation == generated
 
 
+@pytest.mark.slow
 async def test_leaving_with_the_answer_unread() -> None:
     """Many at once: some leave in the very turn in which they are granted."""
     async with serving(FAST, FAST, fixed_limit=2) as proxy:

@@ -45,6 +45,7 @@ async def test_page_has_the_number_of_replicas_that_the_work_needs(monkeypatch: 
         )
 
 
+@pytest.mark.slow
 async def test_groups_share_the_need_by_price(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [{"name": "spot", "cost": 1.0, "max": 1}, {"name": "reserved", "cost": 3.0}]
     async with AsyncExitStack() as stack:

@@ -296,6 +296,7 @@ def test_a_body_of_too_many_values_is_not_read_to_its_end() -> None:
     assert sum(1 for _ in slices) < 200
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["k%d", "cache_control"])
 def test_a_tool_of_too_many_members_is_not_read_to_its_end(name: str) -> None:
     tool = ",".join(f'"{name.replace("%d", str(number))}":1' for number in range(200_000))

@@ -70,6 +70,7 @@ def test_a_fleet_without_replicas_starts_with_its_first_request_and_answers_all(
     assert 30.0 < result.ttft_s.p99 < 45.0
 
 
+@pytest.mark.slow
 def test_a_static_fleet_costs_all_of_its_replicas() -> None:
     result, _ = simulated("static", [(120.0, 2.0)])
     assert result.replicas is not None

@@ -141,6 +141,7 @@ def test_loads_come_lighter_first_and_yardsticks_last() -> None:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_table_is_plain_text_of_80_columns_where_nobody_watches() -> None:
     text = printed(invented(TWELVE, (0.7, 1.5), seeds=2, count=60)[0])
     assert "\x1b" not in text

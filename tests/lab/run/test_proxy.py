@@ -19,6 +19,7 @@ from tests.lab.run.conftest import SchedulerCalls, given, hung
 from tests.lab.small import fleet, setup, traffic
 
 
+@pytest.mark.slow
 def test_predictions_are_held_against_the_time_at_the_backend() -> None:
     kept = records_of(setup(traffic(count=60, rate=60.0), "cost", fleet(1, max_num_seqs=2)))
     waited = [one for one in kept if one.backend_ttft_s is not None and (one.queue_wait_s or 0.0) > 0.5]

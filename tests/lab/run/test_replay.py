@@ -127,6 +127,7 @@ def test_critical_requests_pass_the_others_in_the_waiting_room() -> None:
     assert 1.5 * means[DEFAULT] < means[SHEDDABLE]
 
 
+@pytest.mark.slow
 def test_several_proxies_share_a_fleet_and_know_only_their_own() -> None:
     ends = records_of(setup(traffic(), "blend", fleet(proxies=3)))
     assert Counter(one.outcome for one in ends) == {Outcome.COMPLETED: 300}
@@ -148,6 +149,7 @@ def test_a_killed_replica_loses_only_what_had_begun() -> None:
     assert max(one.attempts for one in ends) == 2
 
 
+@pytest.mark.slow
 def test_a_restarted_replica_serves_again() -> None:
     ends = ended([Fault(1.0, FleetFaultKind.RESTART, "gpu-1", value=0.5)])
     assert any(one.backend == "gpu-1" and one.arrived_s > 2.0 for one in ends)

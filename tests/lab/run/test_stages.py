@@ -44,6 +44,7 @@ def test_the_time_to_the_first_token_has_the_transfer_in_it() -> None:
     assert max(one.ttft_s or 0.0 for one in served(NEVER, slow)) < 1.0
 
 
+@pytest.mark.slow
 def test_a_fleet_without_roles_splits_nothing() -> None:
     assert not any(one.prefilled_on for one in served(ALWAYS, fleet()))
 
@@ -59,6 +60,7 @@ def test_each_replica_is_credited_with_its_own_stage() -> None:
     assert replay(setup(traffic(60), NEVER, split_up())).result(NEVER, 1, 1.0, 1.0).split == 0
 
 
+@pytest.mark.slow
 def test_usage_says_what_the_first_replica_found_cached(calls: SchedulerCalls) -> None:
     kept = served(ALWAYS, split_up())
     usages: dict[str, dict[Stage, int | None]] = {}

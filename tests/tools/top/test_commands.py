@@ -224,6 +224,7 @@ async def test_a_proxy_that_ends_and_comes_back(unused_tcp_port: int) -> None:
         assert await top.ended() == 0
 
 
+@pytest.mark.slow
 async def test_terminal_is_not_suspended_without_a_shell(proxy: TestServer) -> None:
     async with OnTerminal(f"127.0.0.1:{proxy.port}") as top:
         await top.shows("replica ▲")
