@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from llmproxy.config import PLACEMENT_PRESETS, ConfigError, Override, keys, keys_of_files, nearest, replacement_for
+from llmproxy.config import PLACEMENT_PRESETS, ConfigError, Override, keys, keys_of_files, nearest
 from llmproxy.config.document import OLD_KEYS
 from llmproxy.lifecycle.handover import DRAINED
 from llmproxy.lifecycle.sockets import PREDECESSOR
@@ -140,7 +140,7 @@ def _injected(name: str, text: str) -> bool:
 def _of_variable(name: str, known: Sequence[str]) -> str:
     words = name.removeprefix(PREFIX)
     likest = nearest(words, [one.removeprefix(PREFIX).lower() for one in known])
-    advice = advice_for("--" + words.lower().replace("_", "-"))
+    advice = _ONLY_IN_FILES.get("--" + words.lower().replace("_", "-"))
     return advice or f'is not a known variable (nearest known variable: "{PREFIX}{likest.upper()}")'
 
 
@@ -152,10 +152,9 @@ def from_flags(flags: Mapping[str, Sequence[str] | str | None], urls: Sequence[s
 
 
 def unknown_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]:
-    """Advice, a line each, for flags of other programs, of keys that only a file can hold, and of keys without their
-    section."""
+    """Advice, a line each, for flags of keys that only a file can hold, and of keys without their section."""
     names = dict.fromkeys(word.partition("=")[0] for word in takewhile(lambda word: word != "--", arguments))
-    advice = {name: advice_for(name) or _with_section(name) for name in names if name not in known}
+    advice = {name: _ONLY_IN_FILES.get(name) or _with_section(name) for name in names if name not in known}
     return [f"{name}: {text}" for name, text in advice.items() if text]
 
 
@@ -166,20 +165,17 @@ def _with_section(flag: str) -> str | None:
     return None
 
 
-def advice_for(flag: str) -> str | None:
-    """Advice for an unknown flag; None if the flag is only misspelled."""
-    if places := _ONLY_IN_FILES.get(flag):
-        return f"only a file can hold {' or '.join(places)}: write it into the file that --config names"
-    return replacement_for(flag)
-
-
-def _only_in_files() -> dict[str, list[str]]:
-    """Keys that only a file can hold, by flags that a user might try: the whole key, or the last part of the key."""
+def _only_in_files() -> dict[str, str]:
+    """Advice for keys that only a file can hold, by flags that a user might try: the key, or the last part of it."""
     found: dict[str, list[str]] = {}
     for key in keys_of_files():
         for name in dict.fromkeys((flag_of(key.replace("[]", "")), flag_of(key.rpartition(".")[2]))):
             found.setdefault(name, []).append(key)
-    return {name: places for name, places in found.items() if name not in {flag.name for flag in FLAGS}}
+    return {
+        name: f"only a file can hold {' or '.join(places)}: write it into the file that --config names"
+        for name, places in found.items()
+        if name not in {flag.name for flag in FLAGS}
+    }
 
 
 _ONLY_IN_FILES = _only_in_files()

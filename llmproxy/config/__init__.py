@@ -7,7 +7,6 @@ from llmproxy.config.document import ConfigError
 from llmproxy.config.entries import Entries
 from llmproxy.config.keys import keys, keys_of_files
 from llmproxy.config.load import Override, load, load_backends, unused_settings, warnings_of
-from llmproxy.config.other_routers import replacement_for
 from llmproxy.config.schema import (
     BackendConfig,
     BackendTlsConfig,
@@ -64,7 +63,6 @@ __all__ = [
     "load_backends",
     "model_limit",
     "nearest",
-    "replacement_for",
     "settings_of",
     "tenant_limit",
     "unused_settings",

@@ -15,7 +15,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from pydantic.fields import FieldInfo
 
 from llmproxy.config.checks import Problem, report
-from llmproxy.config.other_routers import nearest_placement
 from llmproxy.config.pods_url import KUBERNETES
 from llmproxy.config.value_types import (
     CLOSED,
@@ -398,7 +397,7 @@ class SchedulingConfig(Section):
     """Which flow of a band goes next: fair_share, locality_fair_share, slo, round_robin or fcfs."""
     ordering: Annotated[str, named_in(orderings.names)] = "least_slack"
     """Which request of a flow goes next: least_slack (by objectives; fcfs without), fcfs, edf or shortest."""
-    placement: Annotated[str, named_in(presets.names, nearest_placement)] = "cost"
+    placement: Annotated[str, named_in(presets.names)] = "cost"
     """Which backend gets a request: cost, blend, least_request, power_of_two, round_robin, random or session."""
     flow: Annotated[str, AfterValidator(flow_of)] = Field(default="model", examples=["header:x-team"])
     """Key of a flow: model (the requested name), tenant, tenant+model or header:NAME (a trusted header)."""

@@ -40,13 +40,10 @@ def nearest(word: str, known: Sequence[str]) -> str:
     return get_close_matches(word.lower(), known, n=1, cutoff=0.0)[0]
 
 
-def named_in(
-    names: Callable[[], Sequence[str]], elsewhere: Callable[[str], str | None] = lambda _: None
-) -> AfterValidator:
+def named_in(names: Callable[[], Sequence[str]]) -> AfterValidator:
     """A validator that accepts one of these names, in any case.
 
-    `names` is called at each validation, because plugins register policies. `elsewhere` translates a name of another
-    program for the message.
+    `names` is called at each validation, because plugins register policies.
     """
 
     def check(value: str) -> str:
@@ -54,8 +51,7 @@ def named_in(
         for word in (value, value.lower()):
             if word in known:
                 return word
-        meant = elsewhere(value) or nearest(value, known)
-        raise ValueError(f'{value!r} is none of {", ".join(known)} (nearest: "{meant}")')
+        raise ValueError(f'{value!r} is none of {", ".join(known)} (nearest: "{nearest(value, known)}")')
 
     return AfterValidator(check)
 

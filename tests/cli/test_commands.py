@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -20,6 +21,7 @@ from llmproxy import __version__
 from llmproxy.cli import commands as cli
 from llmproxy.cli.flags import COMMON, FLAGS, SHOWN, Flag
 from llmproxy.config import Config, hash_of, keys
+from tests import ROOT
 
 Serve = Callable[..., Config]
 
@@ -216,6 +218,18 @@ def test_unknown_variable_or_flag_is_refused(served: list[Config], monkeypatch: 
 def test_placements_have_the_names_of_other_routers_too(serve: Serve, word: str, preset: str) -> None:
     for flag in ("--routing-logic", "--policy", "--placement"):
         assert serve("http://a", flag, word).scheduling.placement == preset
+
+
+OTHER_ROUTERS = re.findall(
+    r"`(-[^`*]+)`(?=[^|]*\|$)", (ROOT / "docs" / "reference" / "other-routers.md").read_text(), re.MULTILINE
+)
+
+
+@pytest.mark.parametrize("words", [words for words in OTHER_ROUTERS if " " in words])
+def test_flags_on_the_page_of_other_routers_can_be_pasted(serve: Serve, tmp_path: Path, words: str) -> None:
+    (tmp_path / "llmproxy.yaml").touch()
+    with contextlib.chdir(tmp_path):
+        assert "http://a" in [backend.url for backend in serve("http://a", *words.split()).backends]
 
 
 def test_api_keys_are_divided_by_spaces_alone(serve: Serve) -> None:

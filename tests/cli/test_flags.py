@@ -57,7 +57,6 @@ def test_empty_secret_is_refused(variable: str) -> None:
         ("LLMPROXY_TENANTS", "only a file can hold tenants: write it into the file that --config names"),
         ("LLMPROXY_SCHEDULING_WEIGHTS", "only a file can hold scheduling.weights: write it into the file"),
         ("LLMPROXY_BACKENDS_MAX_IN_FLIGHT", "only a file can hold backends[].max_in_flight: write it into the file"),
-        ("LLMPROXY_STATIC_MODELS", "is a setting of the production-stack router; here: leave it out"),
     ],
 )
 @pytest.mark.parametrize("text", ["1", ""])
