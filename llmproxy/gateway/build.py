@@ -58,7 +58,7 @@ class Gateway:
         return Router(self.rulebook, self.handler, self.stored, self.exits, pages, clients, head_bytes_max)
 
     def reconfigure(self, config: Config) -> None:
-        """Apply another configuration to new requests. Raises what `Rules.build` raises, and changes nothing then."""
+        """Apply another configuration to new requests. If `Rules.build` raises an error, nothing changes."""
         rules = Rules.build(config, self._upstream)
         if config.log_level != self.rulebook.current.config.log_level:
             logs.configure(config.log_format, config.log_level)

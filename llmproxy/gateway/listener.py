@@ -19,7 +19,7 @@ from llmproxy.lifecycle.accepting import Acceptor
 from llmproxy.lifecycle.background import background_task
 
 CUT_AFTER_S = 0.1
-"""How long requests may run after the drain before they are cut. For the server library, 0 means no limit."""
+"""How long requests may still run after the drain. Not 0, which means no limit to the server library."""
 IDLE_CHECK_S = 0.05
 """How often the number of connections is checked: the server library does not report when one ends."""
 
@@ -100,7 +100,7 @@ async def listen(
     *,
     socket_activated: bool = False,
 ) -> Listener:
-    """Accept connections on these sockets until the stack is left."""
+    """Accept connections on the `opened` sockets until `stack` closes."""
     if tls is not None:
         await stack.enter_async_context(background_task(tls.watch, "follow the certificate"))
     server = ClientServer(handler, config.clients, tls.context if tls else None)

@@ -68,7 +68,7 @@ class AdapterRoutes:
 
 
 def _answer(report: Report) -> web.Response:
-    """200 if every backend accepted the change. The backends' status if all refused with the same status, else 502."""
+    """The report as JSON. Status 200 if all backends accepted, their common 4xx if all refused alike, else 502."""
     failed = [reply for reply in report.replies if not reply.taken]
     shown: dict[str, Any] = {
         "adapter": report.change.name,

@@ -38,7 +38,7 @@ CHOICES = 10
 CHOICES_MAX = 100
 PAGES_PER_S = 5.0
 BURST = 10.0
-"""Pages that may be requested at once after a pause. Each is built on the loop that serves all requests."""
+"""The number of pages that may be requested at once after a pause: building a page blocks the event loop."""
 
 LOOPBACK = InNetworks(TRUST_WORDS["loopback"])
 UNSTORED = {"Cache-Control": "no-store"}
@@ -64,7 +64,7 @@ class AdminPages:
         self._bucket = TokenBucket(BURST, PAGES_PER_S)
 
     def reconfigure(self, config: Config) -> None:
-        """Use another admin key, other names of bands and other tenants."""
+        """Apply the admin key, the band names and the tenants of another configuration."""
         self._digest = None if config.admin_key is None else key_digest(config.admin_key)
         self._names = config.band_names()
         self._clients = Clients(config.clients.trusted_proxies)
@@ -76,7 +76,7 @@ class AdminPages:
         return self.has_key(request) if self._digest is not None else self._is_local(request)
 
     def _is_local(self, request: web.BaseRequest) -> bool:
-        """Whether the client seems to be on this machine, as do clients of a local reverse proxy that adds no fields.
+        """Whether the client seems to be on this machine, directly or behind a reverse proxy here that adds no fields.
 
         A web page of another server is not local, even in a browser on this machine. Its `Origin` shows that, or its
         `Host` if the name of the page resolves to this machine (DNS rebinding).
@@ -85,7 +85,7 @@ class AdminPages:
         return client.certain and LOOPBACK[client.address] and self._names_us(request.headers.get("host", "").lower())
 
     def _names_us(self, host: str) -> bool:
-        """Whether a `Host` names this machine or an address of the proxy. No web page sends an empty host."""
+        """Whether a `Host` is empty (no web page sends that) or names this machine or an address of the proxy."""
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if name in ("", "localhost") or name in self._bound:
             return True
@@ -121,7 +121,7 @@ class AdminPages:
         return self._digest is not None and compare_digest(presented_digest(request.headers), self._digest)
 
     def adapters(self) -> web.Response:
-        """The adapters loaded through the proxy, and their state on each backend; 429 as for `queue`."""
+        """The adapters loaded through the proxy, and their state on each backend; 429 if requested too often."""
         if not self._bucket.try_take(1.0, self._clock()):
             return too_many_requests()
         states, more = self._adapters.states()
@@ -143,9 +143,9 @@ class AdminPages:
         return page_response(self.position(position))
 
     def explain(self, request: web.BaseRequest) -> web.Response:
-        """The last `?limit=` choices of each pool (1 to 100), or with `?request=` the choices for one request.
+        """The last `?limit=` (1 to 100) choices of a backend in each pool, or with `?request=` the choices for it.
 
-        404 if no choice for that request is remembered, 429 as for `queue`.
+        404 if no choice for that request is remembered, 429 if pages are requested too often.
         """
         now, wanted = self._clock(), request.query.get("request")
         if not self._bucket.try_take(1.0, now):
@@ -214,7 +214,7 @@ class AdminPages:
         return {name: value for name, value in fields.items() if name != "waited"} | self.waited(position.waited)
 
     def waited(self, waited: Waited | None) -> dict[str, Any]:
-        """Return why a request waited, as fields of a page. `waited_for` is None if nothing delayed the request."""
+        """Return why a request waited, as fields of a page. The field `waited_for` is None if nothing delayed it."""
         if waited is None:
             return {"waited_for": None, "went_first": []}
         first = [(self._name(level), flow, count) for level, flow, count in waited.went_first]

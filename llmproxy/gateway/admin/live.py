@@ -2,7 +2,7 @@
 and `/debug/plain` for browsers without JavaScript.
 
 `GET /debug/live` is the state of this second as JSON, built once for all clients; with `?since=SECOND` it is 204 until
-there is a newer state. `GET /debug/history?span=900&columns=fleet/,band/` is the past as 32-bit floats.
+there is a newer state. `GET /debug/history?span=900&columns=fleet/,band/` is the past as columns of 32-bit floats.
 `GET /debug/requests` lists the last finished requests, or shows the whole course of one request.
 """
 
@@ -58,7 +58,7 @@ REQUESTS_SEARCHED = 1_000
 """The number of remembered requests that a filter searches. Searching all of them takes too long."""
 PREFIXES_MAX = 50
 CHOICES_MAX = 20
-"""Choices shown in the story of one request, the newest first."""
+"""The number of choices of a backend that are shown for one request, the newest first."""
 SETTINGS_MAX = 5_000
 FILTERS: dict[str, Callable[[RequestExit], Iterable[str | None]]] = {
     "outcome": lambda ended: (ended.result.outcome.value,),
@@ -115,10 +115,10 @@ class LivePages:
         return web.Response(body=body, content_type="application/json", headers=headers)
 
     def _history(self, request: web.BaseRequest) -> web.Response:
-        """The columns of the last `?span=` seconds whose names begin with a prefix in `?columns=`.
+        """The last `?span=` seconds of the columns whose names begin with a prefix in `?columns=`.
 
-        The body is the length of a JSON head as 32 bits, the head, padded with blanks to a multiple of four bytes, and
-        the columns one after the other. All numbers are little-endian.
+        The body has three parts: the length of the head in 32 bits, the head (JSON, padded with blanks to a multiple of
+        four bytes), and the columns one after the other. All numbers are little-endian.
         """
         if not self._bucket.try_take(1.0, self._clock()):
             return too_many_requests()
@@ -208,7 +208,7 @@ class LivePages:
         return fields
 
     def _waited(self, ended: RequestExit) -> dict[str, Any] | None:
-        """Why and since when a request waited that ended without a backend; None if the request got a backend."""
+        """For a request that ended without a backend: why it waited, and since when. None for any other request."""
         since_s, arrived_s = ended.routing.queued_s, ended.input.arrived_s
         if since_s is None or arrived_s is None:
             return None

@@ -38,7 +38,7 @@ class ScalePages:
         self._needs_at_s = -CACHE_S
 
     def needs(self) -> dict[str, Need]:
-        """Pool -> the replicas it needs, at most CACHE_S old."""
+        """Maps each pool to its need for replicas, computed at most CACHE_S ago."""
         now = self._clock()
         if now >= self._needs_at_s + CACHE_S:
             needs = self._pools.needs(now)
@@ -53,7 +53,7 @@ class ScalePages:
         return self._needs
 
     def _groups(self, needs: Mapping[str, Need]) -> dict[str, list[Group]]:
-        """The groups of each pool whose backends have groups. A pool in `scaling.pools` has all configured groups."""
+        """Maps each pool whose backends have groups to them. A pool in `scaling.pools` has all configured groups."""
         settings = self._pools.settings.scaling
         configured = {one.name: one for one in settings.groups}
         speeds: dict[str, dict[str, list[float]]] = {}
@@ -106,7 +106,7 @@ class ScalePages:
     def _states(self) -> dict[str, Counter[str]]:
         """Pool -> state -> number of backends.
 
-        Backends without a model list yet count toward the pool of the other backends of their source, if it is unique.
+        A backend that has not listed its models counts toward the pool of its source, if all others there share one.
         """
         pools: dict[str, set[str]] = {}
         statuses: list[tuple[BackendStatus, str | None]] = []

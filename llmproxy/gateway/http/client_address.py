@@ -78,8 +78,8 @@ class Clients:
             if named is None:
                 break
             address = named
-        # A trusted proxy that names no client has no rights of its own: the client is unknown. A remaining entry says
-        # that the client forwards the request of another one, true or not.
+        # If a trusted proxy names no client, the client is unknown and has no rights. If an entry is left, the client
+        # claims to forward the request of another client, truly or not.
         certain = not hops and not self._proxied[address] and not _from_foreign_page(fields)
         return Client(address, certain, proxied=True)
 

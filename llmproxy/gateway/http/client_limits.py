@@ -1,6 +1,6 @@
 """Limits for one client address: connections, and requests per second.
 
-Requests count by the address of the client. Connections count by the address of the peer, unless the peer is a trusted
+Requests count for the address of the client. Connections count for the address of the peer, unless it is a trusted
 proxy. All addresses in an IPv6 network of 64 bits count as one, because a client usually owns the whole network.
 """
 
@@ -21,7 +21,7 @@ RETRY_S = 1.0
 
 
 class ClientLimits:
-    """Counts connections and requests by address. `now` is seconds on a monotonic clock."""
+    """Counts the connections and requests of each address. `now` is seconds on a monotonic clock."""
 
     def __init__(self, limits: ClientsConfig) -> None:
         self._limits = limits
@@ -54,7 +54,7 @@ class ClientLimits:
     def count_request(self, address: str, now: float) -> None:
         """Count a request. Raises Failure (429) if the address exceeds its rate.
 
-        Each address has a token bucket with the requests of one second, and at least one request.
+        The token bucket of each address has room for the requests of one second, and for at least one request.
         """
         rate = self._limits.address_requests_per_s
         if rate is None:

@@ -35,10 +35,10 @@ WRONG_PROTOCOL_CLOSE_S = 1.0
 """How long a client that speaks another protocol gets to close the connection."""
 
 HTTP2_IN_PIECES = "Pause on PRI/Upgrade"
-"""The parser's reason for a preface of HTTP/2 in several pieces. The bytes of the client follow it."""
+"""The parser's error message for an HTTP/2 preface in several pieces begins so. The client's bytes follow."""
 
 LAST_CHUNK = b"\r\n0\r\n\r\n"
-"""The last chunk without extension or trailer, after the end of the chunk before it."""
+"""The last chunk without extension or trailer, with the line end of the chunk before it."""
 
 
 class ConnectionHandler(Protocol):
@@ -132,7 +132,7 @@ class ClientConnection(web.RequestHandler):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self.writer is not None:
-            # Such a writer has its own time limits.
+            # The writer has its own time limits.
             self.writer.pause_writing()
         else:
             self._start_unread_timer()
@@ -158,7 +158,7 @@ class ClientConnection(web.RequestHandler):
             self._start_unread_timer()
 
     async def _first_message(self) -> None:
-        """Wait for the first request, as aiohttp waits before each later one."""
+        """Wait for the first request. Before each later request, aiohttp itself waits."""
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
@@ -258,7 +258,8 @@ class ClientConnection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Send the rest of an answer.
 
-        If nothing was sent yet, aiohttp would send its own name and version, and the HTTP version of the request.
+        Replaces two values that aiohttp would send in the head: its own name and version, and the request's HTTP
+        version.
         """
         resp.headers.setdefault(*SERVER)
         if request.version != HttpVersion10:

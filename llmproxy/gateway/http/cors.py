@@ -18,7 +18,7 @@ from llmproxy.gateway.http.headers import Headers
 
 METHODS = "GET, HEAD, POST"
 EXPOSED = "retry-after, x-request-id, x-llmproxy-attempts, x-llmproxy-backend, x-llmproxy-queue-ms"
-"""Fields of answers that pages may read, in addition to the few that they always may."""
+"""Fields of answers that pages may read, in addition to the few that browsers always show."""
 MAX_AGE_S = 600
 """How long a browser may remember the answer to a preflight."""
 
@@ -26,7 +26,7 @@ _NAMES = re.compile(r"[\w!#$%&'*+.^`|~-]+(?:[ \t]*,[ \t]*[\w!#$%&'*+.^`|~-]+)*+"
 
 
 class Cors:
-    """The permissions of pages of the allowed origins. Credentials of the browser (cookies) are never allowed."""
+    """Allows pages of some origins to send requests and read answers, without credentials of the browser (cookies)."""
 
     def __init__(self, origins: tuple[str, ...]) -> None:
         self._any = "*" in origins

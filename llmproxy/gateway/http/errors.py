@@ -125,8 +125,8 @@ class Failure(Exception):  # noqa: N818 - an answer to a client, which need not 
 def nothing_at(path: str) -> Failure:
     """The failure for a path that does not exist, or that this client may not see.
 
-    Some SDKs add /v1 to their base URL and others expect it there. The message names the path with the right number of
-    /v1, if there is one.
+    Some SDKs add /v1 to their base URL, others expect it there. If the path exists with one /v1 more or less, the
+    message names that path.
     """
     message = f"There is nothing at {path[:200]}."
     for similar in (f"/v1{path}", path.removeprefix("/v1")):
@@ -136,7 +136,7 @@ def nothing_at(path: str) -> Failure:
 
 
 def error_body(dialect: Dialect, status: int, message: str, param: str | None = None) -> bytes:
-    """The JSON body of an error: Anthropic's format on its routes, vLLM's form of OpenAI's everywhere else."""
+    """The JSON body of an error, in Anthropic's format on Anthropic's routes, else in OpenAI's as vLLM writes it."""
     if dialect is Dialect.ANTHROPIC:
         kind = _ANTHROPIC_TYPES.get(status, "api_error")
         return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}})
@@ -144,13 +144,13 @@ def error_body(dialect: Dialect, status: int, message: str, param: str | None = 
 
 
 def error_fields(status: int, message: str, param: str | None = None) -> dict[str, object]:
-    """The value of `error` in vLLM's form of OpenAI's errors."""
+    """The value of the member `error` in OpenAI's format, as vLLM writes it."""
     kind = _OPENAI_TYPES.get(status, "InternalServerError")
     return {"message": message, "type": kind, "param": param, "code": status}
 
 
 def error_event(dialect: Dialect, message: str, status: int = 502) -> bytes:
-    """An SSE event that ends a stream with an error. `status` is the status of such an error before a stream begins."""
+    """An SSE event that ends a stream with an error. Before the stream, the error would have had this HTTP `status`."""
     if dialect is Dialect.ANTHROPIC:
         return b"event: error\ndata: " + error_body(dialect, status, message) + b"\n\n"
     if dialect is Dialect.RESPONSES:

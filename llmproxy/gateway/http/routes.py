@@ -30,16 +30,16 @@ class Dialect(StrEnum):
 
 
 class Work(StrEnum):
-    """The work of an engine for a request, by which the request is charged.
+    """The engine's work for a request, which determines the tokens that are charged.
 
-    Work is charged by the `usage` in the answer, or by the estimate without one.
+    The numbers of tokens come from the `usage` in the answer, or without `usage` from the estimate.
     """
 
     # The engine computes the prompt and generates tokens.
     GENERATES = "prompt and answer"
     # The engine computes the prompt only.
     READS = "prompt"
-    # The engine runs no model. Such a request is free, because the numbers in its answer may be the client's own.
+    # The engine runs no model. Such a request is free: the client may have made up the numbers in its answer.
     NOTHING = "nothing"
 
 

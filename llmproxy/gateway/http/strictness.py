@@ -73,7 +73,7 @@ def asks_for_websocket(request: web.BaseRequest) -> bool:
 
 
 def no_websocket() -> Failure:
-    """The answer to such a handshake (RFC 9110, section 15.5.22).
+    """The answer to the opening handshake of a WebSocket (RFC 9110, section 15.5.22).
 
     The connection closes, because frames that the client has already sent are no requests.
     """

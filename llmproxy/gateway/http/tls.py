@@ -24,7 +24,7 @@ else:
 CHECK_S = 1.0
 """How often the files are checked by a stat. A change takes effect at the second check that sees it."""
 PLAIN_HTTP = ("HTTP_REQUEST", "HTTPS_PROXY_REQUEST")
-"""OpenSSL's reasons for a first record that is a request line of plain HTTP."""
+"""OpenSSL's names for its errors when a client begins with plain HTTP."""
 
 _log = structlog.get_logger()
 
@@ -38,7 +38,7 @@ class _Unusable(Exception):  # noqa: N818 - the message describes a file
 
 
 class _Renewed(ssl.SSLContext):
-    """Passes new connections to the context `now`. A renewal makes a new one: a context keeps its old authorities."""
+    """Uses the context `now` for new connections. A renewal replaces `now`: a context cannot forget authorities."""
 
     now: ssl.SSLContext
 
@@ -65,7 +65,7 @@ class ClientTls:
 
     @classmethod
     def from_config(cls, config: TlsConfig) -> ClientTls | None:
-        """None if clients use plain HTTP. Raises ConfigError if only a part is configured."""
+        """Build the context; None if clients use plain HTTP. Raises ConfigError if only a part is configured."""
         if config.cert is not None:
             return cls(config.cert, config.key, config.client_ca)
         if config.key is not None or config.client_ca is not None:
@@ -95,7 +95,7 @@ class ClientTls:
             self.renew()
 
     def _read(self) -> ssl.SSLContext:
-        """A context of the files as they are. Raises _Unusable."""
+        """Build a context from the current files. Raises _Unusable."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
@@ -161,7 +161,7 @@ class _Handshake:
 
 
 class TlsConnection(SSLProtocol):
-    """uvloop's TLS below the protocol `connection`. The connection counts from its acceptance, before the handshake.
+    """uvloop's TLS below the protocol `connection`. Limits count it from the start of the handshake.
 
     With `create_server(ssl=...)`, limits would not count connections whose handshake never ends. A client with too many
     connections is cut off before the handshake, which costs far more than an answer; `reject` counts and logs that. A

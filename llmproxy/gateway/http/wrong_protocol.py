@@ -70,7 +70,7 @@ def _frame(kind: int, flags: int, stream: bytes, payload: bytes) -> bytes:
 
 
 def _has_request(begun: bytes) -> bool:
-    """Whether the first stream is open. An answer on an idle stream would be an error."""
+    """Whether the client has opened the first HTTP/2 stream. An answer on an idle stream would be an error."""
     at = len(HTTP2_PREFACE)
     while at + 9 <= len(begun):
         if begun[at + 3] == _HEADERS and begun[at + 5 : at + 9] == _STREAM:

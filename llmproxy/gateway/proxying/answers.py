@@ -81,8 +81,8 @@ class Answers:
     def capture(self, parsed: ParsedBody) -> CapturedAnswer | None:
         """Begin to capture the answer to this body. Returns None if no later prompt can be matched with the answer.
 
-        With several choices or prompts, the client's choice is unknown. A chain of token ids cannot continue with text,
-        and a full chain cannot grow.
+        With several choices or prompts, it is unknown which choice the client will send back. A chain of token ids
+        cannot continue with text, and a full chain cannot grow.
         """
         chain, facts = parsed.chain, parsed.facts
         if chain is None or parsed.kind not in PROMPT_MEMBERS or facts.sequences > 1 or facts.prompt_tokens is not None:

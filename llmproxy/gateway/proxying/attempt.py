@@ -34,11 +34,11 @@ class Call:
     stage: Stage = Stage.WHOLE
     # Reads the answer to a prefill, which does not go to the client. None for any other call.
     connector: KvConnector | None = None
-    # A stream is buffered until more events than these have come.
+    # The number of events that only announce the stream. It is buffered until more events have come.
     opening_events: int = 0
-    # When the client leaves, the call continues for a moment, so that both engines learn of it and free the prompt.
+    # Whether the call goes on for a moment after the client has left, so that the engines free the prompt.
     released: bool = False
-    # Whether the proxy's own key is sent, or none, instead of the client's.
+    # Whether the client's key is replaced by the proxy's own key, or by none.
     own_key: bool = True
     # Whether the backend lists the model, so that "unknown model" is the backend's error and not the client's.
     listed: bool = True
@@ -59,9 +59,9 @@ class Attempt(AttemptResult):
     """The result of an attempt so far."""
 
     outcome: Outcome = Outcome.INTERNAL
-    # For the client.
+    # The error message for the client.
     message: str = ""
-    # For the log only, because it may contain addresses.
+    # More about the error, for the log only, because it may contain addresses.
     detail: str = ""
     status: int = 0
     # Whether the answer to the client has begun. Before that, another attempt may be made.
@@ -73,9 +73,9 @@ class Attempt(AttemptResult):
     max_gap_s: float = 0.0
     chunks: int = 0
     body_bytes: int = 0
-    # The client reads more slowly than the backend sends.
+    # Whether sending waits for a client that reads more slowly than the backend sends.
     writing: bool = False
-    # The whole answer was written; the client still has to read the rest.
+    # Whether the whole answer was written. The client may still have to read the rest.
     ended: bool = False
     head: bytes = b""
     tail: bytes = b""

@@ -20,7 +20,7 @@ UNKNOWN_SHAPES = frozenset({BodyKind.OTHER, BodyKind.FORM})
 """Kinds of bodies whose limits for the answer the proxy cannot read: nested limits, and audio of unknown length."""
 
 REFUSED_S = 3600.0
-"""How long the proxy does not ask a backend for usage after a refusal. Then the engine may have been upgraded."""
+"""After a refusal, the proxy does not ask the backend for usage for this time. Its engine may be upgraded by then."""
 BACKENDS_MAX = 10_000
 """The number of backends whose refusal is remembered."""
 

@@ -21,7 +21,7 @@ _DEAD = re.compile(
     re.IGNORECASE,
 )
 _DRAINING = b"cannot schedule new futures"
-"""Text in the 500 of a vLLM that shuts down while its /health is still 200."""
+"""Text in the answer with status 500 from a vLLM that is shutting down, although its /health is still 200."""
 _NO_MODEL = re.compile(r"model.{0,300}?(?:does not exist|not found|is not (?:available|loaded|served))", re.I | re.S)
 _NOT_LETTERS = re.compile(r"[^a-z]+")
 # Only letters are compared, so that `BadRequestError`, `Bad Request` and `bad_request_error` are one word.

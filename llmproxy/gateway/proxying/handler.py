@@ -97,7 +97,7 @@ class RequestHandler:
     def begin_shutdown(self, *, replaced: bool = False) -> None:
         """Ask clients to close their connections, in every answer from now on, because the proxy is about to end.
 
-        `replaced`: another process serves the same address already.
+        `replaced`: whether another process serves the same address already.
         """
         self.shutting_down, self.replaced = True, replaced
 

@@ -39,7 +39,7 @@ GOODBYE_S = 5.0
 """How long a client may take to read the error event that ends its broken stream."""
 
 LINGER_S = 0.05
-"""How long the connection stays open after that event."""
+"""How long the connection stays open after the error event of a broken stream."""
 
 ANSWER_BYTES_PER_TOKEN = 4
 """How many bytes of a JSON answer count as one token if the answer reports no usage at its end."""
@@ -72,7 +72,7 @@ class Relay:
                 await exchanging
         except asyncio.CancelledError:
             if attempt.prefilled:
-                # The prompt was computed and is charged, or leaving early would be free.
+                # The prompt was computed. It is charged, because leaving early would be free otherwise.
                 attempt.verdict = Verdict.CLIENT_GONE
             raise
         except LocalFailure as error:
@@ -295,7 +295,7 @@ class Relay:
             seen = attempt.tap.data_events
         else:
             reported = usage_in_tail(attempt.tail) if attempt.tail else None
-            # Without a stream the progress is unknown. The estimate is charged, or leaving early would be free.
+            # Without a stream the progress is unknown. Charge the estimate: leaving early would be free otherwise.
             seen = lease.grant.request.output_tokens
             if reported is None and len(attempt.tail) == TAIL_BYTES and attempt.head.startswith(b"{"):
                 # The answer has no usage, or so much data follows the usage that the tail does not contain it.
@@ -329,7 +329,7 @@ def fail_without_stream(attempt: Attempt) -> None:
 
 
 def _so_far(reported: Usage, request: Request, seen: int) -> Usage:
-    """The usage of a stream that was cut short, whose last report may cover the prompt or one of several choices."""
+    """The usage of a stream that was cut short. Its last report may cover only the prompt, or one choice of several."""
     prompt_tokens = reported.prompt_tokens
     if request.sequences > 1:
         prompt_tokens = max(prompt_tokens, request.prompt_tokens)

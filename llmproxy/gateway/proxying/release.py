@@ -23,8 +23,8 @@ PREFILL_GRACE_S = 1.0
 """How long a prefill continues after its client has left. An engine notices a disconnect only after its current step.
 If that was the last step, it keeps the blocks of a prompt whose transfer parameters the proxy never received."""
 DECODE_GRACE_S = 0.25
-"""How long after its start a decode stage is not cut. An engine that has not read the request yet does not tell the
-prefill engine to free the blocks."""
+"""A decode stage is not cut before it has run for this time. An engine that has not read the request yet does not tell
+the prefill engine to free the blocks."""
 RELEASE_S = 1.0
 """How long a release may take. If it fails, the blocks are freed when their KV lease expires."""
 PATH = "/v1/completions"
@@ -68,8 +68,8 @@ class Releaser:
     async def release(self, handover: Handover, backend: BackendConfig | None, model: str) -> None:
         """Free the prompt of `handover` on its prefill engine, through `backend`, the engine for the decode stage.
 
-        A request for zero tokens with the transfer parameters: the decode engine rejects it at once, and frees the
-        blocks as for any rejected request. Raises nothing.
+        Sends a request for zero tokens with the transfer parameters. The decode engine rejects it at once, and frees
+        the blocks as for any rejected request. Raises nothing.
         """
         value = handover.parameters.value
         if backend is None or value is None or not self._frees_refused:

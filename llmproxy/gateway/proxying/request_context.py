@@ -34,7 +34,7 @@ from llmproxy.observe.trace_context import Sampler, TraceContext
 from llmproxy.scheduling.attempts import Routing
 
 _MODEL_CHARS_MAX = 100
-"""Truncates unknown model names in logs, where JSON escaping can expand a character to 12 bytes."""
+"""The maximum length of unknown model names in logs, where JSON escaping can turn a character into 12 bytes."""
 
 _AGENT_CHARS_MAX = 64
 _CLIENTS_DOING = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE_LIMITED})

@@ -260,9 +260,9 @@ def _is_usage_event(payload: bytes) -> bool:
 
 
 def _own_usage(text: bytes, holders: Set[bytes] = frozenset()) -> dict[str, Any]:
-    """The token counts in the top-level `usage` of the JSON object `text`, or else in the `usage` of the last of these
-    `holders`; empty if there are none.
+    """The token counts in the top-level `usage` of the JSON object `text`; empty if there are none.
 
+    Without a top-level `usage`, the `usage` in the last member of `text` that is named in `holders` counts.
     A deeper member with that name may be an echo of the client's own data. `text` may be only the end of the object, so
     it is read backwards. Levels count open brackets: 1 is the answer itself or an event, 2 is the answer in an event.
     """
@@ -271,7 +271,7 @@ def _own_usage(text: bytes, holders: Set[bytes] = frozenset()) -> dict[str, Any]
     if (at_end := _USAGE_AT_END.fullmatch(text, last)) is not None:
         return _usage_fields(at_end[1])
     back, at, level = text[::-1], 0, 0
-    ends = [0, 0, 0]  # By level, the end of the value that was entered last.
+    ends = [0, 0, 0]  # level -> the end of the value that was entered last
     nested = inner = b""
     for _ in range(_MARKS_MAX):
         mark = _MARK.search(back, at)

@@ -61,7 +61,7 @@ class Previous:
         return self.backend is None and attempt.status == 404
 
     def unreachable(self, refused: Refused) -> Failure:
-        """The failure of a request whose response was on a backend that is gone."""
+        """The failure of a request that continues a response of a backend that is gone."""
         message = (
             f"Response with id '{self.id[:200]}' is lost. {refused.message} Send the whole conversation as `input`."
         )
@@ -109,7 +109,7 @@ class StoredResponses:
     def note(self, response_id: str, backend: str, tenant: str, *, authoritative: bool = False) -> bool:
         """Note one response. Returns False, and changes nothing, if the response belongs to another tenant.
 
-        `authoritative`: the tenant was decided by the process that knows all responses, and replaces the noted one.
+        `authoritative`: whether `tenant` comes from the process that knows all responses, and replaces the noted one.
         """
         _, owner = self._made_by.get(response_id, ("", tenant))
         if owner != tenant:

@@ -42,7 +42,7 @@ class ResponseRelay:
     async def end(self) -> None:
         """End the answer, and wait until the client has caught up."""
         self._attempt.writing = self._attempt.ended = True
-        # An answer in one piece had only the limit in total so far.
+        # So far, an answer in one piece had only the total time limit.
         self._timer.streaming(self._timer.now())
         await self._client.end()
 
@@ -60,7 +60,8 @@ class ResponseRelay:
 class StreamRelay(ResponseRelay):
     """Relays the events of a stream, and reports progress to the lease.
 
-    The answer to the client begins with the first whole event or comment, or after the first `opening_events` events.
+    The answer to the client begins when the first event or comment is whole, or if `opening_events` is not 0, with the
+    event after that number of events.
     If an error event comes before, nothing is sent, because another backend may be tried: the flow halts, and `first`
     contains the buffered bytes.
     """

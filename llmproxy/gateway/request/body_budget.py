@@ -20,7 +20,7 @@ class BodyBudget:
     def __init__(self) -> None:
         self.buffered_bytes = 0
         self.arriving_bytes = 0
-        # Grouped by the bit length of the size, so that a body within a factor of two of the largest needs no search.
+        # Bit length of the size -> bodies. A body of at least half the largest size is found without a search.
         self._arriving: dict[int, dict[BufferedBody, None]] = {}
         self.bytes_max = self.slow_bytes_max = sys.maxsize
 
@@ -74,7 +74,7 @@ class BufferedBody:
         return True
 
     def begin(self, on_refused: Callable[[], None]) -> None:
-        """Start a body that arrives in pieces. `on_refused` is called when another body causes its refusal."""
+        """Start a body that arrives in pieces. `on_refused` is called if it is refused to make room for another."""
         self.on_refused = on_refused
         self._budget.add_arriving(self)
 

@@ -54,11 +54,11 @@ from llmproxy.gateway.request.prefix_hash_large import large_prompt_chain
 PARSE_VALUES_MAX = 16 * 1024
 TURN_S = 0.002  # Long enough to make the switches cheap, and short compared with the noise of a token stream.
 OPTION_BYTES_MAX = 64 * 1024
-# A text of this length with every character escaped is no longer than an option. A longer text names no session.
+# Even with every character escaped, such a text fits into OPTION_BYTES_MAX. A longer text names no session.
 SESSION_CHARS_MAX = 4096
 # More than any engine runs at once. A number that a client made up must not count as a fleet full of work.
 SEQUENCES_MAX = 1024
-# The most sequences that an engine is believed to have run for one request, one after the other.
+# The maximum number of sequences that is believed of one request. An engine runs so many one after the other.
 ANSWERED_MAX = 1 << 20
 _NUMBER_CHARS_MAX = 64
 
@@ -70,7 +70,7 @@ _TEXT = (
 _OPTIONS = (
     "model", "stream", "stream_options", "n", "best_of", "max_completion_tokens", "max_tokens", "max_output_tokens",
 )  # fmt: skip
-# Members by which the engine needs its own prompt for the answer, or answers in several turns.
+# With these members, the engine that answers has to compute the prompt itself, or answers in several turns.
 _INDIVISIBLE = ("echo", "prompt_logprobs", "use_beam_search", "background")
 _SPLITTABLE = frozenset({BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES, BodyKind.MESSAGES})
 # Members of messages that the chat template does not turn into text.

@@ -51,7 +51,7 @@ class RequestClass:
     flow: str
     # The maximum time in the queue, in seconds.
     max_wait_s: float
-    # "" for none.
+    # The name of the tenant; "" for none.
     tenant: str = ""
     weight: float = 1.0
     slo: Slo | None = None
@@ -63,7 +63,7 @@ class RequestClass:
 
 @dataclass(frozen=True, slots=True)
 class _Objective:
-    """The settings for a request from one source: a header, a tenant or a model. None leaves it to other sources."""
+    """The settings for a request from one source: a header, a tenant or a model. A None is left to other sources."""
 
     band: int | None = None
     ttft_s: float | None = None
@@ -131,7 +131,7 @@ class Identity:
         return headers
 
     def sends_own_key(self, backend: BackendConfig) -> bool:
-        """Whether requests to `backend` have the proxy's key, or none, instead of that of their client."""
+        """Whether requests to `backend` have the proxy's key, or none, instead of the client's key."""
         return bool(backend.api_key or self._backend_key) or not self._keeps_credentials
 
     def key_hint(self, backend: BackendConfig) -> str:
@@ -148,8 +148,8 @@ class Identity:
     def session(self, http: web.BaseRequest, in_body: Mapping[str, str], tenant: Tenant = NO_TENANT) -> str | None:
         """The session of a request, as a hash that is the same in every process. None if it names no session.
 
-        The first configured name that the request has counts. `in_body` holds the texts of its `session_members`. Equal
-        names of different tenants are different sessions.
+        The request is searched for the configured names in order. `in_body` maps its `session_members` to their texts.
+        Equal names of different tenants are different sessions.
         """
         for place, name in self._session_names:
             if place == "header":
@@ -236,7 +236,7 @@ def _model_objective(config: Config, model: ModelConfig) -> _Objective:
 
 
 def _milliseconds(headers: Mapping[str, str], names: Sequence[str]) -> float | None:
-    """The first of these headers, which hold milliseconds, in seconds. None without any. Raises Failure (400)."""
+    """The first of these headers, converted from milliseconds to seconds; None if absent. Raises Failure (400)."""
     given = _first(headers, names)
     if given is None:
         return None

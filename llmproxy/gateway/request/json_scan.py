@@ -74,7 +74,7 @@ class Member:
     end: int = 0
     # The estimated UTF-8 size of all strings and object keys without escapes. An image or sound counts MEDIA_BYTES.
     text_bytes: int = 0
-    # The counts are of occurrences outside strings, and include the value itself.
+    # The numbers of these outside strings, including the value itself.
     strings: int = 0
     colons: int = 0
     commas: int = 0
@@ -88,7 +88,7 @@ def is_media(head: bytes) -> bool:
 
 
 def scan_members(body: bytes, wanted: Collection[str], slice_bytes: int = SLICE_BYTES) -> Slices[dict[str, Member]]:
-    """Like `scan_every`; the last of equal names wins, as in the engine."""
+    """Like `scan_every`, but keeps only the last value of a repeated name, as the engine does."""
     return dict((yield from scan_every(body, wanted, slice_bytes)))
 
 

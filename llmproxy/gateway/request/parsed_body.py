@@ -22,7 +22,7 @@ KV_TRANSFER = "kv_transfer_params"
 TRANSFER = (KV_TRANSFER, "ec_transfer_params")
 """Members that make an engine read the cache of another engine, or keep its own cache for another. Some versions crash
 on them. Clients must not send them."""
-# Members with the engine's own arguments, in which transfer parameters count as well, and the path to them inside.
+# Member with arguments for the engine -> path inside it to an object in which transfer parameters have an effect too.
 _SAMPLING = "sampling_params"
 _ARGUMENTS = {"vllm_xargs": (), _SAMPLING: ("extra_args",)}
 PRIORITY = "priority"
@@ -39,8 +39,7 @@ LIMITS: dict[BodyKind, tuple[str, ...]] = {
     BodyKind.MESSAGES: ("max_tokens",),
     BodyKind.OTHER: ("max_completion_tokens", "max_tokens"),
 }
-"""The members that limit the tokens of an answer, in the order in which the engine looks: the first given one counts.
-"""
+"""The members that limit the tokens of an answer, in the order of the engine, which uses the first that is given."""
 PROMPT_ALONE = {"stream": b"false", "stream_options": b"null", "min_tokens": b"0", STORE: b"false"}
 """Members of a body that a prefill call replaces: it asks for one token without a stream, and stores nothing."""
 

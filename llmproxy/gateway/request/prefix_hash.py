@@ -54,7 +54,7 @@ _HEADER_BYTES = HEADER.encode()
 # Limits the time for a parsed body of tiny values to a few milliseconds. A message makes about three pieces.
 PIECES_MAX = 10_000
 DEPTH_MAX = 8  # Deeper values are taken as JSON; no real content is that deep.
-MESSAGE, PART, MEMBER, MEDIUM = b"\x1e", b"\x1d", b"\x1f", b"\x1c"  # The marks before each in the canonical bytes.
+MESSAGE, PART, MEMBER, MEDIUM = b"\x1e", b"\x1d", b"\x1f", b"\x1c"  # The bytes before each of these.
 # Members of messages and their parts: TEXT, MEDIA (an image or a sound), and SKIPPED, which templates leave out
 # (members for the API, and the reasoning of earlier turns).
 TEXT = frozenset({"content", "text", "output"})
@@ -160,7 +160,7 @@ def prompt_chain(fields: Mapping[str, Any], kind: BodyKind) -> Chain:
 
 
 def answer_bytes(answer: Any, kind: BodyKind) -> bytes:
-    """The canonical bytes of an answer. The chain of its prompt, extended by them, begins the chain of the next turn.
+    """The canonical bytes of an answer. The chain of the next turn begins with the prompt's chain, extended by them.
 
     `answer` is the part that the client will send back: the message of a chat choice, the `content` list of an
     Anthropic message, the `output` list of a response, or the text of a completion. Empty if the chain of the next turn

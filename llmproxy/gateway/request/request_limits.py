@@ -21,7 +21,7 @@ _WRITTEN = frozenset({BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES, Bo
 """Bodies into which the limit of an answer is written if they have none."""
 _BATCH = "/v1/chat/completions/batch"
 _COMPLETION_TOKENS = 16
-"""The answer to a completion without `max_tokens`. With null, it is as long as the context."""
+"""vLLM's limit for a completion without `max_tokens`. If `max_tokens` is null, only the context limits it."""
 
 
 class RequestLimits:
@@ -70,7 +70,7 @@ class RequestLimits:
         if parsed.kind is BodyKind.COMPLETION and most >= _COMPLETION_TOKENS and not parsed.has("max_tokens"):
             return parsed
         context = target.context_tokens
-        # An engine refuses a limit that its context cannot hold after the prompt, and ends there without one.
+        # An engine refuses a limit that exceeds its context after the prompt. Without a limit, it stops at the context.
         if context is not None and estimator.tokens(target.model, parsed.facts)[0] + most > context:
             return parsed
         return replace(parsed, written_limit=most, facts=structs.replace(parsed.facts, max_tokens=most))
