@@ -45,7 +45,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "--retry-max-retries": ("retry.extra_attempts",),
     "--max-instance-failover-reroute-attempts": ("retry.extra_attempts",),
 }
-"""Short names of flags, and flags of other routers, with the keys that they set."""
+"""Maps short names of flags, and flags of other routers, to the keys that they set."""
 
 SHORT = ("--backend", "--api-key", "--placement", "--fairness")
 """Short names that the help shows in place of the flag of the key."""
@@ -55,7 +55,7 @@ COMMON: Mapping[str, tuple[str, ...]] = {
     "Scheduling": ("--placement", "--fairness", "--queue-max-wait-s", "--queue-requests-max"),
     "Process": ("--workers", "--admin-port", "--log-level", "--log-format", "--drain-timeout-s"),
 }
-"""The flags that `serve --help` shows, by panel."""
+"""Maps each panel of `serve --help` to the flags that it shows."""
 
 PLACEMENTS_ELSEWHERE = {"roundrobin": "round_robin"} | {name.replace("_", "-"): name for name in PLACEMENT_PRESETS}
 LIST_SEPARATORS = {
@@ -87,11 +87,11 @@ def flag_of(key: str) -> str:
 
 
 OLD_FLAGS = {Flag(flag_of(old), (new,)): Flag(flag_of(new), (new,)) for old, new in OLD_KEYS.items() if new in keys()}
-"""Flags of old keys, with the flags of the new ones."""
+"""Maps the flag of each renamed key to the flag of its new name."""
 FLAGS = (*(Flag(flag_of(key), (key,)) for key in keys()), *(Flag(name, ALIASES[name]) for name in ALIASES), *OLD_FLAGS)
 
 SHOWN = {key: flag_of(key) for key in keys()} | {ALIASES[name][0]: name for name in SHORT}
-"""The one flag of each key that the help shows."""
+"""Maps each key to the only flag that the help shows for it."""
 BACKENDS = next(flag for flag in FLAGS if flag.keys == ("backends",))
 
 
@@ -152,7 +152,7 @@ def from_flags(flags: Mapping[str, Sequence[str] | str | None], urls: Sequence[s
 
 
 def unknown_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]:
-    """Advice, a line each, for flags of keys that only a file can hold, and of keys without their section."""
+    """Return a line of advice for each unknown flag that is a key only for files, or a key without its section."""
     names = dict.fromkeys(word.partition("=")[0] for word in takewhile(lambda word: word != "--", arguments))
     advice = {name: _ONLY_IN_FILES.get(name) or _with_section(name) for name in names if name not in known}
     return [f"{name}: {text}" for name, text in advice.items() if text]
@@ -166,7 +166,7 @@ def _with_section(flag: str) -> str | None:
 
 
 def _only_in_files() -> dict[str, str]:
-    """Advice for keys that only a file can hold, by flags that a user might try: the key, or the last part of it."""
+    """Maps flags that a user might try (a key that only a file can hold, or its last part) to advice."""
     found: dict[str, list[str]] = {}
     for key in keys_of_files():
         for name in dict.fromkeys((flag_of(key.replace("[]", "")), flag_of(key.rpartition(".")[2]))):

@@ -15,9 +15,9 @@ from rich.text import Text
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 NAMES_COLUMNS_MAX = 27
-"""Longest names of an option that leave room for a description beside them."""
+"""The most columns that the names of an option may take, so that its description fits beside them."""
 HELP_ALL = "help_all"
-"""Key in the `meta` of a click context: the help shows every panel, not only the common ones."""
+"""A key in `meta` of a click context. If it is set, the help shows every panel, not only the common ones."""
 
 
 class PanelHelp(TyperCommand):
@@ -50,7 +50,7 @@ Rows = list[tuple[str, str]]
 
 
 def panels(command: TyperCommand | TyperGroup, ctx: Any, only: tuple[str, ...] = ()) -> list[tuple[str, Rows]]:
-    """The visible parameters of a command by panel, each with its names and description.
+    """Return the panels of a command, each with the names and descriptions of its visible parameters.
 
     `only` selects and orders the panels.
     """

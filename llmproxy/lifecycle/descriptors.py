@@ -20,7 +20,7 @@ OWN_SHARE, OWN_MIN, OWN_MAX = 8, 32, 2048
 logs, DNS look-ups."""
 
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""Errors of opening a connection that are caused by this process or machine, not by the peer."""
+"""Errors on opening a connection that are caused by this process or machine, not by the peer."""
 LIMITS = {
     errno.EMFILE: "the limit is LimitNOFILE= of the unit, or ulimit -n",
     errno.EADDRNOTAVAIL: "the local ports are net.ipv4.ip_local_port_range",
@@ -51,8 +51,8 @@ def connections_max() -> int:
 def clients_of_process(config: Config) -> ClientsConfig:
     """Returns the client limits of one worker process.
 
-    The limit of connections is divided among the workers, and is at most the number that the descriptors allow. Limits
-    of one address hold in each process.
+    The limit of connections is divided among the workers, and is at most the number that the descriptors allow. The
+    limits for one address are not divided.
     """
     share = math.ceil(config.clients.connections_max / config.workers)
     return config.clients.model_copy(update={"connections_max": min(share, connections_max())})
@@ -64,7 +64,7 @@ def clients_of_admin_port(config: Config) -> ClientsConfig:
 
 
 def member_connections_max() -> int:
-    """Returns the most connections from other cluster members. They use reserved descriptors too."""
+    """Returns the maximum number of connections from other cluster members. They use reserved descriptors too."""
     return _reserved() // 4
 
 

@@ -37,8 +37,8 @@ class ProcessSignals:
     """Handles the signals of this process, and exposes them as events."""
 
     def __init__(self, sockets: Sockets) -> None:
-        # `over`: the process must end, because of the first SIGTERM or SIGINT, or because a successor serves.
-        # `stop`: because of a signal. `cut`: after a second signal, all requests must be cut at once.
+        # `over` is set when the process must end: at the first SIGTERM or SIGINT, or when a successor serves.
+        # `stop` is set only at the signal. `cut` is set at a second signal: all requests must be cut at once.
         self.over, self.stop, self.cut = asyncio.Event(), asyncio.Event(), asyncio.Event()
         # The exit code that a shell reports for a program ended by the second signal.
         self.cut_code = 0

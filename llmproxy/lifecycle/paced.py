@@ -23,7 +23,7 @@ class PacedCalls:
         self._taken = 0
 
     def take(self) -> bool:
-        """Returns whether the caller may go on at once, counted as a call of this turn. If not, `add` the call."""
+        """Returns whether the caller may make its call now, and if so, counts it. If not, pass the call to `add`."""
         if self._calls or self._taken >= CALLS:
             return False
         if not self._taken:

@@ -25,7 +25,7 @@ PREDECESSOR = "LLMPROXY_PREDECESSOR"
 """Environment variable with the descriptors that a successor inherits."""
 LISTEN_FDS_START = 3
 SYSTEMD = "systemd"
-"""Key of the sockets of the service manager, which chose their address instead of the configuration."""
+"""The key of all sockets from the service manager, instead of `host:port`: it chose their addresses."""
 
 
 class ListenError(OSError):
@@ -53,7 +53,7 @@ class ListenError(OSError):
 
 @dataclass(slots=True)
 class Sockets:
-    """The listening sockets of this process by `host:port`."""
+    """The listening sockets of this process. Each dict maps `host:port` to sockets."""
 
     # The pipe on which a predecessor waits for a byte, None without a predecessor.
     ready_fd: int | None = None
@@ -84,8 +84,8 @@ class Sockets:
     def listening(self, host: str, port: int, acceptors: int = 1) -> tuple[list[socket.socket], bool]:
         """Returns the sockets for an address, and whether the service manager keeps them open too.
 
-        Opens `acceptors` sockets that share the port, so that the kernel spreads connections over them. Inherited
-        sockets may be of any number. Raises ListenError.
+        Opens `acceptors` sockets that share the port, so that the kernel spreads connections over them. The
+        number of inherited sockets may differ from `acceptors`. Raises ListenError.
         """
         address = f"{host}:{port}"
         key = SYSTEMD if SYSTEMD in self._inherited else address
@@ -102,7 +102,7 @@ class Sockets:
         return list(dict.fromkeys(address for one in sockets for address in _served(one)))
 
     def serving(self) -> None:
-        """All sockets are listening: close unused inherited sockets, and tell the predecessor to shut down."""
+        """Close unused inherited sockets, and tell the predecessor to shut down. Call it when all sockets listen."""
         for sockets in self._inherited.values():
             for one in sockets:
                 one.close()

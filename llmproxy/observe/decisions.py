@@ -1,8 +1,8 @@
 """The decision log: one line of JSON for each scheduled request, written when the request has ended.
 
 Each line has the laboratory's trace format, with the decision and its reasons, so that a log can be replayed against
-another policy. Times are seconds since the log was opened, at the `wall_time` of the header. No line holds a prompt, an
-answer or a key. A request whose answer has no known length has no `output_tokens`.
+another policy. Times are seconds since the log was opened; `wall_time` in the header says when that was. No line holds
+a prompt, an answer or a key. A request whose answer has no known length has no `output_tokens`.
 """
 
 from __future__ import annotations

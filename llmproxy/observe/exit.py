@@ -90,8 +90,8 @@ class RequestRouting(Struct, kw_only=True, omit_defaults=True):
     tried: tuple[AttemptRecord, ...] = ()  # The latest ATTEMPTS_MAX, oldest first; two for a split request.
     attempts: int = 0  # Backends tried; the two stages of a split request count once.
     preemptions: int = 0  # Attempts ended for a request of a higher band.
-    queue_wait_s: float | None = None  # Queue time over all attempts; without a grant, from arrival to the end.
-    queued_s: float | None = None  # Start of a wait that had no grant at the end of the request, else None.
+    queue_wait_s: float | None = None  # Queue time of all attempts together; without a grant, from arrival to the end.
+    queued_s: float | None = None  # When the request began to wait, if it ended while it waited.
     split: Split | None = None  # None in a pool without roles.
     prefill_backend: str | None = None  # Set for split requests, like the next two fields.
     prefill_s: float | None = None  # From the grant of the prefill to its end.
@@ -200,7 +200,7 @@ class RequestExit(Struct):
 
 def shortened(error: str) -> str | None:
     """Limit the length of an error for a record; None for an empty one."""
-    # The limit holds for JSON, whose escapes make up to twelve characters of one.
+    # The limit applies to JSON, where escapes turn one character into up to twelve.
     if len(error) > _BEGINNING_CHARS and len(json.dumps(error)) > ERROR_CHARS_MAX:
         return f"{error[:_BEGINNING_CHARS]}... ({len(error)} characters)"
     return error or None

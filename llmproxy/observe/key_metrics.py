@@ -1,4 +1,4 @@
-"""Requests by key, which show unused keys. Optional, because each key is a series."""
+"""Counts the requests of each key, to show unused keys. Optional, because each key is a series."""
 
 from __future__ import annotations
 

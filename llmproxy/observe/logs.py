@@ -130,11 +130,11 @@ def take_lines_lost() -> int:
 
 
 def log_exit(ended: RequestExit) -> None:
-    """Write the log line of a finished request, at the level `debug` with the reasons of its grant."""
+    """Write the log line of a finished request. At the log level `debug`, it has the reasons of the grant."""
     # Most requests complete, and hashing an outcome costs a call.
     outcome = ended.result.outcome
     level = "info" if outcome is Outcome.COMPLETED else _ALARMING.get(outcome, "info")
-    # Bypasses structlog, which takes as long as the line itself. Its path is used if its last processor was replaced.
+    # Bypasses structlog, which would double the time, unless something has replaced its last processor.
     if _exits is not None and structlog.get_config()["processors"][-1] is _exits.render:
         _exits.write(level, ended)
         return
@@ -155,7 +155,7 @@ def log_internal(request_id: str, error: BaseException) -> None:
 
 
 class _WallClock:
-    """The time stamps of lines. The text up to the second is made once a second."""
+    """Makes the time stamps of log lines. The text of a whole second is made only once."""
 
     __slots__ = ("_at", "_format", "_local", "_prefix")
 
@@ -166,7 +166,7 @@ class _WallClock:
         self._prefix = ""
 
     def now(self) -> tuple[str, float]:
-        """The text up to the second, and the fraction of the second."""
+        """The current time: a timestamp of whole seconds, and the fraction of a second."""
         now = time.time()  # noqa: TID251 - readers of a log want the time of day
         at = int(now)
         if at != self._at:
@@ -181,7 +181,7 @@ class _Render(Protocol):
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict, /) -> str: ...
 
     def exit(self, level: str, ended: RequestExit, why: GrantReason | None) -> str:
-        """The same line as for the event of this request."""
+        """The line of a finished request, as `__call__` would make it from the event."""
 
 
 class _JsonRender:
@@ -264,7 +264,7 @@ class _StandardError(LineWriter[bytes]):
         return line
 
     def _failed(self, error: OSError) -> None:
-        """There is nowhere else to report it."""
+        """Does nothing: there is nowhere else to report the error."""
 
     def _resumed(self, lost: int) -> None:
         _log.warning("log_lines_lost", lines=lost, hint="the reader of the log did not read")

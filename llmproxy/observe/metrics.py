@@ -51,12 +51,12 @@ class QueueState:
 
 @dataclass(frozen=True, slots=True)
 class BackendState:
-    """A backend at the moment of a scrape. Values of a reading are None if no reading had them."""
+    """A backend at the moment of a scrape. A value that is read from the engine is None until it was read."""
 
     backend: str
     in_flight: int
     limit: int
-    saturation: float  # Load over `limit`; 1 is full.
+    saturation: float  # Load divided by `limit`; 1 is full.
     available: bool
     drained: bool = False
     running: int | None = None
@@ -87,12 +87,12 @@ class LiveState:
     """The state behind all gauges."""
 
     queues: tuple[QueueState, ...] = ()
-    blocked: Mapping[str, int] = field(default_factory=dict)  # Blocked requests, by the limit that they wait for.
+    blocked: Mapping[str, int] = field(default_factory=dict)  # Usage limit -> requests that it blocks.
     backends: tuple[BackendState, ...] = ()
     buffered_body_bytes: int = 0
-    work_s: Mapping[str, float] = field(default_factory=dict)  # Seconds of queued work, by pool.
+    work_s: Mapping[str, float] = field(default_factory=dict)  # Pool -> seconds of queued work.
     inversions: int = 0  # Since the start.
-    needs: Mapping[str, Need] = field(default_factory=dict)  # Needed replicas, by pool.
+    needs: Mapping[str, Need] = field(default_factory=dict)  # Pool -> needed replicas.
     shards: tuple[ShardState, ...] = ()  # Empty without a cluster.
     limits_store_up: bool | None = None  # None if the limits are not shared.
 

@@ -10,8 +10,8 @@ INTEGER_MAX = (1 << 64) - 1
 
 
 def packed(value: object) -> bytes:
-    """Encode `value` as MessagePack. Texts that are not UTF-8 are escaped, and different texts stay different. Larger
-    integers become INTEGER_MAX."""
+    """Encode `value` as MessagePack. Texts that are not UTF-8 are escaped, and different texts stay different.
+    Integers that do not fit become INTEGER_MAX."""
     try:
         return _ENCODER.encode(value)
     except (UnicodeEncodeError, OverflowError):

@@ -20,7 +20,7 @@ Labels = tuple[str, ...]
 
 
 class Counts(defaultdict[Labels, float]):
-    """A counter: values by label values. A series appears with its first addition; without labels, at once."""
+    """A counter: label values -> count. A series appears with its first addition; without labels, at once."""
 
     def __init__(self, name: str, text: str, labels: Labels) -> None:
         super().__init__(float)
@@ -51,7 +51,7 @@ class Distribution:
 
 
 class Distributions(dict[Labels, Distribution]):
-    """A histogram: series by label values. A summary of count and sum if `bounds` is empty.
+    """A histogram: label values -> series. Without `bounds`, a summary of count and sum.
 
     `bounds` are the upper bounds of the buckets, ascending, without infinity.
     """

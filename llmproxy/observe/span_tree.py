@@ -30,7 +30,7 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-"""`gen_ai.operation.name` by path. For other paths it is the last part of the path."""
+"""Path -> `gen_ai.operation.name`. For other paths it is the last part of the path."""
 _NO_FAILURES = frozenset({Verdict.SERVED, Verdict.CLIENT_GONE, Verdict.PREEMPTED})
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 

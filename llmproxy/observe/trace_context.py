@@ -1,6 +1,6 @@
 """The trace context of a request (W3C Trace Context): its parent, whether it is sampled, and the headers for backends.
 
-Requests pay for nothing else. Their spans are made later from exit records, on a thread; see `spans`.
+Only this takes time while a request runs. Its spans are made later from its exit record, on a thread; see `spans`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TRACE_FIELDS = frozenset({"traceparent"})
 BEGUN_FIELDS = TRACE_FIELDS | {"tracestate"}
 """Client headers that backends do not get if the trace begins here: `tracestate` belongs to the client's trace."""
 RATIO = 0.1
-"""The default share of sampled traces, of all traces that begin here."""
+"""The default share of the traces that begin here and are sampled."""
 SAMPLERS: Mapping[str, tuple[bool, float | None]] = {
     "always_on": (False, 1.0),
     "always_off": (False, 0.0),
@@ -26,8 +26,8 @@ SAMPLERS: Mapping[str, tuple[bool, float | None]] = {
     "parentbased_always_off": (True, 0.0),
     "parentbased_traceidratio": (True, None),
 }
-"""The samplers of the OpenTelemetry specification: whether the parent decides, and the ratio. The ratio None is read
-from the argument."""
+"""Sampler of the OpenTelemetry specification -> whether the parent decides, and the ratio. None: the ratio is read from
+OTEL_TRACES_SAMPLER_ARG."""
 
 # Version 00 ends after the flags, later ones may go on. Version ff and ids of zeros are invalid.
 _TRACEPARENT = re.compile(

@@ -47,7 +47,7 @@ class LineWriter(ABC, Generic[Line]):
 
     @abstractmethod
     def _failed(self, error: OSError) -> None:
-        """Called on the thread when writes begin to fail, once until a write succeeds."""
+        """Called on the thread when a write fails, unless the write before it failed too."""
 
     @abstractmethod
     def _resumed(self, lost: int) -> None:

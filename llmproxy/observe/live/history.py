@@ -1,4 +1,4 @@
-"""Time series in memory: the last 15 minutes by the second, the last day by ten seconds.
+"""Time series in memory: one value a second for the last 15 minutes, one per ten seconds for the last day.
 
 Each series is a column of 32-bit floats, which a browser can draw without conversion. A column takes 38 KB. `NaN` means
 no value, so that gaps stay visible.
@@ -20,7 +20,7 @@ COLUMNS_MAX = 560
 
 
 class Stretch(Struct, frozen=True):
-    """Columns over one range of time: `rows` values each, one every `step_s`, the first at the second `from_s`.
+    """Columns for one range of time. Each has `rows` values: one every `step_s`, the first at the second `from_s`.
 
     `values` holds the columns one after the other, as little-endian 32-bit floats.
     """
@@ -42,9 +42,9 @@ class _Column:
 
 
 class History:
-    """Rows of a monotonic clock, one per second.
+    """A row of values for each second of a monotonic clock.
 
-    Over ten seconds, the columns `*/NAME` for each NAME in `worst` keep their highest value, all others their mean.
+    Ten seconds become one value: the highest value in the columns `*/NAME` for each NAME in `worst`, else the mean.
     Columns with a prefix in `fleeting` are the first to be dropped for new columns.
     """
 
@@ -86,9 +86,9 @@ class History:
         return {name: column.seconds[at] for name, column in self._columns.items()} if self._last_s >= 0 else {}
 
     def read(self, prefixes: Iterable[str], span_s: int) -> Stretch:
-        """The columns whose names begin with one of `prefixes`, over the last `span_s` seconds.
+        """The last `span_s` seconds of the columns whose names begin with one of `prefixes`.
 
-        By the second up to SECONDS, else by ten seconds; the current ten seconds have no value yet.
+        A span up to SECONDS has one value a second. A longer span has one per ten seconds, without the current ten.
         """
         wanted = tuple(prefixes)
         names = tuple(name for name in self._columns if name.startswith(wanted))

@@ -1,4 +1,4 @@
-"""Requests that ended in the last minute: waits and first tokens by band, tokens by backend and by flow, outcomes.
+"""Requests that ended in the last minute: times of each band, tokens of each backend and each flow, outcomes.
 
 Each request is counted when it ends, in the sums of its second and nowhere else. When a second is over, its sums are
 added to the sums of the minute, and the sums of the oldest second are subtracted.
@@ -95,8 +95,8 @@ class BandSums:
 class BackendSums:
     """The attempts of one backend, and the tokens of the requests that ended on it.
 
-    `firsts` requests had a time to first token, `streams` a time per token. The sums of both times are integer
-    microseconds, to avoid float drift when values are subtracted.
+    `first_us` is the sum of `firsts` times to first token, `token_us` the sum of `streams` times per token. Both are
+    integer microseconds, to avoid float drift when values are subtracted.
     """
 
     __slots__ = (
@@ -137,10 +137,10 @@ class FlowSums:
 
 
 class Sums:
-    """Sums over requests that ended within some time. Flows are by (band, flow).
+    """Sums over requests that ended within some time. `flows` has the keys (band, flow).
 
-    `error_ratio` is the sum of the relative errors of `errors` predicted first tokens. `outcomes` counts only requests
-    that the proxy refused or that failed.
+    `error_ratio` is the sum of the relative errors of `errors` predicted times to first token. `outcomes` counts only
+    requests that the proxy refused or that failed.
     """
 
     def __init__(self) -> None:
@@ -287,7 +287,7 @@ class Minute:
     def tokens_per_s(self, backend: str, since_s: float | None) -> tuple[float, float]:
         """Return the prompt and output tokens a second of the requests that ended on `backend` in the last minute.
 
-        `since_s` leaves out requests that ended before it. The mean is over one second at least.
+        Leaves out requests that ended before `since_s`. Divides by at least one second.
         """
         sums, span_s = [self.total.backend(backend)], self.span_s
         if since_s is not None and self._seconds:

@@ -120,7 +120,7 @@ class LiveSnapshot:
         }
 
     def _changes(self) -> dict[str, Event]:
-        """The event that began the state of each backend: of repeated ejections after failed probes, the first one."""
+        """Backend -> the event that began its state; the first ejection, if failed probes repeated the ejection."""
         found: dict[str, Event] = {}
         settled: set[str] = set()
         for event in self._recorder.events.newest_first():
@@ -257,7 +257,7 @@ class LiveSnapshot:
         }
 
     def _flows(self, seen: Snapshot) -> list[dict[str, Any]]:
-        """The flows of the last minute, each with its share of its band's tokens and the share due by weight."""
+        """The flows of the last minute, each with its share of its band's tokens and of its band's weights."""
         recorder, minute = self._recorder, self._recorder.minute
         total = minute.total
         waiting: dict[tuple[str, str], FlowSnapshot] = {

@@ -35,7 +35,7 @@ def summary_of(
     Args:
         pools, statuses: The current state.
         reasons: Why each backend is in its state.
-        bands: The names of bands by level.
+        bands: Level -> name of the band.
         nameless: Requests that wait for a model that no backend lists yet.
         learned: Paces that the placement learned.
         minute: Requests that ended in the last minute.
@@ -132,7 +132,7 @@ def _backends(statuses: Sequence[BackendStatus], state: str, reasons: dict[str, 
 
 
 def _slow(paces: Mapping[str, float | None], learned: Sequence[BackendPace]) -> list[str]:
-    """Return a sentence about replicas that are slow now, or slow for prompts as the placement learned; else []."""
+    """Return a sentence about replicas that are slow now, or that the placement found slow for prompts; else []."""
     now = sorted((-pace, name) for name, pace in paces.items() if pace is not None and pace >= SLOWER)
     prompts = sorted(
         (-one.prefill_factor, one.backend) for one in learned if one.step_factor < SLOWER <= one.prefill_factor

@@ -32,7 +32,7 @@ PER_MEMBER_KEYS = frozenset(
 
 
 class _NoMetrics:
-    """Metrics of requests that another member relayed: that member counts them."""
+    """Ignores requests that another member relayed, because that member counts them."""
 
     def record(self, ended: RequestExit) -> None: ...
 
@@ -50,7 +50,7 @@ def build_member(
     registry: BackendRegistry,
     show: Callable[[RequestExit], None],
 ) -> Cluster:
-    """Returns a member that is not started yet. `show` gets exits of other members' requests. Raises ConfigError."""
+    """Returns a member that is not started yet. `show` gets the ended requests of other members. Raises ConfigError."""
     chosen = config.cluster
     pools = dispatcher.pools
     locks = {name: stores.open_lock_store(chosen, config.discovery.kubernetes_api, name) for name in pools.shards.names}

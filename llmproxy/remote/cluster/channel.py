@@ -16,7 +16,7 @@ SILENCE_S = 3.0
 FRAME_BYTES_MAX = 16 << 20
 """Members send no longer frames: a longer frame is a protocol error."""
 HELLO_BYTES_MAX = 16 << 10
-"""The limit until the peer has sent its Hello, which must come first."""
+"""The limit for the first frame, in which the peer has to send its Hello."""
 FRAME_MESSAGES_MAX = 256
 """An `Admit` has at most 37 kB, so a frame of this many messages stays below FRAME_BYTES_MAX."""
 UNSENT_BYTES_MAX = 64 << 20
@@ -123,7 +123,7 @@ class MemberChannel(Channel[MessageT]):
 
 
 class LocalChannel:
-    """A connection inside one process, as of the leader to itself. `send` delivers at once."""
+    """A connection within one process, for example from the leader to itself. `send` delivers at once."""
 
     local = True
 

@@ -30,14 +30,14 @@ MEMBERS_MAX = 256
 CLAIMED_EPOCH_MAX = EPOCH_MAX // 2
 """Limit of the epoch that a member may claim in its Hello. It leaves half of all epochs for future elections."""
 DEFER_S = 2 * SEEK_S
-"""How long a member leaves a free lock to others, for each shard that it already leads."""
+"""For each shard that a member leads, it waits this much longer before it takes another free lock."""
 DEFER_MAX_S = 1.0
-"""Upper limit of the same, because waiting requests are refused some seconds after their leader is gone. Also the time
-before a member that has handed a shard over campaigns for it again."""
+"""The longest such wait, because requests are refused some seconds after their leader is gone. A member that has handed
+a shard over also waits this long before it campaigns for the shard again."""
 BALANCE_S = 5.0
-"""Interval of balancing: a leader may hand a shard over to a member that leads fewer."""
+"""Interval of balancing: a leader may hand a shard over to a member that leads fewer shards."""
 STAYS_S = 60.0
-"""How long a shard that was handed over, and came back, is not handed over again."""
+"""How long after a hand-over this member does not hand over the same shard again."""
 
 Page = Callable[[protocol.PageRequest], Awaitable[protocol.PageResponse]]
 _log = structlog.get_logger()
@@ -161,7 +161,7 @@ class Cluster:
         return leads * min(DEFER_S, DEFER_MAX_S / len(self.shards))
 
     async def _balance(self) -> None:
-        """Hand over one shard at a time, until no other member leads two shards fewer. Runs until cancelled."""
+        """Hand over one shard at a time, while another member leads at least two shards fewer. Runs until cancelled."""
         while True:
             await asyncio.sleep(BALANCE_S)
             for shard, to in self._to_hand_over():

@@ -201,7 +201,7 @@ class Election:
         """Stop campaigning and free the lock. The member still follows other leaders."""
         self.campaigning = False
         if self._is_leader:
-            # Before the lock is free, because its next holder decides at once.
+            # Stop before the lock is free, because its next holder decides at once.
             self._is_leader = False
             self._candidate.follow(None)
         try:

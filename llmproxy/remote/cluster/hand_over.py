@@ -27,7 +27,7 @@ SAME_S = 0.001
 
 
 class HandOver:
-    """The last announced state, announced by this member as leader or received from the leader.
+    """The last announced state. This member announced it as leader, or received it from the leader.
 
     `now` is the clock of the loop.
     """
@@ -129,11 +129,11 @@ def _balances(band: tuple[str, int], flows: Mapping[str, float]) -> Iterator[Bal
 
 
 class AnnouncedRateDebts:
-    """The last announced debts of rate limits: seconds until the tokens that were taken have refilled."""
+    """The last announced debts of rate limits: seconds until a limit has refilled the tokens that were taken."""
 
     def __init__(self) -> None:
         self._refilled_s: dict[RateName, float] = {}
-        """When each limit has refilled, on the clock of the loop of this process."""
+        """Maps each limit to the time when it will have refilled, on the clock of the loop."""
 
     def remaining(self, now: float) -> dict[RateName, float]:
         """Returns the debts that are left at `now`."""

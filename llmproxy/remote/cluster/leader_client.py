@@ -37,7 +37,7 @@ from llmproxy.scheduling.lease import Admitted, Lease
 PREFIXES_MAX = 2_000
 """Prompts that a member remembers for its next leader."""
 HASHES_MAX = 100_000
-"""Block hashes of all these prompts. They describe 50 MB of text, use 4 MB of memory and fill 1 MB of frames."""
+"""Block hashes of all remembered prompts. They describe 50 MB of text, use 4 MB of memory and fill 1 MB of frames."""
 UNSENT_MAX = 10_000
 """Reports that are kept without a leader. Beyond that, the oldest are dropped: they only correct estimates."""
 NO_LEADER_RETRY_S = 1.0
@@ -46,12 +46,12 @@ DISCOVERY_LAG_S = 10.0
 
 
 class _Prefixes:
-    """Cached blocks of the member's most recent requests, by lease."""
+    """Remembers which blocks of the member's most recent requests are cached, and where."""
 
     def __init__(self, backends: Mapping[str, Backend]) -> None:
         self._backends = backends
         self._by_lease: OrderedDict[int, tuple[RememberedPrefix, int]] = OrderedDict()
-        """Lease -> its prefix, and the number of the backend's process then."""
+        """Lease -> its prefix, and the value of `Backend.processes` at that time."""
         self._hashes = 0
 
     def note(self, grant: Grant, hashes: Sequence[int]) -> None:
@@ -120,7 +120,7 @@ class LeaderClient:
         self._unsent: deque[Message] = deque(maxlen=UNSENT_MAX)
         self._prefixes = _Prefixes(local.pools.backends)
         self.calls: Callable[[], Calls | None] = lambda: None
-        """Returns the calls to a leader in another process, other than leases; None without such a leader."""
+        """Returns the calls to the leader that need no lease; None unless a leader in another process is connected."""
         self.draining = False
         self.granting = True
 
@@ -167,7 +167,7 @@ class LeaderClient:
     async def resolve(
         self, name: str | None, no_backend_wait_s: float, body_bytes: int, key: str = "", beside: str | None = None
     ) -> Target:
-        """See `Dispatcher.resolve`. An unknown name is also held at the leader, which counts it for the autoscaler.
+        """See `Dispatcher.resolve`. While a name is unknown, the leader waits too, and counts it for the autoscaler.
 
         Returns when both processes know the name, because a leader refuses requests for an unknown name. After
         DISCOVERY_LAG_S it returns without the leader's answer.
@@ -227,7 +227,7 @@ class LeaderClient:
         """Report a stored response, because clients of other members may refer to it."""
         self._report(protocol.ResponseStored(response_id, backend, tenant))
         if self._leader is not None:
-            # At once: its client may refer to it at another member as soon as it has the response head.
+            # Flush now: the client may refer to the response at another member as soon as it has the head.
             self._leader.flush()
 
     def exited(self, ended: RequestExit) -> None:
@@ -275,7 +275,7 @@ class LeaderClient:
 
     @property
     def has_leader(self) -> bool:
-        """Whether a leader is attached. In standalone mode, this process is."""
+        """Whether a leader is attached. In standalone mode, this process is attached as leader."""
         return self._leader is not None
 
     def attach(self, leader: Sender) -> None:
@@ -292,7 +292,7 @@ class LeaderClient:
             leader.send(_running(call, run, now))
         for asked in waiting.values():
             if asked.sent and asked.entry is AdmissionKind.NEW:
-                # A leader has already counted it, and it keeps its place in the queue.
+                # A leader has already counted the request, which keeps its place in the queue.
                 asked.entry = AdmissionKind.RESUMED
             self._ask(asked)
         leader.send(Resumed())
@@ -341,7 +341,7 @@ class LeaderClient:
             run.lease.cut(revoked=message.revoked)
 
     def refuse_waiting(self, since_s: float) -> None:
-        """Without a leader, refuse requests that are past their deadline, and after `since_s` all requests."""
+        """Refuse requests that are past their deadline; from the time `since_s` on, refuse all waiting requests."""
         now = _now()
         for asked in [*self._waiting.values()]:
             if asked.granted.done():

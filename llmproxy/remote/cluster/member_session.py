@@ -31,12 +31,12 @@ from llmproxy.scheduling.lease import Lease
 GRACE_S = 10.0
 """How long the leases of a member stay booked after its connection was lost. Their responses continue meanwhile."""
 RETURNED_MAX = 4096
-"""Returned leases for which a `PrefixCached` may still arrive."""
+"""The number of returned leases that are remembered, because a `PrefixCached` may still arrive for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberCallbacks:
-    """Callbacks of one shard for the state that members share beside leases."""
+    """Callbacks of one shard for the state other than leases that members share."""
 
     record_stored: Callable[[protocol.ResponseStored], protocol.ResponseStored]
     """As leader: records a stored response of a member. Returns the valid owner: the first report wins."""
@@ -106,7 +106,7 @@ class MemberSession(WorkerSession):
     def detach(self, sender: Sender) -> None:
         """Note a lost connection. The leases of the member stay booked for GRACE_S.
 
-        Pending calls are cancelled; the member re-sends them after reconnecting, with their age then.
+        Pending calls are cancelled. After reconnecting, the member sends them again with their current age.
         """
         if self._sender is sender:
             self._sender = None
@@ -120,7 +120,7 @@ class MemberSession(WorkerSession):
             self._sender.send(message)
 
     def end(self, *, requests_continue: bool = False) -> None:
-        """End the session. `requests_continue`: the member is not gone, and another leader takes its requests over."""
+        """End the session. `requests_continue`: the member goes on, and another leader takes its requests over."""
         self._sender, self._requests_continue = None, requests_continue
         if self._grace is not None:
             self._grace.cancel()

@@ -45,7 +45,7 @@ class Network(Protocol):
     """Connections between members."""
 
     async def listen(self, accepted: Callable[[], asyncio.Protocol]) -> str:
-        """Accept connections, each with a new protocol. Returns the address of this member. Raises OSError."""
+        """Accept connections, each with a new protocol object. Returns the address of this member. Raises OSError."""
 
     async def connect(self, address: str, connected: Callable[[], asyncio.Protocol]) -> None:
         """Connect to another member. Raises OSError; ValueError for an invalid address."""

@@ -22,7 +22,7 @@ _log = structlog.get_logger()
 
 
 class PendingConnections:
-    """Closes connections that are not identified within `HELLO_S`, and the oldest of them at a limit."""
+    """Closes connections that are not identified within `HELLO_S`. At a limit, closes the oldest of them."""
 
     def __init__(self, connections_max: int) -> None:
         """`connections_max` includes the identified connections of members."""

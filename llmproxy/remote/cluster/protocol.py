@@ -114,7 +114,7 @@ class Drained(Message, frozen=True, tag=48):
 
 
 class Balances(Message, frozen=True, tag=49):
-    """Changed balances of flows of one band (`FairnessPolicy.balances`), for the next leader."""
+    """The changed balances of flows in one band (`FairnessPolicy.balances`), for the next leader."""
 
     pool: str
     band: int
@@ -163,7 +163,7 @@ ToMember = (
 )  # fmt: skip
 
 FALLBACKS: Mapping[type[Enum], Enum] = {
-    # An admission of a new kind is most likely a repeated one. As NEW it would be charged twice.
+    # An admission of an unknown kind most likely repeats an earlier one. As NEW it would be charged twice.
     AdmissionKind: AdmissionKind.RETRY,
     # 503: the client may retry.
     Outcome: Outcome.REJECTED_NO_BACKENDS,

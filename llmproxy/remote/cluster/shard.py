@@ -402,7 +402,7 @@ class Shard:
 
     @property
     def calls(self) -> Calls | None:
-        """Calls to a leader in another process, other than leases; None without such a leader."""
+        """The calls to the leader that need no lease; None unless a leader in another process is connected."""
         return None if self._link is None else self._link.calls
 
     async def caught_up(self) -> None:

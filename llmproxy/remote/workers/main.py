@@ -1,8 +1,8 @@
 """A relay worker: `python -m llmproxy.remote.workers.main FD`. FD is its end of the socket to the scheduler process.
 
-A worker accepts clients, reads their requests and relays bytes; the scheduler process grants every lease. It ignores
-signals. When the scheduler process ends, the worker cuts its requests and ends too, because no process knows any more
-which requests run on which backend.
+A worker accepts clients, reads their requests and relays bytes; the scheduler process grants every lease. A worker
+ignores signals. When the scheduler process ends, the worker cuts its requests and ends too, because no process knows
+any more which requests run on which backend.
 """
 
 from __future__ import annotations

@@ -64,14 +64,14 @@ class PageRequest(Message, frozen=True, tag=4):
 
 
 class DirectRequest(Message, frozen=True, tag=29):
-    """`Dispatcher.direct`, until `CancelCall`. The only answer is `CallRefused`: the request must end."""
+    """`Dispatcher.direct`, which lasts until `CancelCall`. The only answer is `CallRefused`: the request must end."""
 
     call: int
     backend: str
 
 
 class CancelCall(Message, frozen=True, tag=5):
-    """The worker does not need the answer to a call any more. A lease that the call was granted ends."""
+    """The worker does not need the answer to a call any more. If the call was granted a lease, the lease ends."""
 
     call: int
 
@@ -110,7 +110,7 @@ class LeaseReturned(Message, frozen=True, tag=9):
 
 
 class RequestEnded(Message, frozen=True, tag=10):
-    """`Dispatcher.ended`, for the request of this id."""
+    """`Dispatcher.ended`, for the request with this id."""
 
     request_id: str
     met: bool | None
@@ -148,7 +148,7 @@ class UsageLearned(Message, frozen=True, tag=14):
 
 
 class WorkerIdle(Message, frozen=True, tag=15):
-    """The worker is shutting down and has no request left; if its process was replaced, no connection."""
+    """The shutting-down worker has no open request; if the proxy was replaced, it has no open connection either."""
 
 
 class LogLinesLost(Message, frozen=True, tag=28):

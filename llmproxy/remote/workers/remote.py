@@ -157,7 +157,7 @@ class RemoteDispatcher:
         return resolved.target
 
     def response_stored(self, response_id: str, backend: str, tenant: str) -> None:
-        """Report a stored response at once: its client may refer to it at another worker after the response head."""
+        """Report a stored response at once: its client may refer to it at another worker once the head has come."""
         self._channel.send(protocol.ResponseStored(response_id, backend, tenant))
         self._channel.flush()
 

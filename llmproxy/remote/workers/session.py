@@ -62,7 +62,7 @@ class WorkerSession:
         self.gone = asyncio.Event()
         """Set when the connection has ended and all requests of the worker are recorded."""
         self.cut = 0
-        """Number of requests that ended with the worker."""
+        """Number of requests that were open when the connection to the worker ended."""
         self.buffered_bytes = 0
         """Buffered bytes of request bodies, as last reported."""
         self.channel: Channel[protocol.FromWorker] = Channel(FROM_WORKER, self._handle, self._lost)
@@ -119,7 +119,7 @@ class WorkerSession:
             self._forget(message.lease)
 
     def _book(self, key: int, lease: Lease) -> asyncio.Future[tuple[Verdict, Usage | None]]:
-        """Record a lease of the worker under its number `key`. The returned future resolves when it is returned."""
+        """Record a lease of the worker under its number `key`. The future resolves when the worker returns it."""
         returned: asyncio.Future[tuple[Verdict, Usage | None]] = self._loop.create_future()
         self._leases[key] = lease, returned
         lease.on_cut = lambda: self.send(protocol.LeaseCut(key, lease.revoked))

@@ -31,9 +31,9 @@ from llmproxy.scheduling.dispatcher import Dispatcher
 START_MAX_S = 60.0
 """How long workers may take to start listening before the start of the proxy fails."""
 STOP_MAX_S = 5.0
-"""How long a worker may take to cut its requests, and then again to exit, before it is killed."""
+"""How long a worker may take to cut its requests, and as long again to exit. Then it is killed."""
 LIVED_S = 10.0
-"""A worker that lived shorter has failed to start: its replacement starts after a pause that doubles each time."""
+"""A worker that ends earlier has failed to start: its replacement starts after a pause that doubles each time."""
 PAUSE_S, PAUSE_MAX_S = 0.5, 30.0
 ESTIMATES_S = 0.1
 """Interval of sending changed estimates to the workers."""
@@ -229,7 +229,7 @@ class WorkerSupervisor:
 
     @property
     def open_requests(self) -> int:
-        """Open requests. A worker that is shutting down and not idle counts as one if it has no request here."""
+        """Open requests. A worker that shuts down but is not idle counts as one request if none is known here."""
         shuts_down = self._shutdown.draining or self._shutdown.closed
         return sum(
             session.open_requests or (shuts_down and not session.idle.is_set()) for session in self._sessions.values()
@@ -257,7 +257,7 @@ class WorkerSupervisor:
                 one.close()
 
     async def wait_idle(self) -> None:
-        """Wait until no worker has a request left, or after a replacement of this process, a connection."""
+        """Wait until no worker has an open request; if this process was replaced, until none has an open connection."""
         for session in self._sessions.values():
             await session.idle.wait()
 

@@ -26,7 +26,8 @@ def open_lock_store(config: ClusterConfig, kubernetes_api: str | None, shard: st
 def lock_name(cluster: str, shard: str) -> str:
     """Returns the name of a shard's lock: the cluster's name, and for a separate pool its name and a hash.
 
-    A Lease name allows fewer characters than a model name. The hash distinguishes names that differ only in others.
+    A Lease name allows fewer characters than a model name. The hash distinguishes names that differ only in forbidden
+    characters.
     """
     if shard == DEFAULT:
         return cluster

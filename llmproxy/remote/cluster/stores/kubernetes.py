@@ -1,7 +1,7 @@
 """The lock as a Kubernetes Lease, by the rules of client-go: nothing compares the clocks of two machines.
 
-A Lease is free when its observer has seen no renewal for its duration, by the observer's own clock. If two members take
-it at once, the API server rejects the second write, because its resourceVersion is stale.
+An observer treats a Lease as free when it has seen no renewal for the Lease's duration on its own clock. If two members
+take the Lease at once, the API server rejects the second write, because its resourceVersion is stale.
 """
 
 from __future__ import annotations

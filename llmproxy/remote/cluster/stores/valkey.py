@@ -60,7 +60,7 @@ class ValkeyLock:
 
 
 def _leadership(held: bytes) -> Leadership:
-    """Raises StoreError if the key has a value of another program."""
+    """Decodes the value of the lock's key. Raises StoreError if another program wrote the value."""
     try:
         found = json.loads(held)
         epoch = int(found["epoch"])
