@@ -215,7 +215,7 @@ def _run(tasks: Sequence[tuple[Simulation, Point]], totals: Sequence[int], worke
 
 
 def _bounds(simulation: Simulation, chosen: Sequence[Point]) -> dict[str, dict[str, Bound]]:
-    """Returns the bounds of the first seed by load."""
+    """Returns load -> bounds, for the first seed."""
     first = chosen[0].seed
     loads = dict.fromkeys((point.rate_scale, point.prefill_scale) for point in chosen)
     return {

@@ -32,7 +32,7 @@ class Active:
         self._sums: dict[str, int] = {}
 
     def with_prompt(self, blocks: dict[Block, int], views: Sequence[View]) -> list[int]:
-        """Returns the engine blocks in use at each of `views` if it got the prompt of `blocks`."""
+        """Returns, for each of `views`, the engine blocks in use if it got the prompt of `blocks`."""
         own = sum(map(_blocks_of, blocks.values()))
         shared = self._index.matches(blocks, unbroken=True)
         found = []
@@ -66,7 +66,7 @@ class Active:
 
 
 class KvEventCaches:
-    """The caches by the KV events of the engines, 10 ms late. Lost events make them wrong."""
+    """The caches as the KV events of the engines report them, 10 ms late. Lost events make them wrong."""
 
     def __init__(self, around: Surroundings) -> None:
         self._cached_tokens = around.kv_events()

@@ -106,10 +106,10 @@ def blend(queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0) -> Profile:
 def sticky(match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) -> Profile:
     """prefix-cache-affinity-filter, then token-load-scorer.
 
-    Warm backends, with at least the share `match` of the prompt's blocks, are the only candidates, unless the least
-    loaded of them would answer more than `penalty_s` later than the least loaded other backend, at `rate` prompt tokens
-    in flight per second. With `penalty_s` 0 warm backends are always the only candidates. The fewest tokens in flight,
-    this prompt's uncached tokens included, win.
+    A backend is warm if it has at least the share `match` of the prompt's blocks. If there are warm backends, only they
+    are candidates, unless the least loaded of them would begin more than `penalty_s` later than the least loaded other
+    backend, at `rate` prompt tokens per second. With `penalty_s` 0 there is no such exception. The candidate with the
+    fewest tokens in flight, this prompt's uncached tokens included, wins.
     """
 
     def warm_candidates(candidates: Sequence[Candidate]) -> Sequence[Candidate]:

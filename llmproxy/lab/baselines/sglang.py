@@ -17,7 +17,7 @@ EVICT_EVERY_S = 60.0
 
 
 class CacheAware(Counting):
-    """The fewest requests in flight while loads are unequal, else the longest cached prefix, else the smallest tree.
+    """While loads are unequal, fewest requests in flight win; else the longest cached prefix, else the smallest tree.
 
     Loads are unequal if the most requests in flight exceed the fewest by more than `abs_load` and by more than the
     factor `rel_load`. A prefix counts if it is more than the part `match` of the prompt. The router's tree has text,

@@ -1,4 +1,4 @@
-"""The timeline of a replay: which fault begins and ends when."""
+"""The timeline of a replay: when each fault begins and ends."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FIELDS = {
     FleetFaultKind.LOST_READINGS: "lost_readings",
     FleetFaultKind.LOST_KV_EVENTS: "lost_kv_events",
 }
-"""Faults that only set a field of the server's `faults`, with the name of the field."""
+"""Maps each fault that only sets a field of the server's `faults` to the name of that field."""
 
 
 def schedule(faults: Iterable[Fault], replicas: Mapping[str, SimulatedServer], start_s: float) -> None:
     """Schedule the begin and end of each fault. The trace begins at the loop's time `start_s`.
 
-    At one moment, ends come before begins, otherwise in the order of `faults`.
+    At one moment, faults end before others begin. Otherwise they keep the order of `faults`.
     """
     loop = asyncio.get_running_loop()
     moments: list[tuple[float, bool, Fault, SimulatedServer]] = []

@@ -1,8 +1,8 @@
 """Fleets from names like `4xllama-8b-h100+4xllama-8b-a100` or `3xllama-8b-h100:prefill+5xllama-8b-h100:decode`, and
 from YAML files with faults:
 
-proxies: 2                  # strangers; or `relays: 2` of one cluster, with rtt_s and leader_dies_at_s
-pinned: true                # the first tenant uses one of them, and others the rest
+proxies: 2                  # independent; or `relays: 2`, one cluster, with rtt_s and leader_dies_at_s
+pinned: true                # the first tenant uses one proxy, and other tenants the other proxies
 kv_transfer: {bytes_per_s: 1.25e+9, latency_s: 0.01}
 replicas:
   - {count: 6, profile: llama-8b-h100, max_num_seqs: 128, role: decode}

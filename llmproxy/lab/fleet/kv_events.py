@@ -1,4 +1,4 @@
-"""The caches as one subscriber to the KV events of the engines sees them: 10 ms late, and without lost events."""
+"""The caches as a subscriber to the KV events of the engines sees them: 10 ms late, and wrong if events were lost."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ DELAY_S = 0.010
 class KvEvents:
     """The subscriptions of a proxy to all replicas, and its index of the cached blocks.
 
-    vLLM publishes one batch per step. A lost batch is not repeated: the index misses its stored blocks and keeps its
-    removed ones, until a later batch corrects them or the process of the replica ends.
+    vLLM publishes one batch per step. A lost batch is not repeated: the index misses the blocks that it stored and
+    keeps the blocks that it removed, until a later batch corrects this or the process of the replica ends.
     """
 
     def __init__(self, world: World, clock: Callable[[], float]) -> None:
@@ -30,7 +30,7 @@ class KvEvents:
             world.replicas[name].subscribe(line)
 
     def cached_tokens(self, request_id: str) -> dict[str, int]:
-        """Returns the cached prompt tokens of a live request by replica, without the replicas that have none."""
+        """Returns replica -> cached prompt tokens of a live request, without the replicas that have none."""
         # `booked` needs the same answer as `place`, and the lookup at every replica is slow.
         key = request_id, self._clock()
         if key != self._found_for:

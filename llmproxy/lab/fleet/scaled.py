@@ -12,13 +12,14 @@ from llmproxy.lab.scaling.hpa import Hpa
 from llmproxy.lab.scaling.signals import SIGNALS, Look
 
 ZERO_ASK_S = 5.0
-"""Interval of looks at a fleet without replicas: KEDA's `pollingInterval` of the exported manifests."""
+"""How often the autoscaler looks at a fleet without replicas: `pollingInterval` in the exported KEDA manifests."""
 
 
 class ScaledFleet:
     """Starts and ends `servers` as the autoscaler wants.
 
-    A replica costs from its request until its end. A leaving replica accepts no new requests and completes its own.
+    The cost of a replica counts from the decision to start it until its end. A leaving replica accepts no new requests
+    and completes its own.
     """
 
     def __init__(self, autoscale: Autoscale, servers: Mapping[str, SimulatedServer]) -> None:

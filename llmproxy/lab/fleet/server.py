@@ -35,9 +35,9 @@ class Subscriber(Protocol):
 
 @dataclass(slots=True)
 class _Stretch:
-    """A run of decode steps without other work: `steps` from `start_s` on, each `factor` times its noise-free time.
+    """A run of `steps` decode steps without other work, from `start_s` on.
 
-    Steps that ended until `settled_s` are already removed.
+    Each step takes `factor` times its noise-free time. Steps that have ended by `settled_s` are already removed.
     """
 
     start_s: float
@@ -262,7 +262,7 @@ class SimulatedServer:
 
     @property
     def counters(self) -> Counters:
-        """The counters over all restarts."""
+        """The counters, summed over all processes since the first start."""
         return self._earlier + self.engine.counters
 
     def load(self) -> tuple[int, int]:
@@ -278,7 +278,7 @@ class SimulatedServer:
             self._settle(self._loop.time())
 
     def _enter(self, job: ServerJob) -> None:
-        """The front end has tokenised the prompt."""
+        """Pass a request to the engine, because the front end has tokenised its prompt."""
         if self._jobs.get(job.request.id) is not job:
             return
         self._before_change()

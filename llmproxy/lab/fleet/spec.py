@@ -76,7 +76,7 @@ class Autoscale:
 
     # A name of `lab.scaling.signals.SIGNALS`.
     policy: str
-    # The least replicas.
+    # The minimum number of replicas.
     min: int = 1
     # Time until a new replica serves.
     start_s: float = 120.0
@@ -101,7 +101,7 @@ class SimulatedFleet:
     """Replicas, their faults, and the proxies in front of them."""
 
     name: str
-    # With distinct names. All serve, unless the fleet scales.
+    # Their names are distinct. All replicas serve, unless the fleet has an autoscaler.
     replicas: tuple[ReplicaSpec, ...]
     # In the order of their times.
     faults: tuple[Fault, ...] = ()

@@ -45,7 +45,7 @@ class World:
     replicas: dict[str, SimulatedServer]
     adapters: tuple[str, ...]
     blocks: Blocks
-    # Replicas have roles (prefill, decode).
+    # Whether replicas have roles (prefill, decode).
     split_up: bool = False
     # The facts that a proxy can know.
     prompts: dict[str, KnownPrompt] = field(default_factory=dict)

@@ -31,7 +31,7 @@ ADAPTERS_MAX = 10_000
 
 
 def vtc_bound_tokens(longest_prompt_tokens: int, fleet: SimulatedFleet) -> float:
-    """Returns 2 max(w_p L, w_q M): the largest difference of weighted service of two backlogged tenants under VTC.
+    """Returns 2 max(w_p L, w_q M): under VTC, the weighted service of two backlogged tenants differs by at most this.
 
     From "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024), with its weights 1 per prompt token and
     2 per output token. L is the longest prompt. M, the tokens of a batch in the paper, is here the size of all KV
@@ -170,8 +170,8 @@ def _fairness_bounds(sums: _TraceSums, fleet: SimulatedFleet) -> dict[str, Bound
 def in_order(arrivals: Iterator[Arrival]) -> Iterator[tuple[float, Arrival]]:
     """Yields all arrivals, with later turns of closed loops, and the earliest time of each.
 
-    A later turn comes `think_s` after the earlier turn, as if answers took no time. Arrivals of one time alternate
-    between the loops, so loops without a pause advance side by side.
+    A later turn comes `think_s` after the earlier turn, as if answers took no time. Arrivals at the same time
+    alternate between the loops, so loops without a pause advance side by side.
     """
     serial = count()
     coming: list[tuple[float, int, Arrival]] = []

@@ -23,7 +23,7 @@ from llmproxy.lab.fleet.world import World
 from llmproxy.lab.policies.oracle import Oracle
 
 LATE = "late_"
-"""Prefix of a placement behind the proxy's own queue, if the plain name is a baseline that binds at once."""
+"""Prefix for a placement behind the proxy's own queue, if its plain name means a baseline that binds at once."""
 ORACLE = "oracle"
 NOT_HERE = ("placement", "weights", "min_shares", "seed")
 """Keys of `scheduling` that a policy name cannot have as a parameter."""
@@ -41,9 +41,9 @@ class PolicyPlan:
     # Interval of its metrics readings; None if it reads no metrics.
     scrape_s: float | None
     make_placement: Callable[[Surroundings, World], Placement]
-    # Late binding: requests wait in the proxy until a backend can begin them.
+    # Whether requests wait in the proxy until a backend can begin them (late binding).
     late: bool = True
-    # Always a single proxy, also for a fleet with several proxies.
+    # Whether a run has a single proxy, also for a fleet with several proxies.
     central: bool = False
 
 

@@ -19,12 +19,12 @@ BEGIN_WITHIN_S = 0.5
 """A request is bound to a replica that can begin it within this time. Otherwise it waits in the central queue."""
 SOON_S = 0.01
 SAVING_TOKENS = 2_048
-"""Additional cached prompt tokens that make a replica worth waiting for. A resident adapter counts as many."""
+"""Additional cached prompt tokens that make a replica worth waiting for. A resident adapter counts like these."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """The unfinished requests of one replica by lease, and the prompt tokens that it has still to compute."""
+    """The unfinished requests of one replica, with lease numbers as keys, and the prompt tokens still to compute."""
 
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     ends_s: dict[int, float] = field(default_factory=dict)

@@ -35,7 +35,7 @@ class Served:
 
 
 class EngineWork(NamedTuple):
-    """The work of requests, as the sums in which the formula of step times is linear; or the price of each sum.
+    """The work of requests, as sums; the formula of step times is linear in each. Or the price of one unit of each sum.
 
     `prefill_squares` is end² - first² of the prompt positions to compute. `context_tokens` is the sum of the contexts
     of all decoded tokens. `private_tokens` is the part of it that no earlier request shares, so each request of a batch
@@ -183,7 +183,7 @@ class QueueBounds:
     """The best that the pooled server can do. None without requests; times and load are None without arrival times.
 
     `requests_per_s` is the highest rate of such requests, and `service_s` its inverse. `utilisation` is the work of the
-    trace over the capacity of the fleet in that time. Times to first token are accurate within 0.5 %.
+    trace divided by the capacity of the fleet in that time. Times to first token are accurate within 0.5 %.
     """
 
     requests_per_s: float | None = None

@@ -12,7 +12,7 @@ from llmproxy.lab.traces.arrival import Arrival
 
 @dataclass(frozen=True, slots=True)
 class ArrivalIdentity:
-    """The scheduling identity of one arrival. `weight` is the share of its flow."""
+    """The scheduling identity of one arrival. `weight` is the fair-share weight of its flow."""
 
     flow: str
     max_wait_s: float

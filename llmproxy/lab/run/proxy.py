@@ -39,7 +39,7 @@ from llmproxy.scheduling.dispatcher import Dispatcher
 from llmproxy.scheduling.lease import Lease, Leasing
 
 BYTES_PER_TOKEN = 4.3
-"""Average of the prompts of a replay. As in production, the proxy learns it from the usage of answers."""
+"""The mean of all prompts in a replay. As in production, the proxy learns it from the usage of answers."""
 BYTES_SIGMA = 0.1
 PROGRESS_S = 0.3
 """Interval at which the tokens of open streams are counted. The gateway counts every 32 tokens."""

@@ -69,7 +69,7 @@ class _Pipe(asyncio.Transport):
 
 
 class VirtualNetwork:
-    """The connections of one member. All members share `listening`, by address."""
+    """The connections of one member. All members share `listening`, which maps addresses to their networks."""
 
     def __init__(self, address: str, rtt_s: float, listening: dict[str, VirtualNetwork]) -> None:
         self.address = address

@@ -32,7 +32,7 @@ from llmproxy.lab.traces.arrival import Arrival, Trace, turns_of
 SETTLE_S = 2.0
 """Time for polls before the first arrival, because a proxy starts before its clients."""
 SAMPLES = 120
-"""Samples of every replica's load over the length of a trace. Sampling goes on at this rate until the last answer."""
+"""The number of load samples of each replica during a trace. Sampling goes on at this rate until the last answer."""
 SAMPLE_LEAST_S = 0.05
 DETECT_EVERY_S = 0.02
 """Interval at which a run checks whether a fault is detected."""
@@ -109,7 +109,7 @@ class Run:
         self._first: str | None = None
         self.future: Future | None = None
         self._answers: deque[tuple[float, float, int, int]] = deque()
-        """(End, time to first token over its objective, prompt tokens, output tokens) of the last answers."""
+        """(End, time to first token divided by its objective, prompt tokens, output tokens) of the last answers."""
 
     async def go(self) -> RunRecorder:
         setup, loop = self._setup, asyncio.get_running_loop()

@@ -13,9 +13,9 @@ from math import ceil
 
 @dataclass(frozen=True, slots=True)
 class HpaRules:
-    """In `up_every_s`, at most `up_pods` or the share `up_share` of replicas are added, whichever is more.
+    """Within `up_every_s`, at most `up_pods` replicas or the share `up_share` of them are added, whichever is more.
 
-    The same holds for down; `down_pods` is None without a limit in pods.
+    Removals follow the same rule with `down_pods` and `down_share`; with `down_pods` None, only `down_share` counts.
     """
 
     tolerance: float = 0.1

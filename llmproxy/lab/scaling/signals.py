@@ -17,7 +17,7 @@ from llmproxy.lab.scaling.hpa import DEFAULTS, FOLLOWING, HpaRules
 class Look:
     """The inputs of a signal at one moment. `waiting` counts requests in the proxies' queues.
 
-    `late` is the p90 of time to first token over its objective in the last minute, None without requests.
+    `late` is the p90 of time to first token divided by its objective in the last minute, None without requests.
     `prompt_tokens` and `output_tokens` are means of these requests. `uncached_tokens` is the prefill work of requests
     without a first token. `coming` is the number of replicas that the work of the near future needs.
     """
@@ -90,12 +90,12 @@ def _late(look: Look) -> float | None:
 
 
 def _tokens(look: Look) -> float:
-    """Returns the seconds of pending prefill over `BACKLOG_S`, or the KV cache usage over 0.8, whichever is larger."""
+    """Returns the larger of two loads: seconds of pending prefill / `BACKLOG_S`, and KV cache usage / 0.8."""
     return max(look.uncached_tokens / PREFILL_TOKENS_PER_S / BACKLOG_S, _kv_used(look) / 0.8)
 
 
 class _Saturation:
-    """The second analyser of llm-d's workload-variant autoscaler: tokens in use and expected over the capacity.
+    """The second analyser of llm-d's workload-variant autoscaler: tokens in use and expected, divided by the capacity.
 
     The capacity of a replica is 0.8 of its KV cache, or less: the mean usage of the last ten looks at replicas with
     five or more waiting requests. The signal wants more replicas above 0.85 of the capacity, but not while some start,

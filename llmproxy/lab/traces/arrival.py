@@ -44,9 +44,9 @@ class Arrival:
     # Each is a request of its own.
     retries: int = 0
     retry_after_s: float = 0.0
-    # The real request got no answer, so `output_tokens` is an assumption.
+    # Whether `output_tokens` is an assumption, because the real request got no answer.
     guessed: bool = False
-    # The answer is not streamed.
+    # Whether the answer comes as a whole, and not as a stream.
     whole: bool = False
 
     def own_blocks(self) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ def chained(turns: Sequence[Arrival]) -> Arrival:
 def in_time_order(batches: Iterable[tuple[float, Iterable[Arrival]]]) -> Iterator[Arrival]:
     """Yields the arrivals of all batches by their times; equal times keep the given order.
 
-    Each batch has a time, and neither this batch nor a later one has an earlier arrival. So all earlier arrivals can be
+    Each batch has a time: no arrival of this batch or of a later batch is earlier. So all earlier arrivals can be
     yielded, and only the others are kept in memory.
     """
     due: list[tuple[float, int, Arrival]] = []

@@ -53,7 +53,7 @@ def arrivals(path: Path, lines: Lines) -> Iterator[Arrival]:
 
 @dataclass(slots=True)
 class _FirstPass:
-    """The findings of the first pass. `late_s` is the largest time by which a line arrived before an earlier line."""
+    """The findings of the first pass. No request arrived more than `late_s` before a request on an earlier line."""
 
     count: int = 0
     first_s: float = inf

@@ -18,14 +18,14 @@ from llmproxy.lab.traces.formats import Layout, LineError, recognise
 LINE_BYTES_MAX = 16 << 20
 GZIP_MAGIC = b"\x1f\x8b"
 BOM = b"\xef\xbb\xbf"
-"""Some spreadsheets write it before the header."""
+"""A byte order mark, which some spreadsheets write before the header."""
 
 
 def open_trace(path: Path) -> Trace:
     """Returns the trace in a file, gzipped or not. Its first line shows its format; see `formats`.
 
-    Only the first line is read here. `Trace.arrivals` reads the file again at each call, with one line in memory. For a
-    decision log, whose lines are not in the order of arrival, it is the lines within the longest request.
+    Only the first line is read here. `Trace.arrivals` reads the file again at each call, with one line in memory. A
+    decision log is not in the order of arrival: as many lines are in memory as end during the longest request.
     `Trace.arrivals` raises TraceError as `FILE:LINE: reason` for an invalid line.
 
     Raises TraceError for a file that cannot be read, is empty, or has an unknown format.

@@ -106,7 +106,7 @@ def _own(block_tokens: int, line: str) -> Arrival:
 
 
 def optionals_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of optional keys by field of `Arrival`."""
+    """Returns field of `Arrival` -> value, for the optional keys."""
     optional: dict[str, Any] = {}
     for key, value in given.items():
         if value is None:
@@ -237,7 +237,7 @@ AZURE = _Columns("Azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 def _csv_layout(header: Sequence[str]) -> Layout:
     names = [name.strip() for name in header]
-    # The format with the most columns in common is assumed; the first of equals.
+    # The format with the most columns in common is assumed. Of several such formats, it is the first.
     meant = max((SERVEGEN, ARENA, AZURE), key=lambda columns: len(set(columns.required()) & set(names)))
     if meant.at not in names and meant.prompt not in names:
         raise LineError(f"a trace of unknown format; {KNOWN}")

@@ -48,7 +48,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """A log-normal distribution by its mean and the standard deviation of its logarithm, clamped to low..high."""
+    """A log-normal distribution with this mean and this standard deviation of its logarithm, clamped to low..high."""
 
     mean: float
     sigma: float

@@ -89,7 +89,7 @@ class Engine:
         # blocks.
         self._fetching: dict[str, LiveSequence] = {}
         self._abandoned: dict[str, LiveSequence] = {}
-        # The next step, if it is already planned, and requests that end with the current step, unknown to that plan.
+        # The next step, if it is already planned, and requests that end with the current step, which the plan ignores.
         self._ahead: StepPlan | None = None
         self._ended: list[LiveSequence] = []
         self._found_for: tuple[EngineRequest, int] | None = None
@@ -179,7 +179,7 @@ class Engine:
     # --- KV of other engines ------------------------------------------------------------------------------------------
 
     def fetched(self, request_id: str, right: bool = True) -> None:
-        """End the transfer of a `remote` request. Not `right`: the blocks had been reused before they were read."""
+        """End the transfer of a `remote` request. `right` is False if the blocks were reused before they were read."""
         if (abandoned := self._abandoned.pop(request_id, None)) is not None:
             self.kv.release(abandoned)
         else:

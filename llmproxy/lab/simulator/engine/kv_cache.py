@@ -46,8 +46,8 @@ class KvCache:
     """A cache of `blocks` blocks, including the null block.
 
     Every call takes time proportional to its blocks, not to the size of the cache. `changes`, unless None, collects KV
-    events as vLLM publishes them: of several copies of a block, only the first storing and the last removal. `match`
-    returns the same results as long as `version` is unchanged.
+    events as vLLM publishes them: if a block has several copies, the first one is stored and the last one is removed.
+    `match` returns the same results as long as `version` is unchanged.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -62,8 +62,8 @@ class KvCache:
         # The oldest block with each content, and its younger copies in order.
         self._cached: dict[int, int] = {}
         self._copies: dict[int, dict[int, None]] = {}
-        # Free blocks, in the order of use: emptied, never used, and full ones with the hash of their content; None for
-        # content without a hash.
+        # Free blocks, in the order in which they are taken: emptied blocks, the blocks from the first never-used block
+        # on, and full blocks (block -> hash of its content; None for content without a hash).
         self._empty: list[int] = []
         self._fresh = 1
         self._freed: OrderedDict[int, int | None] = OrderedDict()

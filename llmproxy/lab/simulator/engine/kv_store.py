@@ -12,7 +12,7 @@ _HASH = Struct("<q")
 
 
 class KvStore(Protocol):
-    """A set of stored blocks, by the hashes of `kv_cache.block_hashes`. Blocks are never removed."""
+    """A set of stored blocks, identified by `kv_cache.block_hashes`. Blocks are never removed."""
 
     def found(self, hashes: Sequence[int]) -> int:
         """Returns the length of the longest stored prefix of `hashes`."""

@@ -87,7 +87,7 @@ class TransferParams:
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> TransferParams:
-        """Raises MalformedParamsError if a field of all versions is missing, or if a field has a wrong type."""
+        """Reads the fields. Raises MalformedParamsError for a wrong type, or if a field of all versions is missing."""
         try:
             blocks = tuple(tuple(map(int, group)) for group in body["remote_block_ids"])
             named = {name: str(body[name]) for name in ("remote_engine_id", "remote_request_id", "remote_host")}

@@ -13,7 +13,7 @@ class FaultKind(StrEnum):
     BUSY_503 = "busy_503"
     """Generation is refused with 503 and the words of a full queue."""
     DRAINING_500 = "draining_500"
-    """New generation gets 500, what runs goes on, `/health` is 200: vLLM with a shutdown timeout."""
+    """New generation gets 500, running requests go on, `/health` is 200: vLLM with a shutdown timeout."""
     HANG = "hang"
     """The port refuses, open requests get no byte and no end: vLLM after a default SIGTERM."""
     STREAM_ERROR_FIRST = "stream_error_first"
@@ -25,11 +25,11 @@ class FaultKind(StrEnum):
     RESET = "reset"
     """The connection is reset after `after_bytes` bytes of the body; 0 is right behind the head."""
     SILENT = "silent"
-    """Generation is accepted and never answered, while health, models and gauges of an idle engine are well."""
+    """Generation is accepted and never answered, while all other pages look like the pages of an idle engine."""
     SLOW = "slow"
     """Every step takes `factor` times as long: a GPU that is throttled."""
     LIES = "lies"
-    """The gauges of load on `/metrics` say that it is idle, whatever runs."""
+    """The gauges of load on `/metrics` say that the engine is idle, whatever runs."""
     REFUSE = "refuse"
     """The port refuses and every connection is cut: the process is gone."""
     UNAUTHORIZED = "unauthorized"
@@ -37,7 +37,7 @@ class FaultKind(StrEnum):
     RATE_LIMITED = "rate_limited"
     """Generation is refused with 429."""
     ERROR_RATE = "error_rate"
-    """The `share` of generation requests gets 500, evenly spread."""
+    """A `share` of the generation requests, evenly spread, gets 500."""
     DIES_OF = "dies_of"
     """A request whose body contains `word` ends the engine, and the process with it."""
 
@@ -70,9 +70,10 @@ class FaultSwitch:
         word: str = "POISON",
         times: int | None = None,
     ) -> None:
-        """Switch a fault on, for the next `times` generation requests only where that is given (faults that hit
-        all requests at once ignore it). ValueError for an unknown kind, a factor that is not above 0, a share that is
-        not within 0..1, or an empty word.
+        """Switch a fault on. With `times`, it hits only so many generation requests, and is then switched off.
+
+        Faults that hit all requests at once ignore `times`. Raises ValueError for an unknown kind, a factor that is not
+        above 0, a share that is not within 0..1, or an empty word.
         """
         if self.kind in PORT_CLOSING:
             raise RuntimeError(f"the fault {self.kind} has closed the port; restart the replica first")
@@ -88,14 +89,14 @@ class FaultSwitch:
         self._changed(self.kind)
 
     def clear(self) -> None:
-        """Switch the fault off. RuntimeError where only a restart helps."""
+        """Switch the fault off. Raises RuntimeError if only a restart helps."""
         if self.kind in PORT_CLOSING:
             raise RuntimeError(f"the fault {self.kind} has closed the port; restart the replica instead")
         self.kind = None
         self._changed(None)
 
     def hits(self, kind: FaultKind) -> bool:
-        """Whether the fault `kind` hits this request. A hit uses up one of its times."""
+        """Whether the fault `kind` hits this request. A hit counts against `times` of the fault."""
         if self.kind is not kind:
             return False
         if kind is FaultKind.ERROR_RATE:

@@ -257,7 +257,7 @@ _COUNTERS = {
     "prompt_tokens_cached": ("Number of cached prompt tokens (local + external).", "prefix_hits"),
     "generation_tokens": ("Number of generation tokens processed.", "generation"),
 }
-"""Help, and the field of `Counters`."""
+"""Metric name -> help text, and the field of `Counters`."""
 
 
 class _Page(Collector):

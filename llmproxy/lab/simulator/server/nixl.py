@@ -42,7 +42,7 @@ class KvLoadError(ApiError):
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """A sequence whose KV is at another replica. `params` is None if malformed; `began` is its transfer."""
+    """A sequence whose KV is at another replica. `params` is None if malformed. `began`: whether the transfer has."""
 
     job: GenerationJob
     params: TransferParams | None
@@ -53,7 +53,7 @@ class _Fetch:
 class NixlConnector:
     """The KV connector of a replica: it keeps blocks for other replicas, and fetches blocks from them.
 
-    It uses `times`, `speed` times as fast.
+    Everything happens `speed` times as fast as `times` says.
     """
 
     def __init__(self, pacer: Pacer, times: KvTransfer, speed: float, faults: FaultSwitch) -> None:

@@ -33,8 +33,8 @@ class GenerationJob:
     """The sequences of an HTTP request, and the reason for which each will end (`length`, `stop`).
 
     `each_token`: whether its owner is notified of every token, or only of the end. `remote_cached_tokens`: cached
-    prompt tokens at the replica that computed the prompt. `error` is set when the engine has died, or when its KV is
-    not available.
+    prompt tokens at the replica that computed the prompt. `error` is set when the engine has died, or when the KV
+    of the job is not available.
     """
 
     sequences: Sequence[EngineRequest]
