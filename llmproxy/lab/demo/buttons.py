@@ -34,7 +34,7 @@ def add(keys: str) -> None:
     tools = f'<div class="tools">Demo: {"".join(shown)}{lead}</div>'
     bar = f'<div class="bar-top" id="scenes" data-key="{ADMIN_KEY}">{tools}</div>'
     index = (files(PACKAGE) / FOLDER / INDEX).read_text().replace("</header>", f"{bar}</header>")
-    # Before the page's own script, which uses the key at once.
+    # Inserted before the page's own script, which uses the key at once.
     index = index.replace("<script", f'<script src="{UI}/{SCRIPT}" type="module"></script>\n<script', 1)
     ADDED[UI] = "GET", partial(_file, index, "text/html")
     ADDED[f"{UI}/{SCRIPT}"] = "GET", partial(_file, (files(__package__) / SCRIPT).read_text(), "text/javascript")

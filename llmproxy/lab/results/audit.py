@@ -45,8 +45,8 @@ class Audit:
     (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A counter is the charges of a flow divided
     by its weight, and is lifted when the flow becomes backlogged. None if two flows were never backlogged together.
 
-    `unfinished_tokens_most`: the most tokens dispatched and unfinished at a time: prompts, and the estimated or
-    delivered tokens of answers, whichever is more.
+    `unfinished_tokens_most`: the largest number of tokens at one time in requests that were dispatched and have not
+    ended. An answer counts its estimated or its delivered tokens, whichever is more.
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -10,13 +10,13 @@ LOOK_EVERY_S = 1.0
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
 """Weights of prompt and output tokens in "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024)."""
 TENANTS_MAX = 40
-"""Most tenants whose pairs are compared: the first backlogged tenants. Pairs grow with the square."""
+"""Only the first so many backlogged tenants are compared in pairs: pairs grow with the square."""
 WINDOW_S = 60.0
 """Window of the index of Jain."""
 ADHERENCE_S = 300.0
 ADHERENCE_PARTS = 60
 ADHERENCE_LEAST = 20
-"""Least requests of a tenant in a window for a meaningful adherence."""
+"""Fewer requests of a tenant in a window give no meaningful adherence."""
 
 
 class ServiceDifference:
@@ -72,7 +72,7 @@ def jain(shares: Collection[float]) -> float:
 
 
 class EvenWindows:
-    """The least index of Jain over all windows, of the service of tenants backlogged during a whole window."""
+    """The lowest Jain index of any window, for the service of the tenants that were backlogged in the whole window."""
 
     def __init__(self) -> None:
         self._looks = round(WINDOW_S / LOOK_EVERY_S)

@@ -18,7 +18,7 @@ TPOT_LARGE_S = 0.075
 SMALL = re.compile(r"(?:^|[^0-9a-z.])8b(?:$|[^0-9a-z])", re.IGNORECASE)
 """Matches the name of a profile of an 8B model."""
 PROMPTS_KEPT = 65_536
-"""Size of the cache of unloaded times by prompt length."""
+"""Size of the cache that maps a prompt length to its unloaded time."""
 
 
 def scaled_profile(spec: ReplicaSpec, prefill_scale: float) -> Profile:
@@ -27,7 +27,7 @@ def scaled_profile(spec: ReplicaSpec, prefill_scale: float) -> Profile:
 
 
 def prefill_s(profile: Profile, step_tokens: int, first: int, end: int) -> float:
-    """Returns the seconds of an idle engine for the prompt positions `first` to `end`, in chunks of `step_tokens`."""
+    """Returns the seconds that an idle engine takes for positions `first` to `end`, in chunks of `step_tokens`."""
     starts = range(first, end, step_tokens)
     return sum(profile.step_s(0, 0, [(start, min(start + step_tokens, end))]) for start in starts)
 

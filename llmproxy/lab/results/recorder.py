@@ -134,7 +134,7 @@ class RunRecorder:
             self._prompts.add("all", record.arrived_s, record.arrival.prompt_tokens)
 
     def sample(self, at_s: float, load: Mapping[str, tuple[int, int]], queued: Mapping[int, int]) -> None:
-        """Add a sample of the fleet: (running, waiting) of each replica, and requests in the proxies by band.
+        """Add a sample: replica -> (running, waiting) requests, and band -> requests that wait in the proxies.
 
         Samples come at equal intervals. If there are too many, every second one is dropped.
         """
@@ -157,7 +157,7 @@ class RunRecorder:
         self._scale_trail = [(at_s - begin_s, wanted, serving) for at_s, wanted, serving in trail]
 
     def output(self, tokens: Mapping[int, int]) -> None:
-        """Set the streamed tokens so far by band. Called at the end of the warm-up and at the end of the trace."""
+        """Set the tokens that each band has streamed so far. Called at the end of the warm-up and of the trace."""
         named: Counter[str] = Counter()
         for band, count in tokens.items():
             named[band_name(band)] += count

@@ -61,11 +61,12 @@ class GroupResult(_Model):
 
 
 class BackendResult(_Model):
-    """A replica. `requests` had their last attempt there; tokens count requests with a first token.
+    """A replica. `requests` counts the requests whose last attempt was on this replica.
 
-    `prefill_tokens` are computed prompt tokens, and `hit_tokens` cached ones. `engine_preemptions` are preemptions of
-    the engine in the whole run. The means are over samples of the whole trace: sequences in the batch, and requests
-    waiting inside the engine.
+    Tokens are counted only for requests with a first token. `prefill_tokens` are computed prompt tokens, `hit_tokens`
+    are cached ones. `engine_preemptions` are preemptions of the engine in the whole run. `mean_running` is the mean
+    number of sequences in the batch, and `mean_waiting` of requests that wait inside the engine, both sampled during
+    the whole trace.
     """
 
     requests: int
@@ -78,7 +79,7 @@ class BackendResult(_Model):
 
 
 class Utilisation(_Model):
-    """Rates over the counted time, and means over samples of the whole trace.
+    """Rates in the counted time, and means of samples from the whole trace.
 
     `busy` is the share of samples with a running or waiting request, `mean_running` and `mean_waiting` are per replica,
     and `mean_queued` counts requests that waited in the proxies.
@@ -115,10 +116,11 @@ class FairnessResult(_Model):
       band in the whole run.
     * `jain_least`: the least index of Jain (1: equal service) over all windows of 60 s. It compares the weighted
       service (see `service_difference_tokens`) of the tenants that were backlogged during the whole window.
-    * `adherence_least`: the least share of one tenant's requests that met their objectives, over windows of 5 minutes.
-    * `ended_most`: the most requests of all tenants that ended in such a window.
+    * `adherence_least`: the least share of one tenant's requests that met their objectives, in any window of 5 minutes.
+    * `ended_most`: the largest number of requests of all tenants that ended in such a window.
     * `prompt_tokens_most`: the longest prompt.
-    * `unfinished_tokens_most`: the most tokens dispatched and unfinished at a time.
+    * `unfinished_tokens_most`: the largest number of tokens at one time in requests that were dispatched and have not
+      ended.
     """
 
     counter_difference: float | None = None
@@ -153,7 +155,7 @@ class Point(NamedTuple):
 
 
 class FaultDetection(_Model):
-    """A fault of one replica. A proxy had the replica down or ejected `noticed_s` after its begin; null if none had."""
+    """A fault of one replica. `noticed_s`: seconds until a proxy had the replica down or ejected; null if none had."""
 
     kind: str
     replica: str
@@ -184,7 +186,7 @@ class RunResult(_Model):
       proxy's queue. `e2e_s`: from the arrival to the end.
     * `hit_tokens_ratio`: the cached share of the prompt tokens of completed requests.
     * `adapter_hit_ratio`: the share of requests whose adapter was in a slot at their admission, in the whole run.
-    * `prefill_imbalance`: max / mean over all replicas of their computed prompt tokens.
+    * `prefill_imbalance`: the most prompt tokens that a replica computed, divided by the mean of all replicas.
     * `duration_s`: virtual time from the start of the trace to the last end.
     * `service_difference_tokens`: the largest difference of weighted service (1 per prompt token, 2 per output token)
       between two tenants while both were backlogged; null if no two were. A tenant is backlogged while one of its
@@ -249,7 +251,7 @@ class WaitPoint(_Model):
 class Trail(_Model):
     """Additional data of one run for plots. It is not part of `result.json`.
 
-    * CDFs: (value, share of the completed requests with such a value that are not above it).
+    * CDFs: (value, share of completed requests up to this value). Requests without such a time are left out.
     * `hits`: (time of arrival, hit ratio of all requests until then).
     * `load`: running plus waiting requests of each replica at the times `load_at_s`. `queued`: requests in the proxies.
     * `attained`: (time of arrival, share of requests that met their objectives) by interval.
@@ -281,7 +283,7 @@ class Bound(_Model):
 class SimulationResult(_Model):
     """All runs of one trace on one fleet.
 
-    `bounds` are by load, as named by `load_label`, and then by name, in display order.
+    `bounds` maps the label of a load (see `load_label`) to its bounds: name -> bound, in display order.
     """
 
     format: Literal["llmproxy-simulate/1"] = FORMAT
@@ -369,7 +371,7 @@ def policies_of(result: SimulationResult) -> list[str]:
 
 
 def load_points(result: SimulationResult) -> list[LoadPoint]:
-    """Returns the runs by load, lighter loads first, with the policies in the order of `policies_of`."""
+    """Returns the runs of each load, lighter loads first, with the policies in the order of `policies_of`."""
     policies = policies_of(result)
     loads = sorted({(run.prefill_scale, run.rate_scale) for run in result.runs})
     points = []

@@ -99,7 +99,7 @@ def has_oracle(points: Sequence[LoadPoint]) -> bool:
 
 
 def bounds_by_name(points: Sequence[LoadPoint]) -> dict[str, Bound]:
-    """Returns every bound of any load by name, for its unit and meaning."""
+    """Returns name -> bound for all bounds of all loads, for their units and meanings."""
     return {name: bound for point in reversed(points) for name, bound in point.bounds.items()}
 
 
