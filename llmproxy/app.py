@@ -265,8 +265,8 @@ async def _build(
 ) -> Proxy:
     """Creates and connects all parts of a proxy that does not listen yet. They stop when the stack is left.
 
-    Some parts need others that are created after them, such as the metrics the finished proxy. They get a lambda, which
-    looks the other part up when it is called.
+    Some parts need a part that is created later. For example, the metrics need the finished proxy. They get a lambda,
+    which looks up the later part when it is called.
     """
     now = asyncio.get_running_loop().time
     metrics = Metrics(lambda: _live_state(proxy, now()))
@@ -387,7 +387,7 @@ def _pools(config: Config, limits: SharedLimits | None) -> Pools:
 def _exit_readers(
     stack: AsyncExitStack, config: Config, metrics: Metrics, now: float, current: Callable[[], Config]
 ) -> Iterator[Callable[[RequestExit], None]]:
-    """Yields the readers of request records beside the metrics. They close when the stack is left.
+    """Yields the configured readers of request records, besides the metrics. The readers close when the stack is left.
 
     `current` returns the current configuration.
     """
@@ -420,7 +420,8 @@ def _aliases(config: Config) -> Aliases:
 
 
 def _clients(config: Config) -> ClientLimits:
-    """Returns the limits per client address. With workers, they apply in the workers, and here only the defaults."""
+    """Returns the limits per client address. With workers, the workers apply the configured limits, and this process
+    the defaults."""
     return ClientLimits(clients_of_process(config) if config.workers == 1 else ClientsConfig())
 
 
@@ -454,7 +455,7 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
     cluster = proxy.cluster
     needs = proxy.scale.needs()
     if cluster is not None:
-        # A follower knows no work, and would report the present number of replicas as needed.
+        # A follower sees no requests, and would report the current number of replicas as needed.
         needs = {pool: need for pool, need in needs.items() if cluster.shard_for_pool(pool).is_leader}
     body_bytes = (proxy.supervisor or proxy.gateway.handler.bodies).buffered_bytes
     return LiveState(

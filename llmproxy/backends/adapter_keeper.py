@@ -1,4 +1,4 @@
-"""Loads or unloads an adapter on all backends, and again on a backend that lost the change by a restart.
+"""Loads or unloads an adapter on all backends, and repeats the change on a backend that lost it in a restart.
 
 A backend gets one order at a time. Its model list is read after each order, so that requests for the adapter work as
 soon as its loading was reported.
@@ -37,10 +37,11 @@ class Lister(Protocol):
 
 
 class AdapterKeeper(BackendObserver):
-    """Carries out changes of adapters, and repeats them on backends that come back without them. Ended by `close`.
+    """Changes the adapters of backends, and repeats the changes on backends that come back without them, until `close`.
 
-    `backends` and `listers` are by name, and may change. `on_order` is called after every order, with the backend, the
-    kind of change, whether it was a repetition, and whether the backend carried it out.
+    Args:
+        backends, listers: Map names of backends to their configurations and pollers. Both may change at any time.
+        on_order: Called after each order: (backend, kind of change, whether the backend carried it out).
     """
 
     def __init__(

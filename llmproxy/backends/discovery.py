@@ -39,11 +39,11 @@ from llmproxy.upstream.resolver import Resolver
 FILE_LOOK_S = 1.0
 LOOK_UP_TIMEOUT_S = 5.0
 EMPTY_TIMES = 4
-"""Multiplies the number of misses for empty answers: whole services vanish from DNS by mistake."""
+"""Factor on `misses_before_removal` while the answers are empty: whole services vanish from DNS by mistake."""
 
 Address = tuple[str, int]
 LookUp = Callable[[str, int], Awaitable[list[Address]]]
-"""Returns (host, port) of every server behind a name, none for a name that does not exist. Raises SourceFailedError."""
+"""Returns (host, port) of every server behind a name; empty if the name does not exist. Raises SourceFailedError."""
 
 _log = structlog.get_logger()
 
@@ -79,8 +79,7 @@ class DnsSource:
     """All servers behind one name, each configured like `template`.
 
     A server is named by its address and port, so that its name does not depend on the order of answers. A server leaves
-    after `misses_before_removal` answers in a row without it. If the answers are empty, `EMPTY_TIMES` as many are
-    needed.
+    after `misses_before_removal` answers in a row without it, or `EMPTY_TIMES` times as many if the answers are empty.
     """
 
     def __init__(self, template: BackendConfig, interval_s: float, misses_before_removal: int, look_up: LookUp) -> None:
@@ -170,11 +169,10 @@ class Discovery:
 
     Args:
         registry: The registry to update.
-        expects: Called with whether a source has not answered yet, so that requests for unlisted models wait
-            meanwhile.
+        expects: Called with True while any source has not answered, so that requests for unlisted models wait.
         on_look: Called after every look, with the source and whether it succeeded.
         look_ups: The look-ups of A and AAAA records, and of SRV records.
-        take_entries: Gets the configuration entries of Kubernetes objects beside InferencePools.
+        take_entries: Gets the configuration entries that InferenceObjectives and InferenceModelRewrites define.
     """
 
     def __init__(

@@ -1,12 +1,11 @@
-"""Reads the most sequences that an engine runs at once from the configuration that it publishes. Pure."""
+"""Reads an engine's own batch limit (sequences that run at once) from its published configuration. Pure."""
 
 from __future__ import annotations
 
 import msgspec
 
 SERVER_INFO_PATH = "/server_info?config_format=json"
-"""vLLM answers it only in development mode (VLLM_SERVER_DEV_MODE=1), SGLang always. Each ignores the other's parameter.
-"""
+"""vLLM answers it only in development mode (VLLM_SERVER_DEV_MODE=1). SGLang always answers it and ignores the query."""
 SEQUENCES_MAX = 1 << 20
 
 
@@ -47,7 +46,7 @@ class _Sglang(msgspec.Struct):
 
 
 def parse_sequences(body: bytes) -> int | None:
-    """The most sequences that run at once behind one server, over all its engines; None if the answer does not say."""
+    """Returns the batch limit of a server, summed over its engines; None if the answer does not contain it."""
     try:
         config = msgspec.json.decode(body, type=_Vllm).vllm_config
         scheduler = config.scheduler_config

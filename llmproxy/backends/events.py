@@ -19,8 +19,8 @@ _log = structlog.get_logger()
 class BackendObserver:
     """The base class of observers of backends. Each method does nothing unless it is overridden.
 
-    The methods are synchronous and quick. They are called on the event loop, after the dispatcher has taken the event
-    in, in the order of a poll.
+    The methods are synchronous and quick. They are called on the event loop, after the dispatcher has handled the same
+    event, in the order in which a poll sends its requests.
     """
 
     def listed(self, backend: str, listing: Listing) -> None:
@@ -118,7 +118,7 @@ class PollCounter(BackendObserver):
 
 
 class BackendLog(BackendObserver):
-    """Logs changes of backends, and knows when every backend of the start was polled once."""
+    """Logs changes of backends, and notes when each backend that was configured at the start has been polled once."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -168,7 +168,7 @@ class BackendLog(BackendObserver):
         self._polled(backend)
 
     def health_changed(self, backend: str, event: EjectionEvent) -> None:
-        """Log that outlier detection ejected a backend, skipped its ejection, or took it back."""
+        """Log the ejection of a backend, the end of its ejection, or an ejection that was skipped."""
         if isinstance(event, Ejected):
             _log.warning("backend_ejected", backend=backend, why=event.why, pause_s=event.pause_s)
         elif isinstance(event, EjectionSkipped):

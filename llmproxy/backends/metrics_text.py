@@ -46,7 +46,8 @@ _JUDGED_BYTES = 128 << 10
 _NUMBER_BYTES_MAX = 64
 _VALUE_MAX = 1e15
 _FOREIGN_LINE = re.compile(rb"^(?!#|[ \t\r]*$|(?:%s)\b)" % b"|".join(n.encode() for n in METRIC_NAMES), re.MULTILINE)
-# Possessive, and matched one label after the other from a known place, so that no text takes more than linear time.
+# The quantifiers are possessive, and each match begins where the last label ended, so no text takes more than linear
+# time.
 _LABEL = re.compile(rb'[\s,]*+([A-Za-z_][A-Za-z0-9_]*+)\s*+=\s*+"([^"\\]*+(?:\\.[^"\\]*+)*+)"', re.DOTALL)
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 
@@ -56,7 +57,7 @@ def parse_reading(text: bytes, taken_at_s: float) -> Generator[None, None, Readi
 
     Several engines behind one page are summed (requests, tokens) or averaged (KV use). Returns None for a page without
     running and waiting requests: it is no vLLM page, and a reading of zeroes would mean an idle engine. Yields after at
-    most some milliseconds of work. Raises ValueError with a reason for people beyond LABELS_BYTES_MAX.
+    most some milliseconds of work. Raises ValueError, with a reason for people, if labels exceed LABELS_BYTES_MAX.
     """
     if RUNNING not in text:
         text = yield from _in_our_names(text)
@@ -90,7 +91,7 @@ def _in_our_names(text: bytes) -> Generator[None, None, bytes]:
 
 
 def is_filtered(text: bytes) -> bool:
-    """True if the page holds only the requested series, that is, if the server honoured the filter.
+    """True if the page has only the requested series, because the server applied the filter.
 
     The beginning of the page shows it: an unfiltered page begins with metrics of the server's own process.
     """

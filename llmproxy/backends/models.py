@@ -15,7 +15,7 @@ CARDS_MAX = 10_000
 CARD_BYTES_MAX = 32 << 10
 """A card of vLLM is 0.5 KB."""
 COMMAS_MAX = 1 << 18
-"""The most commas in an answer; a card of vLLM has 23. A value, which costs an object, may follow each comma."""
+"""Maximum number of commas in an answer: each may add a value, which costs a Python object. A card of vLLM has 23."""
 
 _SLICE_BYTES = 32 << 10
 

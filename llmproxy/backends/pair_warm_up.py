@@ -25,10 +25,10 @@ from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken
 
 PATH = "/v1/completions"
 PROMPT_TOKENS = 256
-"""More than a block of the KV cache of any engine: an engine may not transfer less than a block."""
+"""Longer than a KV cache block of any engine, because some engines transfer only whole blocks."""
 TOKENS_KNOWN = 1_000
-"""Every vocabulary has this many tokens. Each warm-up repeats another token, so that no prefix cache has its prompt and
-KV is transferred."""
+"""Every vocabulary has this many tokens. Each warm-up prompt repeats a different token, so no prefix cache has it and
+its KV is transferred."""
 FIRST_TOKENS = 8
 """Less than a block, so that no part of the full prompt gets cached."""
 LIMIT_S = 30.0
@@ -39,10 +39,10 @@ _log = structlog.get_logger()
 
 
 class PairWarmUp(BackendObserver):
-    """Warms each pair up once after a start of either backend, one pair at a time. Ended by `close`.
+    """Warms up each pair once after a start of either backend, one pair at a time, until `close`.
 
-    `backends` are by name and may change; `config` returns the configuration in force. A failed pair is not tried
-    again: the first split request shows the error.
+    `backends` maps names to backends and may change at any time. `config` returns the current configuration. A failed
+    pair is not tried again: the first split request shows the error.
     """
 
     def __init__(

@@ -45,9 +45,9 @@ REPROBE_INTERVAL_S = 10.0
 """How often a better source of readings is tried: a backend may be replaced without ever refusing a poll."""
 
 LIMIT_ASKS_MAX = 3
-"""The most requests for the configuration without an answer: vLLM inspects its machine before the first answer."""
+"""Maximum number of tries to read an engine's configuration: vLLM inspects its machine before the first answer."""
 LIMIT_PAUSE_S = 10.0
-"""The pause between two such requests, also if a backend restarts again and again."""
+"""The pause between two of these tries, also if a backend restarts again and again."""
 
 GZIP_OR_ZLIB = 32
 """Added to the window size of zlib, which then recognizes either header."""
@@ -121,7 +121,7 @@ class Poller:
         self._reset()
 
     async def run(self) -> None:
-        """Poll until cancelled. No answer and no bug of this program ends it."""
+        """Poll until cancelled. Neither an answer nor a bug of this program ends the polls."""
         asking = supervised(self._ask_limit, f"limit of {self._backend}")
         try:
             while True:
@@ -266,8 +266,8 @@ class Poller:
             self._events.listed(self._backend, listing)
 
     async def _ask_metrics(self) -> tuple[Reading | None, float]:
-        """Return the reading of the best source that has it, and the seconds until the next. Starts with the source of
-        the last reading."""
+        """Return the reading of the best source that has one, and the seconds until the next reading. Starts with the
+        source of the last reading."""
         sources = list(_MetricsSource)
         if self._metrics_source is not None and self._clock() < self._probe_due_s:
             sources = sources[sources.index(self._metrics_source) :]
@@ -340,7 +340,7 @@ async def _in_slices(slices: Generator[None, None, T]) -> T:
 
 
 def _decompressed(body: bytes, headers: list[tuple[str, str]]) -> bytes:
-    """The body without gzip or deflate, which a server may apply unasked. At most one byte too many is unpacked.
+    """The body without gzip or deflate, which a server may apply unasked. Unpacks at most BODY_BYTES_MAX + 1.
 
     Raises zlib.error.
     """

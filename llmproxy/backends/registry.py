@@ -91,13 +91,13 @@ class BackendRegistry:
 
     @property
     def backends(self) -> Mapping[str, BackendConfig]:
-        """A live mapping of every backend by its name, backends that leave included. A backend that is wanted again
-        moves to the end."""
+        """Maps the names of all backends, also of leaving ones, to their configurations. The map is live. If a leaving
+        backend is wanted again, it moves to the end."""
         return MappingProxyType(self._backends)
 
     @property
     def pollers(self) -> Mapping[str, Poller]:
-        """A live mapping of every poller by the name of its backend."""
+        """Maps the names of all backends to their pollers. The map is live."""
         return MappingProxyType(self._pollers)
 
     # --- what sources and operators want --------------------------------------------------------------------------
@@ -140,14 +140,14 @@ class BackendRegistry:
         self._drained_before.update(names)
 
     def restore_limits(self, known: Mapping[str, KnownLimit]) -> None:
-        """Set the batch limits that another process learned, by URL, also for backends that join later."""
+        """Set batch limits that another process learned (by URL of the backend), also for backends that join later."""
         self._restored = known
         for name, backend in self._backends.items():
             if backend.url in known:
                 self._pools.backends[name].restore(known[backend.url])
 
     def known_limits(self, among: Callable[[str], bool] = lambda _: True) -> dict[str, KnownLimit]:
-        """The learned batch limits by URL, for backends whose name passes `among`."""
+        """Maps the URLs of backends whose name passes `among` to their learned batch limits."""
         known = self._pools.known_limits().items()
         return {self._backends[name].url: limit for name, limit in known if name in self._backends and among(name)}
 

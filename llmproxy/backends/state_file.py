@@ -28,7 +28,7 @@ OLD_NAME = "state.json"
 AGE_MAX_S = 7 * 86_400.0
 """A backend that was not seen for so long is dropped: engines are restarted with other options."""
 ENTRIES_MAX = 4_096
-"""The most backends in the file, by last seen."""
+"""Maximum number of backends in the file; the backends that were seen last stay."""
 FILE_BYTES_MAX = 4 << 20
 LOOK_S = 5.0
 """How often limits are compared with the written limits."""
@@ -68,7 +68,7 @@ class _Content(msgspec.Struct):
 
 
 class State(NamedTuple):
-    """The content of the file: batch limits by the URL of the backend, and capacities by pool."""
+    """The content of the file. Maps URLs of backends to batch limits, and pools to capacities."""
 
     limits: Mapping[str, KnownLimit] = {}
     capacities: Mapping[str, KnownCapacity] = {}
@@ -193,7 +193,7 @@ class StateFile:
             os.close(folder)
 
     def _content(self) -> _Content:
-        """The file without expired entries, and without limits that no engine has. Raises OSError and _Unusable."""
+        """The content of the file without expired entries and impossible limits. Raises OSError and _Unusable."""
         if not self.path.exists():
             return _Content(FORMAT, {})
         if not self.path.is_file():
@@ -239,7 +239,7 @@ class StateFile:
         why = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else f"not a state file: {error}"
         if why != self._logged:
             self._logged = why
-            hint = "all is learned anew at each start; state_file names another place, none keeps nothing"
+            hint = "everything is learned again at each start: set state_file to another path, or to none"
             _log.warning(f"state_not_{what}", path=str(self.path), why=why, hint=hint)
 
 

@@ -15,7 +15,7 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod finds the token, the CA and the namespace of its service account."""
 ANSWER_S = 30.0
 SILENCE_S = 330.0
-"""A watch that is silent for so long is lost: bookmarks come about once a minute, and the server ends it earlier."""
+"""A watch without data for this time is broken: bookmarks come about once a minute, and the server ends it earlier."""
 BUFFER_BYTES = 4 << 20
 """A slice of 1,000 endpoints has 286 kB."""
 
@@ -66,7 +66,7 @@ class KubernetesApi:
             raise ApiError(f"the API server {server} cannot be asked: {str(error) or repr(error)}", cut=begun) from None
 
     async def send(self, method: str, path: str, content: object = None) -> Any:
-        """Return the JSON of an answer. Raises ApiError, with the status of any answer that is no success."""
+        """Return the JSON of an answer. Raises ApiError, also for an error status."""
         server = self._server()
         try:
             async with self._opened().request(

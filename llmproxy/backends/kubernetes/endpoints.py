@@ -76,8 +76,8 @@ class Place:
 def service_backends(place: Place, slices: Iterable[EndpointSlice], refuse: Refuse = _ignored) -> list[Instance]:
     """The servers behind a Service. Raises UnclearPortError if no server is left because of its ports.
 
-    An address may be in two slices for a moment, and a dual-stack pod is in a slice of each family. The best state
-    counts, then the IPv4 address.
+    An address may be in two slices for a moment, and a dual-stack pod is in a slice of each family. Of several entries
+    for a server, the entry in the best state counts, then the entry with the IPv4 address.
     """
     found: dict[tuple[str, int], tuple[bool, Instance]] = {}
     unclear: UnclearPortError | None = None
@@ -145,7 +145,7 @@ def pod_backends(place: Place, pods: Iterable[Pod], refuse: Refuse = _ignored) -
 
 
 def pool_backends(place: Place, pool: InferencePool, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
-    """The servers of an InferencePool: each pod has one per port, unless the pod leaves the port out."""
+    """The servers of an InferencePool: each pod is a server at each target port that its annotation allows."""
     numbers = [port.number for port in pool.spec.target_ports if port.number]
     found = []
     for pod in filter(_serves, pods):

@@ -1,8 +1,9 @@
 """Converts objects of the Gateway API Inference Extension to entries of the configuration.
 
 Pure: the same objects in any order give the same entries. An InferenceObjective becomes an objective whose band is its
-priority. A rule of an InferenceModelRewrite becomes an alias for each name that it matches, without matches for every
-other name. If several objects define a name, the oldest one counts, then the first by name, and in it the first rule.
+priority. A rule of an InferenceModelRewrite becomes an alias for each name that it matches. A rule without matches
+becomes an alias for every other name. If several objects define a name, the oldest object counts; of equally old
+objects, the first by name; within an object, the first rule.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class WrongObjectError(Exception):
 def entries_of(objects: Iterable[tuple[str, CustomObject]], pools: Collection[tuple[str, str]]) -> Entries:
     """The entries of these objects (kind, object) for `pools` (namespace, name).
 
-    Of two objects with the same kind, namespace and name, as in an old and a new group, the first one counts. An
+    Of two objects with the same kind, namespace and name, for example in an old and a new group, the first counts. An
     invalid object is left out as a whole, and is among the problems.
     """
     found: dict[tuple[str, str, str], CustomObject] = {}

@@ -23,7 +23,7 @@ GROUPS = ("llm-d.ai", "inference.networking.x-k8s.io")
 """The groups to watch. If an object is in both groups, the first group counts."""
 PATH = "/apis/{}/v1alpha2/namespaces/{}/{}"
 NEVER = (401, 403, 404)
-"""Statuses after which nothing is awaited."""
+"""After these HTTP statuses, the objects of a collection are not awaited any more."""
 
 Pools = frozenset[tuple[str | None, str]]
 """InferencePools as (namespace, name); None is the namespace of the proxy."""
@@ -53,7 +53,7 @@ class ExtensionObjects:
     """Passes the entries of the objects to `take` at every change. Started by `reconfigure`, ended by `close`.
 
     `awaited` is True while unread objects may still define names of models. `on_answer` is called when `awaited` may
-    have changed. `answered` is set while all objects were read, or could not be read.
+    have changed. `answered` is set once each collection was read or failed, and cleared when the pools change.
     """
 
     def __init__(self, take: Callable[[Entries], None], on_answer: Callable[[], None]) -> None:

@@ -40,7 +40,7 @@ class Endpoint(Struct, rename="camel", frozen=True):
 
 
 class Port(Struct, frozen=True):
-    """A port of a slice, or of an InferencePool's targets (`number`)."""
+    """A port of an EndpointSlice (`port`), or a target port of an InferencePool (`number`)."""
 
     port: int | None = None
     number: int | None = None

@@ -67,15 +67,15 @@ class _Unread(Struct, frozen=True):
 
 
 class Watched(Generic[T]):
-    """The objects of one path. Watched while `run` runs.
+    """The objects at one path of the API, kept current while `run` runs.
 
     An invalid object is logged, and its last valid version stays. The objects stay while the API server is away.
 
     Attributes:
-        objects: By namespace and name; None before the first list.
+        objects: Maps (namespace, name) to an object; None before the first list.
         trouble: Why the API server does not answer, else None.
         status: The HTTP status of that trouble, 0 without an answer.
-        refused: Why an object is invalid, by namespace and name.
+        refused: Maps (namespace, name) of an invalid object to the reason.
 
     `on_change` is called after every change of `objects` or `trouble`.
     """
@@ -105,7 +105,7 @@ class Watched(Generic[T]):
         self._log = RefusedLog()
 
     async def run(self) -> None:
-        """Watch the collection until cancelled. No answer ends it."""
+        """Watch the collection until cancelled, whatever the server answers."""
         while True:
             try:
                 if self._version is None:
