@@ -21,7 +21,7 @@ from llmproxy.lifecycle.handover import ProcessSignals, ended_before, inherited_
 from llmproxy.lifecycle.sockets import ListenError, Sockets
 from llmproxy.observe import logs
 
-NO_FILE = "only a file is read again, and none was named with --config; flags and variables are read once"
+NO_FILE = "no configuration file was named with --config; flags and environment variables are read only at the start"
 
 _log = structlog.get_logger()
 

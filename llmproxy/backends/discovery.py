@@ -165,7 +165,7 @@ class _Running:
 
 
 class Discovery:
-    """Queries every source at its own interval, and updates the registry. Started by `reconfigure`, ended by `close`.
+    """Queries every source at its own interval, and updates the registry, from `reconfigure` until `close`.
 
     Args:
         registry: The registry to update.

@@ -38,7 +38,7 @@ _OTHER_NAMES = (
 """
 
 LABELS_BYTES_MAX = 64 << 10
-"""The most bytes of labels in a series. vLLM's longest labels have 1 KB, plus the names of the waiting adapters."""
+"""Maximum bytes of labels in a series. vLLM's longest labels have 1 KB, plus the names of the waiting adapters."""
 
 _LINES_PER_SLICE = 256
 _LABELS_BYTES_PER_SLICE = 4 << 10

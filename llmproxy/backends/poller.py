@@ -34,7 +34,7 @@ from llmproxy.lifecycle.descriptors import errno_reason
 from llmproxy.upstream.port import ConnectFailed, InvalidResponse, Upstream, UpstreamBroken, read_response_body
 
 BODY_BYTES_MAX = 4 << 20
-"""The most bytes read of an answer: a page of vLLM has 0.1 MB, a list of 8,000 adapters 4 MB, and a wrong URL may lead
+"""Maximum bytes read of an answer: a page of vLLM has 0.1 MB, a list of 8,000 adapters 4 MB, and a wrong URL may lead
 to anything. Answers are parsed in slices, so that no step blocks the loop for more than about 10 ms."""
 
 FAST_BYTES_MAX = 32 << 10

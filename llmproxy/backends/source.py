@@ -12,7 +12,7 @@ import structlog
 from llmproxy.config import BackendConfig
 
 BACKENDS_MAX = 1_024
-"""The most backends of one source."""
+"""Maximum number of backends of one source."""
 SHOWN_CHARS = 60
 """How much of a wrong value a message repeats."""
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([-A-Za-z0-9_.]*[A-Za-z0-9_])?")

@@ -26,7 +26,7 @@ OLD_NAME = "state.json"
 """The file that all proxies of a user shared in earlier versions. It does not name the proxy that learned its numbers.
 """
 AGE_MAX_S = 7 * 86_400.0
-"""A backend that was not seen for so long is dropped: engines are restarted with other options."""
+"""A backend that was not seen for this time is dropped: engines are restarted with other options."""
 ENTRIES_MAX = 4_096
 """Maximum number of backends in the file; the backends that were seen last stay."""
 FILE_BYTES_MAX = 4 << 20

@@ -88,7 +88,7 @@ class AdapterState:
 
 @dataclass(slots=True)
 class _Record:
-    """The changes of one adapter, by backend."""
+    """The changes of one adapter. The keys are backends."""
 
     pool: str
     wanted: dict[str, AdapterChange] = field(default_factory=dict)  # The change that each backend should take.
@@ -115,7 +115,7 @@ class Adapters:
     # --- requested changes --------------------------------------------------------------------------------------------
 
     def is_changing(self, name: str) -> bool:
-        """Returns whether a change of this adapter is in progress. Another one may begin only after its end."""
+        """Returns whether a change of this adapter is in progress. The next change may begin only after its end."""
         return name in self._changing
 
     def load(
@@ -201,7 +201,7 @@ class Adapters:
     # --- pending changes ----------------------------------------------------------------------------------------------
 
     def due(self, backend: str, now: float) -> list[AdapterChange]:
-        """Returns the changes that a backend has not taken by its last listing, in the order of their requests."""
+        """Returns the changes that the last listing of a backend does not show, in the order of their requests."""
         pool = self._catalogue.pool_of(backend)
         due: list[AdapterChange] = []
         for name in list(self._records):
@@ -320,7 +320,7 @@ class Adapters:
         if not pools:
             message = "No backend has answered so far. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNKNOWN_S)
-        message = "Several base models are served: set `model` to the one of this adapter, one of "
+        message = "Several base models are served: set `model` to the base model of this adapter, one of "
         raise Refused(Outcome.BAD_REQUEST, message + ", ".join(pools[:20]) + ".")
 
     def _check_name(self, name: str, pool: str) -> None:

@@ -341,7 +341,7 @@ class Waited(Struct, frozen=True):
     """The reason why a request waited."""
 
     rule: str  # The rule that blocked the request last.
-    # Grants since the request began to wait, as `DrainRate.since` returns them.
+    # Grants since the request began to wait, as `DrainRate.granted_since` returns them.
     went_first: tuple[tuple[int, str, int], ...] = ()
 
 

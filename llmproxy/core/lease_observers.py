@@ -128,7 +128,7 @@ class ReservationObserver(LeaseObserver):
     """
 
     def __init__(self) -> None:
-        # By request id: the decode backend, the reserved sequences, the name of the prefill backend.
+        # Request id -> (decode backend, reserved sequences, name of the prefill backend).
         self._reservations: dict[str, tuple[Backend, int, str]] = {}
 
     def __len__(self) -> int:

@@ -57,7 +57,7 @@ HEALTH_EVENTS_MAX = 1_000
 
 
 class Pools:
-    """A scheduler for each pool of the `Catalogue`, so that a saturated model cannot delay another one.
+    """A scheduler for each pool of the `Catalogue`, so that a saturated model cannot delay another model.
 
     A backend belongs to no pool until its first listing. A pool keeps its scheduler while its model names change one by
     one.
@@ -77,7 +77,7 @@ class Pools:
         Args:
             backends: The configured `max_in_flight` per backend; None to learn the limit.
             make_placement: Called once per pool.
-            rates: Counts requests and tokens per minute, if other processes count with this one.
+            rates: Enforces the rate limits that this process shares with others; None: this process enforces its own.
             shards: The pools that different processes may schedule.
         """
         self.settings = settings
@@ -442,7 +442,7 @@ class Pools:
                     self._of_lease[decision.lease] = scheduler
                     filled = filled or bool(decision.request.limits and self._limits.full(decision.request))
             if filled:
-                # The limit may now block the first request of another pool, which makes way for the requests behind it.
+                # The limit may now block another pool's first request. Then the requests behind it can be granted.
                 others = (one for one in schedulers if one.waiting and one is not scheduler)
                 to_decide.extend([one for one in others if one not in to_decide])
         return decisions

@@ -73,8 +73,8 @@ class Preemption(LeaseObserver):
     def clear(self, backends: Iterable[Backend], now: float) -> Iterable[Preempt]:
         """Yields leases to preempt in the queues of engines, while a band above `default` is in use.
 
-        An engine with a queue had less room than expected, and serves its queue in order of arrival. So leases ahead of
-        a lease above `default` are preempted, and leases beyond the batch limit learned since.
+        An engine with a queue had less room than expected, and serves its queue in order of arrival. So leases
+        that are ahead of a lease above `default`, or beyond a batch limit that was learned later, are preempted.
         """
         if not self._open or not self._settings.preemption or not self._headroom.used_above(DEFAULT, now):
             return
@@ -92,7 +92,7 @@ class Preemption(LeaseObserver):
                     yield self._preempt(lease)
 
     def _beyond(self, backend: Backend, now: float) -> int:
-        """Returns the number of sequences of a backend beyond its limit, less the number being preempted."""
+        """Returns how many sequences a backend has above its limit and look-ahead, without those being preempted."""
         if backend.reading is None or not backend.reading.waiting:
             return 0
         view = backend.view(now)

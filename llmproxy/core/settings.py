@@ -60,7 +60,7 @@ class QueueSettings:
     flow_tokens_max: int | None = None
     # Maximum wait while no backend of the pool is up; 0 refuses at once. The queue timeout is paused meanwhile.
     no_backend_wait_s: float = 30.0
-    startup_wait_s: float = 10.0  # The same before any backend was read.
+    startup_wait_s: float = 10.0  # As `no_backend_wait_s`, before any backend was read.
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Settings:
     ageing_s: float = 30.0  # Wait after which the ordering `shortest` serves by age.
     preemption: bool = True
     refuse_late: bool = False  # Refuse requests that cannot meet their objective even if served next.
-    limits: Mapping[str, UsageLimit] = field(default_factory=dict)  # By the names in `Request.limits`.
+    limits: Mapping[str, UsageLimit] = field(default_factory=dict)  # Name (see `Request.limits`) -> limit.
     # Adapter name, or prefix with `*`, -> base model whose engines load such an adapter at its first request.
     unlisted: Mapping[str, str] = field(default_factory=dict)
     prompt_ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # Backend -> preferred prompt tokens.

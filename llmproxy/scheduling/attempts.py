@@ -129,7 +129,8 @@ class Routing:
     tried: list[AttemptRecord] = field(default_factory=list)
 
     def queue_wait_s(self, now: float) -> float:
-        """Returns the seconds in the waiting room until `now`, over all attempts; since the arrival before a lease."""
+        """Returns the seconds in the waiting room until `now`, over all attempts. Before the first lease, the seconds
+        since the arrival."""
         if self.lease is None:
             return now - self.request.arrived_s
         return self.waited_s + (0.0 if self.waits_since_s is None else now - self.waits_since_s)

@@ -76,7 +76,7 @@ class Dispatcher:
     draining: bool = False
     # False: waiting requests and further attempts are refused too.
     granting: bool = True
-    # Grants by band.
+    # Band -> grants.
     granted: Counter[int] = field(default_factory=Counter)
     # Grants that a waiting request of a higher band could have used.
     inversions: int = 0
@@ -230,7 +230,7 @@ class Dispatcher:
         up.
 
         Until the first reading of any backend, the wait is at most the setting `startup_wait_s`. Waiting requests are
-        in no pool's waiting room, but the limits of a waiting room hold for all of them together. Safe to cancel.
+        in no pool's waiting room, but the limits of a waiting room apply to all of them together. Safe to cancel.
 
         Args:
             key, beside: Choose among the targets of a shared alias; see the catalogue.

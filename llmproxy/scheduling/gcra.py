@@ -1,8 +1,8 @@
 """Shared rates by the generic cell rate algorithm: the store keeps one number per rate, the time at which it is full.
 
-A rate of N per minute refills by 1 every 60/N s. Amounts are therefore counted in seconds on the store's clock: taking
-moves the time of being full, and the rate is full once that time has passed. The number is equivalent to a token bucket
-of one minute, and its key expires by itself.
+A rate of N per minute refills by 1 every 60/N s. Amounts are therefore counted in seconds on the store's clock. Taking
+an amount moves the time at which the rate is full later by these seconds. The number is equivalent to a token bucket of
+one minute, and its key expires by itself.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ return answers
 to wait and the place (from 1) of the rate with this wait; 0 and 0 if the ask was taken."""
 
 Taken = Iterable[tuple[bytes, float]]
-"""(Key, seconds to take) of the rates of an ask."""
+"""(Key, seconds to take) for each rate of an ask."""
 
 
 def script_arguments(

@@ -1,4 +1,4 @@
-"""Usage limits of several proxies together: the rates are in a store that all of the proxies use.
+"""Usage limits that several proxies share: the used rates are in a store that all of these proxies use.
 
 A request is charged in the store before it enters the waiting room. A single call to the store is in flight at a time
 and charges all requests that wait for it, so a busy proxy charges many requests per call. Corrections go with the next
@@ -292,8 +292,7 @@ class SharedLimits:
             ask.answered.set_result(True)
 
     def _failed(self, why: str, asks: list[_Ask], owed: Mapping[bytes, float]) -> None:
-        """The store is away. The lost call counts in favour of the limits: refunds are dropped, charges are
-        repeated."""
+        """The store is away, and may have applied the lost call. So refunds are dropped, and charges are repeated."""
         if self.away in (None, NOT_ASKED):
             _log.warning("limits_store_unreachable", why=why, on_failure="closed" if self._alone is None else "share")
         self.away = why

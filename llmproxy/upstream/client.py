@@ -43,7 +43,7 @@ class HttpUpstream:
     """The upstream port over HTTP/1.1. Close it by `close`, or use it as an async context manager.
 
     `endpoints` has the addresses and TLS settings of the backends. At `connections_max` connections, the connection
-    that has been idle for longest is closed for a new one. In use, there may be more.
+    that has been idle for longest is closed for a new one. If all are in use, there may be more.
     """
 
     def __init__(self, endpoints: Endpoints | None = None, connections_max: int = sys.maxsize) -> None:

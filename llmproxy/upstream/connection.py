@@ -18,7 +18,7 @@ from llmproxy.lifecycle.paced import PacedCalls
 from llmproxy.upstream.port import Body, InvalidResponse, UpstreamBroken
 
 READ_BUFFER_BYTES = 128 << 10
-"""Unread bytes of a body from which on reading from the backend pauses."""
+"""Reading from the backend pauses at this many unread bytes of a body."""
 HEAD_BYTES_MAX = 256 << 10
 """The longest head of a response, including interim responses (1xx)."""
 WHOLE_BODY_BYTES_MAX = 1 << 20
@@ -75,8 +75,8 @@ class BackendConnection(asyncio.Protocol):
         # Set while the transport's write buffer is full.
         self._drained: asyncio.Future[None] | None = None
         self._paused = False
-        # State of the exchange: the whole request was sent; bytes of the response arrived; the response is complete;
-        # bytes followed the response; the connection may be reused.
+        # State of the exchange, in this order: the whole request was sent; bytes of the response arrived; the response
+        # is complete; bytes followed the response; the connection may be reused.
         self._sent = self._heard = self._complete = self._surplus = self._persistent = False
         self._head_bytes = 0
         # Polls the socket for bytes that the loop has not read yet.

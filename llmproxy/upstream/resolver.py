@@ -29,8 +29,8 @@ RETRY_S = 1.0
 ANSWER_MAX_S = 5.0
 """A name counts as unresolved after this time without an answer. The look-up goes on."""
 LOOK_UPS_MAX = 64
-"""The most concurrent look-ups of names whose last look-up failed, and of all other names, so that names that fail
-never delay the others. A look-up longer than `ANSWER_MAX_S` no longer counts."""
+"""Maximum number of concurrent look-ups of names whose last look-up failed, and the same for all other names. So
+failing names never delay the others. A look-up longer than `ANSWER_MAX_S` no longer counts."""
 
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]
 """A family and a socket address, whose port is ignored."""

@@ -31,7 +31,7 @@ class ApiError(Exception):
 
 
 class KubernetesApi:
-    """Requests with the rights of this process. Closed by `close`.
+    """Requests with the rights of this process. Call `close` at the end.
 
     `url` is the URL of the server, None for the cluster in which this process runs.
     """

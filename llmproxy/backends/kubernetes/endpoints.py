@@ -77,7 +77,7 @@ def service_backends(place: Place, slices: Iterable[EndpointSlice], refuse: Refu
     """The servers behind a Service. Raises UnclearPortError if no server is left because of its ports.
 
     An address may be in two slices for a moment, and a dual-stack pod is in a slice of each family. Of several entries
-    for a server, the entry in the best state counts, then the entry with the IPv4 address.
+    for a server, the best state counts, then the IPv4 address.
     """
     found: dict[tuple[str, int], tuple[bool, Instance]] = {}
     unclear: UnclearPortError | None = None

@@ -50,7 +50,7 @@ class _Collection:
 
 
 class ExtensionObjects:
-    """Passes the entries of the objects to `take` at every change. Started by `reconfigure`, ended by `close`.
+    """Passes the entries of the objects to `take` at every change, from `reconfigure` until `close`.
 
     `awaited` is True while unread objects may still define names of models. `on_answer` is called when `awaited` may
     have changed. `answered` is set once each collection was read or failed, and cleared when the pools change.

@@ -1,4 +1,4 @@
-"""The silence of a backend that loads of LoRA adapters explain.
+"""Computes how long a backend may send nothing because it loads LoRA adapters.
 
 vLLM loads an adapter inside an engine step, so all streams of the engine pause meanwhile.
 """
@@ -16,8 +16,8 @@ LATE = 3.0
 MOST_S = 30.0
 """Maximum silence that loads explain, whatever their number, so that a frozen backend is detected."""
 FADE = 0.02
-"""Weight of a load that is shorter than the longest. A longer load counts in full at once, because adapters differ in
-size and the slowest one must not look like a hang."""
+"""Weight of a load time that is shorter than the longest known time. A longer time counts in full at once, because
+adapters differ in size and the slowest one must not look like a hang."""
 LEAST = 0.5
 """An observation counts as at least this multiple of the longest known load."""
 SAME_STEP_S = 0.05
@@ -25,7 +25,7 @@ SAME_STEP_S = 0.05
 
 
 class LongestLoad:
-    """The longest load time of an adapter in one pool, or of another preparation; it decays slowly.
+    """The longest time of one kind of delay in a pool, such as the load of an adapter. It decays slowly.
 
     `LoadTimesByTier` has the mean load times that a placement expects.
     """

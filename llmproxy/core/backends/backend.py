@@ -46,7 +46,7 @@ class Backend:
         self._own = Bookings()
         self.bookings = self._own.by_lease
         self._reserved = 0
-        # By request id: when the engine drops the KV blocks of a prefilled prompt that was not fetched.
+        # Request id -> when the engine drops the KV blocks of a prefilled prompt that was not fetched.
         self._pinned_until_s: dict[str, float] = {}
         self._limit_divisor = 1
         self.processes = 1
@@ -89,7 +89,7 @@ class Backend:
 
     @property
     def limit_divisor(self) -> int:
-        """The number of processes that schedule independently; each may use that fraction of the batch limit."""
+        """The number n of processes that schedule independently; each may use 1/n of the batch limit."""
         return self._limit_divisor
 
     @limit_divisor.setter
@@ -195,7 +195,7 @@ class Backend:
         self._changed()
 
     def timed_out(self, now: float) -> None:
-        """A question of a poll was not answered in time."""
+        """Notes a request of a poll that was not answered in time."""
         self.health.poll_timed_out(now)
         self._changed()
 
@@ -266,7 +266,7 @@ class Backend:
         return self.in_flight if self.reading is not None else self._own.sequences * self._limit_divisor
 
     def _proven_load(self) -> int:
-        """The number of sequences that surely run at once.
+        """The number of sequences that the engine can surely run at once.
 
         Until the backend has reached its own limit, the number that other engines of its pool have run counts too.
         """
@@ -306,7 +306,7 @@ class Backend:
         """Returns whether the engine's queue can only wait for places in the batch.
 
         For that, no prompt may be in prefill, and the KV cache must have room for each waiting prompt. Otherwise a step
-        full of prompts or a full KV cache may cause the queue, beside a small batch.
+        full of prompts or a full KV cache may cause the queue, although the batch is small.
         """
         if self._others or reading.kv_used is None or not reading.kv_tokens:
             return False
@@ -419,7 +419,7 @@ class Backend:
         return not self._others and lease in self._own.last_waiting(self.reading)
 
     def queued(self, now: float) -> Iterator[int]:
-        """Returns the leases in the engine's queue by the last reading, if it is fresh; the newest first."""
+        """Yields the leases in the engine's queue at the last reading, the newest first; none if that is stale."""
         return self._own.last_waiting(self.reading) if self.view(now).waiting else iter(())
 
     def view_without(self, leases: list[int], now: float) -> View:

@@ -10,14 +10,14 @@ from typing import Protocol
 PLATEAU_READINGS = 3
 """Consecutive readings with waiting sequences that prove a queue. A single one may show a request between two steps."""
 PROVEN_READINGS = 2
-"""The same if sequences can only wait for a place in the batch."""
+"""As PLATEAU_READINGS, if sequences can only wait for a place in the batch."""
 UNPUBLISHED = 256
 """Limit of a backend without metrics: vLLM's default batch limit."""
 CALM_READINGS_MIN = 5
 CALM_READINGS_MAX = 160
 """Readings without a queue before a larger limit is tried. Doubled each time that the trial finds the same plateau."""
 FALLEN = 0.8
-"""A refusal below this share of the last plateau is not a consequence of a trial."""
+"""A refusal at a load below this share of the last plateau is not the result of a trial."""
 RESERVE_FROM = 4
 """From this batch limit on, bands below the highest leave one slot free on each backend."""
 
@@ -54,9 +54,9 @@ class BatchLimit:
     Cap: `fixed` is a configured maximum. The engine's queue may prove a lower limit.
 
     A limit counts as used when it is filled to `lowest_ceiling`, because traffic of low bands alone fills a backend no
-    further. A plateau that only the batch explains is "proven" to be the engine's own limit. It is tried after the
-    longest calm only, by bands that may fill it. The running sequences of a reading must confirm the load, because the
-    gauges of a frozen engine show no queue.
+    further. A plateau that only the batch explains is "proven" to be the engine's own limit. A larger limit is then
+    tried only after the longest calm, and only by bands that may fill the proven limit. The running sequences of a
+    reading must confirm the load, because the gauges of a frozen engine show no queue.
     """
 
     def __init__(self, fixed: int | None, start: int, lowest_ceiling: float = 1.0) -> None:

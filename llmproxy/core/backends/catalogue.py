@@ -14,7 +14,7 @@ from xxhash import xxh64_intdigest
 from llmproxy.core.domain import Listing, ModelCard, Outcome, Refused
 
 Aliases = Mapping[str, str | Mapping[str, float]]
-"""The target name of each alias, or several target names with weights that share its requests."""
+"""Maps each alias to its target name, or to several target names with their shares of its requests."""
 ANY = "*"
 """The alias for all names without an alias."""
 NAME_CHARS_MAX = 1_024
@@ -39,7 +39,7 @@ class Catalogue:
 
     Backends with a common base model are in one pool, and pools with a common backend are one pool. An adapter belongs
     to the pool of the backend that lists it. The name of a pool is the base model that most of its backends list; of
-    equals, the base model that most backends list first, then the first in alphabetical order. So the name depends on
+    equals, the base model that is first in most listings, then the first in alphabetical order. So the name depends on
     the listings alone, and a roll-out from one served name to another changes it once. A name in `apart` or `named`
     takes precedence. Listings of backends that are down still count.
     """
@@ -115,7 +115,7 @@ class Catalogue:
         return _choose({one: weight for one, weight in targets.items() if one in eligible}, f"{name}\0{key}")
 
     def _unlisted_entry(self, name: str) -> str | None:
-        """Returns the longest key of `unlisted` that covers a name; None if the name is known otherwise."""
+        """Returns the longest key of `unlisted` that covers a name; None if no key does or the name is known."""
         served = self.served.get(name)
         if (
             not self.unlisted
@@ -280,7 +280,7 @@ def _choose(weights: Mapping[str, float], key: str) -> str:
     """Returns a name for `key`, so that each name gets its share of all keys. A changed weight moves few keys."""
     ends = list(accumulate(weights.values()))
     point = xxh64_intdigest(key.encode("utf-8", "surrogatepass")) / 2**64 * ends[-1]
-    # The largest hash is rounded up to the very end.
+    # Rounding may put the largest hashes at the end of the last name.
     return list(weights)[min(bisect_right(ends, point), len(ends) - 1)]
 
 

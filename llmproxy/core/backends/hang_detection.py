@@ -53,7 +53,7 @@ class HangDetection:
     ) -> None:
         self.settings = settings
         self.due_s = inf
-        """When a silence may have lasted too long."""
+        """The earliest time at which a present silence is too long."""
         self._peers = peers
         self._backends = backends
         self._prefill = prefill

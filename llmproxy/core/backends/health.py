@@ -13,7 +13,7 @@ from llmproxy.core.settings import HealthSettings
 BUSY_PAUSE_S = 0.25
 """Pause after a 503 "busy": about one poll interval, after which the engine's queue is known."""
 CHEAP_DOUBLINGS = 2
-"""Maximum doublings of the pause before the next probe if a failed probe costs less than missing places."""
+"""Maximum number of doublings of the pause before a probe, if a failed probe costs less than a longer pause."""
 REFUSED_PAUSE_S = 1.0
 """Pause after a refusal of the proxy's key or of a listed model, until another backend has served the same request."""
 WARM_STEP = 0.1
@@ -152,7 +152,7 @@ class Health:
         return self._refused_polls >= self.settings.misses_before_down
 
     def available(self, now: float) -> bool:
-        # A poll tests for free whether a process that answered no poll continues. A probe delays a request.
+        # A process that answered no poll gets no probe: the next poll tests it for free, and a probe delays a request.
         half_open = self._probe is None and not (self.ejected and self.unanswered_s < inf)
         return not self.down and now >= self._blocked_until_s and half_open
 
@@ -336,7 +336,7 @@ class Health:
         """Ejects a backend that hangs, if its pool allows it. Returns whether it was ejected."""
         if not self.try_eject(hang.why(now), now):
             return False
-        # Polls show whether a non-streamed probe is silent too.
+        # If the backend answered no polls, any request may be the probe: later polls show whether it works again.
         self.stream_probe = not hang.unanswered
         return True
 

@@ -22,7 +22,7 @@ from llmproxy.core.settings import HealthSettings
 CHECK_S = 0.25
 """Minimum time between two checks of the pool."""
 SPAN_S = 0.5
-"""Time of a stream per observation of its speed, and of a backend per judgement."""
+"""Minimum time between two observations of the speed of a stream, and between two judgements of the backends."""
 JUDGEMENTS_MIN = 10
 """Judgements after which the usual speed of a backend is known."""
 CROWD = 100.0
@@ -66,10 +66,10 @@ class OutlierDetection:
     not count, and a span that is slow only with that time proves nothing. (Huang et al., "Gray Failure: The Achilles'
     Heel of Cloud-Scale Systems", HotOS 2017.)
 
-    Two times of the pool are predicted: from booking to first byte over the prompt tokens ahead, and per token of a
-    stream. They are learned from normal observations only, because a backend that becomes slow must not define the
-    normal speed. `PoolRates` learns from all observations and exists for one placement only, and `FirstToken` includes
-    waits and cached prefixes, so neither is used here.
+    Two times are predicted for the pool: from booking to first byte, given the prompt tokens to compute before it, and
+    per token of a stream. They are learned from normal observations only, because a backend that becomes slow must not
+    define the normal speed. `PoolRates` learns from all observations and exists for one placement only, and
+    `FirstToken` includes waits and cached prefixes, so neither is used here.
     """
 
     def __init__(self, settings: HealthSettings, peers: Peers) -> None:
@@ -306,7 +306,7 @@ class OutlierDetection:
 
     @property
     def due_s(self) -> float | None:
-        """When a silence may have lasted too long; None if only an event can show it."""
+        """The earliest time at which a present silence is too long; None if only an event can show it."""
         known = self._hangs.due_s < inf and len(self._peers.members) > 1
         return max(self._hangs.due_s, self._check_s) if known else None
 

@@ -47,7 +47,8 @@ class BackendStreams:
     ran: bool = False  # The engine ran throughout that span, as far as it is known.
     generated_s: float = -inf  # When the counter of generated tokens last increased.
     paused_s: float = 0.0  # Seconds without an increase while the engine ran sequences.
-    unseen: dict[int, StreamSpan] = field(default_factory=dict)  # Requests without a byte and not in a reading; by age.
+    # Requests that sent no byte and that no reading shows, the oldest first.
+    unseen: dict[int, StreamSpan] = field(default_factory=dict)
 
     # Streams by lease.
     unstarted: dict[int, StreamSpan] = field(default_factory=dict)  # Streams without a byte, the oldest first.
@@ -63,16 +64,17 @@ class BackendStreams:
     prompts_s: float = 0.0  # Time that prefill may have taken until `prompts_until_s`.
     prompts_until_s: float = -inf  # When the backend last had no unstarted stream, sent a first byte, or was fast.
     whole_tokens: int = 0  # Prompt tokens of the answers in `whole`.
-    whole_s: float = 0.0  # Further prefill time that they may take from `whole_until_s` on.
+    whole_s: float = 0.0  # Further prefill time that `whole` may take from `whole_until_s` on.
     whole_until_s: float = -inf
 
-    # The current span, and the judgements of earlier spans.
-    ratio: float = inf  # If prefill took the predicted time.
-    ratio_least: float = inf  # If prefill took the longest plausible time.
-    ratio_most: float = inf  # If prefill took no time.
+    # The current span: the least measured time divided by the predicted time, under three assumptions about prefill.
+    ratio: float = inf  # Prefill took the predicted time.
+    ratio_least: float = inf  # Prefill took the longest plausible time.
+    ratio_most: float = inf  # Prefill took no time.
+    # The judgements of earlier spans.
     usual: float = 1.0  # Usual `ratio`, averaged over `judgements`.
     judgements: int = 0
-    slowness: float = 1.0  # Last ratio divided by the usual one, as of `judged_s`.
+    slowness: float = 1.0  # The ratio at `judged_s`, divided by the usual ratio.
     judged_s: float = -inf
     others_slowness: float = 1.0  # The same for the rest of the pool; at least 1.
     unexplained_s: float = 0.0  # The part of the span that the longest plausible prefill does not explain.

@@ -13,7 +13,7 @@ class View(Struct, frozen=True):
 
     backend: str
     available: bool
-    """Whether the backend may be given requests: up, not drained, and not ejected or due for a probe."""
+    """Whether the backend may get requests: it is up, not drained, and either not ejected or due for a probe."""
     served: frozenset[str]
     """The model names of the last listing."""
     resident: frozenset[str]

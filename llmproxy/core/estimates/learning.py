@@ -6,7 +6,7 @@ from math import exp
 
 
 def gain(least: float, seen: int) -> float:
-    """Returns the weight of the newest of `seen` observations: a plain mean at first, `least` in the long run."""
+    """Returns the weight of the newest of `seen` observations: 1 / `seen` (a plain mean) at first, later `least`."""
     return max(least, 1.0 / seen)
 
 
@@ -16,7 +16,7 @@ def follow(mean: float, observed: float, weight: float) -> float:
 
 
 def follow_ratio(mean: float, observed: float, weight: float, least: float, most: float) -> float:
-    """Returns the same for a geometric mean. An observation is clipped to `least` to `most` times the mean."""
+    """As `follow`, for a geometric mean. An observation below `least` or above `most` times the mean is clipped."""
     ratio: float = min(most, max(least, observed / mean)) ** weight
     return mean * ratio
 

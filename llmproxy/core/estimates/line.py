@@ -1,4 +1,4 @@
-"""Lines learned online: times over an amount of work, such as seconds over the tokens of a prompt."""
+"""Lines learned online, which predict a time from an amount of work, such as the tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SPREAD_MIN = 1e-3
 """Least variance of x, as a share of the mean of x squared. Nearly equal x do not determine a slope."""
 
 USUAL_TOKENS = 4_000.0
-"""The scale of a line over prompt tokens."""
+"""The `scale` of a line whose x is prompt tokens."""
 JITTER_S = 0.02
 """The part of an error that does not grow with the time: a turn of the event loop, a step of the engine."""
 WAIT_S = 1.0
@@ -25,7 +25,8 @@ class LearnedLine:
     `base` and `slope` are never negative.
 
     Args:
-        base, slope: The initial guess, as two points at x = 0 and x = `scale`. The first few observations outweigh it.
+        base, slope: The initial guess. It counts as two points, at x = 0 and x = `scale`, which a few observations
+            outweigh.
         jitter: The part of an error that does not grow with y.
         steep: Lower bound of slope / base. It keeps a slope even if the observed times do not grow with x.
     """
@@ -66,7 +67,7 @@ class LearnedLine:
 
 
 class FirstToken(LearnedLine):
-    """Seconds from the grant to the first byte over the prompt's tokens, for a pool.
+    """Predicts, for one pool, the seconds from the grant to the first byte of an answer to x prompt tokens.
 
     The time includes the wait inside the engine and the effect of the prefix cache at the current load, so it predicts
     the first byte of a request from its prompt length alone. `PoolRates.prefill` is only the computing time of uncached

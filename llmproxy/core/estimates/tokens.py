@@ -18,11 +18,11 @@ MODELS_MAX = 10_000
 CONTEXT_TOKENS_MAX = 1 << 24
 """The longest context that is accepted from a backend, and assumed for a backend that publishes none."""
 TEXT_TOKENS_PER_BYTE = 4
-"""The most tokens per byte of a prompt: an image counts as 4 KB and may have up to 16,384 tokens."""
+"""Maximum tokens per byte of a prompt: an image counts as 4 KB and may have up to 16,384 tokens."""
 TEMPLATE_TOKENS_MAX = 64 * 1024
-"""The most tokens that a chat template with its system prompt and tool texts adds to a prompt."""
+"""Maximum tokens that a chat template, its system prompt and its tool texts add to a prompt."""
 TURNS_MAX = 64
-"""The most turns in one answer of the responses API. If the engine runs tools, the usage is the sum over all turns."""
+"""Maximum turns in one answer of the responses API. If the engine runs tools, the usage is the sum over all turns."""
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Estimator:
 
     @property
     def models(self) -> Mapping[str, Estimate]:
-        """The estimates by model."""
+        """Maps each model to its estimate."""
         return self._models
 
     def _learned(self, model: str) -> Estimate:

@@ -16,7 +16,7 @@ WORK_S = 30.0
 """Window of `BackendLoad.busy_share`, which prices the delay of later requests."""
 
 RATION_S = 10.0
-"""Window of the share of time spent on prompts that the objectives of streams bound: about as long as an answer."""
+"""Window for the share of time spent on prompts, which the objectives of streams bound. About as long as an answer."""
 ROUNDING_S = 1e-6
 """A shorter wait counts as none, so that rounding cannot keep a backend closed at its announced opening time."""
 MARGIN = 0.9
@@ -75,9 +75,9 @@ class InFlight(Struct, eq=False):
     # Prompt tokens to fetch from the prefill backend; None after the transfer failed, because the times then teach
     # nothing about the predictions.
     fetched_tokens: int | None = 0
-    # When a non-streamed answer got its place in the batch, None before; and then the weighted tokens of all prompts up
-    # to its own.
+    # When a non-streamed answer got its place in the batch; None before.
     began_s: float | None = None
+    # Weighted tokens of the prompts to compute at `began_s`, up to and including its own.
     ahead_tokens: float = 0.0
 
     @property
@@ -107,7 +107,7 @@ class BackendLoad:
         self.worked_s = 0.0
         # Sequences.
         self.in_flight = 0
-        # Earlier non-streamed answers are not learned from (`WHOLE_EVERY_S`).
+        # Non-streamed answers that end before this time are not learned from (`WHOLE_EVERY_S`).
         self._learns_at_s = 0.0
         # Band -> (streams with an objective, sum of their objectives in tokens per second).
         self._rationing: dict[int, tuple[int, float]] = {}
@@ -121,16 +121,16 @@ class BackendLoad:
         self._to_prefill_tokens = 0.0
         # Lease -> tier of the adapter that the engine loads for it.
         self._loading: dict[int, int] = {}
-        # The current stretch: the prompts since `_began_s` up to the last first byte, at `_spoke_s`; their number,
-        # tokens and the tiers of their adapter loads. Its time is learned if its contents are clear.
+        # The current stretch: the prompts computed from `_began_s` to the last first byte, at `_spoke_s`. The other
+        # values are their number, their tokens, and the tiers of their adapter loads.
         self._spoke_s = -1.0
         self._began_s = 0.0
         self._begun = 0
         self._tokens = self._attended = 0.0
         self._loads: list[int] = []
-        # False: a prompt of this stretch was deferred or crowded, or its time mixed.
+        # Whether the time of the stretch can be learned: no prompt was deferred or crowded, and its time is not mixed.
         self._known = True
-        # A prompt without an own first byte took an unknown part of the time until the next first byte.
+        # Whether a prompt without a first byte of its own took an unknown part of the time until the next first byte.
         self._mixed = False
 
     def answered(self, flight: InFlight, usage: Usage, rates: PoolRates, now: float) -> None:
@@ -201,9 +201,9 @@ class BackendLoad:
         """Returns when the objectives of the backend's streams allow a prompt of `band` again; `now` if they do now.
 
         If prompts take a share of the time, each token of a stream takes its decoding time / (1 - share). So each
-        objective bounds the share of prompts. The bound is a mean over the streams from the highest band down to
-        `band`, or down to a band in between if that mean is smaller, so that no band may use more than a higher one.
-        `band` may use its `ceiling` (0..1] times that bound.
+        objective bounds the share of prompts. For each band from the highest down to `band`,
+        the bound is a mean over the streams of this band and higher bands. The smallest of these means counts, so that
+        no band may use more than a higher band. `band` may use its `ceiling` (0..1] times that mean.
         """
         share, streams, tokens_s = 1.0, 0, 0.0
         if self._rationing:

@@ -40,7 +40,8 @@ from llmproxy.core.placement.price import NAMES, PriceRow, with_headroom
 from llmproxy.core.placement.rates import PROMPTS_MOST, PoolRates
 
 TIE_S = 0.005
-"""Prices this close count as equal, because no estimate is more exact. The least loaded of the equals is taken."""
+"""Prices this close count as equal, because no estimate is more exact. Of backends at equal prices, the least loaded is
+chosen."""
 STREAM = 0.1
 """Weight of a second of streaming, relative to a second before the first token. A reader notices the wait for the first
 token far more than slightly slower tokens."""
@@ -55,7 +56,7 @@ CONGESTED = 0.95
 
 
 def _scarce(used: float) -> float:
-    """The mean number of others that wait for a resource at this use (0..1), as in an M/M/1 queue."""
+    """Returns the mean number of requests that wait for a resource at this use (0..1), as in an M/M/1 queue."""
     if used > CONGESTED:
         used = CONGESTED
     return used / (1.0 - used)
@@ -87,7 +88,7 @@ class CostPlacement(Placement):
     """
 
     def __init__(self, rng: Random, index: PrefixIndex | None = None, without: frozenset[str] = frozenset()) -> None:
-        """`without` disables terms by name, or the `headroom` of all objectives by `objectives`, for measurements."""
+        """`without` has names of terms to leave out, for measurements; `objectives` leaves out the term `headroom`."""
         self._rng = rng
         self._without = without
         self._index = index or PrefixIndex()
@@ -99,10 +100,9 @@ class CostPlacement(Placement):
         self._explained: deque[tuple[tuple[str, str, str, float, int, str], list[PriceRow]]] = deque(
             maxlen=EXPLAINED_MAX
         )
-        # Three notes pass between the calls of one scheduling pass, which all have the same `now`. `_open` clears the
-        # first and the third at the first call with a new `now`.
-        # Claims: full or closed backend -> (request id -> prefill seconds) of the requests that wait for it in this
-        # pass, in the order of their turns. `place` writes them, and `_slot_s` counts the requests ahead.
+        # State of one scheduling pass, whose calls all have the same `now`. `_open` resets it when `now` changes.
+        # Full or closed backend -> (request id -> prefill seconds) of the requests that wait for it in this pass, in
+        # the order of their turns. `place` adds these claims, and `_slot_s` counts the requests ahead.
         self._claims: dict[str, dict[str, float]] = {}
         # The `now` of the pass to which the claims belong.
         self._claims_at_s = -1.0
@@ -184,7 +184,7 @@ class CostPlacement(Placement):
     def _idle(
         self, able: Sequence[View], fits: Sequence[bool], prices: Sequence[PriceRow], least_s: float
     ) -> list[int]:
-        """Returns the cheapest idle backend without `harm`, or nothing if it is dearer than `least_s`.
+        """Returns the index of the idle backend with the least price without `harm`, if that is at most `least_s`.
 
         Waiting for another backend while this one is idle would serve no request sooner.
         """
@@ -253,7 +253,7 @@ class CostPlacement(Placement):
             ttft_s = queue_s + prefill_s
             stream_s = STREAM * answer_s
             scarce = _scarce(backend_load.busy_share.at(now))
-            # A prefill stage is in flight without a stream, so it delays only the streams.
+            # A further prefill stage slows down only streams. The requests without a first byte are prefill stages too.
             streams = load - backend_load.waiting if alone else load
             harm_s = STREAM * (crowd_s + streams * prefill_s) + prefill_s * scarce
             eviction_s = prefill_s * displaces

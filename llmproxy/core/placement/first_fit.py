@@ -136,7 +136,7 @@ def first_fit(
 
 
 def _warm(views: Sequence[View]) -> Sequence[View]:
-    """Returns `views` with backends in slow start closed once they have their share, if other backends are warmer.
+    """Returns `views`, where backends in slow start are closed if they have their share and others are warmer.
 
     Backends that came back together are equally warm. A request without room here is tried on all `views` later.
     """
@@ -151,7 +151,7 @@ def _warm(views: Sequence[View]) -> Sequence[View]:
 
 
 def _sure(views: Sequence[View]) -> Sequence[View]:
-    """Returns `views` with doubtful backends closed; empty if all or none are doubtful."""
+    """Returns `views`, where doubtful backends are closed; empty if all or none are doubtful."""
     doubtful = [view.doubtful for view in views]
     if not any(doubtful) or all(doubtful):
         return ()

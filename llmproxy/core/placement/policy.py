@@ -56,7 +56,10 @@ class Placement(ABC):
     def quote(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Quote | None:
-        """Returns the least price, also where `place` would wait; None if no backend qualifies or without prices."""
+        """Returns the cheapest backend and its price, even if `place` would wait for it.
+
+        Returns None if no backend qualifies, or if the placement has no prices.
+        """
         return None
 
     def ready(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[View]:
@@ -81,7 +84,7 @@ class Placement(ABC):
 
 
 class Presets(Registry[Callable[[Random], Placement]]):
-    """Placements by name.
+    """The registry of placements.
 
     A placement declares at registration whether it reads `Request.prefix` (`prefixes`) and uses `Placement.cached`
     (`answers`). Otherwise prompts are not hashed and answers are not read.

@@ -5,15 +5,16 @@ prompts up to that block. Per backend, the index keeps about as many recently se
 A match therefore predicts the cached part of a prompt.
 
 Recency is kept in *generations*. A touched block moves to the youngest generation. A full generation is followed by a
-new one. To make room, the oldest generation is dropped as a whole. So the index contains the recent end of the exact
-LRU order (Mattson et al., "Evaluation techniques for storage hierarchies", 1970): everything within the last 7/8 of the
-capacity, and nothing beyond the capacity. A chain is touched as a whole, so a block is never older than its successors,
-and tails are dropped before their heads, as in vLLM's free list. The indexed part of a chain is therefore always a
-prefix of the chain, lies in generations of growing age, and is found by bisection. An exact LRU list would double the
-memory for no gain, because the true capacity is known less exactly than to an eighth.
+new one. To make room, the oldest generation is dropped as a whole. So the index approximates LRU (Mattson et al.,
+"Evaluation techniques for storage hierarchies", 1970): it has all blocks used last, up to 7/8 of the capacity,
+and never more than the capacity. A chain is touched as a whole, so a block is never older than its successors, and
+tails are dropped before their heads, as in vLLM's free list. The indexed part of a chain is therefore always a prefix
+of the chain, lies in generations of growing age, and is found by bisection. An exact LRU list would double the memory
+for no gain, because the true capacity is known less exactly than to an eighth.
 
-Memory per block and backend: a key of 36 bytes and an entry of 27 to 54. A generation is as large as a CPython dict
-that is exactly full, and on average at least half full. `benchmarks/parts/placement.py` measures it.
+Memory per block and backend: a key of 36 bytes, and an entry of 27 bytes in a full generation, which exactly fills a
+CPython dict. Generations are at least half full on average, so an average entry takes at most 54 bytes.
+`benchmarks/parts/placement.py` measures the memory.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class PrefixIndex:
         self._recent: dict[str, _RecentBlocks] = {}
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
-        """Returns backend -> number of a prompt's first blocks that are cached without a gap, without zeros."""
+        """Maps backends to how many of the prompt's first blocks they have cached; without backends that have none."""
         found = {}
         if hashes:
             for backend, recent in self._recent.items():
@@ -86,12 +87,12 @@ class PrefixIndex:
         return 0 if recent is None else recent.size
 
     def limit(self, backend: str) -> int:
-        """Returns the most blocks that are indexed for `backend`: its capacity, cut by calibration."""
+        """Returns the maximum number of indexed blocks of `backend`: its capacity, cut by calibration."""
         recent = self._recent.get(backend)
         return self._capacity_blocks if recent is None else recent.limit
 
     def room(self, backend: str) -> int:
-        """Returns how many more blocks surely displace no other. Right after dropping a generation there is no room."""
+        """Returns how many more blocks fit up to 7/8 of the limit, the size after a generation was dropped."""
         # `limit` and `size` are inlined: this runs for each backend and each request.
         recent = self._recent.get(backend)
         size, limit = (0, self._capacity_blocks) if recent is None else (recent.size, recent.limit)
@@ -237,7 +238,7 @@ def _run_end(generation: Mapping[int, object], hashes: Sequence[int], at: int, e
 
 
 def _generation_blocks(limit: int) -> int:
-    """Returns the most blocks, up to an eighth of `limit`, that exactly fill a dict of 2**n slots."""
+    """Returns the largest number, up to an eighth of `limit`, of blocks that exactly fill a dict of 2**n slots."""
     most = limit // _GENERATIONS_MIN
     slots = 8
     while 4 * slots // 3 <= most:

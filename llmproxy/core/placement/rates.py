@@ -15,12 +15,12 @@ SURE = 4.0
 """Squared standard errors by which a backend must differ from its pool to count as faster or slower."""
 FACTOR_MIN = 0.05
 UNSEEN = 30.0
-"""Observations of other backends after which a third of the evidence about a backend is left. The speed factor changes
-only when less than one observation is left."""
+"""The evidence about a backend fades to a third after this many observations of other backends. The speed factor
+changes only when less than one observation is left."""
 STALE = 10
 """Observations of the pool after which a speed factor is computed again."""
 FIRST_BYTES_OLD = 50
-"""Non-streamed answers after the last first byte of a stream from which on they teach the time of prompts."""
+"""Non-streamed answers teach the time of prompts once this many have ended without a first byte of a stream."""
 PROMPTS_MOST = 0.8
 """Upper bound of the share of an answer's time that its backend spent on prompts; more is an estimation error."""
 LOAD_GUESS_S = 0.05
@@ -183,13 +183,13 @@ class PoolRates:
 
     def __init__(self, attention: float = ATTENTION) -> None:
         self.attention = Attention(attention)
-        # Seconds over uncached prompt tokens, weighted by `attention`. The base is paid once for each stretch of work
-        # that begins on an idle backend.
+        # Uncached prompt tokens, weighted by `attention` -> seconds to compute them. The base is paid once for each
+        # stretch of work that begins on an idle backend.
         self.prefill = LearnedLine(0.03, 1 / 15_000, USUAL_TOKENS, JITTER_S)
-        # Seconds per output token over running sequences, slowed by prompts (`step`) and without prompts (`decode`).
+        # Running sequences -> seconds per output token, slowed by prompts (`step`) and without prompts (`decode`).
         self.step = LearnedLine(0.01, 1e-4, 64.0, 1e-3)
         self.decode = LearnedLine(0.01, 1e-4, 64.0, 1e-3)
-        # Seconds from the grant of a decode stage to its first byte, over the fetched prompt tokens.
+        # Fetched prompt tokens -> seconds from the grant of a decode stage to its first byte.
         self.transfer = LearnedLine(0.03, 1e-5, USUAL_TOKENS, JITTER_S)
         self._assumed = self.prefill.base, self.prefill.slope, self.step.base, self.step.slope
         self._whole = WholeAnswers()

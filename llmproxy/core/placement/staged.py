@@ -72,7 +72,8 @@ class StagedPlacement(Placement):
 
     - `auto`: if both stages together cost less than the whole request, by the prices of `inner`. A placement without
       prices splits nothing.
-    - `always`: if both stages have room. `never`: none.
+    - `always`: if both stages have room.
+    - `never`: no request.
     - `tokens`: as `always`, for prompts with at least `min_uncached_tokens` tokens that the cheapest backend for the
       whole request has not cached.
     """
@@ -82,10 +83,10 @@ class StagedPlacement(Placement):
         self.settings = settings
         # Whether the pool has a backend of role `prefill` or `decode`.
         self._split_up = True
-        # The available backends that are not of role `prefill`, in this pass; below, their names by model.
+        # The available backends of this pass that are not of role `prefill`, and model -> their names.
         self._answering: list[View] = []
         self._answering_for: dict[str, set[str]] = {}
-        # Consecutive failed transfers, by prefill backend.
+        # Prefill backend -> consecutive failed transfers.
         self._failures: dict[str, int] = {}
         self._paused_until_s: dict[str, float] = {}
 
@@ -135,7 +136,7 @@ class StagedPlacement(Placement):
         excluded: frozenset[str],
         now: float,
     ) -> Placed | NoMatch | None:
-        """Returns a place for the prefill stage and names the backend of the decode stage; None to serve it whole."""
+        """Returns a place for the prefill stage and names the backend of the decode stage; None: do not split it."""
         inner = self.inner
         prompt = as_prefill(request)
         paused = self._paused_until_s

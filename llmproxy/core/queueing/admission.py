@@ -25,7 +25,7 @@ Ready = Callable[[Sequence[View], int, float, float], Sequence[View]]
 `Placement.ready`."""
 
 SHED_MAX = 64
-"""The most requests that are shed for a single request of a higher band."""
+"""Maximum number of requests that are shed for a single request of a higher band."""
 RETRY_EMPTY_S = 2.0
 """Retry-After while no backend is up: about the time until a poll notices that a backend is back."""
 
@@ -89,10 +89,10 @@ class Admission:
     def _servable(
         self, request: Request, excluded: frozenset[str], entry: AdmissionKind, now: float
     ) -> tuple[frozenset[str], bool]:
-        """Returns the backends that the request may not go to, and True if it is on hold until a backend is up.
+        """Returns (backends that the request must not use, whether the request is on hold until a backend is up).
 
-        They are `excluded` and, where another backend is up, `request.avoid`. On hold they are `excluded` without the
-        backends that may come back. Raises Refused if no backend can come up.
+        The backends are `excluded`, and `request.avoid` if another backend is up. For a request on hold, they are
+        `excluded` without the backends that may come back. Raises Refused if no backend can come up.
         """
         if request.backend is not None:
             return excluded, self._waits_for_own_backend(request, request.backend)

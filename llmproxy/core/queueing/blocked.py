@@ -56,10 +56,9 @@ class BlockedRequests:
         """Take out the requests that may go back to their flows.
 
         Args:
-            free: Returns how many requests have room, for (queue, band of its first request). Requests that went back
-                earlier and still wait are subtracted.
-            lowest: The second round of a pass: the requests that went back earlier fit nowhere, so they are not
-                subtracted. Only requests of this band and above are taken.
+            free: (Queue, band of its first request) -> how many requests of the queue have room.
+            lowest: None in the first round of a pass: requests that went back earlier and still wait take part of the
+                room. In the second round, they fit nowhere and take none; only this band and higher bands are taken.
         """
         back: list[Queued] = []
         for name in list(self._queues):

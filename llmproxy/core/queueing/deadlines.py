@@ -38,7 +38,7 @@ class Deadlines:
 
     def __init__(self, no_backend_wait_s: float) -> None:
         self._no_backend_wait_s = no_backend_wait_s
-        # Each pair: the normal clock (0) and the hold clock (1).
+        # In each pair below, index 0 is the normal clock, and index 1 the hold clock.
         self._clocks = (_Clock(), _Clock())
         self._heaps = (_deadlines(0), _deadlines(1))
         self._running = 0

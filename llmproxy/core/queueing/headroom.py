@@ -17,9 +17,9 @@ class Headroom:
     """The ceilings of one pool.
 
     The room above a ceiling is for higher bands. A band is in use for `headroom_s` after its last request. No room is
-    kept for a band that is not in use: a band gets the highest ceiling of itself and of the bands up to, but not
-    including, the next band in use. The next request of an unused band restores the ceilings. If all backends are full,
-    it waits for one release at most.
+    kept for a band that is not in use: the ceiling of a band is the highest ceiling among itself and the higher bands
+    below the next band in use. The next request of an unused band restores the ceilings. If all backends are full
+    then, this request waits for one release at most.
 
     A slot is always kept from the bands below the highest band in use: on each backend with at least four sequences
     (`View.slots`), or in the whole pool if all backends are smaller (`keeps_slot`), except in a pool of a single slot.
@@ -48,7 +48,7 @@ class Headroom:
             self._used_s[band] = max(used_s, self._used_s.get(band, -inf))
 
     def ceiling(self, band: int, now: float) -> float:
-        """Returns the saturation (0..1] from which on `band` waits now."""
+        """Returns the saturation (0..1] at which `band` waits now."""
         ceiling = self._own.get(band)
         if ceiling is None:
             ceiling = self._own[band] = self._settings.ceiling(band)
@@ -74,7 +74,7 @@ class Headroom:
         return not idle
 
     def places(self, band: int, views: Sequence[View], now: float) -> int:
-        """Returns how many sequences of `band` and lower bands fill `views`. The KV cache is not considered."""
+        """Returns how many sequences of `band` and lower bands fit on all `views`. The KV cache is not considered."""
         ceiling = self.ceiling(band, now)
         able = [view for view in views if view.available]
         places = sum(view.slots(ceiling) for view in able)
@@ -88,11 +88,11 @@ class Headroom:
         return next(self._above(band, now), None) is not None
 
     def views_for(self, band: int, views: Sequence[View], now: float) -> Sequence[View]:
-        """Returns `views` with backends closed to `band` because requests wait inside the engine.
+        """Returns `views`, where a backend with requests in the queue of its engine may be closed to `band`.
 
-        A band below `default` is not sent there while a higher band is in use, whose requests would wait behind it in
-        the engine. A band above `default` is not sent beyond the load that the engine was seen to run (`doubtful`),
-        because it would wait behind other requests there, while it is first here.
+        It is closed to a band below `default` while a higher band is in use, because requests of the higher band would
+        wait behind this band in the engine. It is closed to a band above `default` beyond the load that the engine was
+        seen to run (`doubtful`), because a request that is first here would wait behind others there.
         """
         if band == DEFAULT or not any(view.waiting for view in views):
             return views

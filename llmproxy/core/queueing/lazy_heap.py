@@ -9,7 +9,7 @@ from itertools import count
 from typing import Generic, TypeVar
 
 BEFORE_LOOK_MAX = 20_000
-"""Larger heaps are not counted to find the position of an entry: this many take some milliseconds."""
+"""The position of an entry is not computed in larger heaps: to count this many entries takes some milliseconds."""
 
 Key = TypeVar("Key", bound=tuple[float, ...] | float)
 Item = TypeVar("Item")

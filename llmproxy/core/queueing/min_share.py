@@ -10,7 +10,7 @@ would collect credit without limit."""
 
 
 class MinShares:
-    """Credits by band: a waiting band earns its share of all granted work, and pays for its own grants.
+    """A credit for each band: a waiting band earns its share of all granted work, and pays for its own grants.
 
     A band with credit goes before all other bands until the credit is used up. Bands without a configured share have
     no credit.

@@ -9,7 +9,7 @@ from llmproxy.core.queueing.rates import RateLimits, Rates
 from llmproxy.core.settings import UsageLimit
 
 UNBOUNDED_FREE = 64
-"""Blocked requests that go back to their flows at a time after a limit was removed."""
+"""Maximum number of blocked requests that go back to their flows at once after a limit was removed."""
 
 
 class _Use:
@@ -30,7 +30,7 @@ class UsageLimits:
     """
 
     def __init__(self, limits: Mapping[str, UsageLimit], rates: Rates | None = None) -> None:
-        """Without `rates`, the rate limits hold for this process alone."""
+        """Without `rates`, this process enforces the rate limits alone."""
         self._uses = {name: _Use(limit.in_flight) for name, limit in limits.items()}
         self._limits = limits
         self.rates = RateLimits(limits) if rates is None else rates

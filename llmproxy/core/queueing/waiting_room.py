@@ -51,7 +51,7 @@ class WaitingRoom:
         self.deadlines = Deadlines(settings.queue.no_backend_wait_s)
         # Label -> id of the last request with this label.
         self._labels: dict[str, str] = {}
-        # All waiting requests by id, and their expected tokens.
+        # Request id -> waiting request; and the expected tokens of all waiting requests.
         self.waiting: dict[str, Queued] = {}
         self.prompt_tokens = self.output_tokens = 0
         # All bands, highest first.

@@ -1,4 +1,4 @@
-"""The time of an engine step over its sequences and prompt tokens.
+"""The time of an engine step as a function of its sequences and prompt tokens.
 
     step_s = base_s + sequence_s * sequences + token_s * prompt tokens in the step
 
@@ -20,7 +20,7 @@ FORGET_EVERY_S = 5.0
 STEPS_MAX = 200.0
 """Largest weight of a single answer, in steps."""
 PRIOR = 20.0
-"""Weight of the guessed slopes, in steps. Without any spread of the loads, the guesses divide the time."""
+"""Weight of the guessed slopes, in steps. If all loads are equal, only the guesses divide the time into terms."""
 GUESS_SEQUENCE = 0.005
 GUESS_TOKEN = 0.003
 """Guesses of both slopes, as shares of `base_s`."""
@@ -59,7 +59,7 @@ class StepCurve:
         return tuple(self._sums)
 
     def restore(self, sums: Sequence[float], at_s: float) -> bool:
-        """Begin with the `sums` of another process, as of `at_s`. Returns False, and changes nothing, if invalid."""
+        """Begin with the `sums` that another process had at `at_s`. Returns False, and changes nothing, if invalid."""
         if (
             len(sums) != len(self._sums)
             or not all(isfinite(one) and one >= 0.0 for one in sums)

@@ -1,6 +1,6 @@
-"""Computes how many replicas a pool needs from its work in replica-seconds, with the terms of the number.
+"""Computes how many replicas a pool needs, from its work in replica-seconds.
 
-The unit of every term is one replica that is fully, but not overly, used:
+The number is the largest of several terms. The unit of a term is one replica that is fully, but not overly, used.
 
     p     = replica-seconds of a prompt: uncached tokens times seconds per token (`curve`)
     s(n)  = seconds of a step with n sequences (`curve`)
@@ -39,7 +39,7 @@ AHEAD_MAX = 0.6
 ASK_S = 15.0
 """The interval at which an autoscaler reads the number, which delays new replicas."""
 SIGMAS = 2.0
-"""Standard deviations of a Poisson process from which on a change is not chance."""
+"""A change by more standard deviations of a Poisson process than this is not chance."""
 ENDED_MIN = 30
 """Answers before the number is trusted."""
 FULL_S = 10.0
@@ -88,7 +88,7 @@ class Demand(Struct, frozen=True):
 class Capacity(Struct, frozen=True):
     """The capacity of a usual replica for this mix of requests."""
 
-    # The most sequences at once.
+    # Maximum number of sequences at once.
     seats: float
     # Replica-seconds of a request's prompt and of its answer.
     prompt_s: float
@@ -116,8 +116,9 @@ class RoleNeed(Struct, frozen=True):
 class Need(Struct, frozen=True):
     """The number of replicas that a pool needs, and why."""
 
-    # Whole replicas within the configured bounds, and the exact need before both.
+    # Whole replicas, within the configured bounds.
     desired: int
+    # The number before rounding and bounds.
     need: float
     # The largest term, or the bound or rule that decided.
     reason: str

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 IDLE_FLOWS_MAX = 10_000
-"""Idle flows whose account is kept, so that a flow cannot lose its debt by pausing. The least recent is dropped."""
+"""Maximum number of idle flows that keep their account, and with it a debt. The longest idle flow is dropped."""
 
 Account = TypeVar("Account")
 
@@ -15,8 +15,7 @@ Account = TypeVar("Account")
 class Accounts(Generic[Account]):
     """An account for each waiting flow, and for the `IDLE_FLOWS_MAX` idle flows that were used last.
 
-    `make` creates an account. `forgotten` is called with the name of an idle flow whose account was dropped for the
-    bound.
+    `make` creates an account. `forgotten` is called with the name of an idle flow whose account was dropped.
     """
 
     def __init__(self, make: Callable[[], Account], forgotten: Callable[[str], object] | None = None) -> None:

@@ -12,7 +12,7 @@ from llmproxy.core.queueing.lazy_heap import KeyedHeap
 from llmproxy.core.settings import Settings
 
 CREDIT_REQUESTS = 4.0
-"""Credit of a flow that becomes backlogged, in requests of the mean charge."""
+"""Credit of a flow that becomes backlogged, as a multiple of the mean charge of a request."""
 DISCOUNT = 1.0 - 1.0 / 1_000
 """Factor by which each request discounts the earlier ones in the mean charge: about the last thousand count."""
 
@@ -32,16 +32,17 @@ class FairShare(FairnessPolicy):
     scheduler. Without credit, it would wait whenever the estimates of the other flows were too high, and for every
     request that it still has in flight.
 
-    The level is the maximum, over time, of the least counter of the backlogged flows. The counter of a flow that
-    becomes backlogged is raised to the level minus the credit of `CREDIT_REQUESTS` mean requests, so that a flow cannot
-    save up more than this while idle. A flow in debt keeps its debt.
+    The level follows the least counter of the backlogged flows upwards, and never falls. When a flow becomes
+    backlogged, its counter is raised to at least the level minus the credit (`CREDIT_REQUESTS` mean charges), so that a
+    flow cannot save up more than this while idle. A flow in debt keeps its debt.
 
-    Bounds. Let K be the largest credit, U_f the most that requests of flow f dispatched and unfinished at one time are
-    charged per unit of weight, each with the highest charge of its life, and U = U_f + U_g. If always the first
-    candidate is dispatched, then at any time:
+    Bounds. K is the largest credit. U_f is the largest total charge per unit of weight of the requests that flow f has
+    in flight at one time, where each request counts with the highest charge that it ever has. U = U_f + U_g. If always
+    the first candidate is dispatched, then at any time:
 
-    1. The counters of two backlogged flows differ by at most U + K. f is dispatched only at the least counter, so not
-       above the level, which never falls, and then grows only by its charges in flight: counter_f <= level + U_f.
+    1. The counters of two backlogged flows differ by at most U + K. f is dispatched only if it has the least counter,
+       which is not above the level. The level never falls, and counter_f then grows only by charges in flight:
+       counter_f <= level + U_f.
        When the level rises, counter_g >= level, and when g becomes backlogged, counter_g >= level - K. After either,
        counter_g falls at most by the overestimates then in flight, because a later request refunds at most its own
        charge: counter_g >= level - K - U_g.
@@ -49,10 +50,10 @@ class FairShare(FairnessPolicy):
        most 2 (U + K): both inequalities also hold for counters minus charges not yet delivered, and an interval has two
        ends.
 
-    With tokens charged, U_f <= max(w_p L, w_q M) in the paper's terms, per unit of weight: L the longest prompt, M the
-    tokens (of prompts, and of answers as estimated or as delivered, whichever is more) that f has dispatched and
-    unfinished, for output weights w_q >= w_p. The paper proves that no policy that neither idles nor preempts can
-    guarantee less than w_q M for the service, M over all flows.
+    With tokens charged, U_f <= max(w_p L, w_q M) in the paper's terms, per unit of weight, for output weights
+    w_q >= w_p. L is the longest prompt. M is the most tokens that f has in flight at one time; an answer counts with
+    its estimated or its delivered tokens, whichever are more. The paper proves that no policy that neither idles nor
+    preempts can guarantee a difference of service below w_q M, with the tokens of all flows in M.
 
     Heads that fit on no backend weaken the bounds, because their flows are passed over.
     """
@@ -65,7 +66,8 @@ class FairShare(FairnessPolicy):
 
     @property
     def credit(self) -> float:
-        """The most by which the counter of a flow that becomes backlogged may be below the level."""
+        """The largest credit. When a flow becomes backlogged, its counter is raised to at least the level minus the
+        credit."""
         return CREDIT_REQUESTS * self._charged / self._requests if self._charged > 0.0 else 0.0
 
     def backlogged(self, flow: str, head: Request) -> None:
@@ -110,7 +112,7 @@ class FairShare(FairnessPolicy):
         return (("counter", self.counter(flow)),)
 
     def counter(self, flow: str) -> float:
-        """Returns the charges so far per unit of weight, raises included."""
+        """Returns the counter of a flow: its charges per unit of weight, plus all raises of the counter."""
         account = self._accounts.find(flow)
         return self._level if account is None else account.counter
 

@@ -26,9 +26,9 @@ class LocalityFairShare(FairnessPolicy):
     After the deficit longest prefix match of Cao et al., "Locality-aware Fair Scheduling in LLM Serving" (2025, arXiv
     2501.14312). The deficit of a flow is the amount that it may still be charged in this round. Among backlogged flows
     with a positive deficit, the most recently served goes first, because its prefix is most likely cached. If no
-    deficit is positive, all backlogged flows are refilled by `quantum_tokens` times their weight, for as many rounds at
-    once as make a deficit positive. Flows without deficit follow in the order of their charges, so that a flow alone is
-    never stopped.
+    deficit is positive, all backlogged flows are refilled by `quantum_tokens` times their weight, by several rounds at
+    once if it takes several until a deficit is positive. Flows without deficit follow in the order of their charges, so
+    that a flow alone is never stopped.
 
     A flow that becomes backlogged has at most the quantum of the current round, so credit does not grow while idle.
     Debt stays, and each round reduces it, as if the flow had waited.
@@ -37,20 +37,18 @@ class LocalityFairShare(FairnessPolicy):
     the quanta so far, and a flow's counter the sum of its charges, both per unit of weight. deficit = level - counter,
     and the counter of a flow that becomes backlogged is raised to level - quantum.
 
-    Bounds. Let Q be the quantum, U_f the most that requests of flow f dispatched and unfinished at one time are charged
-    per unit of weight, each with the highest charge of its life, and U = U_f + U_g. If always the first candidate is
+    Bounds. Q is the quantum. U_f and U = U_f + U_g are defined as in `FairShare`. If always the first candidate is
     dispatched, then at any time:
 
-    1. The counters of two backlogged flows differ by at most U + Q. f is dispatched only below the level, which never
-       falls, and then grows only by its charges in flight: counter_f <= level + U_f. At each refill, and when g becomes
-       backlogged, counter_g >= level - Q, and then it falls at most by the overestimates in flight:
-       counter_g >= level - Q - U_g.
+    1. The counters of two backlogged flows differ by at most U + Q. f is dispatched only below the level. The level
+       never falls, and counter_f then grows only by charges in flight: counter_f <= level + U_f. At each refill, and
+       when g becomes backlogged, counter_g >= level - Q. After that, counter_g falls at most by the overestimates in
+       flight: counter_g >= level - Q - U_g.
     2. The service per unit of weight that two flows receive in any interval in which both are backlogged differs by at
        most 2 (U + Q): both inequalities also hold for counters minus charges not yet delivered.
 
-    With tokens charged, U_f <= max(w_p L, w_q M) as in `fair_share`, for M tokens of f alone, per unit of weight. Both
-    flows' requests count because, unlike in `fair_share`, they may be in flight at different times. A large quantum
-    keeps prefixes warm, a small one approaches `fair_share`.
+    With tokens charged, U_f has the same bound as in `FairShare`. A large quantum keeps prefixes warm, a small quantum
+    approaches `fair_share`.
     """
 
     def __init__(self, settings: Settings) -> None:

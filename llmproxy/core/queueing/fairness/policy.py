@@ -30,7 +30,7 @@ class FairnessPolicy(ABC):
 
     @abstractmethod
     def candidates(self, now: float) -> Iterator[str]:
-        """Yields the backlogged flows in order of preference, each once. Callers close it before any other call."""
+        """Yields the backlogged flows in order of preference, each once. Close the iterator before any other call."""
 
     def entered(self, request: Request, now: float) -> None:
         """`request` entered the waiting room for the first time."""
@@ -39,7 +39,7 @@ class FairnessPolicy(ABC):
         """A request of `flow` was granted a backend."""
 
     def charge(self, flow: str, cost: float) -> None:
-        """Add `cost` to the account of `flow`. It is negative if an estimate was too high.
+        """Add `cost` to the account of `flow`. `cost` is negative if an estimate was too high.
 
         The unit is the charged resource per unit of the request's weight, because the requests of a flow may have
         different weights.
