@@ -363,7 +363,7 @@ async def test_new_leader_waits_for_unknown_members() -> None:
 async def test_a_grant_by_a_leader_of_the_past_is_ignored() -> None:
     async with world(3) as found:
         old, (one, _) = found.leader, found.followers
-        link = one.shard._link
+        link = one.link
         assert link is not None
         seat = old.client()
         await asyncio.sleep(SOON_S)
@@ -371,7 +371,7 @@ async def test_a_grant_by_a_leader_of_the_past_is_ignored() -> None:
         await asyncio.sleep(SOON_S)
         old.cluster.begin_shutdown()
         await asyncio.sleep(2.0)
-        assert one.shard.is_leader or one.shard._link is not link
+        assert one.shard.is_leader or one.link is not link
         [call] = one.leader_client._waiting
         session = found.leader.sessions[old.name]
         [(lease, _)] = session._leases.values()

@@ -31,7 +31,6 @@ from llmproxy.remote.cluster.channel import FRAME_BYTES_MAX, FRAME_MESSAGES_MAX
 from llmproxy.remote.cluster.protocol import (
     FALLBACKS,
     FROM_MEMBER,
-    PROTOCOL,
     TO_MEMBER,
     UNKNOWN_MAX,
     Balances,
@@ -375,8 +374,3 @@ def test_a_request_is_as_old_to_who_hears_of_it(asked: Any, ours: float, theirs:
     there = relative_to(relative_to(asked, ours), -theirs)
     for one, other in ((asked.arrived_s, there.arrived_s), (asked.deadline_s, there.deadline_s)):
         assert other - theirs == pytest.approx(one - ours, abs=1e-5)
-
-
-def test_the_version_is_not_changed_by_accident() -> None:
-    """Members of another version do not talk to each other, so that a roll-out would halve a cluster."""
-    assert PROTOCOL == 1

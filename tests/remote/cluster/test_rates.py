@@ -80,9 +80,9 @@ async def test_waiting_request_counts_once_at_the_next_leader() -> None:
         await holder.done()
         await asyncio.sleep(SOON_S)
         assert waits[0].holds() == "a"
-        left = found.leader.dispatcher.pools._limits.rates.left_per_min(TENANT, asyncio.get_running_loop().time())
-        assert left[0] == pytest.approx(0.0, abs=0.2)
-        assert left[1] == pytest.approx(0.0, abs=4.0)
+        [left] = found.leader.dispatcher.pools.snapshot(asyncio.get_running_loop().time()).limits
+        assert left.requests_left == pytest.approx(0.0, abs=0.2)
+        assert left.tokens_left == pytest.approx(0.0, abs=4.0)
 
 
 @virtual
@@ -114,8 +114,8 @@ async def test_waiting_request_counts_once_over_a_broken_connection() -> None:
         found.break_connections()
         await asyncio.sleep(1.0)
         assert leader.sessions[one.name].connected
-        requests, _ = leader.dispatcher.pools._limits.rates.left_per_min(TENANT, asyncio.get_running_loop().time())
-        assert requests == pytest.approx(2.0, abs=0.1)
+        [left] = leader.dispatcher.pools.snapshot(asyncio.get_running_loop().time()).limits
+        assert left.requests_left == pytest.approx(2.0, abs=0.1)
         await holder.done()
         await asyncio.sleep(SOON_S)
         assert waits.holds() == "a"

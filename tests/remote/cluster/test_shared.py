@@ -184,7 +184,7 @@ async def test_member_without_backends_does_not_lead() -> None:
         await asyncio.sleep(0.05)
         polled = asyncio.Event()
         new = await found.member("new", known=polled.wait())
-        one.shard._election.campaigning = False  # type: ignore[union-attr]
+        one.campaign(False)
         old.cluster.begin_shutdown()
         await asyncio.sleep(3.0)
         assert not new.leader_client.has_leader
@@ -204,7 +204,7 @@ async def test_member_that_leaves_before_it_knows_backends_does_not_lead() -> No
         new.cluster.begin_shutdown()
         polled.set()
         old = found.leader
-        old.shard._election.campaigning = False  # type: ignore[union-attr]
+        old.campaign(False)
         found.store.held = None
         await asyncio.sleep(10.0)
         assert not new.shard.is_leader

@@ -17,6 +17,7 @@ from llmproxy.core.shards import DEFAULT
 from llmproxy.remote.cluster.cluster import Cluster
 from llmproxy.remote.cluster.cluster_leasing import ClusterLeasing
 from llmproxy.remote.cluster.leader_client import LeaderClient
+from llmproxy.remote.cluster.leader_link import LeaderLink
 from llmproxy.remote.cluster.member_session import MemberCallbacks, MemberSession
 from llmproxy.remote.cluster.pages import bounded
 from llmproxy.remote.cluster.protocol import PROTOCOL, Drained, Hello, Learned
@@ -186,6 +187,16 @@ class VirtualMember:
     @property
     def shard(self) -> Shard:
         return self.cluster.default
+
+    @property
+    def link(self) -> LeaderLink | None:
+        """The connection to the leader."""
+        return self.shard._link
+
+    def campaign(self, campaigns: bool) -> None:
+        """Sets whether the member asks for free locks."""
+        assert self.shard._election is not None
+        self.shard._election.campaigning = campaigns
 
     @property
     def sessions(self) -> dict[str, MemberSession]:

@@ -64,7 +64,7 @@ async def test_a_request_ends_after_its_lease() -> None:
         lease.verdict, lease.usage = Verdict.SERVED, Usage(300, 200)
     line.remote.ended(asked, None)
     await nothing_left(one, line)
-    assert one.pools._limits.rates.left_per_min("tenant:t", now())[1] == pytest.approx(500.0, abs=1.0)
+    assert one.pools.snapshot(now()).limits[0].tokens_left == pytest.approx(500.0, abs=1.0)
 
 
 # --- withdrawn requests -----------------------------------------------------------------------------------------------
