@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 
+import pytest
+
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Outcome
 from llmproxy.core.placement.policy import make
@@ -178,18 +180,9 @@ async def test_name_of_several_models_works_if_one_has_no_replica() -> None:
     empty(one)
 
 
+@pytest.mark.parametrize("bounds", [QueueSettings(requests_max=1), QueueSettings(bytes_max=1)], ids=["names", "bytes"])
 @virtual
-async def test_only_so_many_names_are_waited_for() -> None:
-    await names_waited_for(QueueSettings(requests_max=1))
-
-
-@virtual
-async def test_only_so_many_bytes_are_held_for_names() -> None:
-    await names_waited_for(QueueSettings(bytes_max=1))
-
-
-async def names_waited_for(bounds: QueueSettings) -> None:
-    """A request within the limit, and a request above the limit."""
+async def test_requests_that_wait_for_names_are_bounded(bounds: QueueSettings) -> None:
     settings = Settings(queue=bounds)
     one = Dispatcher(Pools(settings, {"a": 1}, {}, partial(make, "blend", Random(0))))
     first = asyncio.create_task(one.resolve("base", 5.0, 1))
