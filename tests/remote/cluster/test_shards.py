@@ -119,8 +119,6 @@ async def test_member_with_fewer_shards_takes_a_free_lock_first() -> None:
     await asyncio.sleep(1.0)
     assert busy.is_leader
     check(busy, idle)
-    await busy.end()
-    await idle.end()
 
 
 @virtual
