@@ -53,6 +53,12 @@ class Follower:
     async def until(self, **wanted: Any) -> None:
         await until(lambda: self.says == wanted)
 
+    async def finds_one(self) -> None:
+        """Follow a pool with one objective."""
+        self.server.put(OBJECTIVES, objective("batch", 1))
+        self.follow(POOL)
+        await self.until(batch=1)
+
 
 @pytest.fixture
 async def follower() -> AsyncIterator[Follower]:
@@ -89,9 +95,7 @@ async def test_objects_are_followed_as_they_change(follower: Follower) -> None:
 
 async def test_event_without_a_change_is_not_passed_on(follower: Follower) -> None:
     server = follower.server
-    server.put(OBJECTIVES, objective("batch", 1))
-    follower.follow(POOL)
-    await follower.until(batch=1)
+    await follower.finds_one()
     server.put(OBJECTIVES, objective("batch", 1) | {"status": {"conditions": []}})
     server.put(OBJECTIVES, objective("other", 1, pool="other"))
     server.put(OBJECTIVES, objective("last", 1))
@@ -129,17 +133,13 @@ async def test_a_cluster_without_the_kinds_says_so_once_and_may_get_them(followe
 async def test_one_group_is_enough(follower: Follower) -> None:
     server = follower.server
     server.missing |= {OLD_OBJECTIVES, OLD_REWRITES}
-    server.put(OBJECTIVES, objective("batch", 1))
-    follower.follow(POOL)
-    await follower.until(batch=1)
+    await follower.finds_one()
     assert [line["event"] for line in follower._lines] == []
 
 
 async def test_kinds_that_are_deleted_take_their_objects_along(follower: Follower) -> None:
     server = follower.server
-    server.put(OBJECTIVES, objective("batch", 1))
-    follower.follow(POOL)
-    await follower.until(batch=1)
+    await follower.finds_one()
     server.missing.add(OBJECTIVES)
     server.cut()
     await follower.until()
@@ -148,9 +148,7 @@ async def test_kinds_that_are_deleted_take_their_objects_along(follower: Followe
 async def test_a_missing_right_is_said_once_as_the_rule_that_gives_it(follower: Follower) -> None:
     server = follower.server
     server.refused[REWRITES] = 403
-    server.put(OBJECTIVES, objective("batch", 1))
-    follower.follow(POOL)
-    await follower.until(batch=1)
+    await follower.finds_one()
     assert follower.objects.awaited is False, "nothing is going to turn up"
     asks = len(server.asked)
     await until(lambda: len(server.asked) > asks + 6)
@@ -167,9 +165,7 @@ async def test_a_missing_right_is_said_once_as_the_rule_that_gives_it(follower: 
 
 async def test_objects_stay_while_the_api_server_is_away(follower: Follower, unused_tcp_port: int) -> None:
     server = follower.server
-    server.put(OBJECTIVES, objective("batch", 1))
-    follower.follow(POOL)
-    await follower.until(batch=1)
+    await follower.finds_one()
     await until(lambda: len(server.watching) == 4)
     server.refuses = 503
     server.cut()
@@ -187,10 +183,8 @@ async def test_objects_stay_while_the_api_server_is_away(follower: Follower, unu
 
 
 async def test_a_group_that_stays_away_does_not_hide_the_others(follower: Follower) -> None:
-    follower.server.put(OBJECTIVES, objective("batch", 1))
     follower.server.refused[OLD_REWRITES] = 500
-    follower.follow(POOL)
-    await follower.until(batch=1)
+    await follower.finds_one()
     follower.server.put(OBJECTIVES, objective("batch", 2))
     await follower.until(batch=2)
     assert follower.objects.awaited is True, "it may still bring names"
@@ -200,9 +194,7 @@ async def test_without_pools_nothing_is_asked_and_nothing_stays(follower: Follow
     server = follower.server
     follower.follow("kubernetes+http://service/vllm")
     assert (follower.objects.answered.is_set(), follower.objects.awaited) == (True, False)
-    server.put(OBJECTIVES, objective("batch", 1))
-    follower.follow(POOL)
-    await follower.until(batch=1)
+    await follower.finds_one()
     follower.follow(POOL, "http://b")
     asks = len(server.asked)
     follower.follow("kubernetes+http://service/vllm")

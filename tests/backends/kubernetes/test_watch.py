@@ -75,6 +75,16 @@ async def follow(server: ApiServer, tmp_path: Path) -> AsyncIterator[Callable[..
         await one.close()
 
 
+@pytest.fixture
+async def one(server: ApiServer, follow: Callable[..., Follower]) -> Follower:
+    """A source that has found `a`, and watches."""
+    server.put(SLICES, has("a"))
+    started = follow()
+    await started.until("a")
+    await until(lambda: server.watching)
+    return started
+
+
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - the condition has no event of its own
@@ -117,12 +127,7 @@ async def test_object_added_to_an_empty_collection_is_known(server: ApiServer, f
     assert len(asked(server, kind="pods")) == 2, "no second list"
 
 
-async def test_a_watch_that_ends_goes_on_from_its_last_version(
-    server: ApiServer, follow: Callable[..., Follower]
-) -> None:
-    server.put(SLICES, has("a"))
-    one = follow()
-    await one.until("a")
+async def test_a_watch_that_ends_goes_on_from_its_last_version(server: ApiServer, one: Follower) -> None:
     server.put(SLICES, has("b"))
     await one.until("b")
     version = str(server.version)
@@ -164,24 +169,14 @@ async def test_a_version_that_is_gone_means_to_list_again(server: ApiServer, fol
     assert one.failures == [], "that is no failure"
 
 
-async def test_half_an_event_is_asked_for_again(server: ApiServer, follow: Callable[..., Follower]) -> None:
-    server.put(SLICES, has("a"))
-    one = follow()
-    await one.until("a")
-    await until(lambda: server.watching)
+async def test_half_an_event_is_asked_for_again(server: ApiServer, one: Follower) -> None:
     server.cut(json.dumps({"type": "MODIFIED", "object": has("x")}).encode()[:60])
     server.put(SLICES, has("b"))
     await one.until("b")
 
 
 @pytest.mark.parametrize("status", [500, 503, 403, 429])
-async def test_backends_stay_while_the_server_is_away(
-    status: int, server: ApiServer, follow: Callable[..., Follower]
-) -> None:
-    server.put(SLICES, has("a"))
-    one = follow()
-    await one.until("a")
-    await until(lambda: server.watching)
+async def test_backends_stay_while_the_server_is_away(status: int, server: ApiServer, one: Follower) -> None:
     server.refuses = status
     server.cut()
     await until(lambda: one.failures)
@@ -198,12 +193,8 @@ async def test_backends_stay_while_the_server_is_away(
 
 
 async def test_a_server_that_refuses_connections_changes_nothing(
-    server: ApiServer, follow: Callable[..., Follower], unused_tcp_port: int
+    server: ApiServer, one: Follower, unused_tcp_port: int
 ) -> None:
-    server.put(SLICES, has("a"))
-    one = follow()
-    await one.until("a")
-    await until(lambda: server.watching)
     right, one.source._api._url = one.source._api._url, f"http://127.0.0.1:{unused_tcp_port}"
     server.cut()
     await until(lambda: any("cannot be asked" in why for why in one.failures))
@@ -246,10 +237,7 @@ async def test_a_token_is_read_for_each_request(
     await one.until("a", "b")
 
 
-async def test_an_event_longer_than_any_buffer(server: ApiServer, follow: Callable[..., Follower]) -> None:
-    server.put(SLICES, has("a"))
-    one = follow()
-    await one.until("a")
+async def test_an_event_longer_than_any_buffer(server: ApiServer, one: Follower) -> None:
     large = endpoint_slice("s", *(endpoint(f"p{n}", f"10.{n >> 8}.{n & 255}.1") for n in range(1_000)))
     large["metadata"]["annotations"] = {"filler": "x" * 6_000_000}
     server.put(SLICES, large)
@@ -272,13 +260,7 @@ async def test_an_event_longer_than_any_buffer(server: ApiServer, follow: Callab
         b'{"type": "ERROR", "object": {"code": 500, "message": "etcd has no leader"}}\n',
     ],
 )
-async def test_nonsense_is_said_and_changes_nothing(
-    line: bytes, server: ApiServer, follow: Callable[..., Follower]
-) -> None:
-    server.put(SLICES, has("a"))
-    one = follow()
-    await one.until("a")
-    await until(lambda: server.watching)
+async def test_nonsense_is_said_and_changes_nothing(line: bytes, server: ApiServer, one: Follower) -> None:
     await server.say(line)
     await until(lambda: one.failures)
     server.put(SLICES, has("a", "b"))
@@ -365,11 +347,7 @@ async def test_pods_need_not_declare_containers(server: ApiServer, follow: Calla
     await follow("kubernetes+http://pods/app!=x:8000").until("a")
 
 
-async def test_many_changes_are_gathered(server: ApiServer, follow: Callable[..., Follower]) -> None:
-    server.put(SLICES, has("a"))
-    one = follow()
-    await one.until("a")
-    await until(lambda: server.watching)
+async def test_many_changes_are_gathered(server: ApiServer, one: Follower) -> None:
     before = one.looks
     for number in range(2_000):
         server.put(SLICES, has("a", "b") if number % 2 else has("a"))
