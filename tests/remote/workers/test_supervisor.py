@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import socket
 from contextlib import ExitStack
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -16,9 +17,11 @@ from llmproxy.core.domain import Usage
 from llmproxy.gateway.build import Gateway
 from llmproxy.gateway.proxying.rules import Rules
 from llmproxy.lifecycle.sockets import Sockets
+from llmproxy.observe.metrics import Metrics
 from llmproxy.remote.workers import protocol
 from llmproxy.remote.workers.session import WorkerSession
 from llmproxy.remote.workers.supervisor import WorkerSupervisor, dealt_sockets
+from llmproxy.upstream.port import Upstream
 from tests.core.make import listing
 from tests.dispatching import dispatcher, turns, virtual
 from tests.remote.workers.link import Nowhere, RecordedEvents
@@ -64,6 +67,9 @@ def test_workers_share_a_port_with_no_other_program() -> None:
 # --- what every worker knows ------------------------------------------------------------------------------------------
 
 
+NOWHERE = cast(Upstream, Nowhere())
+
+
 async def no_page(page: protocol.PageRequest) -> protocol.PageResponse:
     raise NotImplementedError
 
@@ -73,26 +79,35 @@ class RecordingSession(WorkerSession):
 
     def __init__(self, supervisor: WorkerSupervisor) -> None:
         super().__init__(supervisor._context)
+        self.context = supervisor._context
         self.sent: list[protocol.Message] = []
 
     def send(self, message: protocol.Message) -> None:
         self.sent.append(message)
 
 
-def supervised(backends: dict[str, BackendConfig], count: int = 2) -> tuple[WorkerSupervisor, list[RecordingSession]]:
-    one = dispatcher(a=1)
-    gateway = Gateway.build(Config(), backends, Nowhere(), one, one.pools.estimator, RecordedEvents())  # type: ignore[arg-type]
-    supervisor = WorkerSupervisor(gateway, one, backends, RecordedEvents(), no_page, socket_activated=False)  # type: ignore[arg-type]
-    sessions = [RecordingSession(supervisor) for _ in range(count)]
-    supervisor._sessions.update(enumerate(sessions))
-    return supervisor, sessions
+class Supervised:
+    """A supervisor whose workers are recording sessions, and what it supervises them for."""
+
+    def __init__(self, backends: dict[str, BackendConfig] | None = None, count: int = 2) -> None:
+        backends = {} if backends is None else backends
+        self.dispatcher = dispatcher(a=1)
+        self.events = RecordedEvents()
+        one, metrics = self.dispatcher, cast(Metrics, self.events)
+        self.gateway = Gateway.build(Config(), backends, NOWHERE, one, one.pools.estimator, metrics)
+        self.supervisor = WorkerSupervisor(self.gateway, one, backends, metrics, no_page, socket_activated=False)
+        self.sessions = [RecordingSession(self.supervisor) for _ in range(count)]
+        self.supervisor._sessions.update(enumerate(self.sessions))
+
+    def reconfigured(self, config: Config) -> None:
+        self.gateway.rulebook.current = Rules.build(config, NOWHERE)
 
 
 @virtual
 async def test_a_change_is_sent_once_to_all_workers() -> None:
     backends = {"a": BackendConfig(url="http://a:1", name="a")}
-    supervisor, sessions = supervised(backends)
-    one = supervisor._dispatcher
+    rig = Supervised(backends)
+    one, sessions = rig.dispatcher, rig.sessions
     one.reconsider()
     one.listed("a", listing())
     await turns()
@@ -121,11 +136,12 @@ async def test_a_change_is_sent_once_to_all_workers() -> None:
 @virtual
 async def test_a_change_is_sent_before_a_grant_that_follows_from_it() -> None:
     backends = {"a": BackendConfig(url="http://a:1", name="a")}
-    supervisor, [session, _] = supervised(backends)
+    rig = Supervised(backends)
+    session = rig.sessions[0]
     backends["b"] = BackendConfig(url="http://b:1", name="b")
-    supervisor._dispatcher.reconsider()
+    rig.dispatcher.reconsider()
     # A session does this before it sends a grant.
-    supervisor.update_workers()
+    rig.supervisor.update_workers()
     assert isinstance(session.sent[0], protocol.KnownBackends)
     await turns()
     assert len(session.sent) == 1
@@ -133,12 +149,13 @@ async def test_a_change_is_sent_before_a_grant_that_follows_from_it() -> None:
 
 @virtual
 async def test_each_step_of_the_shutdown_is_sent() -> None:
-    supervisor, [session, _] = supervised({})
+    rig = Supervised()
+    supervisor, session = rig.supervisor, rig.sessions[0]
     supervisor.begin_shutdown()
     await turns()
-    supervisor._dispatcher.drain(finish_waiting=True)
+    rig.dispatcher.drain(finish_waiting=True)
     await turns()
-    supervisor._dispatcher.drain()
+    rig.dispatcher.drain()
     await turns()
     assert session.sent == [
         protocol.ShutdownState(leaving=True),
@@ -152,42 +169,44 @@ async def test_each_step_of_the_shutdown_is_sent() -> None:
 
 @virtual
 async def test_estimates_and_stored_responses_are_sent_to_other_workers() -> None:
-    supervisor, [maker, other] = supervised({})
-    supervisor._context.stored(protocol.ResponseStored("resp_1", "a", "t"), maker)
+    rig = Supervised()
+    maker, other = rig.sessions
+    maker.context.stored(protocol.ResponseStored("resp_1", "a", "t"), maker)
     assert (maker.sent, other.sent) == ([], [protocol.ResponseStored("resp_1", "a", "t")])
-    assert dict(supervisor._stored.made_by) == {"resp_1": ("a", "t")}
+    assert dict(rig.gateway.stored.made_by) == {"resp_1": ("a", "t")}
     # Two workers saw the same id made in the same instant: whose word came first, it is, for both.
-    supervisor._context.stored(protocol.ResponseStored("resp_1", "b", "u"), other)
+    maker.context.stored(protocol.ResponseStored("resp_1", "b", "u"), other)
     assert (maker.sent, other.sent) == ([], [protocol.ResponseStored("resp_1", "a", "t")] * 2)
-    assert dict(supervisor._stored.made_by) == {"resp_1": ("a", "t")}
+    assert dict(rig.gateway.stored.made_by) == {"resp_1": ("a", "t")}
     for _ in range(5):
-        supervisor._pools.estimator.learn("base", 300, 1, Usage(100, 50))
-        supervisor._context.learned("base")
+        rig.dispatcher.pools.estimator.learn("base", 300, 1, Usage(100, 50))
+        maker.context.learned("base")
     await turns()
     assert not maker.sent, "not with every answer"
     await asyncio.sleep(1.0)
     [estimates] = maker.sent
     assert isinstance(estimates, protocol.LearnedEstimates)
     assert (estimates.models["base"].seen, estimates.models["base"].output_tokens) == (5, 50.0)
-    supervisor._context.learned("base")
+    maker.context.learned("base")
     await asyncio.sleep(1.0)
     assert len(maker.sent) == 2
 
 
 @virtual
 async def test_a_reload_sends_the_whole_configuration() -> None:
-    supervisor, [session, _] = supervised({})
+    rig = Supervised()
     new = Config(models=[{"name": "alias", "target": "base"}])  # type: ignore[arg-type]
-    supervisor._rulebook.current = Rules.build(new, Nowhere())  # type: ignore[arg-type]
-    supervisor.reconfigure()
-    [message] = session.sent
+    rig.reconfigured(new)
+    rig.supervisor.reconfigure()
+    [message] = rig.sessions[0].sent
     assert isinstance(message, protocol.NewConfig)
     assert pickle.loads(message.config) == new
 
 
 @virtual
 async def test_the_start_fails_when_a_worker_does_not_start() -> None:
-    supervisor, [session, other] = supervised({})
+    rig = Supervised()
+    session, other = rig.sessions
 
     async def begin(slot: int) -> None:
         if slot:
@@ -195,10 +214,10 @@ async def test_the_start_fails_when_a_worker_does_not_start() -> None:
         else:
             session.url.cancel()
 
-    supervisor._begin = begin  # type: ignore[method-assign]
-    supervisor._rulebook.current = Rules.build(Config(workers=2), Nowhere())  # type: ignore[arg-type]
+    rig.supervisor._begin = begin  # type: ignore[method-assign]
+    rig.reconfigured(Config(workers=2))
     with pytest.raises(ConfigError, match="did not start"):
-        await supervisor.start([])
+        await rig.supervisor.start([])
 
 
 # --- lost workers -----------------------------------------------------------------------------------------------------
@@ -212,7 +231,8 @@ class Mortal:
 
 @virtual
 async def test_a_worker_that_dies_early_restarts_after_longer_pauses() -> None:
-    supervisor, _ = supervised({}, count=1)
+    rig = Supervised(count=1)
+    supervisor = rig.supervisor
     lives_s = [0.0, 0.0, 0.0, 60.0, 0.0]
     begun_s: list[float] = []
 
@@ -235,6 +255,4 @@ async def test_a_worker_that_dies_early_restarts_after_longer_pauses() -> None:
         await supervisor._restart(0)
     # Dead at once: 0.5 s. Dead at once again: 1 s. Not even started: 2 s. Dead at once: 4 s. After a minute: no pause.
     assert begun_s == [0.0, 0.5, 1.5, 3.5, 7.5, 67.5]
-    events = supervisor._metrics
-    assert isinstance(events, RecordedEvents)
-    assert events.lost == 4, "a worker that was not started was not lost"
+    assert rig.events.lost == 4, "a worker that was not started was not lost"
