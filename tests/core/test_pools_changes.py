@@ -124,7 +124,12 @@ def test_a_removed_backend_is_forgotten_and_the_others_are_not() -> None:
     one.remove_backend("a")
     # The blocks of a late answer are not noted for a backend that is gone.
     cached(one, given["a"], (1, 2, 3))
-    assert [cached_tokens(one, prefix, 2.0) for prefix in prompts.values()] == [0, 48]
+    assert cached_tokens(one, prompts["b"], 2.0) == 48
+    one.add_backend("a", 4)
+    one.backends["a"].answered(2.0)
+    one.listed("a", listing())
+    one.backends["b"].drained = True
+    assert cached_tokens(one, prompts["a"], 3.0) == 0
 
 
 def test_a_late_answer_of_a_removed_backend_teaches_its_successor_nothing() -> None:
