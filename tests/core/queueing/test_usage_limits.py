@@ -134,6 +134,15 @@ def test_a_request_under_two_limits_waits_for_both() -> None:
     assert names(granted(of, 1.0)) == ["both"]
 
 
+def test_removed_limit_is_forgotten_once_nothing_is_in_flight() -> None:
+    limits, running = UsageLimits({TENANT: UsageLimit(in_flight=1)}), theirs()
+    limits.booked(running)
+    limits.reconfigure({}, 0.0)
+    assert limits.in_flight() == {TENANT: 1}
+    limits.released(running, None, 0.0)
+    assert limits.in_flight() == {}
+
+
 # --- rates ------------------------------------------------------------------------------------------------------------
 
 

@@ -87,7 +87,7 @@ class RecordingSession(WorkerSession):
 
 
 class Supervised:
-    """A supervisor whose workers are recording sessions, and what it supervises them for."""
+    """A supervisor with its gateway and dispatcher. Its workers are recording sessions."""
 
     def __init__(self, backends: dict[str, BackendConfig] | None = None, count: int = 2) -> None:
         backends = {} if backends is None else backends
