@@ -95,7 +95,11 @@ class Changes:
 
     async def as_wanted(self) -> bool:
         """Whether the proxy has the backends of the last valid file."""
-        page = await self._running.json("/admin/backends")
+        try:
+            page = await self._running.json("/admin/backends")
+        except aiohttp.ClientError:
+            # A new process may not listen yet.
+            return False
         return sorted(one["url"] for one in page["backends"]) == self._wanted
 
     async def end(self) -> None:

@@ -114,7 +114,7 @@ def print_verdicts(console: Console, found: Sequence[Place], runs: Runs, seeds: 
 
 
 def verdict(ratios: Sequence[Ratio | None]) -> str:
-    """Ahead or behind if every interval says so, else open. Without intervals, the look of the means."""
+    """Ahead or behind if every interval says so, else open. Without intervals, a comparison of the means."""
     known = [ratio for ratio in ratios if ratio is not None]
     if not known or len(known) < len(ratios):
         return "no ratio"
