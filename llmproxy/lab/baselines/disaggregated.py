@@ -18,9 +18,8 @@ from llmproxy.core.placement.policy import Placement
 from llmproxy.core.placement.staged import StagedPlacement, as_prefill
 from llmproxy.core.settings import Disaggregation
 from llmproxy.lab.baselines.common import prompt_blocks
-from llmproxy.lab.baselines.deployed_picker import SCRAPE_S, DeployedPicker
 from llmproxy.lab.baselines.dynamo import KvCost, KvEventCaches, PredictedCaches
-from llmproxy.lab.baselines.endpoint_picker import sticky
+from llmproxy.lab.baselines.endpoint_picker import SCRAPE_S, EndpointPicker, sticky
 from llmproxy.lab.baselines.plain import PowerOfTwo
 from llmproxy.lab.baselines.policy import Baseline, Surroundings, baselines
 from llmproxy.lab.baselines.sglang import CacheAware
@@ -117,7 +116,7 @@ def llmd_pd(*, uncached: float = 512.0) -> Baseline:
         known = KnownCaches(around, PredictedCaches(around))
         # The defaults of `epp_sticky`.
         profile = sticky(0.8, 18.0, 15_928.0)
-        prefill, decode = (DeployedPicker(around, gate=False, profile=profile) for _ in range(2))
+        prefill, decode = (EndpointPicker(around, gate=False, profile=profile) for _ in range(2))
         return SplitRouter(prefill, decode, known, lambda prompt, cached: prompt - cached >= uncached)
 
     about = "llm-d: the endpoint picker for each pool, split from so many tokens that the decode replica has not cached"

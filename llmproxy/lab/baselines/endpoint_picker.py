@@ -1,57 +1,40 @@
-"""The choices of the endpoint picker of llm-d and the Gateway API Inference Extension (EPP, v0.10).
+"""The endpoint picker of llm-d and the Gateway API Inference Extension (EPP, v0.10), as it is deployed.
 
-It has two default configurations: `epp_blend` is the weighted sum of scores of EPP's default code, `epp_sticky` the
-"sticky until saturated" of its newer guides. Filters, scorers, weights and thresholds are as documented there.
-Differences:
+It has two default configurations: `epp_blend` is the weighted sum of scores of EPP's default code, behind its gate;
+`epp_sticky` is the "sticky until saturated" of its newer guides, without the gate. Filters, scorers, weights and
+thresholds are as documented there. `gate` changes either. Differences:
 
-* Only backends with room are candidates, and a request waits if there are none. EPP's flow control, with one gate for
-  the whole pool, is not used.
-* Prompts are hashed in whole blocks of 512 bytes, not in blocks of 64 tokens with a partial last block. Prompt lengths
-  come from the learned bytes per token, not from four bytes per token.
+* Requests wait in this project's queue (strict bands, first come, first served), without EPP's one-second expiry sweep.
+* Prompts are divided into the blocks of the trace, because a trace has no text.
+* Neither default has the scorer for adapters. Each adapter has blocks of its own, as EPP's hash chain begins with the
+  name of the model.
 * Two known defects of its index are fixed, as in later versions: heads evicted before their tails, and a capacity of
   16-token blocks counted in 64-token blocks.
-* A backend whose process is gone is forgotten at once, not within two minutes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
-from typing import Protocol
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
-from llmproxy.core.placement.policy import Placement, fitting
-from llmproxy.core.placement.prefix_index import PrefixIndex
-from llmproxy.lab.baselines.common import Ledger, highest
+from llmproxy.core.placement.policy import NO_CAPACITY, Placement
+from llmproxy.lab.baselines.common import Ledger, candidates, highest
+from llmproxy.lab.baselines.index import Block, BlockIndex
+from llmproxy.lab.baselines.policy import Baseline, Surroundings, baselines
 
+SCRAPE_S = 0.05
+GATE_WAITING = 5
+GATE_KV = 0.8
+FRESH_S = 0.2
+TICKS_PER_S = 1_000.0
+DEPARTED_AFTER_S = 120.0
 PROMPT_TOKENS_MAX = 131_072
 """Only this many tokens at the beginning of a prompt are looked up and recorded."""
 INDEX_TOKENS = 31_250 * 64
 """Capacity of the prefix index per backend while the size of its KV cache is unknown: blocks times tokens per block."""
 TOKEN_LOAD_FULL = 4_194_304
-
-
-class Index(Protocol):
-    """The prompt blocks that were recently sent to each backend; see `PrefixIndex`."""
-
-    def match(self, hashes: Sequence[int]) -> dict[str, int]: ...
-
-    def record(self, backend: str, hashes: Sequence[int]) -> None: ...
-
-    def resize(self, backend: str, blocks: int) -> None: ...
-
-    def forget(self, backend: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PromptBlocks:
-    """The length of a prompt, and its `blocks` of `block_tokens` each."""
-
-    tokens: int
-    blocks: Sequence[int]
-    block_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,59 +112,122 @@ def sticky(match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) 
     return scored
 
 
-class EndpointPicker(Placement):
-    """A profile with its prefix index and the work in flight.
+def saturation(views: Sequence[View], now: float) -> float:
+    """Returns the mean over the healthy backends of max(waiting / 5, KV cache usage / 0.8). At 1 the pool is full.
 
-    Work in flight is counted in uncached prompt tokens, until the first byte. Prompts (not answers) are indexed when a
-    request is sent, before it succeeds.
+    A backend without a reading of the last 200 ms counts 1.0, and so does an empty pool. As in EPP's default detector,
+    one hot backend among idle ones is invisible, and requests since the last readings do not count.
+    """
+    up = [view.reading for view in views if view.available]
+    parts = [
+        max(reading.waiting / GATE_WAITING, (reading.kv_used or 0.0) / GATE_KV)
+        if reading is not None and now - reading.taken_at_s <= FRESH_S
+        else 1.0
+        for reading in up
+    ]
+    return sum(parts) / len(parts) if parts else 1.0
+
+
+class Ticks:
+    """The rate of EPP's dispatch loop: one queued request per millisecond. A request that did not wait is free.
+
+    A replay wakes at events, not at every tick. So the ticks until the next scrape may be used in advance: before that
+    scrape, the readings do not change.
     """
 
-    def __init__(self, rng: Random, profile: Profile, index: Index | None = None) -> None:
-        self._rng = rng
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._used = 0.0
+        self._at_s = clock()
+
+    def left(self) -> bool:
+        now = self._clock()
+        self._used = max(0.0, self._used - TICKS_PER_S * (now - self._at_s))
+        self._at_s = now
+        return self._used + 1.0 <= TICKS_PER_S * SCRAPE_S
+
+    def use(self, request: Request) -> None:
+        if request.arrived_s < self._clock():
+            self._used += 1.0
+
+
+class LruIndex(BlockIndex):
+    """Evicts exactly the least recently used blocks, like EPP. The index of the core does so approximately."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._capacity: dict[str, int] = {}
+
+    def match(self, blocks: Sequence[Block]) -> dict[str, int]:
+        """Returns the number of blocks that each backend has, up to the first block that no backend has.
+
+        A backend may miss some of the blocks in between.
+        """
+        return self.matches(blocks, unbroken=False)
+
+    def record(self, backend: str, blocks: Sequence[Block]) -> None:
+        self.insert(backend, dict.fromkeys(blocks, 0))
+        while self.size(backend) > self._capacity.get(backend, 0):
+            self.drop_oldest(backend)
+
+    def resize(self, backend: str, blocks: int) -> None:
+        self._capacity[backend] = blocks
+
+
+class EndpointPicker(Placement):
+    """A profile with its gate, its prefix index and the work in flight.
+
+    Work in flight is counted in uncached prompt tokens, until the first byte. Prompts (not answers) are indexed when a
+    request is sent, before it succeeds. A departed backend is forgotten within two minutes.
+    """
+
+    def __init__(self, around: Surroundings, gate: bool, profile: Profile) -> None:
+        self._around = around
+        self._gate = gate
         self._profile = profile
-        self._index: Index = PrefixIndex() if index is None else index
+        self._index = LruIndex()
         self._kv_tokens: dict[str, int] = {}
+        self._ticks = Ticks(around.clock)
+        self._sweep_at_s = around.clock() + DEPARTED_AFTER_S
         self.tokens_in_flight = Ledger()
 
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        found = fitting(request, views, ceiling, excluded)
-        return self.choose(request, found) if isinstance(found, list) else found
+        del ceiling  # EPP's default allows every band the whole pool.
+        if self._gate and (saturation(views, now) >= 1.0 or not self._ticks.left()):
+            return NO_CAPACITY
+        found = candidates(request, views, excluded)
+        if not isinstance(found, list):
+            return found
+        if now >= self._sweep_at_s:
+            self._sweep(views, now)
+        return self.choose(request, found)
 
     def choose(self, request: Request, views: Sequence[View]) -> Placed:
         """Returns the choice. `views` must not be empty."""
-        prompt = self.prompt(request)
-        blocks = self._known_blocks(prompt)
+        tokens, size = self._around.prompts[request.id].tokens, self._around.block_tokens
+        blocks = self._blocks(request)
         matches = self._index.match(blocks)
-        candidates = []
+        found = []
         for view in views:
             matched = matches.get(view.backend, 0)
-            cached_tokens = min(prompt.tokens, round(matched * prompt.block_tokens))
-            candidates.append(
-                Candidate(
-                    view,
-                    match=matched / len(blocks) if blocks else 0.0,
-                    cached_tokens=cached_tokens,
-                    new_tokens=prompt.tokens - cached_tokens,
-                    tokens_in_flight=self.tokens_in_flight.amount(view.backend),
-                )
-            )
-        scored = self._profile(candidates)
-        at = highest(scored.scores, self._rng)
+            cached_tokens = min(tokens, matched * size)
+            share = matched / len(blocks) if blocks else 0.0
+            ahead_tokens = self.tokens_in_flight.amount(view.backend)
+            found.append(Candidate(view, share, cached_tokens, tokens - cached_tokens, ahead_tokens))
+        scored = self._profile(found)
+        at = highest(scored.scores, self._around.rng)
         chosen = scored.kept[at]
-        self._fit_index(chosen.view, prompt)
+        self._fit_index(chosen.view)
         terms = tuple((name, part[at]) for name, part in scored.terms.items())
         return Placed(chosen.view.backend, scored.scores[at], terms, len(views), chosen.cached_tokens)
 
-    def prompt(self, request: Request) -> PromptBlocks:
-        """Returns the length and blocks of the prompt of `request`."""
-        return PromptBlocks(request.prompt_tokens, request.prefix, request.prefix_tokens)
-
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
-        prompt = self.prompt(request)
-        self.tokens_in_flight.give(lease, placed.backend, prompt.tokens - placed.cached_tokens)
-        self._index.record(placed.backend, self._known_blocks(prompt))
+        self._ticks.use(request)
+        new_tokens = self._around.prompts[request.id].tokens - placed.cached_tokens
+        self.tokens_in_flight.give(lease, placed.backend, new_tokens)
+        self._index.record(placed.backend, self._blocks(request))
 
     def started(self, lease: int, now: float) -> None:
         self.tokens_in_flight.take_back(lease)
@@ -189,28 +235,42 @@ class EndpointPicker(Placement):
     def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
         self.tokens_in_flight.take_back(lease)
 
-    def lost(self, backend: str) -> None:
-        self._index.forget(backend)
-        # The index forgot its capacity too, so `_fit_index` must set it again.
-        self._kv_tokens.pop(backend, None)
+    def _blocks(self, request: Request) -> list[Block]:
+        """Returns the prompt as the trace has it. The last block may be partial; blocks without an id match nothing."""
+        known, size = self._around.prompts[request.id], self._around.block_tokens
+        count = min(-(-known.tokens // size), max(1, PROMPT_TOKENS_MAX // size))
+        blocks: list[Block] = list(known.blocks[:count])
+        return blocks + [(request.id, i) for i in range(len(blocks), count)]
 
-    def _known_blocks(self, prompt: PromptBlocks) -> Sequence[int]:
-        if not prompt.blocks:
-            return ()
-        return prompt.blocks[: max(1, int(PROMPT_TOKENS_MAX / prompt.block_tokens))]
-
-    def _fit_index(self, view: View, prompt: PromptBlocks) -> None:
+    def _fit_index(self, view: View) -> None:
         """Make the index of this backend as large as its KV cache."""
         known = view.reading.kv_tokens if view.reading is not None else None
         # A size stays valid when later readings fail.
         kv_tokens = known or self._kv_tokens.get(view.backend, INDEX_TOKENS)
-        if prompt.blocks and self._kv_tokens.get(view.backend) != kv_tokens:
+        if self._kv_tokens.get(view.backend) != kv_tokens:
             self._kv_tokens[view.backend] = kv_tokens
-            self._index.resize(view.backend, max(1, int(kv_tokens / prompt.block_tokens)))
+            self._index.resize(view.backend, max(1, kv_tokens // self._around.block_tokens))
+
+    def _sweep(self, views: Sequence[View], now: float) -> None:
+        self._sweep_at_s = now + DEPARTED_AFTER_S
+        up = [view.backend for view in views if view.available]
+        for backend in self._index.backends():
+            if backend not in up:
+                self._index.forget(backend)
 
 
-ENDPOINT_PICKERS: Mapping[str, Callable[[Random], EndpointPicker]] = {
-    "epp_blend": lambda rng: EndpointPicker(rng, blend()),
-    "epp_sticky": lambda rng: EndpointPicker(rng, sticky()),
-}
-"""The default configurations by name. Requests wait in the proxy's waiting room."""
+@baselines.register("epp_blend")
+def epp_blend(*, queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0, gate: float = 1.0) -> Baseline:
+    about = "llm-d endpoint picker, code default: queue, KV-cache and prefix scores behind its pool-wide gate"
+    return Baseline(
+        "epp_blend", about, lambda around: EndpointPicker(around, gate > 0, blend(queue, kv, prefix)), SCRAPE_S
+    )
+
+
+@baselines.register("epp_sticky")
+def epp_sticky(*, match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0, gate: float = 0.0) -> Baseline:
+    about = (
+        "llm-d endpoint picker, newer guide: sticky to a cached prefix until saturated, then fewest tokens in flight"
+    )
+    profile = sticky(match, penalty_s, rate)
+    return Baseline("epp_sticky", about, lambda around: EndpointPicker(around, gate > 0, profile), SCRAPE_S)

@@ -17,7 +17,6 @@ from llmproxy.core.placement.price import TERMS
 from llmproxy.core.settings import Settings
 from llmproxy.lab.baselines import baseline_named, baselines
 from llmproxy.lab.baselines.by_name import split_policy
-from llmproxy.lab.baselines.endpoint_picker import ENDPOINT_PICKERS
 from llmproxy.lab.baselines.policy import Surroundings
 from llmproxy.lab.fleet.world import World
 from llmproxy.lab.policies.oracle import Oracle
@@ -55,8 +54,7 @@ def own_name(config: Config) -> str:
 
 def _own() -> dict[str, str]:
     """Returns the policies with the proxy's own queue: name -> placement."""
-    placements = (*presets.names(), *ENDPOINT_PICKERS)
-    return {LATE + name if name in baselines.names() else name: name for name in placements}
+    return {LATE + name if name in baselines.names() else name: name for name in presets.names()}
 
 
 def is_own(text: str) -> bool:
@@ -120,7 +118,7 @@ def _own_plan(text: str, preset: str, config: Config, without: frozenset[str]) -
         del world
         if without:
             return CostPlacement(around.rng, without=without)
-        return ENDPOINT_PICKERS[preset](around.rng) if preset in ENDPOINT_PICKERS else make(preset, around.rng)
+        return make(preset, around.rng)
 
     return PolicyPlan(text, about, settings, config.poll.interval_s, placement)
 

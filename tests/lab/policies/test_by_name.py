@@ -16,9 +16,7 @@ from llmproxy.lab.run.replay import records_of
 from tests.lab.baselines.baseline_world import NAMES
 from tests.lab.small import setup, traffic
 
-LATE = {
-    f"late_{name}" for name in set(NAMES) - {"cache_aware", "dynamo_cost", "vllm_router_pd", "llmd_pd", "dynamo_pd"}
-}
+LATE = {f"late_{name}" for name in ("random", "round_robin", "least_request", "power_of_two", "session")}
 
 
 def scheduling(**given: Any) -> Config:
