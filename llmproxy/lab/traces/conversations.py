@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from heapq import merge
 from itertools import count
-from math import ceil
 from random import Random
 from typing import Annotated
 
@@ -23,7 +21,6 @@ from llmproxy.lab.traces.parts import (
     TokensOrNone,
     Within,
     check,
-    interleaved,
     poisson_times,
 )
 
@@ -31,51 +28,6 @@ NOMINAL_TOKEN_S = 0.02
 """Seconds per output token for the nominal times of chained turns. A replay uses the real times."""
 CHAIN_MAX = 200
 """Most turns of one closed loop, because all its turns are in memory at the same time."""
-
-
-def multi_round_chat(
-    *,
-    users: Annotated[int, Within(1, 5_000)] = 320,
-    rounds: Annotated[int, Within(2, CHAIN_MAX)] = 10,
-    rate: Rate = 2.0,
-    duration_s: Seconds = 600.0,
-    system_tokens: TokensOrNone = 1_000,
-    history_tokens: TokensOrNone = 20_000,
-    question_tokens: Tokens = 20,
-    answer_tokens: Tokens = 100,
-    closed: bool = False,
-    block_tokens: BlockTokens = 64,
-    seed: int = 0,
-) -> Iterator[Arrival]:
-    """Multi-round question answering, as in production-stack's benchmark with its published sizes.
-
-    A prompt is a system prompt that all users share, the user's own history, and the dialogue so far. A user asks
-    `rounds` times, every users/rate seconds. A new user joins every (rounds-1)/rate seconds, so `users` are active at
-    any time, and the request rate is rate*rounds/(rounds-1). Users who joined before the start begin with a later
-    round. Beyond the published definition, the exact time of joining is random, so that seeds differ. With `closed`, a
-    user waits for each answer and then users/rate seconds.
-    """
-    ask_gap_s, join_gap_s = users / rate, (rounds - 1) / rate
-    rng, ids = Random(seed), count()
-    system = Text(ids, block_tokens, system_tokens)
-
-    def session(user: int) -> list[Arrival]:
-        joins_s = (user + rng.random()) * join_gap_s
-        dialogue = Text(ids, block_tokens, history_tokens, system)
-        facts = {"session": f"user-{users + user}", "think_s": ask_gap_s}
-        dialogue_turns = [
-            dialogue.turn(joins_s + number * ask_gap_s, question_tokens, answer_tokens, **facts)
-            for number in range(rounds)
-        ]
-        return [turn for turn in dialogue_turns if 0 <= turn.at_s < duration_s]
-
-    def begin_s(turns: list[Arrival]) -> float:
-        return turns[0].at_s
-
-    there = filter(None, [session(user) for user in range(-users, 0)])
-    late = filter(None, map(session, range(ceil(duration_s / join_gap_s))))
-    sessions = merge(sorted(there, key=begin_s), late, key=begin_s)
-    return map(chained, sessions) if closed else interleaved(sessions)
 
 
 def interactive_chat(

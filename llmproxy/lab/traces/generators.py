@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from heapq import merge
-from itertools import accumulate, count, cycle
+from itertools import count, cycle
 from math import cos, pi
 from random import Random
 from typing import Annotated
@@ -28,11 +27,6 @@ from llmproxy.lab.traces.parts import (
     varying_times,
 )
 
-B2B_STAGES = (
-    (15, 50), (3, 20), (10, 20), (15, 20), (20, 38), (22, 34), (25, 30), (30, 25), (35, 21), (40, 38), (43, 36),
-    (46, 33), (49, 30), (52, 29), (55, 27), (57, 26), (60, 25),
-)  # fmt: skip
-"""(Requests per second, seconds): the published ramp of the b2b-saas benchmark, with its warm-up first."""
 RAMP_RATES = (2.0, 4.0, 6.0, 8.0, 10.0, 4.0, 1.0)
 """Requests per second, one stage after another."""
 
@@ -57,45 +51,7 @@ def shared_system_prompts(
 
     Raises TraceError.
     """
-    stages = [(rate, duration_s)]
-    return _shared_prompts(stages, prefixes, users, system_tokens, question_tokens, output_tokens, block_tokens, seed)
-
-
-def shared_system_ramp(
-    *,
-    rate_factor: Annotated[float, Within(1e-3, 1e3)] = 1.0,
-    prefixes: Annotated[int, Within(1, 10_000)] = 150,
-    users: Annotated[int, Within(1, 10_000)] = 5,
-    system_tokens: Tokens = 6_000,
-    question_tokens: Tokens = 1_200,
-    output_tokens: Tokens = 1_000,
-    block_tokens: BlockTokens = 16,
-    seed: int = 0,
-) -> Iterator[Arrival]:
-    """`shared_system_prompts` with the published ramp from 3 to 60 requests per second, after a warm-up of 50 s.
-
-    All rates are multiplied by `rate_factor`. Raises TraceError.
-    """
-    stages = [(rate * rate_factor, float(span_s)) for rate, span_s in B2B_STAGES]
-    return _shared_prompts(stages, prefixes, users, system_tokens, question_tokens, output_tokens, block_tokens, seed)
-
-
-def _shared_prompts(
-    stages: Sequence[tuple[float, float]],
-    prefixes: int,
-    users: int,
-    system_tokens: int,
-    question_tokens: int,
-    output_tokens: int,
-    block_tokens: int,
-    seed: int,
-) -> Iterator[Arrival]:
     check(1, 10_000, all_users=prefixes * users)
-    ends_s = list(accumulate(span_s for _, span_s in stages))
-
-    def rate_at(at_s: float) -> float:
-        return stages[bisect_right(ends_s, at_s)][0]
-
     rng, ids = Random(seed), count()
     prompts = list[tuple[str, str, tuple[int, ...]]]()
     for prefix in range(prefixes):
@@ -104,7 +60,8 @@ def _shared_prompts(
             prompt = Text(ids, block_tokens, question_tokens, system)
             prompts.append((f"customer-{prefix}", f"user-{prefix}-{user}", prompt.blocks()))
     rng.shuffle(prompts)
-    times = varying_times(rng, rate_at, max(rate for rate, _ in stages), ends_s[-1])
+    # A constant rate accepts every arrival. The draws of the thinning keep traces of a seed as they were.
+    times = varying_times(rng, lambda _: rate, rate, duration_s)
     for at_s, (tenant, session, blocks) in zip(times, cycle(prompts), strict=False):
         tokens = system_tokens + question_tokens
         yield Arrival(at_s, tokens, output_tokens, blocks, tenant, session=session)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import exp, log
 from random import Random
 from typing import Annotated, Any, NamedTuple
 
-from llmproxy.lab.traces.arrival import Arrival, TraceError, in_time_order
+from llmproxy.lab.traces.arrival import Arrival, TraceError
 from llmproxy.lab.traces.formats import BLOCK_TOKENS_MAX, LENGTH_TOKENS_MAX, TIME_MAX_S
 
 
@@ -84,17 +84,6 @@ def varying_times(rng: Random, rate_at: Callable[[float], float], rate_max: floa
     for at_s in poisson_times(rng, rate_max, until_s):
         if rng.random() * rate_max < rate_at(at_s):
             yield at_s
-
-
-# --- many turns -------------------------------------------------------------------------------------------------------
-
-
-def interleaved(sessions: Iterable[list[Arrival]]) -> Iterator[Arrival]:
-    """Yields the arrivals of all sessions by their times. Sessions must be in the order of their first arrivals.
-
-    Only sessions that have begun and not ended are in memory.
-    """
-    return in_time_order((session[0].at_s, session) for session in sessions)
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------

@@ -22,21 +22,18 @@ GENERATORS: Mapping[str, Callable[..., Iterator[Arrival]]] = {
         contention.critical_bursts,
         conversations.interactive_chat,
         generators.lora_zipf,
-        conversations.multi_round_chat,
         generators.noisy_neighbour,
         generators.mixed_lengths,
         generators.mixed_objectives,
         generators.priority_mix,
         generators.shared_system_prompts,
-        generators.shared_system_ramp,
         generators.step_bursts,
         generators.rate_ramp,
         generators.day,
         contention.unequal_tenants,
     )
 }
-TRUTHS = {"true": True, "false": False}
-KINDS = {int: "an integer", float: "a number", bool: "true or false"}
+KINDS = {int: "an integer", float: "a number"}
 
 
 def generate(spec: str, seed: int = 0) -> Trace:
@@ -77,6 +74,6 @@ def generate(spec: str, seed: int = 0) -> Trace:
 def _value(hint: Any, key: str, text: str) -> Any:
     kind = getattr(hint, "__origin__", hint)
     try:
-        return TRUTHS[text.lower()] if kind is bool else kind(text)
-    except (ValueError, KeyError):
+        return kind(text)
+    except ValueError:
         raise TraceError(f"{key} is {text!r}; should be {KINDS[kind]}") from None

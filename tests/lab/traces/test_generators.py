@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice, pairwise
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from statistics import fmean, pstdev
 
 import pytest
 
 from llmproxy.lab.traces import GENERATORS, generate, trace_named
 from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError, turns_of
-from llmproxy.lab.traces.parts import interleaved
 from tests.lab.small import printed_with_hash_seeds
 
 
@@ -88,7 +87,7 @@ def by_session(arrivals: Iterable[Arrival]) -> dict[str | None, list[Arrival]]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "spec",
-    ["multi_round_chat,users=20,rounds=4", "multi_round_chat,closed=true,users=20", "interactive_chat", "agent_loops"],
+    ["interactive_chat", "agent_loops"],
 )
 def test_a_turn_begins_with_all_of_the_turn_before(spec: str) -> None:
     sessions = by_session(made(spec))
@@ -104,55 +103,6 @@ def test_a_turn_begins_with_all_of_the_turn_before(spec: str) -> None:
     assert followed > 20
     # A block is one session's own or everybody's.
     assert {len(sessions) for sessions in owners.values()} == {1, len(sessions)}
-
-
-def test_multi_round_chat_has_the_published_sizes_and_rates() -> None:
-    arrivals = made("multi_round_chat,duration_s=1600")
-    assert rate(arrivals, 0, 1600) == pytest.approx(2.0 * 10 / 9, rel=0.02)
-    assert rate(arrivals, 0, 200) == pytest.approx(2.0 * 10 / 9, rel=0.05)
-    sessions = by_session(arrivals)
-    assert max(map(len, sessions.values())) == 10
-    whole = next(asked for asked in sessions.values() if len(asked) == 10)
-    assert [turn.prompt_tokens for turn in whole] == [21_020 + 120 * n for n in range(10)]
-    gaps = [b.at_s - a.at_s for a, b in pairwise(whole)]
-    assert gaps == pytest.approx([160.0] * 9)
-
-
-def test_only_sessions_that_have_begun_are_held() -> None:
-    begun = 0
-
-    def endless() -> Iterator[list[Arrival]]:
-        nonlocal begun
-        while begun < 10_000:
-            begun += 1
-            yield [Arrival(begun + 10.0 * n, 1, 1) for n in range(4)]
-
-    for arrival in islice(interleaved(endless()), 1_000):
-        assert begun <= arrival.at_s + 1
-
-
-def test_only_full_blocks_of_the_system_prompt_are_shared() -> None:
-    first, second, *_ = by_session(made("multi_round_chat,users=9")).values()
-    shared = [a == b for a, b in zip(first[0].blocks, second[0].blocks, strict=False)]
-    assert shared.count(True) == 1_000 // 64
-    assert all(shared[: 1_000 // 64])
-
-
-def test_multi_round_chat_has_its_users_there_at_once() -> None:
-    present = {a.session for a in made("multi_round_chat,users=50,rate=1,duration_s=50")}
-    assert 50 <= len(present) <= 50 + 50 / 9 + 1
-
-
-def test_a_closed_chat_waits_for_answers() -> None:
-    arrivals = made("multi_round_chat,closed=true,users=10,rate=1,rounds=3,duration_s=100")
-    whole = next(a for a in arrivals if len(list(turns_of(a))) == 3)
-    assert {turn.think_s for turn in turns_of(whole)} == {10.0}
-
-
-def test_the_next_turn_hits_the_answer_too() -> None:
-    # All but the first prompts and the questions of 20 tokens is cached: sessions share 960 tokens.
-    trace = generate("gen:multi_round_chat,users=30,rate=1,rounds=10,duration_s=600")
-    assert 0.85 < infinite_hit(trace) < 0.95
 
 
 def test_interactive_chat_has_the_published_sizes_and_times() -> None:
@@ -213,15 +163,6 @@ def test_a_first_round_of_questions_hits_the_shared_prefix() -> None:
     first = list(trace.arrivals())[:750]
     expected = 6_000 * (750 - 150) / (750 * 7_200)
     assert infinite_hit(Trace("first", lambda: iter(first), trace.block_tokens)) == pytest.approx(expected)
-
-
-def test_the_ramp_has_the_published_stages() -> None:
-    arrivals = made("shared_system_ramp")
-    assert rate(arrivals, 0, 50) == pytest.approx(15, rel=0.15)
-    assert rate(arrivals, 50, 70) == pytest.approx(3, rel=0.5)
-    assert rate(arrivals, 476, 501) == pytest.approx(60, rel=0.1)
-    assert arrivals[-1].at_s == pytest.approx(502, abs=1)
-    assert len(made("shared_system_ramp,rate_factor=0.5")) == pytest.approx(len(arrivals) / 2, rel=0.05)
 
 
 def test_lora_popularity_is_zipf() -> None:
@@ -325,8 +266,7 @@ def test_a_name_tells_what_was_asked() -> None:
         ("lora_zipf,rate=nan", "gen:lora_zipf: rate is nan; should be 1e-06 to 1,000,000"),
         ("lora_zipf,rate=0", "gen:lora_zipf: rate is 0; should be"),
         ("lora_zipf,tokens_max=3", "gen:lora_zipf: tokens_max is 3; should be 8 to 10,000,000"),
-        ("multi_round_chat,closed=perhaps", "closed is 'perhaps'; should be true or false"),
-        ("multi_round_chat,rounds=1", "rounds is 1; should be 2 to 200"),
+        ("interactive_chat,turns=0", "turns is 0; should be 1 to 200"),
         ("noisy_neighbour,end_s=500", "end_s is 500; should be 0 to 480"),
         ("noisy_neighbour,ramp_s=130", "ramp_s is 130; should be 0 to 120"),
         ("priority_mix,critical=0.9,sheddable=0.2", "critical_and_sheddable is 1.1; should be 0 to 1"),
