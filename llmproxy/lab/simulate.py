@@ -18,11 +18,10 @@ from llmproxy.lab.fleet.fleet_file import FleetError, fleet_named
 from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies.bounds import all_bounds
 from llmproxy.lab.policies.by_name import ORACLE, PolicyPlan, is_own, own_name, plan_named
+from llmproxy.lab.results.fleet_tables import Sizes, Splits, print_sizes, print_splits, sizes_of, splits_of
 from llmproxy.lab.results.objectives import Wanted
 from llmproxy.lab.results.report import Extra, ReportUnavailable, page
 from llmproxy.lab.results.result import Bound, Point, SimulationResult, load_label, to_bytes
-from llmproxy.lab.results.sizes import Sizes, print_sizes, sizes_of
-from llmproxy.lab.results.splits import Splits, print_splits, splits_of
 from llmproxy.lab.results.table import print_tables
 from llmproxy.lab.run.runs import Finished, Simulation, points, prepared, run_all
 from llmproxy.lab.traces import Survey

@@ -20,17 +20,10 @@ from llmproxy import __version__
 from llmproxy.core.domain import Outcome, Predicted, Stage, Verdict
 from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.exit_fields import why_fields
+from llmproxy.observe.genai import OPERATIONS
 from llmproxy.observe.trace_context import TraceContext
 from llmproxy.scheduling.attempts import AttemptRecord
 
-OPERATIONS = {
-    "/v1/chat/completions": "chat",
-    "/v1/messages": "chat",
-    "/v1/responses": "chat",
-    "/v1/completions": "text_completion",
-    "/v1/embeddings": "embeddings",
-}
-"""Path -> `gen_ai.operation.name`. For other paths it is the last part of the path."""
 _NO_FAILURES = frozenset({Verdict.SERVED, Verdict.CLIENT_GONE, Verdict.PREEMPTED})
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
@@ -164,6 +157,7 @@ def _context(trace_id: str, span_id: str, *, is_remote: bool) -> SpanContext:
 
 
 def _operation(path: str) -> str:
+    """Returns `gen_ai.operation.name`: for a path that the conventions do not name, its last part."""
     return OPERATIONS.get(path) or path.rpartition("/")[2]
 
 

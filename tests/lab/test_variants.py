@@ -9,8 +9,8 @@ import pytest
 from llmproxy.core.domain import Role
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.fleet.spec import Autoscale, Fault, FleetFaultKind
+from llmproxy.lab.results.fleet_tables import Size, Sizes
 from llmproxy.lab.results.objectives import Wanted
-from llmproxy.lab.results.sizes import Size, Sizes
 from llmproxy.lab.variants import fleets, prefilling, resized
 
 MIXED = fleet_named("2xllama-8b-h100+1xllama-8b-a100")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
+from math import inf
 from typing import Any
 
 from llmproxy.core.domain import BAND_NAMES, Outcome
@@ -24,7 +26,6 @@ from llmproxy.lab.results.result import (
     Utilisation,
     WaitPoint,
 )
-from llmproxy.lab.results.scaling import changes_of
 from llmproxy.lab.results.sketch import Sketch
 from llmproxy.lab.results.sums import (
     BANDS_KEPT,
@@ -191,14 +192,7 @@ class RunRecorder:
             seed=seed,
             rate_scale=rate_scale,
             prefill_scale=prefill_scale,
-            offered=total.offered,
-            completed=total.completed,
-            refused=total.refused,
-            failed=total.failed,
-            goodput=ratio(total.met, total.offered),
-            ttft_s=quantiles(total.ttft),
-            tpot_s=quantiles(total.tpot),
-            queue_wait_s=quantiles(total.queue_wait),
+            **total.figures(),
             e2e_s=quantiles(self._e2e),
             hit_tokens_ratio=ratio(total.hit_tokens, total.prompt_tokens),
             adapter_hit_ratio=ratio(self._adapter_requests - self._adapter_loads, self._adapter_requests),
@@ -305,3 +299,14 @@ class RunRecorder:
 def _means(looks: Sequence[tuple[int, int]]) -> dict[str, Any]:
     running, waiting = (ratio(sum(look[i] for look in looks), len(looks)) for i in (0, 1))
     return {"mean_running": running, "mean_waiting": waiting}
+
+
+def changes_of(trail: list[tuple[float, int, int]], within_s: float) -> int:
+    """Returns how often the wanted number changed its direction within `within_s`: flapping."""
+    turns, last, last_s = 0, 0, -inf
+    for (_, before, _), (at_s, after, _) in pairwise(trail):
+        direction = (after > before) - (after < before)
+        if direction:
+            turns += direction == -last and at_s - last_s <= within_s
+            last, last_s = direction, at_s
+    return turns

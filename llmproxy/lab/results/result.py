@@ -394,21 +394,22 @@ def _row(policy: str, runs: list[RunResult]) -> Row:
     return Row(
         policy=policy,
         seeds=len(runs),
-        goodput=_mean(goodputs),
+        goodput=mean_of(goodputs),
         goodput_range=(min(goodputs), max(goodputs)) if goodputs else None,
-        ttft_p50_s=_mean(run.ttft_s.p50 for run in runs),
-        ttft_p99_s=_mean(run.ttft_s.p99 for run in runs),
-        tpot_p50_s=_mean(run.tpot_s.p50 for run in runs),
-        tpot_p99_s=_mean(run.tpot_s.p99 for run in runs),
-        queue_wait_p99_s=_mean(run.queue_wait_s.p99 for run in runs),
-        hit=_mean(run.hit_tokens_ratio for run in runs),
-        imbalance=_mean(run.prefill_imbalance for run in runs),
-        refused=_mean(run.refused / run.offered for run in runs if run.offered),
-        failed=_mean(run.failed / run.offered for run in runs if run.offered),
+        ttft_p50_s=mean_of(run.ttft_s.p50 for run in runs),
+        ttft_p99_s=mean_of(run.ttft_s.p99 for run in runs),
+        tpot_p50_s=mean_of(run.tpot_s.p50 for run in runs),
+        tpot_p99_s=mean_of(run.tpot_s.p99 for run in runs),
+        queue_wait_p99_s=mean_of(run.queue_wait_s.p99 for run in runs),
+        hit=mean_of(run.hit_tokens_ratio for run in runs),
+        imbalance=mean_of(run.prefill_imbalance for run in runs),
+        refused=mean_of(run.refused / run.offered for run in runs if run.offered),
+        failed=mean_of(run.failed / run.offered for run in runs if run.offered),
     )
 
 
-def _mean(figures: Iterable[float | None]) -> float | None:
+def mean_of(figures: Iterable[float | None]) -> float | None:
+    """Returns the mean of the figures that are not None; None without such figures."""
     known = [figure for figure in figures if figure is not None]
     return fmean(known) if known else None
 

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from llmproxy.lab.results.drawing import SERIES, add_legend, new_figure, short
+from llmproxy.lab.results.fleet_tables import Sizes, Splits
 from llmproxy.lab.results.objectives import Wanted
 from llmproxy.lab.results.plots import BOUND_STYLE, Plot
 from llmproxy.lab.results.result import Trail
-from llmproxy.lab.results.sizes import Sizes
-from llmproxy.lab.results.splits import Splits
 
 DASHES = "-", (0, (5, 1.6)), (0, (1.2, 1.2))
 

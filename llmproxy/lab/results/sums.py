@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from llmproxy.core.domain import Outcome, Predicted
 from llmproxy.lab.results.record import Record
@@ -96,23 +97,29 @@ class Group:
                 sketch.add(value)
 
     def merge(self, other: Group) -> None:
-        for count in ("offered", "completed", "refused", "met", "asked_tokens", "prompt_tokens", "hit_tokens"):
-            setattr(self, count, getattr(self, count) + getattr(other, count))
-        self.output_tokens += other.output_tokens
-        self.ttft.merge(other.ttft)
-        self.tpot.merge(other.tpot)
-        self.queue_wait.merge(other.queue_wait)
+        for one in fields(self):
+            mine, theirs = getattr(self, one.name), getattr(other, one.name)
+            if isinstance(mine, Sketch):
+                mine.merge(theirs)
+            else:
+                setattr(self, one.name, mine + theirs)
+
+    def figures(self) -> dict[str, Any]:
+        """Returns the fields that a group and a whole run have in common."""
+        return {
+            "offered": self.offered,
+            "completed": self.completed,
+            "refused": self.refused,
+            "failed": self.failed,
+            "goodput": ratio(self.met, self.offered),
+            "ttft_s": quantiles(self.ttft),
+            "tpot_s": quantiles(self.tpot),
+            "queue_wait_s": quantiles(self.queue_wait),
+        }
 
     def result(self, total: Group) -> GroupResult:
         return GroupResult(
-            offered=self.offered,
-            completed=self.completed,
-            refused=self.refused,
-            failed=self.failed,
-            goodput=ratio(self.met, self.offered),
-            ttft_s=quantiles(self.ttft),
-            tpot_s=quantiles(self.tpot),
-            queue_wait_s=quantiles(self.queue_wait),
+            **self.figures(),
             prompt_tokens=self.prompt_tokens,
             hit_tokens=self.hit_tokens,
             output_tokens=self.output_tokens,

@@ -11,12 +11,12 @@ import pytest
 from llmproxy.config import Config
 from llmproxy.lab.fleet.fleet_file import FleetError, fleet_named
 from llmproxy.lab.fleet.spec import Autoscale
-from llmproxy.lab.policies.by_name import plan_named
+from llmproxy.lab.results.recorder import changes_of
 from llmproxy.lab.results.result import RunResult
-from llmproxy.lab.results.scaling import changes_of
-from llmproxy.lab.run.replay import Run, Setup
+from llmproxy.lab.run.replay import Run
 from llmproxy.lab.run.virtual_time import run
-from llmproxy.lab.traces.arrival import Arrival, Trace
+from llmproxy.lab.traces.arrival import Arrival
+from tests.lab.small import setup
 
 
 def simulated(signal: str, rates: list[tuple[float, float]], least: int = 1) -> tuple[RunResult, Run]:
@@ -36,8 +36,7 @@ def simulated(signal: str, rates: list[tuple[float, float]], least: int = 1) -> 
         }
     )
     fleet = replace(fleet_named("4xllama-8b-h100"), autoscale=Autoscale(signal, least, 30.0))
-    setup = Setup(Trace("t", lambda: iter(came)), fleet, plan_named("cost", config), config, 1, 1.0, begin_s, ())
-    one = Run(setup)
+    one = Run(setup(came, "cost", fleet, config))
     return run(one.go()).result(signal, 1, 1.0, 1.0), one
 
 

@@ -12,12 +12,12 @@ from llmproxy.core.domain import Outcome
 from llmproxy.core.scaling.need import Need
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.fleet.world import World
-from llmproxy.lab.policies.by_name import plan_named
 from llmproxy.lab.results.record import Record
 from llmproxy.lab.run.proxy import LabProxy
-from llmproxy.lab.run.replay import SETTLE_S, Run, Setup
+from llmproxy.lab.run.replay import SETTLE_S, Run
 from llmproxy.lab.run.virtual_time import run
-from llmproxy.lab.traces.arrival import Arrival, Trace
+from llmproxy.lab.traces.arrival import Arrival
+from tests.lab.small import setup
 
 pytestmark = pytest.mark.slow
 
@@ -49,11 +49,8 @@ def watched(rate: float, prompt: int, output: int, replicas: int, scale: float) 
         arrivals.append(Arrival(at_s, max(1, round(prompt * varied[0])), max(1, round(output * varied[1]))))
     config = Config.model_validate({"backends": [{"url": "http://a:1"}]})
     ended: list[Record] = []
-    setup = Setup(
-        Trace("steady", lambda: iter(arrivals)), fleet_named(f"{replicas}x{ROOT}"), plan_named("cost", config), config,
-        1, scale, LASTS_S, (),
-    )  # fmt: skip
-    one = Watched(setup, on_record=ended.append)
+    on = fleet_named(f"{replicas}x{ROOT}")
+    one = Watched(setup(arrivals, "cost", on, config, prefill_scale=scale), on_record=ended.append)
     run(one.go())
     served = [record for record in ended if record.outcome is Outcome.COMPLETED]
     return one.need, sum(LASTS_S / 2.0 <= record.ended_s < LASTS_S for record in served) / (LASTS_S / 2.0)

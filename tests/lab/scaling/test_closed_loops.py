@@ -10,11 +10,11 @@ import pytest
 from llmproxy.config import Config
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.fleet.spec import Autoscale
-from llmproxy.lab.policies.by_name import plan_named
 from llmproxy.lab.run.replay import Run, Setup
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.scaling.signals import Look
-from llmproxy.lab.traces.arrival import Arrival, Trace
+from llmproxy.lab.traces.arrival import Arrival
+from tests.lab.small import setup
 
 pytestmark = pytest.mark.slow
 
@@ -47,8 +47,7 @@ def test_clients_that_wait_for_each_answer_bring_the_number_to_rest_below_the_mo
     scaling = {"start_s": 60.0, "target_tpot_s": 0.1, "min": 1, "max": MOST}
     config = Config.model_validate({"backends": [{"url": "http://a:1"}], "scaling": scaling})
     fleet = replace(fleet_named(f"{MOST}xqwen-32b-h100-tp2"), autoscale=Autoscale("ours", 1, 60.0))
-    setup = Setup(Trace("loops", lambda: iter(came)), fleet, plan_named("cost", config), config, 1, 1.0, 400.0, ())
-    one = Looked(setup)
+    one = Looked(replace(setup(came, "cost", fleet, config), duration_s=400.0))
     result = run(one.go()).result("ours", 1, 1.0, 1.0)
     assert (result.refused, result.failed) == (0, 0)
     needs = [look.need.need for look in one.looks if look.need is not None and look.need.sure and look.now < 420.0]

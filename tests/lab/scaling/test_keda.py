@@ -1,7 +1,7 @@
 """KEDA's metrics-api trigger and the HPA behind it, read from their sources, follow `/scale` as its number says.
 
-The trigger looks up `valueLocation` in the bytes by GJSON's rule (dots separate keys), takes a number or the text of a
-quantity, and hands on thousandths, cut off. The HPA divides by the target and rounds up.
+The trigger looks up `valueLocation` in the bytes by GJSON's rule (dots separate keys), takes a number, and hands on
+thousandths, cut off. The HPA divides by the target and rounds up.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from llmproxy.gateway.admin.debug import page_response
 from llmproxy.gateway.admin.scale import shown
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.fleet.spec import Autoscale
-from llmproxy.lab.policies.by_name import plan_named
 from llmproxy.lab.run.replay import Run, Setup
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.scaling.signals import Look
-from llmproxy.lab.traces.arrival import Arrival, Trace
+from llmproxy.lab.traces.arrival import Arrival
 from llmproxy.tools.export.scaling import KEDA
+from tests.lab.small import setup
 
 pytestmark = pytest.mark.slow
 
-SUFFIXES = {"": 1_000, "m": 1, "k": 1_000_000}
 MOST = 8
 
 
@@ -40,11 +39,8 @@ def milli_of(body: bytes, location: str) -> int:
     value = json.loads(body)
     for key in location.split("."):
         value = value.get(key) if isinstance(value, dict) else None
-    if isinstance(value, str):
-        digits = value.rstrip("mk")
-        return int(float(digits) * SUFFIXES[value[len(digits) :]])
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"valueLocation must point to a number or a quantity, got {value!r}")
+        raise ValueError(f"valueLocation must point to a number, got {value!r}")
     return int(value * 1_000)
 
 
@@ -81,9 +77,7 @@ def hour() -> Sequence[tuple[Look, int]]:
         {"backends": [{"url": "http://a:1"}], "scaling": {"start_s": 60.0, "target_tpot_s": 0.1, "min": 2, "max": MOST}}
     )
     fleet = replace(fleet_named(f"{MOST}xqwen-32b-h100-tp2"), autoscale=Autoscale("ours", 2, 60.0))
-    one = Recorded(
-        Setup(Trace("t", lambda: iter(came)), fleet, plan_named("cost", config), config, 1, 1.0, 3_600.0, ())
-    )
+    one = Recorded(setup(came, "cost", fleet, config))
     run(one.go())
     return one.looks
 
@@ -123,10 +117,3 @@ def test_the_manifest_reads_what_is_there(hour: Sequence[tuple[Look, int]]) -> N
     assert milli_of(body, "terms.work") == int(round(need.terms["work"], 3) * 1_000)
     with pytest.raises(ValueError, match="must point to a number"):
         milli_of(body, "reason.text")
-
-
-@pytest.mark.parametrize(
-    ("value", "milli"), [('"1500m"', 1_500), ('"2k"', 2_000_000), ("2.7189", 2_718), ('"3"', 3_000)]
-)
-def test_the_stand_in_reads_quantities_as_the_trigger_does(value: str, milli: int) -> None:
-    assert milli_of(f'{{"a":{{"b":{value}}}}}'.encode(), "a.b") == milli
