@@ -20,7 +20,7 @@ from llmproxy.tools.top.picture import TALL, picture
 from llmproxy.tools.top.scale import scale as scale_table
 from llmproxy.tools.top.story import story
 from llmproxy.tools.top.view import View
-from llmproxy.tools.top.whatif import Shared, weights_of
+from llmproxy.tools.top.whatif import weights_of
 from llmproxy.tools.top.whatif import whatif as shares
 
 CHOICES = 20
@@ -68,7 +68,7 @@ async def whatif(target: Target, weights: Sequence[str]) -> None:
     given = weights_of(weights)
     async with asking(target) as asker:
         found = await asker.get(LIVE)
-    console().print(shares(read(found, Shared), given))
+    console().print(shares(read(found, Document), given))
 
 
 class _Screen:

@@ -1,4 +1,4 @@
-"""The fields of `/debug/live` and `/debug/explain` that `top` reads, checked once before they are drawn."""
+"""The fields of `/debug/live` and `/debug/explain` that `top` and `whatif` read, checked once before they are drawn."""
 
 from __future__ import annotations
 
@@ -83,8 +83,15 @@ class Flow(Struct, frozen=True):
     tokens_per_s: float
     share: float | None
     due: float | None
+    weight: float
     waiting: int
     oldest_s: float
+
+
+class Pool(Struct, frozen=True):
+    """A pool that takes requests."""
+
+    pool: str
 
 
 class Event(Struct, frozen=True):
@@ -93,18 +100,21 @@ class Event(Struct, frozen=True):
     at_s: float
     level: str
     event: str
+    backend: str | None
     text: str
 
 
 class Document(Struct, frozen=True):
-    """The answer of `/debug/live`."""
+    """The answer of `/debug/live`. `events` are the newest first."""
 
     version: str
+    fairness: str
     now_s: float
     unix_s: Annotated[float, Meta(ge=0.0, lt=1e11)]
     summary: Summary
     minute: Minute
     bands: tuple[Band, ...]
+    pools: tuple[Pool, ...]
     backends: tuple[Backend, ...]
     more_backends: int
     flows: tuple[Flow, ...]

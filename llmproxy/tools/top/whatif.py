@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from math import inf, isfinite
 
-from msgspec import Struct
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +15,7 @@ from llmproxy.observe.live.max_min import Claim, max_min
 from llmproxy.observe.live.minute import SPAN_S
 from llmproxy.tools.terminal import printable
 from llmproxy.tools.top.ask import AskError
+from llmproxy.tools.top.document import Document, Flow
 
 WEIGHED = ("fair_share", "locality_fair_share")
 NAMES_SHOWN = 10
@@ -30,47 +30,6 @@ CANNOT_KNOW = (
 SEVERAL_POOLS = (
     "This takes all pools as one, because flows are not counted by pool. Flows of different pools share nothing."
 )
-
-
-class Flow(Struct, frozen=True):
-    """A flow of the last minute."""
-
-    band: str
-    flow: str
-    tokens_per_s: float
-    waiting: int
-    weight: float
-
-
-class Pool(Struct, frozen=True):
-    """A pool that takes requests."""
-
-    pool: str
-
-
-class Event(Struct, frozen=True):
-    """An event of the proxy or its fleet. `at_s` is on the clock of `now_s`."""
-
-    at_s: float
-    event: str
-    backend: str | None
-
-
-class Minute(Struct, frozen=True):
-    """The window of the figures."""
-
-    span_s: float
-
-
-class Shared(Struct, frozen=True):
-    """The fields of `/debug/live` that `whatif` reads. `events` are the newest first."""
-
-    fairness: str
-    flows: tuple[Flow, ...]
-    pools: tuple[Pool, ...]
-    now_s: float
-    minute: Minute
-    events: tuple[Event, ...]
 
 
 def weights_of(given: Sequence[str]) -> dict[str, float]:
@@ -88,7 +47,7 @@ def weights_of(given: Sequence[str]) -> dict[str, float]:
     return weights
 
 
-def whatif(seen: Shared, weights: Mapping[str, float]) -> RenderableType:
+def whatif(seen: Document, weights: Mapping[str, float]) -> RenderableType:
     """The present rate of each flow, and its rate under `weights`. Raises AskError without shared weights or flows."""
     if seen.fairness not in WEIGHED:
         raise AskError(f"scheduling.fairness is {seen.fairness}, which shares no tokens by weight")
@@ -118,7 +77,7 @@ def whatif(seen: Shared, weights: Mapping[str, float]) -> RenderableType:
     return Group(Text("Tokens per second, of prompts and answers:\n"), table, Text("\n" + "\n".join(notes)))
 
 
-def _changes(seen: Shared) -> list[str]:
+def _changes(seen: Document) -> list[str]:
     """Return a warning if the fleet changed within the minute that was measured, else nothing."""
     since_s = seen.now_s - seen.minute.span_s
     changed = (one for one in seen.events if one.event in STATE_EVENTS | {"backend_removed"} and one.at_s > since_s)

@@ -189,7 +189,7 @@ def test_choices_show_the_price_of_each_candidate() -> None:
 
 def test_an_event_has_its_time_of_day_and_an_older_one_its_date() -> None:
     now = datetime(2026, 3, 2, 14, 3, 20).timestamp()
-    events = [Event(990.0, "info", "today", ""), Event(1_000.0 - 86_400.0, "info", "before", "")]
+    events = [Event(990.0, "info", "today", None, ""), Event(1_000.0 - 86_400.0, "info", "before", None, "")]
     lines = drawn(picture(live(unix_s=now, now_s=1_000.0, events=tuple(events)), View(), 80))
     assert [line.split()[:3] for line in lines[-2:]] == [["14:03:10", "today"], ["03-01", "14:03", "before"]]
 

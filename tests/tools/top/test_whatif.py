@@ -9,11 +9,17 @@ import pytest
 from rich.console import Console
 
 from llmproxy.tools.top.ask import AskError
-from llmproxy.tools.top.whatif import Event, Flow, Minute, Pool, Shared, weights_of, whatif
+from llmproxy.tools.top.document import Document, Event, Flow, Pool
+from llmproxy.tools.top.whatif import weights_of, whatif
+from tests.tools.top.test_picture import live
 
 
 def flow(name: str, tokens_per_s: float, waiting: int = 0, band: str = "default", weight: float = 1.0) -> Flow:
-    return Flow(band, name, tokens_per_s, waiting, weight)
+    return Flow(band, name, tokens_per_s, None, None, weight, waiting, 0.0)
+
+
+def event(at_s: float, name: str, backend: str | None) -> Event:
+    return Event(at_s, "info", name, backend, "")
 
 
 FLOWS = (
@@ -25,11 +31,12 @@ FLOWS = (
 )
 
 
-def shared(*flows: Flow, fairness: str = "fair_share", pools: int = 1, events: tuple[Event, ...] = ()) -> Shared:
-    return Shared(fairness, flows, tuple(Pool(f"pool-{at}") for at in range(pools)), 1_000.0, Minute(60.0), events)
+def shared(*flows: Flow, fairness: str = "fair_share", pools: int = 1, events: tuple[Event, ...] = ()) -> Document:
+    named = tuple(Pool(f"pool-{at}") for at in range(pools))
+    return live(fairness=fairness, flows=flows, pools=named, now_s=1_000.0, events=events)
 
 
-def lines(seen: Shared, *weights: str) -> list[list[str]]:
+def lines(seen: Document, *weights: str) -> list[list[str]]:
     """The printed lines, split into cells."""
     console = Console(width=200, record=True, file=StringIO())
     console.print(whatif(seen, weights_of(weights)))
@@ -61,16 +68,16 @@ def said(*events: Event) -> str:
     "name", ["backend_ejected", "backend_down", "backend_up", "backend_drained", "backend_removed"]
 )
 def test_a_change_of_the_fleet_within_the_minute_is_said(name: str) -> None:
-    text = said(Event(988.0, name, "gpu-2"), Event(950.0, "backend_up", "gpu-1"))
+    text = said(event(988.0, name, "gpu-2"), event(950.0, "backend_up", "gpu-1"))
     assert f"The fleet changed 12 s ago ({name} gpu-2)" in text
     assert "Ask again in 48 s." in text
 
 
 def test_unchanged_or_old_answers_are_not_shown() -> None:
     events = (
-        Event(990.0, "reloaded", None),
-        Event(990.0, "backend_serves", "gpu-2"),
-        Event(939.0, "backend_up", "gpu-2"),
+        event(990.0, "reloaded", None),
+        event(990.0, "backend_serves", "gpu-2"),
+        event(939.0, "backend_up", "gpu-2"),
     )
     assert "fleet changed" not in said(*events)
 
@@ -98,7 +105,7 @@ def test_several_pools_are_said() -> None:
         (shared(*FLOWS), ("=3",), "weight above 0"),
     ],
 )
-def test_questions_without_an_answer(seen: Shared, weights: tuple[str, ...], refused: str) -> None:
+def test_questions_without_an_answer(seen: Document, weights: tuple[str, ...], refused: str) -> None:
     with pytest.raises(AskError, match=re.escape(refused)):
         whatif(seen, weights_of(weights))
 
