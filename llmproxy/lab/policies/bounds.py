@@ -27,7 +27,6 @@ from llmproxy.lab.traces.arrival import Arrival, Trace
 
 BLOCKS_MAX = 1 << 21
 """Most distinct blocks of the unlimited cache; about 200 MB."""
-ADAPTERS_MAX = 10_000
 
 
 def vtc_bound_tokens(longest_prompt_tokens: int, fleet: SimulatedFleet) -> float:
@@ -154,12 +153,11 @@ def _fairness_bounds(sums: _TraceSums, fleet: SimulatedFleet) -> dict[str, Bound
         )
     }
     if sums.adapters:
-        excess = f"; not computed: more than {ADAPTERS_MAX:,} adapters" if sums.unlisted else ""
         slots = sum(spec.max_loras for spec in fleet.replicas)
         bounds["lora_static_hit"] = Bound(
-            value=None if sums.unlisted else static_lora(sums.adapters, slots),
+            value=static_lora(sums.adapters, slots),
             unit="share",
-            about=f"requests whose adapter is resident when the {slots} most popular ones stay{excess}",
+            about=f"requests whose adapter is resident when the {slots} most popular ones stay",
         )
     return bounds
 
@@ -263,7 +261,7 @@ class _OrderedRequests:
 
 @dataclass(slots=True)
 class _TraceSums:
-    """Sums over the counted requests. `unlisted` requests have adapters beyond `ADAPTERS_MAX`."""
+    """Sums over the counted requests. A survey of the trace has bounded the number of adapters."""
 
     offered: int = 0
     fitting: int = 0
@@ -273,7 +271,6 @@ class _TraceSums:
     longest_prompt_tokens: int = 0
     work: EngineWork = field(default_factory=EngineWork)
     adapters: Counter[str] = field(default_factory=Counter)
-    unlisted: int = 0
     closed: bool = False
     endless_exact: bool = True
 
@@ -298,7 +295,4 @@ class _TraceSums:
         self.longest_prompt_tokens = max(self.longest_prompt_tokens, arrival.prompt_tokens)
         self.work = self.work.plus(work_of(served))
         if arrival.adapter is not None:
-            if arrival.adapter in self.adapters or len(self.adapters) < ADAPTERS_MAX:
-                self.adapters[arrival.adapter] += 1
-            else:
-                self.unlisted += 1
+            self.adapters[arrival.adapter] += 1

@@ -371,10 +371,3 @@ def test_adapters_are_shown_where_there_are_any() -> None:
     assert value(trace_of([*asks, prompt(9)]), "lora_static_hit", fleet) == 3 / 6
     assert "lora_static_hit" not in all_bounds(trace_of([prompt(9)]), fleet)
     assert static_lora({}, 8) is None
-
-
-def test_more_adapters_than_are_counted_give_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "ADAPTERS_MAX", 2)
-    found = all_bounds(trace_of([prompt(i, adapter=name) for i, name in enumerate("aabbc")]), H100)
-    assert found["lora_static_hit"].value is None
-    assert "more than 2 adapters" in found["lora_static_hit"].about
