@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmproxy.observe.live.max_min import Claim, max_min
+from llmproxy.tools.top.whatif import Claim, max_min
 
 
 @pytest.mark.parametrize(
