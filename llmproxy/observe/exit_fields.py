@@ -204,7 +204,7 @@ exit_text: Callable[[RequestExit], str] = _compiled(
 exit_fields: Callable[[RequestExit], dict[str, Any]] = _compiled(
     "{}", lambda number, field: f'made["{field.log}"] = ' + (f"json_{number}(value)" if field.shape.json else "value")
 )
-"""The fields of the log line by name; seconds are rounded to 0.1 ms."""
+"""Field of the log line -> value. Seconds are rounded to 0.1 ms."""
 
 
 def decision_fields(ended: RequestExit, origin_s: float) -> dict[str, Any]:

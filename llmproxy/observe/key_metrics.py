@@ -13,7 +13,7 @@ from llmproxy.observe.series import Counts
 
 
 class KeyMetrics(Collector):
-    """Counts requests by key. `keys` returns (tenant, name) of each configured key."""
+    """Counts the requests of each key. `keys` returns (tenant, name) of each configured key."""
 
     def __init__(self, registry: CollectorRegistry, keys: Callable[[], Iterable[tuple[str, str]]]) -> None:
         self._keys = keys

@@ -304,7 +304,7 @@ class Relay:
         if reported is not None and attempt.usage is None:
             attempt.detail += (
                 f"the backend's usage is not believed: {reported.prompt_tokens} prompt, {reported.output_tokens} output"
-                f" tokens where {most.prompt_tokens} and {most.output_tokens} are the most"
+                f" tokens, but {most.prompt_tokens} and {most.output_tokens} are the maximum"
             )
         if attempt.usage is not None:
             lease.usage = attempt.usage

@@ -1,4 +1,4 @@
-"""Limits of a single request, by its tenant and its model: the tokens of its prompt and of its answer."""
+"""Limits that a tenant or a model sets for a single request: the tokens of the prompt and of the answer."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ class Surroundings:
 
     rng: Random
     clock: Callable[[], float]
-    # Live requests by request id.
+    # Request id -> prompt of the live request.
     prompts: Mapping[str, KnownPrompt]
     block_tokens: int
-    # Subscribes to the KV events of the engines. Returns a function: request id -> cached prompt tokens by backend,
-    # without the backends that have none.
+    # Subscribes to the KV events of the engines. Returns a function from a request id to a dict: backend -> cached
+    # prompt tokens, without the backends that have none.
     kv_events: Callable[[], Callable[[str], Mapping[str, int]]]
 
 

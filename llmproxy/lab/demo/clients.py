@@ -45,7 +45,7 @@ CALM = (
 
 
 OUTCOMES = ("answered", "retried", "refused", "broken", "lost")
-"""Outcomes of requests: answered, of these after several attempts, 429, an error after the first byte, or before."""
+"""`retried`: answered after several attempts. `refused`: 429. `broken`, `lost`: error after, before the first byte."""
 
 Outcomes = Counter[str]
 """Requests of one band by outcome."""

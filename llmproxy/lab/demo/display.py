@@ -23,7 +23,7 @@ PLAIN_INTERVAL_S = 10.0
 """How often the picture is printed if it cannot be redrawn in place."""
 STYLES = dict.fromkeys(OUTCOMES, "") | {"refused": "yellow", "broken": "red", "lost": "red"}
 HEIGHT_MIN = 24
-"""Least height of the picture, as far as the terminal has it."""
+"""The minimum height of the picture, if the terminal has so many lines."""
 ABOVE = 18
 """Lines above the picture on a high terminal: the guide stays on the screen."""
 

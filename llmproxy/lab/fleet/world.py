@@ -40,7 +40,7 @@ class Blocks:
 
 @dataclass(slots=True)
 class World:
-    """The replicas and the live requests by request id."""
+    """The replicas and the live requests. Dicts of requests have request ids as keys."""
 
     replicas: dict[str, SimulatedServer]
     adapters: tuple[str, ...]

@@ -55,7 +55,7 @@ def static_lora(requests_by_adapter: Mapping[str, int], slots: int) -> float | N
 def all_bounds(
     trace: Trace, fleet: SimulatedFleet, prefill_scale: float = 1.0, warmup_s: float = 0.0
 ) -> dict[str, Bound]:
-    """Returns all bounds by name, in display order. Requests before `warmup_s` are not counted. Raises TraceError.
+    """Returns name -> bound, in display order. Requests before `warmup_s` are not counted. Raises TraceError.
 
     The trace is read twice, and only the blocks in the caches are kept. All replicas are assumed healthy all the time.
     Every policy refuses requests that are longer than every context; they count in `goodput_max` only.

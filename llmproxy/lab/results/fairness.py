@@ -20,7 +20,7 @@ ADHERENCE_LEAST = 20
 
 
 class ServiceDifference:
-    """The largest difference of weighted service between two tenants over any time in which both were backlogged.
+    """The largest difference of weighted service between two tenants during any time in which both were backlogged.
 
     For each pair, the difference of service is followed while both are backlogged. The bound of the paper limits the
     range of this difference.
@@ -44,7 +44,7 @@ class ServiceDifference:
     def look(self, under_way: Mapping[str, float], backlogged: Mapping[str, None]) -> None:
         """Compare the backlogged tenants. Call it every `LOOK_EVERY_S`.
 
-        `under_way` is the service of unfinished requests by tenant, and `backlogged` has the backlogged tenants.
+        `under_way` maps tenants to the service of their unfinished requests. `backlogged` has the backlogged tenants.
         """
         for tenant in backlogged:
             if len(self._followed) < TENANTS_MAX:

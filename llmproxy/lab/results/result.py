@@ -114,7 +114,7 @@ class FairnessResult(_Model):
 
     * `counter_difference`: the largest difference between the virtual token counters of two backlogged flows of one
       band in the whole run.
-    * `jain_least`: the least index of Jain (1: equal service) over all windows of 60 s. It compares the weighted
+    * `jain_least`: the lowest index of Jain (1: equal service) of any window of 60 s. It compares the weighted
       service (see `service_difference_tokens`) of the tenants that were backlogged during the whole window.
     * `adherence_least`: the least share of one tenant's requests that met their objectives, in any window of 5 minutes.
     * `ended_most`: the largest number of requests of all tenants that ended in such a window.

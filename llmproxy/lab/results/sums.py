@@ -146,7 +146,7 @@ class PredictionErrors:
 
 
 class Groups:
-    """Groups by name: at most `kept`, and one more for all other names."""
+    """Groups with names: at most `kept` of them, and one more group for all other names."""
 
     def __init__(self, kept: int) -> None:
         self._kept = kept

@@ -252,7 +252,7 @@ class Run:
                 self.recorder.prefill_share = Ratio(need.prefill, need.decode).share
 
     def _look_at_output(self) -> None:
-        """Record the tokens that were streamed by now, by band."""
+        """Record how many tokens each band has streamed by now."""
         tokens = self._output_tokens.copy()
         for proxy in self.proxies:
             for request_id, answered_tokens in proxy.answers():

@@ -41,7 +41,7 @@ class Arrival:
     think_s: float = 0.0
     then: Arrival | None = None
     # After a failure or refusal, the client sends the request again `retry_after_s` later, at most `retries` times.
-    # Each is a request of its own.
+    # Each repetition is a request of its own.
     retries: int = 0
     retry_after_s: float = 0.0
     # Whether `output_tokens` is an assumption, because the real request got no answer.

@@ -71,7 +71,7 @@ class _FirstPass:
             self._answers[model] = (answers + 1, tokens + arrival.output_tokens)
 
     def answered(self, path: Path, arrival: Arrival, model: str) -> Arrival:
-        """Returns the arrival with its time from the first arrival and a length of its answer.
+        """Returns the arrival, with its time counted from the first arrival, and with a length for its answer.
 
         An unknown length is the mean of the model's answers, or of all answers if the model has none.
         """

@@ -158,7 +158,7 @@ class Sums:
         return self.backends.get(name) or BackendSums()
 
     def kind(self, kind: str) -> int:
-        """The number of requests of a kind, over all bands."""
+        """The number of requests of a kind, in all bands together."""
         return sum(band.kinds[kind] for band in self.bands.values())
 
     def add(self, ended: RequestExit) -> None:

@@ -23,7 +23,7 @@ from llmproxy.observe.live.recorder import SHARES, Recorder
 from llmproxy.observe.live.summary import summary_of
 
 FLOWS_WAITING_MAX = 100
-"""Waiting flows in one document, over all pools."""
+"""The maximum number of waiting flows in one document, for all pools together."""
 FLOWS_MAX = 100
 """Flows of the last minute in one document."""
 BACKENDS_MAX = 500

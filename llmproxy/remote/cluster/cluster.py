@@ -236,12 +236,12 @@ class IncomingConnection:
         elif not cluster.network.trusts(self.channel.transport):
             self._refuse("its certificate holds another name")
         elif not 0 <= hello.epoch <= CLAIMED_EPOCH_MAX:
-            self._refuse("it knows of a turn that nobody can have had")
+            self._refuse("it claims a leader epoch that no election can have reached")
         elif not shard.is_leader:
             self._end("this member does not lead")
         elif hello.epoch > shard.epoch:
             shard.raise_epoch(hello.epoch)
-            self._end("there was a later turn than that of this leader")
+            self._end("there was a later election than that of this leader")
         elif other is not None and other.connected and other.hello.incarnation != hello.incarnation:
             self._refuse(f"another member has its name, {hello.name}: give each a cluster.member of its own")
         elif len(members) >= MEMBERS_MAX and other is None:

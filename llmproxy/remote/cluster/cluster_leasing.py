@@ -15,7 +15,7 @@ from llmproxy.scheduling.lease import Admitted
 
 
 class ClusterLeasing:
-    """`Leasing` over all shards."""
+    """The `Leasing` for requests of all shards."""
 
     def __init__(self, local: Dispatcher, backends: Container[str]) -> None:
         """See `LeaderClient`."""

@@ -141,7 +141,7 @@ class PeerTls:
         return self._client
 
     def _read(self) -> ssl.SSLContext:
-        """Raises OSError."""
+        """Builds a TLS context from the configured files. Raises OSError if a file cannot be used."""
         context = ssl.create_default_context(cafile=self._config.ca)
         assert self._config.cert is not None
         # Without a password, OpenSSL would ask the terminal for the passphrase of an encrypted key.

@@ -92,7 +92,7 @@ class MemberPages:
         return self._cluster.shard_for_pool(named)
 
     async def _merged(self, page: Merged, response: web.Response, request: web.BaseRequest) -> web.Response:
-        """Returns a list over all shards, with the entries of other leaders fetched from them.
+        """Returns a list of the entries of all shards. Entries of other leaders are fetched from them.
 
         If a leader fails to answer, its error is the response, because a partial list would look complete. Entries of a
         shard without a leader are listed as this member sees them if the page is `seen_by_all`.
@@ -125,7 +125,7 @@ class MemberPages:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A page with a list over all shards."""
+    """A page with a list that has entries of all shards."""
 
     entries: str
     """The key of the list."""
@@ -158,7 +158,7 @@ MERGED = {
 
 def _unknown(shard: Shard) -> web.Response:
     what = f"No member leads the pool {shard.name} now" if shard.name else "This member of the cluster has no leader"
-    return refusal(503, f"{what}, and knows at most a part of the work. Try again.", {"Retry-After": "5"})
+    return refusal(503, f"{what}. This member knows at most a part of the work. Try again.", {"Retry-After": "5"})
 
 
 def cluster_status(cluster: Cluster) -> dict[str, Any]:

@@ -267,12 +267,12 @@ async def test_before_its_hello_a_member_sends_small_frames_alone() -> None:
 
 @pytest.mark.parametrize("epoch", [1 << 62, CLAIMED_EPOCH_MAX + 1, -1])
 @virtual
-async def test_a_turn_that_nobody_can_have_had_moves_no_leader(epoch: int) -> None:
+async def test_an_epoch_that_no_election_can_have_reached_moves_no_leader(epoch: int) -> None:
     async with world(2) as found:
         leader, turn = found.leader.name, found.leader.shard.epoch
         one = Stranger(found)
         one.hello(epoch=epoch)
-        assert "a turn that nobody can have had" in await one.refused()
+        assert "epoch that no election can have reached" in await one.refused()
         await asyncio.sleep(5.0)
         assert (found.leader.name, found.leader.shard.epoch) == (leader, turn)
 

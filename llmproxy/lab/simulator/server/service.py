@@ -31,7 +31,7 @@ _STORED_RESPONSES_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """Options of a replica. Their names are those of vLLM's flags, where vLLM has the flag.
+    """Options of a replica. An option that vLLM has as a flag has the name of the flag.
 
     - `kv_tokens`: Size of the KV cache. None: from the profile.
     - `max_model_len`: Longest sequence. None: 32768 or the size of the cache, whichever is less.
