@@ -29,7 +29,7 @@ _log = structlog.get_logger()
 def run(config: Config, reread: Reread | None = None) -> int:
     """Serve until SIGTERM or SIGINT, or until a successor serves (SIGUSR2), then drain. Returns the exit code.
 
-    `reread` reads `config` again; None: it did not come from a file.
+    `reread` reads `config` again; None if `config` did not come from a file.
     """
     logs.configure(config.log_format, config.log_level)
     raise_limit()

@@ -30,7 +30,7 @@ TOKENS_KNOWN = 1_000
 """Every vocabulary has this many tokens. Each warm-up prompt repeats a different token, so no prefix cache has it and
 its KV is transferred."""
 FIRST_TOKENS = 8
-"""Less than a block, so that no part of the full prompt gets cached."""
+"""Length of the first prompt: less than a block, so that no part of the full prompt gets cached."""
 LIMIT_S = 30.0
 ANSWER_BYTES_MAX = 64 << 10
 

@@ -9,7 +9,7 @@ from llmproxy.core.domain import Listing, Trouble
 from llmproxy.core.pools import Pools
 
 LEAST_S = 2.0
-"""A backend that answers sooner after its first failed poll ran before, and only a connection failed."""
+"""A backend that answers sooner than this after its first failed poll was running: only a connection failed."""
 
 
 class StartTimes(BackendObserver):

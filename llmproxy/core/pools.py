@@ -464,7 +464,7 @@ class Pools:
         return min([time for time in times if time is not None], default=None)
 
     def take_health_events(self) -> list[tuple[str, EjectionEvent]]:
-        """Returns the ejections and returns of backends since the last call, in order."""
+        """Returns the ejections, their ends and the skipped ejections since the last call, in order."""
         if not self._health_events:
             return []
         events = list(self._health_events)

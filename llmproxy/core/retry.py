@@ -99,8 +99,7 @@ def cause_of(status: int, *, own_key: bool = True) -> Cause:
 class RetryBudget:
     """Limits retries to a share of requests, so that retries do not overload a failing fleet.
 
-    Attempts that cost no engine any work are not counted: connections that failed before a byte was sent, and work lost
-    with a process that is gone or hangs.
+    A retry is not counted if the failed attempt burdens no engine: no byte was sent, or the process is gone or hangs.
     """
 
     def __init__(self, ratio: float) -> None:

@@ -527,7 +527,7 @@ class Scheduler:
     # --- inspection ----------------------------------------------------------------------------------------------
 
     def work_s(self, now: float) -> float | None:
-        """See `Placement.work_s`; applied to all waiting requests."""
+        """Returns the seconds of work of all waiting requests; see `Placement.work_s`."""
         room = self._room
         return self._placement.work_s(len(room), room.prompt_tokens, room.output_tokens, self._backends.views(now))
 

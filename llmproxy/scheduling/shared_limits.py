@@ -180,7 +180,7 @@ class SharedLimits:
             self._alone.ended(request, now)
 
     def left_per_min(self, name: str, now: float) -> tuple[float | None, float | None]:
-        """Unknown: the store is not called for it."""
+        """Returns (None, None): the store is not called for these numbers."""
         del name, now
         return None, None
 
@@ -246,7 +246,7 @@ class SharedLimits:
         await self._store.close()
 
     async def _exchange(self) -> bool:
-        """Make one call. Returns whether more waits to be sent."""
+        """Make one call. Returns whether more charges or corrections wait."""
         self._wake.clear()
         if self._timer is not None:
             self._timer.cancel()

@@ -27,9 +27,8 @@ IDLE_MAX_S = 4.0
 """Idle connections are dropped after this; vLLM itself closes them after exactly 5 s."""
 
 IDLE_DROP_S = 0.1
-"""If an idle connection breaks this soon after a request was sent, the backend had closed it before: about a round
-trip.
-"""
+"""If an idle connection breaks within this time (about a round trip) after a request was sent, the backend had closed
+the connection before."""
 
 OTHER_ADDRESS_AFTER_S = 0.25
 """Head start of the first address of a name over the next one (RFC 8305, section 5)."""

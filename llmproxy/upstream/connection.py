@@ -22,7 +22,7 @@ READ_BUFFER_BYTES = 128 << 10
 HEAD_BYTES_MAX = 256 << 10
 """The longest head of a response, including interim responses (1xx)."""
 WHOLE_BODY_BYTES_MAX = 1 << 20
-"""Request bodies up to this are written in one piece, larger ones in slices as the transport drains."""
+"""Request bodies up to this size are written in one piece, larger bodies in slices as the transport drains."""
 SLICE_BYTES = 256 << 10
 
 _SWITCHING_PROTOCOLS = 101

@@ -345,7 +345,7 @@ class Backend:
         self._pinned_until_s[request_id] = until_s
 
     def unpin_kv(self, request_id: str) -> None:
-        """Notes that the KV blocks of a request were fetched, or will never be."""
+        """Notes that the KV blocks of a request were fetched, or will never be fetched."""
         self._pinned_until_s.pop(request_id, None)
 
     def kv_pinned_until_s(self, now: float) -> float | None:

@@ -64,7 +64,7 @@ class Bookings:
         return booking
 
     def observe(self, reading: Reading) -> int:
-        """Applies a new reading. Returns the number of sequences that it shows beyond the own ones.
+        """Applies a new reading. Returns how many sequences of other clients the reading shows.
 
         A gauge may still count sequences that ended a moment ago, so it is compared with the maximum since the last
         reading.

@@ -9,7 +9,7 @@ from math import comb
 ANSWERS = 32
 """Number of recent answers considered per backend."""
 FAILURES_MIN = 5
-"""Minimum number of failures among them for an ejection."""
+"""Minimum number of failures among the last ANSWERS answers for an ejection."""
 CHANCE = 1e-5
 """Maximum probability, per failure, of ejecting a backend that fails no more often than the others."""
 

@@ -20,7 +20,7 @@ TOGETHER = 3
 TOGETHER_S = 0.6
 """Streams stop together if their last bytes are within this time, which is longer than a normal gap of a stream."""
 TOGETHER_LATE = 2.0
-"""As LATE, for started streams that stopped together: most engines continue them during prefills."""
+"""As LATE, for started streams that stopped together: most engines continue such streams during prefills."""
 STUCK_LATE = 2.0
 """Multiple of `hung_s` for non-streamed answers, because an ejection loses all their tokens."""
 ASKED_AGAIN_S = 0.75
@@ -134,7 +134,7 @@ class HangDetection:
         return max(backend.last_byte_s, backend.generated_s, booked_s)
 
     def _unanswered(self, name: str, now: float) -> Hang | None:
-        """Returns the evidence that a backend answers neither polls nor requests; None if it is not enough."""
+        """Returns the evidence that a backend answers neither polls nor requests; None without enough evidence."""
         backend, health = self._backends[name], self._peers.members[name]
         if health.unanswered_s == inf or not (owed := backend.whole | backend.unstarted):
             return None
@@ -148,7 +148,7 @@ class HangDetection:
         return None
 
     def hang(self, name: str, now: float) -> Hang | None:
-        """Returns the evidence that a backend hangs; None if it is not enough."""
+        """Returns the evidence that a backend hangs; None without enough evidence."""
         if (unanswered := self._unanswered(name, now)) is not None:
             return unanswered
         backend, ejected = self._backends[name], self._peers.members[name].ejected

@@ -76,7 +76,7 @@ class Hang:
 
 
 class Peers:
-    """The backends of one pool, with the maximum share of ejected ones (Envoy's `max_ejection_percent`).
+    """The backends of one pool, with the maximum share of ejected backends (Envoy's `max_ejection_percent`).
 
     If most of a pool fails, the cause is more likely in the requests or in the network, and a doubtful backend is
     better than none.
@@ -130,7 +130,7 @@ class Health:
         self.answered_s = -inf
         """When a poll was last answered."""
         self.unanswered_s = inf
-        """When the first poll since `answered_s` ran out of time while other backends answered theirs."""
+        """When the first poll since `answered_s` ran out of time while other backends answered their polls."""
         self._failures = 0
         self._ejections = 0
         self.rate = FailureRate()

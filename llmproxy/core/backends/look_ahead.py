@@ -31,7 +31,7 @@ class LookAhead:
         self._requests: dict[int, int] = {}
 
     def observe(self, load: int, in_transit: int) -> None:
-        """Notes a reading of the full backend: `in_transit` of the `load` sequences that the proxy counts."""
+        """Notes a reading of the full backend: the proxy counts `load` sequences, and `in_transit` are in transit."""
         self._readings += 1
         self._share = follow(self._share, in_transit / load, gain(GAIN, self._readings))
         self._requests.clear()

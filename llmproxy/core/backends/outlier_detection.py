@@ -34,7 +34,7 @@ per token, and a long prompt must not look like a hang."""
 GAIN = 0.02
 """Weight of a new observation of the pool's step."""
 DOUBTFUL = 2.0
-"""An observation beyond this multiple of its backend's usual one teaches nothing about the pool."""
+"""An observation above this multiple of the backend's usual ratio teaches nothing about the pool."""
 SLOW_S = 2.0
 """Slow time before an ejection, in seconds. A shorter time may be a garbage collection or a burst of long prompts."""
 PROMPT_LATE = 2.0
@@ -43,7 +43,7 @@ PROMPTS_MOST = 0.3
 """If prefills may explain a larger share of a span, the span teaches nothing about the step, because their time is an
 estimate."""
 PROMPTS_NEARLY_ALL = 0.7
-"""Beyond this share, the span teaches nothing about its backend either."""
+"""If prefills may explain more than this share of a span, the span teaches nothing about its backend either."""
 KV_CROWDED = 0.9
 """KV cache usage from which an engine may preempt sequences and recompute them."""
 FRESH_S = 5.0

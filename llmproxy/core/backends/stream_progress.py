@@ -15,13 +15,13 @@ from llmproxy.core.estimates.learning import follow_ratio, gain
 RATIO_MOST = 2.0
 """An observation counts as at most this multiple of the mean, so that the mean follows a slowdown gradually."""
 USUAL_GAIN = 0.05
-"""Weight of a new judgement in the usual speed, which covers about the last twenty."""
+"""Weight of a new judgement in the usual speed, which reflects about the last twenty judgements."""
 SLOW_SPAN_S = 1.0
 """Maximum slow time that a judgement adds."""
 RECENT = 3
 """Number of judgements whose median is the pace of a backend, because a single judgement may be chance."""
 SLOW_WITHIN_S = 6.0
-"""Slow times add up within this time of the first one."""
+"""Slow times add up for this time after the first slow time."""
 
 
 def follow_robustly(mean: float, observed: float, weight: float) -> float:
@@ -126,7 +126,7 @@ class StreamSpan(Struct, eq=False):
     booked_s: float
     prompt_tokens: int
     own_tokens: float  # Uncached tokens of its prompt.
-    tokens_ahead: float  # Prompt tokens to compute before its first byte when it was booked, including `own_tokens`.
+    tokens_ahead: float  # At the booking: prompt tokens to compute before the first byte, with `own_tokens`.
     since_s: float  # Start of the span.
     adapter: str | None
     cold: bool  # The adapter was not believed to be resident.

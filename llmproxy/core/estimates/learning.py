@@ -24,8 +24,8 @@ def follow_ratio(mean: float, observed: float, weight: float, least: float, most
 class QuantileTracker:
     """Learns `factor`: one in ten observed times exceeds its prediction by more than this factor.
 
-    Stochastic approximation of a quantile (Robbins and Monro, 1951) on the logarithm: nine steps up for each time above
-    the factor, one step down for each time below.
+    Stochastic approximation of a quantile (Robbins and Monro, 1951) on the logarithm: nine steps up for each
+    observation above the factor, one step down for each other observation.
     """
 
     STEP = 0.01

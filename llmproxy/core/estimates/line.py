@@ -7,7 +7,7 @@ KEEP = 0.98
 OUTLIER = 4.0
 """An observation is clipped to this multiple of the expected value."""
 GUESS_WEIGHT = 0.1
-"""Weight of the initial guess beside one observation."""
+"""Weight of each point of the initial guess. An observation has weight 1."""
 SPREAD_MIN = 1e-3
 """Least variance of x, as a share of the mean of x squared. Nearly equal x do not determine a slope."""
 

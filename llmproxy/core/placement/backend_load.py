@@ -198,7 +198,7 @@ class BackendLoad:
         return opens_s
 
     def rationed_until(self, rates: PoolRates, band: int, ceiling: float, now: float) -> float:
-        """Returns when the objectives of the backend's streams allow a prompt of `band` again; `now` if they do now.
+        """Returns when the objectives of the backend's streams allow a prompt of `band` again, at the earliest `now`.
 
         If prompts take a share of the time, each token of a stream takes its decoding time / (1 - share). So each
         objective bounds the share of prompts. For each band from the highest down to `band`,

@@ -81,7 +81,7 @@ class CostPlacement(Placement):
     - `range`: the prompt's length is outside the backend's `prompt_range`.
     - `headroom`: time left under the request's objective (`with_headroom`).
 
-    A backend is closed to prompts while it has enough of them, or while prompts take more of its time than the
+    A backend is closed to prompts while it has enough prompts, or while prompts take more of its time than the
     objectives of its streams allow (`BackendLoad.opens_at`). If a full or closed backend is the cheapest, the request
     waits for it, behind the requests that already wait for it. Requests behind it may take room elsewhere. Speeds are
     learned online, for the pool and for each backend relative to the pool.

@@ -50,7 +50,7 @@ class PrefixIndex:
         self._recent: dict[str, _RecentBlocks] = {}
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
-        """Maps backends to how many of the prompt's first blocks they have cached; without backends that have none."""
+        """Returns backend -> number of the prompt's first blocks cached there, for backends with at least one block."""
         found = {}
         if hashes:
             for backend, recent in self._recent.items():

@@ -13,8 +13,8 @@ from llmproxy.core.policy_registry import Registry
 from llmproxy.core.settings import Settings
 
 AGED_S = 60.0
-"""`least_slack` treats a request without an objective, or with a missed one, as due this long after its arrival: about
-as long as clients wait."""
+"""`least_slack` treats a request without an objective, or with a missed objective, as due this long after its arrival:
+about as long as clients wait."""
 
 Key = tuple[float, float]
 

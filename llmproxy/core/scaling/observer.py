@@ -276,8 +276,8 @@ class Scaling:
             self.pool(name).count_on_hold(change, now)
 
     def rename(self, kept: Mapping[str, str], merged: Mapping[str, str]) -> None:
-        """Rename and merge pools. Both arguments map old to new names: `kept` of pools that go on under the new name,
-        `merged` of pools that become part of the pool with that name."""
+        """Rename and merge pools. `kept` maps the old name of a pool to its new name. `merged` maps the name of a pool
+        to the name of the pool that it becomes part of."""
         before = dict(self.pools)
         moved = {now: self.pools.pop(was) for was, now in kept.items() if was in before}
         for now, pool in moved.items():
