@@ -53,7 +53,7 @@ class ScalePages:
         return self._needs
 
     def _groups(self, needs: Mapping[str, Need]) -> dict[str, list[Group]]:
-        """Maps each pool whose backends have groups to them. A pool in `scaling.pools` has all configured groups."""
+        """Pool -> its groups, if its backends have groups. A pool in `scaling.pools` has all configured groups."""
         settings = self._pools.settings.scaling
         configured = {one.name: one for one in settings.groups}
         speeds: dict[str, dict[str, list[float]]] = {}
@@ -106,7 +106,8 @@ class ScalePages:
     def _states(self) -> dict[str, Counter[str]]:
         """Pool -> state -> number of backends.
 
-        A backend that has not listed its models counts toward the pool of its source, if all others there share one.
+        A backend that has not listed its models yet counts toward the pool of the other backends from its source, if
+        they have only one pool.
         """
         pools: dict[str, set[str]] = {}
         statuses: list[tuple[BackendStatus, str | None]] = []

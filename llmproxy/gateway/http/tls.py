@@ -161,7 +161,7 @@ class _Handshake:
 
 
 class TlsConnection(SSLProtocol):
-    """uvloop's TLS below the protocol `connection`. Limits count it from the start of the handshake.
+    """uvloop's TLS below the protocol `connection`. Limits count the connection as soon as it is accepted.
 
     With `create_server(ssl=...)`, limits would not count connections whose handshake never ends. A client with too many
     connections is cut off before the handshake, which costs far more than an answer; `reject` counts and logs that. A

@@ -74,7 +74,7 @@ class BufferedBody:
         return True
 
     def begin(self, on_refused: Callable[[], None]) -> None:
-        """Start a body that arrives in pieces. `on_refused` is called if it is refused to make room for another."""
+        """Start a body that arrives in pieces. `on_refused` is called if the body has to make room for another."""
         self.on_refused = on_refused
         self._budget.add_arriving(self)
 

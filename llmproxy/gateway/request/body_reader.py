@@ -58,7 +58,7 @@ OPTION_BYTES_MAX = 64 * 1024
 SESSION_CHARS_MAX = 4096
 # More than any engine runs at once. A number that a client made up must not count as a fleet full of work.
 SEQUENCES_MAX = 1024
-# The maximum number of sequences that is believed of one request. An engine runs so many one after the other.
+# The maximum number of sequences that one request is believed to have. An engine runs some after others.
 ANSWERED_MAX = 1 << 20
 _NUMBER_CHARS_MAX = 64
 

@@ -45,7 +45,8 @@ CALM = (
 
 
 OUTCOMES = ("answered", "retried", "refused", "broken", "lost")
-"""`retried`: answered after several attempts. `refused`: 429. `broken`, `lost`: error after, before the first byte."""
+"""`retried`: answered after several attempts. `refused`: status 429. `broken`: an error after the first byte. `lost`:
+an error before it."""
 
 Outcomes = Counter[str]
 """Requests of one band by outcome."""

@@ -108,7 +108,7 @@ def _division(row: Split) -> str:
 
 
 def _grouped(runs: Sequence[tuple[str, int, RunResult]]) -> list[tuple[str, list[tuple[int, list[RunResult]]]]]:
-    """Returns the runs by policy and load, and then by their number, in its order."""
+    """Returns (policy and load, [(number, its runs), ...]), with the numbers of the runs in ascending order."""
     groups: dict[str, dict[int, list[RunResult]]] = {}
     loads = {(run.rate_scale, run.prefill_scale) for _, _, run in runs}
     for policy, number, run in runs:

@@ -53,7 +53,7 @@ def _gauge(about: str, value: Value, target: float, rules: HpaRules = DEFAULTS) 
 
 
 START_AHEAD_S = 30.0
-"""The `oracle` signal sees the start time of a replica ahead, and this time more: two looks of an autoscaler."""
+"""The `oracle` signal looks ahead by the start time of a replica plus this time, two looks of an autoscaler."""
 LATE_UP, LATE_DOWN = 0.55, 0.40
 PREFILL_TOKENS_PER_S, BACKLOG_S = 15_928.0, 1.5
 """llm-d's calibration of `token_aware` for Qwen3-32B on two H100, and the seconds of prefill that may wait."""

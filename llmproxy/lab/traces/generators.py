@@ -60,7 +60,7 @@ def shared_system_prompts(
             prompt = Text(ids, block_tokens, question_tokens, system)
             prompts.append((f"customer-{prefix}", f"user-{prefix}-{user}", prompt.blocks()))
     rng.shuffle(prompts)
-    # A constant rate accepts every arrival. The draws of the thinning keep traces of a seed as they were.
+    # With a constant rate, the thinning drops nothing. It only draws numbers, so that a seed gives the same old trace.
     times = varying_times(rng, lambda _: rate, rate, duration_s)
     for at_s, (tenant, session, blocks) in zip(times, cycle(prompts), strict=False):
         tokens = system_tokens + question_tokens

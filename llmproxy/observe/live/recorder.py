@@ -23,7 +23,7 @@ from llmproxy.scheduling.dispatcher import Dispatcher
 BACKENDS_MAX = 64
 """The most backends with columns in the history; a page shows the current state of all."""
 FLOWS_MAX = 20
-"""At most so many flows with the most tokens in the last minute have columns, and as many that wait longest."""
+"""The history has columns for this many flows with the most tokens, and for as many with the longest waits."""
 STATES = {"up": 0.0, "starting": 1.0, "drained": 2.0, "leaving": 3.0, "ejected": 4.0, "down": 5.0}
 """The states of a backend as numbers, the worst last."""
 
