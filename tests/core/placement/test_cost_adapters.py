@@ -102,11 +102,13 @@ def test_request_that_waits_for_an_adapter_slot_delays_no_others() -> None:
     for number in range(2):
         bench.start(asked(number), slotted("a", 0, 1))
     before_s = bench.terms(asked(0), slotted("a", 0, 1))["queue"]
-    bench.book(asked(2), slotted("a", 0, 1))
+    deferred = bench.book(asked(2), slotted("a", 0, 1))
     bench.now += 5.0
     assert bench.terms(asked(0), slotted("a", 0, 1))["queue"] == pytest.approx(before_s, abs=0.01)
     # Others of the adapter wait for the same slot.
     assert bench.terms(asked(2, output_tokens=300), slotted("a", 0, 1))["adapter"] == pytest.approx(3.0, rel=0.1)
+    bench.finish(deferred)
+    assert bench.terms(asked(2, output_tokens=300), slotted("a", 0, 1))["adapter"] == pytest.approx(3.0 + 2.0, rel=0.1)
 
 
 def test_loads_of_one_step_share_its_time() -> None:
