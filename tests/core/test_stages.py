@@ -313,30 +313,47 @@ def test_a_prompt_that_is_not_fetched_proves_nothing() -> None:
     assert only_grant(one, 4.0).request.stage is Stage.WHOLE
 
 
+def fail_a_transfer(of: Pools, now: float) -> None:
+    """Split a request whose answer cannot fetch the prompt."""
+    submit(of, asked := long(arrived_s=now, deadline_s=now + 60.0), now=now)
+    (answer,) = prefilled(of, only_grant(of, now), now)
+    of.finish(answer, Verdict.TRANSFER_FAILED, now, Usage(0, 0))
+    of.ended(asked, None, now)
+
+
+def splits(of: Pools, now: float) -> bool:
+    """Whether the next request is split. Its client leaves."""
+    submit(of, asked := long(arrived_s=now, deadline_s=now + 60.0), now=now)
+    grant = only_grant(of, now)
+    of.finish(grant, Verdict.CLIENT_GONE, now)
+    of.ended(asked, None, now)
+    return grant.request.stage is Stage.PREFILL
+
+
 def test_each_further_failure_doubles_the_pause() -> None:
     one, now, pauses = one_each(), 0.0, list[float]()
-
-    def splits() -> bool:
-        """Whether the next request is split. Its client leaves."""
-        submit(one, asked := long(arrived_s=now, deadline_s=now + 60.0), now=now)
-        grant = only_grant(one, now)
-        one.finish(grant, Verdict.CLIENT_GONE, now)
-        one.ended(asked, None, now)
-        return grant.request.stage is Stage.PREFILL
-
     for failures in range(1, FAILURES_MAX + 6):
-        submit(one, asked := long(arrived_s=now, deadline_s=now + 60.0), now=now)
-        (answer,) = prefilled(one, only_grant(one, now), now)
-        one.finish(answer, Verdict.TRANSFER_FAILED, now, Usage(0, 0))
-        one.ended(asked, None, now)
+        fail_a_transfer(one, now)
         failed_s = now
-        while not splits():
+        while not splits(one, now):
             now += 0.5
         if failures >= FAILURES_MAX:
             pauses.append(now - failed_s)
         else:
             assert now == failed_s
     assert pauses == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
+
+
+def test_new_process_for_prompts_starts_without_failures() -> None:
+    one = one_each()
+    for _ in range(FAILURES_MAX):
+        fail_a_transfer(one, 0.0)
+    assert not splits(one, 1.0)
+    one.replace_process("p")
+    one.backends["p"].answered(1.0)
+    for _ in range(FAILURES_MAX - 1):
+        fail_a_transfer(one, 1.0)
+    assert splits(one, 1.0)
 
 
 def test_a_waiting_answer_can_be_cancelled() -> None:
