@@ -35,7 +35,7 @@ WRONG_PROTOCOL_CLOSE_S = 1.0
 """How long a client that speaks another protocol gets to close the connection."""
 
 HTTP2_IN_PIECES = "Pause on PRI/Upgrade"
-"""The parser's error message for an HTTP/2 preface in several pieces begins so. The client's bytes follow."""
+"""The beginning of the parser's message about an HTTP/2 preface in several pieces. The client's bytes follow it."""
 
 LAST_CHUNK = b"\r\n0\r\n\r\n"
 """The last chunk without extension or trailer, with the line end of the chunk before it."""

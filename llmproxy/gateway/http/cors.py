@@ -34,7 +34,7 @@ class Cors:
 
     @classmethod
     def from_config(cls, config: Config) -> Cors | None:
-        """None if no origin is allowed. Answers then have no fields of CORS."""
+        """Build from the configuration. None if no origin is allowed: answers then have no CORS fields."""
         return cls(config.clients.allowed_origins) if config.clients.allowed_origins else None
 
     def preflight(self, request: web.BaseRequest) -> web.Response | None:

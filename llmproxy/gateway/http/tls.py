@@ -22,7 +22,7 @@ else:
     from uvloop.loop import SSLProtocol
 
 CHECK_S = 1.0
-"""How often the files are checked by a stat. A change takes effect at the second check that sees it."""
+"""The interval of checking the files by a stat. A change takes effect at the second check that sees it."""
 PLAIN_HTTP = ("HTTP_REQUEST", "HTTPS_PROXY_REQUEST")
 """OpenSSL's names for its errors when a client begins with plain HTTP."""
 

@@ -61,9 +61,8 @@ class StreamRelay(ResponseRelay):
     """Relays the events of a stream, and reports progress to the lease.
 
     The answer to the client begins when the first event or comment is whole, or if `opening_events` is not 0, with the
-    event after that number of events.
-    If an error event comes before, nothing is sent, because another backend may be tried: the flow halts, and `first`
-    contains the buffered bytes.
+    event after that number of events. If an error event comes before, nothing is sent, because another backend may be
+    tried: the flow halts, and `first` contains the buffered bytes.
     """
 
     __slots__ = ("_lease", "_opening_events", "_reported", "_reported_s", "_tap", "first")

@@ -89,7 +89,7 @@ _MEDIA_KEY = re.compile(rb'"(?:%s)"' % b"|".join(name.encode() for name in sorte
 
 
 class BodyReader:
-    """Reads the bodies of one event loop. Large bodies take turns, so many stall the loop no longer than one."""
+    """Reads the bodies of one event loop. Large bodies take turns: many stall the loop no longer than a single one."""
 
     def __init__(self, *, prefixes: bool = False, session_members: Sequence[str] = ()) -> None:
         """With `prefixes`, compute the hash chain of every prompt, for a placement that uses prefixes.

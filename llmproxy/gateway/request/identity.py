@@ -63,7 +63,7 @@ class RequestClass:
 
 @dataclass(frozen=True, slots=True)
 class _Objective:
-    """The settings for a request from one source: a header, a tenant or a model. A None is left to other sources."""
+    """The settings for a request from one source: a header, a tenant or a model. Other sources replace None."""
 
     band: int | None = None
     ttft_s: float | None = None

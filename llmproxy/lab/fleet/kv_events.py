@@ -10,7 +10,7 @@ from llmproxy.lab.fleet.world import World
 from llmproxy.lab.simulator.engine.kv_cache import Changes
 
 DELAY_S = 0.010
-"""From the end of a step until a subscriber has applied its batch of events."""
+"""The time from the end of a step until a subscriber has applied its batch of events."""
 
 
 class KvEvents:

@@ -15,13 +15,13 @@ ANNOUNCE_S = 1.0
 LEARNED_S = 5.0
 """Interval of announcing learned limits and capacities."""
 FLOWS_MAX = 4096
-"""Flows in one message, so that it fits into a frame."""
+"""The maximum number of flows in a message, so that the message fits into a frame."""
 FLOWS_KNOWN_MAX = 50_000
-"""Flows of one band that a member remembers. Flows beyond that start anew under the next leader."""
+"""The number of flows of one band that a member remembers. Other flows start anew under the next leader."""
 RATES_MAX = 4096
-"""Rate limits in one message, so that it fits into a frame."""
+"""The maximum number of rate limits in a message, so that the message fits into a frame."""
 RATES_KNOWN_MAX = 50_000
-"""Rate limits that a member remembers. Beyond that, the oldest count as unused."""
+"""The number of rate limits that a member remembers. Older ones count as unused under the next leader."""
 SAME_S = 0.001
 """Debts that end less than this apart are equal: the difference is rounding."""
 
