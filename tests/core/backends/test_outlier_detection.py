@@ -165,6 +165,7 @@ def test_probe_of_a_hung_backend_is_revoked_until_it_answers() -> None:
     assert not pool.ejected("a")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("deaf", "factors"),
     [(True, {}), (False, {"a": 2.0}), (False, dict.fromkeys("abcd", 8.0))],
