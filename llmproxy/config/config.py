@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
+from llmproxy.config import idle
 from llmproxy.config.checks import (
     CEILINGS,
     Problem,
@@ -103,7 +104,7 @@ class Config(Section):
     trust_headers: Trust = Field(default=AUTO_TRUST, examples=["10.1.2.3"])
     """Clients whose objective, fairness and SLO headers count: loopback, all, none, or a list of addresses and
     networks. auto: loopback where clients need no key, else none."""
-    trust_proxy_headers: bool = False
+    trust_proxy_headers: Annotated[bool, idle.unless_given("clients.trusted_proxies")] = False
     """The headers of trust_headers count in all requests from clients.trusted_proxies. Only for proxies that set or
     remove these headers themselves."""
     admin_key: KeyHash | None = Field(default=None, repr=False)
@@ -113,7 +114,7 @@ class Config(Section):
     """A separate port for operators."""
     decision_log: Path | None = None
     """File to which each decision is appended as one JSON line. null: no file."""
-    decision_log_sample: Annotated[Number, Field(ge=0, le=1)] = 1.0
+    decision_log_sample: Annotated[Number, Field(ge=0, le=1), idle.unless_given("decision_log")] = 1.0
     """Share of requests (0 to 1) whose decisions are written."""
     genai_metrics: bool = False
     """Count requests by OpenTelemetry's GenAI conventions (gen_ai_server_*) too."""

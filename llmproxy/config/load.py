@@ -16,9 +16,9 @@ from pydantic_core import ErrorDetails
 from llmproxy.config.changes import SECRET
 from llmproxy.config.config import BackendsFile, Config
 from llmproxy.config.document import ConfigError, Document, Place, advice, dotted
+from llmproxy.config.idle import find_idle
 from llmproxy.config.keys import keys, leaves, sections_in
 from llmproxy.config.schema import BackendConfig, Section, may_be_null
-from llmproxy.config.unused import find_unused
 
 NULLS = frozenset({"null", "none"})
 """Texts for null in flags and variables of keys that may be null; case is ignored."""
@@ -85,13 +85,13 @@ def validated(top: type[S], document: Document, origins: Mapping[Place, str]) ->
 def warnings_of(path: Path, config: Config) -> list[str]:
     """A line for each setting of the file without effect or with an old name. `config` was loaded from the file."""
     document = Document(path)
-    found = [(document.line(place), f"{dotted(place)}{reason}") for place, reason in find_unused(config)]
+    found = [(document.line(place), f"{dotted(place)}{reason}") for place, reason in find_idle(config)]
     return [f"{document.at(line)}: warning: {warning}" for line, warning in sorted(found + document.old_names())]
 
 
 def unused_settings(config: Config) -> list[str]:
     """A line for each setting without effect."""
-    return [f"{dotted(place)}{reason}" for place, reason in find_unused(config)]
+    return [f"{dotted(place)}{reason}" for place, reason in find_idle(config)]
 
 
 def _set_value(values: dict[Any, Any], place: Place, value: str | list[str] | None) -> bool:

@@ -14,12 +14,15 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from llmproxy.config import idle
 from llmproxy.config.checks import Problem, report
 from llmproxy.config.pods_url import KUBERNETES
 from llmproxy.config.value_types import (
     CLOSED,
+    DNS,
     LOOKED_UP,
     SESSIONS,
+    SRV,
     ApiKey,
     Count,
     Criticality,
@@ -108,12 +111,17 @@ class ClientsConfig(Section):
     """Origins of web pages that may call the proxy from a browser (CORS). * allows every origin."""
 
 
+_WITH_CERT = idle.Rule(
+    lambda config, _: None if config.tls.cert else "has no effect without tls.cert: llmproxy serve does not start"
+)
+
+
 class TlsConfig(Section):
     cert: Path | None = None
     """Certificate chain shown to clients (PEM). A changed file is read again. null: clients use plain http."""
-    key: Path | None = None
+    key: Annotated[Path | None, _WITH_CERT] = None
     """Private key of the certificate (PEM), without a passphrase. null: the key is in the same file."""
-    client_ca: Path | None = None
+    client_ca: Annotated[Path | None, _WITH_CERT] = None
     """CA certificates (PEM) that must have signed the certificate of each client. null: no client certificates."""
 
 
@@ -136,14 +144,16 @@ class BackendConfig(Section):
     max_in_flight: Count | None = None
     """How many requests the server runs at once (its --max-num-seqs). The proxy sends a few more (look_ahead), so that
     the engine is never idle. null: the proxy learns the number."""
-    prompt_tokens: PromptRange | None = Field(default=None, examples=[[1, 4000]])
+    prompt_tokens: Annotated[PromptRange | None, idle.unless_policy("placement", "cost")] = Field(
+        default=None, examples=[[1, 4000]]
+    )
     """Prompt tokens for which the backend is preferred: [from, to]. Other prompts go there only if all other backends
     are much slower. null: any."""
     group: Name | None = None
     """Group of equal replicas that an autoscaler scales as one; see replica_groups."""
-    group_label: Name | None = Field(default=None, examples=["pool"])
+    group_label: Annotated[Name | None, idle.Rule(idle.names_labels)] = Field(default=None, examples=["pool"])
     """Label of pods whose value is the group. null, and for pods without it: group."""
-    role: Annotated[str, one_of(tuple(Role))] = "both"
+    role: Annotated[str, one_of(tuple(Role)), idle.Rule(idle.both_roles)] = "both"
     """Role of the server: both, prefill (computes prompts for other servers) or decode (generates their answers)."""
     api_key: ApiKey | None = Field(default=None, repr=False)
     """API key sent to this backend. null: backend_api_key."""
@@ -186,12 +196,12 @@ def _place_of(url: str) -> str:
 class DiscoveryConfig(Section):
     file: Path | None = Field(default=None, examples=["backends.yaml"])
     """File with a list `backends` as in the configuration (YAML or JSON), checked every second. null: no file."""
-    dns_interval_s: Seconds = 5.0
+    dns_interval_s: Annotated[Seconds, idle.unless_url(DNS, SRV)] = 5.0
     """Time between two DNS lookups of a backend whose url begins with dns+ or srv+."""
-    misses_before_removal: Count = 3
+    misses_before_removal: Annotated[Count, idle.unless_url(DNS, SRV)] = 3
     """Lookups in a row without the address of a backend that remove the backend; four times as many if lookups find no
     address at all."""
-    kubernetes_api: Annotated[str, AfterValidator(base_url)] | None = Field(
+    kubernetes_api: Annotated[Annotated[str, AfterValidator(base_url)] | None, idle.unless_url(KUBERNETES)] = Field(
         default=None, examples=["http://127.0.0.1:8001"]
     )
     """URL of the API server, for example of `kubectl proxy`. null: the API server of the proxy's own cluster."""
@@ -208,29 +218,34 @@ class ClusterTlsConfig(Section):
     """DNS name that the certificate of every member must hold."""
 
 
+_IN_CLUSTER = idle.unless_given("cluster.listen")
+
+
 class ClusterConfig(Section):
     listen: Annotated[str, AfterValidator(host_and_port)] | None = Field(default=None, examples=["0.0.0.0:8090"])
     """HOST:PORT to listen on for the other members of the cluster. null: this proxy is in no cluster."""
-    advertise: Annotated[str, AfterValidator(host_and_port)] | None = Field(default=None, examples=["10.0.0.7:8090"])
+    advertise: Annotated[Annotated[str, AfterValidator(host_and_port)] | None, _IN_CLUSTER] = Field(
+        default=None, examples=["10.0.0.7:8090"]
+    )
     """HOST:PORT at which other members reach this one. null: `listen`, with the address of this machine's name."""
-    lock: Annotated[str, AfterValidator(lock_of)] = Field(
+    lock: Annotated[str, AfterValidator(lock_of), _IN_CLUSTER] = Field(
         default="kubernetes", examples=["valkey://valkey:6379"], repr=False
     )
     """Lock that elects the leader: kubernetes (a Lease), or valkey://HOST:PORT (Redis too)."""
-    lock_s: Annotated[Number, Field(ge=1)] = 4.0
+    lock_s: Annotated[Number, Field(ge=1), _IN_CLUSTER] = 4.0
     """Time after which a lock without a renewal expires. If a leader dies, grants pause so long and up to 1 s more."""
-    standalone_after_s: Seconds | None = None
+    standalone_after_s: Annotated[Seconds | None, _IN_CLUSTER] = None
     """Time without a leader after which each member decides alone, with its part of every limit: 1/N with N members.
     null: requests wait, and get 503 after `lock_s` and 5 s."""
-    name: LockName = "llmproxy"
+    name: Annotated[LockName, _IN_CLUSTER] = "llmproxy"
     """Name of the cluster, and of its lock."""
-    pools: Names = Field(default=(), examples=[["llama-3.3-70b"]])
+    pools: Annotated[Names, _IN_CLUSTER] = Field(default=(), examples=[["llama-3.3-70b"]])
     """Base models that each have a separate lock, and so perhaps different leaders. All other models share one lock."""
-    member: Name | None = None
+    member: Annotated[Name | None, _IN_CLUSTER] = None
     """Name of this member. null: the host name."""
-    plaintext: bool = False
+    plaintext: Annotated[bool, _IN_CLUSTER] = False
     """Allow connections between members without TLS from other machines. Anyone who can connect is trusted."""
-    tls: ClusterTlsConfig = ClusterTlsConfig()
+    tls: Annotated[ClusterTlsConfig, _IN_CLUSTER] = ClusterTlsConfig()
     """TLS between members, with certificates on both sides."""
 
     @model_validator(mode="after")
@@ -255,15 +270,19 @@ class ClusterConfig(Section):
         return self
 
 
+_RATED = idle.unless(idle.is_rated, "no tenant or model has requests_per_min or tokens_per_min")
+_WITH_STORE = idle.unless_given("shared_limits.store")
+
+
 class SharedLimitsConfig(Section):
-    store: Annotated[str, AfterValidator(store_of)] | None = Field(
+    store: Annotated[Annotated[str, AfterValidator(store_of)] | None, _RATED] = Field(
         default=None, examples=["valkey://valkey:6379"], repr=False
     )
     """Store for requests_per_min and tokens_per_min that several proxies share: valkey://HOST:PORT (Redis too). null:
     each proxy counts alone."""
-    name: LockName = "llmproxy"
+    name: Annotated[LockName, _WITH_STORE] = "llmproxy"
     """Proxies with the same name share their limits. The name is part of the keys in the store."""
-    on_failure: Annotated[str, AfterValidator(failure_of)] = Field(default=CLOSED, examples=["1/3"])
+    on_failure: Annotated[str, AfterValidator(failure_of), _WITH_STORE] = Field(default=CLOSED, examples=["1/3"])
     """While the store is unreachable: closed (requests under a rate limit get 503), or 1/N (each of N proxies applies
     this part of each rate limit)."""
 
@@ -288,6 +307,10 @@ class LimitsConfig(Section):
     Chats, completions, responses and messages without a limit get this one. null: only the limit of the engine."""
 
 
+Ttft = Annotated[Seconds | None, idle.plausible("ttft_s", 600.0), idle.looked_at("ttft_s")]
+Tpot = Annotated[Seconds | None, idle.plausible("tpot_s", 10.0), idle.looked_at("tpot_s")]
+
+
 class ModelConfig(Section):
     name: Name = Field(examples=["gpt-4"])
     """Name that clients request: a base model, an adapter or an alias. *: every name that has no other entry here."""
@@ -302,9 +325,9 @@ class ModelConfig(Section):
     this prefix; they share the band, objectives and limits of the entry. null: only listed names are served."""
     criticality: Criticality | None = Field(default=None, examples=["critical"])
     """Band of requests: a name or an integer. null: the band of the target, else the default band."""
-    ttft_s: Seconds | None = None
+    ttft_s: Ttft = None
     """Objective for the time to first token, from arrival. null: the objective of the target, else none."""
-    tpot_s: Seconds | None = None
+    tpot_s: Tpot = None
     """Objective for the mean time per further token. null: the objective of the target, else none."""
     limits: LimitsConfig = LimitsConfig()
     """Limits for all requests of this name together. A request for an alias counts for the alias and its target."""
@@ -320,9 +343,9 @@ class ObjectiveConfig(Section):
     """Value of the header x-llm-d-inference-objective that selects this objective. Only trusted clients may send it."""
     criticality: Criticality | None = None
     """Band of the requests: a name or an integer. null: the band without the header."""
-    ttft_s: Seconds | None = None
+    ttft_s: Ttft = None
     """Objective for the time to first token, from arrival. null: the objective of the tenant or the model."""
-    tpot_s: Seconds | None = None
+    tpot_s: Tpot = None
     """Objective for the mean time per further token. null: the objective of the tenant or the model."""
 
 
@@ -345,7 +368,7 @@ class TenantConfig(Section):
     band_max: Criticality | None = None
     """Highest band of requests of the tenant. null: no limit if the tenant is trusted, else headers do not raise the
     band."""
-    weight: Weight = 1.0
+    weight: Annotated[Weight, idle.WEIGHTS, idle.Rule(idle.tenants_set_apart)] = 1.0
     """Weight of flows of the tenant, relative to other flows of the same band."""
     limits: LimitsConfig = LimitsConfig()
     """Limits for all requests of the tenant together."""
@@ -355,9 +378,9 @@ class TenantConfig(Section):
     """Separates the tenant's prompts in prefix caches: auto, or a secret that tenants can share. null: none."""
     trusted: bool = False
     """Objective, fairness and SLO headers of the tenant count, from any address. See trust_headers."""
-    ttft_s: Seconds | None = None
+    ttft_s: Ttft = None
     """Objective for the time to first token, from arrival. null: the objective of the model."""
-    tpot_s: Seconds | None = None
+    tpot_s: Tpot = None
     """Objective for the mean time per further token. null: the objective of the model."""
 
     def key_names(self) -> list[str]:
@@ -382,18 +405,23 @@ class TenantConfig(Section):
         return models
 
 
+_ON_CLIENT_PORT = idle.unless(
+    lambda config: config.admin.port is None, "everybody who reaches admin.port sees /metrics there"
+)
+
+
 class AdminConfig(Section):
-    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    host: Annotated[str, Field(min_length=1), idle.unless_given("admin.port")] = "127.0.0.1"
     """Address on which the admin port listens."""
     port: Annotated[Integer, Field(ge=0, le=65535)] | None = None
     """Port for /metrics, /debug, /admin and adapters. The client port then does not serve them. null: the client
     port."""
-    public_metrics: bool = False
+    public_metrics: Annotated[bool, _ON_CLIENT_PORT] = False
     """Serve /metrics on the client port without a key, even with tenants or an admin key."""
 
 
 class SchedulingConfig(Section):
-    fairness: Annotated[str, named_in(policies.names)] = "fair_share"
+    fairness: Annotated[str, named_in(policies.names), idle.Rule(idle.objectives_measured)] = "fair_share"
     """Which flow of a band goes next: fair_share, locality_fair_share, slo, round_robin or fcfs."""
     ordering: Annotated[str, named_in(orderings.names)] = "least_slack"
     """Which request of a flow goes next: least_slack (by objectives; fcfs without), fcfs, edf or shortest."""
@@ -401,10 +429,10 @@ class SchedulingConfig(Section):
     """Which backend gets a request: cost, blend, least_request, power_of_two, round_robin, random or session."""
     flow: Annotated[str, AfterValidator(flow_of)] = Field(default="model", examples=["header:x-team"])
     """Key of a flow: model (the requested name), tenant, tenant+model or header:NAME (a trusted header)."""
-    session: Sessions = Field(default=SESSIONS, examples=[["header:x-user-id", "cookie:SID"]])
+    session: Annotated[Sessions, idle.SESSION] = Field(default=SESSIONS, examples=[["header:x-user-id", "cookie:SID"]])
     """Where the placement `session` finds the session: header:NAME, cookie:NAME or body:NAME. The first
     place with a value counts."""
-    fairness_cost: Annotated[str, named_in(charges.names)] = "tokens"
+    fairness_cost: Annotated[str, named_in(charges.names), idle.FAIRNESS_COST] = "tokens"
     """Cost that fair_share and locality_fair_share divide: tokens, requests or kv_seconds (KV cache held over time)."""
     ceilings: dict[str, Fraction] = {"critical": 1.0, "default": 0.95, "sheddable": 0.85}
     """Saturation (above 0, at most 1) from which a band waits. Other bands use the ceiling of the next lower band."""
@@ -412,36 +440,36 @@ class SchedulingConfig(Section):
     """After a request, its band keeps one slot or more free of lower bands for this time. 0: none."""
     min_shares: dict[str, Annotated[Number, Field(ge=0, le=1)]] = Field(default={}, examples=[{"sheddable": 0.05}])
     """Least share of the work (0 to 1) of a waiting band, even against higher bands."""
-    weights: dict[str, Weight] = Field(default={}, examples=[{"my-model": 2.5}])
+    weights: Annotated[dict[str, Weight], idle.WEIGHTS] = Field(default={}, examples=[{"my-model": 2.5}])
     """Shares of flows by name. Other flows have the weight of their tenant, or 1."""
-    input_weight: Annotated[Number, Field(ge=0)] = 1.0
+    input_weight: Annotated[Number, Field(ge=0), idle.TOKEN_WEIGHT] = 1.0
     """Cost of one prompt token."""
-    output_weight: Annotated[Number, Field(gt=0)] = 2.0
+    output_weight: Annotated[Number, Field(gt=0), idle.TOKEN_WEIGHT] = 2.0
     """Cost of one output token."""
-    quantum_tokens: Annotated[Number, Field(gt=0)] = 16_384.0
+    quantum_tokens: Annotated[Number, Field(gt=0), idle.unless_policy("fairness", "locality_fair_share")] = 16_384.0
     """Most cost that locality_fair_share serves of one flow in a row, per unit of its weight."""
-    slo_window_s: Seconds = 300.0
+    slo_window_s: Annotated[Seconds, idle.unless_policy("fairness", "slo")] = 300.0
     """The fairness policy `slo` counts met and missed objectives over this time."""
-    ageing_s: Seconds = 30.0
+    ageing_s: Annotated[Seconds, idle.unless_policy("ordering", "shortest")] = 30.0
     """After this wait, the ordering `shortest` serves a request by its age."""
     preemption: bool = True
     """Take sheddable requests back from a backend that has not begun them, when critical requests need the slot."""
-    refuse_late: bool = False
+    refuse_late: Annotated[bool, idle.unless(idle.has_objectives, idle.NO_OBJECTIVE)] = False
     """Refuse a request at once (429) if it could not meet its objective even as the next one served."""
     look_ahead: Annotated[Integer, Field(ge=0)] | None = None
     """Requests in flight above the batch limit of an engine, so that the engine is never idle. null: measured."""
-    prompt_window_s: Seconds | None = 0.3
+    prompt_window_s: Annotated[Seconds | None, idle.unless_policy("placement", "cost")] = 0.3
     """A backend gets no further prompts while its present prompts take longer than this to compute. Requests then wait
     in the queue, and may still go to another backend. Placement `cost` only. null: no limit."""
-    disaggregation: Disaggregated = Field(default="auto", examples=[512])
+    disaggregation: Annotated[Disaggregated, idle.WITHOUT_ROLES] = Field(default="auto", examples=[512])
     """Whether a prefill backend computes the prompt of a request that a decode backend answers: auto (if this takes
     less time), always, never, or a number: if so many tokens of the prompt or more are in no decode backend's cache."""
-    kv_connector: Annotated[str, named_in(connectors.names)] = "nixl"
+    kv_connector: Annotated[str, named_in(connectors.names), idle.WITHOUT_ROLES] = "nixl"
     """How backends hand the KV cache of a prompt over: nixl (NixlConnector, the second engine pulls) or store (a store
     that they share: LMCache, Mooncake, a folder)."""
-    kv_lease_s: Seconds = 30.0
+    kv_lease_s: Annotated[Seconds, idle.WITHOUT_ROLES] = 30.0
     """Time for which an engine keeps the KV cache of a prompt for another engine: kv_lease_duration of vLLM."""
-    warm_up_pairs: bool = True
+    warm_up_pairs: Annotated[bool, idle.WITHOUT_ROLES] = True
     """Send a short prompt through each pair of a prefill and a decode backend after a start, because the first transfer
     between two engines takes longer than later transfers."""
     initial_batch_limit: Count = 4
@@ -542,10 +570,13 @@ class TimeoutsConfig(Section):
     """Longest time in which one backend loads or unloads an adapter."""
 
 
+_WITH_RETRIES = idle.unless(lambda config: config.retry.extra_attempts > 0, "retry.extra_attempts is 0")
+
+
 class RetryConfig(Section):
     extra_attempts: Annotated[Integer, Field(ge=0, le=100)] = 2
     """Most further attempts for a request that failed before its first byte."""
-    budget_ratio: Annotated[Number, Field(ge=0, le=1)] = 0.2
+    budget_ratio: Annotated[Number, Field(ge=0, le=1), _WITH_RETRIES] = 0.2
     """Most retries, as a share of all requests."""
 
 
