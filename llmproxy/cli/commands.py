@@ -403,9 +403,9 @@ def demo(
 def simulate(**given: Any) -> None:
     """Replay a trace against the production scheduler and simulated vLLM servers, in virtual time, without a GPU.
 
-    Policies are ours (blend, late_least_request, ...), baselines written after other routers (random, round_robin,
+    Policies are ours (cost, late_least_request, ...), baselines written after other routers (random, round_robin,
     least_request, power_of_two, cache_aware, epp_blend, epp_sticky, dynamo_cost, session), and an oracle. Parameters
-    may follow a name: "blend(look_ahead=0,fairness=fcfs)".
+    may follow a name: "cost(look_ahead=0,fairness=fcfs)".
     """
     from llmproxy.lab.simulate import Options, Unusable, simulate
 

@@ -35,9 +35,7 @@ NEEDS_RESTART = frozenset(
         "scheduling.fairness_cost",
         "scheduling.input_weight",
         "scheduling.output_weight",
-        "scheduling.quantum_tokens",
         "scheduling.slo_window_s",
-        "scheduling.ageing_s",
         "scheduling.seed",
     }
 )

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 WEIGHTLESS = frozenset({"fcfs", "round_robin"})
 """Fairness policies that ignore weights."""
-COUNTING = frozenset({"fair_share", "locality_fair_share"})
-"""Fairness policies that divide the charged cost."""
-DUE_FIRST = frozenset({"least_slack", "edf"})
-"""Orderings that look at `ttft_s`."""
 NO_OBJECTIVE = "no model, tenant or objective has ttft_s or tpot_s; only trusted headers could bring objectives"
 
 
@@ -109,7 +105,7 @@ def looked_at(key: str) -> Rule:
         chosen = config.scheduling
         if config.plugins or chosen.placement == "cost" or chosen.fairness == "slo":
             return None
-        if key == "ttft_s" and (chosen.ordering in DUE_FIRST or chosen.refuse_late):
+        if key == "ttft_s" and (chosen.ordering == "least_slack" or chosen.refuse_late):
             return None
         policies = f"placement {chosen.placement}, ordering {chosen.ordering} and fairness {chosen.fairness}"
         return f"is only counted as kept or missed: {policies} do not look at it"
@@ -142,7 +138,7 @@ def tenants_set_apart(config: Config, _: object) -> str | None:
 
 def counts_cost(config: Config) -> bool:
     chosen = config.scheduling
-    return bool(config.plugins) or chosen.fairness in COUNTING or bool(chosen.min_shares)
+    return bool(config.plugins) or chosen.fairness == "fair_share" or bool(chosen.min_shares)
 
 
 def is_rated(config: Config) -> bool:
@@ -181,14 +177,10 @@ FAIRNESS_COST = unless(
     lambda config: f"fairness is {config.scheduling.fairness}, which shares out nothing, and there are no min_shares",
 )
 TOKEN_WEIGHT = unless(
+    lambda config: config.plugins or (counts_cost(config) and config.scheduling.fairness_cost == "tokens"),
     lambda config: (
-        config.plugins
-        or (counts_cost(config) and config.scheduling.fairness_cost == "tokens")
-        or config.scheduling.ordering == "shortest"
-    ),
-    lambda config: (
-        f"no tokens are charged (fairness is {config.scheduling.fairness}, fairness_cost is "
-        f"{config.scheduling.fairness_cost}), and ordering is {config.scheduling.ordering}, not shortest"
+        f"no tokens are charged: fairness is {config.scheduling.fairness}, and fairness_cost "
+        f"{config.scheduling.fairness_cost}"
     ),
 )
 SESSION = unless(

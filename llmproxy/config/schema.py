@@ -421,19 +421,23 @@ class AdminConfig(Section):
 
 
 class SchedulingConfig(Section):
-    fairness: Annotated[str, named_in(policies.names), idle.Rule(idle.objectives_measured)] = "fair_share"
-    """Which flow of a band goes next: fair_share, locality_fair_share, slo, round_robin or fcfs."""
-    ordering: Annotated[str, named_in(orderings.names)] = "least_slack"
-    """Which request of a flow goes next: least_slack (by objectives; fcfs without), fcfs, edf or shortest."""
-    placement: Annotated[str, named_in(presets.names)] = "cost"
-    """Which backend gets a request: cost, blend, least_request, power_of_two, round_robin, random or session."""
+    fairness: Annotated[
+        str, named_in(policies.names, locality_fair_share="fair_share"), idle.Rule(idle.objectives_measured)
+    ] = "fair_share"
+    """Which flow of a band goes next: fair_share, slo, round_robin or fcfs."""
+    ordering: Annotated[str, named_in(orderings.names, edf="least_slack", shortest="least_slack")] = "least_slack"
+    """Which request of a flow goes next: least_slack (by objectives; fcfs without) or fcfs."""
+    placement: Annotated[
+        str, named_in(presets.names, blend="cost", power_of_two="least_request", random="least_request")
+    ] = "cost"
+    """Which backend gets a request: cost, session, least_request or round_robin."""
     flow: Annotated[str, AfterValidator(flow_of)] = Field(default="model", examples=["header:x-team"])
     """Key of a flow: model (the requested name), tenant, tenant+model or header:NAME (a trusted header)."""
     session: Annotated[Sessions, idle.SESSION] = Field(default=SESSIONS, examples=[["header:x-user-id", "cookie:SID"]])
     """Where the placement `session` finds the session: header:NAME, cookie:NAME or body:NAME. The first
     place with a value counts."""
-    fairness_cost: Annotated[str, named_in(charges.names), idle.FAIRNESS_COST] = "tokens"
-    """Cost that fair_share and locality_fair_share divide: tokens, requests or kv_seconds (KV cache held over time)."""
+    fairness_cost: Annotated[str, named_in(charges.names, kv_seconds="tokens"), idle.FAIRNESS_COST] = "tokens"
+    """Cost that fair_share divides: tokens or requests."""
     ceilings: dict[str, Fraction] = {"critical": 1.0, "default": 0.95, "sheddable": 0.85}
     """Saturation (above 0, at most 1) from which a band waits. Other bands use the ceiling of the next lower band."""
     headroom_s: Annotated[Number, Field(ge=0)] = 60.0
@@ -446,12 +450,8 @@ class SchedulingConfig(Section):
     """Cost of one prompt token."""
     output_weight: Annotated[Number, Field(gt=0), idle.TOKEN_WEIGHT] = 2.0
     """Cost of one output token."""
-    quantum_tokens: Annotated[Number, Field(gt=0), idle.unless_policy("fairness", "locality_fair_share")] = 16_384.0
-    """Most cost that locality_fair_share serves of one flow in a row, per unit of its weight."""
     slo_window_s: Annotated[Seconds, idle.unless_policy("fairness", "slo")] = 300.0
     """The fairness policy `slo` counts met and missed objectives over this time."""
-    ageing_s: Annotated[Seconds, idle.unless_policy("ordering", "shortest")] = 30.0
-    """After this wait, the ordering `shortest` serves a request by its age."""
     preemption: bool = True
     """Take sheddable requests back from a backend that has not begun them, when critical requests need the slot."""
     refuse_late: Annotated[bool, idle.unless(idle.has_objectives, idle.NO_OBJECTIVE)] = False

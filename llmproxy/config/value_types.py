@@ -40,10 +40,11 @@ def nearest(word: str, known: Sequence[str]) -> str:
     return get_close_matches(word.lower(), known, n=1, cutoff=0.0)[0]
 
 
-def named_in(names: Callable[[], Sequence[str]]) -> AfterValidator:
+def named_in(names: Callable[[], Sequence[str]], **removed: str) -> AfterValidator:
     """A validator that accepts one of these names, in any case.
 
-    `names` is called at each validation, because plugins register policies.
+    `names` is called at each validation, because plugins register policies. `removed` maps names that are no longer
+    accepted to their replacements.
     """
 
     def check(value: str) -> str:
@@ -51,6 +52,8 @@ def named_in(names: Callable[[], Sequence[str]]) -> AfterValidator:
         for word in (value, value.lower()):
             if word in known:
                 return word
+        if value.lower() in removed:
+            raise ValueError(f"{value!r} was removed; write {removed[value.lower()]}")
         raise ValueError(f'{value!r} is none of {", ".join(known)} (nearest: "{nearest(value, known)}")')
 
     return AfterValidator(check)

@@ -64,7 +64,7 @@ class ChargeObserver(LeaseObserver):
             self._notify(self._room.band(lease.request.band).fairness.started, lease.request, now)
 
     def progress(self, lease: LeaseRecord, output_tokens: int, now: float) -> None:
-        self._notify(self._charge_so_far, lease, output_tokens, now)
+        self._notify(self._charge_so_far, lease, output_tokens)
 
     def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
         tokens = None if usage is None else usage.prompt_tokens + usage.output_tokens
@@ -75,7 +75,7 @@ class ChargeObserver(LeaseObserver):
             self._notify(self._charge_to, lease, carried)
         else:
             if usage is not None:
-                self._notify(self._charge_by, lease, self.charge.final, usage, now - lease.at_s)
+                self._notify(self._charge_by, lease, self.charge.final, usage)
             carried = self._charged[lease.number] if decode_follows(lease, verdict) else 0.0
         if carried:
             self._between[lease.request.id] = carried
@@ -100,8 +100,8 @@ class ChargeObserver(LeaseObserver):
         """Returns the charge for the prefill on another backend; 0 unless the lease is a decode stage."""
         return self._carried[lease.number] if lease.request.stage is DECODE else 0.0
 
-    def _charge_so_far(self, lease: LeaseRecord, output_tokens: int, now: float) -> None:
-        so_far = self._prompt(lease) + self.charge.so_far(lease.request, output_tokens, now - lease.at_s)
+    def _charge_so_far(self, lease: LeaseRecord, output_tokens: int) -> None:
+        so_far = self._prompt(lease) + self.charge.so_far(lease.request, output_tokens)
         if so_far > self._charged[lease.number]:
             self._charge_to(lease, so_far)
 

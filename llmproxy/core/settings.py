@@ -133,9 +133,7 @@ class Settings:
     min_shares: Mapping[int, float] = field(default_factory=dict)  # Band -> guaranteed share (0..1) of the work.
     input_weight: float = 1.0
     output_weight: float = 2.0
-    quantum_tokens: float = 16_384.0  # Of `locality_fair_share`: tokens that a flow may have in a row.
     slo_window_s: float = 300.0  # Rolling window of the fairness policy `slo`.
-    ageing_s: float = 30.0  # Wait after which the ordering `shortest` serves by age.
     preemption: bool = True
     refuse_late: bool = False  # Refuse requests that cannot meet their objective even if served next.
     limits: Mapping[str, UsageLimit] = field(default_factory=dict)  # Name (see `Request.limits`) -> limit.

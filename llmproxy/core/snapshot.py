@@ -2,7 +2,7 @@
 
 The cost of a snapshot is proportional to the flows shown (at most FLOWS_MAX per band), not to the waiting requests.
 A snapshot reads the order of flows from the fairness policy, as a decision does. A policy that updates itself on such a
-read (`locality_fair_share`) then updates a little earlier; its guarantees are not affected.
+read (`slo`) then updates a little earlier; its guarantees are not affected.
 """
 
 from __future__ import annotations

@@ -118,11 +118,11 @@ OTHER_THAN_DEFAULT = {
     "clients.trusted_proxies": "loopback",
     "admin.public_metrics": "true",
     "scheduling.fairness": "fcfs",
-    "scheduling.placement": "random",
+    "scheduling.placement": "session",
     "scheduling.flow": "header:x-tenant",
     "scheduling.session": "cookie:SID",
     "clients.allowed_origins": "https://app.example,http://localhost:3000",
-    "scheduling.ordering": "edf",
+    "scheduling.ordering": "fcfs",
     "scheduling.fairness_cost": "requests",
     "scheduling.preemption": "false",
     "scheduling.refuse_late": "true",
@@ -213,7 +213,12 @@ def test_unknown_variable_or_flag_is_refused(served: list[Config], monkeypatch: 
 
 @pytest.mark.parametrize(
     ("word", "preset"),
-    [("roundrobin", "round_robin"), ("round-robin", "round_robin"), ("POWER_OF_TWO", "power_of_two"), ("random",) * 2],
+    [
+        ("roundrobin", "round_robin"),
+        ("round-robin", "round_robin"),
+        ("LEAST_REQUEST", "least_request"),
+        ("session",) * 2,
+    ],
 )
 def test_placements_have_the_names_of_other_routers_too(serve: Serve, word: str, preset: str) -> None:
     for flag in ("--routing-logic", "--policy", "--placement"):
@@ -247,7 +252,7 @@ def test_api_keys_are_divided_by_spaces_alone(serve: Serve) -> None:
         (["http://a", "--backend", ""], "--backend, URL: backends[0].url: '' should start with http://"),
         (
             ["http://a", "--policy", "cache_aware"],
-            "--policy: scheduling.placement: 'cache_aware' is none of cost, blend, ",
+            "--policy: scheduling.placement: 'cache_aware' is none of cost, ",
         ),
         (
             ["http://a", "--queue-size", "1", "--queue-requests-max", "1"],

@@ -92,10 +92,10 @@ def test_values_hidden_by_the_schema_are_hidden_in_changes() -> None:
 
 
 def test_reload_keeps_the_values_that_need_a_restart() -> None:
-    old = config(port=1, scheduling={"placement": "random", "weights": {"a": 1.0}}, queue={"max_wait_s": 1.0})
+    old = config(port=1, scheduling={"placement": "session", "weights": {"a": 1.0}}, queue={"max_wait_s": 1.0})
     new = config(port=2, scheduling={"placement": "cost", "weights": {"a": 2.0}}, queue={"max_wait_s": 2.0})
     merged = with_reloadable(old, new)
-    assert (merged.port, merged.scheduling.placement) == (1, "random")
+    assert (merged.port, merged.scheduling.placement) == (1, "session")
     assert (merged.scheduling.weights, merged.queue.max_wait_s) == ({"a": 2.0}, 2.0)
     assert {key.partition(":")[0] for key in message(merged, new)} == {"port", "scheduling.placement"}
 

@@ -229,7 +229,7 @@ def test_broken_files_name_the_line(write: Any, text: str | bytes, message: str)
         ("max_num_seqs: 8", None),
         ("max_num_batched_tokens: 8192", None),
         ("zzz: 1", None),
-        ("quantum_token: 8", "scheduling.quantum_tokens"),
+        ("slo_windows: 8", "scheduling.slo_window_s"),
         ("rpm: 1", None),
         ("models: [{name: a, limits: {tpm: 1}}]", "tokens_per_min"),
     ],

@@ -28,8 +28,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
 
 
 def test_the_names_that_a_configuration_may_use() -> None:
-    assert set(fairness.policies.names()) == {"fair_share", "fcfs", "locality_fair_share", "round_robin", "slo"}
-    by_views = {"blend", "round_robin", "random", "least_request", "power_of_two", "session"}
-    assert set(presets.names()) == {"cost", *by_views}
+    assert set(fairness.policies.names()) == {"fair_share", "fcfs", "round_robin", "slo"}
+    assert set(presets.names()) == {"cost", "least_request", "round_robin", "session"}
     assert {name for name in presets.names() if presets.reads_prefixes(name)} == {"cost"}
     assert {name for name in presets.names() if presets.hears_answers(name)} == {"cost"}

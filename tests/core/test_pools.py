@@ -96,7 +96,7 @@ def test_a_pool_that_could_not_be_made_is_made_with_the_next_listing() -> None:
     def make_placement() -> Placement:
         if next(raised) <= 2:
             raise ValueError("a plugin's bug")
-        return make("blend", Random(0))
+        return make("least_request", Random(0))
 
     one = Pools(TIGHT, {"a": 1, "b": 1}, {}, make_placement)
     for backend in ("a", "b"):

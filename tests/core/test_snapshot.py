@@ -69,9 +69,9 @@ def test_flow_shows_its_head_and_its_standing() -> None:
 
 
 def test_the_oldest_need_not_be_the_head() -> None:
-    fleet = full(ordering="shortest")
-    enter(fleet, 1.0, flow="blue", prompt_tokens=500)
-    enter(fleet, 2.0, flow="blue", prompt_tokens=5)
+    fleet = full()
+    enter(fleet, 1.0, flow="blue")
+    enter(fleet, 2.0, flow="blue", slo=Slo(ttft_s=30.0))
     (flow,) = band(fleet, DEFAULT, 4.0).shown
     assert (flow.head.age_s, flow.oldest_age_s) == (2.0, 3.0)
 
@@ -270,12 +270,12 @@ def test_a_position_counts_who_goes_first() -> None:
 
 
 def test_position_follows_the_ordering() -> None:
-    fleet = full(ordering="shortest")
-    long = enter(fleet, 0.1, prompt_tokens=500)
-    short = enter(fleet, 0.2, prompt_tokens=5)
-    back = request(id="back", prompt_tokens=900)
+    fleet = full()
+    any_time = enter(fleet, 0.1)
+    urgent = enter(fleet, 0.2, slo=Slo(ttft_s=30.0))
+    back = request(id="back")
     fleet.submit(back, 0.3, entry=AdmissionKind.PREEMPTED)
-    places = {one.id: fleet.position(one.id, 1.0) for one in (long, short, back)}
+    places = {one.id: fleet.position(one.id, 1.0) for one in (any_time, urgent, back)}
     assert [place and place.ahead_in_flow for place in places.values()] == [2, 1, 0]
 
 

@@ -152,7 +152,7 @@ def test_a_backend_that_left_the_pool_is_shown_no_more() -> None:
         assert [one.backend for one in pool.learned.backends] == (["a"] if pool.pool == "base" else ["b"])
 
 
-@pytest.mark.parametrize("placement", ["blend", "session"])
+@pytest.mark.parametrize("placement", ["least_request", "session"])
 def test_a_placement_without_prices_says_that_it_has_none(placement: str) -> None:
     of = pools("a", placement=placement)
     placed = granted(of, request(), 0.0).placed

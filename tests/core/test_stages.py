@@ -181,7 +181,7 @@ UNANSWERED: dict[str, tuple[Verdict, Usage | None]] = {
 }
 
 
-@pytest.mark.parametrize("unit", ["tokens", "requests", "kv_seconds"])
+@pytest.mark.parametrize("unit", ["tokens", "requests"])
 @pytest.mark.parametrize("case", [*UNANSWERED, "no place"])
 @pytest.mark.parametrize("then", ["whole", "refused", "left"])
 def test_a_prompt_is_paid_once_where_its_answer_failed(unit: str, case: str, then: str, ledger: type[Ledger]) -> None:

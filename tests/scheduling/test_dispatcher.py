@@ -200,7 +200,7 @@ async def test_a_lone_request_with_room_waits_for_no_turn() -> None:
 
 @virtual
 async def test_new_backend_takes_waiting_requests() -> None:
-    one = Dispatcher(Pools(SETTINGS, {"a": 1, "b": 1}, {}, partial(make, "blend", Random(0))))
+    one = Dispatcher(Pools(SETTINGS, {"a": 1, "b": 1}, {}, partial(make, "least_request", Random(0))))
     one.answered("a")
     one.listed("a", listing())
     holder, waiting = Client(one), Client(one)

@@ -23,7 +23,7 @@ from tests.dispatching import SETTINGS, empty, now, refusal_of, turns, virtual
 
 def unread() -> Dispatcher:
     """A dispatcher whose only backend was configured and never read."""
-    return Dispatcher(Pools(SETTINGS, {"a": 1}, {}, partial(make, "blend", Random(0))))
+    return Dispatcher(Pools(SETTINGS, {"a": 1}, {}, partial(make, "least_request", Random(0))))
 
 
 @virtual
@@ -50,7 +50,7 @@ async def test_a_name_is_waited_for_as_long_as_allowed() -> None:
 @virtual
 async def test_a_name_is_waited_for_less_before_any_backend_answered() -> None:
     settings = replace(SETTINGS, queue=replace(SETTINGS.queue, startup_wait_s=2.0))
-    one = Dispatcher(Pools(settings, {"a": 1, "b": 1}, {}, partial(make, "blend", Random(0))))
+    one = Dispatcher(Pools(settings, {"a": 1, "b": 1}, {}, partial(make, "least_request", Random(0))))
     caught = await refusal_of(one.resolve("other", 5.0, 1))
     assert "No backend has answered since the start, so `other` is not known" in caught.message
     assert (caught.outcome, now()) == (Outcome.REJECTED_NO_BACKENDS, 2.0)
@@ -163,7 +163,9 @@ async def test_a_name_that_becomes_an_alias_is_waited_for_no_longer() -> None:
 @virtual
 async def test_name_of_several_models_works_if_one_has_no_replica() -> None:
     settings = replace(SETTINGS, scaling=replace(SETTINGS.scaling, pools=("new",)))
-    one = Dispatcher(Pools(settings, {"a": 1}, {"chat": {"base": 1, "new": 1}}, partial(make, "blend", Random(0))))
+    one = Dispatcher(
+        Pools(settings, {"a": 1}, {"chat": {"base": 1, "new": 1}}, partial(make, "least_request", Random(0)))
+    )
     for name in "bc":
         one.pools.add_backend(name, 1)
     one.listed("a", listing())
@@ -184,7 +186,7 @@ async def test_name_of_several_models_works_if_one_has_no_replica() -> None:
 @virtual
 async def test_requests_that_wait_for_names_are_bounded(bounds: QueueSettings) -> None:
     settings = Settings(queue=bounds)
-    one = Dispatcher(Pools(settings, {"a": 1}, {}, partial(make, "blend", Random(0))))
+    one = Dispatcher(Pools(settings, {"a": 1}, {}, partial(make, "least_request", Random(0))))
     first = asyncio.create_task(one.resolve("base", 5.0, 1))
     await turns()
     await refusal_of(one.resolve("base", 5.0, 1))

@@ -1,4 +1,4 @@
-"""The resource that fairness policies share out: tokens, requests, or KV cache over time."""
+"""The resource that fairness policies share out: tokens or requests."""
 
 from __future__ import annotations
 
@@ -6,20 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from llmproxy.core.domain import DECODE, PREFILL, Request, Usage
-from llmproxy.core.estimates.learning import follow, gain
 from llmproxy.core.policy_registry import Registry
 from llmproxy.core.settings import Settings
-
-USUAL_S = 5.0
-"""Assumed seconds from dispatch to end before the first observation: an answer of 256 tokens at 20 ms each."""
-GAIN = 0.05
 
 
 class Charge(ABC):
     """The cost of an attempt for its flow, in units of the charged resource.
 
-    Each stage of a split request costs its own part, so both together cost as much as the unsplit request. `elapsed_s`
-    is the time since dispatch, in seconds.
+    Each stage of a split request costs its own part, so both together cost as much as the unsplit request.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -30,11 +24,11 @@ class Charge(ABC):
         """Returns the expected cost at dispatch."""
 
     @abstractmethod
-    def so_far(self, request: Request, output_tokens: int, elapsed_s: float) -> float:
+    def so_far(self, request: Request, output_tokens: int) -> float:
         """Returns a lower bound of the cost once `output_tokens` of the answer have been streamed."""
 
     @abstractmethod
-    def final(self, request: Request, usage: Usage, elapsed_s: float) -> float:
+    def final(self, request: Request, usage: Usage) -> float:
         """Returns the final cost, also of an answer that was cut short. Called once per attempt; may learn from it."""
 
 
@@ -55,10 +49,10 @@ class Tokens(Charge):
     def estimate(self, request: Request) -> float:
         return self._weighted(request, request.prompt_tokens, request.output_tokens)
 
-    def so_far(self, request: Request, output_tokens: int, elapsed_s: float) -> float:
+    def so_far(self, request: Request, output_tokens: int) -> float:
         return self._weighted(request, request.prompt_tokens, output_tokens)
 
-    def final(self, request: Request, usage: Usage, elapsed_s: float) -> float:
+    def final(self, request: Request, usage: Usage) -> float:
         return self._weighted(request, max(0, usage.prompt_tokens - (usage.cached_tokens or 0)), usage.output_tokens)
 
     def _weighted(self, request: Request, prompt_tokens: int, output_tokens: int) -> float:
@@ -77,38 +71,8 @@ class Requests(Charge):
     def estimate(self, request: Request) -> float:
         return 0.0 if request.stage is DECODE else 1.0
 
-    def so_far(self, request: Request, output_tokens: int, elapsed_s: float) -> float:
+    def so_far(self, request: Request, output_tokens: int) -> float:
         return self.estimate(request)
 
-    def final(self, request: Request, usage: Usage, elapsed_s: float) -> float:
+    def final(self, request: Request, usage: Usage) -> float:
         return self.estimate(request)
-
-
-@charges.register("kv_seconds")
-class KvSeconds(Charge):
-    """Tokens in the KV cache times seconds. Cached prompt tokens count too, because they occupy the cache as well.
-
-    An answer grows evenly, so half of it occupies the cache on average: elapsed_s x (prompt + output / 2). The expected
-    `elapsed_s` is an exponentially weighted mean of earlier requests.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._usual_s = USUAL_S
-        self._seen = 0
-
-    def estimate(self, request: Request) -> float:
-        return self._token_seconds(request.prompt_tokens, request.output_tokens, self._usual_s)
-
-    def so_far(self, request: Request, output_tokens: int, elapsed_s: float) -> float:
-        return self._token_seconds(request.prompt_tokens, output_tokens, elapsed_s)
-
-    def final(self, request: Request, usage: Usage, elapsed_s: float) -> float:
-        if request.stage is PREFILL:
-            # The time of a prefill stage says nothing about the time of an answer.
-            return self._token_seconds(usage.prompt_tokens, 0, elapsed_s)
-        self._seen += 1
-        self._usual_s = follow(self._usual_s, elapsed_s, gain(GAIN, self._seen))
-        return self._token_seconds(usage.prompt_tokens, usage.output_tokens, elapsed_s)
-
-    def _token_seconds(self, prompt_tokens: int, output_tokens: int, elapsed_s: float) -> float:
-        return elapsed_s * (prompt_tokens + output_tokens / 2)

@@ -49,16 +49,6 @@ class FcfsOrdering(Ordering):
         return Rank((0.0, request.arrived_s))
 
 
-@orderings.register("edf")
-class EarliestDeadline(Ordering):
-    """Earliest deadline first. The deadline is the objective for the first token, else the end of the time to wait."""
-
-    def rank(self, request: Request, service_s: float) -> Rank:
-        slo = request.slo
-        due_s = request.deadline_s if slo is None or slo.ttft_s is None else request.arrived_s + slo.ttft_s
-        return Rank((due_s, request.arrived_s))
-
-
 @orderings.register("least_slack")
 class LeastSlack(Ordering):
     """Least slack first: the objective minus the time waited minus the expected service time.
@@ -74,17 +64,3 @@ class LeastSlack(Ordering):
         # All slacks shrink equally, so ordering by the latest start time is ordering by slack at any time.
         start_by_s = request.arrived_s + request.slo.ttft_s - service_s
         return Rank((start_by_s, request.arrived_s), start_by_s, last)
-
-
-@orderings.register("shortest")
-class Shortest(Ordering):
-    """Least estimated work first. A request that has waited for `ageing_s` goes before all younger requests."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._input_weight = settings.input_weight
-        self._output_weight = settings.output_weight
-        self._ageing_s = settings.ageing_s
-
-    def rank(self, request: Request, service_s: float) -> Rank:
-        work = self._input_weight * request.prompt_tokens + self._output_weight * request.output_tokens
-        return Rank((work, request.arrived_s), request.arrived_s + self._ageing_s, (-inf, request.arrived_s))

@@ -16,6 +16,7 @@ from llmproxy.core.placement.policy import Placement, make, presets
 from llmproxy.core.placement.price import TERMS
 from llmproxy.core.settings import Settings
 from llmproxy.lab.baselines import baseline_named, baselines
+from llmproxy.lab.baselines.blend import blend
 from llmproxy.lab.baselines.by_name import split_policy
 from llmproxy.lab.baselines.policy import Surroundings
 from llmproxy.lab.fleet.world import World
@@ -24,6 +25,8 @@ from llmproxy.lab.policies.oracle import Oracle
 LATE = "late_"
 """Prefix for a placement behind the proxy's own queue, if its plain name means a baseline that binds at once."""
 ORACLE = "oracle"
+BLEND = "blend"
+"""A placement that only the laboratory has, behind the proxy's own queue."""
 NOT_HERE = ("placement", "weights", "min_shares", "seed")
 """Keys of `scheduling` that a policy name cannot have as a parameter."""
 CEILED = ("critical", "default", "sheddable")
@@ -54,7 +57,8 @@ def own_name(config: Config) -> str:
 
 def _own() -> dict[str, str]:
     """Returns the policies with the proxy's own queue: name -> placement."""
-    return {LATE + name if name in baselines.names() else name: name for name in presets.names()}
+    names = (*presets.names(), BLEND)
+    return {LATE + name if name in baselines.names() else name: name for name in names}
 
 
 def is_own(text: str) -> bool:
@@ -118,7 +122,7 @@ def _own_plan(text: str, preset: str, config: Config, without: frozenset[str]) -
         del world
         if without:
             return CostPlacement(around.rng, without=without)
-        return make(preset, around.rng)
+        return blend(around.rng) if preset == BLEND else make(preset, around.rng)
 
     return PolicyPlan(text, about, settings, config.poll.interval_s, placement)
 

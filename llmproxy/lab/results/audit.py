@@ -109,17 +109,17 @@ class Audit:
         self._counters.setdefault((request.band, request.flow), 0.0)
         lease.charged = self._charge.estimate(request)
 
-    def progressed(self, grant: Grant, output_tokens: int, now: float) -> None:
+    def progressed(self, grant: Grant, output_tokens: int) -> None:
         lease = self._leases[grant.lease]
         self._grow(lease, lease.request.prompt_tokens + output_tokens)
-        so_far = self._charge.so_far(lease.request, output_tokens, now - grant.at_s)
+        so_far = self._charge.so_far(lease.request, output_tokens)
         self._charge_to(lease, max(so_far, lease.charged))
 
-    def finished(self, grant: Grant, verdict: Verdict, now: float, usage: Usage | None) -> None:
+    def finished(self, grant: Grant, verdict: Verdict, usage: Usage | None) -> None:
         lease = self._leases.pop(grant.lease)
         if usage is not None:
             self._grow(lease, usage.prompt_tokens + usage.output_tokens)
-            self._charge_to(lease, self._charge.final(lease.request, usage, now - grant.at_s))
+            self._charge_to(lease, self._charge.final(lease.request, usage))
         elif verdict is not Verdict.SERVED:
             self._charge_to(lease, 0.0)
         self._unfinished_tokens -= lease.tokens
@@ -193,8 +193,8 @@ class AuditedPools(Pools):
 
     def progress(self, grant: Grant, output_tokens: int, now: float) -> None:
         super().progress(grant, output_tokens, now)
-        self.audit.progressed(grant, output_tokens, now)
+        self.audit.progressed(grant, output_tokens)
 
     def finish(self, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
         super().finish(grant, verdict, now, usage)
-        self.audit.finished(grant, verdict, now, usage)
+        self.audit.finished(grant, verdict, usage)

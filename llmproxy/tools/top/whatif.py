@@ -17,7 +17,6 @@ from llmproxy.tools.terminal import printable
 from llmproxy.tools.top.ask import AskError
 from llmproxy.tools.top.document import Document, Flow
 
-WEIGHED = ("fair_share", "locality_fair_share")
 NAMES_SHOWN = 10
 
 CANNOT_KNOW = (
@@ -49,7 +48,7 @@ def weights_of(given: Sequence[str]) -> dict[str, float]:
 
 def whatif(seen: Document, weights: Mapping[str, float]) -> RenderableType:
     """The present rate of each flow, and its rate under `weights`. Raises AskError without shared weights or flows."""
-    if seen.fairness not in WEIGHED:
+    if seen.fairness != "fair_share":
         raise AskError(f"scheduling.fairness is {seen.fairness}, which shares no tokens by weight")
     known = sorted({one.flow for one in seen.flows})
     if not known:

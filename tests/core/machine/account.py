@@ -67,24 +67,18 @@ class Waiter:
     held_s: float
     held: bool = False
 
-    def rank(self, ordering: str, ageing_s: float, now: float) -> Rank:
+    def rank(self, ordering: str, now: float) -> Rank:
         """Returns the sort key in the flow, by the definitions of the ordering policies."""
         asked = self.request
         if self.entry is AdmissionKind.PREEMPTED:
             return (-inf, asked.arrived_s)
         ttft_s = asked.slo.ttft_s if asked.slo is not None else None
         match ordering:
-            case "edf":
-                return (asked.deadline_s if ttft_s is None else asked.arrived_s + ttft_s, asked.arrived_s)
             case "least_slack" if ttft_s is not None:
                 start_by_s = asked.arrived_s + ttft_s - self.service_s
                 return (start_by_s, asked.arrived_s) if start_by_s > now else (asked.arrived_s + 60.0, asked.arrived_s)
             case "least_slack":
                 return (asked.arrived_s + 60.0, asked.arrived_s)
-            case "shortest" if asked.arrived_s + ageing_s > now:
-                return (asked.prompt_tokens + 2.0 * asked.output_tokens, asked.arrived_s)
-            case "shortest":
-                return (-inf, asked.arrived_s)
         return (0.0, asked.arrived_s)
 
 
@@ -171,7 +165,7 @@ class Books:
         return {n: replace(r, available=False) if r.view.waiting and not r.half_open else r for n, r in rows.items()}
 
     def rank(self, waiter: Waiter) -> Rank:
-        return waiter.rank(self.settings.ordering, self.settings.ageing_s, self.now)
+        return waiter.rank(self.settings.ordering, self.now)
 
     def looked_at(self, pool: str, band: int, rows: Mapping[str, Row]) -> Iterator[Waiter]:
         """Returns the requests that are surely among the first of their flows: the scheduler looks no further.

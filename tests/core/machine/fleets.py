@@ -62,8 +62,6 @@ def settings(**given: Any) -> Settings:
             flow_requests_max=FLOW_MAX,
             no_backend_wait_s=no_backend_wait_s,
         ),
-        "ageing_s": 2.0,
         "slo_window_s": 20.0,
-        "quantum_tokens": 100.0,
     }
     return Settings(**(facts | given))

@@ -149,10 +149,10 @@ async def test_an_old_key_is_seen_unused_until_it_is_removed(tmp_path: Path, log
 
 async def test_keys_that_need_a_restart_are_logged_and_others_used(tmp_path: Path) -> None:
     async with reloadable(tmp_path, FAST) as proxy:
-        write(proxy, port=1, scheduling={"placement": "random", "weights": {"base": 2.0}}, drain_timeout_s=1.0)
+        write(proxy, port=1, scheduling={"placement": "session", "weights": {"base": 2.0}}, drain_timeout_s=1.0)
         answer = await proxy.post("/admin/reload", None, headers=ADMIN)
         assert answer.status == 200
-        assert answer.json["needs_restart"] == ["port: 0 -> 1", "scheduling.placement: cost -> random"]
+        assert answer.json["needs_restart"] == ["port: 0 -> 1", "scheduling.placement: cost -> session"]
         assert answer.json["changes"] == ["drain_timeout_s: 5.0 -> 1.0", "scheduling.weights.base: added 2.0"]
         assert proxy.app.config.drain_timeout_s == 1.0
         assert proxy.app.config.scheduling.placement == proxy.app.pools.settings.placement == "cost"

@@ -115,7 +115,7 @@ async def test_encoded_answer_is_not_captured(monkeypatch: pytest.MonkeyPatch) -
     assert sizes == [0, 7]
 
 
-@pytest.mark.parametrize(("placement", "keeps"), [("cost", True), ("blend", False)])
+@pytest.mark.parametrize(("placement", "keeps"), [("cost", True), ("least_request", False)])
 async def test_answers_are_kept_for_placements_that_read_them(tmp_path: Path, placement: str, keeps: bool) -> None:
     async with serving_by_cost(tmp_path / "log", placement) as (proxy, _), proxy.stream(ENDLESS) as turn:
         await turn.content.readany()
@@ -156,7 +156,7 @@ async def test_token_ids_are_counted_as_they_are(tmp_path: Path) -> None:
     assert second == pytest.approx(first / (128 * 8 + 1), abs=1e-4)
 
 
-@pytest.mark.parametrize("placement", ["blend", "session"])
+@pytest.mark.parametrize("placement", ["least_request", "session"])
 async def test_prompts_are_hashed_only_for_placements_that_need_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
 ) -> None:

@@ -197,9 +197,9 @@ def test_choices_for_one_request_are_found() -> None:
 
 
 def test_a_placement_without_prices_is_shown_as_such() -> None:
-    answer = pages(scheduling={"placement": "blend"}).explain(look())
+    answer = pages(scheduling={"placement": "session"}).explain(look())
     result = orjson.loads(bytes_of(answer))
-    assert (result["placement"], result["pools"][0]["priced"], result["pools"][0]["choices"]) == ("blend", False, [])
+    assert (result["placement"], result["pools"][0]["priced"], result["pools"][0]["choices"]) == ("session", False, [])
 
 
 def test_a_request_that_does_not_wait_is_not_found() -> None:

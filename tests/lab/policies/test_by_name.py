@@ -16,7 +16,7 @@ from llmproxy.lab.run.replay import records_of
 from tests.lab.baselines.baseline_world import NAMES
 from tests.lab.small import setup, traffic
 
-LATE = {f"late_{name}" for name in ("random", "round_robin", "least_request", "power_of_two", "session")}
+LATE = {f"late_{name}" for name in ("round_robin", "least_request", "session")}
 
 
 def scheduling(**given: Any) -> Config:
@@ -107,7 +107,7 @@ def test_who_goes_next_can_be_said_in_a_name() -> None:
 
 
 def test_what_is_not_ours_has_none_of_our_waiting_room_s_ways() -> None:
-    config = scheduling(ordering="edf", min_shares={"sheddable": 0.1}, refuse_late=True)
+    config = scheduling(ordering="least_slack", min_shares={"sheddable": 0.1}, refuse_late=True)
     for name in (*NAMES, "oracle"):
         plan = plan_named(name, config)
         assert plan.late == (name == "oracle")
@@ -138,7 +138,7 @@ def test_parameters_of_baselines_are_their_own() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("blends", r"unknown policy 'blends' \(nearest: 'blend'\); known: cost, blend, .*oracle$"),
+        ("blends", r"unknown policy 'blends' \(nearest: 'blend'\); known: cost, .*oracle$"),
         ("late_blend", r"unknown policy 'late_blend'"),
         ("late_cache_aware", r"unknown policy 'late_cache_aware'"),
         ("", r"unknown policy ''"),
@@ -150,7 +150,7 @@ def test_parameters_of_baselines_are_their_own() -> None:
         ("blend(ceilings=1/1/0)", r"ceilings"),
         ("cost(disaggregation=some)", r"disaggregation: "),
         ("blend(ordering=lifo)", r"ordering: "),
-        ("late_random(match=0.5)", r"unknown key 'match'"),
+        ("late_session(match=0.5)", r"unknown key 'match'"),
         ("blend(look_ahead=-1)", r"look_ahead: "),
         ("blend(fairness=fifo)", r"fairness: "),
         ("blend(look_ahead)", r"parameters are written like blend\("),

@@ -37,7 +37,7 @@ def test_equal_setups_give_equal_ends_and_another_seed_gives_others() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["blend", "late_power_of_two", "epp_sticky", "session", "oracle"])
+@pytest.mark.parametrize("policy", ["blend", "late_round_robin", "epp_sticky", "session", "oracle"])
 def test_bytes_do_not_depend_on_the_hash_seed(policy: str) -> None:
     one, other = printed_with_hash_seeds(
         "from tests.lab.small import setup, traffic\n"

@@ -12,10 +12,9 @@ from llmproxy.lab.results.result import RunResult
 from llmproxy.lab.traces.mix import Mix
 
 FCFS, ROUND_ROBIN = "cost(fairness=fcfs)", "cost(fairness=round_robin)"
-QUANTA = tuple(f"cost(fairness=locality_fair_share,quantum_tokens={quantum})" for quantum in (2_048, 16_384, 65_536))
 FAIRNESS = (FCFS, ROUND_ROBIN, "least_request", "epp_sticky", "cache_aware")
 POLICIES = ("cost", *FAIRNESS, "oracle")
-SHARED = ("cost", FCFS, ROUND_ROBIN, *QUANTA, "least_request")
+SHARED = ("cost", FCFS, ROUND_ROBIN, "least_request")
 ALONE = "victims alone"
 VICTIM_REQUESTS = 30
 

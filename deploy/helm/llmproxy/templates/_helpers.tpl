@@ -71,7 +71,7 @@ admin cluster decision_log decision_log_sample genai_metrics host key_metrics lo
 {{- end -}}
 
 {{- define "llmproxy.restartSchedulingKeys" -}}
-ageing_s fairness fairness_cost input_weight ordering output_weight placement quantum_tokens seed slo_window_s
+fairness fairness_cost input_weight ordering output_weight placement seed slo_window_s
 {{- end -}}
 
 {{- define "llmproxy.restartChecksum" -}}
