@@ -7,20 +7,14 @@ from llmproxy.config.document import ConfigError
 from llmproxy.config.entries import Entries
 from llmproxy.config.keys import keys, keys_of_files
 from llmproxy.config.load import Override, load, load_backends, unused_settings, warnings_of
-from llmproxy.config.schema import (
-    BackendConfig,
-    BackendTlsConfig,
-    ClientsConfig,
-    ClusterConfig,
-    ClusterTlsConfig,
-    DiscoveryConfig,
+from llmproxy.config.schema.backends import BackendConfig, BackendTlsConfig, DiscoveryConfig, PollConfig
+from llmproxy.config.schema.process import ClientsConfig, ClusterConfig, ClusterTlsConfig, TlsConfig
+from llmproxy.config.schema.requests import (
     ModelConfig,
     ObjectiveConfig,
-    PollConfig,
     SchedulingConfig,
     TenantConfig,
     TimeoutsConfig,
-    TlsConfig,
 )
 from llmproxy.config.value_types import AUTO_SALT, DNS, SRV, TRUST_WORDS, Network, hash_of, is_api_key, nearest
 from llmproxy.config.watched import WatchedFile

@@ -22,27 +22,26 @@ from llmproxy.config.checks import (
     unknown_bands,
 )
 from llmproxy.config.document import Place
-from llmproxy.config.schema import (
-    AdminConfig,
+from llmproxy.config.schema.backends import (
     BackendConfig,
-    ClientsConfig,
-    ClusterConfig,
     DiscoveryConfig,
     HealthConfig,
+    PollConfig,
+    ReplicaGroupConfig,
+    ScalingConfig,
+    repeated_backends,
+)
+from llmproxy.config.schema.process import AdminConfig, ClientsConfig, ClusterConfig, SharedLimitsConfig, TlsConfig
+from llmproxy.config.schema.requests import (
     ModelConfig,
     ObjectiveConfig,
-    PollConfig,
     QueueConfig,
-    ReplicaGroupConfig,
     RetryConfig,
-    ScalingConfig,
     SchedulingConfig,
-    Section,
-    SharedLimitsConfig,
     TenantConfig,
     TimeoutsConfig,
-    TlsConfig,
 )
+from llmproxy.config.schema.section import Section
 from llmproxy.config.value_types import (
     AUTO_TRUST,
     TRUST_WORDS,
@@ -72,90 +71,88 @@ DRAIN_QUEUED = ("refuse", "finish")
 
 class Config(Section):
     host: Annotated[str, Field(min_length=1)] = "0.0.0.0"
-    """Address to listen on. 0.0.0.0 is all of IPv4, and :: all of IPv6 and IPv4."""
+    """Address to listen on: 0.0.0.0 for IPv4, :: for IPv6 and IPv4."""
     port: Annotated[Integer, Field(ge=0, le=65535)] = 8080
     """Port to listen on. 0: a free port."""
     workers: Annotated[Integer, Field(ge=1, le=64)] = 1
-    """Processes that relay requests. With two or more, one further process schedules for all of them."""
+    """Processes that relay requests. From two on, one more process schedules for all."""
     tls: TlsConfig = TlsConfig()
     """TLS for clients."""
     clients: ClientsConfig = ClientsConfig()
-    """Limits for client connections."""
+    """Limits of client connections."""
     log_format: Annotated[str, one_of(LOG_FORMATS)] = "text"
-    """Format of log lines: text or json."""
+    """Format of the log: text or json."""
     log_level: Annotated[str, one_of(LOG_LEVELS)] = "info"
-    """Least severe level that is logged: debug, info, warning or error."""
+    """Least severe level in the log: debug, info, warning or error."""
     api_keys: tuple[ApiKey, ...] = Field(default=(), repr=False)
-    """API keys of clients that belong to no tenant. Without any, and without tenants, every client is accepted."""
+    """API keys of clients without a tenant. Without keys and tenants, every client is accepted."""
     backend_api_key: ApiKey | None = Field(default=None, repr=False)
-    """API key sent to each backend that has no api_key of its own."""
+    """API key for backends without an api_key."""
     forward_credentials: bool = False
-    """Pass Authorization, x-api-key and Cookie of clients to backends. Only without API keys and tenants."""
+    """Send Authorization, x-api-key and Cookie of clients to backends. Only without API keys and tenants."""
     body_bytes_max: Count = 64 << 20
     """Largest request body."""
     body_bytes_total_max: Count = 2 << 30
-    """Most bytes of request bodies in memory at once. Each worker gets an equal part."""
+    """Most bytes of request bodies in memory, divided among workers."""
     drain_timeout_s: Annotated[Number, Field(ge=0)] = 30.0
-    """Longest time for running requests to finish after SIGTERM."""
+    """Longest time for requests to finish after SIGTERM."""
     drain_delay_s: Annotated[Number, Field(ge=0)] = 0.0
-    """Time after SIGTERM in which requests are accepted but /ready is 503, so that load balancers move clients."""
+    """Time after SIGTERM in which requests are accepted, but /ready is 503, so that clients move."""
     drain_queued: Annotated[str, one_of(DRAIN_QUEUED)] = "refuse"
-    """Waiting requests after SIGTERM: refuse (503, so that clients retry) or finish (within drain_timeout_s)."""
+    """Waiting requests after SIGTERM: refuse (503) or finish (within drain_timeout_s)."""
     trust_headers: Trust = Field(default=AUTO_TRUST, examples=["10.1.2.3"])
-    """Clients whose objective, fairness and SLO headers count: loopback, all, none, or a list of addresses and
-    networks. auto: loopback where clients need no key, else none."""
+    """Clients whose objective, fairness and SLO headers count: loopback, all, none, or addresses and networks. auto:
+    loopback if clients need no key, else none."""
     trust_proxy_headers: Annotated[bool, idle.unless_given("clients.trusted_proxies")] = False
-    """The headers of trust_headers count in all requests from clients.trusted_proxies. Only for proxies that set or
-    remove these headers themselves."""
+    """These headers count in all requests from clients.trusted_proxies, which must set or remove them."""
     admin_key: KeyHash | None = Field(default=None, repr=False)
-    """Hash of the key for /debug, /admin and adapters, from `llmproxy hash-key`. null: only this machine may read
-    /debug."""
+    """Hash of the key for /debug, /admin and adapters (`llmproxy hash-key`). null: only this machine reads /debug."""
     admin: AdminConfig = AdminConfig()
-    """A separate port for operators."""
+    """A port for operators."""
     decision_log: Path | None = None
-    """File to which each decision is appended as one JSON line. null: no file."""
+    """File that gets a JSON line for each decision. null: no file."""
     decision_log_sample: Annotated[Number, Field(ge=0, le=1), idle.unless_given("decision_log")] = 1.0
-    """Share of requests (0 to 1) whose decisions are written."""
+    """Share of requests (0 to 1) in it."""
     genai_metrics: bool = False
     """Count requests by OpenTelemetry's GenAI conventions (gen_ai_server_*) too."""
     key_metrics: bool = False
-    """Count requests by key too (llmproxy_key_requests_total), to find unused keys."""
+    """Count requests by key too (llmproxy_key_requests_total)."""
     tracing: bool = False
-    """Send traces by OpenTelemetry, as its OTEL_* environment variables say. Needs the extra otel."""
+    """Send traces by OpenTelemetry, by its OTEL_* variables. Needs the extra otel."""
     state_file: str = Field(default="auto", examples=["/var/lib/llmproxy/limits.json"])
-    """File that keeps learned batch limits for the next start: auto (in the state directory), none, or a path."""
+    """File of learned batch limits for the next start: auto (in the state directory), none, or a path."""
     plugins: tuple[Module, ...] = Field(default=(), examples=[["our_policies"]])
-    """Python modules that are imported at the start and can register policies."""
+    """Python modules that register policies."""
     reload: Annotated[str, one_of(RELOADS)] = "watch"
-    """When the configuration file is read again: watch (when it changes, and on SIGHUP) or signal (only on SIGHUP)."""
+    """The configuration file is read when it changes and on SIGHUP (watch), or only on SIGHUP (signal)."""
     backends: tuple[Annotated[BackendConfig, BeforeValidator(backend_from_text)], ...] = ()
-    """The vLLM servers: plain URLs, or entries with further keys."""
+    """vLLM servers: URLs, or entries with further keys."""
     discovery: DiscoveryConfig = DiscoveryConfig()
-    """Where further backends are found while the proxy runs."""
+    """Further backends, found while the proxy runs."""
     cluster: ClusterConfig = ClusterConfig()
     """A cluster of proxies that schedule as one."""
     bands: dict[str, Integer] = Field(default_factory=dict, examples=[{"urgent": 50}])
-    """Names for further bands, beside critical 100, default 0 and sheddable -100. Larger integers go first."""
+    """Further bands, beside critical 100, default 0 and sheddable -100. Larger integers go first."""
     shared_limits: SharedLimitsConfig = SharedLimitsConfig()
-    """Limits of tenants and models that hold for several proxies together."""
+    """Rates that several proxies share."""
     models: tuple[ModelConfig, ...] = ()
-    """Settings for names that clients request. Other models need no entry."""
+    """Names that clients request. Others need no entry."""
     objectives: tuple[ObjectiveConfig, ...] = ()
-    """Objectives that clients can select by a header."""
+    """Objectives that a header selects."""
     tenants: tuple[TenantConfig, ...] = ()
-    """Clients by their API keys. With one tenant or more, every request needs a key."""
+    """Clients by their API keys. With a tenant, every request needs a key."""
     scheduling: SchedulingConfig = SchedulingConfig()
-    """Which request goes next, and to which backend."""
+    """Which request goes next, and where."""
     queue: QueueConfig = Field(default=QueueConfig(), validate_default=True)
     """Limits of the queue."""
     replica_groups: tuple[ReplicaGroupConfig, ...] = ()
     """Kinds of replicas with their costs, for `/scale`."""
     scaling: ScalingConfig = ScalingConfig()
-    """The number of replicas that each pool needs, as `/scale` reports it."""
+    """Replicas that each pool needs, as `/scale` reports them."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
     """Timeouts of one attempt."""
     retry: RetryConfig = RetryConfig()
-    """Further attempts after a failure before the first byte."""
+    """Attempts after a failure before the first byte."""
     health: HealthConfig = HealthConfig()
     """When a backend is ejected."""
     poll: PollConfig = PollConfig()
@@ -410,28 +407,6 @@ class Config(Section):
         if isinstance(self.trust_headers, str):
             return TRUST_WORDS["none" if self.needs_key() else "loopback"]
         return self.trust_headers
-
-
-class BackendsFile(Section):
-    """The content of the file that `discovery.file` names."""
-
-    backends: tuple[Annotated[BackendConfig, BeforeValidator(backend_from_text)], ...]
-
-    @field_validator("backends")
-    @classmethod
-    def _plain(cls, backends: tuple[BackendConfig, ...]) -> tuple[BackendConfig, ...]:
-        reason = "needs a lookup: such backends belong in the configuration itself"
-        report([((i, "url"), reason) for i, one in enumerate(backends) if one.looked_up])
-        report(repeated_backends(backends))
-        return backends
-
-
-def repeated_backends(backends: Iterable[BackendConfig]) -> list[Problem]:
-    """Problems for backends that have the URL or the name of an earlier backend."""
-    urls, names = [backend.url for backend in backends], [backend.name for backend in backends]
-    problems = repeated(urls, "url")
-    repeated_urls = {place[0] for place, _ in problems}
-    return problems + [problem for problem in repeated(names, "name") if problem[0][0] not in repeated_urls]
 
 
 def _unknown(entries: Iterable[object], key: str, info: ValidationInfo) -> list[Problem]:

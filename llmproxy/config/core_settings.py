@@ -8,7 +8,8 @@ from math import inf
 from typing import Any
 
 from llmproxy.config.config import Config
-from llmproxy.config.schema import SchedulingConfig, Section
+from llmproxy.config.schema.requests import SchedulingConfig
+from llmproxy.config.schema.section import Section
 from llmproxy.core.domain import Role
 from llmproxy.core.scaling.groups import Group
 from llmproxy.core.settings import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmproxy.config.config import Config
-from llmproxy.config.schema import ModelConfig, ObjectiveConfig
+from llmproxy.config.schema.requests import ModelConfig, ObjectiveConfig
 from llmproxy.core.domain import BAND_NAMES
 
 EntryProblem = tuple[str, str]

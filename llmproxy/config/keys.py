@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from llmproxy.config.config import Config
-from llmproxy.config.schema import Section
+from llmproxy.config.schema.section import Section
 
 FILE_ONLY = frozenset(
     {

@@ -14,11 +14,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from llmproxy.config.changes import SECRET
-from llmproxy.config.config import BackendsFile, Config
+from llmproxy.config.config import Config
 from llmproxy.config.document import ConfigError, Document, Place, advice, dotted
 from llmproxy.config.idle import find_idle
 from llmproxy.config.keys import keys, leaves, sections_in
-from llmproxy.config.schema import BackendConfig, Section, may_be_null
+from llmproxy.config.schema.backends import BackendConfig, BackendsFile
+from llmproxy.config.schema.section import Section, may_be_null
 
 NULLS = frozenset({"null", "none"})
 """Texts for null in flags and variables of keys that may be null; case is ignored."""

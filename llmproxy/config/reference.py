@@ -15,7 +15,7 @@ from llmproxy.config.changes import read_at_start
 from llmproxy.config.config import Config
 from llmproxy.config.document import OLD_KEYS
 from llmproxy.config.keys import FILE_ONLY, Key, walk
-from llmproxy.config.schema import Section
+from llmproxy.config.schema.section import Section
 from llmproxy.config.value_types import TypeName, hash_of
 
 COLUMNS = 120
@@ -38,7 +38,7 @@ HEAD = """\
 PAGE_HEAD = """\
 # Configuration
 
-`llmproxy config --markdown` prints this page from `llmproxy/config/schema.py`; `make reference` writes it.
+`llmproxy config --markdown` prints this page from `llmproxy/config/schema/`; `make reference` writes it.
 
 llmproxy reads one YAML file, named by `--config` or `LLMPROXY_CONFIG`. Each key outside lists is a flag and a variable
 too: `queue.max_wait_s` is `--queue-max-wait-s` and `LLMPROXY_QUEUE_MAX_WAIT_S`. Flags override variables, which

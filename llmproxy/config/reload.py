@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import structlog
 
 from llmproxy.config import Config, ConfigError, WatchedFile
-from llmproxy.config.changes import Change, changes_between, read_at_start, with_reloadable
+from llmproxy.config.changes import Change, changes_between, origins_in_force, read_at_start, with_reloadable
 from llmproxy.config.entries import Entries, EntryProblem, with_entries
-from llmproxy.config.in_force import origins_in_force
 
 LOOK_S = 0.25
 """Time between two checks of the file. A change is applied when two checks in a row see the same."""

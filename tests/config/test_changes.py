@@ -20,10 +20,9 @@ from llmproxy.config import (
     load_backends,
     with_reloadable,
 )
-from llmproxy.config.changes import NEEDS_RESTART, SECRET
-from llmproxy.config.in_force import in_force, origins_in_force
+from llmproxy.config.changes import NEEDS_RESTART, SECRET, in_force, origins_in_force
 from llmproxy.config.keys import leaves, sections_in
-from llmproxy.config.schema import Section
+from llmproxy.config.schema.section import Section
 from tests import ROOT
 
 

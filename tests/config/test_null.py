@@ -22,7 +22,7 @@ from llmproxy.config import (
     with_reloadable,
 )
 from llmproxy.config.keys import sections_in
-from llmproxy.config.schema import Section, may_be_null
+from llmproxy.config.schema.section import Section, may_be_null
 
 NULLABLE = [key for key, field in keys().items() if may_be_null(field)]
 BY_FLAG = [flag for flag in FLAGS if flag.keys[0] in NULLABLE]

@@ -63,8 +63,8 @@ def test_example_and_page_have_every_key_with_its_meaning() -> None:
         "| `trust_headers` | auto or networks | `auto` |",
         "| `trusted_proxies` | networks | `none` |",
         "| `ceilings` | mapping of names to number > 0, <= 1 | `{critical: 1.0, default: 0.95, sheddable: 0.85}` |",
-        "| `weights` | mapping of names to number > 0 | `{}` | Shares of flows by name. Other flows have the weight of"
-        " their tenant, or 1. Example: `{my-model: 2.5}`. *file* |",
+        "| `weights` | mapping of names to number > 0 | `{}` | Weights of flows by name. Others: the"
+        " tenant's, or 1. Example: `{my-model: 2.5}`. *file* |",
         "| `scheduling.withdrawal` | `scheduling.preemption` |",
     ],
 )

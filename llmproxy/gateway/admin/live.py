@@ -19,7 +19,7 @@ from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from llmproxy.config import Config
-from llmproxy.config.in_force import in_force
+from llmproxy.config.changes import in_force
 from llmproxy.core.rate_limit import TokenBucket
 from llmproxy.gateway.admin.debug import (
     UI,

@@ -9,7 +9,7 @@ import orjson
 from msgspec import structs
 
 from llmproxy.config import Config
-from llmproxy.config.schema import LimitsConfig
+from llmproxy.config.schema.requests import LimitsConfig
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Outcome, RequestFacts
 from llmproxy.core.estimates.tokens import Estimate, Estimator

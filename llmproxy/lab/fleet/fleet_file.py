@@ -30,7 +30,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from llmproxy.config.document import ConfigError, Document, Place, dotted
 from llmproxy.config.load import validated
-from llmproxy.config.schema import Section
+from llmproxy.config.schema.section import Section
 
 # The loader of the configuration gives the line of every value, so errors in a fleet file name lines too.
 from llmproxy.config.value_types import Count, Integer, Name, Number, nearest, one_of

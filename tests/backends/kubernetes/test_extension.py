@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from llmproxy.backends.kubernetes.extension import entries_of
 from llmproxy.backends.kubernetes.objects import CustomObject
 from llmproxy.config import Config, Entries, ModelConfig, ObjectiveConfig
+from llmproxy.config.changes import in_force
 from llmproxy.config.entries import with_entries
-from llmproxy.config.in_force import in_force
 from tests.backends.kubernetes.api_server import Object, objective, rewrite, rule
 
 POOLS = {("default", "qwen"), ("serving", "llama")}

@@ -1,0 +1,216 @@
+"""Sections of the backends: where they are, when they are healthy, and how many it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+
+from llmproxy.config import idle
+from llmproxy.config.checks import Problem, repeated, report
+from llmproxy.config.pods_url import KUBERNETES
+from llmproxy.config.schema.section import Section
+from llmproxy.config.value_types import (
+    DNS,
+    LOOKED_UP,
+    SRV,
+    ApiKey,
+    Count,
+    Criticality,
+    Integer,
+    Name,
+    Names,
+    Number,
+    PromptRange,
+    Seconds,
+    backend_from_text,
+    backend_url,
+    base_url,
+    one_of,
+)
+from llmproxy.core.domain import Role
+
+
+class BackendTlsConfig(Section):
+    ca: Path | None = None
+    """CA certificates (PEM), read again when they change. null: the CAs of the system."""
+    server_name: Name | None = None
+    """Name in the certificate, sent as SNI. null: the host of the URL."""
+    insecure_skip_verify: bool = False
+    """Accept any certificate. Anyone on the path can then read and answer requests."""
+
+
+class BackendConfig(Section):
+    url: Annotated[str, AfterValidator(backend_url)] = Field(examples=["http://gpu-0:8000"])
+    """Base URL of a vLLM server; its path precedes the path of requests. dns+http://HOST:PORT: all addresses of HOST.
+    srv+http://NAME: its SRV records. kubernetes+http://service/NAME, pods/SELECTOR, inferencepool/NAME: their pods."""
+    name: Name = Field(default_factory=lambda data: _place_of(data.get("url", "")), examples=["gpu-0"])
+    """Name in logs, metrics and x-llmproxy-backend. Default: the URL without its scheme, or the pod."""
+    max_in_flight: Count | None = None
+    """Requests that the server runs at once (--max-num-seqs). A few more are sent (look_ahead), so that it is never
+    idle. null: learned."""
+    prompt_tokens: Annotated[PromptRange | None, idle.unless_policy("placement", "cost")] = Field(
+        default=None, examples=[[1, 4000]]
+    )
+    """Preferred prompt tokens: [from, to]. Others come only if other backends are much slower. null: any."""
+    group: Name | None = None
+    """Group of equal replicas that scale as one (replica_groups)."""
+    group_label: Annotated[Name | None, idle.Rule(idle.names_labels)] = Field(default=None, examples=["pool"])
+    """Label of pods with the group. null, or no such label: group."""
+    role: Annotated[str, one_of(tuple(Role)), idle.Rule(idle.both_roles)] = "both"
+    """both, prefill (computes prompts for other servers) or decode (generates their answers)."""
+    api_key: ApiKey | None = Field(default=None, repr=False)
+    """API key sent to this backend. null: backend_api_key."""
+    forward_priority: bool = False
+    """Send vLLM its own priority field. Needs --scheduling-policy priority."""
+    ask_usage: bool = True
+    """Ask for the usage of all streams, and hide it from clients that did not ask. A server that refuses is asked again
+    after an hour. false: for --enable-force-include-usage."""
+    tls: BackendTlsConfig = BackendTlsConfig()
+    """How to verify an https URL."""
+
+    @field_validator("tls")
+    @classmethod
+    def _for_https(cls, tls: BackendTlsConfig, info: ValidationInfo) -> BackendTlsConfig:
+        if tls != BackendTlsConfig() and not _by_https(info.data.get("url", "https:")):
+            raise ValueError(f"has no effect: {info.data['url']} is no https URL")
+        if tls.insecure_skip_verify and (tls.ca or tls.server_name):
+            raise ValueError("insecure_skip_verify looks at neither ca nor server_name: leave it out, or them")
+        return tls
+
+    @property
+    def by_https(self) -> bool:
+        """Whether the proxy connects by TLS."""
+        return _by_https(self.url)
+
+    @property
+    def looked_up(self) -> bool:
+        """Whether DNS or Kubernetes names the servers. Each server gets this configuration."""
+        return self.url.startswith(LOOKED_UP)
+
+
+def _by_https(url: str) -> bool:
+    return url[url.startswith(LOOKED_UP) and url.index("+") + 1 :].startswith("https:")
+
+
+def _place_of(url: str) -> str:
+    return url if url.startswith(KUBERNETES) else url.partition("://")[2]
+
+
+class BackendsFile(Section):
+    """The content of the file that `discovery.file` names."""
+
+    backends: tuple[Annotated[BackendConfig, BeforeValidator(backend_from_text)], ...]
+
+    @field_validator("backends")
+    @classmethod
+    def _plain(cls, backends: tuple[BackendConfig, ...]) -> tuple[BackendConfig, ...]:
+        reason = "needs a lookup: such backends belong in the configuration itself"
+        report([((i, "url"), reason) for i, one in enumerate(backends) if one.looked_up])
+        report(repeated_backends(backends))
+        return backends
+
+
+def repeated_backends(backends: Iterable[BackendConfig]) -> list[Problem]:
+    """Problems for backends that have the URL or the name of an earlier backend."""
+    urls, names = [backend.url for backend in backends], [backend.name for backend in backends]
+    problems = repeated(urls, "url")
+    repeated_urls = {place[0] for place, _ in problems}
+    return problems + [problem for problem in repeated(names, "name") if problem[0][0] not in repeated_urls]
+
+
+class DiscoveryConfig(Section):
+    file: Path | None = Field(default=None, examples=["backends.yaml"])
+    """File with a list `backends` (YAML or JSON), checked every second. null: no file."""
+    dns_interval_s: Annotated[Seconds, idle.unless_url(DNS, SRV)] = 5.0
+    """Time between lookups of dns+ and srv+."""
+    misses_before_removal: Annotated[Count, idle.unless_url(DNS, SRV)] = 3
+    """Lookups in a row without its address that remove a backend; four times as many if they find nothing."""
+    kubernetes_api: Annotated[Annotated[str, AfterValidator(base_url)] | None, idle.unless_url(KUBERNETES)] = Field(
+        default=None, examples=["http://127.0.0.1:8001"]
+    )
+    """URL of the API server, such as `kubectl proxy`. null: the proxy's own cluster."""
+
+
+class HealthConfig(Section):
+    failures_before_ejection: Count = 3
+    """Failed requests in a row that eject a backend."""
+    ejection_s: Seconds = 1.0
+    """First ejection; each further one takes twice as long."""
+    ejection_max_s: Seconds = Field(default=30.0, validate_default=True)
+    """Longest ejection."""
+    misses_before_down: Count = 2
+    """Unanswered polls in a row until a backend is down."""
+    ejected_ratio_max: Annotated[Number, Field(ge=0, le=1)] = 0.5
+    """Largest share of a pool (0 to 1) that is ejected: one backend in any case, but never the last of a model."""
+    slow_start_s: Annotated[Number, Field(ge=0)] = 5.0
+    """Time until a backend that comes back has its full share, if others have room. 0: at once."""
+    hung_s: Seconds | None = 1.5
+    """Delay of first bytes, beyond long prompts, that ejects a backend. null: never."""
+    slow_factor: Annotated[Number, Field(gt=1)] | None = 5.0
+    """Slowdown that ejects a backend if its pool is not slower. null: never."""
+
+    @field_validator("ejection_max_s")
+    @classmethod
+    def _above_first(cls, value: float, info: ValidationInfo) -> float:
+        if value < info.data.get("ejection_s", 0.0):
+            raise ValueError(f"{value:g} should not be below ejection_s, which is {info.data['ejection_s']:g}")
+        return value
+
+
+class PollConfig(Section):
+    interval_s: Seconds = 0.2
+    """Time between readings of a short metrics page; once a second while idle."""
+    page_interval_s: Seconds = 1.0
+    """The same for backends with only the full metrics page."""
+    models_interval_s: Seconds = 2.0
+    """Time between requests for /v1/models."""
+    timeout_s: Seconds = 2.0
+    """Longest poll."""
+    stale_after_s: Seconds = 5.0
+    """Age from which a reading no longer counts."""
+
+
+def _not_below_min(value: int | None, info: ValidationInfo) -> int | None:
+    least = info.data.get("min", 0)
+    if value is not None and value < least:
+        raise ValueError(f"{value} should not be below min, which is {least}")
+    return value
+
+
+class ReplicaGroupConfig(Section):
+    name: Name = Field(examples=["spot"])
+    """Name in backends[].group."""
+    cost: Annotated[Number, Field(gt=0)] = 1.0
+    """Price of a replica, in any unit. Cheaper work comes first."""
+    min: Annotated[Integer, Field(ge=0)] = 0
+    """Fewest replicas."""
+    max: Annotated[Integer, Field(ge=1)] | None = None
+    """Most replicas. null: no limit."""
+
+    _above_min = field_validator("max")(_not_below_min)
+
+
+class ScalingConfig(Section):
+    pools: Names = Field(default=(), examples=[["llama-3.1-8b"]])
+    """Base models that may have no replica: requests are held for queue.no_backend_wait_s and ask for one."""
+    from_band: Criticality = "default"
+    """Lowest band whose requests ask for replicas."""
+    min: Annotated[Integer, Field(ge=0)] = 1
+    """Fewest replicas of a pool."""
+    max: Annotated[Integer, Field(ge=1)] | None = None
+    """Most replicas of a pool. null: no limit."""
+    target_wait_s: Seconds = 60.0
+    """Time until all waiting requests should be served."""
+    utilisation: Annotated[Number, Field(gt=0, le=1)] = 0.8
+    """Share of a replica (above 0, at most 1) for planned work."""
+    target_tpot_s: Seconds | None = None
+    """Time per output token to keep. null: the mean objective, if any."""
+    start_s: Seconds | None = None
+    """Time until a new replica serves, by which the load's trend is extended. null: as observed, or 120."""
+    idle_s: Seconds = 900.0
+    """Time without requests after which a pool needs no replica, if `min` is 0."""
+
+    _above_min = field_validator("max")(_not_below_min)

@@ -1,0 +1,164 @@
+"""Sections of the process: its clients, its ports, and other proxies beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, model_validator
+
+from llmproxy.config import idle
+from llmproxy.config.checks import Problem, report
+from llmproxy.config.schema.section import Section
+from llmproxy.config.value_types import (
+    CLOSED,
+    Count,
+    Integer,
+    LockName,
+    Name,
+    Names,
+    Networks,
+    Number,
+    Origins,
+    Seconds,
+    failure_of,
+    host_and_port,
+    is_loopback,
+    lock_of,
+    store_of,
+)
+
+
+class ClientsConfig(Section):
+    trusted_proxies: Networks = Field(default=(), examples=["loopback", "10.1.2.3"])
+    """Reverse proxies whose X-Forwarded-For counts: loopback, all, none, or addresses and networks."""
+    connections_max: Count = 65_536
+    """Most client connections; others are closed with 503. The limit of open files can lower it."""
+    address_connections_max: Count | None = None
+    """Most connections from one address; others are closed with 429. null: no limit."""
+    address_requests_per_s: Annotated[Number, Field(gt=0)] | None = None
+    """Most requests per second from one address; others get 429. null: no limit."""
+    idle_timeout_s: Seconds = 75.0
+    """Longest time without a request, or in which the client does not read its response."""
+    head_timeout_s: Seconds = 30.0
+    """Longest time for the header of a request, or for a TLS handshake."""
+    head_bytes_max: Count = 128 << 10
+    """Largest header: request line and fields."""
+    head_fields_max: Count = 128
+    """Most header fields."""
+    body_idle_timeout_s: Seconds = 30.0
+    """Longest pause in a request body."""
+    body_timeout_s: Seconds = 600.0
+    """Longest time for a request body."""
+    allowed_origins: Origins = Field(default=(), examples=[["https://app.example"]])
+    """Web origins that may call the proxy from a browser (CORS). * allows all."""
+
+
+_WITH_CERT = idle.Rule(
+    lambda config, _: None if config.tls.cert else "has no effect without tls.cert: llmproxy serve does not start"
+)
+
+
+class TlsConfig(Section):
+    cert: Path | None = None
+    """Certificate chain (PEM), read again when it changes. null: plain http."""
+    key: Annotated[Path | None, _WITH_CERT] = None
+    """Its private key (PEM), without a passphrase. null: in the same file."""
+    client_ca: Annotated[Path | None, _WITH_CERT] = None
+    """CA certificates (PEM) that must have signed each client's certificate. null: no client certificates."""
+
+
+class AdminConfig(Section):
+    host: Annotated[str, Field(min_length=1), idle.unless_given("admin.port")] = "127.0.0.1"
+    """Address of the admin port."""
+    port: Annotated[Integer, Field(ge=0, le=65535)] | None = None
+    """Port for /metrics, /debug, /admin and adapters, instead of the client port. null: the client port."""
+    public_metrics: Annotated[
+        bool,
+        idle.unless(lambda config: config.admin.port is None, "everybody who reaches admin.port sees /metrics there"),
+    ] = False
+    """Serve /metrics on the client port without a key, despite tenants or an admin key."""
+
+
+class ClusterTlsConfig(Section):
+    cert: Path | None = None
+    """Certificate chain (PEM). null: no TLS."""
+    key: Path | None = None
+    """Its private key (PEM), without a passphrase. null: in the same file."""
+    ca: Path | None = None
+    """CA certificates (PEM) that must have signed all members' certificates. null: no TLS."""
+    name: Name = "llmproxy"
+    """DNS name in every member's certificate."""
+
+
+_IN_CLUSTER = idle.unless_given("cluster.listen")
+
+
+class ClusterConfig(Section):
+    listen: Annotated[str, AfterValidator(host_and_port)] | None = Field(default=None, examples=["0.0.0.0:8090"])
+    """HOST:PORT to listen on for other members. null: no cluster."""
+    advertise: Annotated[Annotated[str, AfterValidator(host_and_port)] | None, _IN_CLUSTER] = Field(
+        default=None, examples=["10.0.0.7:8090"]
+    )
+    """HOST:PORT for other members. null: `listen`, with the address of this host's name."""
+    lock: Annotated[str, AfterValidator(lock_of), _IN_CLUSTER] = Field(
+        default="kubernetes", examples=["valkey://valkey:6379"], repr=False
+    )
+    """Lock that elects the leader: kubernetes (a Lease), or valkey://HOST:PORT (Redis too)."""
+    lock_s: Annotated[Number, Field(ge=1), _IN_CLUSTER] = 4.0
+    """Lifetime of the lock. When a leader dies, grants pause so long and up to 1 s more."""
+    standalone_after_s: Annotated[Seconds | None, _IN_CLUSTER] = None
+    """Time without a leader after which each of N members decides alone, with 1/N of every limit. null: requests wait,
+    and get 503 after `lock_s` and 5 s."""
+    name: Annotated[LockName, _IN_CLUSTER] = "llmproxy"
+    """Name of the cluster and its lock."""
+    pools: Annotated[Names, _IN_CLUSTER] = Field(default=(), examples=[["llama-3.3-70b"]])
+    """Base models with a lock and a leader each. All others share one."""
+    member: Annotated[Name | None, _IN_CLUSTER] = None
+    """Name of this member. null: the host name."""
+    plaintext: Annotated[bool, _IN_CLUSTER] = False
+    """Allow members on other machines without TLS. Anyone who can connect is trusted."""
+    tls: Annotated[ClusterTlsConfig, _IN_CLUSTER] = ClusterTlsConfig()
+    """Mutual TLS between members."""
+
+    @model_validator(mode="after")
+    def _is_guarded(self) -> ClusterConfig:
+        """Raises ValueError for members that would trust anyone without `plaintext`."""
+        tls, listen = self.tls, self.listen
+        if listen is None:
+            return self
+        problems: list[Problem] = []
+        if tls.cert is not None and tls.ca is None:
+            problems = [(("tls", "ca"), "is missing: this authority must sign the certificate of each member")]
+        elif tls.cert is None and (tls.ca is not None or tls.key is not None):
+            problems = [(("tls", "cert"), "is missing")]
+        elif tls.cert is None and not self.plaintext and not is_loopback(listen.rpartition(":")[0]):
+            reason = "members need tls.cert and tls.ca, or plaintext: true where no one else can connect"
+            problems = [(("listen",), reason)]
+        if self.standalone_after_s is not None and self.standalone_after_s < self.lock_s:
+            problems.append(
+                (("standalone_after_s",), f"is below lock_s ({self.lock_s:g}): a leader may decide for so long")
+            )
+        report(problems)
+        return self
+
+
+_WITH_STORE = idle.unless_given("shared_limits.store")
+
+
+class SharedLimitsConfig(Section):
+    store: Annotated[
+        Annotated[str, AfterValidator(store_of)] | None,
+        idle.unless(idle.is_rated, "no tenant or model has requests_per_min or tokens_per_min"),
+    ] = Field(default=None, examples=["valkey://valkey:6379"], repr=False)
+    """Their store: valkey://HOST:PORT (Redis too). null: each proxy counts alone."""
+    name: Annotated[LockName, _WITH_STORE] = "llmproxy"
+    """Proxies with this name, a part of the store's keys, share their rates."""
+    on_failure: Annotated[str, AfterValidator(failure_of), _WITH_STORE] = Field(default=CLOSED, examples=["1/3"])
+    """While the store is unreachable: closed (requests under a rate get 503), or 1/N (each of N proxies applies this
+    part)."""
+
+    @property
+    def proxies(self) -> int | None:
+        """Number of proxies that divide the limits while the store is unreachable; None: requests are refused."""
+        return None if self.on_failure == CLOSED else int(self.on_failure.partition("/")[2])

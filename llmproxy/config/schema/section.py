@@ -1,0 +1,31 @@
+"""The base class of all sections."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic.fields import FieldInfo
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_below_is_default(cls, data: Any) -> Any:
+        """Treat null as the default of a section, list or mapping: YAML gives null if all its lines are comments."""
+        if not isinstance(data, dict):
+            return data
+        below = {name for name, field in cls.model_fields.items() if _holds_lines(field) and not may_be_null(field)}
+        return {key: value for key, value in data.items() if value is not None or key not in below}
+
+
+def may_be_null(field: FieldInfo) -> bool:
+    """Whether null is a value of this key."""
+    return type(None) in get_args(field.annotation)
+
+
+def _holds_lines(field: FieldInfo) -> bool:
+    kind = get_origin(field.annotation) or field.annotation
+    return isinstance(kind, type) and issubclass(kind, Section | tuple | dict)
