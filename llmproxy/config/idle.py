@@ -121,7 +121,7 @@ def objectives_measured(config: Config, _: object) -> str | None:
 
 
 def has_objectives(config: Config) -> bool:
-    entries = (*config.models, *config.objectives, *config.tenants)
+    entries: tuple[Any, ...] = (*config.models, *config.objectives, *config.tenants)
     return any(one.ttft_s is not None or one.tpot_s is not None for one in entries)
 
 
@@ -142,7 +142,7 @@ def counts_cost(config: Config) -> bool:
 
 
 def is_rated(config: Config) -> bool:
-    limits = [one.limits for one in (*config.tenants, *config.models)]
+    limits = [one.limits for one in config.tenants] + [one.limits for one in config.models]
     return any(one.requests_per_min is not None or one.tokens_per_min is not None for one in limits)
 
 
