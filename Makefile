@@ -157,8 +157,6 @@ docs: .venv-docs
 # The pages that the code generates, and the schema of the chart's values.
 reference: .venv
 	$(BIN)/llmproxy config > config.example.yaml
-	$(BIN)/llmproxy config --markdown > docs/reference/configuration.md
-	$(BIN)/llmproxy config --cli > docs/reference/cli.md
 	$(BIN)/python -m llmproxy.lab.results.result > docs/laboratory/simulate-result.schema.json
 	$(BIN)/python -m tests.docs.reference
 	$(BIN)/python -m tests.strictness.table

@@ -19,7 +19,6 @@ from llmproxy import __version__
 from llmproxy.cli.flags import ADMIN_KEY_VARIABLE, COMMON, CONFIG_VARIABLE, from_environment, from_flags, unknown_flags
 from llmproxy.cli.help import HELP_ALL, PanelHelp, PanelHelpGroup
 from llmproxy.cli.options import REPLICA, SIMULATE, flag_options, with_options
-from llmproxy.cli.reference import page as cli_page
 from llmproxy.config import (
     Config,
     ConfigError,
@@ -233,26 +232,16 @@ def config(
     file: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="A YAML file; its values are printed, not the defaults.")
     ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the reference page of the keys.")] = False,
-    cli: Annotated[bool, typer.Option("--cli", help="Print the reference page of the commands.")] = False,
 ) -> None:
     """Print every key of the configuration as YAML, with its meaning, its type and its default.
 
     With FILE, print the values of the file; secrets are hidden.
     """
-    if sum((file is not None, markdown, cli)) > 1:
-        _fail(["llmproxy config: give only one of FILE, --markdown and --cli"])
     try:
         settled = load(file)
     except ConfigError as error:
         _fail(error.problems)
-    if markdown:
-        text = reference.page()
-    elif cli:
-        text = cli_page(app)
-    else:
-        text = reference.example_file() if file is None else reference.as_yaml(settled)
-    typer.echo(text, nl=False)
+    typer.echo(reference.example_file() if file is None else reference.as_yaml(settled), nl=False)
 
 
 @app.command(cls=PanelHelp)

@@ -17,7 +17,6 @@ from llmproxy.config.changes import NEEDS_RESTART
 from llmproxy.config.config import Config
 from llmproxy.config.keys import walk
 from llmproxy.config.pods_url import INFERENCE_POOL, NAMES, PODS, SERVICE, PodsUrl
-from llmproxy.config.reference import default
 from llmproxy.remote.cluster.stores import lock_name
 from llmproxy.tools.export.scaling import HPA, KEDA
 from tests.deploy import CHART, PAGE
@@ -41,6 +40,7 @@ from tests.deploy.objects import (
     rendered,
     unrestricted,
 )
+from tests.docs.keys_page import default
 from tests.docs.pages import blocks
 from tests.e2e.proxies import FAST, serving
 

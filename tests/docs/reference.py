@@ -1,4 +1,4 @@
-"""Tables of the reference, generated from the code: `python -m tests.docs.reference` writes them.
+"""Pages and tables of the reference, generated from the code: `python -m tests.docs.reference` writes them.
 
 Each table is in its page between `<!-- generated: NAME -->` and `<!-- end -->`; the rest is written by hand.
 Names, types, labels, statuses and fields come from the code; meanings that the code lacks are in `meanings.py`.
@@ -24,6 +24,7 @@ from llmproxy.observe.exit_fields import FIELDS as EXIT_FIELDS
 from llmproxy.observe.logs import LEVELS
 from llmproxy.observe.metrics import BackendState, LiveState, Metrics, QueueState, ShardState
 from tests import ROOT
+from tests.docs import cli_page, keys_page
 from tests.docs.meanings import EVENTS, FIELDS, METRICS, OUTCOMES
 from tests.exits import exit_of
 
@@ -192,6 +193,7 @@ PAGES = (
     "reference/metrics.md", "reference/errors.md", "reference/log-fields.md", "laboratory/result.md",
     "concepts/architecture.md",
 )  # fmt: skip
+WHOLE_PAGES = {"reference/configuration.md": keys_page.page, "reference/cli.md": cli_page.page}
 
 
 def generated(text: str) -> str:
@@ -203,6 +205,8 @@ def main() -> None:
     for name in PAGES:
         page = DOCS / name
         page.write_text(generated(page.read_text()))
+    for name, text in WHOLE_PAGES.items():
+        (DOCS / name).write_text(text())
 
 
 if __name__ == "__main__":

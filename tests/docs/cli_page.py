@@ -7,13 +7,14 @@ from typing import Any
 
 from typer.main import get_command
 
+from llmproxy.cli.commands import app
 from llmproxy.cli.flags import FLAGS, OLD_FLAGS, SHOWN
 from llmproxy.cli.help import panels
 
 HEAD = """\
 # Command line
 
-`llmproxy config --cli` prints this page from the commands; `make reference` writes it.
+`make reference` writes this page from the commands.
 """
 FLAGS_HEAD = """
 Every key of the [configuration](configuration.md) outside lists is a flag of `serve`:
@@ -27,7 +28,7 @@ Every key of the [configuration](configuration.md) outside lists is a flag of `s
 """
 
 
-def page(app: Any) -> str:
+def page() -> str:
     """The text of `docs/reference/cli.md`."""
     group: Any = get_command(app)
     text = HEAD
