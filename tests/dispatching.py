@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import replace
 from functools import partial, update_wrapper
 from inspect import Signature, signature
 from random import Random
@@ -14,15 +15,15 @@ import pytest
 from llmproxy.core.domain import AdmissionKind, Refused, Request, Verdict
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import CapacitySettings, Settings
+from llmproxy.core.settings import Settings
 from llmproxy.core.shards import Shards
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.scheduling.dispatcher import Dispatcher
 from llmproxy.scheduling.lease import Lease, Leasing
 from tests.core.machine.account import assert_nothing_left
-from tests.core.make import BASE, listing, request
+from tests.core.make import BASE, DEFAULTS, listing, request
 
-SETTINGS = Settings(capacity=CapacitySettings(look_ahead=0))
+SETTINGS = replace(DEFAULTS, capacity=replace(DEFAULTS.capacity, look_ahead=0))
 
 
 P = ParamSpec("P")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmproxy import plugins
+from llmproxy.config import Config, settings_of
 from llmproxy.core.placement import policy
 from llmproxy.core.queueing import charge, fairness, ordering
 
@@ -27,4 +28,4 @@ def test_a_policy_without_its_hooks_cannot_be_made() -> None:
         pass
 
     with pytest.raises(TypeError, match="abstract"):
-        Mine(plugins.Settings())  # type: ignore[abstract]
+        Mine(settings_of(Config()))  # type: ignore[abstract]

@@ -20,12 +20,13 @@ import statistics
 import tracemalloc
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 from time import thread_time
 
 from benchmarks.table import Table
+from llmproxy.config import Config, settings_of
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import (
     CRITICAL,
@@ -44,7 +45,6 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.placement.policy import NO_CAPACITY, Placement, make
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
 
 WAITING = (1_000, 100_000, 1_000_000)
 FLEETS = (8, 32, 128)
@@ -53,7 +53,10 @@ ROUNDS = 5
 CYCLES = 2_000
 BATCH = 32
 MODEL = "base"
-BOUNDLESS = QueueSettings(requests_max=10**9, bytes_max=10**15, band_requests_max=10**9, band_bytes_max=10**15)
+DEFAULTS = settings_of(Config())
+BOUNDLESS = replace(
+    DEFAULTS.queue, requests_max=10**9, bytes_max=10**15, band_requests_max=10**9, band_bytes_max=10**15
+)
 COLUMNS = ("p50 µs", "p99 µs", "longest µs")
 
 
@@ -120,8 +123,12 @@ class Bench:
     def __init__(self, backends: int, waiting: int) -> None:
         self._rng = Random(1)
         placement: Callable[[], Placement] = partial(make, "cost", self._rng) if backends > 1 else TrivialPlacement
-        settings = Settings(
-            queue=BOUNDLESS, capacity=CapacitySettings(look_ahead=2), ceilings={SHEDDABLE: 1.0}, headroom_s=0.0
+        settings = replace(
+            DEFAULTS,
+            queue=BOUNDLESS,
+            capacity=replace(DEFAULTS.capacity, look_ahead=2),
+            ceilings={SHEDDABLE: 1.0},
+            headroom_s=0.0,
         )
         # The cache is larger than all prompts together, so that the batch alone limits the grants.
         self.pools = up(Pools(settings, dict.fromkeys(names(backends), BATCH), {}, placement), 10**9)
@@ -197,7 +204,7 @@ def bytes_each(waiting: int) -> float:
 
 def alone(backends: int) -> float:
     """Microseconds of the core for one request in an idle proxy, the least mean of several rounds."""
-    pools = up(Pools(Settings(), dict.fromkeys(names(backends), BATCH), {}, partial(make, "cost", Random(1))), 10**6)
+    pools = up(Pools(DEFAULTS, dict.fromkeys(names(backends), BATCH), {}, partial(make, "cost", Random(1))), 10**6)
     now, means = 0.0, []
     for number in range(ROUNDS + 1):
         requests = [request(at, f"flow-{at % 8}", now) for at in range(number * CYCLES, (number + 1) * CYCLES)]

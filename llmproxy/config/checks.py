@@ -10,9 +10,7 @@ from pydantic_core import InitErrorDetails
 
 from llmproxy.config.document import Place
 from llmproxy.config.value_types import integer_of, nearest
-from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE
-
-CEILINGS: Mapping[int, float] = {CRITICAL: 1.0, DEFAULT: 0.95, SHEDDABLE: 0.85}
+from llmproxy.core.domain import BAND_NAMES, DEFAULT
 
 Problem = tuple[Place, str]
 """A place below the validated field, and the problem there."""
@@ -74,9 +72,8 @@ def bands_in(section: Mapping[str, float], key: str, bands: Mapping[str, int]) -
     return given, problems
 
 
-def rising_ceilings(ceilings: Mapping[str, float], given: Mapping[int, str]) -> list[Problem]:
-    """Problems for ceilings of lower bands above ceilings of higher bands. `given` is the name of each band."""
-    values = {**CEILINGS, **{band: ceilings[name] for band, name in given.items()}}
+def rising_ceilings(values: Mapping[int, float], given: Mapping[int, str]) -> list[Problem]:
+    """Problems for ceilings of lower bands above ceilings of higher bands. `given` has their names."""
     problems: list[Problem] = []
     for upper, lower in pairwise(sorted(values, reverse=True)):
         if values[lower] > values[upper]:

@@ -12,7 +12,6 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, field_
 
 from llmproxy.config import idle
 from llmproxy.config.checks import (
-    CEILINGS,
     Problem,
     band_of,
     bands_in,
@@ -63,6 +62,8 @@ from llmproxy.config.value_types import (
 from llmproxy.core.backends.catalogue import ANY
 from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE
 
+CEILINGS: Mapping[int, float] = {BAND_NAMES[name]: ceiling for name, ceiling in SchedulingConfig().ceilings.items()}
+"""The ceilings of bands that the configuration does not name."""
 LOG_FORMATS = ("text", "json")
 RELOADS = ("watch", "signal")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -277,7 +278,8 @@ class Config(Section):
         if "bands" not in info.data:
             return scheduling
         given, problems = bands_in(scheduling.ceilings, "ceilings", info.data["bands"])
-        problems += rising_ceilings(scheduling.ceilings, given)
+        ceilings = {**CEILINGS, **{band: scheduling.ceilings[name] for band, name in given.items()}}
+        problems += rising_ceilings(ceilings, given)
         problems += bands_in(scheduling.min_shares, "min_shares", info.data["bands"])[1]
         promised = fsum(scheduling.min_shares.values())
         if promised >= 1:

@@ -54,8 +54,8 @@ def settings_of(config: Config) -> Settings:
 def _disaggregation(scheduling: SchedulingConfig) -> Disaggregation:
     chosen = scheduling.disaggregation
     if isinstance(chosen, int):
-        return Disaggregation(Splitting.TOKENS, chosen, scheduling.kv_lease_s)
-    return Disaggregation(Splitting(chosen), lease_s=scheduling.kv_lease_s)
+        return Disaggregation(Splitting.TOKENS, scheduling.kv_lease_s, chosen)
+    return Disaggregation(Splitting(chosen), scheduling.kv_lease_s)
 
 
 def _same_names(settings: type, section: Section, but: Sequence[str] = ()) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""The settings of the core. The configuration file maps onto them."""
+"""The settings of the core. The configuration maps onto them and has their defaults."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Role
+from llmproxy.core.domain import Role
 from llmproxy.core.scaling.groups import Group
 
 BELOW_HIGHEST = 0.99
@@ -17,29 +17,27 @@ BELOW_HIGHEST = 0.99
 class CapacitySettings:
     """Bounds of the work in flight on a backend."""
 
-    initial_batch_limit: int = 4  # Batch limit of an engine before it is learned.
-    look_ahead: int | None = (
-        None  # Requests in flight above the limit, so that the engine never starves; None: learned.
-    )
-    prompt_window_s: float | None = 0.3  # Bound on the total estimated prefill time of a backend; None: no bound.
-    kv_full_ratio: float = 1.0  # KV cache usage (0..1] from which the cache counts as full.
-    stale_after_s: float = 5.0  # Older readings are ignored.
+    initial_batch_limit: int  # Batch limit of an engine before it is learned.
+    look_ahead: int | None  # Requests in flight above the limit, so that the engine never starves; None: learned.
+    prompt_window_s: float | None  # Bound on the total estimated prefill time of a backend; None: no bound.
+    kv_full_ratio: float  # KV cache usage (0..1] from which the cache counts as full.
+    stale_after_s: float  # Older readings are ignored.
 
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
     """Conditions under which a backend is ejected or marked down."""
 
-    failures_before_ejection: int = 3  # Consecutive failed requests that eject a backend.
-    ejection_s: float = 1.0  # Duration of the first ejection, doubled each time.
-    ejection_max_s: float = 30.0
-    misses_before_down: int = 2  # Consecutive polls without a response that mark a backend down.
+    failures_before_ejection: int  # Consecutive failed requests that eject a backend.
+    ejection_s: float  # Duration of the first ejection, doubled each time.
+    ejection_max_s: float
+    misses_before_down: int  # Consecutive polls without a response that mark a backend down.
     # Maximum share (0..1) of a pool's healthy backends that may be ejected. At least one may be ejected, but never the
     # last backend that serves a model.
-    ejected_ratio_max: float = 0.5
-    slow_start_s: float = 5.0  # Time over which a recovered backend is brought to its limit.
-    hung_s: float = 1.5  # Silence that ejects a backend; inf for never.
-    slow_factor: float = 5.0  # Slowdown relative to its earlier speed that ejects a backend; inf for never.
+    ejected_ratio_max: float
+    slow_start_s: float  # Time over which a recovered backend is brought to its limit.
+    hung_s: float  # Silence that ejects a backend; inf for never.
+    slow_factor: float  # Slowdown relative to its earlier speed that ejects a backend; inf for never.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +47,18 @@ class QueueSettings:
     Tokens are the estimated tokens of prompt and answer.
     """
 
-    requests_max: int = 20_000
-    bytes_max: int = 1 << 30
-    tokens_max: int | None = None
-    band_requests_max: int = 10_000
-    band_bytes_max: int = 1 << 30
-    band_tokens_max: int | None = None
-    flow_requests_max: int | None = None
-    flow_bytes_max: int | None = None
-    flow_tokens_max: int | None = None
+    requests_max: int
+    bytes_max: int
+    tokens_max: int | None
+    band_requests_max: int
+    band_bytes_max: int
+    band_tokens_max: int | None
+    flow_requests_max: int | None
+    flow_bytes_max: int | None
+    flow_tokens_max: int | None
     # Maximum wait while no backend of the pool is up; 0 refuses at once. The queue timeout is paused meanwhile.
-    no_backend_wait_s: float = 30.0
-    startup_wait_s: float = 10.0  # As `no_backend_wait_s`, before any backend was read.
+    no_backend_wait_s: float
+    startup_wait_s: float  # As `no_backend_wait_s`, before any backend was read.
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,57 +93,57 @@ class Splitting(StrEnum):
 class Disaggregation:
     """Settings of disaggregated prefill; see `core.placement.staged`."""
 
-    splitting: Splitting = Splitting.AUTO
-    min_uncached_tokens: int = 0  # For `Splitting.TOKENS`; otherwise 0.
-    lease_s: float = 30.0  # Time for which a prefill engine pins the KV blocks of a prompt.
+    splitting: Splitting
+    lease_s: float  # Time for which a prefill engine pins the KV blocks of a prompt.
+    min_uncached_tokens: int = 0  # For `Splitting.TOKENS`.
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingSettings:
     """Settings of the computation of the needed replicas; see `core.scaling.need`."""
 
-    pools: tuple[str, ...] = ()  # Base models that may have no replica: their requests are held, and demand a replica.
-    from_band: int = DEFAULT  # Requests of this band and above demand replicas.
-    min: int = 1
-    max: int | None = None
-    target_wait_s: float = 60.0  # Time within which the waiting requests should be served.
-    utilisation: float = 0.8  # Target utilisation (0..1] of a replica.
-    target_tpot_s: float | None = None  # Target time per token; None: the mean objective of the requests.
-    start_s: float | None = None  # Time until a new replica is ready; None: as observed.
-    idle_s: float = 900.0  # Time without a request after which no replica is needed.
-    groups: tuple[Group, ...] = ()  # Kinds of replicas, without their speed and number.
+    pools: tuple[str, ...]  # Base models that may have no replica: their requests are held, and demand a replica.
+    from_band: int  # Requests of this band and above demand replicas.
+    min: int
+    max: int | None
+    target_wait_s: float  # Time within which the waiting requests should be served.
+    utilisation: float  # Target utilisation (0..1] of a replica.
+    target_tpot_s: float | None  # Target time per token; None: the mean objective of the requests.
+    start_s: float | None  # Time until a new replica is ready; None: as observed.
+    idle_s: float  # Time without a request after which no replica is needed.
+    groups: tuple[Group, ...]  # Kinds of replicas, without their speed and number.
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """All settings of the core, and the choice of policies."""
 
-    fairness: str = "fair_share"
-    ordering: str = "least_slack"
-    placement: str = "cost"
-    fairness_cost: str = "tokens"  # The resource that fairness policies share out.
+    fairness: str
+    ordering: str
+    placement: str
+    fairness_cost: str  # The resource that fairness policies share out.
     # Band -> backend saturation (0..1] at which it waits. A band without a ceiling has the ceiling of the next lower
     # band.
-    ceilings: Mapping[int, float] = field(default_factory=lambda: {CRITICAL: 1.0, DEFAULT: 0.95, SHEDDABLE: 0.85})
+    ceilings: Mapping[int, float]
     # Time after the last request of a higher band for which lower bands leave the room above their ceiling free. See
     # `core.queueing.headroom`.
-    headroom_s: float = 60.0
-    min_shares: Mapping[int, float] = field(default_factory=dict)  # Band -> guaranteed share (0..1) of the work.
-    input_weight: float = 1.0
-    output_weight: float = 2.0
-    slo_window_s: float = 300.0  # Rolling window of the fairness policy `slo`.
-    preemption: bool = True
-    refuse_late: bool = False  # Refuse requests that cannot meet their objective even if served next.
-    limits: Mapping[str, UsageLimit] = field(default_factory=dict)  # Name (see `Request.limits`) -> limit.
+    headroom_s: float
+    min_shares: Mapping[int, float]  # Band -> guaranteed share (0..1) of the work.
+    input_weight: float
+    output_weight: float
+    slo_window_s: float  # Rolling window of the fairness policy `slo`.
+    preemption: bool
+    refuse_late: bool  # Refuse requests that cannot meet their objective even if served next.
+    limits: Mapping[str, UsageLimit]  # Name (see `Request.limits`) -> limit.
     # Adapter name, or prefix with `*`, -> base model whose engines load such an adapter at its first request.
-    unlisted: Mapping[str, str] = field(default_factory=dict)
-    prompt_ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # Backend -> preferred prompt tokens.
-    roles: Mapping[str, Role] = field(default_factory=dict)  # Backend -> role, unless `both`.
-    capacity: CapacitySettings = field(default_factory=CapacitySettings)
-    health: HealthSettings = field(default_factory=HealthSettings)
-    queue: QueueSettings = field(default_factory=QueueSettings)
-    scaling: ScalingSettings = field(default_factory=ScalingSettings)
-    disaggregation: Disaggregation = Disaggregation()
+    unlisted: Mapping[str, str]
+    prompt_ranges: Mapping[str, tuple[int, int]]  # Backend -> preferred prompt tokens.
+    roles: Mapping[str, Role]  # Backend -> role, unless `both`.
+    capacity: CapacitySettings
+    health: HealthSettings
+    queue: QueueSettings
+    scaling: ScalingSettings
+    disaggregation: Disaggregation
 
     @property
     def ceiling_range(self) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -11,9 +12,9 @@ from llmproxy.core.domain import Listing, ModelCard, Trouble
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.scaling.observer import START_S, STARTS_KEPT
-from llmproxy.core.settings import ScalingSettings, Settings
+from tests.core.make import DEFAULTS
 
-SETTINGS = Settings()
+SETTINGS = DEFAULTS
 CARD = ModelCard("sim", None, None)
 
 
@@ -22,7 +23,7 @@ class Fleet:
         self.now = 0.0
         self.seen: list[tuple[str, float]] = []
         self.pools = Pools(SETTINGS, {}, {}, partial(make, SETTINGS.placement, Random(0)))
-        self.pools.scaling.reconfigure(ScalingSettings(**scaling))
+        self.pools.scaling.reconfigure(replace(DEFAULTS.scaling, **scaling))
         self.times = StartTimes(self.pools, lambda: self.now, lambda pool, took_s: self.seen.append((pool, took_s)))
 
     def starts(self, name: str, after_s: float, *, failing: bool = True) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ import pytest
 
 from llmproxy.config import Config, hash_of, load, settings_of
 from llmproxy.core.queueing.fairness import policies
-from llmproxy.core.settings import Disaggregation, QueueSettings, ScalingSettings, Settings, Splitting, UsageLimit
+from llmproxy.core.settings import Disaggregation, QueueSettings, Settings, Splitting, UsageLimit
 from llmproxy.gateway.http.headers import PRIVILEGED
 from tests import ROOT
 from tests.config.test_load import problems
+from tests.core.make import DEFAULTS
 
 HASH = hash_of("first")
 OTHER = hash_of("second")
@@ -179,10 +180,6 @@ def test_flow_is_one_of_four_kinds(write: Any, flow: str) -> None:
     assert load(write(f"scheduling: {{flow: {flow.title()!r}}}")).scheduling.flow == flow
 
 
-def test_default_settings_equal_the_defaults_of_the_core() -> None:
-    assert settings_of(Config()) == Settings()
-
-
 def test_all_configured_settings_reach_the_core(write: Any) -> None:
     config = load(
         write(f"""
@@ -226,21 +223,21 @@ scaling: {{pools: [m], from_band: batch, min: 2, max: 5, utilisation: 0.7}}
 """)
     )
     message = settings_of(config)
-    assert message.queue == QueueSettings(1, 100000002, 3, 4, 100000005, 6, 7, 100000008, 9, no_backend_wait_s=0.0)
+    assert message.queue == QueueSettings(1, 100000002, 3, 4, 100000005, 6, 7, 100000008, 9, 0.0, 10.0)
     assert (message.min_shares, message.ceilings[100]) == ({-50: 0.05, -200: 0.01}, 0.99)
     assert message.limits == {
         "tenant:acme": UsageLimit(in_flight=3, tokens_per_min=1000.0),
         "model:m": UsageLimit(requests_per_min=90.5),
     }
-    assert message.disaggregation == Disaggregation(Splitting.TOKENS, 512, lease_s=20.0)
-    assert message.scaling == ScalingSettings(pools=("m",), from_band=-50, min=2, max=5, utilisation=0.7)
+    assert message.disaggregation == Disaggregation(Splitting.TOKENS, 20.0, 512)
+    assert message.scaling == replace(DEFAULTS.scaling, pools=("m",), from_band=-50, min=2, max=5, utilisation=0.7)
     assert message.unlisted == {"user-*": "m"}
     plain = {
         "fairness": "slo", "ordering": "fcfs", "placement": "session", "fairness_cost": "requests", "headroom_s": 7.0,
         "input_weight": 0.5, "output_weight": 3.0, "slo_window_s": 60.0, "preemption": False, "refuse_late": True,
     }  # fmt: skip
     assert {name: getattr(message, name) for name in plain} == plain
-    assert [one.name for one in fields(Settings) if getattr(message, one.name) == getattr(Settings(), one.name)] == []
+    assert [one.name for one in fields(Settings) if getattr(message, one.name) == getattr(DEFAULTS, one.name)] == []
 
 
 def test_band_ttl_s_is_by_band(write: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from random import Random
@@ -10,13 +11,16 @@ from typing import Any
 
 import pytest
 
+from llmproxy.config import Config, settings_of
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, Drop, Grant, Listing, ModelCard, Reading, Refused, Request, Trouble, Verdict
 from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import CapacitySettings, Settings
+from llmproxy.core.settings import Settings
 
 BASE = "base"
+DEFAULTS = settings_of(Config())
+"""The settings of an empty configuration."""
 _serial = count(1)
 
 
@@ -49,7 +53,7 @@ def view(name: str = "a", **given: Any) -> View:
 
 def tight(**given: Any) -> Settings:
     """Returns settings without look-ahead and without a bound on prefills."""
-    return Settings(capacity=CapacitySettings(look_ahead=0, prompt_window_s=None), **given)
+    return replace(DEFAULTS, capacity=replace(DEFAULTS.capacity, look_ahead=0, prompt_window_s=None), **given)
 
 
 def pools(
@@ -60,7 +64,7 @@ def pools(
     placements: Callable[[], Placement] | None = None,
 ) -> Pools:
     """Returns pools whose backends are up and serve BASE, unless `listings` has another listing."""
-    settings = settings or Settings()
+    settings = settings or DEFAULTS
     made = Pools(settings, backends, aliases or {}, placements or partial(make, settings.placement, Random(0)))
     for name in backends:
         made.backends[name].answered(0.0)

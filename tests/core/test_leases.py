@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -16,10 +17,9 @@ from llmproxy.core.queueing.min_share import MinShares
 from llmproxy.core.queueing.occupancy import DrainRate, Occupancy
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
-from llmproxy.core.settings import Settings
-from tests.core.make import request
+from tests.core.make import DEFAULTS, request
 
-SETTINGS = Settings(input_weight=1.0, output_weight=2.0)
+SETTINGS = replace(DEFAULTS, input_weight=1.0, output_weight=2.0)
 
 
 class Ledger:

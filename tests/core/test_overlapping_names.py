@@ -22,10 +22,10 @@ from llmproxy.core.domain import (
     Verdict,
 )
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import QueueSettings, ScalingSettings, Settings
+from llmproxy.core.settings import Settings
 from llmproxy.core.shards import Shards
 from tests.core.machine.account import assert_nothing_left
-from tests.core.make import grants, kill, names, only_drop, only_grant, pools, refusal, request, tight
+from tests.core.make import DEFAULTS, grants, kill, names, only_drop, only_grant, pools, refusal, request, tight
 
 TIGHT = tight(ceilings={DEFAULT: 1.0})
 
@@ -81,7 +81,9 @@ def only_outcomes(of: Pools, now: float) -> Counter[Outcome]:
 
 
 def test_when_the_only_backend_of_a_name_dies_its_other_names_are_served_on() -> None:
-    of = fleet(replace(TIGHT, queue=QueueSettings(no_backend_wait_s=0.0)), a=lists("new", "old"), b=lists("old"))
+    of = fleet(
+        replace(TIGHT, queue=replace(DEFAULTS.queue, no_backend_wait_s=0.0)), a=lists("new", "old"), b=lists("old")
+    )
     kill(of, "a")
     ask(of, "old")
     assert places(grants(of)) == ["b"]
@@ -317,7 +319,7 @@ def test_a_bound_request_is_refused_when_its_backend_leaves_the_pool_and_then_th
 
 
 def test_a_named_pool_that_has_joined_another_one_is_shown_once() -> None:
-    settings = replace(TIGHT, scaling=ScalingSettings(pools=("old", "older"), min=0))
+    settings = replace(TIGHT, scaling=replace(DEFAULTS.scaling, pools=("old", "older"), min=0))
     of = fleet(settings, a=lists("new", "old", "older"), b=lists("new"))
     assert sorted(of.needs(0.0)) == ["old"]
     of.listed("a", lists("new", "older"))
@@ -363,7 +365,9 @@ LISTS = (("x",), ("x", "y"), ("y", "x"), ("y",), ("y", "z"), ("z",), ("x", "z"))
 def test_nothing_is_lost_idle_or_out_of_turn_whatever_is_listed_when(seed: int) -> None:
     rng = Random(seed)
     of = fleet(
-        tight(queue=QueueSettings(no_backend_wait_s=1e6)), places=2, **{n: lists(*rng.choice(LISTS)) for n in "abcd"}
+        tight(queue=replace(DEFAULTS.queue, no_backend_wait_s=1e6)),
+        places=2,
+        **{n: lists(*rng.choice(LISTS)) for n in "abcd"},
     )
     waiting: dict[str, Grant | None] = {}
     running: list[Grant] = []

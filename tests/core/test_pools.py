@@ -24,9 +24,22 @@ from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.scheduler import FAULT_RETRY_S
-from llmproxy.core.settings import QueueSettings, ScalingSettings, Settings, UsageLimit
+from llmproxy.core.settings import Settings, UsageLimit
 from tests.core.machine.account import assert_nothing_left
-from tests.core.make import cached, grants, kill, listing, names, only_grant, pools, refusal, request, submit, tight
+from tests.core.make import (
+    DEFAULTS,
+    cached,
+    grants,
+    kill,
+    listing,
+    names,
+    only_grant,
+    pools,
+    refusal,
+    request,
+    submit,
+    tight,
+)
 
 TIGHT = tight()
 ONE = UsageLimit(in_flight=1)
@@ -53,8 +66,10 @@ def test_a_saturated_model_does_not_hold_up_another() -> None:
 def test_named_pools_that_hold_requests_need_no_backend_to_be_ready(
     named: tuple[str, ...], no_backend_wait_s: float, ready: bool
 ) -> None:
-    settings = Settings(
-        scaling=ScalingSettings(pools=named, min=0), queue=QueueSettings(no_backend_wait_s=no_backend_wait_s)
+    settings = replace(
+        DEFAULTS,
+        scaling=replace(DEFAULTS.scaling, pools=named, min=0),
+        queue=replace(DEFAULTS.queue, no_backend_wait_s=no_backend_wait_s),
     )
     one = pools({}, settings)
     assert one.ready(0.0) is ready
@@ -65,7 +80,7 @@ def test_named_pools_that_hold_requests_need_no_backend_to_be_ready(
     assert one.ready(0.0)
     kill(one, "a")
     assert one.ready(0.0) is ready
-    one.reconfigure(Settings(), {}, 0.0)
+    one.reconfigure(DEFAULTS, {}, 0.0)
     assert not one.ready(0.0)
 
 
@@ -111,7 +126,7 @@ def test_a_pool_that_could_not_be_made_is_made_with_the_next_listing() -> None:
 
 
 def test_no_request_is_shed_for_a_band_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = pools({"a": 1}, tight(queue=QueueSettings(requests_max=1)))
+    one = pools({"a": 1}, tight(queue=replace(DEFAULTS.queue, requests_max=1)))
     one.submit(request(), 0.0)
     assert granted(one) == ["base"]
     one.submit(request(id="waits"), 0.0)
@@ -129,7 +144,7 @@ def test_no_request_is_shed_for_a_band_that_cannot_be_made(monkeypatch: pytest.M
 
 
 def test_queue_limits_count_over_all_pools() -> None:
-    one = two_pools(Settings(queue=QueueSettings(requests_max=2)))
+    one = two_pools(replace(DEFAULTS, queue=replace(DEFAULTS.queue, requests_max=2)))
     submit(one, request(), request(pool="other", model="other"))
     assert "requests_max" in refusal(one.submit, request(), 0.0).message
 
@@ -259,7 +274,7 @@ def test_a_request_for_a_pool_that_has_gone_is_refused() -> None:
 
 
 def test_names_are_remembered_while_their_backend_is_down() -> None:
-    no_hold = Settings(queue=QueueSettings(no_backend_wait_s=0.0))
+    no_hold = replace(DEFAULTS, queue=replace(DEFAULTS.queue, no_backend_wait_s=0.0))
     one = pools({"a": 4}, no_hold, listings={"a": listing("lora")}, aliases={"fast": "lora"})
     kill(one, "a")
     assert not one.ready(0.0)
@@ -356,7 +371,7 @@ def test_grant_of_another_process_is_booked_but_charged_by_it_alone() -> None:
     one.finish(grant, Verdict.SERVED, 1.0, Usage(30, 12))
     one.ended(known, None, 1.0)
     # Only the tokens beyond the estimate are charged here.
-    assert one.balances()[known.pool, known.band]["f"] == 5.0 + 2.0 * Settings().output_weight
+    assert one.balances()[known.pool, known.band]["f"] == 5.0 + 2.0 * DEFAULTS.output_weight
     assert one.views(1.0)["a"].load == 0
     one.check(1.0)
 

@@ -10,8 +10,8 @@ import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, Drop, Grant, Outcome, Request, Trouble, Usage, Verdict
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import HealthSettings, QueueSettings, Settings, UsageLimit
-from tests.core.make import cached, grants, listing, only_drop, pools, reading, refusal, request, tight
+from llmproxy.core.settings import Settings, UsageLimit
+from tests.core.make import DEFAULTS, cached, grants, listing, only_drop, pools, reading, refusal, request, tight
 
 TIGHT = tight(ceilings={DEFAULT: 1.0})
 
@@ -47,7 +47,7 @@ def test_drained_backend_ends_its_requests_and_gets_no_new_ones() -> None:
 
 
 def test_a_drained_backend_does_not_count_as_ready() -> None:
-    one = pools({"a": 1}, replace(TIGHT, queue=QueueSettings(no_backend_wait_s=0.0)))
+    one = pools({"a": 1}, replace(TIGHT, queue=replace(DEFAULTS.queue, no_backend_wait_s=0.0)))
     assert one.ready(0.0)
     one.backends["a"].drained = True
     assert not one.ready(0.0)
@@ -109,7 +109,7 @@ def cached_tokens(of: Pools, prefix: tuple[int, ...], now: float) -> int:
 
 
 def test_a_removed_backend_is_forgotten_and_the_others_are_not() -> None:
-    one = pools({"a": 4, "b": 4}, Settings())
+    one = pools({"a": 4, "b": 4}, DEFAULTS)
     prompts = {"a": (1, 2, 3), "b": (7, 8, 9)}
     given: dict[str, Grant] = {}
     for name, prefix in prompts.items():
@@ -133,7 +133,7 @@ def test_a_removed_backend_is_forgotten_and_the_others_are_not() -> None:
 
 
 def test_a_late_answer_of_a_removed_backend_teaches_its_successor_nothing() -> None:
-    one = pools({"a": 4, "b": 4}, Settings())
+    one = pools({"a": 4, "b": 4}, DEFAULTS)
     one.backends["b"].drained = True
     submit(one, prefix=(1, 2), prefix_tokens=16.0)
     (granted,) = grants(one)
@@ -147,7 +147,7 @@ def test_a_late_answer_of_a_removed_backend_teaches_its_successor_nothing() -> N
 
 
 def test_a_new_process_behind_a_name_is_down_until_read_and_starts_empty() -> None:
-    one = pools({"a": 4}, Settings())
+    one = pools({"a": 4}, DEFAULTS)
     one.backends["a"].observe(reading(0.5, running=1))
     submit(one, prefix=(1, 2), prefix_tokens=16.0)
     (granted,) = grants(one)
@@ -184,8 +184,8 @@ def test_waiting_requests_survive_a_change_of_all_settings() -> None:
             ceilings={CRITICAL: 1.0, DEFAULT: 0.9},
             min_shares={DEFAULT: 0.1},
             headroom_s=1.0,
-            queue=QueueSettings(requests_max=1, no_backend_wait_s=5.0),
-            health=HealthSettings(failures_before_ejection=1),
+            queue=replace(DEFAULTS.queue, requests_max=1, no_backend_wait_s=5.0),
+            health=replace(DEFAULTS.health, failures_before_ejection=1),
         ),
         1.0,
     )
@@ -216,13 +216,13 @@ def test_shorter_hold_counts_for_held_requests() -> None:
     one.backends["a"].drained = True
     submit(one)
     assert one.decide(1.0) == []
-    reconfigure(one, replace(TIGHT, queue=QueueSettings(no_backend_wait_s=2.0)), 1.0)
+    reconfigure(one, replace(TIGHT, queue=replace(DEFAULTS.queue, no_backend_wait_s=2.0)), 1.0)
     assert one.decide(2.9) == []
     assert [type(decision) for decision in one.decide(3.1)] == [Drop]
 
 
 def test_longer_hold_counts_for_requests_from_before() -> None:
-    one = pools({"a": 1}, replace(TIGHT, queue=QueueSettings(no_backend_wait_s=0.0)))
+    one = pools({"a": 1}, replace(TIGHT, queue=replace(DEFAULTS.queue, no_backend_wait_s=0.0)))
     submit(one, times=2)
     assert len(grants(one)) == 1
     reconfigure(one, TIGHT, 1.0)
@@ -309,7 +309,7 @@ def test_a_part_of_a_backend_is_used_beside_the_parts_of_others(parts: int, othe
 def test_a_part_stays_a_part_through_other_settings_and_for_new_backends() -> None:
     found = pools({"a": 8})
     found.split_limits(2, 0.0)
-    found.reconfigure(Settings(limits={"tenant:t": UsageLimit(in_flight=5)}), {}, 0.0)
+    found.reconfigure(replace(DEFAULTS, limits={"tenant:t": UsageLimit(in_flight=5)}), {}, 0.0)
     found.add_backend("b", 6)
     assert [found.backends[name].view(0.0).limit for name in "ab"] == [4, 3]
     assert found.snapshot(0.0).limits[0].in_flight_max == 2
@@ -318,7 +318,7 @@ def test_a_part_stays_a_part_through_other_settings_and_for_new_backends() -> No
 @pytest.mark.parametrize(("before", "after", "taken"), [(1, 10, 60), (10, 1, 6)])
 def test_split_rate_recovers_in_the_same_time(before: int, after: int, taken: int) -> None:
     """The other processes used their parts of the rate too."""
-    found = pools({"a": 80}, Settings(limits={"tenant:t": UsageLimit(in_flight=80, requests_per_min=60)}))
+    found = pools({"a": 80}, replace(DEFAULTS, limits={"tenant:t": UsageLimit(in_flight=80, requests_per_min=60)}))
     found.split_limits(before, 0.0)
     for number in range(taken):
         found.submit(request(id=f"r{number}", limits=("tenant:t",)), 0.0)

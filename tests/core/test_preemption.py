@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, AdmissionKind, Grant, Preempt, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.preemption import LOOK_MAX, PREEMPT_MAX
-from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
-from tests.core.make import grants, listing, only_grant, pools, reading, request, submit, tight
+from llmproxy.core.settings import Settings, UsageLimit
+from tests.core.make import DEFAULTS, grants, listing, only_grant, pools, reading, request, submit, tight
 
 TIGHT = tight(ceilings={DEFAULT: 1.0})
 
@@ -94,8 +95,8 @@ def test_settings_turn_it_off() -> None:
 
 
 def test_nothing_is_taken_back_while_there_is_room() -> None:
-    capacity = CapacitySettings(look_ahead=1, prompt_window_s=None)
-    of, _ = full(settings=Settings(ceilings={CRITICAL: 1.0, SHEDDABLE: 0.5}, capacity=capacity))
+    capacity = replace(DEFAULTS.capacity, look_ahead=1, prompt_window_s=None)
+    of, _ = full(settings=replace(DEFAULTS, ceilings={CRITICAL: 1.0, SHEDDABLE: 0.5}, capacity=capacity))
     urgent(of)
     only_grant(of, 2.0)
 
@@ -205,7 +206,7 @@ def test_a_preempted_attempt_costs_nothing() -> None:
 
 
 def test_a_preempted_request_keeps_its_deadline_and_passes_a_full_queue() -> None:
-    of, (low,) = full(settings=tight(ceilings={DEFAULT: 1.0}, queue=QueueSettings(requests_max=1)))
+    of, (low,) = full(settings=tight(ceilings={DEFAULT: 1.0}, queue=replace(DEFAULTS.queue, requests_max=1)))
     urgent(of)
     assert taken_back(of) == ["low0"]
     of.finish(low, Verdict.PREEMPTED, 2.1)
@@ -270,14 +271,14 @@ def test_nothing_is_preempted_without_an_engine_queue_or_when_off() -> None:
     of.decide(2.0)
     assert taken_back(of, 2.1) == []
     of, _ = overfilled()
-    of.reconfigure(Settings(ceilings={DEFAULT: 1.0}, preemption=False), {}, 1.6)
+    of.reconfigure(replace(DEFAULTS, ceilings={DEFAULT: 1.0}, preemption=False), {}, 1.6)
     urgent(of)
     of.decide(2.0)
     assert taken_back(of, 2.1) == []
 
 
 def test_nothing_is_preempted_for_a_request_at_its_usage_limit() -> None:
-    settings = Settings(limits={"t": UsageLimit(in_flight=1)})
+    settings = replace(DEFAULTS, limits={"t": UsageLimit(in_flight=1)})
     of = pools({"a": 1, "b": 1, "c": 1}, settings)
     submit(of, request(id="above", band=CRITICAL), request(id="first", band=7, limits=("t",)), now=1.0)
     above, first = grants(of, 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -22,13 +23,13 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX
-from llmproxy.core.settings import CapacitySettings, Settings
-from tests.core.make import grants, listing, pools, reading, refusal, request
+from llmproxy.core.settings import Settings
+from tests.core.make import DEFAULTS, grants, listing, pools, reading, refusal, request
 
 PACE = Slo(tpot_s=0.03)
 PROMPT = 30_000
 """About 2 s of prefill."""
-ANY_TIME = Settings(capacity=CapacitySettings(prompt_window_s=None))
+ANY_TIME = replace(DEFAULTS, capacity=replace(DEFAULTS.capacity, prompt_window_s=None))
 
 
 def asked(name: str, now: float = 0.0, **given: Any) -> Request:
@@ -60,7 +61,7 @@ def flood(of: Pools, names: Iterable[str], now: float, **given: Any) -> list[Gra
 
 def windowed(*adapters: str, **given: Any) -> Pools:
     """A backend with a stream, with a learned prefill speed of 15,000 tokens/s."""
-    of, _ = streaming("a", settings=Settings(**given), adapters=adapters)
+    of, _ = streaming("a", settings=replace(DEFAULTS, **given), adapters=adapters)
     for at in (0.1, 0.3, 0.5):
         (one,) = flood(of, "-", at, slo=None, prompt_tokens=1_500)
         of.started(one, at + 0.13)
@@ -213,7 +214,7 @@ def test_objective_of_a_stream_holds_back_no_higher_band() -> None:
 
 def test_band_that_is_owed_its_minimum_share_and_rationed_holds_back_no_higher_band() -> None:
     share = {SHEDDABLE: 0.5}
-    of, (stream,) = streaming("a", settings=Settings(capacity=ANY_TIME.capacity, min_shares=share))
+    of, (stream,) = streaming("a", settings=replace(DEFAULTS, capacity=ANY_TIME.capacity, min_shares=share))
     of.finish(stream, Verdict.SERVED, 0.5)
     (low,) = flood(of, "s", 0.6, band=SHEDDABLE, prompt_tokens=1)
     of.started(low, 0.65)
@@ -272,7 +273,9 @@ def test_many_requests_bound_to_a_closed_backend_hold_up_no_others() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_band_passes_a_waiting_higher_band(seed: int, window_s: float | None) -> None:
     rng = Random(seed)
-    of, held = streaming("a", "b", settings=Settings(capacity=CapacitySettings(prompt_window_s=window_s)))
+    of, held = streaming(
+        "a", "b", settings=replace(DEFAULTS, capacity=replace(DEFAULTS.capacity, prompt_window_s=window_s))
+    )
     now, waiting, went, waited = 1.0, dict[str, int](), 0, 0
     for number in range(150):
         now += rng.expovariate(2.0)

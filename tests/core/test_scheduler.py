@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from math import inf
 from random import Random
@@ -22,8 +23,8 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
-from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
 from tests.core.make import (
+    DEFAULTS,
     cached,
     granted,
     grants,
@@ -43,7 +44,9 @@ from tests.core.make import (
 
 
 def test_a_grant_books_at_once_so_a_burst_cannot_overshoot() -> None:
-    one = pools({"a": 4, "b": 2}, Settings(capacity=CapacitySettings(look_ahead=2)))
+    one = pools(
+        {"a": 4, "b": 2}, dataclasses.replace(DEFAULTS, capacity=dataclasses.replace(DEFAULTS.capacity, look_ahead=2))
+    )
     submit(one, *(request(band=CRITICAL) for _ in range(20)))
     by_backend = [grant.placed.backend for grant in grants(one)]
     assert sorted(by_backend) == ["a"] * (4 + 2) + ["b"] * (2 + 2)
@@ -95,7 +98,7 @@ def test_a_flow_that_fits_nowhere_lets_the_next_one_go() -> None:
 def test_a_head_that_fits_nowhere_does_not_hold_up_its_own_flow() -> None:
     one = pools(
         {"short": 4, "long": 1},
-        Settings(capacity=CapacitySettings(look_ahead=2)),
+        dataclasses.replace(DEFAULTS, capacity=dataclasses.replace(DEFAULTS.capacity, look_ahead=2)),
         listings={"short": listing(max_model_len=100), "long": listing(max_model_len=1000)},
     )
     submit(one, *(request(prompt_tokens=500, band=CRITICAL) for _ in range(3)))
@@ -165,7 +168,7 @@ def test_a_mass_expiry_is_capped_too_and_grants_wait_for_its_end(monkeypatch: py
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-NO_HOLD = Settings(queue=QueueSettings(no_backend_wait_s=0.0))
+NO_HOLD = dataclasses.replace(DEFAULTS, queue=dataclasses.replace(DEFAULTS.queue, no_backend_wait_s=0.0))
 
 
 def test_a_request_without_backends_or_holding_is_refused_at_once() -> None:
@@ -227,7 +230,7 @@ def test_a_backend_that_rests_after_failures_is_waited_for() -> None:
 
 
 def test_a_full_queue_refuses_with_the_name_and_a_measured_wait() -> None:
-    one = pools({"a": 1}, tight(queue=QueueSettings(band_requests_max=2)))
+    one = pools({"a": 1}, tight(queue=dataclasses.replace(DEFAULTS.queue, band_requests_max=2)))
     submit(one, request())
     grants(one)
     submit(one, request(), request(), now=10.0)
@@ -259,7 +262,7 @@ def test_a_deadline_is_a_drop_at_its_instant_even_with_room() -> None:
 
 
 def test_request_that_expires_while_all_backends_are_down_says_so() -> None:
-    one = pools({"a": 1}, tight(queue=QueueSettings(no_backend_wait_s=0.0)))
+    one = pools({"a": 1}, tight(queue=dataclasses.replace(DEFAULTS.queue, no_backend_wait_s=0.0)))
     submit(one, request(), request(deadline_s=5.0))
     grants(one)
     assert one.next_wakeup(0.0) == 5.0
@@ -287,7 +290,9 @@ def test_an_empty_room_needs_no_waking() -> None:
 
 
 def test_room_that_time_alone_opens_is_woken_for() -> None:
-    one = pools({"a": 4}, Settings(capacity=CapacitySettings(stale_after_s=5.0)))
+    one = pools(
+        {"a": 4}, dataclasses.replace(DEFAULTS, capacity=dataclasses.replace(DEFAULTS.capacity, stale_after_s=5.0))
+    )
     submit(one, request())
     grants(one)
     one.backends["a"].observe(reading(0.0, kv_used=1.0, kv_tokens=1000))
@@ -359,7 +364,7 @@ def test_answers_of_a_lost_process_are_cached_nowhere() -> None:
 
 # --- a full waiting room ----------------------------------------------------------------------------------------------
 
-FULL = tight(queue=QueueSettings(requests_max=2))
+FULL = tight(queue=dataclasses.replace(DEFAULTS.queue, requests_max=2))
 
 
 def test_a_higher_band_sheds_the_newest_of_the_lowest_band() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -20,8 +21,7 @@ from llmproxy.core.domain import (
 from llmproxy.core.placement.policy import presets
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX
-from llmproxy.core.settings import QueueSettings, Settings
-from tests.core.make import listing, one_by_one, only_drop, pools, reading, refusal, request, submit, tight
+from tests.core.make import DEFAULTS, listing, one_by_one, only_drop, pools, reading, refusal, request, submit, tight
 
 ROOMY = tight()
 
@@ -40,7 +40,7 @@ def fill(of: Pools, backend: str, now: float = 0.0) -> Grant:
 
 @pytest.mark.parametrize("placement", sorted(presets.names()))
 def test_every_placement_sends_it_to_its_own_backend(placement: str) -> None:
-    of = pools(dict.fromkeys("abc", 8), Settings(placement=placement))
+    of = pools(dict.fromkeys("abc", 8), replace(DEFAULTS, placement=placement))
     for n, backend in enumerate("abcbbacca"):
         of.submit(request(id=str(n), backend=backend, prefix=(1, 2, 3), prefix_tokens=16.0, session="s"), 0.0)
     sent = grants(of.decide(0.0))
@@ -49,7 +49,7 @@ def test_every_placement_sends_it_to_its_own_backend(placement: str) -> None:
 
 @pytest.mark.parametrize("fairness", ["fcfs", "fair_share", "round_robin"])
 def test_any_number_of_them_hides_nobody_behind_it(fairness: str) -> None:
-    of = pools({"a": 1, "b": 4}, Settings(fairness=fairness, capacity=ROOMY.capacity))
+    of = pools({"a": 1, "b": 4}, replace(DEFAULTS, fairness=fairness, capacity=ROOMY.capacity))
     held = fill(of, "a")
     many = [f"bound {n}" for n in range(3 * FLOW_LOOK_MAX)]
     submit(of, *(request(id=name, backend="a") for name in many), now=1.0)
@@ -69,7 +69,7 @@ def test_the_higher_band_has_its_backend_first() -> None:
 
 
 def test_only_requests_of_its_own_backend_are_preempted_for_it() -> None:
-    of = pools({"a": 1, "b": 1}, Settings(capacity=ROOMY.capacity, preemption=True))
+    of = pools({"a": 1, "b": 1}, replace(DEFAULTS, capacity=ROOMY.capacity, preemption=True))
     submit(of, *(request(id=f"low on {name}", band=SHEDDABLE, backend=name, stream=True) for name in "ab"))
     assert len(grants(of.decide(0.0))) == 2
     of.submit(request(id="high", band=CRITICAL, backend="a"), 1.0)
@@ -77,7 +77,7 @@ def test_only_requests_of_its_own_backend_are_preempted_for_it() -> None:
 
 
 def test_a_bound_request_is_held_while_its_backend_is_down_or_drained() -> None:
-    of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(no_backend_wait_s=10.0)))
+    of = pools({"a": 4, "b": 4}, replace(DEFAULTS, queue=replace(DEFAULTS.queue, no_backend_wait_s=10.0)))
     of.backends["a"].drained = True
     of.submit(request(id="held", backend="a", deadline_s=100.0), 0.0)
     assert of.decide(0.0) == []
@@ -92,7 +92,7 @@ def test_a_bound_request_is_held_while_its_backend_is_down_or_drained() -> None:
 
 
 def test_without_holding_it_is_answered_at_once() -> None:
-    of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(no_backend_wait_s=0.0)))
+    of = pools({"a": 4, "b": 4}, replace(DEFAULTS, queue=replace(DEFAULTS.queue, no_backend_wait_s=0.0)))
     of.backends["a"].drained = True
     refused = refusal(of.submit, request(backend="a"), 0.0)
     assert (refused.outcome, refused.retry_after_s) == (Outcome.REJECTED_NO_BACKENDS, 2.0)
@@ -117,7 +117,7 @@ def removed(of: Pools) -> None:
 
 @pytest.mark.parametrize("loses", [gone, moved, another_process, removed])
 def test_request_bound_to_a_backend_is_dropped_with_it(loses: object) -> None:
-    of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(no_backend_wait_s=10.0)))
+    of = pools({"a": 4, "b": 4}, replace(DEFAULTS, queue=replace(DEFAULTS.queue, no_backend_wait_s=10.0)))
     of.backends["a"].drained = True
     of.submit(request(id="bound", backend="a"), 0.0)
     of.submit(request(id="free", arrived_s=0.5), 0.5)
@@ -134,7 +134,7 @@ def test_request_bound_to_a_backend_is_dropped_with_it(loses: object) -> None:
 @pytest.mark.parametrize("entry", [AdmissionKind.NEW, AdmissionKind.RETRY])
 @pytest.mark.parametrize("loses", [gone, moved, removed])
 def test_request_for_a_lost_backend_is_refused(loses: object, entry: AdmissionKind) -> None:
-    of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(no_backend_wait_s=10.0)))
+    of = pools({"a": 4, "b": 4}, replace(DEFAULTS, queue=replace(DEFAULTS.queue, no_backend_wait_s=10.0)))
     assert callable(loses)
     loses(of)
     refused = refusal(of.submit, request(backend="a"), 0.0, entry=entry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -11,18 +12,18 @@ from llmproxy.core import snapshot
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, AdmissionKind, Grant, Request, Slo, Trouble, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing import lazy_heap, queue
-from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
+from llmproxy.core.settings import UsageLimit
 from llmproxy.core.snapshot import BandSnapshot, PoolSnapshot, Position
-from tests.core.make import grants, listing, only_grant, pools, reading, refusal, request, submit
+from tests.core.make import DEFAULTS, grants, listing, only_grant, pools, reading, refusal, request, submit
 
-NO_LOOK_AHEAD = CapacitySettings(look_ahead=0)
+NO_LOOK_AHEAD = replace(DEFAULTS.capacity, look_ahead=0)
 ACME = "tenant:acme"
 
 
 def full(backends: int = 1, **settings: Any) -> Pools:
     """A pool whose backends have one slot each, all taken."""
     given: dict[str, Any] = {"capacity": NO_LOOK_AHEAD, "fairness": "round_robin"} | settings
-    fleet = pools({f"b{i}": 1 for i in range(backends)}, Settings(**given))
+    fleet = pools({f"b{i}": 1 for i in range(backends)}, replace(DEFAULTS, **given))
     submit(fleet, *(request(id=f"seat-{i}") for i in range(backends)))
     assert len(fleet.decide(0.0)) == backends
     return fleet
@@ -108,7 +109,9 @@ def test_flows_are_shown_in_the_policys_order_and_the_rest_counted(monkeypatch: 
 def test_all_pools_together_show_a_bounded_number_of_flows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmproxy.core.pools.TOTAL_FLOWS_MAX", 5)
     fleet = pools(
-        {"a": 1, "b": 1}, Settings(capacity=NO_LOOK_AHEAD), listings={"a": listing(), "b": listing(base="other")}
+        {"a": 1, "b": 1},
+        replace(DEFAULTS, capacity=NO_LOOK_AHEAD),
+        listings={"a": listing(), "b": listing(base="other")},
     )
     for level in (CRITICAL, DEFAULT):
         for i in range(3):
@@ -156,7 +159,7 @@ def test_looking_changes_nothing(fairness: str) -> None:
 
 
 def test_backends_say_for_whom_they_have_room() -> None:
-    fleet = pools({"a": 10, "b": 10, "c": 10}, Settings(capacity=NO_LOOK_AHEAD, headroom_s=inf))
+    fleet = pools({"a": 10, "b": 10, "c": 10}, replace(DEFAULTS, capacity=NO_LOOK_AHEAD, headroom_s=inf))
     fleet.backends["a"].observe(reading(0.0, running=9))
     fleet.backends["a"].observe(reading(0.1, running=9))
     fleet.backends["b"].observe(reading(0.0, running=10))
@@ -168,7 +171,7 @@ def test_backends_say_for_whom_they_have_room() -> None:
 
 
 def test_backend_with_a_queue_of_its_own_has_no_room_for_bands_below_default() -> None:
-    fleet = pools({"a": 10}, Settings(capacity=NO_LOOK_AHEAD))
+    fleet = pools({"a": 10}, replace(DEFAULTS, capacity=NO_LOOK_AHEAD))
     enter(fleet, band=CRITICAL, stream=True)
     only_grant(fleet, 0.0)
     (row,) = only_pool(fleet, 0.1).backends
@@ -181,7 +184,7 @@ def test_backend_with_a_queue_of_its_own_has_no_room_for_bands_below_default() -
 
 
 def test_a_pool_without_backends_up_holds_requests_and_stops_their_clock() -> None:
-    fleet = full(queue=QueueSettings(no_backend_wait_s=30.0))
+    fleet = full(queue=replace(DEFAULTS.queue, no_backend_wait_s=30.0))
     one = enter(fleet, 0.0)
     for _ in range(2):
         fleet.troubled("b0", Trouble.TIMEOUT)
@@ -198,7 +201,7 @@ def test_a_pool_without_backends_up_holds_requests_and_stops_their_clock() -> No
 
 def limited() -> Pools:
     limits = {ACME: UsageLimit(in_flight=1, requests_per_min=60.0, tokens_per_min=600.0), "model:m": UsageLimit(9)}
-    fleet = pools({"a": 1}, Settings(capacity=NO_LOOK_AHEAD, limits=limits))
+    fleet = pools({"a": 1}, replace(DEFAULTS, capacity=NO_LOOK_AHEAD, limits=limits))
     enter(fleet, limits=(ACME,))
     fleet.decide(0.0)
     return fleet
@@ -302,7 +305,7 @@ def test_a_label_given_twice_means_the_newer_until_it_leaves() -> None:
 
 
 def test_a_request_that_was_refused_is_not_found() -> None:
-    fleet = full(queue=QueueSettings(requests_max=1))
+    fleet = full(queue=replace(DEFAULTS.queue, requests_max=1))
     enter(fleet, label="in")
     refusal(enter, fleet, label="out")
     assert fleet.position("out", 0.0) is None

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 
 from llmproxy.core.domain import Grant, Learned, Predicted, Request, Usage, Verdict
 from llmproxy.core.placement.cost import EXPLAINED_MAX
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import Settings
 from llmproxy.core.snapshot import PoolChoices
 from tests.core import make
-from tests.core.make import listing, only_grant, reading, request
+from tests.core.make import DEFAULTS, listing, only_grant, reading, request
 
 
 def pools(*backends: str, placement: str = "cost") -> Pools:
-    made = make.pools(dict.fromkeys(backends, 8), Settings(placement=placement))
+    made = make.pools(dict.fromkeys(backends, 8), dataclasses.replace(DEFAULTS, placement=placement))
     for name in backends:
         made.backends[name].observe(reading(kv_tokens=20_000))
     return made

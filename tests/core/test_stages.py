@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,11 +25,11 @@ from llmproxy.core.domain import (
 from llmproxy.core.placement.staged import FAILURES_MAX
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.min_share import MinShares
-from llmproxy.core.settings import Disaggregation, QueueSettings, Settings, Splitting, UsageLimit
+from llmproxy.core.settings import Disaggregation, Splitting, UsageLimit
 from tests.core.conftest import Ledger
-from tests.core.make import kill, listing, only_grant, pools, request, submit, tight
+from tests.core.make import DEFAULTS, kill, listing, only_grant, pools, request, submit, tight
 
-ALWAYS = Disaggregation(Splitting.ALWAYS)
+ALWAYS = Disaggregation(Splitting.ALWAYS, 30.0)
 LISTING = listing(max_model_len=100_000)
 
 
@@ -94,13 +95,13 @@ def test_a_pool_without_a_backend_for_answers_splits_nothing(role: Role, splitta
 
 
 def test_never_splits_nothing() -> None:
-    one = one_each(Disaggregation(Splitting.NEVER))
+    one = one_each(Disaggregation(Splitting.NEVER, 30.0))
     submit(one, long())
     assert only_grant(one, 0.0).placed.backend == "d"
 
 
 def test_a_threshold_counts_the_tokens_that_no_answering_backend_has() -> None:
-    one = one_each(Disaggregation(Splitting.TOKENS, 1_000))
+    one = one_each(Disaggregation(Splitting.TOKENS, 30.0, 1_000))
     submit(one, long(prompt_tokens=999), long(prompt_tokens=1_000))
     stages = [grant.request.stage for grant in one.decide(0.0) if isinstance(grant, Grant)]
     assert sorted(stages) == [Stage.PREFILL, Stage.WHOLE]
@@ -108,7 +109,7 @@ def test_a_threshold_counts_the_tokens_that_no_answering_backend_has() -> None:
 
 @pytest.mark.parametrize(("prompt_tokens", "stage"), [(30, Stage.WHOLE), (20_000, Stage.PREFILL)])
 def test_auto_splits_only_prompts_that_would_delay_streams(prompt_tokens: int, stage: Stage) -> None:
-    one = one_each(Disaggregation(), limit=20)
+    one = one_each(DEFAULTS.disaggregation, limit=20)
     for _ in range(8):
         submit(one, long(splittable=False, prompt_tokens=30, output_tokens=1_000))
         one.started(only_grant(one, 0.0), 0.032)
@@ -156,7 +157,7 @@ def test_a_request_between_its_stages_counts_once_under_limits_and_shares() -> N
 
 def test_both_stages_are_charged_as_much_as_the_whole() -> None:
     standings = []
-    for how in (ALWAYS, Disaggregation(Splitting.NEVER)):
+    for how in (ALWAYS, Disaggregation(Splitting.NEVER, 30.0)):
         one = one_each(how, fairness="fair_share")
         # Another flow waits throughout, so that the counters are not reset.
         submit(one, long(flow="mine"))
@@ -415,7 +416,7 @@ def test_a_fault_of_a_placement_loses_no_request_between_its_stages(monkeypatch:
 
 
 def test_request_is_dropped_where_no_backend_is_left() -> None:
-    one = one_each(queue=QueueSettings(no_backend_wait_s=0.0))
+    one = one_each(queue=replace(DEFAULTS.queue, no_backend_wait_s=0.0))
     submit(one, long())
     grant = only_grant(one, 0.0)
     kill(one, "d")
@@ -473,7 +474,7 @@ def test_a_prompt_is_preempted_for_the_place_of_its_answer_and_an_answer_never()
 
 
 def test_a_failed_transfer_is_no_failure_of_the_backend() -> None:
-    one = one_each(health=Settings().health)
+    one = one_each(health=DEFAULTS.health)
     for turn in range(20):
         submit(one, asked := long(), now=float(turn))
         (answer,) = prefilled(one, only_grant(one, float(turn)), float(turn))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
@@ -25,7 +25,8 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
-from llmproxy.core.settings import Disaggregation, HealthSettings, Splitting, UsageLimit
+from llmproxy.core.settings import Disaggregation, Splitting, UsageLimit
+from tests.core.make import DEFAULTS
 from tests.core.test_stages import ALWAYS, long, split_up
 
 FLEETS = (
@@ -57,7 +58,9 @@ class Walk:
     def __post_init__(self) -> None:
         self.rng = Random(self.seed)
         self.fleet = self.rng.choice(FLEETS)
-        health = HealthSettings(failures_before_ejection=2, ejection_s=1.0, ejection_max_s=4.0, misses_before_down=2)
+        health = replace(
+            DEFAULTS.health, failures_before_ejection=2, ejection_s=1.0, ejection_max_s=4.0, misses_before_down=2
+        )
         limits = {"tenant:t": UsageLimit(in_flight=IN_FLIGHT)}
         self.pools = split_up(
             self.fleet, self.how, placement=self.placement, fairness="fair_share", health=health, limits=limits
@@ -201,7 +204,9 @@ class Walk:
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("how", [ALWAYS, Disaggregation(), Disaggregation(Splitting.TOKENS, 1_000)], ids=str)
+@pytest.mark.parametrize(
+    "how", [ALWAYS, DEFAULTS.disaggregation, Disaggregation(Splitting.TOKENS, 30.0, 1_000)], ids=str
+)
 @pytest.mark.parametrize("placement", ["cost", "least_request"])
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 115])
 def test_every_promise_holds_across_both_stages(seed: int, placement: str, how: Disaggregation) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from llmproxy.core.domain import (
     CRITICAL,
     DEFAULT,
@@ -16,8 +18,8 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.placement.policy import Placement
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import QueueSettings, UsageLimit
-from tests.core.make import grants, only_drop, only_grant, pools, request, submit, tight
+from llmproxy.core.settings import UsageLimit
+from tests.core.make import DEFAULTS, grants, only_drop, only_grant, pools, request, submit, tight
 
 
 def served(of: Pools, held: Grant, now: float) -> Grant:
@@ -117,7 +119,7 @@ def test_the_full_backend_is_named_that_was_worth_waiting_for() -> None:
 
 def full() -> Pools:
     """A pool in which a request waits behind a request of another flow."""
-    of = pools({"a": 1}, tight(queue=QueueSettings(requests_max=2), ordering="fcfs", ceilings={}))
+    of = pools({"a": 1}, tight(queue=replace(DEFAULTS.queue, requests_max=2), ordering="fcfs", ceilings={}))
     submit(of, request(flow="f"))
     held = only_grant(of, 0.0)
     submit(of, request(flow="f", arrived_s=1.0), now=1.0)

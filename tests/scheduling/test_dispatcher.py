@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -13,10 +14,9 @@ from llmproxy.core import scheduler
 from llmproxy.core.domain import CRITICAL, SHEDDABLE, AdmissionKind, Outcome, Reading, Refused, Trouble, Usage, Verdict
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import QueueSettings, Settings
 from llmproxy.lifecycle.paced import CALLS
 from llmproxy.scheduling.dispatcher import Dispatcher
-from tests.core.make import listing, request
+from tests.core.make import DEFAULTS, listing, request
 from tests.dispatching import SETTINGS, Client, Passes, dispatcher, emptied, empty, now, turns, virtual
 
 # --- admit and grant --------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ async def test_one_waits_until_another_leaves(one: Dispatcher) -> None:
     await second.done()
 
 
-@emptied(Settings(queue=QueueSettings(no_backend_wait_s=0.0)), a=1)
+@emptied(replace(DEFAULTS, queue=replace(DEFAULTS.queue, no_backend_wait_s=0.0)), a=1)
 async def test_a_refusal_at_the_door_leaves_nothing_behind(one: Dispatcher) -> None:
     one.troubled("a", Trouble.UNHEALTHY, "503")
     with pytest.raises(Refused) as caught:
@@ -110,7 +110,7 @@ async def test_closing_stops_the_timer() -> None:
 
 @virtual
 async def test_a_first_token_lets_the_next_prompt_go_without_any_other_event() -> None:
-    one = dispatcher(None, Settings(), a=64)
+    one = dispatcher(None, DEFAULTS, a=64)
     client = partial(Client, one, stream=True, prompt_tokens=8_000)
     first = client()
     await turns()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from llmproxy.core.domain import AdmissionKind, Outcome, Refused, Request, Role, Trouble, Verdict
 from llmproxy.core.queueing.fairness.fair_share import FairShare
-from llmproxy.core.settings import Disaggregation, Settings, Splitting
+from llmproxy.core.settings import Disaggregation, Splitting
 from llmproxy.scheduling.dispatcher import Dispatcher
-from tests.core.make import request
+from tests.core.make import DEFAULTS, request
 from tests.dispatching import SETTINGS, Client, dispatcher, emptied, empty, now, turns, virtual
 
 # --- drain ------------------------------------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ async def test_a_policy_that_raises_leaves_no_request_waiting() -> None:
 def of_two_roles() -> Dispatcher:
     roles = {"p": Role.PREFILL, "d": Role.DECODE}
     disaggregation = Disaggregation(Splitting.ALWAYS, lease_s=30.0)
-    settings = Settings(capacity=SETTINGS.capacity, roles=roles, disaggregation=disaggregation)
+    settings = replace(DEFAULTS, capacity=SETTINGS.capacity, roles=roles, disaggregation=disaggregation)
     return dispatcher(settings=settings, p=1, d=1)
 
 

@@ -13,9 +13,9 @@ from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Outcome
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import QueueSettings, Settings
+from llmproxy.core.settings import QueueSettings
 from llmproxy.scheduling.dispatcher import Dispatcher
-from tests.core.make import listing
+from tests.core.make import DEFAULTS, listing
 from tests.dispatching import SETTINGS, empty, now, refusal_of, turns, virtual
 
 # --- names that no backend serves yet ---------------------------------------------------------------------------------
@@ -182,10 +182,12 @@ async def test_name_of_several_models_works_if_one_has_no_replica() -> None:
     empty(one)
 
 
-@pytest.mark.parametrize("bounds", [QueueSettings(requests_max=1), QueueSettings(bytes_max=1)], ids=["names", "bytes"])
+@pytest.mark.parametrize(
+    "bounds", [replace(DEFAULTS.queue, requests_max=1), replace(DEFAULTS.queue, bytes_max=1)], ids=["names", "bytes"]
+)
 @virtual
 async def test_requests_that_wait_for_names_are_bounded(bounds: QueueSettings) -> None:
-    settings = Settings(queue=bounds)
+    settings = replace(DEFAULTS, queue=bounds)
     one = Dispatcher(Pools(settings, {"a": 1}, {}, partial(make, "least_request", Random(0))))
     first = asyncio.create_task(one.resolve("base", 5.0, 1))
     await turns()

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from llmproxy.config import Config, settings_of
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Role, Stage, Usage, Verdict
 from llmproxy.core.placement.policy import Placement
 from llmproxy.core.placement.staged import StagedPlacement, as_prefill
-from llmproxy.core.settings import Disaggregation
 from llmproxy.lab.baselines.common import prompt_blocks
 from llmproxy.lab.baselines.dynamo import KvCost, KvEventCaches, PredictedCaches
 from llmproxy.lab.baselines.endpoint_picker import SCRAPE_S, EndpointPicker, sticky
@@ -48,7 +48,7 @@ class SplitRouter(StagedPlacement):
     """Chooses a decode replica first, and then perhaps a prefill replica. Each choice has its own policy."""
 
     def __init__(self, prefill: Placement, decode: Placement, known: KnownCaches, splits: Splits) -> None:
-        super().__init__(decode, Disaggregation())
+        super().__init__(decode, settings_of(Config()).disaggregation)
         self._prefill = prefill
         self._known = known
         self._splits = splits

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from llmproxy.core.backends.adapter_loads import MOST_S, LongestLoad
 from llmproxy.core.backends.health import Health, Peers
 from llmproxy.core.backends.outlier_detection import SPAN_S, OutlierDetection
 from llmproxy.core.domain import Placed, Request
-from llmproxy.core.settings import HealthSettings
-from tests.core.make import request
+from tests.core.make import DEFAULTS, request
 
 HUNG_S = 1.5
 TICK_S = 0.05
@@ -22,10 +23,10 @@ class TwoBackends:
 
     def __init__(self) -> None:
         peers = Peers(0.5)
-        peers.members = {name: Health(HealthSettings()) for name in "ab"}
+        peers.members = {name: Health(DEFAULTS.health) for name in "ab"}
         for health in peers.members.values():
             health.poll_succeeded(0.0)
-        self.detection = OutlierDetection(HealthSettings(hung_s=HUNG_S, slow_factor=5.0), peers)
+        self.detection = OutlierDetection(replace(DEFAULTS.health, hung_s=HUNG_S, slow_factor=5.0), peers)
         self.now = 0.0
         self.slow = False
         self._leases = 0

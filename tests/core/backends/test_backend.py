@@ -1,17 +1,18 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from llmproxy.core.backends.backend import STARTED_AFTER_S, UNREAD_MAX, Backend
 from llmproxy.core.backends.batch_limit import UNPUBLISHED
 from llmproxy.core.backends.bookings import GAUGE_LAG_S, RESIDENT_ADAPTERS_MAX
 from llmproxy.core.domain import Reading, Role, Trouble, Verdict
-from llmproxy.core.settings import CapacitySettings, HealthSettings, Settings
-from tests.core.make import listing, pools, reading, request, view
+from tests.core.make import DEFAULTS, listing, pools, reading, request, view
 
 
 def backend(*adapters: str, max_in_flight: int | None = 8, **capacity: object) -> Backend:
-    made = Backend("a", CapacitySettings(**capacity), HealthSettings(), max_in_flight)  # type: ignore[arg-type]
+    made = Backend("a", replace(DEFAULTS.capacity, **capacity), DEFAULTS.health, max_in_flight)  # type: ignore[arg-type]
     made.answered(0.0)
     made.listed(listing(*adapters))
     return made
@@ -185,7 +186,7 @@ def test_waiting_for_an_adapter_slot_teaches_no_batch_limit() -> None:
 
 @pytest.mark.parametrize(("begun", "limit"), [(4, 8), (1, 4)])
 def test_streams_that_began_raise_the_limit_where_readings_are_old(begun: int, limit: int) -> None:
-    one = Backend("a", CapacitySettings(initial_batch_limit=4), HealthSettings(), None)
+    one = Backend("a", replace(DEFAULTS.capacity, initial_batch_limit=4), DEFAULTS.health, None)
     for lease in range(4):
         one.book(lease, request(stream=True), 0.0)
     for lease in range(begun):
@@ -210,7 +211,7 @@ def test_backend_without_numbers_gets_the_default_limit() -> None:
 
 
 def test_unread_backend_begins_small_and_only_for_some_polls() -> None:
-    one = Backend("a", CapacitySettings(initial_batch_limit=4), HealthSettings())
+    one = Backend("a", replace(DEFAULTS.capacity, initial_batch_limit=4), DEFAULTS.health)
     one.unread()
     one.answered(0.0)
     assert one.limit.value == 4, "the next reading may come at once"
@@ -310,12 +311,12 @@ def test_a_start_seen_by_the_poller_closes_the_case_of_a_probe(
 
 
 def test_views_of_backends_have_their_prompt_range() -> None:
-    of = pools({"a": 1, "b": 1}, Settings(prompt_ranges={"b": (10, 20)}))
+    of = pools({"a": 1, "b": 1}, replace(DEFAULTS, prompt_ranges={"b": (10, 20)}))
     assert {name: one.prompt_range for name, one in of.views(0.0).items()} == {"a": None, "b": (10, 20)}
 
 
 def test_views_of_backends_have_their_role() -> None:
-    of = pools({"a": 1, "b": 1}, Settings(roles={"b": Role.PREFILL}))
+    of = pools({"a": 1, "b": 1}, replace(DEFAULTS, roles={"b": Role.PREFILL}))
     assert {name: one.role for name, one in of.views(0.0).items()} == {"a": Role.BOTH, "b": Role.PREFILL}
     of.backends["b"].set_limits_and_role(1, role=Role.DECODE)
     assert of.views(0.0)["b"].role is Role.DECODE

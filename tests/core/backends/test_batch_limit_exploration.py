@@ -9,10 +9,11 @@ import pytest
 from llmproxy.core.backends.batch_limit import BatchLimit, Exploration
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Preempt, Verdict
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import CapacitySettings, Settings
-from tests.core.make import grants, pools, reading, request, submit
+from tests.core.make import DEFAULTS, grants, pools, reading, request, submit
 
-SETTINGS = Settings(capacity=CapacitySettings(initial_batch_limit=4, look_ahead=0), headroom_s=1_000.0)
+SETTINGS = replace(
+    DEFAULTS, capacity=replace(DEFAULTS.capacity, initial_batch_limit=4, look_ahead=0), headroom_s=1_000.0
+)
 
 
 def unknown_pool(*names: str, placement: str = "cost") -> Pools:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, KnownLimit, Stage
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import CapacitySettings, HealthSettings, Settings
-from tests.core.make import BASE, listing, pools, reading, request, submit
+from tests.core.make import BASE, DEFAULTS, listing, pools, reading, request, submit
 
 
 def queued_inside(*, used: int | None) -> Pools:
     """Two backends with room; "a" has a waiting sequence, and the band `used` was in use recently."""
-    of = pools({"a": 20, "b": 20}, Settings(ceilings={SHEDDABLE: 1.0}))
+    of = pools({"a": 20, "b": 20}, replace(DEFAULTS, ceilings={SHEDDABLE: 1.0}))
     if used is not None:
         of.submit(request(id="before", band=used), 1.0)
         of.decide(1.0)
@@ -73,7 +74,7 @@ KNOWN = KnownLimit(12, True, (BASE,), 4096)
 
 
 def backend(known: KnownLimit | None = None, max_in_flight: int | None = None) -> Backend:
-    made = Backend("a", CapacitySettings(initial_batch_limit=4), HealthSettings(), max_in_flight)
+    made = Backend("a", replace(DEFAULTS.capacity, initial_batch_limit=4), DEFAULTS.health, max_in_flight)
     if known is not None:
         made.restore(known)
     made.listed(listing("x", max_model_len=4096))

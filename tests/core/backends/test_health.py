@@ -7,9 +7,11 @@ import pytest
 
 from llmproxy.core.backends.health import Ejected, EjectionEvent, EjectionSkipped, Hang, Health, Peers, Unejected
 from llmproxy.core.domain import Trouble, Verdict
-from llmproxy.core.settings import HealthSettings
+from tests.core.make import DEFAULTS
 
-SETTINGS = HealthSettings(failures_before_ejection=3, ejection_s=1.0, ejection_max_s=8.0, misses_before_down=2)
+SETTINGS = replace(
+    DEFAULTS.health, failures_before_ejection=3, ejection_s=1.0, ejection_max_s=8.0, misses_before_down=2
+)
 
 
 def healthy() -> Health:

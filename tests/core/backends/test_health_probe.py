@@ -29,10 +29,9 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.placement.policy import FilteredPlacement, presets
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import Settings
-from tests.core.make import BASE, grants, listing, pools, reading, request, submit
+from tests.core.make import BASE, DEFAULTS, grants, listing, pools, reading, request, submit
 
-SETTINGS = Settings(placement="round_robin", ceilings={})
+SETTINGS = replace(DEFAULTS, placement="round_robin", ceilings={})
 NO_LOOK_AHEAD = replace(SETTINGS, capacity=replace(SETTINGS.capacity, look_ahead=0))
 SERIAL = count()
 

@@ -11,10 +11,9 @@ import pytest
 
 from llmproxy.core.domain import Grant, Trouble
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import HealthSettings, Settings
-from tests.core.make import pools, request
+from tests.core.make import DEFAULTS, pools, request
 
-SETTINGS = Settings(placement="least_request", ceilings={}, health=HealthSettings(slow_start_s=10.0))
+SETTINGS = replace(DEFAULTS, placement="least_request", ceilings={}, health=replace(DEFAULTS.health, slow_start_s=10.0))
 SERIAL = count()
 
 

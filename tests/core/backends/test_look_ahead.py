@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,8 +10,7 @@ import pytest
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.look_ahead import EMPTY_MAX, SHARE_MAX, LookAhead
 from llmproxy.core.domain import Verdict
-from llmproxy.core.settings import CapacitySettings, HealthSettings
-from tests.core.make import listing, reading, request
+from tests.core.make import DEFAULTS, listing, reading, request
 
 
 def learned(load: int, *on_the_way: int) -> LookAhead:
@@ -54,7 +54,7 @@ def test_look_ahead_follows_the_engine() -> None:
 
 
 def backend(look_ahead: int | None = None, limit: int = 8) -> Backend:
-    made = Backend("a", CapacitySettings(look_ahead=look_ahead), HealthSettings(), limit)
+    made = Backend("a", replace(DEFAULTS.capacity, look_ahead=look_ahead), DEFAULTS.health, limit)
     made.answered(0.0)
     made.listed(listing())
     return made

@@ -12,12 +12,14 @@ from msgspec import structs
 from llmproxy.core.backends.health import Ejected, Health, Peers
 from llmproxy.core.backends.outlier_detection import BASE_TOKENS, OutlierDetection
 from llmproxy.core.domain import AdmissionKind, Grant, Placed, Request, Revoke, Stage, Usage, Verdict
-from llmproxy.core.settings import HealthSettings, Settings
-from tests.core.make import kill, pools, reading, request
+from llmproxy.core.settings import Settings
+from tests.core.make import DEFAULTS, kill, pools, reading, request
 
 TICK_S = 0.05
 TOKENS = 100
-SETTINGS = Settings(placement="round_robin", ceilings={}, health=HealthSettings(hung_s=1.5, slow_factor=3.0))
+SETTINGS = replace(
+    DEFAULTS, placement="round_robin", ceilings={}, health=replace(DEFAULTS.health, hung_s=1.5, slow_factor=3.0)
+)
 
 
 @dataclass
@@ -302,8 +304,8 @@ def test_one_of_three_backends_is_judged_although_another_is_slow_too() -> None:
 
 def test_a_process_that_was_stopped_and_goes_on_is_not_slow() -> None:
     peers = Peers(0.5)
-    peers.members = {name: Health(HealthSettings()) for name in "ab"}
-    detection = OutlierDetection(HealthSettings(), peers)
+    peers.members = {name: Health(DEFAULTS.health) for name in "ab"}
+    detection = OutlierDetection(DEFAULTS.health, peers)
     for lease, name in enumerate("ab"):
         detection.booked(lease, request(stream=True), Placed(name, 0.0, (), 2), False, 0.0)
         detection.started(lease, 0.1)
@@ -352,8 +354,8 @@ def test_long_uncached_prompts_make_no_backend_slow(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("owed", "expected"), [(True, set()), (False, {"a"})])
 def test_prompt_that_waited_for_room_explains_time_when_computed(owed: bool, expected: set[str]) -> None:
     peers = Peers(0.5)
-    peers.members = {name: Health(HealthSettings()) for name in "ab"}
-    detection = OutlierDetection(HealthSettings(), peers)
+    peers.members = {name: Health(DEFAULTS.health) for name in "ab"}
+    detection = OutlierDetection(DEFAULTS.health, peers)
     for lease, name in enumerate("ab"):
         detection.booked(lease, request(stream=True), Placed(name, 0.0, (), 2), False, 0.0)
         detection.started(lease, 0.1)
@@ -404,7 +406,7 @@ def test_usual_speed_is_forgotten_with_its_process() -> None:
 
 def test_a_prompt_may_be_estimated_shorter_than_its_cached_part() -> None:
     """The remaining prefill is 0 and not negative if the cached tokens exceed the prompt by the base cost."""
-    detection = OutlierDetection(HealthSettings(), Peers(0.5))
+    detection = OutlierDetection(DEFAULTS.health, Peers(0.5))
     asked = request(prompt_tokens=10, stream=True)
     detection.booked(1, asked, Placed("a", 1.0, (), 1, cached_tokens=10 + round(BASE_TOKENS)), cold=False, now=0.0)
     detection.started(1, 0.5)
@@ -412,7 +414,7 @@ def test_a_prompt_may_be_estimated_shorter_than_its_cached_part() -> None:
 
 
 def test_a_prompt_takes_what_is_ahead_of_it_too() -> None:
-    detection = OutlierDetection(HealthSettings(), Peers(0.5))
+    detection = OutlierDetection(DEFAULTS.health, Peers(0.5))
     for number in range(200):
         asked = request(prompt_tokens=1_000, stream=True)
         for lease in (0, 1):
@@ -425,7 +427,7 @@ def test_a_prompt_takes_what_is_ahead_of_it_too() -> None:
 
 def test_a_prompt_that_another_backend_computed_takes_no_time_here() -> None:
     """Its first token teaches nothing, and later prompts do not wait for it."""
-    fetching, alone = (OutlierDetection(HealthSettings(), Peers(0.5)) for _ in range(2))
+    fetching, alone = (OutlierDetection(DEFAULTS.health, Peers(0.5)) for _ in range(2))
     fetched = structs.replace(request(prompt_tokens=20_000, stream=True), stage=Stage.DECODE)
     for number in range(50):
         now = float(number)

@@ -11,20 +11,19 @@ import pytest
 from llmproxy.core.backends.health import Health, Peers
 from llmproxy.core.backends.outlier_detection import OutlierDetection
 from llmproxy.core.domain import Placed, Usage
-from llmproxy.core.settings import HealthSettings
-from tests.core.make import reading, request
+from tests.core.make import DEFAULTS, reading, request
 
 POLL_S = 0.2
 
 
 def detection_of(*names: str, drained: str | None = None) -> OutlierDetection:
     peers = Peers(0.5)
-    peers.members = {name: Health(HealthSettings()) for name in names}
+    peers.members = {name: Health(DEFAULTS.health) for name in names}
     for health in peers.members.values():
         health.poll_succeeded(0.0)
     if drained is not None:
         peers.members[drained].drained = True
-    detection = OutlierDetection(HealthSettings(), peers)
+    detection = OutlierDetection(DEFAULTS.health, peers)
     for lease, name in enumerate(names):
         detection.booked(lease, request(), Placed(name, 0.0, (), 2), False, 0.0)
     return detection

@@ -9,8 +9,7 @@ import pytest
 from llmproxy.core.backends.health import Ejected, EjectionEvent, Health, Peers, Unejected
 from llmproxy.core.backends.outlier_detection import FRESH_S, LEARNING_S, OutlierDetection
 from llmproxy.core.domain import Placed
-from llmproxy.core.settings import HealthSettings
-from tests.core.make import reading, request
+from tests.core.make import DEFAULTS, reading, request
 
 POLL_S = 0.2
 SEQUENCES = 8
@@ -22,10 +21,10 @@ class Pool:
     def __init__(self, *names: str) -> None:
         self.now = 0.0
         self.peers = Peers(0.5)
-        self.peers.members = {name: Health(HealthSettings()) for name in names}
+        self.peers.members = {name: Health(DEFAULTS.health) for name in names}
         for health in self.peers.members.values():
             health.poll_succeeded(0.0)
-        self.detection = OutlierDetection(HealthSettings(), self.peers)
+        self.detection = OutlierDetection(DEFAULTS.health, self.peers)
         self.events: list[EjectionEvent] = []
         for health in self.peers.members.values():
             health.on_event = self.events.append

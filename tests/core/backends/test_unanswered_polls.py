@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -10,13 +11,12 @@ import pytest
 
 from llmproxy.core.domain import Grant, Listing, ModelCard, Revoke, Trouble, Verdict
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import Settings
-from tests.core.make import BASE, listing, pools, reading, request
+from tests.core.make import BASE, DEFAULTS, listing, pools, reading, request
 
 POLL_S = 0.2
 TIMEOUT_S = 2.0
 STOPPED_S = 5.0
-SETTINGS = Settings(placement="least_request", ceilings={})
+SETTINGS = replace(DEFAULTS, placement="least_request", ceilings={})
 
 
 BOTH = Listing(0.0, (ModelCard(BASE, None, 4096), ModelCard("x", None, 4096)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,8 +12,7 @@ from hypothesis import strategies as st
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.health import Hang
 from llmproxy.core.domain import Request, Stage, Trouble, Verdict
-from llmproxy.core.settings import CapacitySettings, HealthSettings, Settings
-from tests.core.make import listing, pools, reading, request
+from tests.core.make import DEFAULTS, listing, pools, reading, request
 
 Event = Callable[[Backend, float], object]
 
@@ -80,7 +80,7 @@ EVENTS = st.sampled_from([LEASE_EVENTS, LEASE_EVENTS, LEASE_EVENTS, OTHER_EVENTS
 
 @given(st.lists(st.tuples(EVENTS, PASSED_S), max_size=30), st.none() | st.integers(1, 8))
 def test_earlier_views_do_not_change_a_later_one(events: list[tuple[Event, float]], max_in_flight: int | None) -> None:
-    seen, unseen = (Backend("a", CapacitySettings(), HealthSettings(), max_in_flight) for _ in range(2))
+    seen, unseen = (Backend("a", DEFAULTS.capacity, DEFAULTS.health, max_in_flight) for _ in range(2))
     for one in (seen, unseen):
         one.answered(0.0)
         one.listed(listing("x", "y"))
@@ -95,7 +95,7 @@ def test_earlier_views_do_not_change_a_later_one(events: list[tuple[Event, float
 
 
 def test_a_view_is_kept_until_something_happens() -> None:
-    one = Backend("a", CapacitySettings(), HealthSettings(slow_start_s=0.0), 8)
+    one = Backend("a", DEFAULTS.capacity, replace(DEFAULTS.health, slow_start_s=0.0), 8)
     one.answered(0.0)
     one.listed(listing())
     kept = one.view(1.0)
@@ -114,7 +114,7 @@ def test_a_view_is_kept_until_something_happens() -> None:
     ids=["booked", "started", "ended"],
 )
 def test_view_shows_the_load_of_another_engine_with_the_next_lease_event(event: Callable[[Backend], object]) -> None:
-    of = pools(dict.fromkeys("ab"), Settings(capacity=CapacitySettings(initial_batch_limit=4)))
+    of = pools(dict.fromkeys("ab"), replace(DEFAULTS, capacity=replace(DEFAULTS.capacity, initial_batch_limit=4)))
     a, b = of.backends["a"], of.backends["b"]
     for one in (a, b):
         one.limit.forget()
@@ -129,7 +129,7 @@ def test_view_shows_the_load_of_another_engine_with_the_next_lease_event(event: 
 
 
 def test_an_answer_that_fetches_its_prompt_waits_for_no_place_until_it_has_begun() -> None:
-    one = Backend("a", CapacitySettings(), HealthSettings(), 8)
+    one = Backend("a", DEFAULTS.capacity, DEFAULTS.health, 8)
     one.answered(0.0)
     one.listed(listing())
     one.observe(reading(0.0, waiting=1, deferred=1))
@@ -141,7 +141,7 @@ def test_an_answer_that_fetches_its_prompt_waits_for_no_place_until_it_has_begun
 
 
 def test_a_part_of_the_limit_counts_at_once() -> None:
-    one = Backend("a", CapacitySettings(), HealthSettings(), 8)
+    one = Backend("a", DEFAULTS.capacity, DEFAULTS.health, 8)
     assert one.view(0.0).limit == 8
     one.limit_divisor = 2
     assert one.view(0.0).limit == 4
@@ -149,7 +149,7 @@ def test_a_part_of_the_limit_counts_at_once() -> None:
 
 def test_a_refusal_is_of_all_that_decide_where_the_engine_has_no_numbers() -> None:
     """With four independent processes, two own requests mean about eight in total."""
-    one = Backend("a", CapacitySettings(), HealthSettings())
+    one = Backend("a", DEFAULTS.capacity, DEFAULTS.health)
     one.listed(listing())
     one.answered(0.0)
     one.limit_divisor = 4

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Listing, Slo
-from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings, UsageLimit
-from tests.core.make import listing
+from llmproxy.core.settings import Settings, UsageLimit
+from tests.core.make import DEFAULTS, listing
 
 BANDS = (CRITICAL, 7, DEFAULT, SHEDDABLE)
 FLOWS = ("f", "g", "h")
@@ -54,9 +55,14 @@ FLEETS: tuple[Mapping[str, tuple[int | None, Listing]], ...] = (
 def settings(**given: Any) -> Settings:
     no_backend_wait_s, window_s = given.pop("no_backend_wait_s", 2.0), given.pop("prompt_window_s", None)
     facts: dict[str, Any] = {
-        "capacity": CapacitySettings(initial_batch_limit=4, look_ahead=1, prompt_window_s=window_s, stale_after_s=5.0),
-        "health": HealthSettings(failures_before_ejection=2, ejection_s=1.0, ejection_max_s=4.0, misses_before_down=2),
-        "queue": QueueSettings(
+        "capacity": replace(
+            DEFAULTS.capacity, initial_batch_limit=4, look_ahead=1, prompt_window_s=window_s, stale_after_s=5.0
+        ),
+        "health": replace(
+            DEFAULTS.health, failures_before_ejection=2, ejection_s=1.0, ejection_max_s=4.0, misses_before_down=2
+        ),
+        "queue": replace(
+            DEFAULTS.queue,
             requests_max=QUEUE_MAX,
             band_requests_max=BAND_MAX,
             flow_requests_max=FLOW_MAX,
@@ -64,4 +70,4 @@ def settings(**given: Any) -> Settings:
         ),
         "slo_window_s": 20.0,
     }
-    return Settings(**(facts | given))
+    return replace(DEFAULTS, **(facts | given))

@@ -10,8 +10,7 @@ from llmproxy.core.backends.view import View
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, NoCapacity, NoMatch, Placed, Request
 from llmproxy.core.placement.policy import NO_MATCH, NO_MATCH_FOR_MODEL, Placement
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import Settings
-from tests.core.make import grants, listing, pools, reading, request
+from tests.core.make import DEFAULTS, grants, listing, pools, reading, request
 
 LATER = NoMatch(whole_model=False, later="a")
 
@@ -71,7 +70,7 @@ class Choosy(Picky):
 
 @pytest.mark.parametrize(("other_band", "went"), [(DEFAULT, "second"), (SHEDDABLE, "first"), (CRITICAL, "second")])
 def test_request_does_not_wait_by_choice_above_a_waiting_band(other_band: int, went: str) -> None:
-    pools = Pools(Settings(), {"a": 1, "b": 2}, {}, lambda: Choosy({}))
+    pools = Pools(DEFAULTS, {"a": 1, "b": 2}, {}, lambda: Choosy({}))
     for name in "ab":
         pools.backends[name].answered(0.0)
         pools.listed(name, listing())

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from llmproxy.core.domain import Grant, Usage, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.charge import charges
-from llmproxy.core.settings import Settings
 from tests.core.conftest import Ledger
-from tests.core.make import only_grant, pools, request
+from tests.core.make import DEFAULTS, only_grant, pools, request
 
 
 def test_tokens_are_weighted_uncached_prompt_and_output_tokens() -> None:
-    charge = charges.get("tokens")(Settings(input_weight=3.0, output_weight=5.0))
+    charge = charges.get("tokens")(replace(DEFAULTS, input_weight=3.0, output_weight=5.0))
     one = request(prompt_tokens=100, output_tokens=50)
     assert charge.estimate(one) == 3 * 100 + 5 * 50, "nothing is known to be cached yet"
     assert charge.so_far(one, 20) == 3 * 100 + 5 * 20
@@ -18,12 +19,12 @@ def test_tokens_are_weighted_uncached_prompt_and_output_tokens() -> None:
 
 
 def test_more_tokens_cached_than_the_prompt_has_are_no_gift() -> None:
-    charge = charges.get("tokens")(Settings())
+    charge = charges.get("tokens")(DEFAULTS)
     assert charge.final(request(), Usage(10, 0, cached_tokens=99)) == 0.0
 
 
 def test_requests_cost_one_each() -> None:
-    charge = charges.get("requests")(Settings())
+    charge = charges.get("requests")(DEFAULTS)
     one = request(prompt_tokens=9999)
     assert charge.estimate(one) == charge.so_far(one, 500) == charge.final(one, Usage(1, 1)) == 1.0
 
@@ -53,7 +54,7 @@ def test_requests_of_one_flow_may_have_weights_of_their_own(ledger: type[Ledger]
 
 
 def test_requests_can_be_shared_instead_of_tokens(ledger: type[Ledger]) -> None:
-    one = pools({"a": 4}, Settings(fairness_cost="requests"))
+    one = pools({"a": 4}, replace(DEFAULTS, fairness_cost="requests"))
     grant = granted(one, now=1.0)
     one.progress(grant, 50, 11.0)
     assert ledger.last.charged == 1.0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from llmproxy.core.domain import CRITICAL, SHEDDABLE, AdmissionKind, Outcome, Verdict
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import QueueSettings, Settings
 from tests.core.make import (
+    DEFAULTS,
     granted,
     kill,
     listing,
@@ -23,7 +25,7 @@ from tests.core.make import (
 
 
 def fleet(no_backend_wait_s: float = 10.0, **backends: int) -> Pools:
-    settings = tight(queue=QueueSettings(no_backend_wait_s=no_backend_wait_s))
+    settings = tight(queue=replace(DEFAULTS.queue, no_backend_wait_s=no_backend_wait_s))
     return pools(backends or {"a": 1}, settings)
 
 
@@ -112,7 +114,7 @@ def test_a_retry_goes_to_another_backend_or_is_refused_without_one() -> None:
 
 
 def test_a_name_whose_backends_are_down_is_held_beside_others_up() -> None:
-    settings = Settings(queue=QueueSettings(no_backend_wait_s=10.0))
+    settings = replace(DEFAULTS, queue=replace(DEFAULTS.queue, no_backend_wait_s=10.0))
     of = pools({"a": 1, "b": 1}, settings, listings={"a": listing("lora"), "b": listing()})
     down(of, "a")
     submit(of, request(id="lora", adapter="lora", deadline_s=60.0), request(id="base", deadline_s=60.0))
@@ -122,7 +124,7 @@ def test_a_name_whose_backends_are_down_is_held_beside_others_up() -> None:
 
 
 def test_the_limits_of_the_waiting_room_hold_while_requests_are_held() -> None:
-    of = pools({"a": 1}, Settings(queue=QueueSettings(requests_max=2)))
+    of = pools({"a": 1}, replace(DEFAULTS, queue=replace(DEFAULTS.queue, requests_max=2)))
     down(of, "a")
     submit(of, request(), request())
     assert "requests_max" in refusal(of.submit, request(), 0.0).message

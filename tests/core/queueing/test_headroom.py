@@ -1,5 +1,6 @@
 """The room that ceilings keep free for higher bands, and its use while no higher band is in use."""
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -9,12 +10,11 @@ from hypothesis import strategies as st
 from llmproxy.core.backends.batch_limit import RESERVE_FROM, slots_under
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Verdict
 from llmproxy.core.queueing.headroom import Headroom
-from llmproxy.core.settings import Settings
-from tests.core.make import only_grant, pools, request, submit, tight
+from tests.core.make import DEFAULTS, only_grant, pools, request, submit, tight
 
 
 def test_nothing_is_kept_for_bands_that_nobody_uses() -> None:
-    headroom = Headroom(Settings())
+    headroom = Headroom(DEFAULTS)
     assert [headroom.ceiling(band, 0.0) for band in (CRITICAL, DEFAULT, SHEDDABLE)] == [1.0, 1.0, 1.0]
 
 
@@ -30,13 +30,13 @@ def test_nothing_is_kept_for_bands_that_nobody_uses() -> None:
     ],
 )
 def test_a_band_waits_for_the_next_one_above_it_that_is_in_use(used: int, ceilings: list[float]) -> None:
-    headroom = Headroom(Settings())
+    headroom = Headroom(DEFAULTS)
     headroom.used(used, 5.0)
     assert [headroom.ceiling(band, 5.0) for band in (CRITICAL, DEFAULT, SHEDDABLE)] == ceilings
 
 
 def test_a_band_is_in_use_for_a_while_after_its_last_request() -> None:
-    headroom = Headroom(Settings(headroom_s=10.0))
+    headroom = Headroom(replace(DEFAULTS, headroom_s=10.0))
     assert headroom.changes_at(0.0) is None
     headroom.used(CRITICAL, 1.0)
     headroom.used(DEFAULT, 3.0)
@@ -48,7 +48,7 @@ def test_a_band_is_in_use_for_a_while_after_its_last_request() -> None:
 
 
 def test_headroom_without_end_is_kept_before_the_first_request() -> None:
-    headroom = Headroom(Settings(headroom_s=inf))
+    headroom = Headroom(replace(DEFAULTS, headroom_s=inf))
     assert [headroom.ceiling(band, 0.0) for band in (CRITICAL, DEFAULT, SHEDDABLE)] == [1.0, 0.95, 0.85]
     headroom.used(CRITICAL, 0.0)
     assert headroom.changes_at(1.0) is None
@@ -56,7 +56,7 @@ def test_headroom_without_end_is_kept_before_the_first_request() -> None:
 
 def test_no_band_may_ever_fill_more_than_one_above_it() -> None:
     for last in (CRITICAL, DEFAULT, SHEDDABLE, 50, -150):
-        headroom = Headroom(Settings())
+        headroom = Headroom(DEFAULTS)
         headroom.used(last, 0.0)
         ceilings = [headroom.ceiling(band, 1.0) for band in (-150, SHEDDABLE, DEFAULT, 50, CRITICAL, 101)]
         assert ceilings == sorted(ceilings)

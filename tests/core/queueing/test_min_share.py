@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,8 +24,8 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.min_share import CREDIT_GRANTS, MinShares
-from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
-from tests.core.make import granted, kill, listing, pools, refusal, request, submit, tight
+from llmproxy.core.settings import QueueSettings, UsageLimit
+from tests.core.make import DEFAULTS, granted, kill, listing, pools, refusal, request, submit, tight
 
 
 def overload(shares: dict[int, float], at_a_time: int, waiting: tuple[int, ...], rounds: int = 600) -> Counter[int]:
@@ -32,7 +33,7 @@ def overload(shares: dict[int, float], at_a_time: int, waiting: tuple[int, ...],
 
     `at_a_time` requests end together.
     """
-    settings = tight(min_shares=shares, queue=QueueSettings(no_backend_wait_s=0.0))
+    settings = tight(min_shares=shares, queue=replace(DEFAULTS.queue, no_backend_wait_s=0.0))
     of = pools({"a": 20}, settings)
     held: list[Grant] = []
     tokens: Counter[int] = Counter()
@@ -163,8 +164,11 @@ def owed(charged: str) -> tuple[Pools, Grant]:
 
 
 def test_a_higher_band_back_from_a_limit_does_not_delay_a_minimum_share() -> None:
-    settings = Settings(
-        min_shares={DEFAULT: 0.4}, capacity=CapacitySettings(look_ahead=1), limits={"model:m": UsageLimit(in_flight=1)}
+    settings = replace(
+        DEFAULTS,
+        min_shares={DEFAULT: 0.4},
+        capacity=replace(DEFAULTS.capacity, look_ahead=1),
+        limits={"model:m": UsageLimit(in_flight=1)},
     )
     of = pools({"a": 2}, settings)
 
@@ -193,7 +197,9 @@ def test_a_higher_band_back_from_a_limit_does_not_delay_a_minimum_share() -> Non
 
 def test_share_goes_to_a_request_that_returns_late_from_a_limit() -> None:
     limits = {"tenant:t": UsageLimit(in_flight=1)}
-    settings = Settings(min_shares={DEFAULT: 0.4}, capacity=CapacitySettings(look_ahead=1), limits=limits)
+    settings = replace(
+        DEFAULTS, min_shares={DEFAULT: 0.4}, capacity=replace(DEFAULTS.capacity, look_ahead=1), limits=limits
+    )
     of = pools({"a": 2, "b": 1}, settings, listings={"a": listing(), "b": listing("y")})
 
     def enter(count: int, **given: Any) -> list[Grant]:
@@ -292,7 +298,7 @@ def test_the_30_acu_example() -> None:
 
     10 of them wait, or get neither a slot nor a place to wait. No request of the critical class waits.
     """
-    waits = QueueSettings(band_requests_max=4)
+    waits = replace(DEFAULTS.queue, band_requests_max=4)
     settings = tight(ceilings={SHEDDABLE: 1.0}, queue=waits)
     of = pools({"a": 70, "b": 30}, settings)
     kill(of, "b")
@@ -368,7 +374,7 @@ def busy(queue: QueueSettings) -> Pools:
 
 
 def test_large_request_sheds_only_as_many_as_it_needs() -> None:
-    of = busy(QueueSettings(bytes_max=500))
+    of = busy(replace(DEFAULTS.queue, bytes_max=500))
     submit(of, *(request(id=f"low{at}", band=SHEDDABLE, arrived_s=float(at)) for at in range(1, 5)), now=5.0)
     assert "bytes_max" in refusal(of.submit, request(band=CRITICAL, body_bytes=501), 5.0).message
     assert of.queued()[SHEDDABLE][0] == 4, "nobody was shed for a request that fits nowhere"
@@ -379,7 +385,7 @@ def test_large_request_sheds_only_as_many_as_it_needs() -> None:
 
 
 def test_the_lowest_band_makes_room_first() -> None:
-    of = busy(QueueSettings(requests_max=2))
+    of = busy(replace(DEFAULTS.queue, requests_max=2))
     of.submit(request(id="low", band=SHEDDABLE, arrived_s=0.1), 0.1)
     of.submit(request(id="mid", band=DEFAULT, arrived_s=0.2), 0.2)
     for expected in ("low", "mid"):

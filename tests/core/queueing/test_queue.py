@@ -11,8 +11,7 @@ from llmproxy.core.queueing.fairness.fcfs import FcfsFairness
 from llmproxy.core.queueing.occupancy import DrainRate, Full, Occupancy
 from llmproxy.core.queueing.ordering import Rank
 from llmproxy.core.queueing.queue import Band, Queued, head_rank
-from llmproxy.core.settings import QueueSettings, Settings
-from tests.core.make import only_grant, pools, refusal, request, tight
+from tests.core.make import DEFAULTS, only_grant, pools, refusal, request, tight
 
 # --- limits -----------------------------------------------------------------------------------------------------------
 
@@ -21,7 +20,7 @@ from tests.core.make import only_grant, pools, refusal, request, tight
 @pytest.mark.parametrize(("unit", "limit"), [("requests", 2), ("bytes", 250), ("tokens", 50)])
 def test_each_limit_is_given_by_its_name(kind: str, unit: str, limit: int) -> None:
     name = f"{kind}{unit}_max"
-    occupancy = Occupancy(replace(QueueSettings(), **{name: limit}))
+    occupancy = Occupancy(replace(DEFAULTS.queue, **{name: limit}))
     one, two, three = request(), request(), request()
     for waiting in (one, two):
         assert occupancy.full(waiting) is None
@@ -34,7 +33,7 @@ def test_each_limit_is_given_by_its_name(kind: str, unit: str, limit: int) -> No
 
 
 def test_a_full_flow_or_band_does_not_limit_the_others() -> None:
-    occupancy = Occupancy(QueueSettings(flow_requests_max=1, band_requests_max=2, requests_max=3))
+    occupancy = Occupancy(replace(DEFAULTS.queue, flow_requests_max=1, band_requests_max=2, requests_max=3))
     occupancy.enter(request(flow="f"), 0.0)
     assert occupancy.full(request(flow="g")) is None
     assert occupancy.full(request(flow="f", band=CRITICAL)) is None
@@ -45,14 +44,14 @@ def test_a_full_flow_or_band_does_not_limit_the_others() -> None:
 
 
 def test_request_that_fits_exactly_is_admitted() -> None:
-    occupancy = Occupancy(QueueSettings(bytes_max=100, band_bytes_max=100, tokens_max=20))
+    occupancy = Occupancy(replace(DEFAULTS.queue, bytes_max=100, band_bytes_max=100, tokens_max=20))
     assert occupancy.full(request(body_bytes=100)) is None
     occupancy.enter(request(body_bytes=100), 0.0)
     assert occupancy.full(request(body_bytes=1)) is not None
 
 
 def test_a_request_above_the_token_limit_may_wait_alone() -> None:
-    occupancy = Occupancy(QueueSettings(flow_tokens_max=50, band_tokens_max=50, tokens_max=50))
+    occupancy = Occupancy(replace(DEFAULTS.queue, flow_tokens_max=50, band_tokens_max=50, tokens_max=50))
     assert occupancy.full(request(prompt_tokens=1000)) is None
     occupancy.enter(request(), 0.0)
     assert occupancy.full(request(prompt_tokens=1000)) is not None
@@ -70,7 +69,7 @@ def waiting(band: Band, flow: str = "flow") -> list[str]:
 
 
 def test_a_retry_comes_back_to_where_it_stood() -> None:
-    band = Band(FcfsFairness(Settings()), Faults())
+    band = Band(FcfsFairness(DEFAULTS), Faults())
     asked = {name: request(id=name, arrived_s=at) for name, at in [("r1", 1.0), ("r2", 2.0), ("r3", 3.0), ("r9", 9.0)]}
     lines = {name: queued(asked[name]) for name in ("r9", "r1", "r3", "r2")}
     for one in lines.values():
@@ -84,7 +83,7 @@ def test_a_retry_comes_back_to_where_it_stood() -> None:
 
 
 def test_preempted_requests_come_first_in_the_order_of_arrival() -> None:
-    band = Band(FcfsFairness(Settings()), Faults())
+    band = Band(FcfsFairness(DEFAULTS), Faults())
     first, second, third = (request(id=f"r{at}", arrived_s=float(at)) for at in (1, 2, 3))
     band.push(queued(first), 3.0)
     for one in (third, second):
@@ -93,7 +92,7 @@ def test_preempted_requests_come_first_in_the_order_of_arrival() -> None:
 
 
 def test_requests_of_one_instant_keep_their_order_and_each_can_leave() -> None:
-    band = Band(FcfsFairness(Settings()), Faults())
+    band = Band(FcfsFairness(DEFAULTS), Faults())
     lines = [queued(request(arrived_s=1.0)) for _ in range(5)]
     for one in lines:
         band.push(one, 1.0)
@@ -105,7 +104,7 @@ def test_requests_of_one_instant_keep_their_order_and_each_can_leave() -> None:
 
 
 def test_the_policy_hears_of_new_heads_and_of_the_last_one_leaving() -> None:
-    band = Band(FcfsFairness(Settings()), Faults())
+    band = Band(FcfsFairness(DEFAULTS), Faults())
     slow, quick = queued(request(flow="slow", arrived_s=1.0)), queued(request(flow="quick", arrived_s=2.0))
     behind = queued(request(flow="slow", arrived_s=3.0))
     for one in (slow, quick, behind):
@@ -121,7 +120,7 @@ def test_the_policy_hears_of_new_heads_and_of_the_last_one_leaving() -> None:
 
 
 def test_a_rank_that_changes_with_time_tells_the_policy_the_new_head() -> None:
-    band = Band(FcfsFairness(Settings()), Faults())
+    band = Band(FcfsFairness(DEFAULTS), Faults())
     old = Queued(request(id="old", flow="f", arrived_s=5.0), Rank((9.0, 0.0), 10.0, (-1.0, 0.0)))
     young = Queued(request(id="young", flow="f", arrived_s=7.0), Rank((1.0, 0.0)))
     other = queued(request(flow="g", arrived_s=6.0))
@@ -245,7 +244,7 @@ def test_returned_request_has_not_left_the_queue() -> None:
     ("verdict", "entry"), [(Verdict.FAILED, AdmissionKind.RETRY), (Verdict.PREEMPTED, AdmissionKind.PREEMPTED)]
 )
 def test_retry_after_does_not_count_on_grants_that_came_to_nothing(verdict: Verdict, entry: AdmissionKind) -> None:
-    of = pools({"a": 1}, tight(queue=QueueSettings(band_requests_max=1)))
+    of = pools({"a": 1}, tight(queue=replace(DEFAULTS.queue, band_requests_max=1)))
     of.submit(request(band=CRITICAL), 0.0)
     served = only_grant(of, 0.0)
     of.finish(served, Verdict.SERVED, 10.0)
@@ -260,7 +259,7 @@ def test_retry_after_does_not_count_on_grants_that_came_to_nothing(verdict: Verd
 
 
 def test_limits_see_the_room_that_would_be_made() -> None:
-    occupancy = Occupancy(QueueSettings(requests_max=2, bytes_max=200))
+    occupancy = Occupancy(replace(DEFAULTS.queue, requests_max=2, bytes_max=200))
     low, lower = request(band=SHEDDABLE), request(band=SHEDDABLE)
     occupancy.enter(low, 0.0)
     occupancy.enter(lower, 0.0)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sized
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,14 +11,14 @@ from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.rates import RateLimits
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.settings import QueueSettings, UsageLimit
-from tests.core.make import granted, listing, names, only_drop, pools, refusal, request, submit, tight
+from tests.core.make import DEFAULTS, granted, listing, names, only_drop, pools, refusal, request, submit, tight
 
 TENANT = "tenant:acme"
 
 
 def limited(fleet: dict[str, int | None], queue: QueueSettings | None = None, **given: Any) -> Pools:
     limits = {TENANT: UsageLimit(**given)}
-    return pools(fleet, tight(limits=limits, queue=queue or QueueSettings()))
+    return pools(fleet, tight(limits=limits, queue=queue or DEFAULTS.queue))
 
 
 def theirs(**given: Any) -> Request:
@@ -104,7 +105,7 @@ def test_every_blocked_request_has_its_turn_before_later_arrivals() -> None:
 
 
 def test_blocked_requests_leave_expire_and_are_shed_like_others() -> None:
-    of = limited({"a": 9}, QueueSettings(requests_max=3), in_flight=1)
+    of = limited({"a": 9}, replace(DEFAULTS.queue, requests_max=3), in_flight=1)
     of.submit(theirs(id="runs"), 0.0)
     granted(of)
     blocked = [theirs(id=name, band=SHEDDABLE, arrived_s=at, deadline_s=9.0) for name, at in (("p", 0.1), ("q", 0.2))]
@@ -181,7 +182,7 @@ def test_a_refused_request_uses_nothing_up() -> None:
 
 
 def test_nothing_is_shed_for_a_request_beyond_its_rate() -> None:
-    of = limited({"a": 1}, QueueSettings(requests_max=1), requests_per_min=1)
+    of = limited({"a": 1}, replace(DEFAULTS.queue, requests_max=1), requests_per_min=1)
     of.submit(theirs(id="runs"), 0.0)
     granted(of)
     of.submit(request(id="waits", band=SHEDDABLE), 0.0)

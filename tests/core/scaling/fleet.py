@@ -14,7 +14,7 @@ from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.scaling.need import Need
 from llmproxy.core.settings import Settings
-from tests.core.make import BASE, listing, request
+from tests.core.make import BASE, DEFAULTS, listing, request
 
 BASE_S, SEQUENCE_S, TOKEN_S = 0.02, 0.0004, 0.00003
 """A step alone, more for each sequence, and more for each token of a prompt that is computed in it."""
@@ -55,7 +55,7 @@ class Fleet:
         self, *seats: int, streams: float = 0.0, output: int = 96, prompt: int = 200, settings: Settings | None = None
     ) -> None:
         self.engines = [Engine(f"e{number}", one) for number, one in enumerate(seats)]
-        settings = settings or Settings()
+        settings = settings or DEFAULTS
         names = dict.fromkeys(one.name for one in self.engines)
         self.pools = Pools(settings, names, {}, partial(make, settings.placement, Random(0)))
         self.now = 0.0

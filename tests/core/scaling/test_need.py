@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from random import Random
 
 import pytest
@@ -14,8 +15,9 @@ from llmproxy.core.scaling.curve import StepCurve
 from llmproxy.core.scaling.mix import Count, Mix, size_class
 from llmproxy.core.scaling.need import Demand, Need, ReplicaFacts, pool_need
 from llmproxy.core.settings import ScalingSettings
+from tests.core.make import DEFAULTS
 
-SETTINGS = ScalingSettings()
+SETTINGS = DEFAULTS.scaling
 REPLICA = ReplicaFacts(up=True, limit=64, kv_tokens=276_560, kv_used=0.3)
 NOBODY = Demand(running=0, others=0, waiting={}, on_hold=0, adapters=0, idle_s=0.0)
 
@@ -125,14 +127,14 @@ def test_unknown_work_keeps_the_present_replicas() -> None:
 
 def test_bounds_hold_and_say_so() -> None:
     loud, quiet = mix_of(20.0, 4000, 1000), mix_of(0.1, 400, 10)
-    bounded = ScalingSettings(min=2, max=5)
+    bounded = dataclasses.replace(DEFAULTS.scaling, min=2, max=5)
     assert (need(loud, settings=bounded).desired, need(loud, settings=bounded).reason) == (5, "max")
     assert (need(quiet, settings=bounded).desired, need(quiet, settings=bounded).reason) == (2, "min")
     assert need(loud, settings=bounded).need > 5.0
 
 
 def test_idle_needs_none_and_the_first_request_one() -> None:
-    zero = ScalingSettings(min=0)
+    zero = dataclasses.replace(DEFAULTS.scaling, min=0)
     idle = replace_demand(idle_s=901.0)
     assert pool_need(Mix(), None, StepCurve(), [REPLICA], idle, zero, None, 120.0, 1.0, 2_000.0).desired == 0
     assert pool_need(Mix(), None, StepCurve(), [REPLICA], idle, SETTINGS, None, 120.0, 1.0, 2_000.0).desired == 1

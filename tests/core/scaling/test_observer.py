@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,7 @@ from llmproxy.core.leases import LeaseRecord
 from llmproxy.core.scaling.mix import HISTORY_SLOTS
 from llmproxy.core.scaling.need import Need, ReplicaFacts
 from llmproxy.core.scaling.observer import PoolScaling, Scaling
-from llmproxy.core.settings import ScalingSettings
-from tests.core.make import request
+from tests.core.make import DEFAULTS, request
 
 REPLICAS = [ReplicaFacts(up=True, limit=64, kv_tokens=200_000, kv_used=0.2)] * 2
 
@@ -22,7 +22,7 @@ class Pool:
     """A pool with one backend whose steps take 20 ms."""
 
     def __init__(self, **settings: Any) -> None:
-        self.scaling = PoolScaling(ScalingSettings(**settings))
+        self.scaling = PoolScaling(replace(DEFAULTS.scaling, **settings))
         self.now = 0.0
         self.number = 0
 
@@ -143,7 +143,7 @@ def test_paused_or_backward_clock_does_no_harm() -> None:
 
 
 def test_named_pools_are_there_before_and_after_their_replicas() -> None:
-    scaling = Scaling(ScalingSettings(pools=("a",), min=0))
+    scaling = Scaling(replace(DEFAULTS.scaling, pools=("a",), min=0))
     assert set(scaling.pools) == {"a"}
     scaling.pool("b")
     scaling.retain(())
@@ -154,7 +154,7 @@ def test_named_pools_are_there_before_and_after_their_replicas() -> None:
     assert (need.desired, need.reason, set(scaling.pools)) == (1, "queue", {"a"})
     scaling.count_on_hold("a", -1, 7.0)
     assert scaling.pools["a"].need(None, [], 1.0, 1_000.0).desired == 0
-    scaling.reconfigure(ScalingSettings(pools=("d",)))
+    scaling.reconfigure(replace(DEFAULTS.scaling, pools=("d",)))
     scaling.retain(())
     assert set(scaling.pools) == {"d"}
 
@@ -252,7 +252,7 @@ def test_pool_begins_with_the_restored_capacity_of_its_name() -> None:
     source = Pool()
     source.serve(100)
     assert source.scaling.known_capacity is not None
-    scaling = Scaling(ScalingSettings(pools=("named",)))
+    scaling = Scaling(replace(DEFAULTS.scaling, pools=("named",)))
     scaling.restore({"named": source.scaling.known_capacity, "later": source.scaling.known_capacity}, 0.0)
     assert [scaling.pool(name).mix.restored for name in ("named", "later", "other")] == [True, True, False]
     source.serve(1)

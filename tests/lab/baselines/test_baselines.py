@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -8,10 +9,9 @@ from msgspec.structs import replace
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Grant, NoCapacity, NoMatch, Placed, Verdict
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import Settings
 from llmproxy.lab.baselines import baseline_named
 from llmproxy.lab.baselines.policy import baselines
-from tests.core.make import listing, reading, view
+from tests.core.make import DEFAULTS, listing, reading, view
 from tests.lab.baselines.baseline_world import NAMES, World, views
 from tests.lab.small import printed_with_hash_seeds
 
@@ -118,7 +118,7 @@ def test_the_seed_of_string_hashes_decides_nothing() -> None:
 
 
 def pools_under(world: World) -> Pools:
-    made = Pools(Settings(fairness="fcfs"), {"a": 1, "b": 1}, {}, lambda: world.policy)
+    made = Pools(dataclasses.replace(DEFAULTS, fairness="fcfs"), {"a": 1, "b": 1}, {}, lambda: world.policy)
     for backend in ("a", "b"):
         made.backends[backend].answered(world.now)
         made.listed(backend, listing(max_model_len=None))

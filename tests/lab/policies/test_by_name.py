@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmproxy.config import PLACEMENT_PRESETS, Config
-from llmproxy.core.settings import Disaggregation, Splitting
+from llmproxy.core.settings import Splitting
 from llmproxy.lab.baselines import baseline_named, baselines
 from llmproxy.lab.policies.by_name import is_own, names, own_name, plan_named
 from llmproxy.lab.run.replay import records_of
@@ -87,14 +87,15 @@ def test_parameters_of_ours_are_keys_of_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("given", "splitting"),
     [
-        ("auto", Disaggregation(Splitting.AUTO)),
-        ("never", Disaggregation(Splitting.NEVER)),
-        ("always", Disaggregation(Splitting.ALWAYS)),
-        ("2048", Disaggregation(Splitting.TOKENS, 2_048)),
+        ("auto", (Splitting.AUTO, 0)),
+        ("never", (Splitting.NEVER, 0)),
+        ("always", (Splitting.ALWAYS, 0)),
+        ("2048", (Splitting.TOKENS, 2_048)),
     ],
 )
-def test_what_is_split_can_be_said_in_a_name(given: str, splitting: Disaggregation) -> None:
-    assert plan_named(f"cost(disaggregation={given})", Config()).settings.disaggregation == splitting
+def test_what_is_split_can_be_said_in_a_name(given: str, splitting: tuple[Splitting, int]) -> None:
+    chosen = plan_named(f"cost(disaggregation={given})", Config()).settings.disaggregation
+    assert (chosen.splitting, chosen.min_uncached_tokens) == splitting
 
 
 def test_who_goes_next_can_be_said_in_a_name() -> None:

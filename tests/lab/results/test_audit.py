@@ -9,12 +9,11 @@ import pytest
 
 from llmproxy.config import Config
 from llmproxy.core.domain import Grant, GrantReason, Placed, Request, Usage, Verdict
-from llmproxy.core.settings import Settings
 from llmproxy.lab.results import audit as module
 from llmproxy.lab.results.audit import Audit
 from llmproxy.lab.run.replay import Run
 from llmproxy.lab.run.virtual_time import run
-from tests.core.make import view
+from tests.core.make import DEFAULTS, view
 from tests.lab.small import fleet, setup, traffic
 
 NOBODY: frozenset[str] = frozenset()
@@ -32,7 +31,7 @@ def granted(request: Request, lease: int = 1, backend: str = "x", guaranteed: bo
 
 
 def waiting(*requests: Request) -> Audit:
-    audit = Audit(Settings())
+    audit = Audit(DEFAULTS)
     for request in requests:
         audit.entered(request, NOBODY)
     return audit
@@ -60,7 +59,7 @@ def test_who_could_not_have_had_it_was_not_passed_over(high: Request) -> None:
 
 
 def test_a_backend_that_failed_a_request_may_be_given_to_a_lower_band() -> None:
-    audit = Audit(Settings())
+    audit = Audit(DEFAULTS)
     low, high = asked("1"), asked("2", band=100)
     audit.entered(low, NOBODY)
     audit.entered(high, frozenset({"x"}))

@@ -7,6 +7,7 @@ import gc
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,12 +31,12 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
-from llmproxy.core.settings import Disaggregation, QueueSettings, Settings, Splitting, UsageLimit
+from llmproxy.core.settings import Disaggregation, Splitting, UsageLimit
 from llmproxy.observe import logs
 from llmproxy.remote.workers.channel import FROM_WORKER, TO_WORKER, Channel
 from llmproxy.remote.workers.protocol import LeaseGranted, PageRequest, PageResponse, ResponseStored, ShutdownState
 from llmproxy.scheduling.dispatcher import Dispatcher
-from tests.core.make import listing, request
+from tests.core.make import DEFAULTS, listing, request
 from tests.dispatching import SETTINGS, dispatcher, now, refusal_of, turns, virtual
 from tests.exits import exit_of
 from tests.remote.workers.link import (
@@ -128,8 +129,10 @@ async def test_no_grant_comes_before_its_request() -> None:
 async def test_lease_of_a_worker_has_its_stage() -> None:
     """Both faces grant the same: the prompt with one token, and then the answer as it was asked for."""
     roles = {"p": Role.PREFILL, "d": Role.DECODE}
-    always = Disaggregation(Splitting.ALWAYS)
-    one = dispatcher(settings=Settings(capacity=SETTINGS.capacity, roles=roles, disaggregation=always), p=2, d=2)
+    always = Disaggregation(Splitting.ALWAYS, 30.0)
+    one = dispatcher(
+        settings=replace(DEFAULTS, capacity=SETTINGS.capacity, roles=roles, disaggregation=always), p=2, d=2
+    )
     line, granted = WorkerLink(one), list[list[tuple[str, Request]]]()
     for face in (one, line.remote):
         asked, stages = request(splittable=True, output_tokens=7), list[tuple[str, Request]]()
@@ -155,8 +158,8 @@ async def test_lease_of_a_worker_has_its_stage() -> None:
 async def test_a_worker_that_dies_between_the_stages_leaves_no_place_kept(turns_more: int) -> None:
     """Its prompt is computed, and the scheduler has perhaps heard that, or that it wants the answer."""
     roles = {"p": Role.PREFILL, "d": Role.DECODE}
-    settings = Settings(
-        capacity=SETTINGS.capacity, roles=roles, disaggregation=Disaggregation(Splitting.ALWAYS),
+    settings = replace(DEFAULTS,
+        capacity=SETTINGS.capacity, roles=roles, disaggregation=Disaggregation(Splitting.ALWAYS, 30.0),
         limits={"one": UsageLimit(in_flight=1)},
     )  # fmt: skip
     one = dispatcher(settings=settings, p=2, d=2)
@@ -182,7 +185,7 @@ async def test_a_worker_that_dies_between_the_stages_leaves_no_place_kept(turns_
 
 @virtual
 async def test_a_refusal_is_the_same_here_and_there() -> None:
-    settings = Settings(queue=QueueSettings(no_backend_wait_s=0.0))
+    settings = replace(DEFAULTS, queue=replace(DEFAULTS.queue, no_backend_wait_s=0.0))
     one = dispatcher(settings=settings, a=1)
     one.troubled("a", Trouble.UNHEALTHY, "503")
     line, refusals = WorkerLink(one), list[Refused]()
@@ -356,7 +359,7 @@ async def test_metrics_and_usage_of_workers_are_counted_once() -> None:
 async def test_nothing_of_a_request_is_left_to_the_garbage_collector(served: bool) -> None:
     """Neither where it was granted something nor where it was refused; what tests leave behind themselves is less."""
     many = 50
-    one = dispatcher(settings=Settings(queue=QueueSettings(no_backend_wait_s=0.0)), a=1)
+    one = dispatcher(settings=replace(DEFAULTS, queue=replace(DEFAULTS.queue, no_backend_wait_s=0.0)), a=1)
     line = WorkerLink(one)
     for _ in range(0 if served else 2):
         one.troubled("a", Trouble.REFUSED, "nobody listens")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome, Trouble, Usage, Verdict
-from llmproxy.core.settings import Settings, UsageLimit
+from llmproxy.core.settings import UsageLimit
 from llmproxy.scheduling.dispatcher import Dispatcher
-from tests.core.make import request
+from tests.core.make import DEFAULTS, request
 from tests.dispatching import SETTINGS, Client, dispatcher, now, turns, virtual
 from tests.remote.workers.link import ENOUGH, WorkerLink, finished, leased, linked, nothing_left, refused
 
@@ -57,7 +58,7 @@ async def test_a_cancelled_lease_counts_as_left_by_its_client(one: Dispatcher, l
 async def test_a_request_ends_after_its_lease() -> None:
     """A limit counts expected tokens until the lease reports the used ones. In the other order it would lose them."""
     limit = UsageLimit(tokens_per_min=1_000.0)
-    one = dispatcher(settings=Settings(capacity=SETTINGS.capacity, limits={"tenant:t": limit}), a=1)
+    one = dispatcher(settings=replace(DEFAULTS, capacity=SETTINGS.capacity, limits={"tenant:t": limit}), a=1)
     line = WorkerLink(one)
     asked = request(limits=("tenant:t",), prompt_tokens=100, output_tokens=100)
     async with line.remote.admit(asked) as lease:

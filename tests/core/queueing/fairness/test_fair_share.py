@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.fairness.fair_share import FairShare
-from llmproxy.core.settings import Settings
+from tests.core.make import DEFAULTS
 from tests.core.queueing.fairness.fairness_engine import Engine, arrive, offered, rivals
 from tests.sizes import examples
 
 
 def fair_share() -> FairShare:
-    return FairShare(Settings())
+    return FairShare(DEFAULTS)
 
 
 def serve(policy: FairShare, flow: str, requests: int, cost: float = 100.0) -> None:
@@ -169,7 +169,7 @@ def test_the_bounds_hold_in_a_long_run_and_service_follows_weights() -> None:
 
 @pytest.mark.parametrize("unfair", ["fcfs", "round_robin"])
 def test_without_fairness_the_same_run_breaks_the_bound(unfair: str) -> None:
-    engine = Engine(policies.get(unfair)(Settings()), {"paid": 3.0, "free": 1.0}, slots=4)
+    engine = Engine(policies.get(unfair)(DEFAULTS), {"paid": 3.0, "free": 1.0}, slots=4)
     rivals(engine, {"paid": 3, "free": 30}, 1500)
     assert abs(engine.service["paid"] - engine.service["free"]) > 10 * engine.peak_all
 

@@ -7,8 +7,7 @@ import pytest
 from llmproxy.core.domain import Slo
 from llmproxy.core.queueing.fairness import FairnessPolicy, accounts, policies
 from llmproxy.core.queueing.fairness.accounts import Accounts
-from llmproxy.core.settings import Settings
-from tests.core.make import request
+from tests.core.make import DEFAULTS, request
 from tests.core.queueing.fairness.fairness_engine import arrive, first, offered
 
 # --- all policies -----------------------------------------------------------------------------------------------------
@@ -16,7 +15,7 @@ from tests.core.queueing.fairness.fairness_engine import arrive, first, offered
 
 @pytest.fixture(params=sorted(policies.names()))
 def policy(request: pytest.FixtureRequest) -> FairnessPolicy:
-    return policies.get(request.param)(Settings())
+    return policies.get(request.param)(DEFAULTS)
 
 
 def test_a_flow_is_offered_once_while_it_waits_and_not_at_all_after(policy: FairnessPolicy) -> None:
@@ -83,7 +82,7 @@ def test_a_flood_of_flow_names_leaves_nothing_that_grows(
 
 
 def test_fcfs_offers_the_flow_whose_head_came_first() -> None:
-    fcfs = policies.get("fcfs")(Settings())
+    fcfs = policies.get("fcfs")(DEFAULTS)
     arrive(fcfs, "late", at_s=3.0)
     arrive(fcfs, "early", at_s=1.0)
     assert offered(fcfs) == ["early", "late"]
@@ -97,7 +96,7 @@ def test_fcfs_offers_the_flow_whose_head_came_first() -> None:
 
 
 def test_round_robin_gives_each_flow_a_turn_whatever_it_costs() -> None:
-    turns = policies.get("round_robin")(Settings())
+    turns = policies.get("round_robin")(DEFAULTS)
     arrive(turns, "a", "b", "c")
     served = []
     for _ in range(7):
@@ -109,7 +108,7 @@ def test_round_robin_gives_each_flow_a_turn_whatever_it_costs() -> None:
 
 
 def test_round_robin_puts_a_flow_that_comes_back_behind_the_others() -> None:
-    turns = policies.get("round_robin")(Settings())
+    turns = policies.get("round_robin")(DEFAULTS)
     arrive(turns, "a", "b")
     turns.emptied("a")
     arrive(turns, "a")
@@ -137,7 +136,7 @@ def test_the_oldest_idle_flow_is_forgotten_and_waiting_ones_never(monkeypatch: p
 
 
 def test_a_process_that_goes_on_in_the_place_of_another_goes_on_in_its_order() -> None:
-    before, after = policies.get("fair_share")(Settings()), policies.get("fair_share")(Settings())
+    before, after = policies.get("fair_share")(DEFAULTS), policies.get("fair_share")(DEFAULTS)
     arrive(before, "a", "b", "c")
     for flow, cost in (("a", 100.0), ("b", 40.0)):
         before.charge(flow, cost)

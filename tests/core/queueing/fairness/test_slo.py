@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict, deque
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,8 +10,7 @@ import pytest
 from llmproxy.core.domain import Request, Slo
 from llmproxy.core.queueing.fairness import FairnessPolicy, policies
 from llmproxy.core.queueing.fairness.slo import BUCKETS, SloAdherence
-from llmproxy.core.settings import Settings
-from tests.core.make import request
+from tests.core.make import DEFAULTS, request
 from tests.core.queueing.fairness.fairness_engine import first, offered, standing
 
 WINDOW_S = 300.0
@@ -18,7 +18,7 @@ PART_S = WINDOW_S / BUCKETS
 
 
 def slo() -> SloAdherence:
-    return SloAdherence(Settings(slo_window_s=WINDOW_S))
+    return SloAdherence(replace(DEFAULTS, slo_window_s=WINDOW_S))
 
 
 def asked(flow: str, at_s: float = 0.0, ttft_s: float | None = 10.0, weight: float = 1.0) -> Request:
@@ -363,13 +363,13 @@ TTFTS = {"small": 2.0, "medium": 5.0, "large": 20.0}
 
 
 def least_adherence(name: str, service_s: float) -> float:
-    policy = policies.get(name)(Settings(slo_window_s=WINDOW_S))
+    policy = policies.get(name)(replace(DEFAULTS, slo_window_s=WINDOW_S))
     return min(Server(policy, RATES, TTFTS, service_s).run().values())
 
 
 @pytest.mark.parametrize("capacity_per_s", [8.0, 10.0])
 def test_the_least_adherence_is_within_2_points_of_the_max_min_optimum(capacity_per_s: float) -> None:
-    served = Server(SloAdherence(Settings()), RATES, TTFTS, 1 / capacity_per_s)
+    served = Server(SloAdherence(DEFAULTS), RATES, TTFTS, 1 / capacity_per_s)
     recent = [flow for at_s, flow in served.arrivals if at_s > 600.0 - WINDOW_S]
     optimum = capacity_per_s * WINDOW_S / len(recent)
     assert 0.6 < optimum < 0.9
