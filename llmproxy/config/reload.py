@@ -33,7 +33,7 @@ class Reloaded:
 
 @dataclass(frozen=True, slots=True)
 class Reread:
-    """The source of the configuration."""
+    """Everything that is needed to read the configuration again."""
 
     # Marked as seen (`take`) before the first read.
     file: WatchedFile

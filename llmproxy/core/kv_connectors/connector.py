@@ -49,7 +49,7 @@ class KvConnector(ABC):
 
     @abstractmethod
     def parameters(self, answer: bytes) -> Parameters:
-        """Returns the parameters of the decode stage from the JSON `answer` to the prefill stage.
+        """Returns the parameters for the decode stage, read from the JSON `answer` of the prefill stage.
 
         Raises NotHandedOver.
         """

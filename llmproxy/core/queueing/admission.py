@@ -91,8 +91,8 @@ class Admission:
     ) -> tuple[frozenset[str], bool]:
         """Returns (backends that the request must not use, whether the request is on hold until a backend is up).
 
-        The backends are `excluded`, and `request.avoid` if another backend is up. For a request on hold, they are
-        `excluded` without the backends that may come back. Raises Refused if no backend can come up.
+        The set is `excluded` plus `request.avoid`, or `excluded` alone if no other backend is up. For a request on
+        hold, backends that may come back are removed from it. Raises Refused if no backend can come up.
         """
         if request.backend is not None:
             return excluded, self._waits_for_own_backend(request, request.backend)

@@ -89,7 +89,7 @@ class UsageLimits:
         self._between[request.id] = request
 
     def end_between_stages(self, request_id: str) -> None:
-        """A request between its stages ended or waits again as a whole, so it no longer counts as in flight."""
+        """Stop counting a request that ended between its two stages, or waits again for both."""
         if (request := self._between.pop(request_id, None)) is not None:
             self._leave(request)
 

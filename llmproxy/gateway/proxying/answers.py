@@ -133,10 +133,10 @@ class _UnreadError(Exception):
 
 
 def parse_answer(raw: bytes, kind: BodyKind) -> Slices[Any]:
-    """The part of an answer that a client will send back, for `prefix_hash.answer_bytes`.
+    """Finds the part of an answer that the client repeats in its next prompt, for `prefix_hash.answer_bytes`.
 
-    `raw` is a JSON body or a stream. Returns None if the part cannot be determined. Yields after some events; no step
-    takes more than 2 ms.
+    A generator: it yields every few events, so that no step takes more than 2 ms, and returns the part, or None if the
+    part cannot be determined. `raw` is a JSON body or a stream.
     """
     try:
         if raw.lstrip().startswith(b"{"):

@@ -129,7 +129,8 @@ class ResponseWriter:
     def commit(self, status: int, reason: str, headers: Headers) -> None:
         """Begin the answer: no other attempt can be made. The head is sent together with the first bytes of the body.
 
-        After comments, the head has been sent already, and the answer has to be a stream with status 200.
+        If keep-alive comments were sent before, the client already has the head of an event stream with status 200, and
+        the answer must be such a stream.
         """
         self._committed = True
         if self.on_commit is not None:

@@ -1,4 +1,4 @@
-"""Changes of a trace: a part of its requests, or a louder tenant. Arrival times stay the same."""
+"""Changes a trace: takes a part of its requests, or makes a tenant send more. Arrival times stay the same."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ class LeaderClient:
             run.lease.cut(revoked=message.revoked)
 
     def refuse_waiting(self, since_s: float) -> None:
-        """Refuse requests that are past their deadline; from the time `since_s` on, refuse all waiting requests."""
+        """Refuse waiting requests that are past their deadline, or all of them if the clock is past `since_s`."""
         now = _now()
         for asked in [*self._waiting.values()]:
             if asked.granted.done():

@@ -64,7 +64,10 @@ class PageRequest(Message, frozen=True, tag=4):
 
 
 class DirectRequest(Message, frozen=True, tag=29):
-    """`Dispatcher.direct`, which lasts until `CancelCall`. The only answer is `CallRefused`: the request must end."""
+    """Calls `Dispatcher.direct` in the main process, until the worker sends `CancelCall`.
+
+    The call has no result. The main process sends `CallRefused` if the worker must end the request.
+    """
 
     call: int
     backend: str

@@ -255,7 +255,7 @@ class Routes:
         return self._json(request, {"kind": kind})
 
     async def _kv_transfer(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        """Not in vLLM: a notice of another replica about KV that it fetches from this one."""
+        """Another replica announces that it fetches KV blocks from this replica. vLLM has no such route."""
         connector = self._service.nixl
         if connector is None or self._service.faults.kind is FaultKind.ENGINE_DEAD:
             raise engine_dead()
