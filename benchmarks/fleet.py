@@ -24,7 +24,7 @@ import aiohttp
 
 from llmproxy.config.value_types import hash_of
 
-READY_S = 30.0
+READY_S = 60.0
 UP_S = 60.0
 """Longest wait for a metric to change."""
 _ADMIN_KEY = "for-drains"

@@ -69,6 +69,7 @@ class Work:
     """Words of the prompt beside `prompt`."""
     prompt: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
+    model: str = "sim"
     pause_s: float = 0.0
     """Longest pause of a client between two requests."""
 
@@ -77,7 +78,7 @@ class Work:
         text = f"{rng.randrange(10**9)} {self.prompt} " + "word " * self.words
         more: dict[str, Any] = {"stream": True} if self.stream else {}
         return {
-            "model": "sim",
+            "model": self.model,
             "messages": [{"role": "user", "content": text}],
             "max_tokens": rng.choice(self.tokens),
             "ignore_eos": True,

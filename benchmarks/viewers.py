@@ -66,18 +66,14 @@ async def measure(bench: Bench, served: Running, options: argparse.Namespace) ->
         for count in counts if turn % 2 == 0 else counts[::-1]:
             found[count].append(await window(bench, served, count, load, options.seconds))
     table = Table("viewers", "of a core", "more, points", "p50 ms", "p99 ms", "failures", "not sent", texts=0)
+    shares = {count: [(one.cpu_s or 0.0) / one.window_s for one in windows] for count, windows in found.items()}
     for count, windows in found.items():
-        shares = [_share(one) for one in windows]
-        more = [100 * (share - _share(base)) for share, base in zip(shares, found[0], strict=True)]
+        more = [100 * (share - base) for share, base in zip(shares[count], shares[0], strict=True)]
         spreads = [one.latency for one in windows if one.latency is not None]
         times = (_spread([getattr(one, name) / 1e3 for one in spreads]) for name in ("p50_us", "p99_us"))
         failures = sum(sum(one.failures.values()) for one in windows)
         skipped = sum(one.skipped for one in windows)
-        table.row(count, f"{median(shares):.1%}", _spread(more), *times, failures, skipped)
-
-
-def _share(one: Window) -> float:
-    return (one.cpu_s or 0.0) / one.window_s
+        table.row(count, f"{median(shares[count]):.1%}", _spread(more), *times, failures, skipped)
 
 
 def _spread(values: Sequence[float]) -> str:

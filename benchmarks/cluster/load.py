@@ -21,18 +21,17 @@ REFUSED_S, FAILED_S = 0.05, 1.0
 class Load:
     """Streams in closed loops, and the figures of all requests. `ended` stops them."""
 
-    def __init__(self, session: aiohttp.ClientSession, lengths: Sequence[int] = LENGTHS) -> None:
+    def __init__(self, session: aiohttp.ClientSession, lengths: Sequence[int] = LENGTHS, model: str = "sim") -> None:
         self._session = session
-        self._lengths = lengths
+        self._work = Work(tokens=lengths, words=40, model=model)
         self._clients: list[Clients] = []
         self._unready: set[str] = set()
 
     def add(self, members: Sequence[Member], number: int, *, roaming: bool = False) -> None:
         """Add `number` clients to each of `members`. A roaming client leaves a member that refuses connections."""
-        work = Work(tokens=self._lengths, words=40)
         for place in [place for place in range(len(members)) for _ in range(number)]:
             url, failed = self._route([one.url for one in members], place, roaming)
-            clients = Clients(self._session, work, len(self._clients), failed)
+            clients = Clients(self._session, self._work, len(self._clients), failed)
             clients.closed(1, url)
             self._clients.append(clients)
 

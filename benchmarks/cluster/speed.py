@@ -60,7 +60,7 @@ async def _first_byte(made: Rig, places: Mapping[str, Member]) -> None:
     firsts = defaultdict[str, list[float]](list)
     for number in range(ROUNDS + 1):
         for name in list(places)[:: 1 if number % 2 else -1]:
-            load = Load(made.session, (1,))
+            load = Load(made.session, (1,), "mock")
             load.add([places[name]], 1)
             while len(load.seen) < ONE_BY_ONE:  # noqa: ASYNC110 - requests have no common event
                 await asyncio.sleep(0.01)
