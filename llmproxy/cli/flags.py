@@ -48,7 +48,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 """Maps short names of flags, and flags of other routers, to the keys that they set."""
 
 SHORT = ("--backend", "--api-key", "--placement", "--fairness")
-"""Short names that the help shows in place of the flag of the key."""
+"""Short names that the help shows instead of a key's own flag."""
 COMMON: Mapping[str, tuple[str, ...]] = {
     "Backends": ("--backend", "--backend-api-key", "--discovery-file"),
     "Clients": ("--host", "--port", "--api-key", "--tls-cert", "--tls-key"),
@@ -96,7 +96,7 @@ BACKENDS = next(flag for flag in FLAGS if flag.keys == ("backends",))
 
 
 def _overrides(given: Iterable[tuple[Flag, str, Sequence[str]]]) -> list[Override]:
-    """The overrides of flags or variables; `given` has each flag with its origin and texts. Raises ConfigError."""
+    """Returns the overrides that flags or variables set. `given`: (flag, origin, texts). Raises ConfigError."""
     found: dict[str, Override] = {}
     for flag, origin, texts in given:
         for key in flag.keys:
@@ -152,7 +152,7 @@ def from_flags(flags: Mapping[str, Sequence[str] | str | None], urls: Sequence[s
 
 
 def unknown_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]:
-    """Return a line of advice for each unknown flag that is a key only for files, or a key without its section."""
+    """Returns a line of advice for each unknown flag that names a key of files only, or a key without its section."""
     names = dict.fromkeys(word.partition("=")[0] for word in takewhile(lambda word: word != "--", arguments))
     advice = {name: _ONLY_IN_FILES.get(name) or _with_section(name) for name in names if name not in known}
     return [f"{name}: {text}" for name, text in advice.items() if text]
@@ -166,7 +166,7 @@ def _with_section(flag: str) -> str | None:
 
 
 def _only_in_files() -> dict[str, str]:
-    """Maps flags that a user might try (a key that only a file can hold, or its last part) to advice."""
+    """Maps flags to advice: a flag spells the name, or its last part, of a key that only a file can set."""
     found: dict[str, list[str]] = {}
     for key in keys_of_files():
         for name in dict.fromkeys((flag_of(key.replace("[]", "")), flag_of(key.rpartition(".")[2]))):

@@ -148,7 +148,7 @@ SIMULATE: Options = {
 
 
 def with_options(options: Options) -> Callable[[Command], Command]:
-    """Returns a decorator that replaces the `**` parameter of a command by these options."""
+    """Returns a decorator that replaces the `**` parameter of a command with these options."""
 
     def replace(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)

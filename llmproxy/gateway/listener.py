@@ -19,9 +19,9 @@ from llmproxy.lifecycle.accepting import Acceptor
 from llmproxy.lifecycle.background import background_task
 
 CUT_AFTER_S = 0.1
-"""How long requests may still run after the drain. Not 0, which means no limit to the server library."""
+"""How long requests may still run after the drain. Not 0, because the server library takes 0 as no limit."""
 IDLE_CHECK_S = 0.05
-"""How often the number of connections is checked: the server library does not report when one ends."""
+"""Interval of counting the open connections. The server library does not report when a connection ends."""
 
 
 @dataclass(slots=True)

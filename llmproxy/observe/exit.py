@@ -89,7 +89,7 @@ class RequestRouting(Struct, kw_only=True, omit_defaults=True):
 
     tried: tuple[AttemptRecord, ...] = ()  # The latest ATTEMPTS_MAX, oldest first; two for a split request.
     attempts: int = 0  # Backends tried; the two stages of a split request count once.
-    preemptions: int = 0  # Attempts ended for a request of a higher band.
+    preemptions: int = 0  # Attempts ended in favour of a higher band.
     queue_wait_s: float | None = None  # Queue time of all attempts together; without a grant, from arrival to the end.
     queued_s: float | None = None  # When the request began to wait, if it ended while it waited.
     split: Split | None = None  # None in a pool without roles.

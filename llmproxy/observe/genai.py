@@ -46,7 +46,7 @@ class GenAiMetrics:
         registry.register(series)
 
     def record(self, ended: RequestExit) -> None:
-        """Count one request, if the conventions have its operation."""
+        """Count one request, if its path is in OPERATIONS."""
         asked, result = ended.input, ended.result
         operation = OPERATIONS.get(asked.path)
         if operation is None:

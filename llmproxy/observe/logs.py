@@ -42,7 +42,7 @@ EXIT_S = 1.0
 _COLOURS = {"debug": "\x1b[2m", "info": "\x1b[32m", "warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31m"}
 _RESET = "\x1b[0m"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-# INTERNAL is a bug of the proxy. A BROKEN_STREAM broke after its client had the first byte.
+# INTERNAL is a bug of the proxy. BROKEN_STREAM is a stream that broke after the client had got the first byte.
 _ALARMING = {Outcome.INTERNAL: "error", Outcome.BROKEN_STREAM: "warning"}
 
 Listener = Callable[[str, str, Mapping[str, Any]], None]

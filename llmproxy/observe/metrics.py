@@ -77,7 +77,7 @@ class ShardState:
     led: bool
     epoch: int
     members: int
-    changes: int  # Leaders so far.
+    changes: int  # How often this member began to lead or to follow.
     gap_s: float | None  # Time without a leader before the current leader.
     lock_away: bool
 
@@ -91,7 +91,7 @@ class LiveState:
     backends: tuple[BackendState, ...] = ()
     buffered_body_bytes: int = 0
     work_s: Mapping[str, float] = field(default_factory=dict)  # Pool -> seconds of queued work.
-    inversions: int = 0  # Since the start.
+    inversions: int = 0  # Priority inversions since the start.
     needs: Mapping[str, Need] = field(default_factory=dict)  # Pool -> needed replicas.
     shards: tuple[ShardState, ...] = ()  # Empty without a cluster.
     limits_store_up: bool | None = None  # None if the limits are not shared.

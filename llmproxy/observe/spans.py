@@ -66,7 +66,7 @@ def started(scheme: str, on_lost: Callable[[int], None]) -> SpanExport:
 
 
 class _Reasons(logging.Handler):
-    """Keeps the last log message of the library, which logs each failed attempt to send. Our log has it once."""
+    """Keeps the last message of the library, which logs each failed attempt. Our log has one line per outage."""
 
     def __init__(self) -> None:
         super().__init__()

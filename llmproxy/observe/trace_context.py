@@ -17,7 +17,7 @@ TRACE_FIELDS = frozenset({"traceparent"})
 BEGUN_FIELDS = TRACE_FIELDS | {"tracestate"}
 """Client headers that backends do not get if the trace begins here: `tracestate` belongs to the client's trace."""
 RATIO = 0.1
-"""The default share of the traces that begin here and are sampled."""
+"""The default share of sampled traces among the traces that begin here."""
 SAMPLERS: Mapping[str, tuple[bool, float | None]] = {
     "always_on": (False, 1.0),
     "always_off": (False, 0.0),

@@ -1,4 +1,4 @@
-"""The terminal of a user: pressed keys, and foreign text without control characters."""
+"""Reads key presses, and strips control characters from untrusted text before it is printed."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class AdminPages:
         self._secret_metrics = bool(config.tenants) or config.admin_key is not None
 
     def admits(self, request: web.BaseRequest) -> bool:
-        """Whether the client has the admin key; where none is configured, whether it is on this machine."""
+        """Whether the client has the admin key. If none is configured: whether the client is on this machine."""
         return self.has_key(request) if self._digest is not None else self._is_local(request)
 
     def _is_local(self, request: web.BaseRequest) -> bool:

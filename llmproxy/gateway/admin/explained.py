@@ -1,4 +1,4 @@
-"""The page `/debug/explain`: the choices of a placement that prices in seconds, as text and as numbers."""
+"""The page `/debug/explain`: the last choices of backends, with the price of each candidate in seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmproxy.core.domain import BackendPace, Explained, Learned, Price
 from llmproxy.core.snapshot import PoolChoices
 
 PRICES_MAX = 500
-"""The maximum number of prices on a page. A choice has a price for each candidate backend, written in 15 µs."""
+"""The maximum number of prices on a page. A choice has a price for each candidate. Writing a price takes 15 µs."""
 UNPRICED = "This placement has no prices; the terms of its choices are in the log."
 ALIKE = 0.05
 """A pace that differs from the pool's by less than this share is shown as equal."""

@@ -21,7 +21,7 @@ FORWARDING = re.compile(
     r"|l5d-.*|.*(?:client|connecting|proxyuser|real|remote|socket|user)-?(?:ip(?:v6)?|addr(?:ess)?))$",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Matches names of header fields, one a line, that a proxy adds to the request of another client."""
+"""Finds the name of a field that proxies add to forwarded requests, in a text with one field name per line."""
 NAMES_CHARS_MAX = 2048
 """The results for lists of field names up to this length are cached. Most clients always send the same names."""
 HOPS_MAX = 32
@@ -78,14 +78,14 @@ class Clients:
             if named is None:
                 break
             address = named
-        # If a trusted proxy names no client, the client is unknown and has no rights. If an entry is left, the client
-        # claims to forward the request of another client, truly or not.
+        # If a trusted proxy names no client, the client is unknown and has no rights. If `hops` is not empty, this
+        # client claims to forward the request of another client, and the claim may be false.
         certain = not hops and not self._proxied[address] and not _from_foreign_page(fields)
         return Client(address, certain, proxied=True)
 
 
 def _direct_client(peer: str, names: str) -> Client:
-    """The client of a request from an untrusted `peer` with these field names, one a line."""
+    """The client of a request from an untrusted `peer`. `names` has one name of a header field per line."""
     return Client(peer, FORWARDING.search(names) is None)
 
 

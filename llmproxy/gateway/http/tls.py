@@ -129,10 +129,9 @@ def peer_address(transport: asyncio.BaseTransport) -> str:
 
 
 class _Handshake:
-    """Replaces uvloop's SSL context and the TLS object made by it, so that plain HTTP gets an answer.
+    """Replaces uvloop's SSL context and its TLS object, to answer clients that begin with plain HTTP.
 
-    Otherwise uvloop would close a connection that begins with plain HTTP without an answer. `wire` is the transport
-    while the connection is open.
+    uvloop itself closes such a connection without an answer. `wire` is the transport while the connection is open.
     """
 
     def __init__(self, context: ssl.SSLContext, reject: Callable[[Failure], bytes]) -> None:

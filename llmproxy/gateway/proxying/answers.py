@@ -32,7 +32,7 @@ CAPTURED_BYTES_MAX = 64 << 20
 """The maximum size of all captured answers together. Further answers are not indexed."""
 
 EVENTS_BYTES = 4096
-"""The approximate size of the events of a stream that are parsed in one call."""
+"""Events of a stream are parsed together in groups of about this size."""
 
 _RESPONSE_ENDS = frozenset({"response.completed", "response.incomplete"})
 

@@ -17,10 +17,10 @@ from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.scheduling.lease import Lease
 
 UNKNOWN_SHAPES = frozenset({BodyKind.OTHER, BodyKind.FORM})
-"""Kinds of bodies whose limits for the answer the proxy cannot read: nested limits, and audio of unknown length."""
+"""Kinds of bodies whose answers the proxy cannot bound: a limit may be nested, or audio has an unknown length."""
 
 REFUSED_S = 3600.0
-"""After a refusal, the proxy does not ask the backend for usage for this time. Its engine may be upgraded by then."""
+"""How long after a refusal the proxy does not ask the backend for usage again. An upgrade may change the answer."""
 BACKENDS_MAX = 10_000
 """The number of backends whose refusal is remembered."""
 

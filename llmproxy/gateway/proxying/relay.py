@@ -401,5 +401,5 @@ def is_event_stream(exchange: Exchange) -> bool:
 
 
 def _rejected_if_unlisted(cause: Cause, call: Call) -> Cause:
-    """`cause`, or REJECTED if the backend does not serve the model and never listed it: the client's error."""
+    """Returns `cause`, or REJECTED (the client's error) if the backend neither serves nor lists the model."""
     return Cause.REJECTED if cause is Cause.NOT_SERVED and not call.listed else cause

@@ -204,7 +204,7 @@ class ResponseWriter:
     def _send(self, data: bytes) -> None:
         if self._head:
             data, self._head = self._head + data, b""
-            # By this number, the server library knows that an answer has begun.
+            # The server library takes a number above 0 as a sign that an answer has begun.
             self._request.writer.output_size = len(data)
         if self._transport is None or self._transport.is_closing():
             raise ConnectionResetError("its connection is closed")

@@ -19,7 +19,7 @@ BUFFERED_BYTES_MAX = 1024 * 1024
 USAGE_TAIL_BYTES = 64 * 1024
 
 _USAGE_BYTES_MAX = 16 * 1024
-_MARKS_MAX = 16 * 1024  # About 5 ms of scanning. Long data may follow the usage, as the log probabilities of a prompt.
+_MARKS_MAX = 16 * 1024  # About 5 ms of scanning. Long data may follow the usage, such as log probabilities.
 _HEAD_BYTES = 256
 _TORN_BYTES_MAX = 64  # Overlap of two searches, for a choice that begins in one chunk and continues in the next.
 _ORDINARY = b'data: {"id"'
@@ -86,7 +86,7 @@ class StreamTap:
         self._last = b""  # The last event that was relayed unread.
         self._last_usage: dict[str, Any] = {}
         self._partial = bytearray()  # The incomplete event at the end.
-        self._handed_bytes = 0  # How many of its bytes were returned already.
+        self._handed_bytes = 0  # How many bytes of `_partial` were returned already.
         self._returns = False  # Whether the stream has carriage returns.
 
     @property
@@ -140,7 +140,7 @@ class StreamTap:
         while (end := _end_of_event(buffer, search_from) if returns else buffer.find(b"\n\n", search_from) + 2) > 1:
             event = bytes(buffer[start:end])
             if returns and self._hide_usage and end == len(buffer) and event.endswith(b"\r") and _USAGE in event:
-                # The line feed of its last line end may still come.
+                # The line feed that belongs to the last carriage return may still come.
                 break
             if not self._note(event) or handed:
                 out.append(event[handed:])

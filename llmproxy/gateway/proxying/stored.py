@@ -38,7 +38,7 @@ IDS_MAX = 10_000
 
 
 def _up_to(name: bytes) -> bytes:
-    """A pattern of a JSON object up to the value of its member `name`, with only plain values before it."""
+    """A pattern for the beginning of a JSON object: plain members, then the member `name` up to its value."""
     plain = rb'(?!"%b")"[^"\\]*+"\s*+:\s*+(?:"[^"\\]*+"|[-+.\w]++)\s*+,\s*+'
     return (rb"\s*+\{\s*+(?:" + plain + rb')*+"%b"\s*+:') % (name, name)
 
@@ -109,7 +109,7 @@ class StoredResponses:
     def note(self, response_id: str, backend: str, tenant: str, *, authoritative: bool = False) -> bool:
         """Note one response. Returns False, and changes nothing, if the response belongs to another tenant.
 
-        `authoritative`: whether `tenant` comes from the process that knows all responses, and replaces the noted one.
+        `authoritative`: the report comes from the process that knows all responses, so its `tenant` always counts.
         """
         _, owner = self._made_by.get(response_id, ("", tenant))
         if owner != tenant:

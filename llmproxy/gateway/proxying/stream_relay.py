@@ -42,7 +42,7 @@ class ResponseRelay:
     async def end(self) -> None:
         """End the answer, and wait until the client has caught up."""
         self._attempt.writing = self._attempt.ended = True
-        # So far, an answer in one piece had only the total time limit.
+        # Until here, an answer that is not a stream had only the total time limit.
         self._timer.streaming(self._timer.now())
         await self._client.end()
 
@@ -60,9 +60,9 @@ class ResponseRelay:
 class StreamRelay(ResponseRelay):
     """Relays the events of a stream, and reports progress to the lease.
 
-    The answer to the client begins when the first event or comment is whole, or if `opening_events` is not 0, with the
-    event after that number of events. If an error event comes before, nothing is sent, because another backend may be
-    tried: the flow halts, and `first` contains the buffered bytes.
+    The first bytes are buffered until the first event or comment is whole. With `opening_events`, they are buffered
+    until that number of events and one more have come. Then the answer to the client begins. If an error event is among
+    them, nothing is sent, so that another backend may be tried: the flow halts, and `first` has the buffered bytes.
     """
 
     __slots__ = ("_lease", "_opening_events", "_reported", "_reported_s", "_tap", "first")

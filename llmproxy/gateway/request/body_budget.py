@@ -20,7 +20,7 @@ class BodyBudget:
     def __init__(self) -> None:
         self.buffered_bytes = 0
         self.arriving_bytes = 0
-        # Bit length of the size -> bodies. A body of at least half the largest size is found without a search.
+        # Bit length of `size` -> bodies. Any body under the highest key has at least half the size of the largest body.
         self._arriving: dict[int, dict[BufferedBody, None]] = {}
         self.bytes_max = self.slow_bytes_max = sys.maxsize
 

@@ -54,9 +54,9 @@ from llmproxy.gateway.request.prefix_hash_large import large_prompt_chain
 PARSE_VALUES_MAX = 16 * 1024
 TURN_S = 0.002  # Long enough to make the switches cheap, and short compared with the noise of a token stream.
 OPTION_BYTES_MAX = 64 * 1024
-# Even with every character escaped, such a text fits into OPTION_BYTES_MAX. A longer text names no session.
+# The longest text that names a session. It fits into OPTION_BYTES_MAX even with every character escaped.
 SESSION_CHARS_MAX = 4096
-# More than any engine runs at once. A number that a client made up must not count as a fleet full of work.
+# More sequences than any engine runs at once. A client's invented number must not count as a fleet full of work.
 SEQUENCES_MAX = 1024
 # The maximum number of sequences that one request is believed to have. An engine runs some after others.
 ANSWERED_MAX = 1 << 20

@@ -37,7 +37,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 # Possessive: with backtracking, digits that can be split in many ways would take exponential time.
 _NUMBER = r"\d++(?:\.\d*+)?|\.\d++"
 _MILLISECONDS = re.compile(rf"\s*+({_NUMBER})\s*+", re.ASCII)
-_DURATION_PART = re.compile(rf"({_NUMBER})(ns|us|µs|μs|ms|s|m|h)", re.ASCII)  # Go writes micro with either sign.
+_DURATION_PART = re.compile(rf"({_NUMBER})(ns|us|µs|μs|ms|s|m|h)", re.ASCII)  # Go accepts both characters for micro.
 _UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -57,13 +57,13 @@ class RequestClass:
     slo: Slo | None = None
     # The names of the usage limits that apply to the request.
     limits: tuple[str, ...] = ()
-    # The objective in the header, if it is not configured.
+    # The objective that the header names, if no such objective is configured.
     unknown_objective: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Objective:
-    """The settings for a request from one source: a header, a tenant or a model. Other sources replace None."""
+    """Settings for a request from one source: a header, a tenant or a model. For None, the next source counts."""
 
     band: int | None = None
     ttft_s: float | None = None

@@ -74,7 +74,7 @@ class Member:
     end: int = 0
     # The estimated UTF-8 size of all strings and object keys without escapes. An image or sound counts MEDIA_BYTES.
     text_bytes: int = 0
-    # The numbers of these outside strings, including the value itself.
+    # How many of each the value has outside its strings; the value itself counts too.
     strings: int = 0
     colons: int = 0
     commas: int = 0
@@ -202,7 +202,7 @@ def _value(body: bytes, at: int, slice_bytes: int) -> Slices[Member]:
 
 
 def _unescaped(piece: bytes) -> tuple[bytes, int]:
-    """A copy of the same length without escaped quotes, and how many bytes escapes add to the length of the text."""
+    """Returns a copy of equal length with escaped quotes masked, and by how many bytes escapes lengthen the text."""
     if b"\\" not in piece:
         return piece, 0
     backslashes = piece.count(b"\\")
@@ -262,7 +262,7 @@ def _container(body: bytes, container: Member, slice_bytes: int) -> Slices[None]
         outside = b"".join(parts[state.in_string :: 2])
         brackets = outside.translate(None, _NOT_BRACKETS)
         if _closes(brackets, state):
-            # Sums are over whole pieces, so pieces are halved until the end is near, and the rest is read bytewise.
+            # Sums need whole pieces. So pieces are halved until the end is near, and the last piece is read bytewise.
             if len(piece) > _BYTEWISE_BYTES:
                 size = size_max = max(_BYTEWISE_BYTES, len(piece) // 2)
                 yield

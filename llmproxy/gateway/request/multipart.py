@@ -23,7 +23,7 @@ _PARAM = re.compile(
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _UTF_8 = ("utf-8", "utf8")
-# The only extended parameter (RFC 8187) that clients send. Some parsers take others for the plain ones.
+# The only extended parameter (RFC 8187) that clients send. Some parsers read others, such as `name*`, as plain.
 _EXTENDED = "filename*"
 
 
@@ -36,7 +36,7 @@ def scan_form(body: bytes, content_type: str, wanted: Collection[str]) -> Slices
     delimiter = b"--" + _boundary(content_type)
     found: dict[str, Member] = {}
     at = yield from _find(body, delimiter, 0)
-    # The first delimiter may follow a preamble. Every other one follows a line break that belongs to it.
+    # The first delimiter may follow a preamble. Every later delimiter begins with a line break.
     if at < 0 or (at > 0 and body[at - 2 : at] != b"\r\n"):
         raise BadBody("The form does not begin with the boundary that its content-type names.")
     at += len(delimiter)

@@ -194,7 +194,7 @@ class ParsedBody:
             return None
         asked = options | {"include_usage": True}
         if "continuous_usage_stats" in options:
-            # It has no effect without usage. With usage, the engine would put usage on every event.
+            # The client's option had no effect without usage. Now the engine would put usage on every event.
             asked["continuous_usage_stats"] = False
         return orjson.dumps(asked)
 

@@ -61,7 +61,7 @@ TEXT = frozenset({"content", "text", "output"})
 MEDIA = frozenset(
     {"image_url", "image", "input_audio", "audio_url", "video_url", "image_embeds", "audio_embeds", "source"}
 )
-# Members whose values are items again. Engines and clients write the members of a tool call in different orders.
+# Members with tool calls (see `_item`). Engines and clients write the members of a tool call in different orders.
 CALLS = frozenset({"tool_calls", "function"})
 # Members that are written last, in this order, because clients put them in different places.
 LAST = ("role", "name")
@@ -201,7 +201,7 @@ def _member(out: list[bytes], name: str, value: Any) -> None:
 
 
 def _tool(tool: Any) -> Any:
-    """A tool without its member for the API."""
+    """Returns a tool without `cache_control`, which only the API uses."""
     if type(tool) is not dict:
         return tool
     return {name: value for name, value in tool.items() if name != CACHE_CONTROL}

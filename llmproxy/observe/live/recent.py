@@ -59,7 +59,7 @@ class RecentRequests:
         return None if data is None else _ended(data)
 
     def waited(self, request_id: str) -> Waited | None:
-        """Why the newest request of this id without a backend waited, None if none is stored."""
+        """Returns why a request with this id waited before it left without a backend; None if no record is stored."""
         data = self._newest(request_id, Waited)
         return None if data is None else _waited(data)
 

@@ -118,7 +118,7 @@ class MemberChannel(Channel[MessageT]):
             self._write(messages[: len(messages) // 2])
             self._write(messages[len(messages) // 2 :])
         else:
-            # The peer would close the connection.
+            # Not sent, because the peer would close the connection.
             self._loop.call_exception_handler({"message": f"too long to send: {messages[0]!r:.200}"})
 
 

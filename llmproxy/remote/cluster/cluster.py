@@ -32,7 +32,7 @@ CLAIMED_EPOCH_MAX = EPOCH_MAX // 2
 DEFER_S = 2 * SEEK_S
 """For each shard that a member leads, it waits this much longer before it takes another free lock."""
 DEFER_MAX_S = 1.0
-"""A member never waits longer before it takes a free lock: requests are refused some seconds after a leader is gone.
+"""The longest wait before a member takes a free lock: requests are refused some seconds after a leader is gone.
 A member that has handed a shard over also waits this long before it campaigns for the shard again."""
 BALANCE_S = 5.0
 """Interval of balancing: a leader may hand a shard over to a member that leads fewer shards."""

@@ -65,7 +65,7 @@ class ClusterLeasing:
         self._client_for_exit(ended).exited(ended)
 
     def shown_here(self, ended: RequestExit) -> bool:
-        """Whether the page of this process shows a request. With several shards, only its shard's leader shows it."""
+        """Whether the page of this process shows a request. With several shards, only the leader of its shard does."""
         return not self._shards.separate or self._client_for_exit(ended).is_leader
 
     def _client_for_exit(self, ended: RequestExit) -> LeaderClient:

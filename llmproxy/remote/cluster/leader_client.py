@@ -39,7 +39,7 @@ PREFIXES_MAX = 2_000
 HASHES_MAX = 100_000
 """Block hashes of all remembered prompts. They describe 50 MB of text, use 4 MB of memory and fill 1 MB of frames."""
 UNSENT_MAX = 10_000
-"""Reports that are kept without a leader. Beyond that, the oldest are dropped: they only correct estimates."""
+"""Maximum number of reports kept while there is no leader. The oldest are dropped: they only correct estimates."""
 NO_LEADER_RETRY_S = 1.0
 DISCOVERY_LAG_S = 10.0
 """How long a member that has found a backend waits for the leader to find it too."""
@@ -167,10 +167,10 @@ class LeaderClient:
     async def resolve(
         self, name: str | None, no_backend_wait_s: float, body_bytes: int, key: str = "", beside: str | None = None
     ) -> Target:
-        """See `Dispatcher.resolve`. While a name is unknown, the leader waits too, and counts it for the autoscaler.
+        """See `Dispatcher.resolve`. While this member waits for a name, the leader counts the wait for the autoscaler.
 
-        Returns when both processes know the name, because a leader refuses requests for an unknown name. After
-        DISCOVERY_LAG_S it returns without the leader's answer.
+        Returns when both processes know the name, because a leader refuses requests for an unknown name. Does not wait
+        for the leader longer than DISCOVERY_LAG_S after this member knows the name.
         """
         ends_s = _now() + no_backend_wait_s
         try:
@@ -192,7 +192,7 @@ class LeaderClient:
             asking.cancel()
 
     async def _ask_leader(self, message: Callable[[int], Message]) -> None:
-        """Make a call to a leader in another process. Waits for such a leader, and repeats the call at the next one."""
+        """Make a call to a leader in another process. Waits for such a leader; repeats the call if it changes."""
         while True:
             calls = self.calls()
             if calls is not None:

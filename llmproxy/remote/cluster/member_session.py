@@ -36,7 +36,7 @@ RETURNED_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class MemberCallbacks:
-    """Callbacks of one shard for the state other than leases that members share."""
+    """Callbacks for the state of one shard that members share, except for leases."""
 
     record_stored: Callable[[protocol.ResponseStored], protocol.ResponseStored]
     """As leader: records a stored response of a member. Returns the valid owner: the first report wins."""

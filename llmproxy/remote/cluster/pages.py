@@ -130,7 +130,7 @@ class Merged:
     entries: str
     """The key of the list."""
     name: str
-    """The key of an entry's name."""
+    """The key of the name in each entry."""
     shard_of: Callable[[Cluster, dict[str, Any]], Shard]
     path_for: Callable[[Shard], str]
     """The path at which a leader lists the entries of its shard."""

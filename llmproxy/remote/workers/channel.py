@@ -19,7 +19,7 @@ from llmproxy.observe.packed import packed
 from llmproxy.remote.workers.protocol import FromWorker, Message, ToWorker
 
 FRAME_BYTES_MAX = 1 << 30
-"""The longest listing of backends is shorter. A longer frame is a protocol error."""
+"""The maximum length of a frame. No list of backends is as long. A longer frame is a protocol error."""
 WHY_CHARS = 200
 _LENGTH = struct.Struct(">I")
 _log = structlog.get_logger()

@@ -29,7 +29,7 @@ class Listening(Message, frozen=True, tag=1):
 
 
 class Admit(Message, frozen=True, tag=2):
-    """`Dispatcher.admit`. Answered by `LeaseGranted` or `CallRefused`."""
+    """Calls `Dispatcher.admit`. Answered by `LeaseGranted` or `CallRefused`."""
 
     call: int
     request: Request
@@ -80,25 +80,25 @@ class CancelCall(Message, frozen=True, tag=5):
 
 
 class LeaseRecomputing(Message, frozen=True, tag=31):
-    """`Lease.recomputing`."""
+    """Calls `Lease.recomputing`."""
 
     lease: int
 
 
 class LeaseStarted(Message, frozen=True, tag=6):
-    """`Lease.started`."""
+    """Calls `Lease.started`."""
 
     lease: int
 
 
 class LeaseCommitted(Message, frozen=True, tag=7):
-    """`Lease.committed`."""
+    """Calls `Lease.committed`."""
 
     lease: int
 
 
 class LeaseProgress(Message, frozen=True, tag=8):
-    """`Lease.progress`."""
+    """Calls `Lease.progress`."""
 
     lease: int
     output_tokens: int
@@ -113,14 +113,14 @@ class LeaseReturned(Message, frozen=True, tag=9):
 
 
 class RequestEnded(Message, frozen=True, tag=10):
-    """`Dispatcher.ended`, for the request with this id."""
+    """Calls `Dispatcher.ended` for the request with this id."""
 
     request_id: str
     met: bool | None
 
 
 class PrefixCached(Message, frozen=True, tag=11):
-    """`Pools.cached`."""
+    """Calls `Pools.cached`."""
 
     pool: str
     lease: int
@@ -129,7 +129,7 @@ class PrefixCached(Message, frozen=True, tag=11):
 
 
 class AttemptEnded(Message, frozen=True, tag=12):
-    """`Metrics.attempted`."""
+    """Calls `Metrics.attempted`."""
 
     backend: str
     verdict: Verdict
@@ -142,7 +142,7 @@ class ExitReport(Message, frozen=True, tag=13):
 
 
 class UsageLearned(Message, frozen=True, tag=14):
-    """`Estimator.learn`."""
+    """Calls `Estimator.learn`."""
 
     model: str
     prompt_bytes: int | None

@@ -31,9 +31,9 @@ from llmproxy.scheduling.dispatcher import Dispatcher
 START_MAX_S = 60.0
 """How long workers may take to start listening before the start of the proxy fails."""
 STOP_MAX_S = 5.0
-"""How long a worker may take to cut its requests, and as long again to exit. Then it is killed."""
+"""How long the workers may take to cut their requests. Then each may take as long again to exit, or is killed."""
 LIVED_S = 10.0
-"""A worker that ends earlier has failed to start: its replacement starts after a pause that doubles each time."""
+"""A worker that ends within this time after its start is replaced after a pause, which doubles each time."""
 PAUSE_S, PAUSE_MAX_S = 0.5, 30.0
 ESTIMATES_S = 0.1
 """Interval of sending changed estimates to the workers."""

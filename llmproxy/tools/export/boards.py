@@ -32,18 +32,18 @@ def gauge(metric: str, labels: str, by: str, how: str = "sum") -> str:
 
 
 def share(part: str, whole: str) -> str:
-    """An expression for `part` / `whole`: 0, not missing, if there is no series of the part."""
+    """An expression for `part` / `whole`. If the part has no series, the value is 0 and not missing."""
     return f"(({part}) or 0 * ({whole})) / ({whole})"
 
 
 def known_prefix(of: str) -> str:
-    """An expression for the share of the prompt tokens of a kind (`expected` or `cached`) that were both."""
+    """An expression for the prompt tokens that were both expected and cached, divided by the tokens of kind `of`."""
     both, one = (rate("prefix_tokens_total", f'{BACKEND},kind="{kind}"', "backend") for kind in ("both", of))
     return f"{both} / {one}"
 
 
 def bias() -> str:
-    """An expression for predicted over observed seconds."""
+    """An expression for predicted seconds divided by observed seconds."""
     predicted, observed = (
         rate("prediction_seconds_total", f'{BACKEND},kind="{kind}"', "backend, time")
         for kind in ("predicted", "observed")

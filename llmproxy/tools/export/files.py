@@ -1,4 +1,4 @@
-"""The files of each kind, by name, with their text."""
+"""Makes the files of each kind of export."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ KINDS: dict[str, tuple[Callable[[], dict[str, str]], str]] = {
                    "prometheus --config.file FILE"),
     "scaling": (scaling.files, "Change the names, the address and MODEL in one of them, and: kubectl apply -f FILE"),
 }  # fmt: skip
-"""By kind: the function that makes the files, and the next step for the user."""
+"""Maps each kind to the function that makes its files, and to the next step for the user."""
 
 
 def files_of(kind: str) -> dict[str, str]:

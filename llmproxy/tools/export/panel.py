@@ -18,7 +18,7 @@ VARIABLES = (
     ("band", f"llmproxy_queued_requests{{{HERE}}}", "Band"),
     ("backend", f"llmproxy_backend_info{{{HERE}}}", "Backend"),
 )
-"""Each variable of a dashboard: its name, the series whose label of this name has the values, its title."""
+"""(Name, series, title) of each variable of a dashboard. Its values come from the label NAME of the series."""
 RELOADS = f"changes(llmproxy_config_last_reload_timestamp_seconds{{{HERE}}}[1m]) > 0"
 SIZES = {"stat": (4, 4), "timeseries": (8, 8), "state-timeline": (8, 8), "table": (8, 8)}
 """Width and height of each kind of panel."""

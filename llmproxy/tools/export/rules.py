@@ -19,7 +19,7 @@ FAILED = (
 )
 """Outcomes that use up the error budget, as does `upstream_status` with 5xx. With 4xx the client is at fault."""
 NOT_OURS = "cancelled|bad_request|too_large|unauthorized|unknown_model|rate_limited|upstream_status"
-"""Outcomes that are not the fault of the proxy or its backends, and `upstream_status`, which `_ended` adds for 5xx."""
+"""Outcomes that the error ratio does not count: clients caused them. `_ended` adds `upstream_status` with 5xx again."""
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 
 PROXY = "job, instance"
@@ -64,7 +64,7 @@ def _ended(function: str, window: str, outcomes: str, by: str = "job, band", ban
 
 
 def _errors(window: str) -> str:
-    """Error ratio by band. Failures without a band yet have the band `none`, and are divided by all requests."""
+    """The error ratio of each band. Failures before the band is known have the band `none`, as a share of all."""
     named, none = 'band!="none"', 'band="none"'
     of_band = _ended("rate", window, _COUNTED, band=named)
     return (
@@ -90,7 +90,7 @@ RECORDED = (
     ("llmproxy:queue_wait:p95_5m", _p95("queue_wait_seconds")),
     ("llmproxy:ttft:p95_5m", _p95("time_to_first_token_seconds")),
 )
-"""Name and expression of each recording rule, by job and band."""
+"""(Name, expression) of each recording rule. The recorded series have the labels `job` and `band`."""
 
 
 def _burn(long: str, short: str, times: float, lasts: str, severity: str) -> Alert:

@@ -37,7 +37,7 @@ class Target:
     url: URL
     admin_key: str | None = None
     pool: str | None = None
-    """Pool of a cluster whose leader answers, if the pool has a leader of its own."""
+    """In a cluster, the leader of this pool answers. None: the leader of the default shard."""
 
     @classmethod
     def parsed(cls, url: str, admin_key: str | None) -> Target:

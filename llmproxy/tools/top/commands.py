@@ -25,7 +25,7 @@ from llmproxy.tools.top.whatif import whatif as shares
 
 CHOICES = 20
 CHOICES_FILTERED = 100
-"""As many choices as the proxy keeps of a pool."""
+"""The number of choices that the proxy remembers for each pool."""
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

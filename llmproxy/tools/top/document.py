@@ -47,7 +47,7 @@ class Quantiles(Struct, frozen=True):
 
 
 class Band(Struct, frozen=True):
-    """A band over all pools."""
+    """A band, with the requests of all pools together."""
 
     band: str
     waiting: int

@@ -32,7 +32,7 @@ SEVERAL_POOLS = (
 
 
 def weights_of(given: Sequence[str]) -> dict[str, float]:
-    """Weights by flow, parsed from texts such as `team-a=3`. Raises AskError."""
+    """Maps each flow to its weight, parsed from texts such as `team-a=3`. Raises AskError."""
     weights = {}
     for text in given:
         flow, _, value = text.rpartition("=")
@@ -91,7 +91,7 @@ def _changes(seen: Document) -> list[str]:
 
 
 def _shares(flows: Sequence[Flow], weights: Mapping[str, float]) -> dict[str, float]:
-    """The present total rate of the flows of a band, divided by weight."""
+    """Divides the present total rate of a band's flows by weight. No flow gets more than it can use."""
     claims = {
         one.flow: Claim(weights.get(one.flow, one.weight), inf if one.waiting else one.tokens_per_s) for one in flows
     }
