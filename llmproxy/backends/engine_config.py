@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 SERVER_INFO_PATH = "/server_info?config_format=json"
-"""vLLM answers it only in development mode (VLLM_SERVER_DEV_MODE=1). SGLang always answers it and ignores the query."""
+"""vLLM has this path only in development mode (VLLM_SERVER_DEV_MODE=1). SGLang always has it and ignores the query."""
 SEQUENCES_MAX = 1 << 20
 
 

@@ -25,7 +25,7 @@ METRIC_NAMES: tuple[str, ...] = tuple(
     name.decode()
     for name in (RUNNING, WAITING, KV_USED, KV_USED_OLD, CACHE_CONFIG, LORA_INFO, WAITING_BY_REASON, GENERATED)
 )
-"""The names to ask for where a backend can filter its page."""
+"""Names of the metrics that a scrape requests, if the backend can filter its page."""
 
 _OTHER_NAMES = (
     (b"ray_vllm_", b"vllm:"),

@@ -13,7 +13,7 @@ from llmproxy.core.domain import Listing, ModelCard
 
 CARDS_MAX = 10_000
 CARD_BYTES_MAX = 32 << 10
-"""A card of vLLM is 0.5 KB."""
+"""Maximum bytes of one model card. A card of vLLM has 0.5 KB."""
 COMMAS_MAX = 1 << 18
 """Maximum number of commas in an answer: each may add a value, which costs a Python object. A card of vLLM has 23."""
 

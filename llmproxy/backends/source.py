@@ -14,7 +14,7 @@ from llmproxy.config import BackendConfig
 BACKENDS_MAX = 1_024
 """Maximum number of backends of one source."""
 SHOWN_CHARS = 60
-"""How much of a wrong value a message repeats."""
+"""Maximum number of characters of a wrong value that a message repeats."""
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([-A-Za-z0-9_.]*[A-Za-z0-9_])?")
 """A name or an IPv4 address."""
 _SCOPED = re.compile(r"[0-9A-Fa-f:.]+(%[-A-Za-z0-9_.]+)?")

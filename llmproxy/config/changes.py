@@ -99,7 +99,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Named(dict[str, Any]):
-    """The entries of a list by name."""
+    """Maps names to the entries of a list."""
 
 
 def _differences(old: Any, new: Any, key: str) -> Iterator[Change]:

@@ -1,4 +1,4 @@
-"""Checks of values against each other, and the names of bands."""
+"""Helpers of validation: consistency of several values, and bands from their names."""
 
 from __future__ import annotations
 

@@ -388,11 +388,11 @@ class Config(Section):
         return names | {CRITICAL: "critical", DEFAULT: "default", SHEDDABLE: "sheddable"}
 
     def ceilings(self) -> dict[int, float]:
-        """Ceilings by band: the given ones over the defaults."""
+        """Maps each band to its ceiling: as configured, else the default."""
         return {**CEILINGS, **self.by_band(self.scheduling.ceilings)}
 
     def by_band(self, section: Mapping[str, float]) -> dict[int, float]:
-        """`section`, whose keys are names of bands, with bands as keys."""
+        """Returns `section` with bands as keys in place of their names."""
         return {self.band(name): value for name, value in section.items()}
 
     def key_names(self) -> Iterator[tuple[str, str]]:

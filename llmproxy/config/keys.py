@@ -61,17 +61,17 @@ def sections_in(annotation: Any) -> Iterator[type[Section]]:
 
 
 def leaves(top: type[Section]) -> dict[str, FieldInfo]:
-    """Every key outside lists whose value is no section, by dotted name."""
+    """Maps dotted names to keys: all keys outside lists whose value is no section."""
     return {key.name: key.field for key in walk(top) if "[]" not in key.name and not key.is_section}
 
 
 def keys() -> dict[str, FieldInfo]:
-    """Every key that a flag or a variable can set, by dotted name, in the order of the schema."""
+    """Maps dotted names to the keys that a flag or a variable can set, in the order of the schema."""
     return {name: field for name, field in leaves(Config).items() if name not in FILE_ONLY}
 
 
 def keys_of_files() -> Iterator[str]:
-    """Every key that only a file can hold, by dotted name; keys of list entries as `models[].target`."""
+    """Yields the names of keys that only a file can set, such as `models[].target`."""
     for key in walk(Config):
         if key.name in FILE_ONLY or ("[]" in key.name and not key.is_section):
             yield key.name

@@ -134,7 +134,7 @@ class AdmissionKind(StrEnum):
     PREEMPTED = "preempted"
     PREFILLED = "prefilled"  # The prefill stage has ended, and the decode stage needs a backend.
     RESUMED = "resumed"  # A scheduler that is gone had admitted the request.
-    OWNER_LOOKUP = "seeking"  # Looks for the backend that stores its response; the excluded backends do not.
+    OWNER_LOOKUP = "seeking"  # Looks for the backend that stores its response; the excluded backends do not store it.
 
 
 class ModelCard(Struct, frozen=True):
@@ -268,7 +268,7 @@ class Placed(Struct, frozen=True):
     cold_adapter: bool = False
     ttft: Predicted | None = None  # As in `Price`; None without a prediction.
     tpot: Predicted | None = None
-    answers_on: str | None = None  # This lease is a prefill stage, and that backend reserves a slot for the decode.
+    answers_on: str | None = None  # Of a prefill stage: the backend that reserves a slot for the decode stage.
     unsplit: bool = False  # The backends have roles, but this one serves the whole request.
 
 
@@ -321,7 +321,7 @@ class NoCapacity(Struct, frozen=True):
 class NoMatch(Struct, frozen=True):
     """Some backend has room, but not for this request. The fairness policy may offer its next flow."""
 
-    whole_model: bool  # No backend with room serves the model, so its other requests need not be tried.
+    whole_model: bool  # No backend with room serves the model, so other requests for the model need not be tried.
     later: str = ""  # A full backend that this request should wait for; other requests may still be placed.
 
 

@@ -271,7 +271,7 @@ class BlameObserver(LeaseObserver):
 
 
 class OutlierObserver(LeaseObserver):
-    """Reports the speed of answers to the outlier detection, and the recovery of a slow backend to the backend."""
+    """Reports the speed of answers to the outlier detection. Tells a slow backend whether it has recovered."""
 
     def __init__(self, detection: OutlierDetection) -> None:
         self._detection = detection

@@ -162,7 +162,7 @@ class Pools:
         self._arrange()
 
     def split_limits(self, divisor: int, now: float, shard: str = DEFAULT) -> None:
-        """Divides every limit by `divisor` from the next decision on, because so many processes decide independently.
+        """Divides every limit by `divisor` from the next decision on: as many processes decide independently.
 
         A usage limit may span shards, so it is divided by the largest divisor of all shards. Bounds of the waiting room
         are not divided.
@@ -414,7 +414,7 @@ class Pools:
             one.ended(request, met, now)
 
     def goes_on_elsewhere(self, request: Request, now: float) -> None:
-        """Keeps the tokens of a request charged to its usage limits, because another process continues it uncounted."""
+        """Keeps the tokens of a request charged to its usage limits. The process that continues it charges nothing."""
         if request.limits:
             self._limits.rates.used(request, expected(request), now)
 

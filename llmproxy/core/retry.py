@@ -11,7 +11,7 @@ from llmproxy.core.domain import Verdict
 from llmproxy.core.rate_limit import TokenBucket
 
 RETRY_RESERVE = 1024.0
-"""Burst of the retry budget: a backend that dies fails its whole batch at once, and 1,024 is vLLM's largest default."""
+"""Burst of the retry budget: a backend that dies fails its whole batch, and vLLM's largest default batch is 1,024."""
 RETRY_WAIT_MIN_S = 1.0
 """Minimum queue time of a retry, because the failed attempt may have used up the time of the request."""
 COMPUTED_MAX = 2
@@ -46,7 +46,7 @@ class Again(Enum):
 
     NO = "no"
     ELSEWHERE = "elsewhere"  # Nothing was computed: up to the retry limit and the retry budget.
-    ANYWHERE_ELSE = "anywhere_else"  # Only the backend is to blame: on every other backend.
+    ANYWHERE_ELSE = "anywhere_else"  # Only the backend is to blame: once on each other backend.
     ONCE = "once"  # The engine accepted the body: up to COMPUTED_MAX engines.
 
 

@@ -98,8 +98,8 @@ class PoolSnapshot:
     """The waiting requests and the backends of a pool."""
 
     pool: str
-    alive: bool  # Some backend is up.
-    held: bool  # No backend is up, and requests wait for one to return.
+    alive: bool  # Whether a backend is up.
+    held: bool  # Whether requests wait because no backend is up.
     leases: int  # Requests in flight.
     preempting: int  # Leases that are being preempted.
     bands: tuple[BandSnapshot, ...]

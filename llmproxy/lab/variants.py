@@ -20,7 +20,7 @@ OF_FUTURE = frozenset({"oracle", "instant"})
 def fleets(
     fleet: SimulatedFleet, scales: Sequence[str], sizes: str | None, roles: bool = False
 ) -> dict[str, SimulatedFleet]:
-    """Returns suffix for the names of policies -> fleet. Raises ValueError with the reason."""
+    """Returns the fleets of a run, each with a suffix for the names of policies. Raises ValueError with the reason."""
     if roles:
         if scales or sizes is not None or fleet.autoscale is not None:
             raise ValueError(

@@ -72,9 +72,9 @@ class Dispatcher:
     on_change: Callable[[], None] = lambda: None
     # Awaited for each new request with limits. May raise Refused.
     reserve: Callable[[Request], Awaitable[None]] | None = None
-    # New requests are refused.
+    # Whether new requests are refused.
     draining: bool = False
-    # False: waiting requests and further attempts are refused too.
+    # Whether waiting requests and further attempts are still granted; otherwise they are refused too.
     granting: bool = True
     # Band -> grants.
     granted: Counter[int] = field(default_factory=Counter)
@@ -82,7 +82,7 @@ class Dispatcher:
     inversions: int = 0
     _waiting: dict[str, _Waiter] = field(default_factory=dict)
     _leases: dict[tuple[str, int], Lease] = field(default_factory=dict)
-    # A pass is due in the next turn of the loop.
+    # Whether a pass is due in the next turn of the loop.
     _scheduled: bool = False
     _cuts: PacedCalls = field(default_factory=PacedCalls)
     _closed: bool = False

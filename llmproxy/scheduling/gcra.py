@@ -1,8 +1,8 @@
-"""Shared rates by the generic cell rate algorithm: the store keeps one number per rate, the time at which it is full.
+"""Shared rates by the generic cell rate algorithm: the store has, for each rate, the time at which it is full.
 
 A rate of N per minute refills by 1 every 60/N s. Amounts are therefore counted in seconds on the store's clock. Taking
-an amount moves the time at which the rate is full later by these seconds. The number is equivalent to a token bucket of
-one minute, and its key expires by itself.
+an amount of 5 s makes the rate full 5 s later. The stored time is equivalent to a token bucket of one minute, and its
+key expires by itself.
 """
 
 from __future__ import annotations

@@ -59,12 +59,12 @@ class Lease(Struct, eq=False):
 
     grant: Grant
     _progress: AttemptProgress
-    # Set by the holder, as is `usage`.
+    # The holder sets `verdict` and `usage` before the end.
     verdict: Verdict = Verdict.CLIENT_GONE
     usage: Usage | None = None
     # Called when the attempt must end at once, after a flag below was set.
     on_cut: Callable[[], None] | None = None
-    # The backend can answer no more.
+    # The backend is gone or hangs, so no answer will come.
     revoked: bool = False
     # A request of a higher band needs the place. The holder may ignore this if its answer has begun.
     preempted: bool = False

@@ -46,7 +46,7 @@ CORRECT_S = 0.1
 """The longest time that corrections wait for a request whose call they can join."""
 ASKS_MAX = 256
 CORRECTIONS_MAX = 1024
-"""Larger calls would block the store for milliseconds."""
+"""Maximum number of corrections in a call. A larger call would block the store for milliseconds."""
 NOT_ASKED = "it was not asked yet"
 
 _log = structlog.get_logger()
@@ -193,7 +193,7 @@ class SharedLimits:
         """Does nothing: the store keeps the debts."""
 
     def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
-        """Apply other limits. Earlier charges keep their share of a minute, whatever amount this is now."""
+        """Apply other limits. Half of an old rate that is used up makes half of the new rate used up."""
         self._rates = {name: tuple(map(self._in_store, limit_rates(limits, (name,)))) for name in limits}
         if self._alone is not None and self._proxies is not None:
             self._alone.reconfigure({name: limit.split(self._proxies) for name, limit in limits.items()}, now)

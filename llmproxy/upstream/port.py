@@ -86,7 +86,7 @@ class Exchange(Protocol):
 
 
 async def read_response_body(exchange: Exchange, bytes_max: int) -> bytes:
-    """Returns the whole body. A body above `bytes_max` is cut off at some length above it, and so is the connection.
+    """Returns the whole body. A body above `bytes_max` is cut off at some length above it, and the connection is cut.
 
     Raises UpstreamBroken if the body is cut short by the backend.
     """

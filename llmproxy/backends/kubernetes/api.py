@@ -17,7 +17,7 @@ ANSWER_S = 30.0
 SILENCE_S = 330.0
 """A watch without data for this time is broken: bookmarks come about once a minute, and the server ends it earlier."""
 BUFFER_BYTES = 4 << 20
-"""A slice of 1,000 endpoints has 286 kB."""
+"""Size of the read buffer. It must have room for a line of a watch: a slice of 1,000 endpoints has 286 kB."""
 
 
 class ApiError(Exception):

@@ -32,7 +32,7 @@ ENDED = ("Succeeded", "Failed")
 DEFAULT_PORT_NAME = "http"
 
 Refuse = Callable[[str, str], object]
-"""Called with the name of a rejected object, and why. The other objects count."""
+"""Called with the name of a rejected object, and the reason. The other objects are used."""
 
 
 def _ignored(name: str, why: str) -> None:

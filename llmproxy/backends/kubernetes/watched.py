@@ -74,7 +74,7 @@ class Watched(Generic[T]):
     Attributes:
         objects: Maps (namespace, name) to an object; None before the first list.
         trouble: Why the API server does not answer, else None.
-        status: The HTTP status of that trouble, 0 without an answer.
+        status: The HTTP status of `trouble`; 0 without an answer.
         refused: Maps (namespace, name) of an invalid object to the reason.
 
     `on_change` is called after every change of `objects` or `trouble`.

@@ -14,7 +14,7 @@ GUESS_S = 3.0
 LATE = 3.0
 """A load explains a silence of up to this multiple of the longest known load."""
 MOST_S = 30.0
-"""Maximum silence that loads explain, whatever their number, so that a frozen backend is detected."""
+"""Maximum silence that any number of loads explains, so that a frozen backend is detected."""
 FADE = 0.02
 """Weight of a load time that is shorter than the longest known time. A longer time counts in full at once, because
 adapters differ in size and the slowest one must not look like a hang."""

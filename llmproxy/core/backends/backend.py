@@ -26,7 +26,8 @@ class Backend:
     """The core's state of one vLLM server. Only the scheduler that owns it changes it.
 
     The own requests in flight are counted here, and readings correct the counts. Sequences that a reading shows beyond
-    the own ones belong to other clients and count as load. Prompts booked after a reading are added to its KV usage.
+    the own ones belong to other clients and count as load. The KV usage of a reading is increased by the prompts that
+    were booked after it.
     """
 
     def __init__(
@@ -262,7 +263,7 @@ class Backend:
 
     @property
     def _in_flight_everywhere(self) -> int:
-        """`in_flight`; without a reading, an estimate that assumes the same number for each independent process."""
+        """As `in_flight`. Without a reading, each independent process is assumed to have as many as this process."""
         return self.in_flight if self.reading is not None else self._own.sequences * self._limit_divisor
 
     def _proven_load(self) -> int:
@@ -419,7 +420,7 @@ class Backend:
         return not self._others and lease in self._own.last_waiting(self.reading)
 
     def queued(self, now: float) -> Iterator[int]:
-        """Yields the leases in the engine's queue at the last reading, the newest first; none if that is stale."""
+        """Yields the leases in the engine's queue at the last reading, the newest first; none if it is stale."""
         return self._own.last_waiting(self.reading) if self.view(now).waiting else iter(())
 
     def view_without(self, leases: list[int], now: float) -> View:

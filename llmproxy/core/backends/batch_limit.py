@@ -15,7 +15,8 @@ UNPUBLISHED = 256
 """Limit of a backend without metrics: vLLM's default batch limit."""
 CALM_READINGS_MIN = 5
 CALM_READINGS_MAX = 160
-"""Readings without a queue before a larger limit is tried. Doubled each time that the trial finds the same plateau."""
+"""A larger limit is tried after this many readings without a queue: at first the minimum, doubled after each trial that
+finds the same plateau."""
 FALLEN = 0.8
 """A refusal at a load below this share of the last plateau is not the result of a trial."""
 RESERVE_FROM = 4
@@ -299,6 +300,6 @@ class Exploration:
         return self.proven_load if tried else None
 
     def proven_elsewhere(self, limit: BatchLimit) -> int | None:
-        """Returns the lowest proven limit of another member that is at least `limit.proven_load`; None if none."""
+        """Returns the lowest proven limit of other members that is not below `limit.proven_load`; None without any."""
         ends = (one.limit.proven_load for one in self.members.values() if one.limit is not limit and one.limit.proven)
         return min((end for end in ends if end >= limit.proven_load), default=None)

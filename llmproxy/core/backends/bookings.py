@@ -10,7 +10,7 @@ from msgspec import Struct
 from llmproxy.core.domain import Reading, Request
 
 GAUGE_LAG_S = 0.03
-"""vLLM updates its gauges per engine step, 10-26 ms late. A reading cannot include younger requests."""
+"""A reading may omit requests younger than this: vLLM updates its gauges once per engine step, 10-26 ms late."""
 RESIDENT_ADAPTERS_MAX = 1_024
 """Maximum number of resident adapters of an engine that does not publish its adapter slots."""
 
@@ -83,10 +83,10 @@ class Bookings:
         return sum(self.by_lease[lease].request.sequences for lease in leases)
 
     def last_waiting(self, reading: Reading | None) -> Iterator[int]:
-        """Yields the leases in the engine's queue by `reading`, the newest first.
+        """Yields the leases that `reading` shows in the engine's queue, the newest first.
 
-        These are the newest leases before the reading, up to its number of waiting sequences, because an engine queues
-        the requests that arrived last.
+        If the reading shows `n` waiting sequences, these are the newest leases with up to `n` sequences, because an
+        engine queues the requests that arrived last.
         """
         if reading is None:
             return

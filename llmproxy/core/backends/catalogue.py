@@ -28,7 +28,7 @@ class Target:
     """The model, pool and adapter of a requested name."""
 
     requested: str
-    model: str  # A name that backends list. Of an adapter that backends load on demand: its base model.
+    model: str  # A name that backends list. For an adapter that is loaded on demand, its base model.
     pool: str
     adapter: str | None  # None for a base model.
     context_tokens: int | None = None  # Longest context of the backends that list the name; None if unpublished.
@@ -38,8 +38,8 @@ class Catalogue:
     """The mapping of names to pools and adapters, rebuilt whenever a listing changes.
 
     Backends with a common base model are in one pool, and pools with a common backend are one pool. An adapter belongs
-    to the pool of the backend that lists it. The name of a pool is the base model that most of its backends list; of
-    equals, the base model that is first in most listings, then the first in alphabetical order. So the name depends on
+    to the pool of the backend that lists it. The name of a pool is the base model that most of its backends list; on a
+    tie, the base model that is first in most listings, then the first in alphabetical order. So the name depends on
     the listings alone, and a roll-out from one served name to another changes it once. A name in `apart` or `named`
     takes precedence. Listings of backends that are down still count.
     """

@@ -14,7 +14,7 @@ from llmproxy.core.estimates.line import OUTLIER, LearnedLine
 from llmproxy.core.settings import HealthSettings
 
 LATE = 5.0
-"""A silent backend hangs after this multiple of the predicted time to all its first bytes."""
+"""A silent backend counts as hung after this multiple of the predicted time until all its streams have begun."""
 TOGETHER = 3
 """Number of streams whose common stop slow clients cannot explain."""
 TOGETHER_S = 0.6
@@ -34,8 +34,8 @@ class HangDetection:
 
     Streams: a backend hangs if it has unstarted streams and is silent for `hung_s` or LATE times their predicted time,
     whichever is longer, while others of its pool work. It also hangs if TOGETHER started streams stop together; fewer
-    prove nothing, because a client may have stopped reading. Long prompts and adapter loads explain a long silence. For
-    an ejected backend the unstarted stream is its probe, and the others need not work.
+    prove nothing, because a client may have stopped reading. Long prompts and adapter loads explain a long silence. An
+    ejected backend is judged by its probe, even while no other backend works.
 
     Idle engines: a backend hangs if its readings show none of the requests that were sent to it, streamed or not, for
     `hung_s` or several times the usual delay until a reading shows a request. Requests with media or a grammar have a
@@ -85,7 +85,7 @@ class HangDetection:
         backend.paused_s = 0.0
 
     def _see_requests(self, backend: BackendStreams, reading: Reading, sequences: int) -> None:
-        """Notes that a reading shows all requests sent before it, if it shows as many requests as were sent."""
+        """Marks all requests that were sent before the reading as seen, if the reading shows at least as many."""
         shown, sent_s = reading.running + reading.waiting, reading.taken_at_s - GAUGE_LAG_S
         self._shows_work = self._shows_work or shown > 0
         for stream in reversed(backend.unseen.values()):
@@ -101,7 +101,7 @@ class HangDetection:
             self._unseen[stream.prepared].learn(reading.taken_at_s - stream.booked_s, sure=True)
 
     def idle(self, backend: BackendStreams, now: float) -> bool:
-        """Returns whether the readings of a backend show none of its requests, although readings of the pool do."""
+        """Returns whether the readings of a backend show none of its requests. False until any reading shows one."""
         reading, first = backend.reading, next(iter(backend.unseen.values()), None)
         return (
             self._shows_work

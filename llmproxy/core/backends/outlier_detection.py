@@ -36,7 +36,7 @@ GAIN = 0.02
 DOUBTFUL = 2.0
 """An observation above this multiple of the backend's usual ratio teaches nothing about the pool."""
 SLOW_S = 2.0
-"""Slow time before an ejection, in seconds. A shorter time may be a garbage collection or a burst of long prompts."""
+"""A backend is ejected after this much slow time. Less may be a garbage collection or a burst of long prompts."""
 PROMPT_LATE = 2.0
 """An uncached prompt explains up to this multiple of its predicted time."""
 PROMPTS_MOST = 0.3
@@ -275,7 +275,7 @@ class OutlierDetection:
         return fast
 
     def finished(self, lease: int, now: float, usage: Usage | None = None, sequences: int = 1) -> None:
-        """Notes the end of a lease. `usage` is None if it was not served; `sequences` remain on its backend."""
+        """Notes the end of a lease. `usage` is None if the request failed; its backend still has `sequences`."""
         stream = self._streams.pop(lease, None)
         if stream is None:
             return

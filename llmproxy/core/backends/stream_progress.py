@@ -44,7 +44,7 @@ class BackendStreams:
     engine: StreamSpan = field(init=False)  # A virtual stream with all tokens that the readings count.
     reading: Reading | None = None  # The last reading.
     running_s: float = 0.0  # Sequence-seconds that the engine ran in the span of `engine`.
-    ran: bool = False  # The engine ran throughout that span, as far as it is known.
+    ran: bool = False  # Whether the engine ran throughout that span, as far as readings show.
     generated_s: float = -inf  # When the counter of generated tokens last increased.
     paused_s: float = 0.0  # Seconds without an increase while the engine ran sequences.
     # Requests that sent no byte and that no reading shows, the oldest first.
@@ -52,8 +52,8 @@ class BackendStreams:
 
     # Streams by lease.
     unstarted: dict[int, StreamSpan] = field(default_factory=dict)  # Streams without a byte, the oldest first.
-    unstarted_tokens: float = 0.0  # Their prompt tokens to compute.
-    unstarted_tokens_max: int = 0  # The same if nothing is cached.
+    unstarted_tokens: float = 0.0  # Prompt tokens to compute for `unstarted`.
+    unstarted_tokens_max: int = 0  # All prompt tokens of `unstarted`, as if nothing were cached.
     started: dict[int, StreamSpan] = field(default_factory=dict)  # Streams with a byte.
     whole: dict[int, StreamSpan] = field(default_factory=dict)  # Non-streamed answers that have not arrived.
     last_byte_s: float = -inf  # When a byte of any answer last arrived.
@@ -126,7 +126,7 @@ class StreamSpan(Struct, eq=False):
     booked_s: float
     prompt_tokens: int
     own_tokens: float  # Uncached tokens of its prompt.
-    tokens_ahead: float  # At the booking: prompt tokens to compute before the first byte, with `own_tokens`.
+    tokens_ahead: float  # Prompt tokens to compute before the first byte, with `own_tokens`, at the booking.
     since_s: float  # Start of the span.
     adapter: str | None
     cold: bool  # The adapter was not believed to be resident.
@@ -139,7 +139,7 @@ class StreamSpan(Struct, eq=False):
     last_byte_s: float = -inf  # When a byte of the stream last arrived.
     sequences: int = 1
     whole: bool = False  # The answer is not streamed, and the span is the whole answer.
-    prepared: bool = False  # The engine works beyond tokenisation before its gauges show the request.
+    prepared: bool = False  # The engine must do more than tokenise before its gauges show the request.
 
     def begin(self, tokens: int, prompts_s: float, now: float) -> None:
         """Begins a span after `tokens` tokens of the answer."""

@@ -99,8 +99,8 @@ class AdapterDemand:
     ) -> float:
         """Returns the expected seconds to load the displaced adapter again; a load takes at least `least_s`.
 
-        The displaced adapter must be loaded again if it is requested before it would have been evicted anyway: the
-        chance is a race of two Poisson processes. The cost is 0 if another backend has the displaced adapter too.
+        The displaced adapter must be loaded again if it is requested before it would have been evicted anyway. Requests
+        and evictions are taken as two Poisson processes. The cost is 0 if another backend has the displaced adapter.
         A free slot costs nothing, unless this is a second copy of `adapter` in the pool and the adapters that no
         backend has loaded would fill all free slots.
         """

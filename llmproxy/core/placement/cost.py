@@ -88,7 +88,7 @@ class CostPlacement(Placement):
     """
 
     def __init__(self, rng: Random, index: PrefixIndex | None = None, without: frozenset[str] = frozenset()) -> None:
-        """`without` has names of terms to leave out, for measurements; `objectives` leaves out the term `headroom`."""
+        """`without`: names of terms to leave out, for measurements. `objectives` is the name of the term `headroom`."""
         self._rng = rng
         self._without = without
         self._index = index or PrefixIndex()
@@ -184,7 +184,7 @@ class CostPlacement(Placement):
     def _idle(
         self, able: Sequence[View], fits: Sequence[bool], prices: Sequence[PriceRow], least_s: float
     ) -> list[int]:
-        """Returns the index of the idle backend with the least price without `harm`, if that is at most `least_s`.
+        """Returns the index of the idle backend with the least price without `harm`; empty if that is above `least_s`.
 
         Waiting for another backend while this one is idle would serve no request sooner.
         """

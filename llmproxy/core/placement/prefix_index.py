@@ -6,11 +6,11 @@ A match therefore predicts the cached part of a prompt.
 
 Recency is kept in *generations*. A touched block moves to the youngest generation. A full generation is followed by a
 new one. To make room, the oldest generation is dropped as a whole. So the index approximates LRU (Mattson et al.,
-"Evaluation techniques for storage hierarchies", 1970): it has all blocks used last, up to 7/8 of the capacity,
-and never more than the capacity. A chain is touched as a whole, so a block is never older than its successors, and
-tails are dropped before their heads, as in vLLM's free list. The indexed part of a chain is therefore always a prefix
-of the chain, lies in generations of growing age, and is found by bisection. An exact LRU list would double the memory
-for no gain, because the true capacity is known less exactly than to an eighth.
+"Evaluation techniques for storage hierarchies", 1970): it never exceeds the capacity, and always has the most recently
+used blocks that fill 7/8 of the capacity. A chain is touched as a whole, so a block is never older than its successors,
+and tails are dropped before their heads, as in vLLM's free list. The indexed part of a chain is therefore always a
+prefix of the chain, lies in generations of growing age, and is found by bisection. An exact LRU list would double the
+memory for no gain, because the true capacity is known less exactly than to an eighth.
 
 Memory per block and backend: a key of 36 bytes, and an entry of 27 bytes in a full generation, which exactly fills a
 CPython dict. Generations are at least half full on average, so an average entry takes at most 54 bytes.
@@ -92,7 +92,7 @@ class PrefixIndex:
         return self._capacity_blocks if recent is None else recent.limit
 
     def room(self, backend: str) -> int:
-        """Returns how many more blocks fit up to 7/8 of the limit, the size after a generation was dropped."""
+        """Returns how many blocks fit up to 7/8 of the limit, the size to which a full index is cut."""
         # `limit` and `size` are inlined: this runs for each backend and each request.
         recent = self._recent.get(backend)
         size, limit = (0, self._capacity_blocks) if recent is None else (recent.size, recent.limit)

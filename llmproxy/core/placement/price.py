@@ -57,7 +57,7 @@ def with_headroom(
 
     Args:
         stream: The weight of a second of streaming.
-        late: Factors from the predicted to the p90 time to first token and time per output token.
+        late: p90 divided by the prediction, for the time to first token and the time per output token.
     """
     slo, (late_ttft, late_tpot) = request.slo, late
     assert slo is not None, "it has no objective"

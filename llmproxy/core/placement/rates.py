@@ -12,7 +12,8 @@ from llmproxy.core.estimates.whole_answers import WholeAnswers
 RECENT_KEEP = 0.9
 """As `KEEP`, for changes of one backend: about ten observations, so a slower backend is repriced within seconds."""
 SURE = 4.0
-"""Squared standard errors by which a backend must differ from its pool to count as faster or slower."""
+"""A backend counts as faster or slower than its pool if the squared difference is above this many squared standard
+errors."""
 FACTOR_MIN = 0.05
 UNSEEN = 30.0
 """The evidence about a backend fades to a third after this many observations of other backends. The speed factor
@@ -55,9 +56,10 @@ class Attention:
         self._sums: tuple[float, ...] = (0.0,) * 9
 
     def learn(self, line: LearnedLine, tokens: float, attended: float, took_s: float) -> None:
-        """A step computed `tokens`, which attended to `attended` earlier tokens in sum, in `took_s`.
+        """Learns from `took_s`, the time in which `tokens` were computed.
 
-        `line` is the pool's prefill time over weighted tokens.
+        `attended` is the number of earlier tokens that each of them attends to, summed. `line` gives the pool's prefill
+        time for an attention-weighted number of tokens.
         """
         expected_s = JITTER_S + line.at(tokens + self.share * attended)
         weight = expected_s**-2
@@ -103,7 +105,10 @@ class _WeightedRatio:
         self._seen = line.seen
 
     def drawn_to(self, middle: float, line: LearnedLine) -> float:
-        """Returns the ratio, shrunk towards `middle` by standard error (positive-part James-Stein) and age."""
+        """Returns the ratio, shrunk towards `middle`.
+
+        It is shrunk more for a larger standard error (positive-part James-Stein) and for older observations.
+        """
         expected = line.base * self._count + line.slope * self._x
         over = self._took / expected - middle if expected > 0.0 else 0.0
         if not over:
@@ -226,7 +231,7 @@ class PoolRates:
         return 1.0 / sum(1.0 / max(one_s, 1e-9) for one_s in alone_s)
 
     def prefilled(self, speed: SpeedFactor, tokens: float, attended: float, took_s: float) -> None:
-        """A backend computed `tokens` prompt tokens, with `attended` attended tokens in sum, in `took_s`."""
+        """A backend computed `tokens` prompt tokens in `took_s`. For `attended` see `Attention.learn`."""
         self._whole_answers = 0
         # Slow backends may get other prompt lengths than fast ones, which would tilt the line without the correction.
         self._usual_factor = follow(self._usual_factor, speed.factor, 1.0 - KEEP)
@@ -237,7 +242,7 @@ class PoolRates:
         speed.learn(self.prefill, tokens, took_s)
 
     def loaded(self, speed: SpeedFactor, tiers: Sequence[int], tokens: float, took_s: float) -> None:
-        """A backend computed weighted `tokens` and loaded adapters of these tiers, one after the other, in `took_s`."""
+        """In `took_s`, a backend computed `tokens` (weighted by attention) and loaded adapters of these tiers."""
         loads_s = max(0.0, took_s - self.prefill.at(tokens) * speed.factor)
         expected_s = [self.loads.at(tier) for tier in tiers]
         each = loads_s / sum(expected_s) if sum(expected_s) > 0.0 else 0.0
@@ -247,7 +252,7 @@ class PoolRates:
     def streamed(self, speed: SpeedFactor, running: float, per_token_s: float, decode_s: float) -> None:
         """A stream took `per_token_s` for each token after the first, with about `running` sequences in the batch.
 
-        `decode_s` is the same without the time of prompts that the backend computed meanwhile.
+        `decode_s` is `per_token_s` without the time of prompts that the backend computed meanwhile.
         """
         self.decode.learn(running, decode_s / speed.factor)
         self.step.learn(running, per_token_s)

@@ -57,8 +57,8 @@ class BlockedRequests:
 
         Args:
             free: (Queue, band of its first request) -> how many requests of the queue have room.
-            lowest: None in the first round of a pass: requests that went back earlier and still wait take part of the
-                room. In the second round, they fit nowhere and take none; only this band and higher bands are taken.
+            lowest: The lowest band to take; None in the first round of a pass. The first round leaves room for requests
+                that went back earlier and still wait. The second round does not, because they have fitted nowhere.
         """
         back: list[Queued] = []
         for name in list(self._queues):

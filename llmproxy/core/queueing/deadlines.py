@@ -85,7 +85,7 @@ class Deadlines:
         return queued.due_s[self._running] - self._clocks[self._running].read(now)
 
     def own_left_s(self, queued: Queued, now: float) -> float:
-        """Returns the rest of the own time to wait of `queued`. Time on hold does not count."""
+        """Returns the seconds left to `queued` on the normal clock, which does not count time on hold."""
         return queued.due_s[0] - self._clocks[0].read(now)
 
     def due(self, now: float, most: int) -> list[Queued]:

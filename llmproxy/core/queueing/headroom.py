@@ -17,11 +17,11 @@ class Headroom:
     """The ceilings of one pool.
 
     The room above a ceiling is for higher bands. A band is in use for `headroom_s` after its last request. No room is
-    kept for a band that is not in use: the ceiling of a band is the highest ceiling among itself and the higher bands
-    below the next band in use. The next request of an unused band restores the ceilings. If all backends are full
-    then, this request waits for one release at most.
+    kept for a band that is not in use: a band has the highest of its own ceiling and the ceilings of the unused bands
+    below the next higher band in use. The next request of an unused band restores the ceilings. If all backends are
+    full then, this request waits for one release at most.
 
-    A slot is always kept from the bands below the highest band in use: on each backend with at least four sequences
+    Bands below the highest band in use must always leave a slot free: on each backend with at least four sequences
     (`View.slots`), or in the whole pool if all backends are smaller (`keeps_slot`), except in a pool of a single slot.
     """
 
@@ -92,7 +92,7 @@ class Headroom:
 
         It is closed to a band below `default` while a higher band is in use, because requests of the higher band would
         wait behind this band in the engine. It is closed to a band above `default` beyond the load that the engine was
-        seen to run (`doubtful`), because a request that is first here would wait behind others there.
+        seen to run (`doubtful`), because the request would wait in the engine behind requests of lower bands.
         """
         if band == DEFAULT or not any(view.waiting for view in views):
             return views

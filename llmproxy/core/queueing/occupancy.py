@@ -27,7 +27,7 @@ _NOTHING = _Usage()
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """A reached limit of the waiting room, named as in the configuration. `total`: it limits all bands together."""
+    """A reached limit of the waiting room, named as in the configuration. `total`: whether it is for all bands."""
 
     name: str
     limit: int

@@ -3,8 +3,8 @@
     step_s = base_s + sequence_s * sequences + token_s * prompt tokens in the step
 
 A least squares fit over finished answers with a half-life of a quarter of an hour. The lines for placement forget
-within fifty observations, to follow a changing backend. The number of replicas must not follow the chance of fifty
-answers.
+within fifty observations, to follow a changing backend. The number of replicas must not follow random differences
+between so few answers.
 """
 
 from __future__ import annotations

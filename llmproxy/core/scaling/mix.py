@@ -17,7 +17,7 @@ HISTORY_S = 180
 """Arrivals are kept for this time: two windows of `TREND_S`, `LONG_S` apart, give the trend."""
 GAIN = 1 / 50
 SEEN_MIN = 3
-"""Answers of a size class before its output tokens are used."""
+"""Number of answers of a size class after which its mean output tokens are used."""
 BLOCK = 10
 """Answers in a block. A block that clearly differs from the mean replaces the mean, because the traffic has changed."""
 BLOCK_SIGMAS = 3.0
@@ -94,7 +94,7 @@ NO_TOKENS = Tokens(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class _Window:
-    """Running sums over the complete slots from `begin` to `end` slots ago. Counts are whole, so the sums are exact."""
+    """Running sums over the slots from `begin` to `end` slots ago. All counts are integers, so sums are exact."""
 
     __slots__ = ("_at", "_begin", "_end", "_totals")
 

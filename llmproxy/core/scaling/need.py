@@ -41,7 +41,7 @@ ASK_S = 15.0
 SIGMAS = 2.0
 """A change by more standard deviations of a Poisson process than this is not chance."""
 ENDED_MIN = 30
-"""Answers before the number is trusted."""
+"""Number of answers after which the computed number of replicas is trusted."""
 FULL_S = 10.0
 """If requests wait for this time without a pause while every replica is full, the load is not a burst."""
 TURNS = 8
@@ -122,10 +122,10 @@ class Need(Struct, frozen=True):
     need: float
     # The largest term, or the bound or rule that decided.
     reason: str
-    # False: too little is known, so the current number is kept.
+    # Whether enough is known; otherwise the current number is kept.
     sure: bool
     up: int
-    # In replicas.
+    # Maps each term to its number of replicas.
     terms: dict[str, float]
     # The work of prompts and of answers, in replicas.
     prefill: float

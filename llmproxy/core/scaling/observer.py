@@ -117,8 +117,7 @@ class PoolScaling(LeaseObserver):
         return sorted(self._starts)[int(0.9 * len(self._starts))]
 
     def restore(self, known: KnownCapacity, at_s: float) -> None:
-        """Begin with the capacity that another process had learned by `at_s`, unless this one has learned since
-        then."""
+        """Begin with the capacity that another process had learned by `at_s`, unless this process learned later."""
         curve, mix = StepCurve(), Mix()
         younger = at_s >= self._learned_s and known != self.known_capacity
         if younger and curve.restore(known.sums, at_s) and mix.restore(known.sizes, known.squares):

@@ -2,7 +2,7 @@
 
 It has two default configurations: `epp_blend` is the weighted sum of scores of EPP's default code, behind its gate;
 `epp_sticky` is the "sticky until saturated" of its newer guides, without the gate. Filters, scorers, weights and
-thresholds are as documented there. `gate` changes either. Differences:
+thresholds are as documented there. The parameter `gate` switches the gate of either on or off. Differences:
 
 * Requests wait in this project's queue (strict bands, first come, first served), without EPP's one-second expiry sweep.
 * Prompts are divided into the blocks of the trace, because a trace has no text.
@@ -129,7 +129,7 @@ def saturation(views: Sequence[View], now: float) -> float:
 
 
 class Ticks:
-    """The rate of EPP's dispatch loop: one queued request per millisecond. A request that did not wait is free.
+    """The rate of EPP's dispatch loop: one queued request per millisecond. A request that did not wait takes no tick.
 
     A replay wakes at events, not at every tick. So the ticks until the next scrape may be used in advance: before that
     scrape, the readings do not change.

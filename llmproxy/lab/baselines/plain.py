@@ -47,7 +47,7 @@ class LeastRequest(Counting):
 
 
 class PowerOfTwo(LeastRequest):
-    """The less loaded of two drawn at random (Mitzenmacher, "The power of two choices", 2001)."""
+    """The less loaded of two backends that are drawn at random (Mitzenmacher, "The power of two choices", 2001)."""
 
     def choose(self, request: Request, views: Sequence[View]) -> Placed:
         return super().choose(request, views if len(views) < 2 else self._rng.sample(views, 2))

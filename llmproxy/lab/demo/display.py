@@ -59,7 +59,7 @@ class Display:
             _end_demo()
 
     def show_message(self, text: str) -> None:
-        """Show a line about the current scene or error, until the next one."""
+        """Show a line about the current scene or error, until the next call."""
         self._message = f"{time.strftime('%H:%M:%S')}  {text}"
         if not self._drawn:
             self.say(self._message)

@@ -16,8 +16,8 @@ DELAY_S = 0.010
 class KvEvents:
     """The subscriptions of a proxy to all replicas, and its index of the cached blocks.
 
-    vLLM publishes one batch per step. A lost batch is not repeated: the index misses the blocks that it stored and
-    keeps the blocks that it removed, until a later batch corrects this or the process of the replica ends.
+    vLLM publishes one batch per step. A lost batch is not repeated: the index lacks the blocks that were stored in the
+    step and keeps the blocks that were removed, until a later batch corrects this or the process of the replica ends.
     """
 
     def __init__(self, world: World, clock: Callable[[], float]) -> None:

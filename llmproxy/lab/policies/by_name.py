@@ -23,7 +23,7 @@ from llmproxy.lab.fleet.world import World
 from llmproxy.lab.policies.oracle import Oracle
 
 LATE = "late_"
-"""Prefix for a placement behind the proxy's own queue, if its plain name means a baseline that binds at once."""
+"""Prefix for a placement behind the proxy's own queue, if a baseline that binds at once has the plain name."""
 ORACLE = "oracle"
 BLEND = "blend"
 """A placement that only the laboratory has, behind the proxy's own queue."""

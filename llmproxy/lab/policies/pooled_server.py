@@ -35,7 +35,9 @@ class Served:
 
 
 class EngineWork(NamedTuple):
-    """The work of requests, as sums; the formula of step times is linear in each. Or the price of one unit of each sum.
+    """The work of requests, as sums. The formula of step times is linear in each sum.
+
+    A price list has the same fields: the price of one unit of each sum.
 
     `prefill_squares` is end² - first² of the prompt positions to compute. `context_tokens` is the sum of the contexts
     of all decoded tokens. `private_tokens` is the part of it that no earlier request shares, so each request of a batch
@@ -164,8 +166,8 @@ class PooledServer:
 
 
 class CentralQueue:
-    """First come, first served, by the first free one of `servers`: the recursion of Kiefer and Wolfowitz (1955), or of
-    Lindley (1952) for one server.
+    """First come, first served, by the first server that is free: the recursion of Kiefer and Wolfowitz (1955), or of
+    Lindley (1952) for a single server.
     """
 
     def __init__(self, servers: int) -> None:

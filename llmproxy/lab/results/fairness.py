@@ -10,7 +10,7 @@ LOOK_EVERY_S = 1.0
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
 """Weights of prompt and output tokens in "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024)."""
 TENANTS_MAX = 40
-"""The number of tenants that are compared in pairs, the first backlogged ones: pairs grow with its square."""
+"""Only the first backlogged tenants, up to this number, are compared: the number of pairs grows with its square."""
 WINDOW_S = 60.0
 """Window of the index of Jain."""
 ADHERENCE_S = 300.0

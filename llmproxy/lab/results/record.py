@@ -15,7 +15,7 @@ class Record:
     arrival: Arrival
     # The real arrival. In a closed loop it depends on earlier answers.
     arrived_s: float
-    # The resolved level.
+    # The band that the proxy uses.
     band: int
     outcome: Outcome = Outcome.INTERNAL
     ended_s: float = 0.0
@@ -23,7 +23,7 @@ class Record:
     backend: str | None = None
     # The prefill replica of a split request.
     prefilled_on: str | None = None
-    # Without preempted leases.
+    # Number of attempts, without preempted ones.
     attempts: int = 0
     preemptions: int = 0
     queue_wait_s: float | None = None

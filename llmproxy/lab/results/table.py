@@ -66,7 +66,7 @@ def write(column: Column, row: Row) -> str:
 
 
 def is_best(column: Column, row: Row, point: LoadPoint) -> bool:
-    """Whether `row` is the best policy of `point` in `column`. None is the best if most have the same figure."""
+    """Whether `row` is the best policy of `point` in `column`. No policy is the best if most have its figure."""
     rivals = [row for row in point.rows if row.policy not in REFERENCES]
     winner = best(rivals, column.field)
     if winner is None:

@@ -283,7 +283,7 @@ class Run:
             task.add_done_callback(self._by_proxy.pop)
 
     def _proxy_of(self, arrival: Arrival) -> LabProxy:
-        """Returns a random living proxy. If tenants are pinned, the first has one proxy and the others the rest."""
+        """Returns a random living proxy. If tenants are pinned, one living proxy is for the first tenant alone."""
         living = [proxy for proxy in self.proxies if not proxy.dead]
         if len(living) == 1:
             return living[0]

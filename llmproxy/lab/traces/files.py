@@ -25,7 +25,7 @@ def open_trace(path: Path) -> Trace:
     """Returns the trace in a file, gzipped or not. Its first line shows its format; see `formats`.
 
     Only the first line is read here. `Trace.arrivals` reads the file again at each call, with one line in memory. A
-    decision log is not in the order of arrival: as many lines are in memory as end during the longest request.
+    decision log is not in the order of arrival, so all requests that ended during the longest request are in memory.
     `Trace.arrivals` raises TraceError as `FILE:LINE: reason` for an invalid line.
 
     Raises TraceError for a file that cannot be read, is empty, or has an unknown format.

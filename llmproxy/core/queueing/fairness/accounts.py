@@ -33,7 +33,7 @@ class Accounts(Generic[Account]):
         yield from self._idle.items()
 
     def open(self, flow: str) -> Account:
-        """Returns the account of `flow`, created as an idle one if there is none."""
+        """Returns the account of `flow`, created as idle if there is none."""
         account = self._waiting.get(flow)
         return account if account is not None else self._rest(flow, self._idle.pop(flow, None) or self._make())
 

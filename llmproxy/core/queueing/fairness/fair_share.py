@@ -32,9 +32,9 @@ class FairShare(FairnessPolicy):
     scheduler. Without credit, it would wait whenever the estimates of the other flows were too high, and for every
     request that it still has in flight.
 
-    The level follows the least counter of the backlogged flows upwards, and never falls. When a flow becomes
-    backlogged, its counter is raised to at least the level minus the credit (`CREDIT_REQUESTS` mean charges), so that a
-    flow cannot save up more than this while idle. A flow in debt keeps its debt.
+    The level is a virtual time: it rises with the least counter of the backlogged flows, and never falls. When a flow
+    becomes backlogged, its counter is raised to at least the level minus the credit (`CREDIT_REQUESTS` mean charges),
+    so that a flow cannot save up more than this while idle. A flow in debt keeps its debt.
 
     Bounds. K is the largest credit. U_f is the largest total charge per unit of weight of the requests that flow f has
     in flight at one time, where each request counts with the highest charge that it ever has. U = U_f + U_g. If always
@@ -66,8 +66,7 @@ class FairShare(FairnessPolicy):
 
     @property
     def credit(self) -> float:
-        """The largest credit. When a flow becomes backlogged, its counter is raised to at least the level minus the
-        credit."""
+        """The credit of a flow that becomes backlogged: its counter is raised to at least the level minus this."""
         return CREDIT_REQUESTS * self._charged / self._requests if self._charged > 0.0 else 0.0
 
     def backlogged(self, flow: str, head: Request) -> None:

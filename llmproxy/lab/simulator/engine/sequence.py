@@ -30,8 +30,8 @@ class LiveSequence:
     """A live request. While it decodes, step `t` computes its token number `mark + t`, counted from 0.
 
     `order` is the position in the queue, smallest first. `computed` counts the computed tokens of the prefill,
-    `emitted` the output tokens before it. The first `stored` of its `blocks` are full and cached. `fetch`: its KV must
-    still be fetched from another engine. `wrong`: its KV is not the KV of its prompt.
+    `emitted` the output tokens before the prefill. The first `stored` of its `blocks` are full and cached. `fetch`: its
+    KV must still be fetched from another engine. `wrong`: its KV is not the KV of its prompt.
     """
 
     request: EngineRequest

@@ -126,7 +126,7 @@ class _OpenAiAnswer(AnswerWriter):
         return ',"usage":' + _dump(usage.body() | {"completion_tokens_details": None})
 
     def _last(self, reason: str | None) -> str:
-        """Returns the fingerprint member. It is on the last chunk that every stream has."""
+        """Returns the fingerprint for the last chunk before the end mark; empty for an earlier chunk."""
         return f',"system_fingerprint":"{FINGERPRINT}"' if reason and not self._generation.include_usage else ""
 
     def _ending(self, usage: AnswerUsage, extra: Body) -> Body:
