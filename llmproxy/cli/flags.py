@@ -1,4 +1,4 @@
-"""The flags and variables of `serve`, the keys that they set, and messages for unknown flags and variables."""
+"""Derives flags and variables of `serve` from the configuration keys, and explains unknown flags and variables."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.core.placement.policy import Placement
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.queueing.occupancy import Occupancy
-from llmproxy.core.queueing.rates import RateName, Rates, expected
+from llmproxy.core.queueing.rate_limits import RateName, Rates, expected
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.scaling.need import Need
 from llmproxy.core.scaling.observer import Scaling, replica_facts

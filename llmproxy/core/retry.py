@@ -8,7 +8,7 @@ from enum import Enum
 from msgspec import Struct
 
 from llmproxy.core.domain import Verdict
-from llmproxy.core.rate_limit import TokenBucket
+from llmproxy.core.token_bucket import TokenBucket
 
 RETRY_RESERVE = 1024.0
 """Burst of the retry budget: a backend that dies fails its whole batch, and vLLM's largest default batch is 1,024."""

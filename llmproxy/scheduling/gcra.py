@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import orjson
 
-from llmproxy.core.queueing.rates import MINUTE_S
+from llmproxy.core.queueing.rate_limits import MINUTE_S
 from llmproxy.scheduling.valkey import StoreError
 
 DEBT_MAX_S = 86_400

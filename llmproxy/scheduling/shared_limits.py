@@ -19,7 +19,7 @@ import structlog
 
 from llmproxy.config import Config, settings_of
 from llmproxy.core.domain import Outcome, Refused, Request
-from llmproxy.core.queueing.rates import (
+from llmproxy.core.queueing.rate_limits import (
     MINUTE_S,
     TOKENS,
     Rate,

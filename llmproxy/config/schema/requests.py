@@ -201,7 +201,7 @@ class SchedulingConfig(Section):
     initial_batch_limit: Count = 4
     """Batch limit of an engine until it is known."""
     kv_full_ratio: Fraction = 1.0
-    """KV cache usage (above 0, at most 1) of a full backend."""
+    """KV cache usage (above 0, at most 1) of a full backend, for placement and for `/scale`."""
     seed: Integer | None = None
     """Seed of random choices. null: another one at each start."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from llmproxy.core.domain import Request
-from llmproxy.core.queueing.rates import RateLimits, Rates
+from llmproxy.core.queueing.rate_limits import RateLimits, Rates
 from llmproxy.core.settings import UsageLimit
 
 UNBOUNDED_FREE = 64

@@ -19,8 +19,8 @@ from aiohttp import web
 from llmproxy.config import TRUST_WORDS, Config
 from llmproxy.core.adapters import Adapters, AdapterState
 from llmproxy.core.domain import Outcome, Waited
-from llmproxy.core.rate_limit import TokenBucket
 from llmproxy.core.snapshot import BackendSnapshot, BandSnapshot, FlowSnapshot, PoolSnapshot, Position
+from llmproxy.core.token_bucket import TokenBucket
 from llmproxy.gateway.admin.explained import choice_pages, page_fields
 from llmproxy.gateway.http.client_address import Clients, InNetworks
 from llmproxy.gateway.http.errors import Failure, error_body, nothing_at

@@ -20,7 +20,7 @@ from msgspec.structs import asdict
 
 from llmproxy.config import Config
 from llmproxy.config.changes import in_force
-from llmproxy.core.rate_limit import TokenBucket
+from llmproxy.core.token_bucket import TokenBucket
 from llmproxy.gateway.admin.debug import (
     UI,
     UNSTORED,

@@ -11,7 +11,7 @@ from ipaddress import IPv6Address, ip_address
 
 from llmproxy.config import ClientsConfig
 from llmproxy.core.domain import Outcome
-from llmproxy.core.rate_limit import TokenBucket
+from llmproxy.core.token_bucket import TokenBucket
 from llmproxy.gateway.http.client_address import InNetworks
 from llmproxy.gateway.http.errors import Failure
 

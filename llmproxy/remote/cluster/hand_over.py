@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from llmproxy.core.pools import Pools
-from llmproxy.core.queueing.rates import RateName
+from llmproxy.core.queueing.rate_limits import RateName
 from llmproxy.remote.cluster.member_session import MemberCallbacks
 from llmproxy.remote.cluster.protocol import Balances, Learned, RateDebts
 from llmproxy.remote.workers.protocol import Message

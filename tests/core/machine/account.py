@@ -17,7 +17,7 @@ from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.pools import Pools
 from llmproxy.core.preemption import PREEMPT_MAX
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX
-from llmproxy.core.queueing.rates import RateLimits
+from llmproxy.core.queueing.rate_limits import RateLimits
 from llmproxy.core.settings import Settings
 
 Rank = tuple[float, float]

@@ -8,7 +8,7 @@ import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome, Request, Usage, Verdict
 from llmproxy.core.pools import Pools
-from llmproxy.core.queueing.rates import RateLimits
+from llmproxy.core.queueing.rate_limits import RateLimits
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.settings import QueueSettings, UsageLimit
 from tests.core.make import DEFAULTS, granted, listing, names, only_drop, pools, refusal, request, submit, tight

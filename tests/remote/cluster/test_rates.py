@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import Outcome
-from llmproxy.core.queueing.rates import REQUESTS, TOKENS, RateLimits
+from llmproxy.core.queueing.rate_limits import REQUESTS, TOKENS, RateLimits
 from llmproxy.core.settings import Settings, UsageLimit
 from llmproxy.remote.cluster.hand_over import RATES_KNOWN_MAX, RATES_MAX, AnnouncedRateDebts
 from tests.dispatching import SETTINGS, Client, virtual

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from llmproxy.core.rate_limit import TokenBucket
+from llmproxy.core.token_bucket import TokenBucket
 from llmproxy.scheduling import gcra
 from llmproxy.scheduling.gcra import DEBT_MAX_S, SCRIPT, parse_result, script_arguments
 from llmproxy.scheduling.valkey import StoreError, ValkeyServer

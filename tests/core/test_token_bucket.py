@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from math import inf
 
-from llmproxy.core.rate_limit import TokenBucket
+from llmproxy.core.token_bucket import TokenBucket
 
 
 def test_a_bucket_is_full_at_first_and_refills_up_to_its_capacity() -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from llmproxy.core.domain import Outcome, Refused, Request
-from llmproxy.core.rate_limit import TokenBucket
 from llmproxy.core.settings import UsageLimit
+from llmproxy.core.token_bucket import TokenBucket
 
 MINUTE_S = 60.0
 """The burst of a limit: everything that it allows in this time may be used at once."""
