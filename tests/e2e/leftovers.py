@@ -10,7 +10,6 @@ import asyncio
 import gc
 import os
 import socket
-import stat
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -50,12 +49,11 @@ def sockets() -> set[str]:
     """The TCP sockets that this process has open, those of backends below HTTP left out: they are the tests' own."""
     scripted = {peer.fileno for peer in Peer.all}
     found = set()
-    with os.scandir("/proc/self/fd") as entries:
-        for fd in {int(entry.name) for entry in entries} - scripted:
-            with suppress(OSError):
-                status = os.fstat(fd)
-                if stat.S_ISSOCK(status.st_mode) and _is_tcp(fd):
-                    found.add(f"socket:[{status.st_ino}]")
+    for fd in {int(entry.name) for entry in Path("/proc/self/fd").iterdir()} - scripted:
+        with suppress(OSError):
+            target = str(Path(f"/proc/self/fd/{fd}").readlink())
+            if target.startswith("socket:") and _is_tcp(fd):
+                found.add(target)
     return found
 
 
