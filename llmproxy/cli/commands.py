@@ -142,7 +142,7 @@ def serve(
 
 @app.command(cls=PanelHelp, short_help="Report the problems of a configuration file.")
 def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file.")]) -> None:
-    """Report all problems of a configuration file without starting anything. The exit code is 2 if there is one.
+    """Report all problems of a configuration file without starting anything. Any problem makes the exit code 2.
 
     Settings without an effect and old names of keys are warnings. Only the file is read, no LLMPROXY_* variable.
     """

@@ -25,7 +25,7 @@ PREDECESSOR = "LLMPROXY_PREDECESSOR"
 """Environment variable with the descriptors that a successor inherits."""
 LISTEN_FDS_START = 3
 SYSTEMD = "systemd"
-"""The key of all sockets from the service manager, instead of `host:port`: it chose their addresses."""
+"""The key, instead of `host:port`, of all sockets from the service manager, which chose their addresses."""
 
 
 class ListenError(OSError):

@@ -1,6 +1,6 @@
 """The trace context of a request (W3C Trace Context): its parent, whether it is sampled, and the headers for backends.
 
-Only this takes time while a request runs. Its spans are made later from its exit record, on a thread; see `spans`.
+Only the context is made while a request runs. A thread makes the spans later, from the exit record; see `spans`.
 """
 
 from __future__ import annotations

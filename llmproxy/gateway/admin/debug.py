@@ -143,7 +143,7 @@ class AdminPages:
         return page_response(self.position(position))
 
     def explain(self, request: web.BaseRequest) -> web.Response:
-        """The last `?limit=` (1 to 100) choices of a backend in each pool, or with `?request=` the choices for it.
+        """The last `?limit=` (1 to 100) choices of a backend in each pool, or the choices for `?request=`.
 
         404 if no choice for that request is remembered, 429 if pages are requested too often.
         """

@@ -150,7 +150,7 @@ class ClientConnection(web.RequestHandler):
             if not self._messages:
                 await self._first_message()
             if self._messages and self._messages[0][1] is not EMPTY_PAYLOAD:
-                # Many clients may connect together. Requests without a body, such as probes, do not wait.
+                # Many clients may connect at once, so they take turns. Requests without a body (probes) do not wait.
                 await cast(ClientServer, self._manager).turn()
             if self._manager is not None:
                 await super().start()
@@ -166,7 +166,7 @@ class ClientConnection(web.RequestHandler):
             self._waiter = None
 
     def _start_unread_timer(self) -> None:
-        """Limit the time in which the client has to read the written bytes, while no handler waits for that."""
+        """Limit how long the client may take to read the written bytes, while no handler waits for the client."""
         if self._wire is not None and self._unread_timer is None:
             self._unread_timer = self._loop.call_later(self._limits.idle_timeout_s, self._wire.abort)
 

@@ -38,7 +38,7 @@ class _Unusable(Exception):  # noqa: N818 - the message describes a file
 
 
 class _Renewed(ssl.SSLContext):
-    """Uses the context `now` for new connections. A renewal replaces `now`: a context cannot forget authorities."""
+    """Uses the context `now` for new connections. A renewal replaces `now`: a context cannot drop old authorities."""
 
     now: ssl.SSLContext
 

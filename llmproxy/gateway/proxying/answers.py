@@ -1,9 +1,9 @@
 """Captures answers and adds them to the index of cached prefixes, because the next turn of a conversation repeats them.
 
-After an answer, the prefix cache of the backend contains the blocks of the prompt and of the answer. By reading the
-answer, the index knows these blocks one turn earlier. It reads the message that a client will send back: the first
-choice, joined from the events of a stream. An answer after reasoning is skipped: chat templates drop the reasoning of
-earlier turns, so the next prompt does not match the cached blocks.
+After an answer, the prefix cache of the backend contains the blocks of the prompt and of the answer. This module
+reads the answer, so that the index knows these blocks one turn earlier. It reads the message that a client will send
+back: the first choice, joined from the events of a stream. An answer after reasoning is skipped: chat templates drop
+the reasoning of earlier turns, so the next prompt does not match the cached blocks.
 
 A captured answer costs a reference to each of its chunks. It is parsed after its lease has been returned and its exit
 recorded, in short turns of the loop.

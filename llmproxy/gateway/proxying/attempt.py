@@ -111,7 +111,7 @@ class Attempt(AttemptResult):
 class AttemptTimer:
     """The time limits of one attempt, on one timer that is moved while the answer arrives.
 
-    A stream has a limit for its first token and a limit for silence after it. Every attempt has a limit in total.
+    A stream has a limit for its first token and a limit for silence after it. Every attempt has a total limit.
     """
 
     def __init__(self, timeouts: TimeoutsConfig, streams: bool, first_byte_s: float = inf) -> None:

@@ -61,7 +61,7 @@ class Previous:
         return self.backend is None and attempt.status == 404
 
     def unreachable(self, refused: Refused) -> Failure:
-        """The failure of a request that continues a response of a backend that is gone."""
+        """The failure if the backend that stores the response is gone."""
         message = (
             f"Response with id '{self.id[:200]}' is lost. {refused.message} Send the whole conversation as `input`."
         )

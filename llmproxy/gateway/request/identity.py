@@ -99,7 +99,7 @@ class Identity:
         self._keeps_credentials = config.forward_credentials
 
     def trusts(self, client: Client, tenant: Tenant = NO_TENANT) -> bool:
-        """Whether the headers of a request from this client, or from this tenant at any address, count."""
+        """Whether a request's headers count, because its client or its tenant is trusted."""
         if tenant.trusted or (client.proxied and self._trusts_proxies):
             return True
         return (client.certain or self._trusts_all) and self._trusted[client.address]

@@ -95,8 +95,8 @@ class BandSums:
 class BackendSums:
     """The attempts of one backend, and the tokens of the requests that ended on it.
 
-    `first_us` is the sum of `firsts` times to first token, `token_us` the sum of `streams` times per token. Both are
-    integer microseconds, to avoid float drift when values are subtracted.
+    `first_us` is the sum of the times to first token, and `firsts` their number. `token_us` is the sum of the times per
+    token, and `streams` their number. Times are integer microseconds, because sums of floats drift.
     """
 
     __slots__ = (
@@ -139,8 +139,8 @@ class FlowSums:
 class Sums:
     """Sums over requests that ended within some time. `flows` has the keys (band, flow).
 
-    `error_ratio` is the sum of the relative errors of `errors` predicted times to first token. `outcomes` counts only
-    requests that the proxy refused or that failed.
+    `errors` counts predicted times to first token, and `error_ratio` is the sum of their relative errors. `outcomes`
+    counts only requests that the proxy refused or that failed.
     """
 
     def __init__(self) -> None:

@@ -64,9 +64,9 @@ class PageRequest(Message, frozen=True, tag=4):
 
 
 class DirectRequest(Message, frozen=True, tag=29):
-    """Calls `Dispatcher.direct` in the main process, until the worker sends `CancelCall`.
+    """Calls `Dispatcher.direct`, until the worker sends `CancelCall`.
 
-    The call has no result. The main process sends `CallRefused` if the worker must end the request.
+    The call has no result. The scheduler process sends `CallRefused` if the worker must end the request.
     """
 
     call: int
